@@ -53,7 +53,7 @@ def rates(steps: int, blocks: int) -> dict[str, dict[str, list[float]]]:
     labels = torch.randint(CLASSES, (BATCH,))
     found: dict[str, dict[str, list[float]]] = {}
     for name in MODELS:
-        model = zoo.build(name, CLASSES, spec).to(memory_format=torch.channels_last)
+        model = zoo.build_model(name, CLASSES, spec).to(memory_format=torch.channels_last)
         found[name] = {precision: [] for precision in PRECISIONS}
         for block in range(blocks + 1):
             for precision in PRECISIONS:

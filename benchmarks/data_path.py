@@ -27,7 +27,7 @@ from benchmarks.running import fashion_mnist, run_python
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.cpu import Bf16
 from flyte_ddp.datasets import open_arrays
-from flyte_ddp.hardware import bf16_support, detect
+from flyte_ddp.hardware import bf16_support, detect_hardware
 from flyte_ddp.launch.supervise.rank import join_process_group, keep_freed_memory
 from flyte_ddp.launch.supervise.rank_process import RankInfo
 from flyte_ddp.order import sampling
@@ -97,7 +97,7 @@ def run_rank(rank: int, order: dict[str, Any], records: str) -> None:
     data = Path(order["data"])
     job = Job(
         hp=hp,
-        hardware=detect(hp),
+        hardware=detect_hardware(hp),
         settings=Settings(progress="off"),
         data=data,
         run_folder=folder,
@@ -158,7 +158,7 @@ def resident(state: TrainingState, synchronised: bool) -> Iterator[int]:
     """Steps on one prepared batch, with or without communication; yields the global batch's number of samples."""
     size = state.hp.batch_size
     images, labels, _ = state.training.gather(
-        sampling.share(state.training.order.samples(slice(0, size)), distributed.get_rank(), state.hp.num_ranks)
+        sampling.take_slice(state.training.order.samples(slice(0, size)), distributed.get_rank(), state.hp.num_ranks)
     )
     images = state.prepare(images)
     while True:

@@ -24,7 +24,7 @@ from flyte_ddp.export import exporting
 from flyte_ddp.export.exporting import read_test_images
 from flyte_ddp.export.onnx_process import OnnxProcess
 from flyte_ddp.export.served import ServedModel
-from flyte_ddp.hardware import cores
+from flyte_ddp.hardware import count_cores
 from flyte_ddp.predict.saved_model import SavedModel
 from flyte_ddp.release.evaluation import compute_logits_of_split
 from flyte_ddp.run import run_training
@@ -54,7 +54,7 @@ def measure(options: Options) -> Result:
             Hyperparameters.from_dict({**hp.to_dict(), "max_steps": 1, "num_ranks": 1}), data, folder, QUIET
         )
         sides[name] = SavedModel(run.model, run.sidecar, QUIET), open_prepared(data)
-    result = Result(settings={"photos": images, "side": side, "threads": cores()})
+    result = Result(settings={"photos": images, "side": side, "threads": count_cores()})
     logits = {name: np.stack([*compute_logits_of_split(model, split)]) for name, (model, split) in sides.items()}
 
     def exported(name: str, _: int) -> None:
@@ -92,7 +92,7 @@ def measure(options: Options) -> Result:
 def batches(served: ServedModel, onnx: Path, result: Result) -> None:
     """Batches of 64 photos, resized and answered by onnxruntime and by torch."""
     photos = np.random.default_rng(0).integers(0, 256, (64, 375, 500, 3), dtype=np.uint8)
-    with OnnxProcess(onnx, cores()) as process, torch.no_grad():
+    with OnnxProcess(onnx, count_cores()) as process, torch.no_grad():
         process.compute_logits(photos)
         with timed() as took:
             process.compute_logits(photos)

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from flyte_ddp.shards.packing import pack
+from flyte_ddp.shards.packing import pack_samples
 
 HEIGHT, WIDTH = 375, 500
 CLASSES = [f"class{number}" for number in range(10)]
@@ -46,7 +46,7 @@ def write_shards(folder: Path, shards: int, per_shard: int) -> Path:
     def sample(number: int) -> tuple[str, dict[str, bytes]]:
         return f"{number:07d}", {".jpg": content(number), ".cls": str(label(number)).encode()}
 
-    pack(sample, shards * per_shard, folder, classes=CLASSES, per_shard=per_shard, seed=None, progress="off")
+    pack_samples(sample, shards * per_shard, folder, classes=CLASSES, per_shard=per_shard, seed=None, progress="off")
     return folder / "train.json"
 
 

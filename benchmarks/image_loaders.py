@@ -23,11 +23,11 @@ from torchvision.transforms import v2
 from benchmarks import generated_images
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import fetch, open_prepared
-from flyte_ddp.hardware import detect
+from flyte_ddp.hardware import detect_hardware
 from flyte_ddp.launch.supervise.rank import keep_freed_memory
 from flyte_ddp.loading import Split, cropping, open_splits
-from flyte_ddp.loading.decoding import decode
-from flyte_ddp.models.images import InputSpec, prepare
+from flyte_ddp.loading.decoding import decode_image
+from flyte_ddp.models.images import InputSpec, prepare_images
 from flyte_ddp.settings import Settings
 
 SIZE, WORKERS = 224, 2
@@ -67,14 +67,14 @@ class Fast:
 
     def __call__(self, stored: bytes | memoryview) -> Tensor:
         """[3, SIZE, SIZE]."""
-        result: Tensor = self.crop(torch.from_numpy(decode(bytes(stored))).permute(2, 0, 1))
+        result: Tensor = self.crop(torch.from_numpy(decode_image(bytes(stored))).permute(2, 0, 1))
         return result
 
 
 def normalised(batches: Iterable[Any]) -> Iterator[Tensor]:
     """Batches of uint8 images [n, 3, SIZE, SIZE] and labels as a model's input."""
     for images, _ in batches:
-        yield prepare(images.permute(0, 2, 3, 1), SPEC)
+        yield prepare_images(images.permute(0, 2, 3, 1), SPEC)
 
 
 def images_of(batches: Iterable[Any]) -> Iterator[Tensor]:
@@ -97,14 +97,14 @@ def ours(order: dict[str, Any], folder: Path, *, normalise: bool = True) -> Epoc
     )
     prepared = fetch(hp.dataset, "", folder / "prepared", test_dataset=hp.test_dataset, progress="off")
     settings = Settings(progress="off", cache_folder=folder / "cache", loader_threads=WORKERS)
-    splits = open_splits(open_prepared(prepared), hp, detect(hp), torch.device("cpu"), settings)
+    splits = open_splits(open_prepared(prepared), hp, detect_hardware(hp), torch.device("cpu"), settings)
     training: Split = splits.training
 
     def epoch(number: int) -> Iterator[Tensor]:
         batches = training.order.batches(number, hp.batch_size)
         for samples in training.load_ahead(batches, lambda batch: [batch], number, hp.batch_size):
             images = training.gather(samples, number).images
-            yield prepare(images, SPEC) if normalise else images
+            yield prepare_images(images, SPEC) if normalise else images
 
     return epoch
 
@@ -186,7 +186,7 @@ def write_chunks(folder: Path, images: int) -> dict[str, str]:
 def decode_and_crop(stored: Sequence[bytes]) -> int:
     """What there is to do at the least, from images in memory; returns how many."""
     for content, draws in zip(stored, cropping.draw(0, 0, np.arange(len(stored))), strict=True):
-        pixels = decode(content)
+        pixels = decode_image(content)
         height, width, _ = pixels.shape
         cropping.resized(pixels, cropping.random_crop(draws, height, width), SIZE)
     return len(stored)

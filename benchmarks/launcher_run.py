@@ -18,7 +18,7 @@ from benchmarks.launcher_ranks import PIDS, RANKS, bare_rank, bare_worker
 from benchmarks.running import most_memory
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import RankError
-from flyte_ddp.hardware import Hardware, detect
+from flyte_ddp.hardware import Hardware, detect_hardware
 from flyte_ddp.run import Launch, run_training
 from flyte_ddp.runs.run_folder import UNFINISHED
 from flyte_ddp.settings import Settings
@@ -83,11 +83,11 @@ def engine(
     if name == "spawn":
         from flyte_ddp.launch import spawn
 
-        yield spawn.launch, detect, bare_spawn
+        yield spawn.launch, detect_hardware, bare_spawn
     elif name == "elastic":
         from flyte_ddp.launch import elastic
 
-        yield elastic.launch, detect, bare_elastic
+        yield elastic.launch, detect_hardware, bare_elastic
     elif name in ("ray", "ray train"):
         from flyte_ddp.launch import ray
 

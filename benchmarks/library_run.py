@@ -10,7 +10,7 @@ import workflows.training  # noqa: F401
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.launch.supervise import fork_server
 from flyte_ddp.run import run_training
-from flyte_ddp.settings import from_environment
+from flyte_ddp.settings import read_settings
 
 
 def main(request: str) -> None:
@@ -19,7 +19,7 @@ def main(request: str) -> None:
     if "torch" in sys.modules:
         raise RuntimeError("the workflow's module imported torch, which `pyflyte run` would pay for at every start")
     hp = Hyperparameters(**order["hp"])
-    settings = replace(from_environment(), progress="off", wandb_mode=order["wandb"])
+    settings = replace(read_settings(), progress="off", wandb_mode=order["wandb"])
     folder = Path(order["folder"])
     fork_server.POSSIBLE = fork_server.POSSIBLE and order.get("forks", True)
     began = time.time()

@@ -17,7 +17,7 @@ from benchmarks.measuring import Options, Result, Target
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import fetch, open_prepared
 from flyte_ddp.datasets.prepared import check_prepared
-from flyte_ddp.hardware import detect
+from flyte_ddp.hardware import detect_hardware
 from flyte_ddp.loading import open_splits
 from flyte_ddp.settings import Settings
 from flyte_ddp.shards.index import Shard, ShardIndex, index_json
@@ -64,7 +64,7 @@ def start_up(hp: Hyperparameters, folder: Path) -> tuple[float, float]:
     check_prepared(prepared, hp, ranks=1, workers=1)
     middle = time.perf_counter()
     settings = Settings(progress="off", cache_folder=folder / "cache", loader_threads=1)
-    splits = open_splits(open_prepared(prepared), hp, detect(hp), torch.device("cpu"), settings)
+    splits = open_splits(open_prepared(prepared), hp, detect_hardware(hp), torch.device("cpu"), settings)
     order = splits.training.order
     batches = -(-len(order) // hp.batch_size)
     for first in (0, batches // 2):

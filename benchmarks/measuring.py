@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from flyte_ddp.errors import StoppedError
-from flyte_ddp.files import replacing
+from flyte_ddp.files import replace_file
 
 TRIES = 3  # of a measurement whose process fails
 PACKAGES = (
@@ -212,5 +212,5 @@ def write(path: Path, description: str, result: Result, *, quick: bool, load: fl
         "targets": [{**asdict(target), "met": target.met} for target in result.targets],
         "series": {label: {**asdict(series), **summary(series.values)} for label, series in result.series.items()},
     }
-    with replacing(path, durable=False) as file:
+    with replace_file(path, durable=False) as file:
         file.write(json.dumps(content, indent=1).encode() + b"\n")

@@ -205,10 +205,10 @@ def ring_bytes(ranks: int, size: int) -> float:
 def gradient_bytes(base: Mapping[str, Any]) -> int:
     """Of a network in fp32."""
     from flyte_ddp.models.images import InputSpec
-    from flyte_ddp.models.zoo import build
+    from flyte_ddp.models.zoo import build_model
 
     hp = Hyperparameters(**base)
-    model = build(hp.model, 10, InputSpec(1, 28, 28, (0.0,), (1.0,)))
+    model = build_model(hp.model, 10, InputSpec(1, 28, 28, (0.0,), (1.0,)))
     return 4 * sum(parameter.numel() for parameter in model.parameters())
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from flyte_ddp.config import Hyperparameters
-from flyte_ddp.hardware import detect
+from flyte_ddp.hardware import detect_hardware
 from flyte_ddp.launch import elastic
 from flyte_ddp.run import run_training
 from flyte_ddp.settings import Settings
@@ -19,7 +19,7 @@ def main(request: str) -> None:
     hp, data, folder = Hyperparameters(**order["hp"]), Path(order["data"]), Path(order["folder"])
     settings = Settings(progress="off", wandb_mode="disabled", checkpoint_seconds=0.0)
     if "RANK" not in os.environ:
-        run_training(hp, data, folder, settings, hardware=replace(detect(hp), threads=1))
+        run_training(hp, data, folder, settings, hardware=replace(detect_hardware(hp), threads=1))
     elif elastic.is_leader():
         run_training(hp, data, folder, settings, launch=elastic.launch, hardware=elastic.hardware(hp))
     else:

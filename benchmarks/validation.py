@@ -6,11 +6,11 @@ from concurrent.futures import ThreadPoolExecutor
 from benchmarks import generated_images
 from benchmarks.measuring import Options, Result, Target, interleaved
 from flyte_ddp.datasets import fetch
-from flyte_ddp.hardware import cores
-from flyte_ddp.loading.decoding import decode
+from flyte_ddp.hardware import count_cores
+from flyte_ddp.loading.decoding import decode_image
 from flyte_ddp.loading.encoded import limit_threads
 from flyte_ddp.settings import Settings
-from flyte_ddp.validation.profiling import profile
+from flyte_ddp.validation.profiling import compute_profile
 
 
 def measure(options: Options) -> Result:
@@ -20,26 +20,26 @@ def measure(options: Options) -> Result:
     photos = fetch(f"shards:{index}", "", options.folder / "prepared", progress="off")
     arrays = fetch("digits" if options.quick else "fashion_mnist", "", options.folder / "arrays", progress="off")
     contents = [generated_images.content(number) for number in range(images)]
-    result = Result(settings={"photos": images, "threads": cores()})
+    result = Result(settings={"photos": images, "threads": count_cores()})
 
     def rate(name: str, number: int, began: float) -> None:
         result.add(name, number / (time.perf_counter() - began), "images/s")
 
     def looking(_: int) -> None:
         began = time.perf_counter()
-        found = profile(photos, Settings(progress="off"))
+        found = compute_profile(photos, Settings(progress="off"))
         rate("photos", found.training.samples + found.test.samples, began)
 
     def decoding(_: int) -> None:
-        with ThreadPoolExecutor(cores(), initializer=limit_threads) as pool:
+        with ThreadPoolExecutor(count_cores(), initializer=limit_threads) as pool:
             began = time.perf_counter()
-            for _pixels in pool.map(decode, contents):
+            for _pixels in pool.map(decode_image, contents):
                 pass
             rate("decoding alone", images, began)
 
     def looking_at_arrays(_: int) -> None:
         began = time.perf_counter()
-        found = profile(arrays)
+        found = compute_profile(arrays)
         rate("arrays of 28 x 28", found.training.samples + found.test.samples, began)
 
     sides = {"photos": looking, "decoding alone": decoding, "arrays": looking_at_arrays}

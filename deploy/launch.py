@@ -26,10 +26,10 @@ from flytekit.remote import FlyteLaunchPlan, FlyteRemote, FlyteWorkflowExecution
 
 from flyte_ddp import storage
 from flyte_ddp.config import Hyperparameters
-from flyte_ddp.errors import UserError, unknown_name
-from flyte_ddp.files import replacing
+from flyte_ddp.errors import UserError, unknown_name_error
+from flyte_ddp.files import replace_file
 from flyte_ddp.pods.environment import FROM_SCRATCH_VARIABLE
-from flyte_ddp.report.report import last_record_in
+from flyte_ddp.report.report import parse_last_record
 from tasks.command_line import CALL_SECONDS, check_input_files, show_errors_in_panels
 
 AWAY_SECONDS = 600.0  # how long the cluster may be unreachable while this command waits for an execution
@@ -126,7 +126,7 @@ def fetch_launch_plan(remote: FlyteRemote, name: str, version: str | None) -> Fl
     except FlyteEntityNotExistException:
         projects = [each.id for each in remote.list_projects()]
         if project not in projects:
-            raise unknown_name("project", project, projects) from None
+            raise unknown_name_error("project", project, projects) from None
         plans = [each.name for each in remote.client.list_launch_plan_ids_paginated(project, domain)[0]]
         if not plans:
             raise UserError(
@@ -134,9 +134,9 @@ def fetch_launch_plan(remote: FlyteRemote, name: str, version: str | None) -> Fl
                 "or give another --domain"
             ) from None
         if name not in plans:
-            raise unknown_name("launch plan", name, plans) from None
+            raise unknown_name_error("launch plan", name, plans) from None
         found, _ = remote.client.list_launch_plans_paginated(NamedEntityIdentifier(project, domain, name), limit=10)
-        raise unknown_name("version", str(version), [each.id.version for each in found]) from None
+        raise unknown_name_error("version", str(version), [each.id.version for each in found]) from None
 
 
 def check_launch_plan(plan: FlyteLaunchPlan, hp: Hyperparameters | None, folder: Path | None) -> None:
@@ -225,7 +225,7 @@ class ExecutionWatch:
         """Return the HTML of a node's deck, from an address that the cluster signs."""
         run = self.execution.id
         address = self.client.get_download_artifact_signed_url(node.node_id, run.project, run.domain, run.name)
-        return storage.read(address.signed_url[0]).decode()
+        return storage.read_file(address.signed_url[0]).decode()
 
     def print_if_new(self, topic: object, line: str) -> None:
         """Print the time and a line, unless the line is the last one printed on this topic."""
@@ -236,7 +236,7 @@ class ExecutionWatch:
 
 def format_last_record(deck: str) -> str:
     """Return the last record of metrics in the HTML of a training's deck, as text."""
-    record = last_record_in(deck)
+    record = parse_last_record(deck)
     return ", ".join(
         [f"step {record['step']:,}", *(FIGURES[key].format(record[key]) for key in FIGURES if key in record)]
     )
@@ -275,9 +275,9 @@ def download_outputs(remote: FlyteRemote, outputs: dict[str, Any], folder: Path)
         for output, name in FILES.items():
             address = outputs[output].scalar.blob.uri
             signed = remote.client.get_download_signed_url(address).signed_url
-            file = files.enter_context(replacing(folder / name))
+            file = files.enter_context(replace_file(folder / name))
             try:
-                storage.retried(signed, partial(download_file, file=file))
+                storage.retry(signed, partial(download_file, file=file))
             except storage.UnavailableError as error:
                 server = signed.partition("://")[2].partition("/")[0]
                 raise UserError(

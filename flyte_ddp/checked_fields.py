@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Self
 from dataclasses_json import DataClassJsonMixin
 
 from flyte_ddp.credentials import refuse_credentials
-from flyte_ddp.errors import UserError, unknown_name
+from flyte_ddp.errors import UserError, unknown_name_error
 
 # Numbers such as 1e-1 and 1.5e3: YAML 1.1, by which flytekit reads YAML files, takes them for text.
 YAML_NUMBER = re.compile(r"[-+]?(\d+e[-+]?\d+|(\d+\.\d*|\.\d+)e\d+)", re.IGNORECASE)
@@ -66,11 +66,11 @@ class CheckedFields(DataClassJsonMixin):
     def known(cls, values: Any) -> dict[str, Any]:
         """Return a copy of a mapping; UserError if it is no mapping, or if one of its keys is no field's name."""
         if not isinstance(values, Mapping):
-            raise UserError(f"{cls.called}s must be a JSON object, got {shown(values)}")
+            raise UserError(f"{cls.called}s must be a JSON object, got {short_repr(values)}")
         names = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
         for key in values:
             if key not in names:
-                raise unknown_name(cls.called, str(key), names)
+                raise unknown_name_error(cls.called, str(key), names)
         return dict(values)
 
     @classmethod
@@ -123,21 +123,23 @@ def checked(field: "dataclasses.Field[Any]", value: Any) -> Any:
     if not fits:
         misread = kind is str and isinstance(value, bool)
         hint = "; YAML takes on, off, yes and no for true and false unless they are in quotes" if misread else ""
-        raise UserError(f"{field.name}={shown(value)}: must be {TYPES[kind]}{hint}")
+        raise UserError(f"{field.name}={short_repr(value)}: must be {TYPES[kind]}{hint}")
     value = kind(value)
     if kind is str:
         if value.encode(errors="replace").decode() != value:
-            raise UserError(f"{field.name}={shown(value)}: must be UTF-8, as a model's files are; rename what it names")
+            raise UserError(
+                f"{field.name}={short_repr(value)}: must be UTF-8, as a model's files are; rename what it names"
+            )
         refuse_credentials(field.name, value)
     if rule["choices"] is not None and value not in rule["choices"]:
-        raise unknown_name(field.name, value, rule["choices"])
+        raise unknown_name_error(field.name, value, rule["choices"])
     for key, holds in BOUNDS.items():
         if key in rule and not holds(value, rule[key]):
-            raise UserError(f"{field.name}={shown(value)}: must be {key.replace('_', ' ')} {rule[key]}")
+            raise UserError(f"{field.name}={short_repr(value)}: must be {key.replace('_', ' ')} {rule[key]}")
     return value
 
 
-def shown(value: Any) -> str:
+def short_repr(value: Any) -> str:
     """Return the repr of a value for an error message, cut to 80 characters."""
     text = repr(value)
     return text if len(text) <= 80 else text[:77] + "..."

@@ -41,26 +41,26 @@ class Clock:
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
         """Add the seconds that the block takes to those of ``name``."""
-        begin = self.mark(name)
+        begin = self.start_timing(name)
         try:
             yield
         finally:
-            self.add(name, begin)
+            self.add_since(name, begin)
 
-    def mark(self, name: str) -> Any:
-        """Return the present time for :meth:`add`: the host's, or an event that is recorded in the GPU's queue."""
+    def start_timing(self, name: str) -> Any:
+        """Return the present time for :meth:`add_since`: the host's, or an event that is recorded in the GPU's queue."""
         if self.event is None or name == "evaluation":  # evaluation waits for the device anyway
             return time.perf_counter()
         event = self.event()
         event.record()
         return event
 
-    def add(self, name: str, begin: Any) -> None:
+    def add_since(self, name: str, begin: Any) -> None:
         """Add the seconds since ``begin``, which ``mark(name)`` returned, to those of ``name``."""
         if isinstance(begin, float):
             self._seconds[name] += time.perf_counter() - begin
         else:
-            self.pending.append((name, begin, self.mark(name)))
+            self.pending.append((name, begin, self.start_timing(name)))
             _ = self.seconds  # takes finished events out, so that those of many steps do not pile up
 
     def total(self) -> float:

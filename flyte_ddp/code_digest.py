@@ -116,7 +116,7 @@ def parse(source: bytes) -> ast.Module:
                 gc.enable()
 
 
-def releases() -> str:
+def list_releases() -> str:
     """Return the versions of those ARITHMETIC packages that are installed, such as ``torch 2.15.0, numpy 2.3.1``.
 
     Reads the packages' metadata; does not import them.

@@ -9,8 +9,8 @@ all pay for what this module loads.
 from dataclasses import dataclass
 
 from flyte_ddp import catalog
-from flyte_ddp.checked_fields import CheckedFields, setting, shown
-from flyte_ddp.errors import UserError, unknown_name
+from flyte_ddp.checked_fields import CheckedFields, setting, short_repr
+from flyte_ddp.errors import UserError, unknown_name_error
 
 
 @dataclass(frozen=True)
@@ -197,7 +197,7 @@ class Hyperparameters(CheckedFields, called="hyperparameter"):
 def check_data_and_model_names(hp: Hyperparameters) -> None:
     """Raise UserError for an unknown data set or model, or a ``test_dataset`` that does not fit the data set."""
     if ":" not in hp.dataset and hp.dataset not in catalog.DATASETS:
-        raise unknown_name("dataset", hp.dataset, [*catalog.DATASETS, *catalog.DATASET_FORMS])
+        raise unknown_name_error("dataset", hp.dataset, [*catalog.DATASETS, *catalog.DATASET_FORMS])
     if hp.dataset in [f"{kind}:" for kind in catalog.ENCODED_KINDS]:
         raise UserError(f"dataset={hp.dataset!r}: must name an address, such as {hp.dataset}s3://bucket/folder")
     kind = catalog.encoded_kind(hp.dataset)
@@ -208,7 +208,7 @@ def check_data_and_model_names(hp: Hyperparameters) -> None:
             "other data sets than shards, streams and image folders have a test set of their own"
         )
     if ":" not in hp.model and hp.model not in catalog.MODELS:
-        raise unknown_name("model", hp.model, [*catalog.MODELS, "package.module:callable"])
+        raise unknown_name_error("model", hp.model, [*catalog.MODELS, "package.module:callable"])
 
 
 def check_batch_size(hp: Hyperparameters, num_ranks: int) -> None:
@@ -226,7 +226,7 @@ def check_combinations(hp: Hyperparameters) -> None:
     encoded = bool(catalog.encoded_kind(hp.dataset))
     if hp.augment in (("crop", "crop_flip") if encoded else ("resized_crop",)):
         fitting = "none or resized_crop" if encoded else "none, crop or crop_flip"
-        raise UserError(f"augment={hp.augment!r}: not for dataset={shown(hp.dataset)}; choose {fitting}")
+        raise UserError(f"augment={hp.augment!r}: not for dataset={short_repr(hp.dataset)}; choose {fitting}")
     if hp.nesterov and hp.optimizer == "sgd" and hp.momentum == 0:
         raise UserError("nesterov=True: needs momentum above 0; set momentum or nesterov=false")
     if hp.init_skip and not hp.init_from:

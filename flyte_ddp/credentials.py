@@ -10,7 +10,7 @@ from flyte_ddp.errors import UserError
 USER_INFO = re.compile(r"(://)[^/?#\s]*@")
 
 
-def masked(text: str) -> str:
+def mask_credentials(text: str) -> str:
     """Return a text with ``***`` in place of the user names and passwords of its addresses."""
     return USER_INFO.sub(r"\1***@", text)
 
@@ -24,6 +24,6 @@ def refuse_credentials(name: str, value: str) -> None:
     """
     if USER_INFO.search(value):
         raise UserError(
-            f"{name}={masked(value)!r}: has a user name or a password, which would be kept and shown wherever the "
+            f"{name}={mask_credentials(value)!r}: has a user name or a password, which would be kept and shown wherever the "
             "address is; put them into ~/.netrc, or into the file that NETRC names, and leave them out of the address"
         )

@@ -14,7 +14,7 @@ LONGEST_LIST = 12  # choices printed in full; a longer list would bury the messa
 LONGEST_MESSAGE = 600  # characters of a rank's message in a panel
 
 
-def from_here(path: Path) -> str:
+def shorten_path(path: Path) -> str:
     """Return a path relative to the working directory if it is below it, else unchanged."""
     relative = os.path.relpath(path)
     return str(path) if relative.startswith("..") else relative
@@ -60,7 +60,7 @@ class RankError(click.ClickException, RuntimeError):
         message = self.message if len(self.message) <= LONGEST_MESSAGE else f"{self.message[:LONGEST_MESSAGE]} ..."
         lines = [f"{message}{self.remark}"]
         if self.file is not None:
-            lines.append(f"the whole error is in {from_here(self.file)}")
+            lines.append(f"the whole error is in {shorten_path(self.file)}")
         if self.recoverable:
             lines.append(where_it_goes_on(self.step))
         return "\n".join(lines)
@@ -117,20 +117,22 @@ class PeerGoneError(CollectiveError):
 
 
 @contextmanager
-def needing(extra: str) -> Iterator[None]:
+def require_extra(extra: str) -> Iterator[None]:
     """Turn a ModuleNotFoundError in the block into a UserError that says how to install this extra of the package."""
     try:
         yield
     except ModuleNotFoundError as error:
-        raise UserError(f"{error.name} is not installed: {how_to_install(extra)}") from None
+        raise UserError(f"{error.name} is not installed: {install_hint(extra)}") from None
 
 
-def how_to_install(extra: str) -> str:
+def install_hint(extra: str) -> str:
     """Return the command that installs an extra of this package, as part of an error's text."""
     return f"it comes with the extra {extra!r}; in the folder of flyte-ddp: uv pip install -e '.[{extra}]'"
 
 
-def unknown_name(kind: str, name: str, choices: Iterable[str], page: str = "docs/hyperparameters.md") -> UserError:
+def unknown_name_error(
+    kind: str, name: str, choices: Iterable[str], page: str = "docs/hyperparameters.md"
+) -> UserError:
     """Return the error for an unknown name: it suggests the nearest choice and lists up to LONGEST_LIST choices.
 
     Args:

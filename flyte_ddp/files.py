@@ -46,7 +46,7 @@ def atomic_write(path: Path, *, durable: bool = True, create: bool = False) -> I
 
 
 @contextmanager
-def replacing(path: Path, *, durable: bool = True) -> Iterator[BinaryIO]:
+def replace_file(path: Path, *, durable: bool = True) -> Iterator[BinaryIO]:
     """Yield a new file that replaces ``path`` when the block succeeds, as by :func:`atomic_write`.
 
     Args:

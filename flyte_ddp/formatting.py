@@ -4,22 +4,22 @@ import math
 import time
 
 
-def percent(share: float | None) -> str:
+def format_percent(share: float | None) -> str:
     """Return a share such as 0.9142 as "91.42 %"; None as "n/a"."""
     return "n/a" if share is None else f"{100 * share:.2f}\N{NO-BREAK SPACE}%"
 
 
-def number(value: float | None, form: str = ".4f") -> str:
+def format_number(value: float | None, form: str = ".4f") -> str:
     """Return a number in a format of Python's; None as "n/a"."""
     return "n/a" if value is None else format(value, form)
 
 
-def counted(count: int | None, noun: str, rest: str = "") -> str:
+def format_count(count: int | None, noun: str, rest: str = "") -> str:
     """Return a count with its noun, which gets an s unless the count is 1, and ``rest``; "" for None."""
     return "" if count is None else f"{count:,} {noun}{'' if count == 1 else 's'}{rest}"
 
 
-def duration(seconds: float | None) -> str:
+def format_duration(seconds: float | None) -> str:
     """Return seconds as a text of about three digits, in ms, s, min or h; "n/a" for None, NaN and infinity."""
     if seconds is None or not math.isfinite(seconds):
         return "n/a"
@@ -34,6 +34,6 @@ def duration(seconds: float | None) -> str:
     return f"{hours:,} h {minutes:02d} min"
 
 
-def moment(unix: float | None) -> str:
+def format_moment(unix: float | None) -> str:
     """Return Unix seconds as date and time in UTC; None as "at an unknown time"."""
     return "at an unknown time" if unix is None else time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(unix))

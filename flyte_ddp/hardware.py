@@ -32,7 +32,7 @@ class Hardware:
     threads: int  # for each rank
 
 
-def cores() -> int:
+def count_cores() -> int:
     """Return how many CPU cores this process may use by its affinity mask and its cgroup's quota; at least 1."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, int(min(allowed, cgroup_quota())))
@@ -47,7 +47,7 @@ def cgroup_quota(root: Path = Path("/sys/fs/cgroup")) -> float:
     return math.inf
 
 
-def visible_gpus(devices: Path = Path("/dev")) -> int:
+def count_gpus(devices: Path = Path("/dev")) -> int:
     """Return how many GPUs torch sees; imports torch only if ``devices`` has a file of a GPU driver."""
     if not any((devices / name).exists() for name in ("nvidiactl", "nvidia0", "kfd", "dxg")):
         return 0
@@ -65,18 +65,20 @@ def bf16_support(device_type: str) -> Bf16:
     return Bf16.FASTER if torch.cuda.is_bf16_supported() else Bf16.NONE
 
 
-def detect(hp: Hyperparameters) -> Hardware:
+def detect_hardware(hp: Hyperparameters) -> Hardware:
     """Return the Hardware of a run whose ranks are all on this machine. Imports torch if there are GPUs.
 
     Raises:
         UserError: the hyperparameters need what the machine does not have, or this is a pod that does not see the
             GPUs that were requested for it.
     """
-    gpus = visible_gpus()
+    gpus = count_gpus()
     check_expected_gpus(gpus)
     device_type = choose_device_type(hp, gpus, "this process sees")
-    num_ranks = hp.num_ranks or (gpus if device_type == "cuda" else min(cores(), MOST_CPU_RANKS, hp.batch_size))
-    return decide(hp, device_type, num_ranks, threads=max(1, cores() // num_ranks), bf16=bf16_support(device_type))
+    num_ranks = hp.num_ranks or (gpus if device_type == "cuda" else min(count_cores(), MOST_CPU_RANKS, hp.batch_size))
+    return choose_hardware(
+        hp, device_type, num_ranks, threads=max(1, count_cores() // num_ranks), bf16=bf16_support(device_type)
+    )
 
 
 def choose_device_type(hp: Hyperparameters, gpus: int, who_has: str, other_fix: str = "") -> str:
@@ -99,7 +101,7 @@ def choose_device_type(hp: Hyperparameters, gpus: int, who_has: str, other_fix: 
     return device_type
 
 
-def decide(hp: Hyperparameters, device_type: str, num_ranks: int, *, threads: int, bf16: Bf16) -> Hardware:
+def choose_hardware(hp: Hyperparameters, device_type: str, num_ranks: int, *, threads: int, bf16: Bf16) -> Hardware:
     """Return the Hardware of these ranks: chooses backend, gradient strategy, precision and memory order.
 
     Args:
@@ -153,7 +155,9 @@ def check_requested(hp: Hyperparameters, nodes: int = 1, ranks: int = 0, capacit
             f"{capacity}, or 0, or register with more nodes (FLYTE_DDP_NODES) or a larger profile"
         )
     ranks = ranks or hp.num_ranks or (gpus if device_type == "cuda" else 1)
-    decide(hp, device_type, ranks, threads=1, bf16=Bf16.FASTER)  # only the training pods know whether they have bf16
+    choose_hardware(
+        hp, device_type, ranks, threads=1, bf16=Bf16.FASTER
+    )  # only the training pods know whether they have bf16
 
 
 def choose_precision(hp: Hyperparameters, device_type: str, *, small: bool, bf16: Bf16) -> str:

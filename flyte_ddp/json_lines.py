@@ -32,7 +32,7 @@ class JsonLines(AbstractContextManager["JsonLines"]):
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Append a mapping of JSON values, with ``time`` (Unix seconds) added; NaN and the infinities become null."""
-        line = json.dumps(finite({"time": time.time(), **record}), allow_nan=False).encode() + b"\n"
+        line = json.dumps(replace_non_finite({"time": time.time(), **record}), allow_nan=False).encode() + b"\n"
         with self._explain_failure():
             while line:  # a disk that is nearly full takes a part of the line before it raises
                 line = line[self._file.write(line) :]
@@ -62,12 +62,12 @@ class JsonLines(AbstractContextManager["JsonLines"]):
 def read_records(path: Path) -> list[dict[str, Any]]:
     """Return the records of a file of JSON lines, without other lines. Raise UserError if it is unreadable."""
     try:
-        return [*parsed(path.read_bytes().splitlines())]
+        return [*parse_records(path.read_bytes().splitlines())]
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}; give the folder of a run") from error
 
 
-def parsed(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
+def parse_records(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
     """Yield the JSON objects in these lines; skip other lines, such as half a line of a writer that was killed."""
     for line in lines:
         with suppress(ValueError):
@@ -75,12 +75,12 @@ def parsed(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
                 yield record
 
 
-def finite(value: Any) -> Any:
+def replace_non_finite(value: Any) -> Any:
     """Return a copy of nested mappings and sequences with None in place of NaN and infinite floats."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
-        return {key: finite(item) for key, item in value.items()}
+        return {key: replace_non_finite(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [finite(item) for item in value]
+        return [replace_non_finite(item) for item in value]
     return value

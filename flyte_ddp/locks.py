@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 @contextmanager
-def exclusive(folder: Path, name: str, *, wait: bool = True) -> Iterator[None]:
+def hold_lock(folder: Path, name: str, *, wait: bool = True) -> Iterator[None]:
     """Hold an exclusive lock on the file ``name`` in ``folder`` during the block; create both if they are missing.
 
     Args:

@@ -34,7 +34,7 @@ def die_with_parent(number: signal.Signals = signal.SIGKILL) -> None:
     prctl(PR_SET_PDEATHSIG, number)
 
 
-def set_name(name: str) -> None:
+def set_process_name(name: str) -> None:
     """Set the name that ``ps -o comm`` and ``top`` show for this process, up to 15 characters; Linux only."""
     prctl(PR_SET_NAME, name.encode())
 
@@ -54,7 +54,7 @@ def signal_handlers(handlers: Mapping[signal.Signals, Any]) -> Iterator[None]:
 
 
 @contextmanager
-def postponed(number: signal.Signals) -> Iterator[None]:
+def postpone_signal(number: signal.Signals) -> Iterator[None]:
     """Defer a signal until the end of the block; do nothing outside the main thread."""
     came: list[int] = []
     try:
@@ -75,11 +75,11 @@ def become_subreaper(wanted: bool = True) -> bool:
 
 def kill_descendants() -> None:
     """SIGKILL all descendants of this process but Python's and torch's own helpers; wait up to KILL_SECONDS."""
-    kill_trees(lambda: children_of(os.getpid(), ended=True) - helpers())
+    kill_process_trees(lambda: children_of(os.getpid(), ended=True) - helpers())
 
 
 @contextmanager
-def descendants_killed_at_end() -> Iterator[None]:
+def kill_new_descendants_at_end() -> Iterator[None]:
     """SIGKILL, at the end of the block, the processes that this thread has started in it, and their descendants.
 
     Waits up to KILL_SECONDS. Spares earlier children with their descendants, processes that other threads start, and
@@ -94,12 +94,12 @@ def descendants_killed_at_end() -> Iterator[None]:
     finally:
         # SIGCHLD is ignored: torch's handler would raise, in the main thread, that a DataLoader's worker was killed.
         with signal_handlers({signal.SIGCHLD: signal.SIG_DFL}):
-            kill_trees(lambda: list_children_of_this_thread() - before - helpers())
+            kill_process_trees(lambda: list_children_of_this_thread() - before - helpers())
         if adopts:
             become_subreaper(False)
 
 
-def kill_trees(roots: Callable[[], Iterable[int]]) -> None:
+def kill_process_trees(roots: Callable[[], Iterable[int]]) -> None:
     """SIGKILL the processes that ``roots()`` returns, and their descendants.
 
     Repeats this until none is alive or KILL_SECONDS have passed. Survivors are not reported.
@@ -153,7 +153,7 @@ def processes() -> dict[int, tuple[int, bool]]:
     return found
 
 
-def out_of_memory_kills() -> int:
+def count_out_of_memory_kills() -> int:
     """Return how many processes the kernel has killed in this process's memory cgroup because memory ran out.
 
     A container has a cgroup of its own. Returns 0 if there is no such count: not on Linux, or in no cgroup.

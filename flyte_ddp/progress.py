@@ -44,10 +44,10 @@ class Progress:
                 yield bar.update
         else:
             amount = "size unknown" if total is None else size(total) if unit == "B" else f"{total:,} {unit}"
-            self.note(f"{label} ({amount})")
+            self.print_note(f"{label} ({amount})")
             yield lambda _: None
 
-    def note(self, text: str) -> None:
+    def print_note(self, text: str) -> None:
         """Print a text on a line of its own, above a bar; nothing if progress is off."""
         with self._turn_off_on_failure():
             if self._mode == "bar":
@@ -104,11 +104,11 @@ class TrainingProgress(Progress):
                 label = self._name_epoch(0)
                 self._bar = tqdm(total=total_steps, desc=label, bar_format=BAR, file=self._stream, mininterval=0)
 
-    def due(self) -> bool:
-        """Return whether :meth:`step` would show something now; if not, a loss need not be copied from the device."""
+    def is_due(self) -> bool:
+        """Return whether :meth:`show_step` would show something now; if not, a loss need not be copied from the device."""
         return self._mode != "off" and self._clock() - self._start >= self._next
 
-    def step(self, epoch: int, step: int, loss: float | None, samples_per_second: float | None) -> None:
+    def show_step(self, epoch: int, step: int, loss: float | None, samples_per_second: float | None) -> None:
         """Store a finished step's values, and show them if the time since the last line or renewal is long enough.
 
         Args:
@@ -122,7 +122,7 @@ class TrainingProgress(Progress):
             self._values["loss"] = f"loss {loss:.4f}"
         if samples_per_second is not None:
             self._values["rate"] = f"{samples_per_second:,.0f} samples/s"
-        if not self.due():
+        if not self.is_due():
             return
         now = self._clock() - self._start
         if self._mode == "bar":
@@ -139,9 +139,9 @@ class TrainingProgress(Progress):
         if step > first_step:
             left = (now - began) / (step - first_step) * (self._total_steps - step)
             parts.append(f"{tqdm.format_interval(round(left))} left")
-        self.note(", ".join(parts))
+        self.print_note(", ".join(parts))
 
-    def evaluation(self, record: Mapping[str, Any]) -> None:
+    def print_evaluation(self, record: Mapping[str, Any]) -> None:
         """Print a line with the accuracies and losses in an evaluation record of metrics.jsonl."""
         self._last_step = record["step"]
         results = [
@@ -150,7 +150,7 @@ class TrainingProgress(Progress):
             if f"{split}_accuracy" in record
         ]
         epoch = self._name_epoch(record["epoch"] - 1)  # records count the epochs that are done
-        self.note(f"{epoch}, step {record['step']:,}/{self._total_steps:,}: {', '.join(results)}")
+        self.print_note(f"{epoch}, step {record['step']:,}/{self._total_steps:,}: {', '.join(results)}")
 
     def close(self) -> None:
         """Show the last step in the bar and end its line; may be called twice."""

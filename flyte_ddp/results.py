@@ -16,8 +16,8 @@ from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
 
 from flyte_ddp.errors import UserError
-from flyte_ddp.files import replacing
-from flyte_ddp.json_lines import JsonLines, finite
+from flyte_ddp.files import replace_file
+from flyte_ddp.json_lines import JsonLines, replace_non_finite
 
 FOLDER = "results"  # in the run folder
 EVENTS = "events.jsonl"  # in FOLDER
@@ -57,7 +57,7 @@ def event(**values: Any) -> None:
     """
     if taken := [name for name in ("rank", "time") if name in values]:
         raise UserError(f"event: {' and '.join(taken)} is added to each event; choose another name")
-    record = finite(values)
+    record = replace_non_finite(values)
     try:
         json.dumps(record)
     except (TypeError, ValueError) as error:
@@ -78,7 +78,7 @@ def check_result_name(name: str) -> None:
 
 
 @contextmanager
-def delivered_by(deliver: Deliver, rank: int) -> Iterator[None]:
+def deliver_results(deliver: Deliver, rank: int) -> Iterator[None]:
     """Let :func:`submit` and :func:`event` of this process call ``deliver`` during the block; sets global state."""
     global _delivery  # noqa: PLW0603 (a property of the process, as its rank is)
     _delivery = (os.getpid(), rank, deliver)
@@ -127,5 +127,5 @@ class ResultWriter:
         path = self.folder / name
         if not path.resolve().is_relative_to(self.folder.resolve()):
             raise UserError(f"result {name!r}: leads out of {self.folder} by a link; remove the link")
-        with replacing(path, durable=False) as file:
+        with replace_file(path, durable=False) as file:
             file.write(content)

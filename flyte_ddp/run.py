@@ -10,17 +10,17 @@ from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets.arrays import read_description
 from flyte_ddp.datasets.prepared import check_prepared
 from flyte_ddp.errors import StoppedError
-from flyte_ddp.hardware import Hardware, detect
+from flyte_ddp.hardware import Hardware, detect_hardware
 from flyte_ddp.launch import single, spawn
 from flyte_ddp.models import initial_weights
 from flyte_ddp.progress import Progress
 from flyte_ddp.runs import checkpoint
-from flyte_ddp.runs.failed_run import explain
+from flyte_ddp.runs.failed_run import add_failure_details
 from flyte_ddp.runs.identity import model_identity
 from flyte_ddp.runs.result_store import mirror_results
-from flyte_ddp.runs.run_folder import METRICS, REPORT, prepare_folder, remove_outputs, settle
-from flyte_ddp.runs.run_lock import hold
-from flyte_ddp.settings import Settings, check_wandb, from_environment
+from flyte_ddp.runs.run_folder import METRICS, REPORT, prepare_folder, publish_if_complete, remove_outputs
+from flyte_ddp.runs.run_lock import hold_run_folder
+from flyte_ddp.settings import Settings, check_wandb, read_settings
 
 STOPPED_WANDB_SECONDS = 5.0  # a pod that is told to stop has little time left
 
@@ -92,29 +92,29 @@ def run_training(
     from flyte_ddp.runs.job import Job
     from flyte_ddp.tracking import wandb_run
 
-    settings = settings or from_environment()
+    settings = settings or read_settings()
     if settings.wandb_mode != "disabled":
         check_wandb()
-    hardware = hardware or detect(hp)
+    hardware = hardware or detect_hardware(hp)
     launch = launch or (single.launch if hardware.num_ranks == 1 else spawn.launch)
     workers = settings.loader_threads or hardware.threads
     progress = Progress(settings.progress)
     warnings = check_prepared(data, hp, ranks=hardware.num_ranks, workers=workers, cache_bytes=settings.cache_bytes)
     for warning in warnings:
-        progress.note(warning)
-    with hold(run_folder):
+        progress.print_note(warning)
+    with hold_run_folder(run_folder):
         work = prepare_folder(run_folder)
         identity = checkpoint_identity(hp, data)
         found = checkpoint.load_latest(work, identity)
         if found is not None:
             when = datetime.fromtimestamp(found.time).strftime("%Y-%m-%d %H:%M:%S")  # noqa: DTZ006 (local time)
-            progress.note(f"going on after step {found.step:,}, saved {when}")
+            progress.print_note(f"going on after step {found.step:,}, saved {when}")
         wandb = wandb_run.start_wandb(run_folder, settings, hp.to_dict(), run_folder.name)
         wandb_limit = settings.wandb_timeout
         try:
             with (
                 mirror_results(work, settings.results_copy, name=run_folder.name, resuming=found is not None),
-                initial_weights.fetched(hp.init_from if found is None else "", work) as weights,
+                initial_weights.fetch_weights(hp.init_from if found is None else "", work) as weights,
             ):
                 job = Job(hp, hardware, settings, data, work, identity, initial_weights=weights, checkpoint=found)
                 launch(job, num_ranks=hardware.num_ranks)
@@ -123,7 +123,7 @@ def run_training(
             if isinstance(error, StoppedError):
                 wandb_limit = STOPPED_WANDB_SECONDS
             remove_outputs(work)  # also files that killed ranks have written in part
-            explain(error, run_folder)
+            add_failure_details(error, run_folder)
             raise
         else:
             publish_complete_run(run_folder)
@@ -136,9 +136,9 @@ def run_training(
 def publish_complete_run(run_folder: Path) -> None:
     """Replace the earlier run's files by the complete ones; finish this also if Ctrl-C interrupts it, then raise."""
     try:
-        settle(run_folder)
+        publish_if_complete(run_folder)
     except BaseException:
-        settle(run_folder)
+        publish_if_complete(run_folder)
         raise
 
 

@@ -82,7 +82,7 @@ def allowed_addresses() -> tuple[str, ...]:
     return tuple(filter(None, (address.strip() for address in read_text(ALLOWED).split(","))))
 
 
-def from_environment(wandb_run_id: str = "") -> Settings:
+def read_settings(wandb_run_id: str = "") -> Settings:
     """Return the settings by this process's environment. Without a wandb key wandb is offline, so that nothing prompts.
 
     Raises:

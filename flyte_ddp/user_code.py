@@ -23,7 +23,7 @@ def load_callable(spec: str) -> Callable[..., Any]:
         UserError: the spec is malformed, there is no such module, attribute or callable, or the module's import ends
             with ImportError or SyntaxError.
     """
-    module_name, attribute = split(spec)
+    module_name, attribute = split_spec(spec)
     search_working_directory()
     try:
         module = importlib.import_module(module_name)
@@ -45,7 +45,7 @@ def load_callable(spec: str) -> Callable[..., Any]:
     return found  # type: ignore[no-any-return]
 
 
-def split(spec: str) -> tuple[str, str]:
+def split_spec(spec: str) -> tuple[str, str]:
     """Return module name and attribute name of ``package.module:callable``; UserError for another form."""
     match = SPEC.fullmatch(spec)
     if match is None:

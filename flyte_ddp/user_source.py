@@ -12,7 +12,7 @@ from pathlib import Path
 from types import ModuleType
 
 from flyte_ddp.code_digest import ARITHMETIC, NO_PYTHON, code_in, parse
-from flyte_ddp.user_code import not_found, search_working_directory, split
+from flyte_ddp.user_code import not_found, search_working_directory, split_spec
 
 IDENTIFIED = {"flyte_ddp", *ARITHMETIC}  # packages that count by library_digest() and by their versions
 INSTALLED = {"site-packages", "dist-packages"}
@@ -33,25 +33,25 @@ def user_source_digest(spec: str) -> str:
     return hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()
 
 
-def own_files(spec: str) -> set[Path]:
+def list_user_files(spec: str) -> set[Path]:
     """Return the resolved paths of the files that :func:`user_sources` yields; none for a name without a colon."""
     return {path.resolve() for _, path, _ in user_sources(spec)} if ":" in spec else set()
 
 
-def not_among(known: set[Path], spec: str, modules: Iterable[str]) -> list[str]:
+def list_uncovered_files(known: set[Path], spec: str, modules: Iterable[str]) -> list[str]:
     """Return files of the user's own that were imported for ``spec`` but are not ``known``, as sorted relative paths.
 
     Starts from the module of ``spec`` and from ``modules``, and follows every object in a module's namespace to the
     module that defines it. Only files below the folder of the spec's top-level module count; paths are relative to it.
 
     Args:
-        known: paths from :func:`own_files`. Must be taken before the code is imported, because it may change sys.path.
+        known: paths from :func:`list_user_files`. Must be taken before the code is imported, because it may change sys.path.
         spec: ``package.module:callable``; for a name without a colon nothing is returned.
         modules: further names in ``sys.modules``, such as those of the model's layers.
     """
     if ":" not in spec:
         return []
-    name = split(spec)[0]
+    name = split_spec(spec)[0]
     top = find_top_level(name.partition(".")[0])
     places = (top.submodule_search_locations or [top.origin or ""]) if top else []
     folders = {Path(place).resolve().parent for place in places}
@@ -86,7 +86,7 @@ def user_sources(spec: str) -> Iterator[tuple[str, Path, bytes]]:
     Raises:
         UserError: the spec is malformed, or there is no such top-level module.
     """
-    top = split(spec)[0].partition(".")[0]
+    top = split_spec(spec)[0].partition(".")[0]
     search_working_directory()
     found = find_top_level(top)
     if found is None:

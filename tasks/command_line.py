@@ -33,7 +33,7 @@ from flytekit.core.type_engine import TypeTransformerFailedError
 from flytekit.exceptions.user import FlyteEntityNotFoundException
 
 from flyte_ddp.config import Hyperparameters
-from flyte_ddp.errors import RankError, StoppedError, UnreachableError, UserError, unknown_name
+from flyte_ddp.errors import RankError, StoppedError, UnreachableError, UserError, unknown_name_error
 from flyte_ddp.pods import environment
 from flyte_ddp.settings import check_wandb
 from tasks import engines
@@ -119,7 +119,7 @@ def unknown_entity_error(context: click.Context) -> UserError:
     if name in engines.left_out:
         return UserError(engines.left_out[name])
     assert isinstance(context.command, click.Group)
-    return unknown_name("workflow, task or launch plan", name, context.command.list_commands(context))
+    return unknown_name_error("workflow, task or launch plan", name, context.command.list_commands(context))
 
 
 def check_input_files(arguments: Sequence[str]) -> None:
@@ -187,7 +187,7 @@ def option_error(error: Exception) -> UserError | None:
     if path is None or error.ctx is None:
         return None
     inputs = [str(parameter.name) for parameter in error.ctx.command.params if parameter.name != "inputs_file"]
-    return UserError(f"{source}: {unknown_name('input', name, inputs).message}")
+    return UserError(f"{source}: {unknown_name_error('input', name, inputs).message}")
 
 
 def word_after_option(arguments: Sequence[str], option: str) -> str | None:

@@ -12,8 +12,8 @@ from flytekit.types.directory import FlyteDirectory
 from flytekitplugins.kfpytorch.task import CleanPodPolicy, Elastic, PytorchElasticFunctionTask, RunPolicy
 
 from flyte_ddp.config import Hyperparameters
-from flyte_ddp.hardware import detect
-from flyte_ddp.launch.supervise.processes import main_script_hidden
+from flyte_ddp.hardware import detect_hardware
+from flyte_ddp.launch.supervise.processes import hide_main_script
 from flyte_ddp.launch.supervise.stopping import stop_error
 from flyte_ddp.pods.elastic import (
     add_step_to_error,
@@ -24,7 +24,7 @@ from flyte_ddp.pods.elastic import (
 )
 from flyte_ddp.pods.platforms import is_in_pod
 from flyte_ddp.pods.profiles import elastic_ranks_per_node, node_range
-from flyte_ddp.process import out_of_memory_kills
+from flyte_ddp.process import count_out_of_memory_kills
 from flyte_ddp.run import Result, run_training
 from flyte_ddp.runs import run_lock
 from flyte_ddp.settings import Settings
@@ -68,7 +68,7 @@ class ElasticTrainingTask(PytorchElasticFunctionTask):  # type: ignore[misc]
         """
         from torch.distributed.elastic.multiprocessing.api import SignalException
 
-        from flyte_ddp.launch.elastic import failure, log_kept_quiet
+        from flyte_ddp.launch.elastic import first_worker_error, silence_elastic_logs
 
         result = read_finished_run(inputs["run_version"])
         if result is not None:  # before workers are started, which would wait for their rank 0
@@ -76,21 +76,21 @@ class ElasticTrainingTask(PytorchElasticFunctionTask):  # type: ignore[misc]
         if not is_in_pod():  # then there is one node, and no profile limits the number of ranks
             refuse_unresolvable_host_name()
             self.min_nodes = self.max_nodes = 1
-            self.task_config.nproc_per_node = detect(inputs["hp"]).num_ranks
-        memory_kills = out_of_memory_kills()
+            self.task_config.nproc_per_node = detect_hardware(inputs["hp"]).num_ranks
+        memory_kills = count_out_of_memory_kills()
         with translate_errors_for_flyte(), add_step_to_error(inputs["run_version"]):
             try:
-                with set_up_workers(ROOT), main_script_hidden(), log_kept_quiet(), end_after_rank_0(IgnoreOutputs):
+                with set_up_workers(ROOT), hide_main_script(), silence_elastic_logs(), end_after_rank_0(IgnoreOutputs):
                     result = super()._execute(**inputs)
             except FlyteUserRuntimeException as error:
-                raise failure(error.value, memory_kills) from None
+                raise first_worker_error(error.value, memory_kills) from None
             except IgnoreOutputs as ignored:
                 stopped = ignored.__context__
                 if not isinstance(stopped, SignalException):  # this node is without rank 0, and has no outputs
                     raise
                 raise stop_error(stopped.sigval, step=None) from None
             finally:
-                run_lock.release_reserved()  # the lock was for rank 0, which is another process
+                run_lock.release_reserved_folders()  # the lock was for rank 0, which is another process
         return training_outputs(result)
 
 
@@ -124,7 +124,7 @@ def train_on_elastic(hp: Hyperparameters, data: FlyteDirectory, run_version: str
 
     if not is_in_pod():
         command_line.remove_temporary_folders_at_exit()
-    with elastic.recorded():
+    with elastic.pickle_exception():
         if elastic.is_leader():
             return train_in_run_folder(hp, data, run_version, launch_as_leader)  # type: ignore[return-value]  # see _execute
         with translate_errors_for_flyte():
@@ -136,7 +136,7 @@ def launch_as_leader(hp: Hyperparameters, data: Path, run_folder: Path, settings
     """Train as rank 0 and return the result; record an exception for Elastic before Flyte's error replaces it."""
     from flyte_ddp.launch import elastic
 
-    with elastic.recorded():
+    with elastic.pickle_exception():
         return run_training(hp, data, run_folder, settings, launch=elastic.launch, hardware=elastic.hardware(hp))
 
 

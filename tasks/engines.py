@@ -4,7 +4,7 @@ import importlib.util
 import sys
 from contextlib import suppress
 
-from flyte_ddp.errors import how_to_install
+from flyte_ddp.errors import install_hint
 
 NEEDED = {
     "elastic": "flytekitplugins.kfpytorch",
@@ -24,6 +24,6 @@ def is_engine_installed(name: str) -> bool:
         if importlib.util.find_spec(NEEDED[name]) is not None:  # a plugin needs its engine, so that is installed too
             return True
     workflow = f"{name}_training_wf"
-    left_out[workflow] = f"{workflow} is left out, as {NEEDED[name]} is not installed: {how_to_install(name)}"
+    left_out[workflow] = f"{workflow} is left out, as {NEEDED[name]} is not installed: {install_hint(name)}"
     print(left_out[workflow], file=sys.stderr, flush=True)
     return False

@@ -12,9 +12,9 @@ from flyte_ddp import hardware
 from flyte_ddp.errors import UserError
 from flyte_ddp.pods import paths
 from flyte_ddp.pods.preparation import fetch_data_set
-from flyte_ddp.release.promotion import champion_files
+from flyte_ddp.release.promotion import download_champion
 from flyte_ddp.release.registry import Registry
-from flyte_ddp.settings import from_environment
+from flyte_ddp.settings import read_settings
 from tasks import pods
 from tasks.flyte import output_file, translate_errors_for_flyte
 from tasks.pickled_file import PythonPickledFile
@@ -44,27 +44,27 @@ def predict_images(
     images may be impossible to decode, and have no prediction; the default is the value of the model's training.
     The first predictions are on the task's page. A local run prints the folder of the table and the page.
     """
-    from flyte_ddp.predict.predict import predict
+    from flyte_ddp.predict.predict import write_prediction_table
 
-    hardware.check_expected_gpus(hardware.visible_gpus())
+    hardware.check_expected_gpus(hardware.count_gpus())
     if (images is None) == (not dataset):
         raise UserError(f"images={images}, dataset={dataset!r}: give either a folder of images or a data set")
     with paths.make_dated_folder("predictions") as folder, TemporaryDirectory() as fetched:
         if model_name and model_state is None and sidecar is None:
-            model = champion_files(Registry(paths.registry_address(), model_name), Path(fetched))
+            model = download_champion(Registry(paths.registry_address(), model_name), Path(fetched))
         elif not model_name and model_state is not None and sidecar is not None:
             model = Path(model_state.download()), Path(sidecar.download())
         else:
             given = "the name of a model in the registry, or model_state and sidecar of a run"
             raise UserError(f"model_name={model_name!r}: give either {given}")
         prepared = fetch_data_set(dataset, data_source, test_dataset) if dataset else None
-        table = predict(
+        table = write_prediction_table(
             *model,
             images=Path(images.download()) if images is not None else None,
             dataset=prepared,
             output=folder / "predictions.csv",
             bad_samples=bad_samples,
-            settings=from_environment(),
+            settings=read_settings(),
         )
     shown = table.with_suffix(".html")
     Deck("First predictions", shown.read_text(encoding="ascii"))

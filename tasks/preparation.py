@@ -66,7 +66,7 @@ def check_inputs(
         from flyte_ddp.report import previews
 
         with suppress(Exception):  # an error of the page must not fail the run
-            publish_page_of_dynamic("What is trained", previews.of_run(hp, folder, run_version))
+            publish_page_of_dynamic("What is trained", previews.render_run_preview(hp, folder, run_version))
     return CheckedInputs(hp=hp, data=data, data_version=data_version, run_version=run_version)
 
 

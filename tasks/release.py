@@ -12,13 +12,13 @@ from flyte_ddp import hardware
 from flyte_ddp.pods import paths
 from flyte_ddp.pods.platforms import author_name, is_in_pod
 from flyte_ddp.pods.preparation import fetch_data_set
-from flyte_ddp.pods.wandb_settings import read_settings
+from flyte_ddp.pods.wandb_settings import read_run_settings
 from flyte_ddp.release import promotion
 from flyte_ddp.release.policy import Policy
 from flyte_ddp.release.registry import Entry, Registry
 from flyte_ddp.release.verdict import Verdict
-from flyte_ddp.release.wandb_mirror import mirror_champion
-from flyte_ddp.settings import from_environment
+from flyte_ddp.release.wandb_mirror import copy_champion_to_wandb
+from flyte_ddp.settings import read_settings
 from flyte_ddp.validation.profile import DataProfile
 from tasks import pods
 from tasks.flyte import PLATFORM, output_folder, report_refused_inputs, translate_errors_for_flyte
@@ -78,9 +78,9 @@ def evaluate_version(
     with TemporaryDirectory() as temporary:
         fetched = Path(temporary)
         if version:
-            model = promotion.stored_files(registry, version, fetched)
+            model = promotion.download_version(registry, version, fetched)
         else:
-            model = promotion.champion_files(registry, fetched)
+            model = promotion.download_champion(registry, fetched)
         data = fetch_data_set(dataset, data_source, test_dataset)
         with paths.make_dated_folder("verdicts") as folder:
             return judge_in_folder(model, data, registry, policy, folder, counts=False)
@@ -118,7 +118,7 @@ def promote_version(model_name: str, version: str, reason: str) -> Released:
     Writes an entry of the log with the reason and the author to the registry, and copies the champion to wandb.
     """
     registry, by, once = open_registry(model_name), author_name(), is_in_pod()
-    return announce_champion(registry, promotion.promote(registry, version, reason, by=by, once=once))
+    return announce_champion(registry, promotion.promote_version(registry, version, reason, by=by, once=once))
 
 
 @task(**pods.promoting_pod())
@@ -129,7 +129,7 @@ def roll_back_champion(model_name: str, reason: str) -> Released:
     Writes an entry of the log with the reason and the author to the registry, and copies the champion to wandb.
     """
     registry, by, once = open_registry(model_name), author_name(), is_in_pod()
-    return announce_champion(registry, promotion.roll_back(registry, reason, by=by, once=once))
+    return announce_champion(registry, promotion.roll_back_champion(registry, reason, by=by, once=once))
 
 
 def open_registry(model_name: str) -> Registry:
@@ -155,12 +155,12 @@ def judge_in_folder(
     Raises:
         UserError: this pod sees another number of GPUs than requested, or the judgement refuses its inputs.
     """
-    from flyte_ddp.release.judge import judge
+    from flyte_ddp.release.judge import judge_challenger
     from flyte_ddp.release.page import write_page
 
-    hardware.check_expected_gpus(hardware.visible_gpus())
-    settings, exports = from_environment(), folder if counts else None
-    judgement = judge(*model, data, registry, policy, settings=settings, counts=counts, exports=exports)
+    hardware.check_expected_gpus(hardware.count_gpus())
+    settings, exports = read_settings(), folder if counts else None
+    judgement = judge_challenger(*model, data, registry, policy, settings=settings, counts=counts, exports=exports)
     page = write_page(judgement, registry.name, folder / "verdict.html")
     Deck("Verdict", page.read_text(encoding="ascii"))
     headline = f"{judgement.verdict.describe()}; made in"
@@ -178,8 +178,8 @@ def carry_out_verdict(
     model = Path(model_state.download()), Path(sidecar.download())
     beside = {path.name: path for path in sorted(Path(files.download()).iterdir())}
     by = author_name()
-    version = promotion.store(registry, *model, verdict, beside, by=by)
-    released = Released(*promotion.carry_out(registry, version, verdict, by=by))
+    version = promotion.store_version(registry, *model, verdict, beside, by=by)
+    released = Released(*promotion.apply_verdict(registry, version, verdict, by=by))
     return announce_release(registry, released, promoted=verdict.promotes)
 
 
@@ -193,7 +193,7 @@ def announce_champion(registry: Registry, entry: Entry) -> Released:
 def announce_release(registry: Registry, released: Released, *, promoted: bool) -> Released:
     """Return the outcome; copy a promoted version to wandb, and print the outcome in a local run."""
     if promoted:
-        mirror_champion(registry, released.version, read_settings(PLATFORM, f"{registry.name}-champion"))
+        copy_champion_to_wandb(registry, released.version, read_run_settings(PLATFORM, f"{registry.name}-champion"))
     if not is_in_pod():
         print(f"{released.outcome}; champion {released.champion[:12] or 'none'}", flush=True)
     return released

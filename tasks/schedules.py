@@ -14,9 +14,9 @@ from typing import Any, TypeVar
 import yaml
 from flytekit import CronSchedule
 
-from flyte_ddp.checked_fields import CheckedFields, shown
+from flyte_ddp.checked_fields import CheckedFields, short_repr
 from flyte_ddp.config import Hyperparameters
-from flyte_ddp.errors import UserError, unknown_name
+from flyte_ddp.errors import UserError, unknown_name_error
 from flyte_ddp.release.policy import Policy
 from flyte_ddp.release.registry import check_model_name
 from tasks.engines import NEEDED
@@ -74,7 +74,7 @@ def read_schedules(file: Path = FILE) -> list[Schedule]:
             f"{label}: {unreadable_reason(error)}; restore it, or leave it empty to have no launch plans"
         ) from None
     if not isinstance(entries, list):
-        raise UserError(f"{label}: must be a list of entries such as {EXAMPLE}, got {shown(entries)}")
+        raise UserError(f"{label}: must be a list of entries such as {EXAMPLE}, got {short_repr(entries)}")
     schedules: list[Schedule] = []
     for number, entry in enumerate(entries, 1):
         name = entry.get("name") if isinstance(entry, Mapping) else None
@@ -97,18 +97,18 @@ def parse_entry(entry: object, taken: list[str]) -> Schedule:
         UserError: a key, or the value of one, is missing, unknown or wrong.
     """
     if not isinstance(entry, Mapping):
-        raise UserError(f"must be an object such as {EXAMPLE}, got {shown(entry)}")
+        raise UserError(f"must be an object such as {EXAMPLE}, got {short_repr(entry)}")
     name, workflow, cron, model_name = (read_text_key(entry, key) for key in ("name", "workflow", "cron", "model_name"))
     if not NAME.fullmatch(name):
         raise UserError(f"name={name!r}: must be letters, digits and '_' only, and begin with a letter")
     if name in taken:
         raise UserError(f"name={name!r}: an entry before has it too; launch plans need different names")
     if workflow not in WORKFLOWS:
-        raise unknown_name("workflow", workflow, WORKFLOWS)
+        raise unknown_name_error("workflow", workflow, WORKFLOWS)
     known = (*KEYS, *(RELEASE_KEYS if workflow == RELEASING else ()))
     for key in entry:
         if key not in known:
-            raise unknown_name(f"key of an entry with {workflow}", str(key), known)
+            raise unknown_name_error(f"key of an entry with {workflow}", str(key), known)
     if cron:
         refuse_bad_cron(cron)
     if workflow == RELEASING:
@@ -126,7 +126,7 @@ def read_text_key(entry: Mapping[str, Any], key: str) -> str:
     """
     value = entry.get(key)
     if not isinstance(value, str | None):
-        raise UserError(f"{key}={shown(value)}: must be text; put it in quotes")
+        raise UserError(f"{key}={short_repr(value)}: must be text; put it in quotes")
     return value or ""
 
 

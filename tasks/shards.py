@@ -10,11 +10,11 @@ from typing import List, NamedTuple, Optional
 from flytekit import Deck, task
 from flytekit.types.directory import FlyteDirectory
 
-from flyte_ddp.errors import UserError, unknown_name
-from flyte_ddp.formatting import counted
+from flyte_ddp.errors import UserError, unknown_name_error
+from flyte_ddp.formatting import format_count
 from flyte_ddp.pods import paths
 from flyte_ddp.pods.platforms import is_in_pod
-from flyte_ddp.settings import from_environment
+from flyte_ddp.settings import read_settings
 from flyte_ddp.shards.plan_request import PlanRequest
 from tasks import pods
 from tasks.flyte import output_folder, translate_errors_for_flyte
@@ -44,7 +44,7 @@ def pack_shards(
     from flyte_ddp.datasets.packing import pack_source
 
     if order not in ("mixed", "own"):
-        raise unknown_name("order", order, ("mixed", "own"))
+        raise unknown_name_error("order", order, ("mixed", "own"))
     with paths.make_dated_folder("shards") as folder:
         pack_source(
             source,
@@ -53,7 +53,7 @@ def pack_shards(
             name=name,
             per_shard=samples_per_shard,
             seed=seed if order == "mixed" else None,
-            progress=from_environment().progress,
+            progress=read_settings().progress,
         )
     return index_output(folder, name, "packed into")
 
@@ -67,7 +67,7 @@ def index_shards(urls: List[str], name: str = "train", classes: Optional[List[st
     """
     from flyte_ddp.shards.scanning import create_index
 
-    progress = from_environment().progress
+    progress = read_settings().progress
     with paths.make_dated_folder("index") as folder:
         create_index(urls, folder / f"{name}.json", name=name, classes=classes or [], progress=progress)
     return index_output(folder, name, "indexed in")
@@ -114,7 +114,7 @@ def verify_packed(packed: FlyteDirectory, name: str = "train") -> PackedShards:
     index = f"{str(packed.remote_source or packed.path).rstrip('/')}/{name}.json"
     refuse_damaged_shards(index, decode=True)
     if is_in_pod():
-        Deck("Shards", previews.of_shards(index))
+        Deck("Shards", previews.render_index_preview(index))
     return PackedShards(shards=packed, dataset=f"shards:{index}")
 
 
@@ -127,9 +127,9 @@ def refuse_damaged_shards(index: str, *, decode: bool) -> None:
     """
     from flyte_ddp.shards.scanning import verify_index
 
-    problems = verify_index(index, decode=decode, progress=from_environment().progress)
+    problems = verify_index(index, decode=decode, progress=read_settings().progress)
     if problems:
-        raise UserError("\n".join([f"index {index}: {counted(len(problems), 'problem')}", *problems[:20]]))
+        raise UserError("\n".join([f"index {index}: {format_count(len(problems), 'problem')}", *problems[:20]]))
 
 
 @task(**pods.light_pod())

@@ -9,11 +9,11 @@ from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile
 
 from flyte_ddp.config import Hyperparameters
-from flyte_ddp.errors import from_here
+from flyte_ddp.errors import shorten_path
 from flyte_ddp.pods import paths
 from flyte_ddp.pods.live_page import publish_report_while_training
 from flyte_ddp.pods.platforms import is_in_pod
-from flyte_ddp.pods.wandb_settings import read_settings, upload_unsent_wandb
+from flyte_ddp.pods.wandb_settings import read_run_settings, upload_unsent_wandb
 from flyte_ddp.run import Result, read_result, run_training
 from flyte_ddp.runs.run_folder import is_finished
 from flyte_ddp.settings import Settings
@@ -70,7 +70,7 @@ def train_in_run_folder(hp: Hyperparameters, data: FlyteDirectory, run_version: 
             ):
                 prepared = Path(data.download())
                 record_start()
-                result = train(hp, prepared, folder, read_settings(PLATFORM, folder.name))
+                result = train(hp, prepared, folder, read_run_settings(PLATFORM, folder.name))
     return result
 
 
@@ -86,7 +86,7 @@ def read_finished_run(run_version: str) -> Result | None:
     folder = paths.resolve_folder(run_version)
     if is_in_pod() or PLATFORM.is_retraining_requested() or not is_finished(folder):
         return None
-    print(f"{from_here(folder)}: is finished already; --overwrite-cache trains it again", flush=True)
+    print(f"{shorten_path(folder)}: is finished already; --overwrite-cache trains it again", flush=True)
     return read_result(folder)
 
 

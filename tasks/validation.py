@@ -13,10 +13,10 @@ from flyte_ddp.errors import UnreachableError, UserError
 from flyte_ddp.pods.paths import registry_address
 from flyte_ddp.progress import Progress
 from flyte_ddp.release.policy import Policy
-from flyte_ddp.release.promotion import champion_profile
+from flyte_ddp.release.promotion import download_champion_profile
 from flyte_ddp.release.registry import Registry
 from flyte_ddp.release.slices import read_slices
-from flyte_ddp.settings import from_environment
+from flyte_ddp.settings import read_settings
 from flyte_ddp.validation.page import render_profile
 from flyte_ddp.validation.profile import DataProfile
 from tasks import pods
@@ -42,10 +42,10 @@ def profile_dataset(data: FlyteDirectory, data_version: str) -> DataProfile:
 
     Returns a profile: counts of classes, sizes and modes of images, duplicates, and images that cannot be decoded.
     """
-    from flyte_ddp.validation.profiling import profile
+    from flyte_ddp.validation.profiling import compute_profile
 
     del data_version  # an input for the cache key only
-    return profile(Path(data.download()), from_environment())
+    return compute_profile(Path(data.download()), read_settings())
 
 
 @report_refused_inputs
@@ -59,25 +59,25 @@ def validate_dataset(
     Returns the data and the warnings, which are also printed and on the task's page. Fails for data that the policy
     refuses, and for a registry that cannot be written to or whose log has a gap. Writes a probe file to the registry.
     """
-    from flyte_ddp.validation.validate import check, differences
+    from flyte_ddp.validation.validate import check_profile, describe_differences
 
-    check(profile, hp, max_duplicates=policy.max_duplicates, max_conflicts=policy.max_conflicts)
+    check_profile(profile, hp, max_duplicates=policy.max_duplicates, max_conflicts=policy.max_conflicts)
     registry = Registry(registry_address(), model_name)
     # A registry that cannot be written to, or whose log has a gap, must not be noticed only after training.
-    registry.refuse_store_that_overwrites()
+    registry.refuse_overwriting_storage()
     history = registry.history()
     champion = history[-1] if history else None
     if policy.slices:
         read_slices(policy.slices)
     warnings = [HELD_OUT] if encoded_kind(hp.dataset) and not hp.test_dataset else []
     try:
-        champions = champion_profile(registry, champion) if champion is not None else None
-        warnings += [*differences(profile, champions)] if champions is not None else []
+        champions = download_champion_profile(registry, champion) if champion is not None else None
+        warnings += [*describe_differences(profile, champions)] if champions is not None else []
     except UnreachableError:
         raise
     except UserError as error:  # the champion's profile is damaged or missing: the judgement compares no data then
         warnings.append(f"the champion's data are not known: {error}")
     for warning in warnings:
-        Progress(from_environment().progress).note(f"warning: {warning}")
+        Progress(read_settings().progress).print_note(f"warning: {warning}")
     Deck("Data set", render_profile(profile, hp.dataset, warnings))
     return Validated(data, warnings)

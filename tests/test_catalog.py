@@ -14,7 +14,7 @@ from flyte_ddp import catalog, datasets
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import UserError
 from flyte_ddp.models import zoo
-from flyte_ddp.models.images import InputSpec, prepare
+from flyte_ddp.models.images import InputSpec, prepare_images
 
 ALL = set(torchvision.models.list_models())
 CLASSIFIERS = set(torchvision.models.list_models(module=torchvision.models))
@@ -54,7 +54,7 @@ def without_memory(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, InputSpec]
 
     def run(model: str, spec: InputSpec) -> torch.Size:
         with torch.device("meta"):
-            built = zoo.build(model, CLASSES, spec).train()
+            built = zoo.build_model(model, CLASSES, spec).train()
             output: torch.Tensor = built(torch.empty(2, spec.channels, spec.height, spec.width))
         return output.shape
 
@@ -106,7 +106,7 @@ def test_multiples_work_and_nothing_between(model: str, without_memory: Callable
 def test_the_small_models_smallest_size(model: str) -> None:
     smallest = {"small_cnn": 8, "tutorial": 16}[model]
     spec = spec_for(model, smallest, channels=5)
-    assert zoo.build(model, CLASSES, spec)(torch.zeros(2, 5, smallest, smallest)).shape == (2, CLASSES)
+    assert zoo.build_model(model, CLASSES, spec)(torch.zeros(2, 5, smallest, smallest)).shape == (2, CLASSES)
     with pytest.raises(UserError, match=f"at least {smallest}"):
         spec_for(model, smallest - 1)
 
@@ -134,10 +134,10 @@ def test_grey_images_become_rgb_for_torchvisions_models_only() -> None:
     spec = spec_for("resnet18", 8)
     assert (spec.channels, spec.mean, spec.std) == (3, (0.5,) * 3, (0.5,) * 3)
     grey = torch.randint(0, 256, (2, 8, 8, 1), dtype=torch.uint8)
-    batch = prepare(grey, spec)
+    batch = prepare_images(grey, spec)
     assert torch.equal(batch, batch[:, :1].expand(2, 3, 8, 8))
     torch.testing.assert_close(batch[:, 0], (grey[..., 0] / 255 - 0.5) / 0.5)
-    assert zoo.build("resnet18", CLASSES, spec)(batch).shape == (2, CLASSES)
+    assert zoo.build_model("resnet18", CLASSES, spec)(batch).shape == (2, CLASSES)
     assert [spec_for("small_cnn", 8, channels=channels).channels for channels in (1, 2, 3, 5)] == [1, 2, 3, 5]
     for channels in (2, 4):
         with pytest.raises(UserError, match=f"{channels} channels: .* take 1 or 3"):
@@ -148,11 +148,11 @@ def test_grey_images_become_rgb_for_torchvisions_models_only() -> None:
 def test_vision_transformers_refuse_oblong_images(model: str) -> None:
     side = catalog.SIZE_MULTIPLES[model]
     with pytest.raises(UserError, match=f"{side}x{2 * side} images: they must be square; set image_size"):
-        zoo.build(model, CLASSES, spec_for(model, side, width=2 * side))
+        zoo.build_model(model, CLASSES, spec_for(model, side, width=2 * side))
 
 
 @pytest.mark.parametrize("model", ["googlenet", "inception_v3"])
 def test_auxiliary_heads_are_left_out(model: str) -> None:
     with torch.device("meta"):
-        built = zoo.build(model, CLASSES, spec_for(model, 299))
+        built = zoo.build_model(model, CLASSES, spec_for(model, 299))
     assert not [name for name, _ in built.named_parameters() if name.lower().startswith("aux")]

@@ -84,13 +84,13 @@ def test_bf16_is_taken_where_it_was_found_faster(
     assert (str(cpu), cpu.bf16()) == (description, worth)
     monkeypatch.setattr(hardware, "read_cpu", lambda: cpu)
     for model in ("small_cnn", "resnet18"):
-        found = hardware.detect(replace(HP, model=model))
+        found = hardware.detect_hardware(replace(HP, model=model))
         assert found.precision == ("bf16" if worth is Bf16.FASTER and model != "resnet18" else "fp32")
     if worth is Bf16.NONE:
         with pytest.raises(UserError, match="precision='bf16': this CPU has no bf16"):
-            hardware.detect(replace(HP, precision="bf16"))
+            hardware.detect_hardware(replace(HP, precision="bf16"))
     else:
-        assert hardware.detect(replace(HP, precision="bf16")).precision == "bf16"
+        assert hardware.detect_hardware(replace(HP, precision="bf16")).precision == "bf16"
 
 
 def test_a_cpu_that_nothing_says_what_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,7 +114,7 @@ class Workers:
         return {}
 
     def run(self, function: Callable[..., Any], *_: str, workers: list[str] | None = None) -> dict[str, Any]:
-        answers = {hardware.visible_gpus.__name__: 0, hardware.cores.__name__: 2}
+        answers = {hardware.count_gpus.__name__: 0, hardware.count_cores.__name__: 2}
         return {address: answers.get(function.__name__, self.worth[address]) for address in workers or self.worth}
 
     def get_versions(self, packages: Iterable[str]) -> dict[str, Any]:

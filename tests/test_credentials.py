@@ -38,9 +38,9 @@ USES: dict[str, Callable[[Path], object]] = {
     "an index": lambda _: read_index(URL),
     "a registry": lambda _: Registry("s3://key:hidden@bucket/models", "x"),
     "results": lambda folder: mirror_results(folder, URL, resuming=False).__enter__(),
-    "a bucket": lambda _: storage.read("s3://key:hidden@bucket/x"),
-    "an unknown kind": lambda _: storage.read("ftp://me:hidden@host/x"),
-    "a user alone": lambda _: storage.read("https://hidden@data.example.com/x"),
+    "a bucket": lambda _: storage.read_file("s3://key:hidden@bucket/x"),
+    "an unknown kind": lambda _: storage.read_file("ftp://me:hidden@host/x"),
+    "a user alone": lambda _: storage.read_file("https://hidden@data.example.com/x"),
 }
 
 
@@ -70,12 +70,12 @@ def test_what_a_server_or_a_proxy_says_is_shown_without_it(monkeypatch: pytest.M
     monkeypatch.setenv("http_proxy", "http://me:hidden@127.0.0.1:9")
     for address in ("s3://bucket/x", "http://data.example.com/x", "http://[x"):
         with pytest.raises(storage.UnavailableError) as caught:
-            storage.read(address)
+            storage.read_file(address)
         assert "hidden" not in str(caught.value)
     monkeypatch.undo()
     s3_environment("me:hidden@127.0.0.1", monkeypatch)
     with pytest.raises(storage.UnavailableError, match=r"Invalid endpoint: 127.0.0.1; it must begin with https://"):
-        storage.read("s3://bucket/x")
+        storage.read_file("s3://bucket/x")
 
 
 def test_a_netrc_file_is_the_way(server: FileServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

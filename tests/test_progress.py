@@ -31,7 +31,7 @@ def run_lines(seconds: float, interval: float) -> list[float]:
     for step in range(1, steps + 1):
         clock.now = 12345.0 + (step - 1) * interval
         told = stream.tell()
-        progress.step(0, step, 1.0, 100.0)
+        progress.show_step(0, step, 1.0, 100.0)
         if stream.tell() > told:
             times.append(clock.now - 12345.0)
     return times
@@ -47,9 +47,9 @@ def test_a_line_tells_where_the_run_is_and_when_it_ends() -> None:
     stream, clock = io.StringIO(), Clock()
     progress = TrainingProgress("lines", 1266, 422, stream=stream, clock=clock)
     clock.now += 10  # start-up, which must not count for the time that is left
-    progress.step(0, 20, 0.90123, 17000.4)
+    progress.show_step(0, 20, 0.90123, 17000.4)
     clock.now += 4
-    progress.step(1, 440, None, None)
+    progress.show_step(1, 440, None, None)
     assert stream.getvalue().splitlines() == [
         "epoch 1/3, step 20/1,266, loss 0.9012, 17,000 samples/s, 00:10 elapsed",
         # 420 steps in 4 s, 826 to go: 7.87 s
@@ -60,19 +60,19 @@ def test_a_line_tells_where_the_run_is_and_when_it_ends() -> None:
 def test_a_loss_is_asked_for_only_when_a_line_is_due() -> None:
     clock = Clock()
     progress = TrainingProgress("lines", 100, 100, stream=io.StringIO(), clock=clock)
-    assert progress.due()
-    progress.step(0, 1, 1.0, 1.0)
+    assert progress.is_due()
+    progress.show_step(0, 1, 1.0, 1.0)
     clock.now += 1.9
-    assert not progress.due()
+    assert not progress.is_due()
     clock.now += 0.2
-    assert progress.due()
+    assert progress.is_due()
 
 
 def test_an_evaluation_line_has_both_splits_if_there_are_two() -> None:
     stream = io.StringIO()
     progress = TrainingProgress("lines", 20, 10, stream=stream, clock=Clock())
-    progress.evaluation(evaluation(1, 10, validation_loss=0.25, validation_accuracy=0.901))
-    progress.evaluation(evaluation(2, 20))
+    progress.print_evaluation(evaluation(1, 10, validation_loss=0.25, validation_accuracy=0.901))
+    progress.print_evaluation(evaluation(2, 20))
     assert stream.getvalue().splitlines() == [
         "epoch 1/2, step 10/20: validation accuracy 90.10 % (loss 0.2500), test accuracy 87.50 % (loss 0.5000)",
         "epoch 2/2, step 20/20: test accuracy 87.50 % (loss 0.5000)",
@@ -83,9 +83,9 @@ def test_without_a_terminal_there_are_lines_or_nothing() -> None:
     for mode, lines in (("auto", 2), ("off", 0)):
         stream = io.StringIO()
         progress = TrainingProgress(mode, 10, 5, stream=stream, clock=Clock())
-        assert progress.due() == (mode == "auto")
-        progress.step(0, 1, 1.0, 1.0)
-        progress.evaluation(evaluation(1, 5))
+        assert progress.is_due() == (mode == "auto")
+        progress.show_step(0, 1, 1.0, 1.0)
+        progress.print_evaluation(evaluation(1, 5))
         progress.close()
         assert stream.getvalue().count("\n") == lines
 
@@ -98,9 +98,9 @@ def on_terminal(mode: str) -> str:
         progress = TrainingProgress(mode, 40, 20, stream=terminal, clock=clock)
         for step in range(1, 41):
             clock.now += 0.02
-            progress.step((step - 1) // 20, step, 1 / step, 17000.0)
+            progress.show_step((step - 1) // 20, step, 1 / step, 17000.0)
             if step % 20 == 0:
-                progress.evaluation(evaluation(step // 20, step))
+                progress.print_evaluation(evaluation(step // 20, step))
         progress.close()
     output = b""
     with contextlib.suppress(OSError):  # how the end of what was written to a terminal shows
@@ -140,6 +140,6 @@ class Closed(io.StringIO):
 def test_training_goes_on_when_nobody_reads_any_more(mode: str) -> None:
     progress = TrainingProgress(mode, 10, 5, stream=Closed())
     for step in range(1, 11):
-        progress.step(0, step, 1.0, 100.0)
-    progress.evaluation(evaluation(1, 5))
+        progress.show_step(0, step, 1.0, 100.0)
+    progress.print_evaluation(evaluation(1, 5))
     progress.close()

@@ -26,7 +26,7 @@ VALUES = {
 def test_the_table_has_the_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in read_variable_table():
         monkeypatch.delenv(name, raising=False)
-    assert settings.from_environment() == settings.Settings()
+    assert settings.read_settings() == settings.Settings()
 
 
 @pytest.mark.parametrize("variable", read_variable_table().values(), ids=lambda variable: variable.name)
@@ -109,8 +109,8 @@ def test_what_is_counted_is_a_whole_number(name: str, field: str, monkeypatch: p
     """Half a thread is not none, which would mean all cores."""
     for value, number in {"3": 3, "1e3": 1000, "2.0": 2}.items():
         monkeypatch.setenv(name, value)
-        assert getattr(settings.from_environment(), field) == number
+        assert getattr(settings.read_settings(), field) == number
     for value in ("0.5", "1.5", "-1", "x", "inf", "nan"):
         monkeypatch.setenv(name, value)
         with pytest.raises(UserError, match=rf"^{name}='{value}': must be a"):
-            settings.from_environment()
+            settings.read_settings()

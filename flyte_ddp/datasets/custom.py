@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from flyte_ddp.datasets.arrays import ARRAYS, ImageArrays, Images, image_arrays
-from flyte_ddp.datasets.identity import content_identity, digest_of
+from flyte_ddp.datasets.identity import content_identity, digest_lines
 from flyte_ddp.errors import UserError
 from flyte_ddp.pictures import opaque_picture
 from flyte_ddp.progress import Progress
@@ -28,7 +28,7 @@ class CustomSet:
 
         Reads local sources whole, and lists remote ones. Does not import the user's code.
         """
-        identity = digest_of([self.spec, user_source_digest(self.spec), source, content_identity(source)])
+        identity = digest_lines([self.spec, user_source_digest(self.spec), source, content_identity(source)])
         return f"{re.sub(r'[^A-Za-z0-9_.]', '-', self.spec)}-{identity[:16]}"
 
     def load(self, source: str, workspace: Path, progress: Progress) -> tuple[ImageArrays, str]:

@@ -23,11 +23,11 @@ from flyte_ddp.datasets.arrays import (
     write_array,
     write_json,
 )
-from flyte_ddp.datasets.identity import digest_of
+from flyte_ddp.datasets.identity import digest_lines
 from flyte_ddp.datasets.image_folder import ImageList, list_images
 from flyte_ddp.errors import UserError
-from flyte_ddp.shards.first_sample import refuse_unfit
-from flyte_ddp.shards.index import Part, Shard, ShardIndex, many_objects, read_index
+from flyte_ddp.shards.first_sample import refuse_unfit_samples
+from flyte_ddp.shards.index import Part, Shard, ShardIndex, pause_garbage_collector, read_index
 
 IMAGE_FOLDER = "image_folder"
 COLUMNS = ("labels", "sizes", "tags")  # of an ImageList; each is written as one .npy file
@@ -46,7 +46,7 @@ class EncodedSet:
     std: ClassVar[tuple[float, ...]] = (0.229, 0.224, 0.225)
 
     @property
-    def tested(self) -> ShardIndex | ImageList:
+    def test_source(self) -> ShardIndex | ImageList:
         """The source that holds the test split: ``test``, else ``train``."""
         return self.train if self.test is None else self.test
 
@@ -54,7 +54,7 @@ class EncodedSet:
         """Read the first sample of each index. Raises a UserError if it lacks image or label, or is unreadable."""
         for source in (self.train, self.test):
             if isinstance(source, ShardIndex):
-                refuse_unfit(source)
+                refuse_unfit_samples(source)
 
 
 def list_encoded_set(dataset: str, test_dataset: str) -> EncodedSet:
@@ -72,7 +72,7 @@ def list_encoded_set(dataset: str, test_dataset: str) -> EncodedSet:
             "both must have the same"
         )
     digests = [train.digest, test.digest if test is not None else ""]
-    return EncodedSet(dataset, train.classes, digest_of(digests), train, test)
+    return EncodedSet(dataset, train.classes, digest_lines(digests), train, test)
 
 
 def write_encoded_set(data: EncodedSet, folder: Path, origin: dict[str, str]) -> None:
@@ -97,7 +97,7 @@ def write_encoded_set(data: EncodedSet, folder: Path, origin: dict[str, str]) ->
         "name": data.name,
         "classes": data.classes,
         "digest": data.digest,
-        TEST_DIGEST: digest_of([data.tested.digest, "a tenth" if data.test is None else "all", *data.classes]),
+        TEST_DIGEST: digest_lines([data.test_source.digest, "a tenth" if data.test is None else "all", *data.classes]),
         "left_out": left_out,
         **origin,
     }
@@ -127,7 +127,7 @@ def open_split_source(
     no images, by split and kind.
     """
     if encoded_kind(dataset) != IMAGE_FOLDER:
-        with many_objects():
+        with pause_garbage_collector():
             content = json.loads((folder / f"{split}.json").read_bytes())
             shards = [Shard._make([*row[:-1], tuple(row[-1]) if row[-1] else None]) for row in content["shards"]]
         return ShardIndex(content["name"], shards, tuple(Part(*part) for part in content["parts"]), classes)

@@ -10,11 +10,11 @@ from flyte_ddp.catalog import DATASET_FORMS, encoded_kind
 from flyte_ddp.datasets.arrays import FORMAT, read_description, total_bytes, write_arrays
 from flyte_ddp.datasets.custom import CustomSet
 from flyte_ddp.datasets.encoded_set import list_encoded_set, write_encoded_set
-from flyte_ddp.datasets.identity import digest_of
+from flyte_ddp.datasets.identity import digest_lines
 from flyte_ddp.datasets.prepared import open_prepared
 from flyte_ddp.datasets.published import PublishedSet
 from flyte_ddp.datasets.published_sets import DATASETS
-from flyte_ddp.errors import UserError, unknown_name
+from flyte_ddp.errors import UserError, unknown_name_error
 from flyte_ddp.files import DISK_FULL
 from flyte_ddp.progress import MODES, Progress, size
 
@@ -34,7 +34,7 @@ def find_dataset(dataset: str, source: str) -> PublishedSet | CustomSet | None:
     if ":" in dataset:
         return CustomSet(dataset)
     if dataset not in DATASETS:
-        raise unknown_name("dataset", dataset, [*DATASETS, *DATASET_FORMS])
+        raise unknown_name_error("dataset", dataset, [*DATASETS, *DATASET_FORMS])
     return DATASETS[dataset]
 
 
@@ -51,7 +51,7 @@ def fingerprint(dataset: str, source: str, test_dataset: str = "") -> str:
     if definition is not None:
         return definition.fingerprint(source)
     # The names hold the addresses. The prepared folder refers to the addresses, so another address is another folder.
-    identity = digest_of([dataset, test_dataset, list_encoded_set(dataset, test_dataset).digest])
+    identity = digest_lines([dataset, test_dataset, list_encoded_set(dataset, test_dataset).digest])
     return f"{encoded_kind(dataset)}-{identity[:16]}"
 
 
@@ -81,7 +81,7 @@ def fetch(dataset: str, source: str, folder: Path, *, test_dataset: str = "", pr
             sample has no image or no label; a full disk; a folder that holds something else or cannot be written.
     """
     if progress not in MODES:
-        raise unknown_name("progress", progress, MODES)
+        raise unknown_name_error("progress", progress, MODES)
     folder = Path(folder).absolute()
     requested = {"data_source": source, "test_dataset": test_dataset}
     if holds_requested_data(folder, dataset, requested):

@@ -26,15 +26,15 @@ def content_identity(source: str, asked_as: str = "data_source") -> str:
         return hash_local_content(f"{asked_as}={source!r}", path)
     identify = hash_http_content if storage.scheme(source) in ("http", "https") else hash_object_listing
     try:
-        return storage.retried(source, identify, Progress().note)
+        return storage.retry(source, identify, Progress().print_note)
     except storage.UnavailableError as failure:
         fix = "check the address, and that the server is up"
         if asked_as == "data_source":
             fix += "; a directory on a web server needs a SHA256SUMS file in it"
-        raise failure.explained(f"{asked_as}={source!r}: cannot be read: {failure}; {fix}") from None
+        raise failure.to_user_error(f"{asked_as}={source!r}: cannot be read: {failure}; {fix}") from None
 
 
-def digest_of(lines: Iterable[str]) -> str:
+def digest_lines(lines: Iterable[str]) -> str:
     """Return the SHA-256 (hex) of lines of text."""
     return hashlib.sha256("\n".join(lines).encode("utf-8", "surrogateescape")).hexdigest()
 
@@ -45,13 +45,13 @@ def hash_local_content(source: str, path: Path) -> str:
     Raises a UserError if ``path`` does not exist or the directory has no files. ``source`` names the path in the error.
     """
     if path.is_file():
-        return digest_of([file_digest(path)])
+        return digest_lines([file_digest(path)])
     if not path.is_dir():
         raise UserError(f"{source}: there is no such file or directory; give one that exists")
     files = {file.relative_to(path).as_posix(): file for file in path.rglob("*") if file.is_file()}
     if not files:
         raise UserError(f"{source}: the directory is empty; give one that holds the data")
-    return digest_of(f"{name} {file_digest(file)}" for name, file in sorted(files.items()))
+    return digest_lines(f"{name} {file_digest(file)}" for name, file in sorted(files.items()))
 
 
 def hash_object_listing(source: str) -> str:
@@ -62,10 +62,10 @@ def hash_object_listing(source: str) -> str:
     entries = list(storage.list_files(source))
     if not entries:
         try:
-            entries = [storage.stat(source)]
+            entries = [storage.stat_file(source)]
         except storage.MissingError:
             raise storage.MissingError("nothing there") from None
-    return digest_of(f"{entry.name} {entry.size} {entry.tag}" for entry in entries)
+    return digest_lines(f"{entry.name} {entry.size} {entry.tag}" for entry in entries)
 
 
 def hash_http_content(source: str) -> str:
@@ -74,12 +74,12 @@ def hash_http_content(source: str) -> str:
     Downloads the content only if the server sends neither ETag nor time of change.
     """
     try:
-        return hashlib.sha256(storage.read(storage.join(source, SUMS))).hexdigest()
+        return hashlib.sha256(storage.read_file(storage.join(source, SUMS))).hexdigest()
     except (storage.MissingError, storage.ForbiddenError):  # web servers answer 403 for missing files, too
         pass
-    entry = storage.stat(source)
+    entry = storage.stat_file(source)
     if entry.tag:
-        return digest_of(f"{entry.size} {entry.tag}")
+        return digest_lines(f"{entry.size} {entry.tag}")
     digest = hashlib.sha256()
     with storage.open_file(source) as file:
         for chunk in file.chunks:

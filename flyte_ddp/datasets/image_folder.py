@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 from flyte_ddp import storage
 from flyte_ddp.catalog import IMAGES
 from flyte_ddp.class_names import class_name
-from flyte_ddp.datasets.identity import digest_of
+from flyte_ddp.datasets.identity import digest_lines
 from flyte_ddp.errors import UserError
-from flyte_ddp.formatting import counted
+from flyte_ddp.formatting import format_count
 from flyte_ddp.storage.digest_list import SUMS
 
 SUFFIXES = tuple(f".{kind}" for kind in IMAGES)
@@ -47,7 +47,7 @@ class ImageList:
 
         def read_once(address: str) -> bytes:
             """Read the file once. Raises AlteredError if it is not the one that was listed."""
-            content = storage.read(address, tag=tag if size >= 0 else "")
+            content = storage.read_file(address, tag=tag if size >= 0 else "")
             if size < 0 and hashlib.sha256(content).hexdigest() != tag:
                 raise storage.AlteredError("does not have the SHA-256 of the list")
             if 0 <= size != len(content):
@@ -56,12 +56,12 @@ class ImageList:
 
         address = self.address_of(number)
         try:
-            return storage.retried(address, read_once)
+            return storage.retry(address, read_once)
         except storage.UnavailableError as failure:
             advice = "make it readable, or remove it, and run again"
             if isinstance(failure, (storage.MissingError, storage.AlteredError)):
                 advice = "run again to list what is there now"
-            raise failure.explained(f"image {address}: cannot be read ({failure}); {advice}") from None
+            raise failure.to_user_error(f"image {address}: cannot be read ({failure}); {advice}") from None
 
     def describe(self) -> list[str]:
         """Return lines for the user: how many images and classes there are, files left out, and warnings."""
@@ -73,8 +73,8 @@ class ImageList:
         kinds = "1 class" if len(counts) == 1 else f"{len(counts):,} classes"
         lines = [f"{where} {len(self.labels):,} images of {kinds} ({numbers})"]
         if self.left_out:
-            files = counted(sum(self.left_out.values()), "file")
-            lines.append(f"{where} {files} left out, as no images: {listed_kinds(self.left_out)}")
+            files = format_count(sum(self.left_out.values()), "file")
+            lines.append(f"{where} {files} left out, as no images: {join_kinds(self.left_out)}")
         splits = [name for name in self.classes if name.lower() in SPLIT_NAMES]
         splits.sort(key=lambda name: name.lower() not in TRAINING_NAMES)
         if len(splits) > 1:
@@ -94,7 +94,7 @@ class ImageList:
     def digest(self) -> str:
         """SHA-256 (hex) of name, size and tag of each image."""
         rows = zip(self.names, self.sizes.tolist(), self.tags.tolist(), strict=True)
-        return digest_of(f"{name} {size} {tag.decode()}" for name, size, tag in rows)
+        return digest_lines(f"{name} {size} {tag.decode()}" for name, size, tag in rows)
 
 
 def list_images(address: str) -> ImageList:
@@ -107,12 +107,12 @@ def list_images(address: str) -> ImageList:
         UserError: the address cannot be listed, no image is in a class's folder, a class's folder has no images (an
             empty folder counts on this machine only), or a folder's name is not UTF-8.
     """
-    where, files = f"image folder {address}", sorted(files_below(address), key=lambda entry: entry.name)
+    where, files = f"image folder {address}", sorted(list_visible_files(address), key=lambda entry: entry.name)
     images = [entry for entry in files if "/" in entry.name and is_image(entry.name)]
     others = {entry.name for entry in files}.difference(entry.name for entry in images)
-    left_out = Counter(map(kind_of_file, others))
+    left_out = Counter(map(file_kind, others))
     if not images:
-        listed = f" ({listed_kinds(left_out)})" if left_out else ""
+        listed = f" ({join_kinds(left_out)})" if left_out else ""
         raise UserError(
             f"{where}: has no images in folders of their classes among its {len(files):,} files{listed}; it must hold "
             "class/name.jpg"
@@ -126,8 +126,8 @@ def list_images(address: str) -> ImageList:
     classes = tuple(sorted({*labelled}))
     if imageless := {*class_of.values()} - {*classes}:
         name = min(imageless)
-        kinds = Counter(kind_of_file(other) for other in others if class_of.get(class_folder(other)) == name)
-        why = f"but {listed_kinds(kinds)}; convert images to PNG or JPEG"
+        kinds = Counter(file_kind(other) for other in others if class_of.get(class_folder(other)) == name)
+        why = f"but {join_kinds(kinds)}; convert images to PNG or JPEG"
         raise UserError(
             f"{where}: class {name!r} has no images, {why if kinds else 'as its folder has no files; fill it'}, or, if "
             "it is no class, move the folder away or begin its name with a dot"
@@ -144,17 +144,17 @@ def list_images(address: str) -> ImageList:
     )
 
 
-def files_below(address: str) -> list[storage.Entry]:
+def list_visible_files(address: str) -> list[storage.Entry]:
     """List the files below a folder or prefix, with retries. Follows links. Leaves out hidden files and SHA256SUMS.
 
     Raises a UserError if the address cannot be listed.
     """
     try:
-        entries = storage.retried(address, lambda where: list(storage.list_files(where)))
+        entries = storage.retry(address, lambda where: list(storage.list_files(where)))
     except storage.UnavailableError as failure:
         remote = storage.local_path(address) is None
         advice = "check address and server" if remote else "check the address, and links and permissions in the folder"
-        raise failure.explained(f"image folder {address}: cannot be listed ({failure}); {advice}") from None
+        raise failure.to_user_error(f"image folder {address}: cannot be listed ({failure}); {advice}") from None
     return [entry for entry in entries if not is_hidden(entry.name) and entry.name != SUMS]
 
 
@@ -173,7 +173,7 @@ def is_hidden(name: str) -> bool:
     return name.startswith(".") or "/." in name
 
 
-def kind_of_file(name: str) -> str:
+def file_kind(name: str) -> str:
     """Return a file's kind for the user: its extension, such as ``.heic``, or "without an extension".
 
     An image outside of all folders gets the addition "in no class's folder".
@@ -183,7 +183,7 @@ def kind_of_file(name: str) -> str:
     return f"{kind} in no class's folder" if is_image(name) and "/" not in name else kind
 
 
-def listed_kinds(kinds: Mapping[str, int]) -> str:
+def join_kinds(kinds: Mapping[str, int]) -> str:
     """Return the most frequent kinds of files with their counts as text, 10 kinds at most."""
     most = sorted(kinds.items(), key=lambda item: (-item[1], item[0]))
     listed = ", ".join(f"{count:,} {kind}" for kind, count in most[:LISTED])

@@ -15,7 +15,7 @@ from flyte_ddp.datasets.image_folder import list_images
 from flyte_ddp.errors import UserError
 from flyte_ddp.progress import Progress
 from flyte_ddp.shards.index import ShardIndex
-from flyte_ddp.shards.packing import Members, pack
+from flyte_ddp.shards.packing import Members, pack_samples
 from flyte_ddp.user_code import SPEC, load_callable
 
 
@@ -29,7 +29,7 @@ def pack_source(source: str, folder: Path, *, split: str = "train", **options: A
         source: as on the command line (``python -m flyte_ddp.shards pack --help``).
         folder: destination of the shards and their index.
         split: train or test; a folder of images has only train.
-        options: keyword arguments of :func:`flyte_ddp.shards.packing.pack`.
+        options: keyword arguments of :func:`flyte_ddp.shards.packing.pack_samples`.
     """
     if source in catalog.DATASETS:
         with tempfile.TemporaryDirectory(prefix="flyte-ddp.") as data:
@@ -51,12 +51,12 @@ def pack_image_folder(address: str, folder: Path, **options: Any) -> ShardIndex:
     """Pack the files ``class/name.jpg`` below a path or prefix unchanged, and return the index of the shards.
 
     Prints to stderr what the folder holds. Writes the shards and their index into ``folder``. ``options`` are keyword
-    arguments of :func:`flyte_ddp.shards.packing.pack`. Raises a UserError if there are no images or they cannot be
+    arguments of :func:`flyte_ddp.shards.packing.pack_samples`. Raises a UserError if there are no images or they cannot be
     read.
     """
     images = list_images(address)
     for line in images.describe():
-        Progress(options.get("progress", "auto")).note(line)
+        Progress(options.get("progress", "auto")).print_note(line)
     keys = make_sample_keys(images.names)
 
     def make_sample(number: int) -> tuple[str, Members]:
@@ -64,7 +64,7 @@ def pack_image_folder(address: str, folder: Path, **options: Any) -> ShardIndex:
         extension = images.names[number].rpartition(".")[2].lower()
         return keys[number], {f".{extension}": images.read(number), ".cls": str(images.labels[number]).encode()}
 
-    return pack(make_sample, len(images.names), folder, classes=images.classes, **options)
+    return pack_samples(make_sample, len(images.names), folder, classes=images.classes, **options)
 
 
 def make_sample_keys(names: Iterable[str]) -> list[str]:
@@ -92,7 +92,7 @@ def pack_images(samples: Any, folder: Path, *, classes: Sequence[str] = (), **op
             :func:`flyte_ddp.datasets.custom.arrays_from_result` accepts, and any size.
         folder: destination of the shards and their index.
         classes: class names; default: the attribute ``classes`` of ``samples``, if it has one.
-        options: keyword arguments of :func:`flyte_ddp.shards.packing.pack`.
+        options: keyword arguments of :func:`flyte_ddp.shards.packing.pack_samples`.
 
     Raises:
         UserError: ``samples`` is not a map-style data set of images, or a sample cannot be read.
@@ -118,4 +118,4 @@ def pack_images(samples: Any, folder: Path, *, classes: Sequence[str] = (), **op
         return f"{number:0{width}d}", {".png": buffer.getvalue(), ".cls": str(label).encode()}
 
     named = classes or getattr(samples, "classes", ())
-    return pack(make_sample, count, folder, classes=[str(label) for label in named], **options)
+    return pack_samples(make_sample, count, folder, classes=[str(label) for label in named], **options)

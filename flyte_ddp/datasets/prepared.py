@@ -15,7 +15,7 @@ from flyte_ddp.errors import UserError
 from flyte_ddp.order import sampling
 from flyte_ddp.order.sampling import ListedOrder
 from flyte_ddp.order.shard_order import TEST_FRACTION, ShardOrder, ShardSplits, WholeShardSplits, shard_orders
-from flyte_ddp.shards.epoch_plan import cache_wanted
+from flyte_ddp.shards.epoch_plan import sufficient_cache_bytes
 from flyte_ddp.shards.index import ShardIndex
 
 PreparedSet = ImageArrays | EncodedSet
@@ -38,12 +38,12 @@ def order_of_tests(data: PreparedSet) -> SampleOrder:
     """
     if isinstance(data, ImageArrays):
         return ListedOrder(np.arange(len(data.test_labels), dtype=np.int32))
-    if isinstance(data.tested, ImageList):
-        number = len(data.tested.names)
+    if isinstance(data.test_source, ImageList):
+        number = len(data.test_source.names)
         if data.test is not None:
             return ListedOrder(np.arange(number, dtype=np.int64))
         return ListedOrder(sampling.split_indices(number, TEST_FRACTION, 0, sampling.TEST)[1])
-    counts = data.tested.counts
+    counts = data.test_source.counts
     if data.test is not None:
         return ShardOrder(ShardSplits(counts, 0.0, 0.0, 0), "training", np.ones(len(counts)))
     kind = WholeShardSplits if encoded_kind(data.name) == "stream" else ShardSplits
@@ -84,7 +84,7 @@ def check_prepared(
     too few shards.
     """
     data = open_prepared(folder)
-    class_names(data.classes, hp)
+    resolve_class_names(data.classes, hp)
     orders = orders_of(data, hp)
     if not len(orders["training"]) and len(orders["validation"]):
         raise UserError(
@@ -114,7 +114,7 @@ def cache_size_warnings(index: ShardIndex, hp: Hyperparameters, ranks: int, cach
     if cache_bytes is None or not index.remote.any() or (sizes < 0).any() or cache_bytes >= sizes.sum():
         return []
     streams, parts = min(hp.shuffle_shards, len(sizes)), min(hp.accumulation_steps, hp.batch_size)
-    wanted = cache_wanted(sizes, streams, parts, ranks=ranks)
+    wanted = sufficient_cache_bytes(sizes, streams, parts, ranks=ranks)
     limit, all_of_it = f"FLYTE_DDP_CACHE_BYTES={cache_bytes}", int(sizes.sum())
     if cache_bytes < min(wanted, all_of_it):
         what = f"{limit}: less than the {min(wanted, all_of_it)} that training wants, so that it may fetch shards"
@@ -154,7 +154,7 @@ def no_samples_error(dataset: str, purpose: str) -> UserError:
     return UserError(f"dataset={dataset!r}: has no samples for {purpose}; {more}, or hold out less, or test_dataset")
 
 
-def class_names(classes: Sequence[str], hp: Hyperparameters) -> tuple[str, ...]:
+def resolve_class_names(classes: Sequence[str], hp: Hyperparameters) -> tuple[str, ...]:
     """Return the data set's class names, or else the numbers 0..num_classes-1 as texts.
 
     Raises a UserError if neither is given, or ``num_classes`` differs from the number of classes.

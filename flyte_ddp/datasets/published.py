@@ -8,10 +8,10 @@ from pathlib import Path
 
 from flyte_ddp import storage
 from flyte_ddp.datasets.arrays import ImageArrays, image_arrays
-from flyte_ddp.datasets.identity import digest_of
+from flyte_ddp.datasets.identity import digest_lines
 from flyte_ddp.errors import UserError
 from flyte_ddp.progress import Progress
-from flyte_ddp.storage.digest_list import SUMS, DigestListError, read_sums
+from flyte_ddp.storage.digest_list import SUMS, DigestListError, parse_digest_list
 
 Arrays = tuple[object, object, object, object]  # train images, train labels, test images, test labels
 RENEW = f"sha256sum * > {SUMS}"  # the command that errors advise
@@ -32,7 +32,7 @@ class PublishedSet:
         """Return a name with a hash of the digests that the files must have; reads a mirror's ``SHA256SUMS``."""
         sums = self.read_mirror_digests(source, Progress())
         lines = (f"{name} {sums.get(name, known[0])}" for name, known in self.files.items())
-        return f"{self.name}-{digest_of(lines)[:16]}"
+        return f"{self.name}-{digest_lines(lines)[:16]}"
 
     def load(self, source: str, workspace: Path, progress: Progress) -> tuple[ImageArrays, str]:
         """Download the files, and return checked arrays and the addresses they came from.
@@ -78,11 +78,13 @@ class PublishedSet:
         system = [self.system_folder] if self.system_folder and Path(self.system_folder).is_dir() else []
         usual = [storage.join(place, name) for place in (*system, *self.addresses)]
         try:
-            return storage.retried(storage.join(source, name) if source else usual, download_and_verify, progress.note)
+            return storage.retry(
+                storage.join(source, name) if source else usual, download_and_verify, progress.print_note
+            )
         except storage.UnavailableError as failure:
             if source:
                 raise self.mirror_error(name, source, failure) from None
-            raise failure.explained(
+            raise failure.to_user_error(
                 f"{self.name}: cannot get {name} ({failure}); check the network, or set data_source to a "
                 "directory or mirror that holds it"
             ) from None
@@ -99,7 +101,9 @@ class PublishedSet:
         if path is not None and not path.is_dir():
             raise UserError(f"{where}: there is no such directory; give one that holds {', '.join(self.files)}")
         try:
-            digests = read_sums(storage.retried(storage.join(source, SUMS), storage.read, progress.note))
+            digests = parse_digest_list(
+                storage.retry(storage.join(source, SUMS), storage.read_file, progress.print_note)
+            )
         except (storage.MissingError, storage.ForbiddenError):  # web servers answer 403 for missing files, too
             return {}
         except storage.UnavailableError as failure:
@@ -123,6 +127,6 @@ class PublishedSet:
                 f"{where}: {name} is damaged or altered: {failure}; copy it again, or, if your data are meant to "
                 f"differ, publish their digests beside them: {RENEW}"
             )
-        return failure.explained(
+        return failure.to_user_error(
             f"{where}: cannot read {name}: {failure}; check the address, and that the server is up"
         )

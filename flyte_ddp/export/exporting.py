@@ -18,14 +18,14 @@ from numpy.typing import NDArray
 
 from flyte_ddp.datasets.arrays import ImageArrays
 from flyte_ddp.datasets.prepared import PreparedSet, order_of_tests
-from flyte_ddp.errors import UnreachableError, how_to_install
+from flyte_ddp.errors import UnreachableError, install_hint
 from flyte_ddp.export.onnx_process import OnnxProcess
 from flyte_ddp.export.served import ServedModel
-from flyte_ddp.hardware import cores
-from flyte_ddp.loading.cropping import squared
+from flyte_ddp.hardware import count_cores
+from flyte_ddp.loading.cropping import crop_to_square
 from flyte_ddp.loading.decoding import DecodingError, Pixels
-from flyte_ddp.loading.encoded import Encoded, decoded, in_order
-from flyte_ddp.loading.opening import reader
+from flyte_ddp.loading.encoded import Encoded, decode_or_refetch, map_samples
+from flyte_ddp.loading.opening import open_reader
 from flyte_ddp.models import artifacts
 from flyte_ddp.settings import Settings
 
@@ -138,7 +138,7 @@ def write_graphs(served: ServedModel, folder: Path) -> None:
         import onnxruntime  # noqa: F401
         import onnxscript  # noqa: F401
     except ImportError as error:
-        raise NotExportedError(f"{error.name} is not installed: {how_to_install('export')}") from error
+        raise NotExportedError(f"{error.name} is not installed: {install_hint('export')}") from error
     shape = 2, served.height + 1, served.width + 2, served.channels  # two images, as exporters take 1 for a constant
     images = (torch.arange(math.prod(shape)).remainder(251).to(torch.uint8).reshape(shape),)
     with silence_torch(), torch.no_grad():
@@ -207,7 +207,7 @@ def compare_logits(
     spread, size_of_golden = {*np.linspace(0, samples - 1, REQUESTS, dtype=int).tolist()}, 0
     golden: dict[str, Image] = {}
     golden_logits, place = [], -1
-    with OnnxProcess(path, cores()) as onnx:
+    with OnnxProcess(path, count_cores()) as onnx:
         for place, (expected, image) in enumerate(zip(logits.rows, images, strict=False)):
             if place in spread and (not golden or size_of_golden + image.nbytes <= GOLDEN_BYTES):
                 golden[f"image_{place:09d}"], size_of_golden = image, size_of_golden + image.nbytes
@@ -235,17 +235,19 @@ def read_test_images(data: PreparedSet, channels: int, settings: Settings) -> It
             yield np.repeat(image, channels // image.shape[2], axis=2)
         return
     order = order_of_tests(data)
-    with closing(reader(data.tested, settings)) as images:
+    with closing(open_reader(data.test_source, settings)) as images:
 
         def decode_or_none(sample: int, found: Encoded) -> Pixels | None:
             try:
-                return decoded(images, sample, found)[0]
+                return decode_or_refetch(images, sample, found)[0]
             except DecodingError:
                 return None
 
-        samples, threads = order.samples(slice(0, len(order))), settings.loader_threads or cores()
+        samples, threads = order.samples(slice(0, len(order))), settings.loader_threads or count_cores()
         ahead = 2 * threads  # of images that may be large
-        yield from (image for image in in_order(images, samples, threads, decode_or_none, ahead) if image is not None)
+        yield from (
+            image for image in map_samples(images, samples, threads, decode_or_none, ahead) if image is not None
+        )
 
 
 def place_on_common_canvas(image: NDArray[np.uint8], served: ServedModel) -> NDArray[np.uint8]:
@@ -259,5 +261,5 @@ def place_on_common_canvas(image: NDArray[np.uint8], served: ServedModel) -> NDA
     side = served.height
     square = np.zeros((round(side * 8 / 7), round(side * 8 / 7), served.channels), dtype=np.uint8)
     start = (len(square) - side) // 2
-    square[start : start + side, start : start + side] = squared(image, side)
+    square[start : start + side, start : start + side] = crop_to_square(image, side)
     return square

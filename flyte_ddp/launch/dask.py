@@ -10,15 +10,15 @@ import flyte_ddp
 from flyte_ddp import hardware as machine
 from flyte_ddp.code_digest import ARITHMETIC
 from flyte_ddp.config import Hyperparameters
-from flyte_ddp.errors import UnreachableError, UserError, needing
+from flyte_ddp.errors import UnreachableError, UserError, require_extra
 from flyte_ddp.hardware import MOST_CPU_RANKS, Hardware
 from flyte_ddp.launch import capacity
 from flyte_ddp.launch.remote import agent, sources
 from flyte_ddp.launch.remote.rendezvous import JOIN_SECONDS, open_rendezvous
-from flyte_ddp.launch.supervise.processes import main_script_hidden
+from flyte_ddp.launch.supervise.processes import hide_main_script
 from flyte_ddp.launch.supervise.rank_process import RankInfo
 from flyte_ddp.runs.job import Job
-from flyte_ddp.settings import from_environment
+from flyte_ddp.settings import read_settings
 
 SCHEDULER = "DASK_SCHEDULER_ADDRESS"  # Dask's own variable
 WORKERS = "workers of the Dask cluster"
@@ -46,7 +46,7 @@ def launch(job: Job, *, num_ranks: int, client: Any = None, retries: int = 0) ->
         retries: how often Dask starts a task again when it has failed. All ranks then resume from the newest
             checkpoint. Each rank stays on its worker, so a lost worker ends the run.
     """
-    with needing("dask"):
+    with require_extra("dask"):
         from dask import annotate  # type: ignore[attr-defined]
         from dask.delayed import delayed
         from distributed import wait
@@ -105,13 +105,13 @@ def hardware(hp: Hyperparameters, client: Any, *, coming: int = 0, seconds: floa
         wanted = capacity.clamp_ranks(hp.num_ranks, coming, what, coming, exact=True)
     with request_workers(client, wanted) as count:
         try:
-            capacity.wait_for_hosts(count, wanted, WORKERS, from_environment().timeout if seconds is None else seconds)
+            capacity.wait_for_hosts(count, wanted, WORKERS, read_settings().timeout if seconds is None else seconds)
         except UnreachableError:
             if coming or not count():
                 raise
         workers = worker_descriptions(client)
         refuse_version_mismatch(client, workers)
-        gpus = run_on_workers(client, machine.visible_gpus)
+        gpus = run_on_workers(client, machine.count_gpus)
         has_gpus = bool(gpus) and all(gpus.values())
         device = capacity.choose_device_type(hp.backend, has_gpus, "not all workers of the Dask cluster have one")
         number = coming or len(workers)
@@ -119,11 +119,11 @@ def hardware(hp: Hyperparameters, client: Any, *, coming: int = 0, seconds: floa
         what = f"the Dask cluster has {number} workers"
         num_ranks = capacity.clamp_ranks(hp.num_ranks, number, what, most, exact=coming > 0)
         used = choose_workers(workers, tasks_by_worker(client), num_ranks)
-        cores = run_on_workers(client, machine.cores, workers=used)
+        cores = run_on_workers(client, machine.count_cores, workers=used)
         bf16 = run_on_workers(client, machine.bf16_support, device, workers=used)
     on_host = Counter(workers[worker]["host"] for worker in used)
     threads = min(max(1, cores[worker] // on_host[workers[worker]["host"]]) for worker in used)
-    return machine.decide(hp, device, num_ranks, threads=threads, bf16=min(bf16.values()))
+    return machine.choose_hardware(hp, device, num_ranks, threads=threads, bf16=min(bf16.values()))
 
 
 @contextmanager
@@ -221,7 +221,7 @@ def connected(client: Any = None, num_ranks: int = 0, seconds: float | None = No
         UserError: Dask is not installed, or the address has not the form tcp://host:port.
         UnreachableError: no scheduler answers at the address.
     """
-    with needing("dask"):
+    with require_extra("dask"):
         from dask import config
         from distributed import Client, LocalCluster, default_client
 
@@ -243,8 +243,8 @@ def connected(client: Any = None, num_ranks: int = 0, seconds: float | None = No
                     f"{what}: no scheduler there ({error}); start one, or correct the address"
                 ) from None
         else:
-            workers = num_ranks or machine.visible_gpus() or min(machine.cores(), MOST_CPU_RANKS)
-            with main_script_hidden(), config.set(LESS_MONITORING):
+            workers = num_ranks or machine.count_gpus() or min(machine.count_cores(), MOST_CPU_RANKS)
+            with hide_main_script(), config.set(LESS_MONITORING):
                 cluster = LocalCluster(n_workers=workers, threads_per_worker=1, dashboard_address=":0")
             client = Client(stack.enter_context(cluster))
         yield stack.enter_context(client)

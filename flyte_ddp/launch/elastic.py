@@ -28,18 +28,19 @@ from flyte_ddp.launch.elastic_rank import (
     RUN_ID,
     follow,
     is_leader,
-    recorded,
+    pickle_exception,
     train_as_rank_0,
 )
 from flyte_ddp.launch.remote.rendezvous import resume_from_newest_checkpoint
 from flyte_ddp.launch.supervise.failures import killed_rank_error
-from flyte_ddp.launch.supervise.processes import main_script_hidden
+from flyte_ddp.launch.supervise.processes import hide_main_script
 from flyte_ddp.launch.supervise.stopping import stop_error
-from flyte_ddp.process import descendants_killed_at_end, out_of_memory_kills, signal_handlers
+from flyte_ddp.process import count_out_of_memory_kills, kill_new_descendants_at_end, signal_handlers
 from flyte_ddp.runs import checkpoint
 from flyte_ddp.runs.job import Job
 
-__all__ = ["failure", "follow", "hardware", "is_leader", "launch", "log_kept_quiet", "recorded"]
+__all__ = ["first_worker_error", "follow", "hardware", "is_leader", "launch", "pickle_exception"]
+__all__ += ["silence_elastic_logs"]
 
 
 def launch(job: Job, *, num_ranks: int, max_restarts: int = 0) -> None:
@@ -70,11 +71,11 @@ def hardware(hp: Hyperparameters) -> Hardware:
     if hp.num_ranks not in (0, num_ranks):
         message = f"num_ranks={hp.num_ranks}: Elastic has started {num_ranks} workers, so there will be {num_ranks}"
         print(message, file=sys.stderr, flush=True)
-    gpus = machine.visible_gpus()
+    gpus = machine.count_gpus()
     lack = f"this host has {gpus} for {on_this_host} workers of Elastic's"
     device = capacity.choose_device_type(hp.backend, gpus >= on_this_host, lack)
-    threads = max(1, machine.cores() // on_this_host)
-    return machine.decide(hp, device, num_ranks, threads=threads, bf16=machine.bf16_support(device))
+    threads = max(1, machine.count_cores() // on_this_host)
+    return machine.choose_hardware(hp, device, num_ranks, threads=threads, bf16=machine.bf16_support(device))
 
 
 def launch_workers(job: Job, num_ranks: int, max_restarts: int) -> None:
@@ -92,11 +93,11 @@ def launch_workers(job: Job, num_ranks: int, max_restarts: int) -> None:
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     with (
-        log_kept_quiet(),
+        silence_elastic_logs(),
         restore_process_state(),
         tempfile.TemporaryDirectory(prefix="flyte-ddp-elastic-") as logs,
-        main_script_hidden(),
-        descendants_killed_at_end(),
+        hide_main_script(),
+        kill_new_descendants_at_end(),
     ):
         config = LaunchConfig(
             min_nodes=1,
@@ -110,11 +111,11 @@ def launch_workers(job: Job, num_ranks: int, max_restarts: int) -> None:
             monitor_interval=POLL_SECONDS,
             logs_specs=DefaultLogsSpecs(log_dir=logs),
         )
-        memory_kills = out_of_memory_kills()
+        memory_kills = count_out_of_memory_kills()
         try:
             elastic_launch(config, train_in_worker)(job, secrets.token_hex(32))
         except ChildFailedError as error:
-            raise failure(error, memory_kills) from None
+            raise first_worker_error(error, memory_kills) from None
         except SignalException as stopped:
             raise stop_error(stopped.sigval, checkpoint.newest_step(job.run_folder)) from None
 
@@ -122,13 +123,13 @@ def launch_workers(job: Job, num_ranks: int, max_restarts: int) -> None:
 def train_in_worker(job: Job, key: str) -> None:
     """Train in a worker that launch_workers started, as rank 0 or another rank; its first function.
 
-    A restarted rank 0 resumes from the newest checkpoint. An exception is pickled for :func:`failure`.
+    A restarted rank 0 resumes from the newest checkpoint. An exception is pickled for :func:`first_worker_error`.
 
     Args:
         key: the value for FLYTE_DDP_ELASTIC_KEY in this process.
     """
     os.environ[KEY_VARIABLE] = key
-    with recorded():
+    with pickle_exception():
         if not is_leader():
             follow()
             return
@@ -137,18 +138,18 @@ def train_in_worker(job: Job, key: str) -> None:
         train_as_rank_0(job)
 
 
-def failure(error: Any, memory_kills: int) -> BaseException:
+def first_worker_error(error: Any, memory_kills: int) -> BaseException:
     """Return the exception of the worker that failed first, or an error that says how the worker ended.
 
     Unpickles the file that the worker has left beside Elastic's error file.
 
     Args:
         error: Elastic's ChildFailedError.
-        memory_kills: :func:`out_of_memory_kills` before the workers started.
+        memory_kills: :func:`count_out_of_memory_kills` before the workers started.
     """
     rank, first = error.get_first_failure()
     if first.exitcode < 0:
-        out_of_memory = out_of_memory_kills() > memory_kills
+        out_of_memory = count_out_of_memory_kills() > memory_kills
         return killed_rank_error(rank, signal.Signals(-first.exitcode), out_of_memory=out_of_memory)
     try:
         raised = pickle.loads(Path(first.error_file).with_suffix(ERROR_SUFFIX).read_bytes())
@@ -160,7 +161,7 @@ def failure(error: Any, memory_kills: int) -> BaseException:
 
 
 @contextmanager
-def log_kept_quiet() -> Iterator[None]:
+def silence_elastic_logs() -> Iterator[None]:
     """Silence two loggers of torch during the block: Elastic would print how workers ended, and that is raised."""
     loggers = [logging.getLogger(f"torch.{name}") for name in ("distributed.elastic", "multiprocessing.spawn")]
     levels = [logger.level for logger in loggers]

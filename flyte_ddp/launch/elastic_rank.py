@@ -34,11 +34,11 @@ from flyte_ddp.launch.remote.joining import (
 )
 from flyte_ddp.launch.remote.rendezvous import Rendezvous, derive_key, open_rendezvous
 from flyte_ddp.launch.supervise.failures import OWN
-from flyte_ddp.launch.supervise.link import Link, classify_error
+from flyte_ddp.launch.supervise.link import Link, classify_failure
 from flyte_ddp.launch.supervise.network import host_addresses, set_network_interface
 from flyte_ddp.launch.supervise.rank_process import RankInfo
 from flyte_ddp.launch.supervise.stopping import SIGNALS, call_on_signals
-from flyte_ddp.process import descendants_killed_at_end, kill_descendants, set_name
+from flyte_ddp.process import kill_descendants, kill_new_descendants_at_end, set_process_name
 from flyte_ddp.runs.job import Job
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # variable with the path at which Elastic expects a worker's error as text
@@ -171,7 +171,7 @@ def run_worker_rank(
     from flyte_ddp.launch.supervise.rank import run_rank
 
     info = ticket.info
-    set_name(f"rank {info.rank}")
+    set_process_name(f"rank {info.rank}")
     try:
         job, host = receive_job(pipe, folder)
     except RunOverError as told:
@@ -188,7 +188,7 @@ def run_worker_rank(
     # Elastic sends SIGTERM as soon as another worker has failed. It must not end this process before its descendants.
     with (
         call_on_signals(SIGNALS, lambda: link.send("stop")),
-        descendants_killed_at_end(),
+        kill_new_descendants_at_end(),
         files.send_results_during() if files else nullcontext(),
     ):
         try:
@@ -273,7 +273,7 @@ def error_without_outcome(error: BaseException) -> BaseException:
 
     That is the rank's own error. But if a collective operation failed, rank 0 is most likely gone, too.
     """
-    return error if classify_error(error) in OWN else lost_rank_0_error()
+    return error if classify_failure(error) in OWN else lost_rank_0_error()
 
 
 def record_and_exit(outcome: BaseException) -> None:
@@ -288,8 +288,8 @@ def record_and_exit(outcome: BaseException) -> None:
 
 
 @contextmanager
-def recorded() -> Iterator[None]:
-    """Pickle an exception of the block to a file beside Elastic's error file, where elastic.failure finds it."""
+def pickle_exception() -> Iterator[None]:
+    """Pickle an exception of the block to a file beside Elastic's error file, where elastic.first_worker_error finds it."""
     try:
         yield
     except BaseException as error:

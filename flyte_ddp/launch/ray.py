@@ -10,7 +10,7 @@ from typing import Any
 from flyte_ddp import hardware as machine
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.cpu import Bf16
-from flyte_ddp.errors import UnreachableError, UserError, needing
+from flyte_ddp.errors import UnreachableError, UserError, require_extra
 from flyte_ddp.hardware import MOST_CPU_RANKS, Hardware
 from flyte_ddp.launch import capacity
 from flyte_ddp.launch.remote import agent
@@ -97,7 +97,7 @@ def hardware(hp: Hyperparameters, nodes_to_come: int = 0, seconds: float = 0.0) 
             threads = cpus_per_rank(cpus, num_ranks)
         # Other precisions do not depend on it, so nodes need not be asked.
         bf16 = least_bf16_support(device) if hp.precision in ("auto", "bf16") else Bf16.NONE
-        return machine.decide(hp, device, num_ranks, threads=threads, bf16=bf16)
+        return machine.choose_hardware(hp, device, num_ranks, threads=threads, bf16=bf16)
 
 
 def nodes_for_ranks() -> list[dict[str, Any]]:
@@ -142,7 +142,7 @@ def connected() -> Iterator[None]:
         UserError: Ray is not installed, refuses this process, or does not start here.
         UnreachableError: there is no cluster at the address.
     """
-    with needing("ray"):
+    with require_extra("ray"):
         import ray
 
     if ray.is_initialized():

@@ -9,7 +9,7 @@ from flyte_ddp.errors import RankError, UserError
 from flyte_ddp.launch.supervise.link import exception_message
 from flyte_ddp.launch.supervise.rank_process import RankInfo
 from flyte_ddp.launch.supervise.stopping import catch_stop_signals
-from flyte_ddp.process import descendants_killed_at_end
+from flyte_ddp.process import kill_new_descendants_at_end
 from flyte_ddp.runs.job import Job
 
 Save = Callable[[], int]
@@ -32,7 +32,7 @@ def launch(job: Job, *, num_ranks: int = 1) -> None:
     if num_ranks != 1:
         raise ValueError(f"num_ranks={num_ranks}: one rank at most runs in this process; use spawn.launch for more")
     saved = job.checkpoint.step if job.checkpoint else 0
-    with restore_settings(), descendants_killed_at_end(), stop_with_checkpoint(saved) as set_save_function:
+    with restore_settings(), kill_new_descendants_at_end(), stop_with_checkpoint(saved) as set_save_function:
         try:
             run_rank(job, RankInfo(rank=0, world_size=1, local_rank=0), set_save_function)
         except UserError:

@@ -75,7 +75,7 @@ def resized(pixels: Pixels, crop: Crop, size: int) -> Pixels:
     return square
 
 
-def squared(pixels: Pixels, size: int, draws: NDArray[np.float64] | None = None) -> Pixels:
+def crop_to_square(pixels: Pixels, size: int, draws: NDArray[np.float64] | None = None) -> Pixels:
     """Return a part of an image uint8 [H, W, 3] as a square [size, size, 3]: random by ``draws``, else the middle."""
     height, width, _ = pixels.shape
     crop = middle_crop(height, width) if draws is None else random_crop(draws, height, width)

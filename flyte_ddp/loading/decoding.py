@@ -27,7 +27,7 @@ class DecodingError(ValueError):
     """The bytes are not an image, or the image is damaged or truncated."""
 
 
-def decode(content: bytes) -> Pixels:
+def decode_image(content: bytes) -> Pixels:
     """Decode an image file to upright RGB pixels. Transparent parts become white, 16-bit values their upper 8 bits.
 
     Raises a DecodingError for bytes that are no image, a damaged image, or pixels without a known range
@@ -42,7 +42,7 @@ def decoder() -> Callable[[bytes], Pixels]:
     try:
         import torchcodec.decoders  # noqa: F401
     except (ImportError, RuntimeError, OSError):  # not installed, or built for another version of torch
-        return with_pillow
+        return decode_with_pillow
     return decode_with_torchcodec
 
 
@@ -52,7 +52,7 @@ def decoder_name() -> str:
 
 
 def decode_with_torchcodec(content: bytes) -> Pixels:
-    """Decode an image file with torchcodec to RGB pixels, as :func:`decode` describes.
+    """Decode an image file with torchcodec to RGB pixels, as :func:`decode_image` describes.
 
     Animations, 16-bit PNGs and files that torchcodec refuses are decoded with Pillow. Raises a DecodingError.
     """
@@ -62,7 +62,7 @@ def decode_with_torchcodec(content: bytes) -> Pixels:
 
     # Pillow reads the header first, because it refuses huge sizes that torchcodec would allocate. Pillow also decodes
     # animations, of which torchcodec decodes all images, and 16-bit PNGs, whose values torchcodec rounds.
-    with opened(content) as image:
+    with open_with_pillow(content) as image:
         animated = image.format in ANIMATIONS and getattr(image, "is_animated", False)
         is_16_bit = png_layout(image).endswith(";16B")
         transparent = image.has_transparency_data
@@ -74,7 +74,7 @@ def decode_with_torchcodec(content: bytes) -> Pixels:
     except (RuntimeError, ValueError):
         decoded = None
     if decoded is None or decoded.dim() != 3:
-        return with_pillow(content)  # Pillow knows more formats, and its errors are clearer
+        return decode_with_pillow(content)  # Pillow knows more formats, and its errors are clearer
     pixels: Pixels = decoded.numpy().transpose(1, 2, 0)
     if not transparent:
         return pixels
@@ -83,14 +83,14 @@ def decode_with_torchcodec(content: bytes) -> Pixels:
     return np.array(opaque_picture(Image.fromarray(np.ascontiguousarray(pixels))).convert("RGB"))
 
 
-def with_pillow(content: bytes, mode: str = "RGB") -> NDArray[np.uint8]:
-    """Decode an image file with Pillow to RGB pixels, as :func:`decode` describes; mode "L" gives grey [H, W].
+def decode_with_pillow(content: bytes, mode: str = "RGB") -> NDArray[np.uint8]:
+    """Decode an image file with Pillow to RGB pixels, as :func:`decode_image` describes; mode "L" gives grey [H, W].
 
     Raises a DecodingError.
     """
     from PIL.Image import Transpose
 
-    with opened(content) as image:
+    with open_with_pillow(content) as image:
         image.load()
         opaque, orientation = opaque_picture(image).convert(mode), exif_orientation(image)
         return np.array(opaque.transpose(Transpose[TURNS[orientation - 2]]) if 2 <= orientation <= 8 else opaque)
@@ -114,7 +114,7 @@ def exif_orientation(image: Image.Image) -> int:
 
 
 @contextmanager
-def opened(content: bytes) -> Iterator[Image.Image]:
+def open_with_pillow(content: bytes) -> Iterator[Image.Image]:
     """Open an image file with Pillow, reading its header only. Raises DecodingError for Pillow's errors in the block.
 
     The causes are bytes that are no image, a damaged image, or more pixels than Pillow's limit.

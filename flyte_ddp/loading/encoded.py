@@ -14,7 +14,7 @@ from torch import Tensor
 
 from flyte_ddp.errors import UserError
 from flyte_ddp.loading import cropping
-from flyte_ddp.loading.decoding import DecodingError, Pixels, decode, decoder_name
+from flyte_ddp.loading.decoding import DecodingError, Pixels, decode_image, decoder_name
 from flyte_ddp.loading.facts import Facts
 from flyte_ddp.loading.split import Batch, ImageSource
 from flyte_ddp.lookahead import map_in_threads
@@ -37,7 +37,7 @@ class Encoded:
 class ImageReader:
     """Base class of thread-safe readers of encoded images. Optional hooks default to no-ops."""
 
-    fetches = False  # True if whole files are fetched, so that prefetch_files() is useful
+    fetches_files = False  # True if whole files are fetched, so that prefetch_files() is useful
 
     def read(self, sample: int) -> Encoded:
         """Read one sample: its encoded image and its label."""
@@ -69,7 +69,7 @@ class BadSamples:
         self.names: dict[str, str] = {}  # reason by name
         self.lock = threading.Lock()
 
-    def add(self, name: str, reason: str) -> None:
+    def add_sample(self, name: str, reason: str) -> None:
         """Record a sample that cannot be decoded, once for each name. Raises a UserError if there are too many."""
         with self.lock:
             self.names[name] = reason
@@ -105,7 +105,7 @@ class EncodedImages(ImageSource):
     batches_ahead = 2  # enough to keep the threads busy while gather() waits for a batch
 
     def __post_init__(self) -> None:
-        self.fetches = self.reader.fetches
+        self.fetches = self.reader.fetches_files
         self.replaced: set[int] = set()  # damaged samples, each replaced by another sample
         self.pool = ThreadPoolExecutor(self.threads, thread_name_prefix="decoder", initializer=limit_threads)
         self.pending: dict[tuple[int | None, bytes], PendingBatch] = {}  # by epoch and samples
@@ -146,7 +146,7 @@ class EncodedImages(ImageSource):
             """Decode and crop the samples at these places of the batch, and write them into its tensors."""
             for place in places:
                 image, classes[place], names[place] = self.load_image_or_substitute(int(samples[place]), reads[place]())
-                pixels[place] = cropping.squared(image, self.size, None if draws is None else draws[place])
+                pixels[place] = cropping.crop_to_square(image, self.size, None if draws is None else draws[place])
 
         size = max(1, min(SAMPLES_A_TASK, len(samples) // (2 * self.threads)))  # at least two tasks a thread
         starts = range(0, len(samples), size)
@@ -169,7 +169,7 @@ class EncodedImages(ImageSource):
                 return *loaded, encoded.key
         raise UserError(f"{encoded.name}: neither this nor any of its {len(others) - 1} substitutes can be decoded")
 
-    def label(self, sample: int) -> int:
+    def read_label(self, sample: int) -> int:
         """Read a sample and return its label, even for a damaged image. Raises a UserError for a wrong label."""
         return valid_label(self.reader.read(sample), self.classes)
 
@@ -180,7 +180,7 @@ class EncodedImages(ImageSource):
         try:
             return decode_checked_sample(self.reader, sample, encoded, self.classes)
         except DecodingError as error:
-            self.bad.add(encoded.name, str(error))
+            self.bad.add_sample(encoded.name, str(error))
             return None
 
     def facts(self) -> Facts:
@@ -193,7 +193,7 @@ class EncodedImages(ImageSource):
         self.reader.close()
 
 
-def in_order(
+def map_samples(
     reader: ImageReader, samples: Indices, threads: int, use: Callable[[int, Encoded], Result], ahead: int
 ) -> Iterator[Result]:
     """Read samples and yield what ``use`` returns for each, in their order; ``use`` runs in threads.
@@ -224,20 +224,20 @@ def limit_threads() -> None:
     threadpoolctl.threadpool_limits(1, user_api="openmp")
 
 
-def decoded(reader: ImageReader, sample: int, encoded: Encoded) -> tuple[Pixels, Encoded]:
+def decode_or_refetch(reader: ImageReader, sample: int, encoded: Encoded) -> tuple[Pixels, Encoded]:
     """Decode a sample that was read; return its pixels, and the sample as read from an undamaged copy.
 
     If decoding fails, the cached copy of the file is checked, replaced if damaged, and read once more. Raises a
     DecodingError if the file is damaged at its source.
     """
     try:
-        return decode(encoded.content), encoded
+        return decode_image(encoded.content), encoded
     except DecodingError:
         reader.refetch_if_damaged(sample)
         again = reader.read(sample)
         if again.content == encoded.content:
             raise  # the file was not replaced, by this call or by another thread or rank, so its source is damaged
-    return decode(again.content), again
+    return decode_image(again.content), again
 
 
 def decode_checked_sample(reader: ImageReader, sample: int, encoded: Encoded, classes: int) -> tuple[Pixels, int]:
@@ -246,7 +246,7 @@ def decode_checked_sample(reader: ImageReader, sample: int, encoded: Encoded, cl
     Raises a UserError for a label outside 0..classes-1, and a DecodingError for an image that is damaged at its source.
     """
     valid_label(encoded, classes)
-    pixels, whole = decoded(reader, sample, encoded)
+    pixels, whole = decode_or_refetch(reader, sample, encoded)
     return pixels, valid_label(whole, classes)
 
 

@@ -5,7 +5,7 @@ from collections import Counter
 from flyte_ddp.loading.split import Split
 from flyte_ddp.order.sampling import Indices
 
-LOOKED_AT = 64  # samples that callers pass
+PICTURES_COMPARED = 64  # samples that callers pass
 LEAST = 8  # of fewer samples, most may be equal by chance
 SHARE = 0.75  # of equal pictures, from which to warn
 

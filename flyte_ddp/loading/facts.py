@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from flyte_ddp.errors import UserError
-from flyte_ddp.parallel.distributed import objects_of_all_ranks
+from flyte_ddp.parallel.distributed import gather_objects
 
 FEW = 5  # names that a text lists at most
 
@@ -26,7 +26,7 @@ class Facts:
             sentences.append(f"Images were decoded by {self.decoder}{instead}.")
         if self.bad:
             sentences.append(
-                f"{len(self.bad):,} samples could not be decoded and were replaced by others: {few(self.bad)}."
+                f"{len(self.bad):,} samples could not be decoded and were replaced by others: {join_few(self.bad)}."
             )
         again = sum(1 for times in self.fetched.values() if times > 1)
         if self.fetched:
@@ -45,27 +45,27 @@ def sum_facts(parts: Iterable[Facts]) -> Facts:
     return Facts(decoder, frozenset().union(*(part.bad for part in parts)), fetched)
 
 
-def of_all_ranks(facts: Facts) -> Facts:
+def combine_over_ranks(facts: Facts) -> Facts:
     """Return the combined facts of all ranks, on each rank. Collective: all ranks must call it."""
-    return sum_facts(objects_of_all_ranks(facts))
+    return sum_facts(gather_objects(facts))
 
 
-def check_bad_samples(facts: Facts, allowed: int) -> None:
+def refuse_too_many_bad_samples(facts: Facts, allowed: int) -> None:
     """Raise a UserError if all ranks together found more than ``allowed`` undecodable samples.
 
     Collective: all ranks must call it. Does nothing if ``allowed`` is 0, because a rank then fails at its first one.
     """
     if not allowed:
         return  # the rank that met the first bad sample has raised at once
-    bad = of_all_ranks(facts).bad
+    bad = combine_over_ranks(facts).bad
     if len(bad) > allowed:
         raise UserError(
-            f"{few(bad)} cannot be decoded; there are {len(bad):,} such samples, more than bad_samples={allowed}; "
+            f"{join_few(bad)} cannot be decoded; there are {len(bad):,} such samples, more than bad_samples={allowed}; "
             "fix or remove them, or raise bad_samples"
         )
 
 
-def few(names: Iterable[str]) -> str:
+def join_few(names: Iterable[str]) -> str:
     """Return the first 5 names, sorted, as one text; ", ..." stands for more."""
     listed = sorted(names)
     return ", ".join(listed[:FEW]) + (", ..." if len(listed) > FEW else "")

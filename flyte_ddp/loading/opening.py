@@ -13,7 +13,7 @@ from flyte_ddp.datasets.arrays import ImageArrays
 from flyte_ddp.datasets.encoded_set import EncodedSet
 from flyte_ddp.datasets.image_folder import ImageList
 from flyte_ddp.datasets.prepared import PreparedSet, SampleOrder, no_samples_error, order_of_tests, orders_of
-from flyte_ddp.hardware import Hardware, cores
+from flyte_ddp.hardware import Hardware, count_cores
 from flyte_ddp.loading.arrays import open_array_source
 from flyte_ddp.loading.encoded import BadSamples, EncodedImages, ImageReader
 from flyte_ddp.loading.files import FileReader
@@ -21,7 +21,7 @@ from flyte_ddp.loading.shards import ShardImages
 from flyte_ddp.loading.split import Split, Splits
 from flyte_ddp.loading.streams import RankStream, StreamImages, StreamOrder
 from flyte_ddp.order.sampling import Indices
-from flyte_ddp.order.shard_order import ShardOrder, streams_of_rank
+from flyte_ddp.order.shard_order import ShardOrder, count_rank_streams
 from flyte_ddp.parallel.distributed import rank, world_size
 from flyte_ddp.settings import Settings
 from flyte_ddp.shards.cache import ShardCache
@@ -58,13 +58,13 @@ def open_splits(
         device=device,
     )
     # The reader keeps two shards open for each shuffle stream, because all may change shards in the same step.
-    streams = streams_of_rank(hp.shuffle_shards, world_size(), min(hp.accumulation_steps, hp.batch_size))
+    streams = count_rank_streams(hp.shuffle_shards, world_size(), min(hp.accumulation_steps, hp.batch_size))
     orders_in_train = [order for split, order in orders.items() if split != "test" or data.test is None]
-    train = open_images(reader(data.train, settings, streams), substitutes=make_substitute_finder(orders_in_train))
+    train = open_images(open_reader(data.train, settings, streams), substitutes=make_substitute_finder(orders_in_train))
     splits = {split: Split(train, order) for split, order in orders.items()}
     if data.test is not None:
         find_substitutes = make_substitute_finder([orders["test"]])
-        tests = open_images(reader(data.test, settings, streams), substitutes=find_substitutes)
+        tests = open_images(open_reader(data.test, settings, streams), substitutes=find_substitutes)
         splits["test"] = Split(tests, orders["test"])
     if encoded_kind(hp.dataset) == "stream":
         assert isinstance(data.train, ShardIndex)
@@ -88,14 +88,14 @@ def open_tests(
     if not len(order):
         raise no_samples_error(data.name, "testing")
     images = EncodedImages(
-        reader(data.tested, settings),
+        open_reader(data.test_source, settings),
         size=size,
         crop="none",
         seed=0,
         classes=classes,
         bad=bad,
         substitutes=make_substitute_finder([order]),
-        threads=settings.loader_threads or cores(),
+        threads=settings.loader_threads or count_cores(),
         device=device,
     )
     return Split(images, order)
@@ -119,7 +119,7 @@ def make_substitute_finder(orders: Collection[SampleOrder]) -> Callable[[int], I
     return find_substitutes
 
 
-def reader(source: ShardIndex | ImageList, settings: Settings, streams: int = 16) -> ImageReader:
+def open_reader(source: ShardIndex | ImageList, settings: Settings, streams: int = 16) -> ImageReader:
     """Return the reader of a list of image files, or of shards.
 
     Keeps at most ``2 * streams`` shards open, and fetches at most ``streams`` ahead.

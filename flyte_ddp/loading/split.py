@@ -28,7 +28,7 @@ class ImageSource:
     """Base class of sources that load batches of images. Optional hooks default to no-ops."""
 
     batches_ahead = 0  # how many batches to prefetch
-    fetches = False  # True if whole files are fetched, so that prefetch_files() is useful
+    fetches_files = False  # True if whole files are fetched, so that prefetch_files() is useful
 
     def gather(self, samples: Indices, epoch: int | None) -> Batch:
         """Load these samples as a batch on the device: augmented for this epoch, or unchanged if ``epoch`` is None."""
@@ -68,7 +68,7 @@ class Split:
         The batches of the split are divided into ``parts`` runs of consecutive batches; run number ``part`` is yielded.
         Consecutive batches need few shards. Later batches are loaded ahead.
         """
-        numbers = sampling.share(np.arange(-(-len(self) // batch_size)), part, parts).tolist()
+        numbers = sampling.take_slice(np.arange(-(-len(self) // batch_size)), part, parts).tolist()
         places = [slice(number * batch_size, min((number + 1) * batch_size, len(self))) for number in numbers]
         wanted = ((place, self.order.samples(place)) for place in places)
         for place, samples in self.load_ahead(wanted, lambda item: [item[1]], None, batch_size):
@@ -97,7 +97,7 @@ class Split:
                 begin(samples)
             return item
 
-        if self.source.fetches:
+        if self.source.fetches_files:
             distance = self.order.prefetch_distance(batch_size, mixed=epoch is not None)
             wanted = start_ahead(partial(start, self.source.prefetch_files), wanted, distance)
         if self.source.batches_ahead:

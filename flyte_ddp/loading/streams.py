@@ -179,7 +179,7 @@ def worker_shards(stream: RankStream) -> Iterator[tuple[int, int]]:
     number, workers = worker_number_and_count()
     shards = range(number, len(stream.index.shards), workers)
     for passes in itertools.count() if shards else ():
-        generator = sampling.random_stream(sampling.ORDER, stream.derive_seed(2), passes, number)
+        generator = sampling.make_generator(sampling.ORDER, stream.derive_seed(2), passes, number)
         for shard in generator.permutation(shards).tolist():
             yield passes, shard
 
@@ -190,7 +190,7 @@ def read_shard_samples(reader: ShardImages, shards: Iterable[tuple[int, int]]) -
 
     def prefetch(item: tuple[int, int]) -> tuple[int, int]:
         """Start to fetch the item's shard, and return the item."""
-        reader.reader.prefetch([item[1]])
+        reader.reader.prefetch_shards([item[1]])
         return item
 
     for passes, shard in start_ahead(prefetch, shards, 1):
@@ -216,7 +216,7 @@ def decode_samples(
         try:
             pixels, label = decode_checked_sample(reader, sample, encoded, stream.classes)
         except DecodingError as error:
-            bad.add(encoded.name, str(error))
+            bad.add_sample(encoded.name, str(error))
             failures_in_a_row += 1
             if failures_in_a_row > most:
                 raise UserError(f"{encoded.name}: no sample of its worker can be decoded ({error})") from None
@@ -224,7 +224,7 @@ def decode_samples(
         failures_in_a_row, draws = 0, None
         if stream.hp.augment == "resized_crop":
             [draws] = cropping.draw(stream.hp.seed, passes, np.array([zlib.crc32(encoded.name.encode())]))
-        yield np.ascontiguousarray(cropping.squared(pixels, stream.size, draws)), label
+        yield np.ascontiguousarray(cropping.crop_to_square(pixels, stream.size, draws)), label
 
 
 def forward_error_as_value(batches: Iterable[Any]) -> Iterator[Any]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from flyte_ddp.errors import UserError
-from flyte_ddp.files import HashingFile, file_digest, replacing, sync
+from flyte_ddp.files import HashingFile, file_digest, replace_file, sync
 from flyte_ddp.models import zoo
 from flyte_ddp.models.images import EVALUATION_SHARE, InputSpec
 from flyte_ddp.pictures import BACKGROUND
@@ -35,7 +35,7 @@ def save_model(folder: Path, state_dict: dict[str, Tensor], sidecar: Mapping[str
     """
     model_path, sidecar_path = folder / "model.pt", folder / "model.json"
     # The sidecar gets its name last, so that it never exists without its weights.
-    with replacing(sidecar_path) as sidecar_file, replacing(model_path) as model_file:
+    with replace_file(sidecar_path) as sidecar_file, replace_file(model_path) as model_file:
         hashing = HashingFile(model_file)
         # Equal weights are equal bytes in torch's zip format. Its older format contains memory addresses.
         torch.save(portable_state_dict(state_dict), hashing)  # type: ignore[arg-type]
@@ -84,7 +84,7 @@ def load_model(
             f"{model_path} is damaged or not the model of {sidecar_path}: its SHA-256 is {digest[:12]}..., "
             f"not {sidecar['digests']['weights'][:12]}...; take both files from the same run"
         )
-    model = zoo.build(sidecar["model"], len(sidecar["classes"]), input_spec(sidecar))
+    model = zoo.build_model(sidecar["model"], len(sidecar["classes"]), input_spec(sidecar))
     load_weights(model, model_path, sidecar)
     return model.to(device).eval(), sidecar
 
@@ -123,7 +123,7 @@ def read_sidecar(path: Path) -> dict[str, Any]:
     )
 
 
-def described_input(spec: InputSpec, crop: str) -> dict[str, Any]:
+def describe_input(spec: InputSpec, crop: str) -> dict[str, Any]:
     """Return the sidecar's ``input``: the model's input, and how programs without this library prepare an image for it.
 
     Args:

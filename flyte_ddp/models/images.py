@@ -21,7 +21,7 @@ class InputSpec:
     std: tuple[float, ...]
 
 
-def prepare(
+def prepare_images(
     images: Tensor,
     spec: InputSpec,
     dtype: torch.dtype = torch.float32,

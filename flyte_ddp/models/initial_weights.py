@@ -37,7 +37,7 @@ class Weights(NamedTuple):
         return Weights(tensors, versions)
 
 
-def identity(init_from: str) -> str:
+def identify_weights(init_from: str) -> str:
     """Return a SHA-256 (hex) that changes with the weights' file; empty if ``init_from`` is empty.
 
     Reads a local file whole. Of a remote file only the server's metadata count, such as its ETag. Raises UserError if
@@ -49,7 +49,7 @@ def identity(init_from: str) -> str:
 
 
 @contextmanager
-def fetched(init_from: str, folder: Path) -> Iterator[Path | None]:
+def fetch_weights(init_from: str, folder: Path) -> Iterator[Path | None]:
     """Yield a local path with the content of ``init_from``; None if ``init_from`` is empty.
 
     Downloads a remote file into ``folder`` and deletes it at the end. Raises UserError if the file is missing or cannot
@@ -65,7 +65,7 @@ def fetched(init_from: str, folder: Path) -> Iterator[Path | None]:
             target.writelines(found.chunks)
         yield path
     except storage.UnavailableError as error:
-        raise error.explained(f"init_from={init_from!r}: cannot be fetched: {error}; check the address") from None
+        raise error.to_user_error(f"init_from={init_from!r}: cannot be fetched: {error}; check the address") from None
     finally:
         path.unlink(missing_ok=True)
 

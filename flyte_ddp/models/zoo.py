@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from flyte_ddp import catalog
-from flyte_ddp.errors import UserError, unknown_name
+from flyte_ddp.errors import UserError, unknown_name_error
 from flyte_ddp.models.images import InputSpec
 
 
@@ -31,7 +31,7 @@ def input_spec(model: str, images: InputSpec, size: int) -> InputSpec:
     return replace(spec, channels=3, mean=spec.mean * 3, std=spec.std * 3)
 
 
-def build(name: str, num_classes: int, spec: InputSpec) -> nn.Module:
+def build_model(name: str, num_classes: int, spec: InputSpec) -> nn.Module:
     """Build the model ``name`` with new weights, from the global random state of torch, Python and NumPy.
 
     Imports and runs the user's code if the name is a ``package.module:callable``. Raises UserError if the name is
@@ -51,7 +51,7 @@ def build(name: str, num_classes: int, spec: InputSpec) -> nn.Module:
         return SMALL_MODELS[name](num_classes, spec)
     if name in catalog.TORCHVISION_MODELS:
         return build_torchvision_model(name, num_classes, spec)
-    raise unknown_name("model", name, catalog.MODELS)
+    raise unknown_name_error("model", name, catalog.MODELS)
 
 
 def check_model(name: str, model: nn.Module) -> None:

@@ -17,7 +17,7 @@ Indices = NDArray[np.integer[Any]]
 SPLIT, ORDER, PACKING, TEST, CYCLE, WITHIN = range(6)
 
 
-def random_stream(purpose: int, seed: int, first: int = 0, second: int = 0) -> np.random.Generator:
+def make_generator(purpose: int, seed: int, first: int = 0, second: int = 0) -> np.random.Generator:
     """Return a random generator that depends on its arguments alone, on all machines (it is counter-based).
 
     ``purpose`` separates generators of one seed. ``first`` and ``second`` are numbers such as epoch and shard.
@@ -25,21 +25,21 @@ def random_stream(purpose: int, seed: int, first: int = 0, second: int = 0) -> n
     return np.random.Generator(np.random.Philox(np.random.SeedSequence([purpose, seed, first, second])))
 
 
-def held_out(samples: int, fraction: float) -> int:
+def count_held_out(samples: int, fraction: float) -> int:
     """Return how many samples :func:`split_indices` holds out of ``samples``."""
     return round(samples * fraction)
 
 
 def split_indices(samples: int, fraction: float, seed: int, purpose: int = SPLIT) -> tuple[Indices, Indices]:
     """Divide the numbers 0..samples-1 at random; return the rest and the held-out ``fraction``, both ascending."""
-    count = held_out(samples, fraction)
-    order = random_stream(purpose, seed).permutation(np.arange(samples, dtype=np.int32))
+    count = count_held_out(samples, fraction)
+    order = make_generator(purpose, seed).permutation(np.arange(samples, dtype=np.int32))
     return np.sort(order[count:]), np.sort(order[:count])
 
 
 def epoch_order(samples: Indices, seed: int, epoch: int) -> Indices:
     """Return the samples in the order in which epoch number ``epoch`` (from 0) trains on them."""
-    return random_stream(ORDER, seed, epoch).permutation(samples)
+    return make_generator(ORDER, seed, epoch).permutation(samples)
 
 
 def steps_per_epoch(samples: int, batch_size: int) -> int:
@@ -88,11 +88,11 @@ class ListedOrder(Order):
             yield order[start : start + batch_size]
 
 
-def share(items: Indices, part: int, parts: int) -> Indices:
+def take_slice(items: Indices, part: int, parts: int) -> Indices:
     """Return slice ``part`` of ``parts`` consecutive slices. Their lengths differ by one at most, longer ones first."""
-    return items[share_start(len(items), part, parts) : share_start(len(items), part + 1, parts)]
+    return items[slice_start(len(items), part, parts) : slice_start(len(items), part + 1, parts)]
 
 
-def share_start(length: int, part: int, parts: int) -> int:
+def slice_start(length: int, part: int, parts: int) -> int:
     """Return the start of slice ``part`` when ``length`` items are cut into ``parts``; the end for part == parts."""
     return part * (length // parts) + min(part, length % parts)

@@ -26,7 +26,7 @@ from flyte_ddp.order.sampling import Indices
 TEST_FRACTION = 0.1  # of the samples, held out for testing if there is no test set
 
 
-def streams_of_rank(shuffle_streams: int, ranks: int, parts: int = 1) -> int:
+def count_rank_streams(shuffle_streams: int, ranks: int, parts: int = 1) -> int:
     """Return the most streams that a rank's slices of one batch overlap; ``parts`` is the number of micro-batches."""
     return min(shuffle_streams, parts * (-(-shuffle_streams // (parts * ranks)) + 1))
 
@@ -66,12 +66,12 @@ class ShardSplits:
         tests, held_out = (int(self.sizes[name][shard]) for name in ("test", "validation"))
         numbers = np.arange(self.counts[shard])
         if tests:
-            numbers = sampling.random_stream(sampling.TEST, 0, shard).permutation(numbers)
+            numbers = sampling.make_generator(sampling.TEST, 0, shard).permutation(numbers)
             if split == "test":
                 return np.sort(numbers[:tests])
             numbers = np.sort(numbers[tests:])
         if held_out:
-            numbers = sampling.random_stream(sampling.SPLIT, self.seed, shard).permutation(numbers)
+            numbers = sampling.make_generator(sampling.SPLIT, self.seed, shard).permutation(numbers)
             numbers = np.sort(numbers[:held_out] if split == "validation" else numbers[held_out:])
         return numbers
 
@@ -90,7 +90,7 @@ class WholeShardSplits(ShardSplits):
             ("test", self.test_fraction, 0, sampling.TEST),
             ("validation", self.validation_fraction, self.seed, sampling.SPLIT),
         ):
-            mixed = sampling.random_stream(purpose, seed).permutation(rest)
+            mixed = sampling.make_generator(purpose, seed).permutation(rest)
             held_out = max(1, round(fraction * len(rest))) if fraction else 0
             shards[split], rest = mixed[:held_out], np.sort(mixed[held_out:])
         shards["training"] = rest
@@ -156,7 +156,7 @@ class ShardOrder(sampling.Order):
         starts, each = self.stream_starts(batch_size)
         full, ragged = divmod(self.total, batch_size)
         begins = starts + number * each
-        ends = begins + (each if number < full else shares(ragged, len(each)))  # the last batch may be smaller
+        ends = begins + (each if number < full else slice_lengths(ragged, len(each)))  # the last batch may be smaller
         shards, ends_of_shards = self.sequence(epoch)
         return concatenate_indices(
             self.shuffled_samples(epoch, int(shards[place]))[part]
@@ -176,14 +176,14 @@ class ShardOrder(sampling.Order):
         """Return where each stream starts in the epoch's sequence, and its samples in a full batch, both [streams]."""
         full, ragged = divmod(self.total, batch_size)
         streams = min(self.shuffle_streams, batch_size)
-        each = shares(batch_size, streams)
-        lengths = full * each + shares(ragged, streams)
+        each = slice_lengths(batch_size, streams)
+        lengths = full * each + slice_lengths(ragged, streams)
         return np.cumsum(lengths) - lengths, each
 
     def _shuffle_shards(self, epoch: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return an epoch's shards in order, and the cumulative sums of their samples."""
         used = np.flatnonzero(self.taken)
-        shards = sampling.random_stream(sampling.ORDER, self.seed, epoch).permutation(used)
+        shards = sampling.make_generator(sampling.ORDER, self.seed, epoch).permutation(used)
         return shards, np.cumsum(self.taken[shards])
 
     def _shuffle_samples(self, epoch: int, shard: int) -> Indices:
@@ -191,9 +191,9 @@ class ShardOrder(sampling.Order):
         numbers, taken = self.samples_in_shard(shard), int(self.taken[shard])
         if taken != len(numbers):
             # A weight other than 1: go on in a fixed cycle of the samples where the epoch before has stopped.
-            cycle = sampling.random_stream(sampling.CYCLE, self.seed, shard).permutation(numbers)
+            cycle = sampling.make_generator(sampling.CYCLE, self.seed, shard).permutation(numbers)
             numbers = cycle[np.arange(epoch * taken, (epoch + 1) * taken) % len(cycle)]
-        mixed = sampling.random_stream(sampling.WITHIN, self.seed, epoch, shard).permutation(numbers)
+        mixed = sampling.make_generator(sampling.WITHIN, self.seed, epoch, shard).permutation(numbers)
         return np.asarray(self.firsts[shard] + mixed)
 
 
@@ -240,6 +240,6 @@ def weighted_counts(available: NDArray[np.int64], weights: NDArray[np.float64]) 
     return taken
 
 
-def shares(length: int, parts: int) -> NDArray[np.int64]:
-    """Return the lengths, [parts], of all slices that :func:`flyte_ddp.order.sampling.share` cuts."""
+def slice_lengths(length: int, parts: int) -> NDArray[np.int64]:
+    """Return the lengths, [parts], of all slices that :func:`flyte_ddp.order.sampling.take_slice` cuts."""
     return length // parts + (np.arange(parts) < length % parts).astype(np.int64)

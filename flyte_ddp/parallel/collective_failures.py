@@ -19,7 +19,7 @@ GROUP_TIMEOUT = timedelta()  # means "the process group's limit", and is the def
 TORCH_WAIT = dist.Work.wait
 
 
-def type_failures_of_collectives() -> None:
+def patch_collective_wait() -> None:
     """Replace ``torch.distributed.Work.wait`` in this process by a wait that raises CollectiveError, not RuntimeError.
 
     torch's own blocking functions, such as ``all_reduce``, call it, and collective operations in user code. Waits in
@@ -31,14 +31,14 @@ def type_failures_of_collectives() -> None:
 def wait(work: dist.Work, timeout: timedelta = GROUP_TIMEOUT) -> bool:
     """Wait for a collective operation as ``Work.wait`` does and return its result.
 
-    Raises CollectiveError if torch raised a RuntimeError; see :func:`waiting_for_ranks` for the timeout's subclass.
+    Raises CollectiveError if torch raised a RuntimeError; see :func:`translate_collective_errors` for the timeout's subclass.
     """
-    with waiting_for_ranks():
+    with translate_collective_errors():
         return TORCH_WAIT(work, timeout)
 
 
 @contextmanager
-def waiting_for_ranks(since: float | None = None) -> Iterator[None]:
+def translate_collective_errors(since: float | None = None) -> Iterator[None]:
     """Turn a RuntimeError of the block, which must only wait for other ranks, into a CollectiveError of the same text.
 
     Args:
@@ -54,7 +54,7 @@ def waiting_for_ranks(since: float | None = None) -> Iterator[None]:
     except CollectiveError:
         raise
     except RuntimeError as error:
-        limit = distributed.timeout()
+        limit = distributed.collective_timeout()
         if time.monotonic() - begin >= TIMEOUT_SHARE * limit:
             raise CollectiveTimeoutError(f"other ranks did not come within {limit:g} s: {error}") from error
         raise CollectiveError(str(error)) from error

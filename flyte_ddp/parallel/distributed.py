@@ -16,8 +16,8 @@ Value = TypeVar("Value")
 _timeout = 600.0
 
 
-def set_timeout(limit: float) -> None:
-    """Set, for this process, the time limit in seconds that :func:`timeout` returns.
+def set_collective_timeout(limit: float) -> None:
+    """Set, for this process, the time limit in seconds that :func:`collective_timeout` returns.
 
     torch's own limit is not changed.
     """
@@ -25,7 +25,7 @@ def set_timeout(limit: float) -> None:
     _timeout = limit
 
 
-def timeout() -> float:
+def collective_timeout() -> float:
     """Return the time limit in seconds for waits for other ranks in this process; 600 if none was set."""
     return _timeout
 
@@ -96,7 +96,7 @@ def broadcast_object(value: Value) -> Value:
     return values[0]
 
 
-def objects_of_all_ranks(value: Value) -> list[Value]:
+def gather_objects(value: Value) -> list[Value]:
     """Return the values of all ranks, by rank. All ranks must call it.
 
     The values are pickled, so they should be small.

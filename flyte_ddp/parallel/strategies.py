@@ -22,7 +22,7 @@ from flyte_ddp.clock import Clock
 from flyte_ddp.device_copy import copy_to_device
 from flyte_ddp.errors import CollectiveError, UserError
 from flyte_ddp.parallel.batch_norm import GlobalBatchNorm
-from flyte_ddp.parallel.collective_failures import waiting_for_ranks
+from flyte_ddp.parallel.collective_failures import translate_collective_errors
 from flyte_ddp.parallel.distributed import copy_from_rank_0, rank, sum_over_ranks, world_size
 from flyte_ddp.parallel.dropout import SampleDropout
 from flyte_ddp.parallel.hang_watch import in_collective, watch_async_collective
@@ -200,7 +200,7 @@ class DDPSync(GradientSync):
                 raise
             raise repeated_gradient_error("ddp", "use_reentrant=False, or set strategy='hooks'") from None
         if self.last_bucket_started is not None:  # the backward pass waits for the last bucket's all-reduce
-            self.clock.add(WAITED, self.last_bucket_started)
+            self.clock.add_since(WAITED, self.last_bucket_started)
 
     def combine(self, loss_sum: Tensor) -> Tensor:
         """Return the sum of all ranks' losses; DDP has averaged the gradients in the backward pass.
@@ -293,7 +293,7 @@ def average_bucket(sync: DDPSync, bucket: GradBucket) -> torch.futures.Future[Te
 
     This is DDP's communication hook. Notes the start time, and a later failure, in ``sync``.
     """
-    sync.last_bucket_started = sync.clock.mark(WAITED)
+    sync.last_bucket_started = sync.clock.start_timing(WAITED)
     begin = time.monotonic()
     work: Any = dist.all_reduce(bucket.buffer(), async_op=True)
     watch_async_collective(work)  # the backward pass may wait for it, as DDP asks which parameters any rank has used
@@ -301,7 +301,7 @@ def average_bucket(sync: DDPSync, bucket: GradBucket) -> torch.futures.Future[Te
     def divide_sum(done: torch.futures.Future[Any]) -> Tensor:
         """Return the mean. Keeps a CollectiveError in ``sync.failure`` before it raises it."""
         try:
-            with waiting_for_ranks(begin):
+            with translate_collective_errors(begin):
                 total: Tensor = done.value()[0]
         except CollectiveError as error:  # torch's backward pass turns it into a RuntimeError
             sync.failure = error

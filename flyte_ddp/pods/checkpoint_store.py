@@ -109,7 +109,7 @@ class CheckpointStore:
             UnreachableError: no try succeeded.
         """
         try:
-            return storage.retried(address, action, lambda note: print(f"checkpoints: {note}", flush=True))
+            return storage.retry(address, action, lambda note: print(f"checkpoints: {note}", flush=True))
         except UnavailableError as error:
             if not error.transient:
                 raise
@@ -239,7 +239,7 @@ class CheckpointStore:
         futile = [notes.get(FAILED) or notes[TRAINED] for notes in began_here if notes.keys() & {FAILED, TRAINED}]
         lost = [notes for notes in began_here if notes.keys() == {STARTED}]
         if len(futile) >= FUTILE_ATTEMPTS:
-            why = self.retry_on_outage(futile[-1].address, storage.read).decode()
+            why = self.retry_on_outage(futile[-1].address, storage.read_file).decode()
             raise UserError(
                 f"{len(futile)} attempts got no further than step {step:,}, where they began, so no other one is made; "
                 f"the last one: {why}"
@@ -269,7 +269,7 @@ class CheckpointStore:
         header = checkpoint.read(path)
         if header is None:
             raise FileNotFoundError(path)
-        storage.put(self.new_file(SAVED, header.step, header.epoch).address, path)
+        storage.write_file(self.new_file(SAVED, header.step, header.epoch).address, path)
         self.delete_older_checkpoints(KEPT_CHECKPOINTS)
 
     def record_end(self, error: BaseException | None) -> None:
@@ -296,7 +296,7 @@ class CheckpointStore:
     def write_note(self, kind: str, step: int, text: str = "") -> None:
         """Write a small file for this attempt to the store, with a text or else the kind as its content."""
         content = text or kind  # some stores take no empty file
-        storage.put(self.new_file(kind, step).address, content.encode(errors="replace"))
+        storage.write_file(self.new_file(kind, step).address, content.encode(errors="replace"))
 
     def new_file(self, kind: str, step: int, epoch: int = 0) -> RunFile:
         """Return the RunFile for a new file of this attempt, with the present time; write nothing."""
@@ -315,4 +315,4 @@ def list_run_files(folder: str) -> list[RunFile]:
 def delete_run_files(files: list[RunFile]) -> None:
     """Delete files of the store; stop without an error if the store refuses, or another pod has deleted one of them."""
     with suppress(UnavailableError):
-        storage.delete([file.address for file in files])
+        storage.delete_files([file.address for file in files])

@@ -9,7 +9,7 @@ import sys
 
 from flyte_ddp.code_digest import package_digest
 from flyte_ddp.credentials import refuse_credentials
-from flyte_ddp.errors import UserError, unknown_name
+from flyte_ddp.errors import UserError, unknown_name_error
 from flyte_ddp.pods.profiles import NODES_VARIABLE, PROFILE_VARIABLE, chosen_profile, parse_bytes
 from flyte_ddp.settings import (
     ALL_PODS,
@@ -111,7 +111,7 @@ def check_registration() -> None:
     known = [name for name in read_variable_table() if name.startswith("FLYTE_DDP_")]
     for name in sorted(os.environ):
         if name.startswith("FLYTE_DDP_") and name not in known and name not in load_variables_file()["internal"]:
-            raise unknown_name("variable", name, known, page="docs/configuration.md")
+            raise unknown_name_error("variable", name, known, page="docs/configuration.md")
     for name in list_settings_left_here():
         print(f"{name} is not sent to pods: see docs/configuration.md", file=sys.stderr, flush=True)
 

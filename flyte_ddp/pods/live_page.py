@@ -37,7 +37,7 @@ def publish_report_while_training(platform: Platform, run_folder: Path) -> Itera
                 if is_last and not failure:
                     page = (run_folder / "report.html").read_text(encoding="ascii")
                 else:
-                    page = report.render(run_folder / UNFINISHED, run_folder.name, failure)
+                    page = report.render_report(run_folder / UNFINISHED, run_folder.name, failure)
             with suppress(Exception):  # the blob store does not answer
                 platform.publish_page(TITLE, page)
             ended.wait(SECONDS)

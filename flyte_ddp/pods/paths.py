@@ -12,12 +12,12 @@ from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
-from flyte_ddp.errors import UserError, from_here
+from flyte_ddp.errors import UserError, shorten_path
 from flyte_ddp.files import atomic_write
 from flyte_ddp.pods.environment import REGISTRY_VARIABLE
 from flyte_ddp.pods.platforms import Platform, is_in_pod, pod_folder
-from flyte_ddp.runs.run_folder import settle
-from flyte_ddp.runs.run_lock import release, reserve
+from flyte_ddp.runs.run_folder import publish_if_complete
+from flyte_ddp.runs.run_lock import release_run_folder, reserve_run_folder
 from flyte_ddp.settings import read_text, runs_folder
 
 
@@ -60,11 +60,11 @@ def reserve_run(platform: Platform, name: str) -> str:
     for number in itertools.count(1):
         candidate = name if number == 1 else f"{name}-{number}"
         folder = resolve_folder(candidate)
-        if reserve(folder):
+        if reserve_run_folder(folder):
             break
-        print(f"{from_here(folder)}: another process is at this run; this one gets a folder of its own")
-    if settle(folder) and not platform.is_retraining_requested():
-        release(folder)
+        print(f"{shorten_path(folder)}: another process is at this run; this one gets a folder of its own")
+    if publish_if_complete(folder) and not platform.is_retraining_requested():
+        release_run_folder(folder)
     return candidate
 
 
@@ -117,7 +117,7 @@ def print_files(headline: str, files: Mapping[Path, str]) -> None:
     if not is_in_pod():
         [folder] = {path.parent for path in files}
         width = max(len(path.name) for path in files)
-        print(f"\n{headline} {from_here(folder)}")
+        print(f"\n{headline} {shorten_path(folder)}")
         for path, content in files.items():
             print(f"  {path.name:<{width}}  {content}", flush=True)
 

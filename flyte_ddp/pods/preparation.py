@@ -10,7 +10,7 @@ from flyte_ddp.pods.platforms import Platform, is_in_pod
 from flyte_ddp.pods.profiles import training_limits
 from flyte_ddp.runs import identity
 from flyte_ddp.runs.run_folder import is_finished
-from flyte_ddp.settings import check_wandb, from_environment
+from flyte_ddp.settings import check_wandb, read_settings
 
 NO_SCHEDULE = datetime(1970, 1, 1, tzinfo=UTC)  # kickoff time of a retraining that no schedule started
 
@@ -61,5 +61,5 @@ def fetch_data_set(dataset: str, data_source: str, test_dataset: str, data_versi
         data_version: Name of the folder. A token after an @ is ignored. Empty asks the data's origin for the version.
     """
     name = data_version or f"datasets/{datasets.fingerprint(dataset, data_source, test_dataset)}"
-    folder, progress = paths.resolve_folder(name), from_environment().progress
+    folder, progress = paths.resolve_folder(name), read_settings().progress
     return datasets.fetch(dataset, data_source, folder, test_dataset=test_dataset, progress=progress)

@@ -8,7 +8,7 @@ import re
 from dataclasses import dataclass
 from decimal import Decimal
 
-from flyte_ddp.errors import UserError, unknown_name
+from flyte_ddp.errors import UserError, unknown_name_error
 from flyte_ddp.hardware import MOST_CPU_RANKS
 from flyte_ddp.settings import read_text
 
@@ -108,7 +108,7 @@ def chosen_profile() -> Profile:
     """
     name = read_text(PROFILE_VARIABLE)
     if name not in PROFILES:
-        raise unknown_name(PROFILE_VARIABLE, name, PROFILES)
+        raise unknown_name_error(PROFILE_VARIABLE, name, PROFILES)
     return PROFILES[name]
 
 
@@ -169,7 +169,7 @@ def training_limits(engine: str) -> tuple[int, int, int]:
     most, profile = node_range()[1], chosen_profile()
     capacities = {"elastic": 0, "ray": math.ceil(parse_quantity(profile.cpu)), "dask": max(1, profile.gpus)}
     if engine not in capacities:
-        raise unknown_name("engine", engine, capacities)
+        raise unknown_name_error("engine", engine, capacities)
     return most, most * elastic_ranks_per_node() if engine == "elastic" else 0, most * capacities[engine]
 
 

@@ -16,11 +16,11 @@ from flyte_ddp.pods.checkpoint_store import TRAINED, CheckpointStore
 from flyte_ddp.pods.eviction import eviction_reason
 from flyte_ddp.pods.platforms import Platform, execution_names, is_in_pod, storage_address
 from flyte_ddp.pods.profiles import PROFILE_VARIABLE, chosen_profile
-from flyte_ddp.process import postponed, signal_handlers
+from flyte_ddp.process import postpone_signal, signal_handlers
 from flyte_ddp.runs.checkpoint import FOLDER, SLOTS, Checkpoint
 from flyte_ddp.runs.run_folder import METRICS, UNFINISHED
-from flyte_ddp.runs.run_lock import release_reserved
-from flyte_ddp.settings import Settings, from_environment, read_number, read_text
+from flyte_ddp.runs.run_lock import release_reserved_folders
+from flyte_ddp.settings import Settings, read_number, read_settings, read_text
 from flyte_ddp.storage import ForbiddenError
 
 POLL_SECONDS = 0.5
@@ -54,7 +54,7 @@ def translate_errors(platform: Platform) -> Iterator[None]:
             environment.check_pod_code()
             yield
         except BaseException as error:
-            release_reserved()  # no training will follow
+            release_reserved_folders()  # no training will follow
             if not isinstance(error, (RankError, StoppedError, UnreachableError, Sigterm)):
                 raise
             failure = StoppedError("SIGTERM", step=None) if isinstance(error, Sigterm) else error
@@ -90,9 +90,9 @@ def sync_checkpoints(platform: Platform, run_folder: Path) -> Iterator[Callable[
     folder = run_folder / UNFINISHED / FOLDER
     folder.mkdir(parents=True, exist_ok=True)
     store = open_checkpoint_store(platform, run_folder.name)
-    with postponed(signal.SIGTERM):
+    with postpone_signal(signal.SIGTERM):
         newest = store.download_newest(folder / SLOTS[0])
-    uploader = CheckpointUploader(store, folder, from_environment(), newest)
+    uploader = CheckpointUploader(store, folder, read_settings(), newest)
 
     def record_start() -> None:
         """Record in the store that ranks are launched; print if the store may not be written to."""

@@ -11,10 +11,10 @@ from flyte_ddp import storage
 from flyte_ddp.pods.environment import wandb_secret_id
 from flyte_ddp.pods.platforms import Platform, execution_names, is_in_pod, storage_address
 from flyte_ddp.runs.run_folder import UNFINISHED
-from flyte_ddp.settings import Settings, from_environment
+from flyte_ddp.settings import Settings, read_settings
 
 
-def read_settings(platform: Platform, run: str) -> Settings:
+def read_run_settings(platform: Platform, run: str) -> Settings:
     """Return a run's settings from the environment.
 
     In a pod without WANDB_API_KEY, sets that variable from the secret; prints if the pod has no such secret. All
@@ -25,7 +25,7 @@ def read_settings(platform: Platform, run: str) -> Settings:
         run: Name of the run. It is the run id of wandb locally, and part of it in a pod.
     """
     if not is_in_pod():
-        return from_environment(wandb_run_id=run)
+        return read_settings(wandb_run_id=run)
     secret = wandb_secret_id()
     if secret is not None and not os.environ.get("WANDB_API_KEY"):
         # Flyte puts a secret that a task requests into a variable of this name.
@@ -34,7 +34,7 @@ def read_settings(platform: Platform, run: str) -> Settings:
             os.environ["WANDB_API_KEY"] = os.environ[variable].strip()
         else:
             print(f"no secret {'/'.join(secret)} in this pod: wandb logs offline", flush=True)
-    settings = from_environment(wandb_run_id=f"{execution_names()[2]}-{run}"[-128:])  # wandb takes 128 characters
+    settings = read_settings(wandb_run_id=f"{execution_names()[2]}-{run}"[-128:])  # wandb takes 128 characters
     return replace(settings, wandb_kept_at=unsent_address(platform))
 
 
@@ -57,7 +57,9 @@ def upload_unsent_wandb(platform: Platform, run_folder: Path) -> Iterator[None]:
                 name = (folder / "unsent").read_text()  # which flyte_ddp.tracking.wandb_run.WandbProcess writes
                 for path in sorted((folder / name).rglob("*")):
                     if path.is_file():
-                        storage.put(posixpath.join(unsent_address(platform), str(path.relative_to(folder))), path)
+                        storage.write_file(
+                            posixpath.join(unsent_address(platform), str(path.relative_to(folder))), path
+                        )
             except FileNotFoundError:
                 continue
             except Exception as error:

@@ -11,12 +11,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from flyte_ddp.datasets import open_prepared
-from flyte_ddp.datasets.image_folder import listed_kinds
+from flyte_ddp.datasets.image_folder import join_kinds
 from flyte_ddp.errors import UserError
-from flyte_ddp.files import replacing
-from flyte_ddp.formatting import counted
+from flyte_ddp.files import replace_file
+from flyte_ddp.formatting import format_count
 from flyte_ddp.loading.encoded import BadSamples
-from flyte_ddp.loading.facts import few
+from flyte_ddp.loading.facts import join_few
 from flyte_ddp.models.images import InputSpec
 from flyte_ddp.predict.prediction_batches import BATCH_SIZE, Batch, find_images, read_folder, read_test_split
 from flyte_ddp.predict.saved_model import SavedModel
@@ -25,7 +25,7 @@ from flyte_ddp.report.previews import FirstPredictions
 from flyte_ddp.settings import Settings
 
 
-def predict(
+def write_prediction_table(
     model_path: Path,
     sidecar_path: Path,
     *,
@@ -72,13 +72,13 @@ def predict(
     if images is not None:
         paths, others = find_images(images)
         if others:
-            left_out = f"{counted(sum(others.values()), 'file')} left out, as no images: {listed_kinds(others)}"
-            Progress(settings.progress).note(f"images={images}: {left_out}")
+            left_out = f"{format_count(sum(others.values()), 'file')} left out, as no images: {join_kinds(others)}"
+            Progress(settings.progress).print_note(f"images={images}: {left_out}")
         batches = read_folder(model, images, paths, batch_size, bad)
     elif dataset is not None:
         batches = read_test_split(model, open_prepared(dataset), batch_size, bad)
     truth_column = ["truth"] if dataset is not None else []
-    with replacing(output) as file:
+    with replace_file(output) as file:
         # surrogateescape: file names that are not UTF-8 go through as they are.
         table = csv.writer(codecs.getwriter("utf-8")(file, "surrogateescape"), lineterminator="\n")
         table.writerow(["id", "prediction", *truth_column, "score", *(f"score_{name}" for name in model.classes)])
@@ -87,12 +87,12 @@ def predict(
             rows = [*table_rows(batch, model)]
             table.writerows(rows)
             first.add_batch(images_from_inputs(batch.inputs, model.spec), rows, truths=batch.truths is not None)
-    with replacing(output.with_suffix(".html")) as file:
+    with replace_file(output.with_suffix(".html")) as file:
         file.write(first.render_page(output.stem).encode("ascii"))
     if bad.names:
-        listed = few(f"{name} ({reason})" for name, reason in bad.names.items())
+        listed = join_few(f"{name} ({reason})" for name, reason in bad.names.items())
         note = f"no prediction for {len(bad.names):,} image(s), which cannot be decoded: {listed}"
-        Progress(settings.progress).note(note)
+        Progress(settings.progress).print_note(note)
     return output
 
 

@@ -12,14 +12,14 @@ from torch import Tensor
 
 from flyte_ddp.datasets import ImageArrays
 from flyte_ddp.datasets.encoded_set import EncodedSet
-from flyte_ddp.datasets.image_folder import SUFFIXES, files_below, is_image, kind_of_file, listed_kinds
+from flyte_ddp.datasets.image_folder import SUFFIXES, file_kind, is_image, join_kinds, list_visible_files
 from flyte_ddp.datasets.prepared import PreparedSet
 from flyte_ddp.errors import UserError
 from flyte_ddp.loading import cropping, open_tests
-from flyte_ddp.loading.decoding import DecodingError, decode, with_pillow
+from flyte_ddp.loading.decoding import DecodingError, decode_image, decode_with_pillow
 from flyte_ddp.loading.encoded import BadSamples, EncodedImages
 from flyte_ddp.models.artifacts import MIDDLE
-from flyte_ddp.models.images import InputSpec, prepare
+from flyte_ddp.models.images import InputSpec, prepare_images
 from flyte_ddp.predict.saved_model import SavedModel
 
 BATCH_SIZE = 500  # images in memory at a time, unless the caller says how many
@@ -58,7 +58,7 @@ def read_folder(
     for start in range(0, len(paths), batch_size):
         part = paths[start : start + batch_size]
         pixels = [read_pixels(path, spec, crop, bad) for path in part]
-        prepared = [prepare(image[None].to(model.device), spec) for image in pixels if image is not None]
+        prepared = [prepare_images(image[None].to(model.device), spec) for image in pixels if image is not None]
         ids = [path.relative_to(folder).as_posix() for path in part]
         nothing = torch.empty(0, spec.channels, spec.height, spec.width, device=model.device)
         yield Batch(ids, None, [image is not None for image in pixels], torch.cat([nothing, *prepared]))
@@ -72,10 +72,10 @@ def find_images(folder: Path) -> tuple[list[Path], Mapping[str, int]]:
     """
     if not folder.is_dir():
         raise UserError(f"images={folder}: must be a folder of images")
-    names = [entry.name for entry in files_below(str(folder.absolute()))]
-    others = Counter(kind_of_file(name) for name in names if not is_image(name))
+    names = [entry.name for entry in list_visible_files(str(folder.absolute()))]
+    others = Counter(file_kind(name) for name in names if not is_image(name))
     if len(names) == others.total():
-        found = f" but {listed_kinds(others)}" if others else ""
+        found = f" but {join_kinds(others)}" if others else ""
         raise UserError(f"images={folder}: no image in it{found}; put {', '.join(SUFFIXES)} files there")
     return sorted(folder / name for name in names if is_image(name)), others
 
@@ -91,11 +91,13 @@ def read_pixels(path: Path, spec: InputSpec, crop: str, bad: BadSamples) -> Tens
         raise UserError(f"{path} cannot be read ({error.strerror}); remove it, or make it readable") from error
     try:
         if crop == MIDDLE:
-            return torch.from_numpy(cropping.squared(decode(content), spec.height))  # as in evaluations during training
-        pixels = with_pillow(content, "L" if spec.channels == 1 else "RGB")
+            return torch.from_numpy(
+                cropping.crop_to_square(decode_image(content), spec.height)
+            )  # as in evaluations during training
+        pixels = decode_with_pillow(content, "L" if spec.channels == 1 else "RGB")
         return torch.from_numpy(pixels.reshape(*pixels.shape[:2], spec.channels))
     except DecodingError as error:
-        bad.add(str(path), str(error))
+        bad.add_sample(str(path), str(error))
         return None
 
 
@@ -131,7 +133,7 @@ def read_arrays(model: SavedModel, arrays: ImageArrays, batch_size: int) -> Gene
         pixels = torch.from_numpy(np.array(arrays.test_images[start:stop])).to(model.device)
         truths = [arrays.classes[label] for label in arrays.test_labels[start:stop]]
         ids = [str(index) for index in range(start, stop)]
-        yield Batch(ids, truths, [True] * len(ids), prepare(pixels, model.spec))
+        yield Batch(ids, truths, [True] * len(ids), prepare_images(pixels, model.spec))
 
 
 def read_encoded_images(
@@ -153,7 +155,7 @@ def read_encoded_images(
             samples = tests.order.samples(place)
             decoded = [sample not in images.replaced for sample in samples.tolist()]
             truths = [
-                names[label if good else images.label(sample)]  # not that of its substitute
+                names[label if good else images.read_label(sample)]  # not that of its substitute
                 for label, good, sample in zip(labels.tolist(), decoded, samples.tolist(), strict=True)
             ]
-            yield Batch(ids, truths, decoded, prepare(pixels[torch.tensor(decoded)], spec))
+            yield Batch(ids, truths, decoded, prepare_images(pixels[torch.tensor(decoded)], spec))

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from flyte_ddp.errors import UserError
 from flyte_ddp.export.exporting import Comparison
-from flyte_ddp.formatting import counted, percent
+from flyte_ddp.formatting import format_count, format_percent
 from flyte_ddp.release import statistics
 from flyte_ddp.release.evaluation import Evaluation
 from flyte_ddp.release.policy import Policy
@@ -69,7 +69,7 @@ def check_finite_logits(challenger: Evaluation) -> Check:
     """Check that no logit is NaN or infinite."""
     bad = np.flatnonzero(~challenger.finite)
     reason = f"sample {challenger.ids[bad[0]] if challenger.ids else bad[0]} gives NaN or infinity" if len(bad) else ""
-    return Check("finite", not len(bad), f"{counted(len(bad), 'sample')} with NaN or infinity", "none", reason)
+    return Check("finite", not len(bad), f"{format_count(len(bad), 'sample')} with NaN or infinity", "none", reason)
 
 
 def check_ratio(name: str, value: float, limit: float) -> Check:
@@ -82,7 +82,7 @@ def check_ratio(name: str, value: float, limit: float) -> Check:
 def check_accuracy(challenger: Evaluation, policy: Policy) -> Check:
     """Check that the accuracy is at least the policy's ``min_accuracy``."""
     passed = challenger.accuracy >= policy.min_accuracy
-    value, limit = percent(challenger.accuracy), percent(policy.min_accuracy)
+    value, limit = format_percent(challenger.accuracy), format_percent(policy.min_accuracy)
     reason = "" if passed else f"its accuracy is {value}, and min_accuracy is {limit}"
     return Check("accuracy", passed, value, f"at least {limit}", reason)
 
@@ -91,7 +91,11 @@ def check_above_majority(challenger: Evaluation, alpha: float) -> Check:
     """Check by a binomial test that a model is right more often than one that always names the most frequent class."""
     share = float(np.bincount(challenger.labels).max() / len(challenger.labels))
     p = statistics.binomial_p_value(int(challenger.correct.sum()), len(challenger.labels), share)
-    reason = "" if p <= alpha else f"naming the most frequent class is right in {percent(share)}, which it hardly beats"
+    reason = (
+        ""
+        if p <= alpha
+        else f"naming the most frequent class is right in {format_percent(share)}, which it hardly beats"
+    )
     return Check("better than the most frequent class", p <= alpha, f"p = {p:.3g}", f"p at most {alpha:.3g}", reason)
 
 
@@ -198,7 +202,7 @@ def check_export(found: Comparison | str, *, required: bool) -> Check:
     limit = "as torch" if required else ""
     if isinstance(found, str):
         return Check("export", not required, "none", limit, f"not exported: {found}")
-    others = f", and {counted(len(found.others), 'sample')} get another class" if found.others else ""
+    others = f", and {format_count(len(found.others), 'sample')} get another class" if found.others else ""
     said = f"logits of the ONNX differ by {found.worst:.2g} at most, {found.tolerance:.2g} is allowed{others}"
     left_out = "" if found.passed else "; it is left out"
     return Check("export", found.passed or not required, f"{found.worst:.2g}", limit, f"{said}{left_out}")

@@ -18,14 +18,14 @@ from flyte_ddp.datasets.arrays import TEST_DIGEST, read_description
 from flyte_ddp.datasets.prepared import PreparedSet, open_prepared
 from flyte_ddp.errors import UnreachableError, UserError
 from flyte_ddp.export.exporting import Comparison, NotExportedError, TorchLogits, export_model
-from flyte_ddp.formatting import counted
+from flyte_ddp.formatting import format_count
 from flyte_ddp.predict.prediction_batches import read_test_split
 from flyte_ddp.predict.saved_model import SavedModel
 from flyte_ddp.release import checks, looks, statistics, versions
 from flyte_ddp.release.checks import PairedCounts
 from flyte_ddp.release.evaluation import Evaluation, compute_logits_of_split, evaluate_split
 from flyte_ddp.release.policy import NOT_WORSE, OFF, REQUIRED, Policy
-from flyte_ddp.release.promotion import stored_files
+from flyte_ddp.release.promotion import download_version
 from flyte_ddp.release.registry import Entry, Registry, replay_promotions
 from flyte_ddp.release.slices import group_by_slice
 from flyte_ddp.release.verdict import KEPT, NO_COMPARISON, PROMOTED, Check, Verdict
@@ -130,7 +130,7 @@ class Judgement:
         return self
 
 
-def judge(
+def judge_challenger(
     weights: Path,
     sidecar: Path,
     data: Path,
@@ -274,7 +274,7 @@ def compare_with_champion(judgement: Judgement, ours: Evaluation, champion: Save
 
 def describe_power(pair: PairedCounts, policy: Policy, alpha: float) -> str:
     """Return the clause that says how large a difference the policy's rule finds on so many samples, or how often."""
-    samples = counted(pair.samples, "sample")
+    samples = format_count(pair.samples, "sample")
     discordant = pair.discordant / pair.samples
     if policy.rule == NOT_WORSE:
         share = statistics.pass_probability(pair.samples, discordant, policy.margin, alpha)
@@ -291,7 +291,7 @@ def load_stored_model(registry: Registry, name: str, manifest: str, challenger: 
     be downloaded or loaded.
     """
     with translate_model_errors(name, "loaded"), tempfile.TemporaryDirectory() as folder:
-        files = stored_files(registry, name, Path(folder), manifest)
+        files = download_version(registry, name, Path(folder), manifest)
         return SavedModel(*files, challenger.settings, challenger.bad_samples)
 
 

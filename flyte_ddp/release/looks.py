@@ -37,13 +37,13 @@ def claim_look(registry: Registry, test_digest: str, challenger: str, champion: 
     looks = storage.join(folder, "looks")
     with registry.explain_failures("read"):
         try:
-            return int(json.loads(storage.retried(pair, storage.read))["look"])
+            return int(json.loads(storage.retry(pair, storage.read_file))["look"])
         except MissingError:
             pass
         except (ValueError, TypeError, KeyError):
             raise UserError(f"{pair}: is damaged; restore it, or delete it to spend another look") from None
         try:
-            number = 1 + len(storage.retried(looks, lambda of: [*storage.list_files(of)]))
+            number = 1 + len(storage.retry(looks, lambda of: [*storage.list_files(of)]))
         except MissingError:
             number = 1
     content = {**compared, "nonce": secrets.token_hex(16)}

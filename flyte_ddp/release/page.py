@@ -8,14 +8,14 @@ from numpy.typing import NDArray
 
 from flyte_ddp.confusions import count_confusions
 from flyte_ddp.datasets.prepared import PreparedSet
-from flyte_ddp.files import replacing
-from flyte_ddp.formatting import percent
+from flyte_ddp.files import replace_file
+from flyte_ddp.formatting import format_percent
 from flyte_ddp.predict.predict import images_from_inputs
 from flyte_ddp.predict.prediction_batches import read_test_split
 from flyte_ddp.predict.saved_model import SavedModel
 from flyte_ddp.release.judge import Judgement
 from flyte_ddp.report.figures import Picture, confusion_section
-from flyte_ddp.report.page import rendered
+from flyte_ddp.report.page import render_template
 
 PICTURED = 12  # samples of each kind
 
@@ -27,11 +27,11 @@ def write_page(judgement: Judgement, name: str, path: Path) -> Path:
     """
     answers = {"Challenger": judgement.challenger, "Champion": judgement.champion}
     models = {title: model for title, model in answers.items() if model is not None}
-    page = rendered(
+    page = render_template(
         "verdict.html",
         name=name,
         verdict=judgement.verdict,
-        models={title: percent(model.accuracy) for title, model in models.items()},
+        models={title: format_percent(model.accuracy) for title, model in models.items()},
         confusions={
             title: confusion_section(count_confusions(model.labels, model.predictions), judgement.model.classes)
             for title, model in models.items()
@@ -39,7 +39,7 @@ def write_page(judgement: Judgement, name: str, path: Path) -> Path:
         parts_of_split=judgement.parts,
         pictured=picture_differences(judgement),
     )
-    with replacing(path) as file:
+    with replace_file(path) as file:
         file.write(page.encode("ascii"))
     return path
 

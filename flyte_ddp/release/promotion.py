@@ -35,7 +35,7 @@ class Outcome(NamedTuple):
     reason: str
 
 
-def store(
+def store_version(
     registry: Registry,
     weights: Path,
     sidecar: Path,
@@ -100,7 +100,7 @@ def refuse_other_task(stored: Mapping[str, Any], about: Mapping[str, Any], versi
             )
 
 
-def carry_out(registry: Registry, version: versions.Version, verdict: Verdict, *, by: str) -> Outcome:
+def apply_verdict(registry: Registry, version: versions.Version, verdict: Verdict, *, by: str) -> Outcome:
     """Append the log entry that makes a version the champion, if its verdict promotes; return the outcome.
 
     Writes nothing but champion.json if an earlier try has appended the entry, and nothing at all if another version was
@@ -132,7 +132,7 @@ def carry_out(registry: Registry, version: versions.Version, verdict: Verdict, *
     return Outcome(version.name, registry.history()[-1].version, f"not promoted: {LostError(winner).message}")
 
 
-def promote(registry: Registry, version: str, reason: str, *, by: str, once: bool = False) -> Entry:
+def promote_version(registry: Registry, version: str, reason: str, *, by: str, once: bool = False) -> Entry:
     """Append the log entry that makes a version the champion because a person says so, and return the entry.
 
     Reads all files of the version whole before. Rewrites champion.json.
@@ -159,7 +159,7 @@ def promote(registry: Registry, version: str, reason: str, *, by: str, once: boo
     return registry.append_entry(before, by=by, action=PROMOTE, reason=require_reason(reason), **values)
 
 
-def roll_back(registry: Registry, reason: str, *, by: str, once: bool = False) -> Entry:
+def roll_back_champion(registry: Registry, reason: str, *, by: str, once: bool = False) -> Entry:
     """Append the log entry that makes the previous champion the champion again, and return the entry.
 
     Reads all files of that version whole before. Rewrites champion.json. The best version is again what it was when
@@ -224,7 +224,7 @@ def read_sidecar(registry: Registry, version: versions.Version) -> dict[str, Any
         return found
 
 
-def stored_files(registry: Registry, version: str, folder: Path, manifest: str = "") -> tuple[Path, Path]:
+def download_version(registry: Registry, version: str, folder: Path, manifest: str = "") -> tuple[Path, Path]:
     """Download a version's weights and sidecar into a folder, and return their paths; UserError if one is missing.
 
     Args:
@@ -237,15 +237,15 @@ def stored_files(registry: Registry, version: str, folder: Path, manifest: str =
     return folder / versions.WEIGHTS, folder / versions.SIDECAR
 
 
-def champion_files(registry: Registry, folder: Path) -> tuple[Path, Path]:
+def download_champion(registry: Registry, folder: Path) -> tuple[Path, Path]:
     """Download the champion's weights and sidecar into a folder, and return their paths; UserError if it is missing."""
     entry = registry.champion()
     if entry is None:
         raise UserError(f"registry {registry.address!r}: {registry.name} has no champion; promote a version first")
-    return stored_files(registry, entry.version, folder, entry.manifest)
+    return download_version(registry, entry.version, folder, entry.manifest)
 
 
-def champion_profile(registry: Registry, entry: Entry) -> DataProfile | None:
+def download_champion_profile(registry: Registry, entry: Entry) -> DataProfile | None:
     """Download the profile of an entry's training data, and return it; None if the version has no profile."""
     version = versions.read_version(registry, entry.version, entry.manifest)
     if PROFILE not in version.files:
@@ -274,4 +274,4 @@ def load_champion(address: str, name: str, device: str = "cpu") -> tuple[nn.Modu
     from flyte_ddp.models.artifacts import load_model
 
     with TemporaryDirectory() as folder:
-        return load_model(*champion_files(Registry(address, name), Path(folder)), device)
+        return load_model(*download_champion(Registry(address, name), Path(folder)), device)

@@ -108,7 +108,7 @@ class Registry:
         """Return the address of the log's entry with that number."""
         return self.at("log", entry_file_name(number))
 
-    def refuse_store_that_overwrites(self) -> None:
+    def refuse_overwriting_storage(self) -> None:
         """Raise a UserError if the store replaces an existing file when asked to create it.
 
         In such a store two promotions at the same time could both succeed. Writes a probe file of random content to the
@@ -129,9 +129,9 @@ class Registry:
         """
         with self.explain_failures("written"):
             try:
-                storage.retried(address, lambda to: storage.create(to, content))
+                storage.retry(address, lambda to: storage.create_file(to, content))
             except ExistsError:
-                return storage.retried(address, storage.read) == content
+                return storage.retry(address, storage.read_file) == content
         return True
 
     def champion(self) -> Entry | None:
@@ -155,7 +155,7 @@ class Registry:
         """
         with self.explain_failures("read"):
             try:
-                copy = Entry.from_file(storage.retried(self.at(CHAMPION), storage.read))
+                copy = Entry.from_file(storage.retry(self.at(CHAMPION), storage.read_file))
             except (MissingError, ValueError, TypeError, KeyError):
                 return None
         entry = self.find_entry(copy.number)
@@ -211,7 +211,7 @@ class Registry:
         folder = self.at("log")
         with self.explain_failures("listed"):
             try:
-                names = [entry.name for entry in storage.retried(folder, lambda of: [*storage.list_files(of)])]
+                names = [entry.name for entry in storage.retry(folder, lambda of: [*storage.list_files(of)])]
             except MissingError:
                 if storage.local_path(folder) is None:  # the bucket is missing: an empty prefix is no error
                     raise
@@ -229,7 +229,7 @@ class Registry:
         address = self.entry_address(number)
         with self.explain_failures("read"):
             try:
-                content = storage.retried(address, storage.read)
+                content = storage.retry(address, storage.read_file)
             except MissingError:
                 return None
         with suppress(ValueError, TypeError, KeyError):
@@ -256,7 +256,7 @@ class Registry:
             LostError: somebody else has written the entry of that number.
             UserError: the store replaces files that exist, so that two promotions at the same time could both succeed.
         """
-        self.refuse_store_that_overwrites()
+        self.refuse_overwriting_storage()
         number = before.number + 1 if before else 1
         about = {"by": by, "time": f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}", "nonce": secrets.token_hex(16)}
         entry = {"number": number, **values, **about, "previous": before.digest if before else ""}
@@ -274,8 +274,8 @@ class Registry:
         """
         try:
             while True:
-                content = storage.retried(self.entry_address(number), storage.read)
-                storage.retried(self.at(CHAMPION), functools.partial(storage.put, content=content))
+                content = storage.retry(self.entry_address(number), storage.read_file)
+                storage.retry(self.at(CHAMPION), functools.partial(storage.write_file, content=content))
                 number += 1
         except MissingError:
             return
@@ -292,7 +292,7 @@ class Registry:
             yield
         except UnavailableError as failure:
             said = f"{self.name} cannot be {action}: {failure}; check the address and the rights"
-            raise failure.explained(f"registry {self.address!r}: {said}") from None
+            raise failure.to_user_error(f"registry {self.address!r}: {said}") from None
 
 
 def entry_file_name(number: int) -> str:

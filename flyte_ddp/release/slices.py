@@ -19,9 +19,9 @@ def read_slices(address: str) -> list[tuple[int, str, str]]:
         UserError: the file cannot be read, is no such CSV file, or lacks a value.
     """
     try:
-        content = storage.retried(address, storage.read)
+        content = storage.retry(address, storage.read_file)
     except UnavailableError as failure:
-        raise failure.explained(f"slices={address!r}: cannot be read: {failure}; check the address") from None
+        raise failure.to_user_error(f"slices={address!r}: cannot be read: {failure}; check the address") from None
     try:
         text = content.decode("utf-8-sig")  # Excel begins its files with a byte order mark
         table = csv.DictReader(io.StringIO(text, newline=""), strict=True)

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from flyte_ddp import storage
 from flyte_ddp.errors import UserError
-from flyte_ddp.files import file_digest, replacing
+from flyte_ddp.files import file_digest, replace_file
 from flyte_ddp.release.registry import Registry
 from flyte_ddp.storage import ExistsError, MissingError
 
@@ -72,7 +72,7 @@ def revision_folder(name: str, number: int) -> str:
 def create_or_compare_file(address: str, content: Path | bytes) -> bool:
     """Write a file if it is missing, else read the stored one whole; return whether it has this content now."""
     try:
-        storage.retried(address, lambda to: storage.create(to, content))
+        storage.retry(address, lambda to: storage.create_file(to, content))
     except ExistsError:  # by an earlier try, or by somebody with the same weights
         return read_digest(address) == content_digest(content)
     return True
@@ -90,7 +90,7 @@ def read_digest(address: str) -> str:
         return digest.hexdigest()
 
     try:
-        return storage.retried(address, hash_file)
+        return storage.retry(address, hash_file)
     except MissingError:
         return ""
 
@@ -133,14 +133,14 @@ def find_version(registry: Registry, name: str, manifest: str = "") -> Version |
     place = registry.at(revision_folder(name, 1))
     with registry.explain_failures("read"):
         try:
-            there = {entry.name for entry in storage.retried(place, lambda of: [*storage.list_files(of)])}
+            there = {entry.name for entry in storage.retry(place, lambda of: [*storage.list_files(of)])}
         except MissingError:
             return None
     numbers = sorted((int(found[1] or 1) for found in map(LISTED.fullmatch, there) if found), reverse=True)
     for number in numbers:
         folder = revision_folder(name, number)
         with registry.explain_failures("read"):
-            content = storage.retried(registry.at(folder, MANIFEST), storage.read)
+            content = storage.retry(registry.at(folder, MANIFEST), storage.read_file)
         if manifest in ("", content_digest(content)):
             try:
                 files = {str(file): str(digest) for file, digest in json.loads(content)["files"].items()}
@@ -184,12 +184,12 @@ def fetch_files(
         address = registry.at(version.folder, file)
 
         def download(source: str, target: Path = folder / file) -> None:
-            with storage.open_file(source) as found, replacing(target, durable=False) as local:
+            with storage.open_file(source) as found, replace_file(target, durable=False) as local:
                 for chunk in found.chunks:
                     local.write(chunk)
 
         with registry.explain_failures("read"):
-            storage.retried(address, download)
+            storage.retry(address, download)
         if file_digest(folder / file) != version.files.get(file):
             raise damaged_file_error(address)
 

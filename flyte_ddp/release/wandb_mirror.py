@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from flyte_ddp.process import kill_trees
+from flyte_ddp.process import kill_process_trees
 from flyte_ddp.release import versions
 from flyte_ddp.release.registry import Entry, Registry
 from flyte_ddp.settings import Settings
@@ -18,7 +18,7 @@ from flyte_ddp.tracking.wandb_run import wandb_environment
 UPLOAD = 20  # times the timeout of wandb's answers: the limit of an upload
 
 
-def mirror_champion(registry: Registry, version: str, settings: Settings) -> None:
+def copy_champion_to_wandb(registry: Registry, version: str, settings: Settings) -> None:
     """Upload the champion to wandb if it is this version and wandb is online; print how that ended; raise nothing.
 
     Waits up to UPLOAD + 2 times the timeout of wandb. Uploads the next champion, too, if there is another one by then.
@@ -72,7 +72,7 @@ def mirror_entry(registry: Registry, entry: Entry, settings: Settings) -> str:
             try:
                 process.wait(timeout=(UPLOAD + 2) * seconds)
             except subprocess.TimeoutExpired:
-                kill_trees(lambda: [process.pid])
+                kill_process_trees(lambda: [process.pid])
                 process.wait()
                 return "not mirrored (the server took too long)"
         last = output.read_text(encoding="utf-8", errors="replace").strip().rpartition("\n")[2][:200]

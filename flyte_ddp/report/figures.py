@@ -18,8 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flyte_ddp.confusions import confusion_matrix
-from flyte_ddp.formatting import percent
-from flyte_ddp.report.page import TEMPLATES, rendered
+from flyte_ddp.formatting import format_percent
+from flyte_ddp.report.page import TEMPLATES, render_template
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -164,7 +164,7 @@ def draw_confusion_heatmap(confusion: NDArray[np.int64], classes: Sequence[str])
     ]
     longest, size = max(map(len, names)), 8.5 if count <= NAMED_CLASSES else 6.5
     cells = zip(*np.nonzero(confusion), strict=True) if count <= NAMED_CLASSES else ()
-    return rendered(
+    return render_template(
         "confusion.svg",
         image=encode_as_data_uri(Image.fromarray(np.stack(channels, axis=2))),
         names=names,
@@ -200,10 +200,10 @@ def confusion_section(counts: NDArray[np.int64], names: Sequence[str]) -> dict[s
         "picture": draw_confusion_heatmap(confusion_matrix(counts, classes), names) if pictured else "",
         "is_large": classes > NAMED_CLASSES,
         "mistakes": [
-            (names[truth], names[prediction], f"{samples:,}", percent(samples / totals[truth]))
+            (names[truth], names[prediction], f"{samples:,}", format_percent(samples / totals[truth]))
             for truth, prediction, samples in wrong[np.argsort(-wrong[:, 2], kind="stable")[:listed]].tolist()
         ],
-        "hardest": [(names[k], percent(recall[k]), f"{totals[k]:,}") for k in hardest if totals[k]],
+        "hardest": [(names[k], format_percent(recall[k]), f"{totals[k]:,}") for k in hardest if totals[k]],
     }
 
 

@@ -6,7 +6,7 @@ import functools
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flyte_ddp.formatting import counted, duration, moment, number, percent
+from flyte_ddp.formatting import format_count, format_duration, format_moment, format_number, format_percent
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -23,11 +23,14 @@ def template_environment() -> Environment:
 
     loader = jinja2.FileSystemLoader(TEMPLATES)
     made = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    made.filters |= {use.__name__: use for use in (counted, duration, moment, number, percent, thumbnail)}
+    made.filters |= {
+        use.__name__: use
+        for use in (format_count, format_duration, format_moment, format_number, format_percent, thumbnail)
+    }
     return made
 
 
-def rendered(template: str, **values: Any) -> str:
+def render_template(template: str, **values: Any) -> str:
     """Return a template filled with values, in ASCII: other characters are HTML references, right in any encoding."""
     text = template_environment().get_template(template).render(values)
     return text.encode("ascii", "xmlcharrefreplace").decode("ascii")

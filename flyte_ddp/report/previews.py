@@ -11,10 +11,10 @@ import numpy as np
 from flyte_ddp.catalog import IMAGES
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import ImageArrays, open_prepared
-from flyte_ddp.formatting import percent
+from flyte_ddp.formatting import format_percent
 from flyte_ddp.order import sampling
 from flyte_ddp.report.figures import Picture
-from flyte_ddp.report.page import rendered
+from flyte_ddp.report.page import render_template
 from flyte_ddp.report.report import hyperparameter_rows
 from flyte_ddp.shards.dataset import Sample
 from flyte_ddp.shards.index import ShardIndex, read_index
@@ -27,7 +27,7 @@ PICTURES = 24  # on a page
 LISTED = 30  # classes on a page
 
 
-def of_run(hp: Hyperparameters, data: Path | None, run: str) -> str:
+def render_run_preview(hp: Hyperparameters, data: Path | None, run: str) -> str:
     """Return the HTML page on what is going to be trained.
 
     Args:
@@ -37,7 +37,7 @@ def of_run(hp: Hyperparameters, data: Path | None, run: str) -> str:
     """
     facts = [("Data set", hp.dataset), ("Model", hp.model), ("Epochs", f"{hp.epochs:,}")]
     facts += run_sizes(hp, data) if data is not None else [("Samples", "known when the data set has been fetched")]
-    return rendered(
+    return render_template(
         "preview.html", title=run, heading="What is trained", facts=facts, settings=hyperparameter_rows(hp.to_dict())
     )
 
@@ -49,7 +49,7 @@ def run_sizes(hp: Hyperparameters, data: Path) -> list[tuple[str, str]]:
         samples = len(found.train_labels)
     else:
         samples = len(found.train if isinstance(found.train, ShardIndex) else found.train.labels)
-    held_out = sampling.held_out(samples, hp.validation_fraction)
+    held_out = sampling.count_held_out(samples, hp.validation_fraction)
     steps = hp.epochs * sampling.steps_per_epoch(samples - held_out, hp.batch_size)
     return [
         ("Samples", f"{samples:,}, of which {held_out:,} are for validation"),
@@ -58,14 +58,14 @@ def run_sizes(hp: Hyperparameters, data: Path) -> list[tuple[str, str]]:
     ]
 
 
-def of_shards(address: str) -> str:
+def render_index_preview(address: str) -> str:
     """Read an index of shards, and return the HTML page on what it lists, with PICTURES of its samples.
 
     Reads these samples from their shards.
     """
     index = read_index(address)
     numbers = np.linspace(0, len(index) - 1, min(PICTURES, len(index)), dtype=int).tolist()
-    return rendered(
+    return render_template(
         "preview.html",
         title=address,
         heading="What the index lists",
@@ -79,7 +79,7 @@ def of_shards(address: str) -> str:
 def picture_sample(index: ShardIndex, sample: Sample) -> Picture:
     """Decode a sample's image; return it with its class, or with the reason why it cannot be decoded."""
     # Here, as it brings torch along, for which the pod that shows what is going to be trained would wait a second.
-    from flyte_ddp.loading.decoding import DecodingError, with_pillow
+    from flyte_ddp.loading.decoding import DecodingError, decode_with_pillow
 
     key = str(sample["__key__"])
     name = sample.get(".cls", b"").decode(errors="replace").strip()
@@ -87,7 +87,7 @@ def picture_sample(index: ShardIndex, sample: Sample) -> Picture:
         name = index.classes[int(name)]
     try:
         content = next((value for kind, value in sample.items() if kind.lower().rpartition(".")[2] in IMAGES), b"")
-        return Picture(key, with_pillow(content), truth=name)
+        return Picture(key, decode_with_pillow(content), truth=name)
     except DecodingError as error:
         return Picture(key, None, problem=str(error))
 
@@ -121,7 +121,9 @@ class FirstPredictions:
         """Return the HTML page of the predictions so far."""
         facts = [("Images", f"{self.images:,}")]
         if self.known:
-            facts.append(("Correct", f"{self.correct:,} of {self.known:,}, {percent(self.correct / self.known)}"))
+            facts.append(
+                ("Correct", f"{self.correct:,} of {self.known:,}, {format_percent(self.correct / self.known)}")
+            )
         first = f"The first {len(self.pictures)}"
         values = {"facts": facts, "pictured": first, "pictures": self.pictures}
-        return rendered("preview.html", title=title, heading="Predictions", **values)
+        return render_template("preview.html", title=title, heading="Predictions", **values)

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from flyte_ddp.config import Hyperparameters
-from flyte_ddp.files import replacing
+from flyte_ddp.files import replace_file
 from flyte_ddp.report.figures import BLUE, GREEN, ORANGE, Series, confusion_section, draw_line_chart
-from flyte_ddp.report.page import rendered
+from flyte_ddp.report.page import render_template
 from flyte_ddp.report.run_records import Record, Run, read_run
 
 PARTS = {
@@ -43,13 +43,13 @@ def write_report(run_folder: Path, name: str = "") -> Path:
 
     ``name`` is the run's; empty: the folder's name. Raises a UserError if a file in the folder is damaged.
     """
-    page, path = render(run_folder, name), run_folder / "report.html"
-    with replacing(path) as file:
+    page, path = render_report(run_folder, name), run_folder / "report.html"
+    with replace_file(path) as file:
         file.write(page.encode("ascii"))
     return path
 
 
-def render(run_folder: Path, name: str = "", failure: str = "") -> str:
+def render_report(run_folder: Path, name: str = "", failure: str = "") -> str:
     """Read a run folder, and return its report as HTML, which may also be put into another page.
 
     Args:
@@ -61,7 +61,7 @@ def render(run_folder: Path, name: str = "", failure: str = "") -> str:
         UserError: the folder has no start record, or a file in it is damaged.
     """
     run = read_run(run_folder, name)
-    return rendered(
+    return render_template(
         "report.html",
         run=run,
         failure=failure,
@@ -74,7 +74,7 @@ def render(run_folder: Path, name: str = "", failure: str = "") -> str:
     )
 
 
-def last_record_in(page: str) -> Record | None:
+def parse_last_record(page: str) -> Record | None:
     """Return the last record of metrics in a report's HTML: empty if it had none yet; None if the page is no report."""
     found = re.search('<data class="ddp-last-record" value="([^"]*)"', page)
     return None if found is None else json.loads(html.unescape(found[1]))

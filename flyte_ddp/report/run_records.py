@@ -101,7 +101,7 @@ def read_predictions(path: Path, classes: list[str]) -> tuple[NDArray[np.int64],
     with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
         first = int(arrays["table_rows"])  # the rows before are those of wandb's table
         columns = [arrays[key][first:] for key in ("images", "index", "truth", "scores")]
-        names, confusion = named(arrays)[first:], arrays["confusion_counts"]
+        names, confusion = sample_names(arrays)[first:], arrays["confusion_counts"]
     mistakes = []
     for name, image, index, truth, scores in zip(names, *columns, strict=True):
         prediction = scores.argmax()
@@ -111,7 +111,7 @@ def read_predictions(path: Path, classes: list[str]) -> tuple[NDArray[np.int64],
     return confusion, mistakes
 
 
-def named(predictions: Mapping[str, NDArray[Any]]) -> list[str]:
+def sample_names(predictions: Mapping[str, NDArray[Any]]) -> list[str]:
     """Return the names of the samples in ``predictions.npz``; empty texts if it has no names.
 
     Bytes of file names that are not UTF-8 become replacement characters.

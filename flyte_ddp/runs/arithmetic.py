@@ -40,10 +40,10 @@ def detect_arithmetic(hardware: Hardware, device: torch.device) -> Arithmetic:
     """Return the rounding settings of this run. All ranks must call it, because it collects their devices."""
     import torch
 
-    from flyte_ddp.parallel.distributed import objects_of_all_ranks
+    from flyte_ddp.parallel.distributed import gather_objects
 
     own = torch.cuda.get_device_name(device) if device.type == "cuda" else str(read_cpu())
-    devices = objects_of_all_ranks(own)
+    devices = gather_objects(own)
     return Arithmetic(
         num_ranks=len(devices),
         devices=", ".join(devices if len(set(devices)) > 1 else devices[:1]),

@@ -18,7 +18,7 @@ from typing import Any
 
 from flyte_ddp import results
 from flyte_ddp.errors import UserError
-from flyte_ddp.files import HashingFile, replacing
+from flyte_ddp.files import HashingFile, replace_file
 from flyte_ddp.runs.arithmetic import Arithmetic
 
 FOLDER = "checkpoints"  # in the run folder
@@ -63,7 +63,7 @@ def alternate_slots(folder: Path, newest: Path | None) -> Iterator[Path]:
     return itertools.cycle(folder / name for name in (SLOTS[first], SLOTS[1 - first]))
 
 
-def write(
+def write_checkpoint(
     path: Path, description: Mapping[str, Any], identity: Identity, metrics: bytes, save: Callable[[Any], object]
 ) -> None:
     """Write a checkpoint, in place of an older one at ``path``: atomically.
@@ -76,7 +76,7 @@ def write(
         save: writes the state into the file that it is given.
     """
     header = {**description, "identity": asdict(identity), "metrics_bytes": len(metrics)}
-    with replacing(path) as file:
+    with replace_file(path) as file:
         file.write(b" " * DIGEST_LINE)  # is overwritten when the digest is known
         hashing = HashingFile(file)
         hashing.write(json.dumps(header).encode() + b"\n")
@@ -108,7 +108,7 @@ def find_newest(folder: Path) -> tuple[Checkpoint | None, dict[Path, str]]:
     return max(readable, key=lambda checkpoint: (checkpoint.step, checkpoint.epoch), default=None), unreadable
 
 
-def newest_of(folder: Path) -> Checkpoint | None:
+def find_newest_checkpoint(folder: Path) -> Checkpoint | None:
     """Return the newest readable checkpoint of a folder, or None. Reads both files to verify them."""
     return find_newest(folder)[0]
 
@@ -177,7 +177,7 @@ def load_latest(run_folder: Path, run: Identity) -> Checkpoint | None:
             text = f"checkpoint {reasons} cannot be used; {found.path.name} is used, of step {found.step:,}"
             print(text, file=sys.stderr, flush=True)
         check_same_run(found, run)
-    with replacing(run_folder / "metrics.jsonl") as file:
+    with replace_file(run_folder / "metrics.jsonl") as file:
         file.write(found.metrics if found else b"")
     if found is None:
         shutil.rmtree(run_folder / results.FOLDER, ignore_errors=True)

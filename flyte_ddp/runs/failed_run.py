@@ -4,13 +4,13 @@ import sys
 import traceback
 from pathlib import Path
 
-from flyte_ddp.errors import RankError, from_here, where_it_goes_on
+from flyte_ddp.errors import RankError, shorten_path, where_it_goes_on
 from flyte_ddp.runs import checkpoint
 from flyte_ddp.runs.run_folder import TRACEBACK, UNFINISHED
 from flyte_ddp.user_code import find_modules_shadowing_stdlib
 
 
-def explain(error: BaseException, run_folder: Path) -> None:
+def add_failure_details(error: BaseException, run_folder: Path) -> None:
     """Set a RankError's ``step``, after which the run resumes, and ``file``, to which all details are written.
 
     If the file cannot be written, prints the details to stderr. Adds to ``remark`` the user's modules that may have
@@ -34,7 +34,9 @@ def add_hiding_modules(error: RankError) -> None:
     did_not_begin = not error.details and not error.recoverable
     for name, path in find_modules_shadowing_stdlib().items():
         if did_not_begin or f"'{name}'" in error.details or str(path) in error.details:
-            error.remark += f"; {from_here(path)} hides Python's own module {name!r}, which may be the cause: rename it"
+            error.remark += (
+                f"; {shorten_path(path)} hides Python's own module {name!r}, which may be the cause: rename it"
+            )
 
 
 def newest_step(run_folder: Path) -> int | None:

@@ -4,7 +4,7 @@ import hashlib
 import re
 
 from flyte_ddp import catalog
-from flyte_ddp.code_digest import library_digest, releases
+from flyte_ddp.code_digest import library_digest, list_releases
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.models import initial_weights
 from flyte_ddp.user_source import user_source_digest
@@ -34,8 +34,8 @@ def model_identity(hp: Hyperparameters) -> dict[str, str]:
     return {
         "code": library_digest(),
         "user_code": user_source_digest(hp.model) if ":" in hp.model else "",
-        "initial_weights": initial_weights.identity(hp.init_from),
-        "releases": releases(),
+        "initial_weights": initial_weights.identify_weights(hp.init_from),
+        "releases": list_releases(),
     }
 
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from flyte_ddp import storage
-from flyte_ddp.credentials import masked
+from flyte_ddp.credentials import mask_credentials
 from flyte_ddp.errors import StoppedError, UserError
 from flyte_ddp.results import EVENTS, FOLDER
 
@@ -42,7 +42,7 @@ def mirror_results(run_folder: Path, address: str, *, resuming: bool, name: str 
         mirror = Mirror(run_folder / FOLDER, f"{address.rstrip('/')}/{name or run_folder.name}", resuming=resuming)
     except (UserError, storage.UnavailableError, OSError) as error:
         raise UserError(
-            f"FLYTE_DDP_RESULTS={masked(address)!r}: cannot be written to ({error}); correct it, or allow writing"
+            f"FLYTE_DDP_RESULTS={mask_credentials(address)!r}: cannot be written to ({error}); correct it, or allow writing"
         ) from None
     over = threading.Event()
     thread = threading.Thread(target=mirror.copy_until_over, args=(over,), name="results", daemon=True)
@@ -82,7 +82,7 @@ class Mirror:
         here, there = folder / EVENTS, storage.join(address, EVENTS)
         if resuming and not here.exists():
             try:
-                events = storage.retried(there, storage.read)
+                events = storage.retry(there, storage.read_file)
                 folder.mkdir(parents=True, exist_ok=True)
                 here.write_bytes(events)
             except storage.MissingError:
@@ -92,7 +92,7 @@ class Mirror:
                     f"results: {there} of earlier attempts is replaced, as it cannot be read ({error})", file=sys.stderr
                 )
         content = here.read_bytes() if here.exists() else b""
-        storage.retried(there, lambda _: storage.put(there, content))
+        storage.retry(there, lambda _: storage.write_file(there, content))
 
     def copy_until_over(self, over: threading.Event) -> None:
         """Copy changed files every LOOK_SECONDS or more until ``over`` is set, then once more.
@@ -120,7 +120,7 @@ class Mirror:
             name, found = path.relative_to(self.folder).as_posix(), path.stat()
             if self.done.get(name) != (mark := (found.st_mtime_ns, found.st_size)):
                 try:
-                    storage.put(storage.join(self.address, name), path.read_bytes())
+                    storage.write_file(storage.join(self.address, name), path.read_bytes())
                     self.done[name] = mark
                 except Exception as error:  # the other files are still copied
                     failure = failure or f"{name} ({type(error).__name__}: {error})"

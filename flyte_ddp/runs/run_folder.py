@@ -28,7 +28,7 @@ def prepare_folder(folder: Path) -> Path:
     """
     work = folder / UNFINISHED
     try:
-        settle(folder)
+        publish_if_complete(folder)
         work.mkdir(parents=True, exist_ok=True)
         remove_outputs(work)
         (work / TRACEBACK).unlink(missing_ok=True)
@@ -46,7 +46,7 @@ def remove_outputs(work: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def settle(folder: Path) -> bool:
+def publish_if_complete(folder: Path) -> bool:
     """Move a complete run from ``unfinished/`` to the run folder, and return :func:`is_finished` of the folder.
 
     Replaces the files of the last run and removes ``unfinished/``. Does nothing if the run in it is not complete. The

@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from flyte_ddp.errors import UserError
-from flyte_ddp.locks import exclusive
+from flyte_ddp.locks import hold_lock
 
 HELD_FOR_CHILDREN = "FLYTE_DDP_HELD_FOR_CHILDREN"  # id of a process, and the folders that it has locked
 
@@ -25,18 +25,18 @@ class Reservations(threading.local):
 reserved = Reservations()
 
 
-def reserve(folder: Path) -> bool:
+def reserve_run_folder(folder: Path) -> bool:
     """Lock the folder for a run of this thread, without waiting; return False if another process or run has the lock.
 
     The folder need not exist. The lock is a file in ``.locks`` beside the folder. It is held until the end of the run,
-    which calls :func:`hold`, or until :func:`release`. A second call in the thread returns True. Raises UserError if no
+    which calls :func:`hold_run_folder`, or until :func:`release_run_folder`. A second call in the thread returns True. Raises UserError if no
     file can be created beside the folder.
     """
     folder = folder.resolve()
     if folder not in reserved.locks:
         lock = ExitStack()
         try:
-            lock.enter_context(exclusive(folder.parent / ".locks", folder.name, wait=False))
+            lock.enter_context(hold_lock(folder.parent / ".locks", folder.name, wait=False))
         except BlockingIOError:
             return False
         except OSError as error:
@@ -46,26 +46,26 @@ def reserve(folder: Path) -> bool:
 
 
 @contextmanager
-def hold(folder: Path) -> Iterator[None]:
+def hold_run_folder(folder: Path) -> Iterator[None]:
     """Hold the folder's lock, reserved or not, until the end of the block.
 
     Raises UserError if another process or run has the lock.
     """
-    if not reserve(folder) and not is_held_by_parent(folder):
+    if not reserve_run_folder(folder) and not is_held_by_parent(folder):
         raise UserError(f"run folder {folder}: another run is writing into it; wait for its end or name another folder")
     with reserved.locks.pop(folder.resolve(), ExitStack()):
         yield
 
 
-def release(folder: Path) -> None:
+def release_run_folder(folder: Path) -> None:
     """Unlock the folder if this thread has reserved it."""
     reserved.locks.pop(folder.resolve(), ExitStack()).close()
 
 
-def release_reserved() -> None:
+def release_reserved_folders() -> None:
     """Unlock all folders that this thread has reserved."""
     for folder in [*reserved.locks]:
-        release(folder)
+        release_run_folder(folder)
 
 
 def is_held_by_parent(folder: Path) -> bool:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from flyte_ddp.errors import UserError
-from flyte_ddp.formatting import counted
+from flyte_ddp.formatting import format_count
 from flyte_ddp.progress import MODES
 from flyte_ddp.shards.plan_request import PlanRequest
 
@@ -24,7 +24,7 @@ PROGRESS = click.option("--progress", type=click.Choice(MODES), default="auto")
 
 def format_counts(index: ShardIndex) -> str:
     """Return the numbers of shards and samples in an index as text: "2 shards, 10 samples"."""
-    return f"{counted(len(index.shards), 'shard')}, {counted(len(index), 'sample')}"
+    return f"{format_count(len(index.shards), 'shard')}, {format_count(len(index), 'sample')}"
 
 
 @click.group(context_settings={"show_default": True, "help_option_names": ["-h", "--help"]})
@@ -62,7 +62,7 @@ def join(indexes: tuple[str, ...], output: Path, weights: tuple[float, ...], nam
     from flyte_ddp.shards.joining import join_indexes
 
     index = join_indexes(indexes, output, weights=weights, name=name)
-    click.echo(f"{output}: {counted(len(index.parts), 'data set')}, {format_counts(index)}")
+    click.echo(f"{output}: {format_count(len(index.parts), 'data set')}, {format_counts(index)}")
 
 
 @shards.command()
@@ -77,7 +77,7 @@ def verify(index: str, decode: bool, progress: str) -> None:
     for problem in problems:
         click.echo(problem)
     if problems:
-        raise UserError(f"index {index}: {counted(len(problems), 'problem')}")
+        raise UserError(f"index {index}: {format_count(len(problems), 'problem')}")
     click.echo(f"{index}: no shard differs from it")
 
 

@@ -23,7 +23,7 @@ from typing import BinaryIO
 from flyte_ddp import storage
 from flyte_ddp.errors import UserError
 from flyte_ddp.files import DISK_FULL
-from flyte_ddp.locks import exclusive
+from flyte_ddp.locks import hold_lock
 from flyte_ddp.shards.index import Shard
 from flyte_ddp.shards.verification import (
     has_wrong_size,
@@ -144,7 +144,7 @@ class ShardCache:
                 with part.open("wb", buffering=0) as target:  # "wb" truncates the remains of a killed download
                     if shard.size >= 0:
                         self.reserve_space(target, shard.size)
-                    storage.retried(shard.url, lambda _: self.download_once(shard, target))
+                    storage.retry(shard.url, lambda _: self.download_once(shard, target))
                     os.fsync(target.fileno())  # else a power cut could leave the final name without the content
                 self.fetched[shard.url] += 1
                 return self.publish_download(part, path)
@@ -269,7 +269,7 @@ class ShardCache:
 
         Raises BlockingIOError if another thread or process holds the lock and ``wait`` is false.
         """
-        return exclusive(self.folder / "locks", name, wait=wait)
+        return hold_lock(self.folder / "locks", name, wait=wait)
 
 
 def mark_as_used(file: int) -> None:

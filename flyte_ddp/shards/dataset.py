@@ -212,7 +212,7 @@ class ShardReader:
             self.open_shards = OpenShards()
         return self.open_shards
 
-    def read(self, sample: int, wanted: Container[str] | None = None) -> tuple[str, dict[str, bytes]]:
+    def read_sample(self, sample: int, wanted: Container[str] | None = None) -> tuple[str, dict[str, bytes]]:
         """Read a sample; return its key, and its members' contents by their extensions.
 
         Fetches the sample's shard if it is not in the cache, and fetches it once more if it is damaged.
@@ -230,11 +230,11 @@ class ShardReader:
             with self.open_shard(number) as shard:
                 return shard.read_sample(inside, wanted)
         except DamagedShardError:
-            self.heal(sample, damaged=True)
+            self.remove_damaged_shard(sample, damaged=True)
         with self.open_shard(number) as shard:  # also if this process removed nothing: another one may have
             return shard.read_sample(inside, wanted)
 
-    def heal(self, sample: int, *, damaged: bool = False) -> bool:
+    def remove_damaged_shard(self, sample: int, *, damaged: bool = False) -> bool:
         """Remove the sample's shard from the cache if it is damaged; return whether the next read fetches it again.
 
         Reads the whole shard to compute its digest, and closes the shard.
@@ -267,10 +267,10 @@ class ShardReader:
                 with own.lock:
                     own.ahead.discard(number)
                     own.wanted.pop(number, None)
-                self.prefetch([])
+                self.prefetch_shards([])
             yield shard
 
-    def prefetch(self, numbers: Iterable[int]) -> None:
+    def prefetch_shards(self, numbers: Iterable[int]) -> None:
         """Start daemon threads that fetch shards into the cache, at most ``most_ahead`` before they are read.
 
         Shards beyond that are remembered and fetched later. Errors are not reported: the read meets them again.
@@ -363,15 +363,15 @@ class ShardDataset:
         if not -len(self) <= number < len(self):
             raise IndexError(f"sample {number} of {len(self)}")
         number %= len(self)
-        sample = make_sample(self.index, number, *self.reader.read(number))
+        sample = make_sample(self.index, number, *self.reader.read_sample(number))
         if not self.decode:
             return sample
         try:
             return decode_sample(sample)
         except UserError:
-            if not self.reader.heal(number):
+            if not self.reader.remove_damaged_shard(number):
                 raise
-            return decode_sample(make_sample(self.index, number, *self.reader.read(number)))
+            return decode_sample(make_sample(self.index, number, *self.reader.read_sample(number)))
 
     def close(self) -> None:
         """Close all open shards."""

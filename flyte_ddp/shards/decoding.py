@@ -13,7 +13,7 @@ TRAINED_ON = (*(f".{kind}" for kind in IMAGES), LABEL)  # the extensions that tr
 MOST_NAMED = 6  # members of a sample that an error lists
 
 
-def image_and_label(sample: str, extensions: Iterable[str]) -> tuple[str, str]:
+def find_image_and_label(sample: str, extensions: Iterable[str]) -> tuple[str, str]:
     """Return the extension of the image and the extension of the label that training reads from a sample.
 
     Case is ignored, as in webdataset. If a sample has several images, ``TRAINED_ON`` ranks their kinds.
@@ -40,7 +40,7 @@ def image_and_label(sample: str, extensions: Iterable[str]) -> tuple[str, str]:
     )
 
 
-def class_number(sample: str, content: bytes) -> int:
+def parse_class_number(sample: str, content: bytes) -> int:
     """Return the whole number in a ``.cls`` member; raise UserError, with the sample's name, for other bytes."""
     try:
         return int(content)

@@ -13,12 +13,12 @@ import numpy as np
 
 from flyte_ddp.errors import UserError
 from flyte_ddp.order import sampling
-from flyte_ddp.order.shard_order import ShardOrder, shares, streams_of_rank
+from flyte_ddp.order.shard_order import ShardOrder, count_rank_streams, slice_lengths
 from flyte_ddp.shards.plan_request import PlanRequest
 from flyte_ddp.shards.stream_plan import Counts, format_range
 
 
-def cache_wanted(sizes: Counts, shuffle_streams: int, parts: int, *, ranks: int, nodes: int = 1) -> int:
+def sufficient_cache_bytes(sizes: Counts, shuffle_streams: int, parts: int, *, ranks: int, nodes: int = 1) -> int:
     """Return the bytes that are always enough for a node's cache, so that training fetches no shard twice in an epoch.
 
     This is the room for the shards that each rank reads from, and for as many shards that are being fetched.
@@ -30,7 +30,7 @@ def cache_wanted(sizes: Counts, shuffle_streams: int, parts: int, *, ranks: int,
         ranks: ranks on each node; they share its cache.
         nodes: number of nodes.
     """
-    return 2 * ranks * streams_of_rank(shuffle_streams, nodes * ranks, parts) * int(sizes.max())
+    return 2 * ranks * count_rank_streams(shuffle_streams, nodes * ranks, parts) * int(sizes.max())
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,7 +68,7 @@ class EpochPlan:
     def samples_of_rank(self, rank: int) -> int:
         """Return how many samples a rank gets in an epoch."""
         full, ragged = divmod(len(self.order), self.request.batch_size)
-        each, last = (shares(size, self.request.total_ranks)[rank] for size in (self.request.batch_size, ragged))
+        each, last = (slice_lengths(size, self.request.total_ranks)[rank] for size in (self.request.batch_size, ragged))
         return int(full * each + last)
 
     @cached_property
@@ -78,7 +78,7 @@ class EpochPlan:
         starts, each = self.order.stream_starts(self.request.batch_size)
         shards, ends = self.order.sequence(0)
         # Full batches and the last, ragged one: samples from each stream, first batch, batch after the last.
-        kinds = [(each, 0, full), (shares(ragged, len(each)), full, full + 1)]
+        kinds = [(each, 0, full), (slice_lengths(ragged, len(each)), full, full + 1)]
         node_shards = []
         for node in range(self.request.nodes):
             # For each shard: stretches of the node's samples that begin in it, less those that end in the one before.
@@ -87,7 +87,7 @@ class EpochPlan:
             for lengths, first_batch, end_batch in kinds:
                 ranks = node * self.request.ranks, (node + 1) * self.request.ranks
                 first, last = (
-                    sampling.share_start(int(lengths.sum()), rank, self.request.total_ranks) for rank in ranks
+                    sampling.slice_start(int(lengths.sum()), rank, self.request.total_ranks) for rank in ranks
                 )
                 before = np.cumsum(lengths) - lengths
                 low, high = np.clip(first - before, 0, lengths), np.clip(last - before, 0, lengths)
@@ -121,7 +121,7 @@ class EpochPlan:
         if self.sizes is not None and self.bytes_read is not None:
             parts = min(request.accumulation_steps, request.batch_size)
             streams = self.order.shuffle_streams
-            wanted = cache_wanted(self.sizes, streams, parts, ranks=request.ranks, nodes=request.nodes)
+            wanted = sufficient_cache_bytes(self.sizes, streams, parts, ranks=request.ranks, nodes=request.nodes)
             rows["bytes read"] = f"{format_range(self.bytes_read)} bytes a node"
             rows["cache wanted"] = f"{format_range(np.minimum(wanted, self.bytes_read))} bytes a node"
         if any(" to " in value for value in rows.values()):

@@ -1,14 +1,14 @@
 """Find out, before ranks start, whether training can read the samples of an index: it reads the first ones."""
 
 from flyte_ddp import storage
-from flyte_ddp.shards.decoding import LABEL, class_number, image_and_label
+from flyte_ddp.shards.decoding import LABEL, find_image_and_label, parse_class_number
 from flyte_ddp.shards.index import Shard, ShardIndex
 from flyte_ddp.shards.scanning import HashedStream
 from flyte_ddp.shards.tar import members
 from flyte_ddp.shards.verification import unusable_shard_error
 
 
-def refuse_unfit(index: ShardIndex, *, patient: bool = True) -> None:
+def refuse_unfit_samples(index: ShardIndex, *, patient: bool = True) -> None:
     """Read the first sample of each part of an index; raise UserError if training cannot read it.
 
     Opens one shard of each part, and reads it until its first sample ends.
@@ -27,7 +27,7 @@ def refuse_unfit(index: ShardIndex, *, patient: bool = True) -> None:
     for shard in firsts.values():
         try:
             if patient:
-                storage.retried(shard.url, refuse_unfit_shard)
+                storage.retry(shard.url, refuse_unfit_shard)
             else:
                 refuse_unfit_shard(shard.url)
         except storage.UnavailableError as failure:
@@ -49,5 +49,5 @@ def refuse_unfit_shard(url: str) -> None:
             key = member.key
             found[member.extension] = content
     name = f"sample {key!r} in shard {url}"
-    _, label = image_and_label(name, found)
-    class_number(name, found[label] or b"")
+    _, label = find_image_and_label(name, found)
+    parse_class_number(name, found[label] or b"")

@@ -134,7 +134,7 @@ class ShardIndex:
 
 
 @contextmanager
-def many_objects() -> Iterator[None]:
+def pause_garbage_collector() -> Iterator[None]:
     """Turn Python's garbage collector off in the block, and on again if it was on.
 
     While a large index is read, the collector would scan its 100,000 objects many times.
@@ -163,7 +163,7 @@ def read_index(address: str) -> ShardIndex:
         raise malformed_index_error(address, f"a field has a wrong type ({error})") from None
 
 
-@many_objects()
+@pause_garbage_collector()
 def build_index(address: str, content: dict[str, Any]) -> ShardIndex:
     """Return the index whose JSON is ``content``; reads the indexes that it refers to.
 
@@ -216,10 +216,10 @@ def load_index_json(address: str) -> dict[str, Any]:
     Raises UserError if the file cannot be read, is not JSON, or has neither shards nor parts.
     """
     try:
-        content = json.loads(storage.retried(address, storage.read))
+        content = json.loads(storage.retry(address, storage.read_file))
     except storage.UnavailableError as failure:
         where = "the address, and that it is up" if storage.local_path(address) is None else "the path"
-        raise failure.explained(f"index {address}: cannot be read ({failure}); check {where}") from None
+        raise failure.to_user_error(f"index {address}: cannot be read ({failure}); check {where}") from None
     except UserError:
         raise
     except (ValueError, RecursionError) as error:
@@ -329,7 +329,7 @@ def list_shards(address: str, content: Mapping[str, Any], part: int) -> Iterator
             url, place = entry["url"], entry.get("table")
             yield Shard(
                 # A fast path: an index may have 100,000 shards, and most have plain names.
-                url=require_encodable(address, f"{folder}/{storage.as_in(base, url)}")
+                url=require_encodable(address, f"{folder}/{storage.encode_name(base, url)}")
                 if PLAIN_NAME.fullmatch(url)
                 else resolve_named_address(address, base, url),
                 samples=require_count(entry["nsamples"], 0, MOST_SAMPLES),

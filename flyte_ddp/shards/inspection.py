@@ -7,7 +7,7 @@ from pathlib import Path
 
 from flyte_ddp import storage
 from flyte_ddp.errors import UserError
-from flyte_ddp.files import replacing
+from flyte_ddp.files import replace_file
 from flyte_ddp.shards.dataset import Sample, ShardDataset, make_sample, read_members, read_table_or_none
 from flyte_ddp.shards.index import read_index
 
@@ -33,7 +33,7 @@ def read_sample(address: str, number: int) -> Sample:
 
     def read_bytes(start: int, length: int) -> bytes:
         """Read bytes of the shard, with retries, and return them."""
-        return storage.retried(shard.url, partial(storage.read, span=(start, start + length)))
+        return storage.retry(shard.url, partial(storage.read_file, span=(start, start + length)))
 
     table = read_table_or_none(shard)
     if table is not None and len(table) == shard.samples:
@@ -49,5 +49,5 @@ def write_members(key: str, members: dict[str, bytes], folder: Path) -> None:
     Makes the folder; replaces files of the same names. Raises UserError if a file cannot be written.
     """
     for extension, content in members.items():
-        with replacing(folder / f"{key}{extension}".replace("/", "_")) as file:
+        with replace_file(folder / f"{key}{extension}".replace("/", "_")) as file:
             file.write(content)

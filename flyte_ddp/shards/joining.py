@@ -7,7 +7,7 @@ from typing import Any
 
 from flyte_ddp import storage
 from flyte_ddp.errors import UserError
-from flyte_ddp.files import replacing
+from flyte_ddp.files import replace_file
 from flyte_ddp.shards.index import EXTENSION, KIND, ShardIndex, build_index
 from flyte_ddp.shards.scanning import resolve_index_output
 
@@ -42,6 +42,6 @@ def join_indexes(
     for reference, part in zip(references, index.parts, strict=True):
         reference["name"] = part.name
     content[EXTENSION] = {"classes": index.classes}
-    with replacing(output) as file:
+    with replace_file(output) as file:
         file.write(f"{json.dumps(content, indent=1)}\n".encode())
     return index

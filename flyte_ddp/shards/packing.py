@@ -18,10 +18,10 @@ import numpy as np
 
 from flyte_ddp.class_names import class_names
 from flyte_ddp.errors import UserError
-from flyte_ddp.files import replacing
+from flyte_ddp.files import replace_file
 from flyte_ddp.lookahead import map_in_threads
 from flyte_ddp.order import sampling
-from flyte_ddp.process import postponed
+from flyte_ddp.process import postpone_signal
 from flyte_ddp.progress import Progress
 from flyte_ddp.shards.index import EXTENSION, ShardIndex, read_index
 from flyte_ddp.shards.scanning import index_shards, resolve_index_output, tables_path
@@ -32,7 +32,7 @@ AHEAD = 32  # threads that read samples
 Members = Mapping[str, bytes]  # by extension
 
 
-def pack(
+def pack_samples(
     samples: Callable[[int], tuple[str, Members]],
     count: int,
     folder: Path,
@@ -75,7 +75,7 @@ def pack(
     index = resolve_index_output(folder / f"{name}.json")
     order = np.arange(count)
     if seed is not None:
-        order = sampling.random_stream(sampling.PACKING, seed).permutation(order)
+        order = sampling.make_generator(sampling.PACKING, seed).permutation(order)
     starts = range(0, count, per_shard)
     digits = max(6, len(str(len(starts) - 1)))
     track = Progress(progress).track("packing", count, "samples")
@@ -134,9 +134,9 @@ def publish_packed_shards(workspace: Path, index: Path) -> None:
     for entry, key in (*((entry, "url") for entry in content["shardlist"]), (content[EXTENSION], "tables")):
         entry[key] = f"{workspace.name}/{entry[key]}"
     interim_index = workspace / "index"
-    with replacing(interim_index) as file:
+    with replace_file(interim_index) as file:
         file.write(json.dumps(content).encode())
-    with postponed(signal.SIGINT):
+    with postpone_signal(signal.SIGINT):
         interim_index.replace(index)
         move_packed_shards(workspace, index)
 
@@ -195,7 +195,7 @@ def write_shard(path: Path, samples: Iterable[tuple[str, Members]], advance: Cal
     """Write samples to a new tar file, and call ``advance(1)`` after each; raise UserError if writing fails."""
     # For names that are long or not ASCII, wids reads GNU's format best.
     with (
-        replacing(path) as file,
+        replace_file(path) as file,
         tarfile.open(fileobj=file, mode="w", format=tarfile.GNU_FORMAT, encoding="utf-8") as tar,
     ):
         for key, members in samples:

@@ -8,7 +8,7 @@ from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import UserError
 from flyte_ddp.order.shard_order import shard_orders
 from flyte_ddp.shards.epoch_plan import EpochPlan
-from flyte_ddp.shards.first_sample import refuse_unfit
+from flyte_ddp.shards.first_sample import refuse_unfit_samples
 from flyte_ddp.shards.index import Shard, ShardIndex, read_index
 from flyte_ddp.shards.plan_request import PlanRequest
 from flyte_ddp.shards.stream_plan import StreamPlan
@@ -46,7 +46,7 @@ def describe_plan(request: PlanRequest) -> Iterator[str]:
             yield f"rank {rank} worker {reader}: {len(own)} shards: {', '.join(map(str, own))}"
     if request.index:
         try:
-            refuse_unfit(index, patient=False)
+            refuse_unfit_samples(index, patient=False)
         except UserError as error:
             yield f"warning: {error.message}"
     if stream is not None:

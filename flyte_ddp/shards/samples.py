@@ -76,7 +76,7 @@ def read_table(shard: Shard) -> SampleTable:
     """
     assert shard.table is not None
     address, start, length, digest = shard.table
-    content = storage.read(address, (start, start + length))
+    content = storage.read_file(address, (start, start + length))
     if table_digest(content) != digest:
         raise ValueError("another table, or a damaged one")
     return SampleTable.from_bytes(content)

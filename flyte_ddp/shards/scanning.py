@@ -11,12 +11,12 @@ from typing import NamedTuple
 from flyte_ddp import storage
 from flyte_ddp.class_names import class_names
 from flyte_ddp.errors import UserError
-from flyte_ddp.files import replacing
-from flyte_ddp.formatting import counted
+from flyte_ddp.files import replace_file
+from flyte_ddp.formatting import format_count
 from flyte_ddp.lookahead import map_in_threads
 from flyte_ddp.pictures import opaque_picture
 from flyte_ddp.progress import Progress
-from flyte_ddp.shards.decoding import LABEL, decode_member, image_and_label, is_image
+from flyte_ddp.shards.decoding import LABEL, decode_member, find_image_and_label, is_image
 from flyte_ddp.shards.index import Part, Shard, ShardIndex, index_json, load_index_json, read_index
 from flyte_ddp.shards.samples import SampleTable, read_table, table_digest, tabulate
 from flyte_ddp.shards.tar import Member, members
@@ -100,9 +100,9 @@ def scan_shard(url: str, *, decode: bool = False) -> ScannedShard:
         return ScannedShard(shard, table, labels, damaged, *count_unfit_samples(table, url))
 
     try:
-        return storage.retried(url, scan_once)
+        return storage.retry(url, scan_once)
     except storage.UnavailableError as failure:
-        raise failure.explained(f"shard {url}: cannot be read ({failure}); check the address") from None
+        raise failure.to_user_error(f"shard {url}: cannot be read ({failure}); check the address") from None
 
 
 def count_unfit_samples(table: SampleTable, url: str) -> tuple[int, str]:
@@ -110,7 +110,7 @@ def count_unfit_samples(table: SampleTable, url: str) -> tuple[int, str]:
     count, reason = 0, ""
     for number, key in enumerate(table.keys):
         try:
-            image_and_label(f"sample {key!r} in shard {url}", table.sample_extensions(number))
+            find_image_and_label(f"sample {key!r} in shard {url}", table.sample_extensions(number))
         except UserError as error:
             count, reason = count + 1, reason or error.message
     return count, reason
@@ -169,7 +169,7 @@ def create_index(
     classes = class_names("classes", classes)
     for label, count in Counter(classes).items():
         if count > 1 or not label.strip():
-            raise UserError(f"class {label!r} is named {counted(count, 'time')}: each must have a name of its own")
+            raise UserError(f"class {label!r} is named {format_count(count, 'time')}: each must have a name of its own")
     return index_shards(expand_ranges(urls), output, name=name, classes=classes, progress=progress)
 
 
@@ -205,7 +205,7 @@ def index_shards(
     with (
         map_in_threads(scan_shard, shards, THREADS) as scanned,
         Progress(progress).track("reading", len(shards), "shards") as advance,
-        replacing(tables) as file,
+        replace_file(tables) as file,
     ):
         for found in scanned:
             content = found.table.to_bytes()
@@ -228,10 +228,12 @@ def index_shards(
             )
     names = tuple(classes) or tuple(str(label) for label in range(labels))
     index = ShardIndex(name or output.stem, listed, (Part(name or output.stem),), names)
-    with replacing(output) as file:
+    with replace_file(output) as file:
         file.write(index_json(index, str(output.parent), tables.name, packed=packed))
     if unfit:
-        Progress(progress).note(f"warning: {unfit:,} of {counted(len(index), 'sample')} cannot be trained on: {reason}")
+        Progress(progress).print_note(
+            f"warning: {unfit:,} of {format_count(len(index), 'sample')} cannot be trained on: {reason}"
+        )
     return index
 
 
@@ -304,7 +306,7 @@ def verify_shard(shard: Shard, classes: int, *, decode: bool) -> list[str]:
         return [error.message]
     problems = found.damaged
     if decode and found.unfit:
-        problems.append(f"{found.reason}; in all {counted(found.unfit, 'such sample')}")
+        problems.append(f"{found.reason}; in all {format_count(found.unfit, 'such sample')}")
     for what, here, said in (
         ("bytes", found.shard.size, shard.size if shard.size >= 0 else None),
         ("samples", found.shard.samples, shard.samples),
@@ -317,7 +319,7 @@ def verify_shard(shard: Shard, classes: int, *, decode: bool) -> list[str]:
         problems.append(f"shard {shard.url}: has label {found.labels - 1}, but the index has {classes} classes")
     if shard.table is not None:
         try:
-            same = storage.retried(shard.table[0], lambda _: read_table(shard)).to_bytes() == found.table.to_bytes()
+            same = storage.retry(shard.table[0], lambda _: read_table(shard)).to_bytes() == found.table.to_bytes()
         except (ValueError, storage.MissingError):
             same = False
         except storage.UnavailableError as failure:

@@ -8,7 +8,7 @@ from typing import BinaryIO
 
 from flyte_ddp import storage
 from flyte_ddp.errors import UserError
-from flyte_ddp.locks import exclusive
+from flyte_ddp.locks import hold_lock
 from flyte_ddp.shards.index import Shard
 from flyte_ddp.shards.tar import DamagedShardError
 
@@ -73,7 +73,7 @@ def verify_digest_once(file: BinaryIO, path: Path, shard: Shard, cache: Path) ->
         return
     with ExitStack() as stack:
         with suppress(OSError):
-            stack.enter_context(exclusive(cache / "locks", lock_name(mark.name)))
+            stack.enter_context(hold_lock(cache / "locks", lock_name(mark.name)))
             mark.parent.mkdir(exist_ok=True)
         if not mark.exists():
             if (found := hash_open_file(file, kind)) != wanted:
@@ -102,4 +102,4 @@ def unusable_shard_error(shard: Shard, failure: Exception) -> UserError:
     if isinstance(failure, storage.AlteredError):
         return UserError(f"shard {shard.url}: differs from the index: {reason}; copy it again, or renew the index")
     message = f"shard {shard.url}: cannot be fetched ({reason}); check the address, and that it can be read"
-    return failure.explained(message) if isinstance(failure, storage.UnavailableError) else UserError(message)
+    return failure.to_user_error(message) if isinstance(failure, storage.UnavailableError) else UserError(message)

@@ -10,15 +10,16 @@ from pathlib import Path
 from typing import Protocol
 
 from flyte_ddp.storage import local
-from flyte_ddp.storage.addresses import as_in, join, local_path, parent, resolve, scheme
+from flyte_ddp.storage.addresses import encode_name, join, local_path, parent, resolve, scheme
 from flyte_ddp.storage.content import Content, Entry, Span, check_length
 from flyte_ddp.storage.failures import AlteredError, ExistsError, ForbiddenError, MissingError, UnavailableError
 from flyte_ddp.storage.origins import may_be_named, origin_of
-from flyte_ddp.storage.retries import retried
+from flyte_ddp.storage.retries import retry
 
 __all__ = ["AlteredError", "ExistsError", "ForbiddenError", "MissingError", "UnavailableError"]
-__all__ += ["as_in", "join", "local_path", "may_be_named", "origin_of", "parent", "resolve", "scheme"]
-__all__ += ["Entry", "check_length", "create", "delete", "list_files", "open_file", "put", "read", "retried", "stat"]
+__all__ += ["encode_name", "join", "local_path", "may_be_named", "origin_of", "parent", "resolve", "scheme"]
+__all__ += ["Entry", "check_length", "create_file", "delete_files", "list_files", "open_file", "read_file", "retry"]
+__all__ += ["stat_file", "write_file"]
 
 
 class Storage(Protocol):
@@ -70,7 +71,7 @@ def open_file(address: str, span: Span | None = None) -> AbstractContextManager[
     return select_storage(address).open_file(address, span)
 
 
-def read(address: str, span: Span | None = None, *, tag: str = "") -> bytes:
+def read_file(address: str, span: Span | None = None, *, tag: str = "") -> bytes:
     """Read a file, or a span of bytes of it, into memory and return the bytes. Tries once.
 
     Args:
@@ -91,7 +92,7 @@ def read(address: str, span: Span | None = None, *, tag: str = "") -> bytes:
     return content
 
 
-def stat(address: str) -> Entry:
+def stat_file(address: str) -> Entry:
     """Return the size and tag of a file, without reading its content; the returned entry's name is "".
 
     An HTTP server may give no size (then -1) and no tag (then the time of the last change, or "").
@@ -116,7 +117,7 @@ def list_files(address: str) -> Iterator[Entry]:
     return select_storage(address).list_files(address)
 
 
-def put(address: str, content: bytes | Path) -> None:
+def write_file(address: str, content: bytes | Path) -> None:
     """Write a file, and replace a file of that name; readers see the old file or the whole new one. Tries once.
 
     Args:
@@ -130,7 +131,7 @@ def put(address: str, content: bytes | Path) -> None:
     select_storage(address).write_file(address, content)
 
 
-def create(address: str, content: bytes | Path) -> None:
+def create_file(address: str, content: bytes | Path) -> None:
     """Write a file if there is none of that name; readers see no file or the whole file. Tries once.
 
     Args:
@@ -145,7 +146,7 @@ def create(address: str, content: bytes | Path) -> None:
     select_storage(address).create_file(address, content)
 
 
-def delete(addresses: Sequence[str]) -> None:
+def delete_files(addresses: Sequence[str]) -> None:
     """Delete files that are all in one bucket or all on this machine, many with each request. Tries once.
 
     Raises:

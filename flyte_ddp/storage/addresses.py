@@ -43,10 +43,10 @@ def local_path(address: str) -> Path | None:
 def join(source: str, name: str) -> str:
     """Return the address of the file ``name`` in the folder or prefix ``source``."""
     path = local_path(source)
-    return f"{source.rstrip('/')}/{as_in(source, name)}" if path is None else str(path / name)
+    return f"{source.rstrip('/')}/{encode_name(source, name)}" if path is None else str(path / name)
 
 
-def as_in(address: str, name: str) -> str:
+def encode_name(address: str, name: str) -> str:
     """Return a file's name as it is written in an address: percent-encoded if ``address`` is of a web server."""
     web = "://" in address and scheme(address) in ("http", "https")
     return quote(name.encode("utf-8", "surrogateescape")) if web else name
@@ -85,7 +85,7 @@ def resolve(base: str, address: str) -> str:
         if name == "..":
             names = names[:-1]
         elif name != ".":
-            names.append(as_in(base, name))
+            names.append(encode_name(base, name))
     return f"{start}{'/'.join(names)}"
 
 

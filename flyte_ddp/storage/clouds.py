@@ -147,4 +147,4 @@ def common_settings(bundle: str | None = None) -> dict[str, Any]:
             raise ValueError(
                 f"{bundle}: has no certificate in PEM's format; AWS_CA_BUNDLE or REQUESTS_CA_BUNDLE names it"
             )
-    return {"client_options": options, "retry_config": {"max_retries": 0}}  # storage.retried retries, and prints it
+    return {"client_options": options, "retry_config": {"max_retries": 0}}  # storage.retry retries, and prints it

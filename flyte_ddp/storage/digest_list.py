@@ -16,7 +16,7 @@ class DigestListError(ValueError):
     """A line of a file is not a digest with a file's name, or the file's text cannot be decoded."""
 
 
-def read_sums(content: bytes) -> dict[str, str]:
+def parse_digest_list(content: bytes) -> dict[str, str]:
     r"""Parse the content of a ``SHA256SUMS`` and return the SHA-256 (hex, lower case) of each file by its name.
 
     The text is UTF-8, or UTF-16 with a byte order mark (PowerShell). Bytes that are not UTF-8 become surrogates, as in

@@ -13,7 +13,7 @@ class UnavailableError(Exception):
         super().__init__(reason)
         self.transient = transient
 
-    def explained(self, message: str) -> UserError:
+    def to_user_error(self, message: str) -> UserError:
         """Return ``message`` as an UnreachableError if this error is transient, else as a UserError."""
         return UnreachableError(message) if self.transient else UserError(message)
 

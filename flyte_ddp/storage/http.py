@@ -13,13 +13,13 @@ import urllib3
 from requests.adapters import HTTPAdapter
 from requests.exceptions import ConnectTimeout, InvalidURL, ReadTimeout, SSLError, TooManyRedirects
 
-from flyte_ddp.credentials import masked
+from flyte_ddp.credentials import mask_credentials
 from flyte_ddp.errors import UserError
 from flyte_ddp.settings import ALLOWED
 from flyte_ddp.storage import failures
 from flyte_ddp.storage.addresses import leads_out
 from flyte_ddp.storage.content import CHUNK_BYTES, Content, Entry, Span, parse_etag
-from flyte_ddp.storage.digest_list import SUMS, DigestListError, read_sums
+from flyte_ddp.storage.digest_list import SUMS, DigestListError, parse_digest_list
 from flyte_ddp.storage.failures import UnavailableError, http_status_error
 from flyte_ddp.storage.origins import may_follow_redirect, origin_of
 
@@ -66,7 +66,7 @@ def list_files(address: str) -> Iterator[Entry]:
         words = f"an HTTP server has no list of its files, and {SUMS} in that folder cannot be read: {failure}"
         raise UnavailableError(words, transient=failure.transient) from None
     try:
-        sums = read_sums(content)
+        sums = parse_digest_list(content)
     except DigestListError as error:
         raise UnavailableError(f"{SUMS} in that folder is not understood: {error}") from None
     for name, digest in sorted(sums.items()):
@@ -112,7 +112,7 @@ def open_response(address: str, method: str, headers: dict[str, str]) -> Iterato
             yield response
     except (requests.RequestException, urllib3.exceptions.HTTPError) as error:
         transient = not isinstance(error, PERMANENT_ERRORS)
-        raise UnavailableError(masked(root_cause_message(error)), transient=transient) from None
+        raise UnavailableError(mask_credentials(root_cause_message(error)), transient=transient) from None
 
 
 def root_cause_message(error: BaseException) -> str:

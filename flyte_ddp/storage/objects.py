@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import obstore
 from obstore.exceptions import AlreadyExistsError
 
-from flyte_ddp.credentials import masked
+from flyte_ddp.credentials import mask_credentials
 from flyte_ddp.storage import failures
 from flyte_ddp.storage.addresses import split_key
 from flyte_ddp.storage.clouds import CLOUDS, VARIABLES
@@ -201,7 +201,7 @@ def translate_error(error: Exception, *, anonymous: bool = False) -> Unavailable
     words = next((words for sign, words in EXPLAINED.items() if sign in text), "{}")
     # "kind: " marks a failed connection; "PyErr" marks credentials that could not be renewed.
     transient = ("kind: " in text and "Certificate" not in text) or "PyErr" in text
-    return UnavailableError(masked(words.format(reason)), transient=transient)
+    return UnavailableError(mask_credentials(words.format(reason)), transient=transient)
 
 
 USERS: set[int] = set()  # ids of processes that have used obstore: this process, and the processes it was forked from

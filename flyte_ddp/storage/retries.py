@@ -13,7 +13,7 @@ FIRST_DELAY = 1.0  # seconds; doubled each time
 Result = TypeVar("Result")
 
 
-def retried(
+def retry(
     addresses: str | Sequence[str], action: Callable[[str], Result], note: Callable[[str], object] = lambda _: None
 ) -> Result:
     """Call ``action(address)`` for each address in turn until one call succeeds, and return its result.

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 
-from flyte_ddp.json_lines import parsed
+from flyte_ddp.json_lines import parse_records
 from flyte_ddp.report.figures import PICTURED_CLASSES
-from flyte_ddp.report.run_records import named
+from flyte_ddp.report.run_records import sample_names
 from flyte_ddp.runs.run_folder import METRICS, PREDICTIONS, UNFINISHED
 
 if TYPE_CHECKING:
@@ -161,7 +161,7 @@ def follow_records(run_folder: Path, offset: int, is_over: IsOver) -> Iterator[d
         *lines, pending = (pending + chunk).split(b"\n")
         new = [line for line in lines if hash(line) not in yielded]
         yielded.update(map(hash, new))
-        yield from parsed(new)
+        yield from parse_records(new)
 
 
 def open_run_file(run_folder: Path, name: str) -> BinaryIO:
@@ -182,7 +182,7 @@ def predictions_table(file: BinaryIO, classes: list[str]) -> wandb.Table:
     with np.load(file, allow_pickle=False) as arrays:
         rows = int(arrays["table_rows"])
         index, images, scores, truth = (arrays[name][:rows] for name in ("index", "images", "scores", "truth"))
-        sample_names = named(arrays)
+        names_of_samples = sample_names(arrays)
     names = classes or [str(label) for label in range(scores.shape[1])]
     if scores.shape[1] > PICTURED_CLASSES:
         columns, shown = ["score"], scores.max(axis=1, keepdims=True)
@@ -192,7 +192,7 @@ def predictions_table(file: BinaryIO, classes: list[str]) -> wandb.Table:
     for i, image in enumerate(images):
         picture = wandb.Image(image if image.shape[-1] == 3 else image[..., 0])
         prediction, label = names[int(scores[i].argmax())], names[int(truth[i])]
-        table.add_data(sample_names[i] or int(index[i]), picture, prediction, label, *shown[i].tolist())
+        table.add_data(names_of_samples[i] or int(index[i]), picture, prediction, label, *shown[i].tolist())
     return table
 
 

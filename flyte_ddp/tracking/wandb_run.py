@@ -21,8 +21,8 @@ from pathlib import Path
 from subprocess import DEVNULL, Popen, TimeoutExpired
 from typing import Any
 
-from flyte_ddp.errors import from_here
-from flyte_ddp.process import kill_trees
+from flyte_ddp.errors import shorten_path
+from flyte_ddp.process import kill_process_trees
 from flyte_ddp.runs.run_folder import METRICS
 from flyte_ddp.settings import Settings
 from flyte_ddp.tracking.wandb_feed import NOT_SENT, POLL_SECONDS, open_run_file
@@ -67,7 +67,7 @@ def start_wandb(
     try:
         return WandbProcess(init_arguments, settings)
     except (OSError, ValueError, TypeError) as error:
-        print_to_stderr(f"wandb: not started ({error}); the metrics are in {METRICS} of {from_here(run_folder)}")
+        print_to_stderr(f"wandb: not started ({error}); the metrics are in {METRICS} of {shorten_path(run_folder)}")
         return None
 
 
@@ -158,7 +158,7 @@ class WandbProcess:
                     self.process.wait(POLL_SECONDS)
         finally:  # also on a second Ctrl-C
             if late := self.process.poll() is None:
-                kill_trees(lambda: [self.process.pid])  # with wandb-core, which has a session of its own
+                kill_process_trees(lambda: [self.process.pid])  # with wandb-core, which has a session of its own
             self.process.kill()
             code = self.process.wait()
         is_open = self.receive_status()
@@ -172,12 +172,12 @@ class WandbProcess:
         """Return one line for the user: where the run is, how to send it, or why nothing was logged."""
         folder, url, reason = self.status.values()
         if not folder:
-            reason, log = reason or "wandb did not start", from_here(self.folder / LOG)
+            reason, log = reason or "wandb did not start", shorten_path(self.folder / LOG)
             return f"wandb: nothing was logged ({reason}); see {log}, the metrics are in {METRICS}"
         reason = f" ({reason})" if reason else ""
         if sent:
             return f"wandb: {url}{reason}"
-        sync = f"wandb sync {shlex.quote(from_here(Path(folder)))}"
+        sync = f"wandb sync {shlex.quote(shorten_path(Path(folder)))}"
         if self.settings.wandb_kept_at:
             sync = f"wandb sync {Path(folder).name}, which you find in {self.settings.wandb_kept_at}"
         if url:

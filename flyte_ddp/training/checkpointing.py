@@ -187,7 +187,7 @@ class Checkpointer:
             "trained_in": [asdict(one) for one in dict.fromkeys((*before, self.run.recorder.arithmetic))],
             "time": time.time(),
         }
-        checkpoint.write(
+        checkpoint.write_checkpoint(
             next(self.slots), description, self.job.identity, metrics, lambda file: torch.save(snapshot.values, file)
         )
 

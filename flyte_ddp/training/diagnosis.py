@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import UserError
-from flyte_ddp.parallel.distributed import objects_of_all_ranks, rank
+from flyte_ddp.parallel.distributed import gather_objects, rank
 from flyte_ddp.training.optimisation import gradient_clip_norm
 
 LEARNED = 0.97  # share of the loss of random predictions; a model that has learned anything is below it
@@ -133,7 +133,7 @@ def first_non_finite_activation(model: nn.Module, forward: Callable[[], object])
         for name, module in model.named_modules():
             hooks.enter_context(module.register_forward_hook(functools.partial(note_output, name)))
         forward()
-    of_all_ranks = [*itertools.chain.from_iterable(objects_of_all_ranks(found))]
+    of_all_ranks = [*itertools.chain.from_iterable(gather_objects(found))]
     if not of_all_ranks:
         return ""
     _, its_rank, name = min(of_all_ranks)

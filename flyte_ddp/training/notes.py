@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from flyte_ddp.catalog import encoded_kind
-from flyte_ddp.loading.facts import few
+from flyte_ddp.loading.facts import join_few
 from flyte_ddp.models.initial_weights import skipped_tensor_names
 from flyte_ddp.parallel.batch_norm import has_per_rank_statistics
 from flyte_ddp.parallel.distributed import world_size
@@ -32,11 +32,13 @@ def report_notes(state: TrainingState, arithmetic: Arithmetic, resumed_from: Che
         notes.append(f"BatchNorm used the statistics of each rank's own share{why}: {OTHER_RESULT}")
     if changed:
         notes.append(
-            f"The model changes {few(changed)} in its forward passes, and rank 0's values were used: another number of "
+            f"The model changes {join_few(changed)} in its forward passes, and rank 0's values were used: another number of "
             "ranks may give another result."
         )
     if unsaved := {*changed}.intersection(state.buffers.unsaved_names):
-        notes.append(f"{few(unsaved)} is not in the model's state_dict: evaluations used the values of a new model.")
+        notes.append(
+            f"{join_few(unsaved)} is not in the model's state_dict: evaluations used the values of a new model."
+        )
     if encoded_kind(hp.dataset) == "stream":
         notes.append("The training data were a stream: ranks and workers each read shards of their own.")
     if resumed_from is not None:
@@ -87,6 +89,6 @@ def uncovered_files_warning(state: TrainingState) -> str:
     if not state.uncovered_files:
         return ""
     return (
-        f"The model uses {few(state.uncovered_files)}, which the cache key does not cover: a change there is not "
+        f"The model uses {join_few(state.uncovered_files)}, which the cache key does not cover: a change there is not "
         "noticed. Import it by name at the top of a module, from a folder on Python's path."
     )

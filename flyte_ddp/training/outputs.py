@@ -12,9 +12,9 @@ import flyte_ddp
 from flyte_ddp.catalog import encoded_kind
 from flyte_ddp.code_digest import library_digest
 from flyte_ddp.confusions import count_confusions
-from flyte_ddp.datasets.prepared import PreparedSet, class_names
-from flyte_ddp.files import replacing
-from flyte_ddp.loading.facts import of_all_ranks
+from flyte_ddp.datasets.prepared import PreparedSet, resolve_class_names
+from flyte_ddp.files import replace_file
+from flyte_ddp.loading.facts import combine_over_ranks
 from flyte_ddp.models import artifacts, zoo
 from flyte_ddp.models.initial_weights import skipped_tensor_names
 from flyte_ddp.parallel.distributed import wait_for_all_ranks, world_size
@@ -59,11 +59,11 @@ def write_start_record(job: Job, data: PreparedSet, state: TrainingState, record
             "validation_samples": len(state.validation),
             "test_samples": len(state.test),
             "steps": state.total_steps,
-            "classes": list(class_names(data.classes, job.hp)),
+            "classes": list(resolve_class_names(data.classes, job.hp)),
             "init_skipped": skipped_tensor_names(state.model.state_dict(), job.hp.init_skip),
         }
     )
-    recorder.progress.note(f"ranks: {ranks}, nodes: {job.num_nodes}")
+    recorder.progress.print_note(f"ranks: {ranks}, nodes: {job.num_nodes}")
     recorder.add_warning(init_skip_note(state))
     recorder.add_warning(uncovered_files_warning(state))
 
@@ -75,10 +75,10 @@ def write_outputs(job: Job, data: PreparedSet, state: TrainingState, selection: 
     nothing was learned. It loads the kept weights into the trained model, and reads the saved model to verify it.
     Raises UserError if the disk is full, or the model's file does not hold all of the model.
     """
-    facts = of_all_ranks(state.splits.facts())
+    facts = combine_over_ranks(state.splits.facts())
     # Built on all ranks, because a user's model may wait for other ranks while it is built, such as for a download.
     # Built anew and not copied, because load_model will build it, too.
-    new_model = zoo.build(job.hp.model, state.num_classes, state.spec)
+    new_model = zoo.build_model(job.hp.model, state.num_classes, state.spec)
     wait_for_all_ranks()  # so that a rank that hangs is noticed: what rank 0 does from here has no time limit
     if not recorder.writes:
         return
@@ -96,8 +96,8 @@ def write_outputs(job: Job, data: PreparedSet, state: TrainingState, selection: 
     sidecar = {
         "format": artifacts.FORMAT,
         "model": hp.model,
-        "classes": list(class_names(data.classes, hp)),
-        "input": artifacts.described_input(state.spec, artifacts.MIDDLE if encoded_kind(hp.dataset) else ""),
+        "classes": list(resolve_class_names(data.classes, hp)),
+        "input": artifacts.describe_input(state.spec, artifacts.MIDDLE if encoded_kind(hp.dataset) else ""),
         "hyperparameters": hp.to_dict(),
         "metrics": {
             "test_accuracy": test.accuracy,
@@ -118,7 +118,7 @@ def write_outputs(job: Job, data: PreparedSet, state: TrainingState, selection: 
     }
     model_path, _ = artifacts.save_model(job.run_folder, model.state_dict(), sidecar)
     verify_saved_model(new_model, model_path, sidecar, state)
-    with replacing(job.run_folder / PREDICTIONS) as file:
+    with replace_file(job.run_folder / PREDICTIONS) as file:
         np.savez(file, **collect_predictions(state, test, rows=min(job.settings.wandb_table_rows, len(state.test))))
     recorder.log.write(
         {

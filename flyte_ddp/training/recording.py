@@ -77,8 +77,8 @@ class Recorder:
         self.loss_sum += loss_sum
         self.samples += samples
         if step % self.job.hp.log_interval and step != self.total_steps:
-            if self.writes and self.progress.due():
-                self.progress.step(epoch, step, None, None)
+            if self.writes and self.progress.is_due():
+                self.progress.show_step(epoch, step, None, None)
             return
         elapsed = self.training_time() - self.since
         self.training_seconds += elapsed
@@ -96,7 +96,7 @@ class Recorder:
                     "loss": loss,
                 }
             )
-            self.progress.step(epoch, step, loss, rate)
+            self.progress.show_step(epoch, step, loss, rate)
         self.loss_sum.zero_()
         self.samples = 0
         self.since = self.training_time()
@@ -112,7 +112,7 @@ class Recorder:
                 record |= {"validation_loss": validation.loss, "validation_accuracy": validation.accuracy}
             record |= {"test_loss": test.loss, "test_accuracy": test.accuracy}
             self.log.write(record)
-            self.progress.evaluation(record)
+            self.progress.print_evaluation(record)
             if self.job.settings.wandb_watch:
                 self.log.write({"kind": "watch", "step": step, "parameters": parameter_histograms(model)})
 
@@ -120,7 +120,7 @@ class Recorder:
         """Print a warning and keep it for the report's notes, unless it is empty. For rank 0 only."""
         if warning:
             self.warnings.append(warning)
-            self.progress.note(warning)
+            self.progress.print_note(warning)
 
     def seconds(self) -> dict[str, float]:
         """Return rank 0's seconds by activity. ``communication`` is only what did not overlap with computation."""

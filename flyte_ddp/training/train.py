@@ -15,8 +15,8 @@ from torch.nn.utils import clip_grad_norm_
 from flyte_ddp.catalog import encoded_kind
 from flyte_ddp.datasets import open_prepared
 from flyte_ddp.errors import UserError
-from flyte_ddp.loading.equal_pictures import LOOKED_AT, describe_equal_pictures
-from flyte_ddp.loading.facts import check_bad_samples
+from flyte_ddp.loading.equal_pictures import PICTURES_COMPARED, describe_equal_pictures
+from flyte_ddp.loading.facts import refuse_too_many_bad_samples
 from flyte_ddp.models import zoo
 from flyte_ddp.order import sampling
 from flyte_ddp.parallel.batch_norm import mean_running_statistics, restore_running_statistics
@@ -65,7 +65,7 @@ def train(job: Job, offer_saving: Callable[[Callable[[], int]], None] = lambda _
                     train_step(run, batch)
                 loss_watch.check_pending_loss()  # the last loss, before the epoch's weights are evaluated and saved
                 evaluation = evaluate_splits(state) if evaluation_is_due(state) else None
-                check_bad_samples(state.splits.facts(), hp.bad_samples)
+                refuse_too_many_bad_samples(state.splits.facts(), hp.bad_samples)
                 finish_epoch(run, evaluation)
                 checkpoints.epoch_done()
         write_outputs(job, data, state, run.selection, recorder)
@@ -80,12 +80,12 @@ def equal_pictures_warning(state: TrainingState) -> str:
     """
     hp, split = state.hp, state.training
     if encoded_kind(hp.dataset) == "stream":
-        first = state.test.order.samples(slice(0, min(LOOKED_AT, len(state.test))))
+        first = state.test.order.samples(slice(0, min(PICTURES_COMPARED, len(state.test))))
         return describe_equal_pictures(state.test, first)
     batches: Iterator[sampling.Indices] = itertools.islice(split.order.batches(0, hp.batch_size), state.total_steps)
-    if split.source.fetches:
+    if split.source.fetches_files:
         batches = (part.samples for batch in batches for part in split_for_rank(batch, hp.accumulation_steps))
-    samples = itertools.islice(itertools.chain.from_iterable(batches), LOOKED_AT)
+    samples = itertools.islice(itertools.chain.from_iterable(batches), PICTURES_COMPARED)
     return describe_equal_pictures(split, np.fromiter(samples, np.int64))
 
 
@@ -172,8 +172,8 @@ def split_for_rank(batch: sampling.Indices, parts: int) -> list[RankSlice]:
     parts = min(parts, len(batch))
     slices = []
     for part in range(parts):
-        micro_batch = sampling.share(batch, part, parts)
-        samples = sampling.share(micro_batch, rank(), world_size())
+        micro_batch = sampling.take_slice(batch, part, parts)
+        samples = sampling.take_slice(micro_batch, rank(), world_size())
         slices.append(
             RankSlice(samples, has_samples=True) if len(samples) else RankSlice(micro_batch[:1], has_samples=False)
         )

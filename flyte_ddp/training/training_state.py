@@ -15,12 +15,12 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from flyte_ddp import catalog, user_source
 from flyte_ddp.clock import clock_for
 from flyte_ddp.config import Hyperparameters
-from flyte_ddp.datasets.prepared import PreparedSet, class_names
+from flyte_ddp.datasets.prepared import PreparedSet, resolve_class_names
 from flyte_ddp.errors import UserError
 from flyte_ddp.hardware import Hardware
 from flyte_ddp.loading import open_splits
 from flyte_ddp.models import zoo
-from flyte_ddp.models.images import InputSpec, prepare
+from flyte_ddp.models.images import InputSpec, prepare_images
 from flyte_ddp.models.initial_weights import load_initial_weights
 from flyte_ddp.order import sampling
 from flyte_ddp.parallel.batch_norm import synchronise_batch_norm
@@ -68,7 +68,7 @@ class TrainingState:
         np.random.seed(hp.seed)  # noqa: NPY002
         if hp.deterministic:
             torch.use_deterministic_algorithms(True)
-        self.num_classes = len(class_names(data.classes, hp))
+        self.num_classes = len(resolve_class_names(data.classes, hp))
         self._open_data(data, settings or Settings())
         model = self._build_model(initial_weights)
         # The order matters from here on. The model must have its final type, device and layers before anything refers
@@ -105,10 +105,10 @@ class TrainingState:
         Sets these attributes, too.
         """
         hp = self.hp
-        own_files = user_source.own_files(hp.model)  # before the model's code runs, as the digest finds them
-        model = zoo.build(hp.model, self.num_classes, self.spec)
+        own_files = user_source.list_user_files(hp.model)  # before the model's code runs, as the digest finds them
+        model = zoo.build_model(hp.model, self.num_classes, self.spec)
         modules = {type(module).__module__ for module in model.modules()}
-        self.uncovered_files = user_source.not_among(own_files, hp.model, modules)
+        self.uncovered_files = user_source.list_uncovered_files(own_files, hp.model, modules)
         zoo.check_model(hp.model, model)
         if initial_weights is not None:
             load_initial_weights(model, initial_weights, hp)
@@ -135,7 +135,7 @@ class TrainingState:
 
     def prepare(self, images: Tensor) -> Tensor:
         """Return the model's input for uint8 images [N, H, W, C], in the run's type and memory format."""
-        return prepare(images, self.spec, self.dtype, self.memory_format)
+        return prepare_images(images, self.spec, self.dtype, self.memory_format)
 
     @contextmanager
     def evaluation_mode(self) -> Iterator[None]:

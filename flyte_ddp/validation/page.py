@@ -1,7 +1,7 @@
 """Render the page that shows a data set's profile."""
 
-from flyte_ddp.formatting import counted
-from flyte_ddp.report.page import rendered
+from flyte_ddp.formatting import format_count
+from flyte_ddp.report.page import render_template
 from flyte_ddp.validation.profile import DataProfile
 
 
@@ -13,7 +13,7 @@ def render_profile(profile: DataProfile, dataset: str, warnings: list[str]) -> s
         classes = f"{len(numbers):,} classes of {numbers[0]:,} to {numbers[-1]:,}"
         modes = ", ".join(f"{mode} {number:,}" for mode, number in split.modes.items())
         unusable = f"; {split.undecodable:,} cannot be decoded" if split.undecodable else ""
-        facts.append((name, f"{counted(split.samples, 'sample')} in {classes}; {modes}{unusable}"))
+        facts.append((name, f"{format_count(split.samples, 'sample')} in {classes}; {modes}{unusable}"))
     facts.append(("Test samples that are training samples, too", f"{profile.duplicates:,}"))
     facts.append(("Samples with equal pixels and different labels", f"{profile.conflicts:,}"))
-    return rendered("preview.html", title=dataset, heading="What the data set is like", facts=facts)
+    return render_template("preview.html", title=dataset, heading="What the data set is like", facts=facts)

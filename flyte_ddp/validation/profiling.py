@@ -10,11 +10,11 @@ import numpy as np
 
 from flyte_ddp.datasets.arrays import ImageArrays
 from flyte_ddp.datasets.prepared import PreparedSet, open_prepared, order_of_tests
-from flyte_ddp.hardware import cores
-from flyte_ddp.loading.decoding import DecodingError, Pixels, opened
-from flyte_ddp.loading.encoded import Encoded, decoded, in_order
+from flyte_ddp.hardware import count_cores
+from flyte_ddp.loading.decoding import DecodingError, Pixels, open_with_pillow
+from flyte_ddp.loading.encoded import Encoded, decode_or_refetch, map_samples
 from flyte_ddp.loading.facts import FEW
-from flyte_ddp.loading.opening import reader
+from flyte_ddp.loading.opening import open_reader
 from flyte_ddp.order.sampling import Indices
 from flyte_ddp.settings import Settings
 from flyte_ddp.shards.index import ShardIndex
@@ -45,7 +45,7 @@ class DecodedSamples(NamedTuple):
     digests: Indices
 
 
-def profile(folder: Path, settings: Settings | None = None) -> DataProfile:
+def compute_profile(folder: Path, settings: Settings | None = None) -> DataProfile:
     """Read and decode all samples of a prepared data set, and return its profile.
 
     Encoded images use the shard cache and the number of decoding threads of ``settings``. Raises a UserError if the
@@ -91,19 +91,19 @@ def measure_samples(
                 SampleFacts(f"{split} sample {number}", int(labels[number]), mode=mode), pixels[number]
             )
         return
-    images = data.tested if split == "test" else data.train
+    images = data.test_source if split == "test" else data.train
 
     def decode_and_measure(number: int, encoded: Encoded) -> SampleFacts:
         """Decode a sample and return its facts, or the reason why it cannot be decoded."""
         try:
-            pixels, encoded = decoded(source, number, encoded)
-            with opened(encoded.content) as image:
+            pixels, encoded = decode_or_refetch(source, number, encoded)
+            with open_with_pillow(encoded.content) as image:
                 return measure_pixels(SampleFacts(encoded.name, encoded.label, mode=image.mode), pixels)
         except DecodingError as error:
             return SampleFacts(encoded.name, encoded.label, failure=str(error))
 
-    with closing(reader(images, settings)) as source:
-        yield from in_order(source, numbers, settings.loader_threads or cores(), decode_and_measure, AHEAD)
+    with closing(open_reader(images, settings)) as source:
+        yield from map_samples(source, numbers, settings.loader_threads or count_cores(), decode_and_measure, AHEAD)
 
 
 def measure_pixels(sample: SampleFacts, pixels: Pixels) -> SampleFacts:

@@ -7,10 +7,10 @@ import numpy as np
 from scipy.stats import chi2_contingency
 
 from flyte_ddp.config import Hyperparameters
-from flyte_ddp.datasets.prepared import class_names
+from flyte_ddp.datasets.prepared import resolve_class_names
 from flyte_ddp.errors import UserError
-from flyte_ddp.formatting import counted
-from flyte_ddp.loading.facts import few
+from flyte_ddp.formatting import format_count
+from flyte_ddp.loading.facts import join_few
 from flyte_ddp.validation.profile import DataProfile
 
 SHIFT = 0.1  # a warning is for a difference in at least this share of images
@@ -18,7 +18,7 @@ SIGNIFICANCE = 0.001  # a warning is for a smaller p-value
 STATISTICS = {"labels": "classes", "modes": "colour modes", "sizes": "sizes", "brightness": "brightness"}
 
 
-def check(profile: DataProfile, hp: Hyperparameters, *, max_duplicates: float, max_conflicts: float) -> None:
+def check_profile(profile: DataProfile, hp: Hyperparameters, *, max_duplicates: float, max_conflicts: float) -> None:
     """Raise a UserError if a data set should not be trained on: one line for each problem, with examples and a remedy.
 
     Args:
@@ -37,29 +37,29 @@ def sample_problems(profile: DataProfile, hp: Hyperparameters) -> Iterator[str]:
 
     Raises a UserError if the class names are unknown.
     """
-    names = class_names(profile.classes, hp)
+    names = resolve_class_names(profile.classes, hp)
     bad = profile.training.undecodable + profile.test.undecodable
     if bad > hp.bad_samples:
         yield (
-            f"{counted(bad, 'image')} cannot be decoded, more than bad_samples={hp.bad_samples}: "
-            f"{few(profile.bad)}; fix or remove them, or raise bad_samples"
+            f"{format_count(bad, 'image')} cannot be decoded, more than bad_samples={hp.bad_samples}: "
+            f"{join_few(profile.bad)}; fix or remove them, or raise bad_samples"
         )
     outside = {label: sample for label, sample in profile.labelled.items() if not 0 <= int(label) < len(names)}
     if outside:
-        examples = few(f"{sample} has label {label}" for label, sample in outside.items())
+        examples = join_few(f"{sample} has label {label}" for label, sample in outside.items())
         yield f"{examples}: must be 0..{len(names) - 1} with {len(names)} classes; correct them, or set num_classes"
     for split, counts in {"training": profile.training, "test": profile.test}.items():
         empty = [name for number, name in enumerate(names) if not counts.labels.get(str(number))]
         if empty:
             remedy = "add some" if split == "training" or hp.test_dataset else "give a test_dataset that has some"
-            yield f"no decodable {split} sample is of class {few(empty)}; {remedy}, or remove the class"
+            yield f"no decodable {split} sample is of class {join_few(empty)}; {remedy}, or remove the class"
 
 
 def equal_pixel_problems(profile: DataProfile, max_duplicates: float, max_conflicts: float) -> Iterator[str]:
     """Yield a sentence with a remedy for too many duplicates between the splits, and for too many conflicts."""
     if profile.duplicates > max_duplicates * profile.test.samples:
         yield (
-            f"{profile.duplicates:,} of {counted(profile.test.samples, 'test sample')} have the pixels of a training "
+            f"{profile.duplicates:,} of {format_count(profile.test.samples, 'test sample')} have the pixels of a training "
             f"sample, more than max_duplicates={max_duplicates:g} of them, such as "
             f"{'; '.join(profile.duplicated)}; remove them from one of the two"
         )
@@ -69,12 +69,12 @@ def equal_pixel_problems(profile: DataProfile, max_duplicates: float, max_confli
         if profile.equal > samples / 2:
             remedy = f"{profile.equal:,} are one and the same picture: look at it, as decoding may lose what it shows"
         yield (
-            f"{profile.conflicts:,} of {counted(samples, 'sample')} have the pixels of another one with another label, "
+            f"{profile.conflicts:,} of {format_count(samples, 'sample')} have the pixels of another one with another label, "
             f"more than max_conflicts={max_conflicts:g} of them, such as {'; '.join(profile.conflicting)}; {remedy}"
         )
 
 
-def differences(profile: DataProfile, champion: DataProfile) -> Iterator[str]:
+def describe_differences(profile: DataProfile, champion: DataProfile) -> Iterator[str]:
     """Yield a warning if the classes differ from the champion's, and for each other statistic that differs.
 
     The size of a difference is the total variation distance of the two distributions: the share of images that would

@@ -29,7 +29,7 @@ NFC, NFD = (unicodedata.normalize(form, "café") for form in ("NFC", "NFD"))
 NO_TEXT = os.fsdecode(b"caf\xe9")
 
 
-@pytest.mark.parametrize("decode", [decoding.decode_with_torchcodec, decoding.with_pillow])
+@pytest.mark.parametrize("decode", [decoding.decode_with_torchcodec, decoding.decode_with_pillow])
 @pytest.mark.parametrize("suffix", SUFFIXES)
 def test_what_is_listed_can_be_decoded(decode, suffix: str) -> None:
     """By both decoders, from the format that Pillow saves under such a name."""

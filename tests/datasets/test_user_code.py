@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from flyte_ddp.code_digest import parse
 from flyte_ddp.errors import UserError
-from flyte_ddp.user_code import SPEC, load_callable, split
+from flyte_ddp.user_code import SPEC, load_callable, split_spec
 from flyte_ddp.user_source import user_source_digest, user_sources
 
 
@@ -273,8 +273,8 @@ def test_the_digest_does_not_depend_on_the_order_of_the_path(project: Path, monk
 def test_what_is_accepted_are_two_names_that_python_could_import(spec: str) -> None:
     if SPEC.fullmatch(spec) is None:
         with pytest.raises(UserError):
-            split(spec)
+            split_spec(spec)
         return
-    module, attribute = split(spec)
+    module, attribute = split_spec(spec)
     assert f"{module}:{attribute}" == spec
     assert all(part.isidentifier() for part in [*module.split("."), attribute])

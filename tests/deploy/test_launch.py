@@ -204,7 +204,7 @@ def test_a_version_that_cannot_take_or_give_what_is_asked_for_is_refused(
 
 
 def test_what_changes_is_shown_once_while_it_trains(launch: Any, admin: FakeFlyteAdmin, tmp_path: Path) -> None:
-    page = report.render(write_run(tmp_path / "run", records(epochs=1)[:-1]))
+    page = report.render_report(write_run(tmp_path / "run", records(epochs=1)[:-1]))
     admin.blobs[f"{DECKS}n1"] = f"<html><div>{page}</div></html>".encode()
     admin.blobs[f"{DECKS}n2"] = b"a page of another kind"
     checking = Node("n0", "RUNNING", CHECK, [("RUNNING", "")])

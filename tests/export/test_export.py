@@ -22,9 +22,9 @@ from flyte_ddp.export import exporting
 from flyte_ddp.export.exporting import NotExportedError, TorchLogits, export_model
 from flyte_ddp.export.onnx_process import OnnxProcess
 from flyte_ddp.export.served import ServedModel, middle_square_side
-from flyte_ddp.loading.cropping import middle_crop, squared
+from flyte_ddp.loading.cropping import crop_to_square, middle_crop
 from flyte_ddp.models.artifacts import input_spec, load_model
-from flyte_ddp.models.images import prepare
+from flyte_ddp.models.images import prepare_images
 from flyte_ddp.predict.saved_model import SavedModel
 from flyte_ddp.release.evaluation import compute_logits_of_split
 from flyte_ddp.run import Result, run_training
@@ -126,7 +126,7 @@ def test_the_pt2_answers_as_the_model(exported: Path, trained: Result) -> None:
     images = torch.randint(0, 256, (5, 13, 21, 1), dtype=torch.uint8)
     served = torch.export.load(exported / "model.pt2").module()
     with torch.no_grad():
-        expected = model(prepare(images, input_spec(sidecar)))
+        expected = model(prepare_images(images, input_spec(sidecar)))
         torch.testing.assert_close(served(images), expected, rtol=1e-4, atol=1e-5)
 
 
@@ -225,7 +225,7 @@ def test_pixels_are_those_that_training_evaluates(side: int, size: tuple[int, in
     served = ServedModel(torch.nn.Identity(), {"input": takes})
     with torch.no_grad():
         found = served(torch.from_numpy(image)[None])[0].permute(1, 2, 0).round().numpy().astype(int)
-    differences = np.abs(found - squared(image, side).astype(int))
+    differences = np.abs(found - crop_to_square(image, side).astype(int))
     assert differences.max() <= 1
     assert (differences > 0).mean() <= 1e-3
 

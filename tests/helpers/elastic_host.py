@@ -24,7 +24,7 @@ def worker(hp: str, data: str, folder: str) -> None:
     network.KEEPALIVE = {"TCP_KEEPIDLE": 1, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 3}
     network.UNHEARD_MILLISECONDS = 3_000
     elastic_rank.UNWIND_SECONDS = (2.0, 3.0)
-    with elastic.recorded():
+    with elastic.pickle_exception():
         if elastic.is_leader():
             cache = Path(folder).parent / "cache"
             settings = Settings(progress="off", wandb_mode="disabled", cache_folder=cache, timeout=60.0)
@@ -52,7 +52,7 @@ def main(hp: str, data: str, folder: str, store: str, own: str, is_there: str) -
     try:
         elastic_launch(config, worker)(hp, data, folder)
     except ChildFailedError as error:
-        found = elastic.failure(error, memory_kills=0)
+        found = elastic.first_worker_error(error, memory_kills=0)
         outcome = {"type": type(found).__name__, "said": str(found), "again": getattr(found, "recoverable", None)}
     print(f"\n{json.dumps(outcome)}", flush=True)
 

@@ -71,7 +71,7 @@ def hand_in_a_small_result() -> None:
 
 def hand_in_to_a_slow_folder() -> None:
     """The folder takes the file in more time than any test has."""
-    results.replacing = lambda *_, **__: time.sleep(1000)
+    results.replace_file = lambda *_, **__: time.sleep(1000)
     results.submit("slow", b"1")
 
 
@@ -149,5 +149,5 @@ if FAULT and dist.is_initialized():  # in a rank
 
     passing("import")
     before(Split, "gather", "data")
-    before(checkpoint, "write", "checkpoint")
+    before(checkpoint, "write_checkpoint", "checkpoint")
     before(artifacts, "save_model", "results")

@@ -39,7 +39,7 @@ def nothing_like_a_result(run: Path) -> None:
 
 def saved(run: Path) -> checkpoint.Checkpoint | None:
     """Return the newest checkpoint of an interrupted run; None without one."""
-    return checkpoint.newest_of(run / UNFINISHED / checkpoint.FOLDER)
+    return checkpoint.find_newest_checkpoint(run / UNFINISHED / checkpoint.FOLDER)
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:

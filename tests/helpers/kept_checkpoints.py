@@ -21,7 +21,7 @@ def write(path: Path, step: int, metrics: bytes = b"") -> Path:
     """Write a checkpoint such as training does; return its path."""
     about = {"epoch": 0, "step": step, "trained_in": [vars(ARITHMETIC)], "time": time.time()}
     path.parent.mkdir(parents=True, exist_ok=True)
-    checkpoint.write(path, about, IDENTITY, metrics, lambda file: file.write(str(step).encode()))
+    checkpoint.write_checkpoint(path, about, IDENTITY, metrics, lambda file: file.write(str(step).encode()))
     return path
 
 
@@ -31,7 +31,7 @@ def begun(store: CheckpointStore, folder: Path) -> int:
     found = store.download_newest(folder / SLOTS[0])
     step = found.step if found else 0
     store.record_start(step)
-    assert found == checkpoint.newest_of(folder)
+    assert found == checkpoint.find_newest_checkpoint(folder)
     return step
 
 

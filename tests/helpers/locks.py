@@ -8,8 +8,8 @@ from pathlib import Path
 
 RESERVE = """
 import pathlib, sys
-from flyte_ddp.runs.run_lock import reserve
-print(reserve(pathlib.Path(sys.argv[1])), flush=True)
+from flyte_ddp.runs.run_lock import reserve_run_folder
+print(reserve_run_folder(pathlib.Path(sys.argv[1])), flush=True)
 sys.stdin.read()
 """
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from flyte_ddp import storage
 from flyte_ddp.release import looks, versions
-from flyte_ddp.release.promotion import carry_out, store
+from flyte_ddp.release.promotion import apply_verdict, store_version
 from flyte_ddp.release.registry import LostError, Registry
 from flyte_ddp.release.verdict import Verdict
 
@@ -47,8 +47,10 @@ def release_model(address: str, folder: str) -> str:
     verdict = Verdict.from_json(Path(folder, "verdict.json").read_text())
     registry = Registry(address, "model")
     files = (Path(folder, name) for name in (versions.WEIGHTS, versions.SIDECAR))
-    version = store(registry, *files, verdict, {"page.html": Path(folder, "page.html")}, by="the same execution")
-    return carry_out(registry, version, verdict, by="the same execution").reason
+    version = store_version(
+        registry, *files, verdict, {"page.html": Path(folder, "page.html")}, by="the same execution"
+    )
+    return apply_verdict(registry, version, verdict, by="the same execution").reason
 
 
 def killed_at(number: int, *, after: bool) -> None:
@@ -66,7 +68,7 @@ def killed_at(number: int, *, after: bool) -> None:
 
         return wrapped
 
-    for name in ("create", "put"):
+    for name in ("create_file", "write_file"):
         setattr(storage, name, killing(getattr(storage, name)))
 
 

@@ -97,7 +97,7 @@ def read_at_random(cache: ShardCache, index: ShardIndex, digests: Sequence[str],
     def read(thread: int) -> int:
         chosen = random.Random(f"{seed} {thread}")
         samples = [chosen.randrange(len(index)) for _ in range(reads)]
-        return sum(digest_of_sample(*reader.read(sample)) != digests[sample] for sample in samples)
+        return sum(digest_of_sample(*reader.read_sample(sample)) != digests[sample] for sample in samples)
 
     end(read, 2)
 

@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import open_arrays
-from flyte_ddp.hardware import detect
+from flyte_ddp.hardware import detect_hardware
 from flyte_ddp.order import sampling
 from flyte_ddp.training.train import apply_gradients, compute_gradients
 from flyte_ddp.training.training_state import TrainingState
@@ -28,7 +28,7 @@ def first_batches(order: sampling.Order) -> list[sampling.Indices]:
 
 
 def after_steps(hp: Hyperparameters, data: Path) -> TrainingState:
-    state = TrainingState(hp, detect(hp), open_arrays(data), None)
+    state = TrainingState(hp, detect_hardware(hp), open_arrays(data), None)
     for batch in first_batches(state.training.order):
         compute_gradients(state, batch)
         apply_gradients(state)

@@ -141,9 +141,9 @@ def no_client() -> None:
 
 def here(num_ranks: int) -> Hardware:
     """What one's own machine is found to have."""
-    from flyte_ddp.hardware import detect
+    from flyte_ddp.hardware import detect_hardware
 
-    return detect(replace(HP, num_ranks=num_ranks))
+    return detect_hardware(replace(HP, num_ranks=num_ranks))
 
 
 WORKERS = {f"tcp://{host}:{port}": {"host": host} for host, port in (("b", 1), ("a", 1), ("b", 2), ("c", 1))}

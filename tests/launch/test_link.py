@@ -14,10 +14,10 @@ from flyte_ddp.errors import CollectiveError, CollectiveTimeoutError, PeerGoneEr
 from flyte_ddp.launch import elastic_rank
 from flyte_ddp.launch.supervise import rank_handle
 from flyte_ddp.launch.supervise.failures import first_failure
-from flyte_ddp.launch.supervise.link import Link, classify_error, describe_error
+from flyte_ddp.launch.supervise.link import Link, classify_failure, describe_error
 from flyte_ddp.launch.supervise.rank_handle import RankHandle
 from flyte_ddp.parallel import distributed
-from flyte_ddp.parallel.collective_failures import waiting_for_ranks
+from flyte_ddp.parallel.collective_failures import translate_collective_errors
 
 OPEN: list[Connection] = []  # a rank ends with its launcher's end of the pipe, and this process must not
 
@@ -102,7 +102,7 @@ OWN = KeyError("loss")
     ],
 )
 def test_causes(error: Exception, expected: str) -> None:
-    assert classify_error(error) == expected
+    assert classify_failure(error) == expected
 
 
 @pytest.mark.parametrize(("seconds_ago", "expected"), [(50.0, "peer"), (60.0, "timeout")])
@@ -111,9 +111,9 @@ def test_only_who_has_waited_for_the_time_limit_says_so(
 ) -> None:
     """Whatever the error's own words are."""
     monkeypatch.setattr(distributed, "_timeout", 60.0)
-    with pytest.raises(CollectiveError) as caught, waiting_for_ranks(time.monotonic() - seconds_ago):
+    with pytest.raises(CollectiveError) as caught, translate_collective_errors(time.monotonic() - seconds_ago):
         raise RuntimeError("Timed out waiting 1000ms for recv operation to complete")
-    assert classify_error(caught.value) == expected
+    assert classify_failure(caught.value) == expected
 
 
 class MuteError(RuntimeError):

@@ -318,7 +318,7 @@ def test_of_a_rank_that_is_lost_on_the_launchers_host_memory_is_named(
 ) -> None:
     """Of Elastic's ranks no agent says how they have ended."""
     counted = [3]
-    monkeypatch.setattr(rank_handle, "out_of_memory_kills", lambda: counted[0])
+    monkeypatch.setattr(rank_handle, "count_out_of_memory_kills", lambda: counted[0])
     pipe, theirs = Pipe()
     handle = RemoteHandle(worker(1, pipe, host), host, tmp_path, tmp_path)
     counted[0] += kills

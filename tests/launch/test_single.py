@@ -78,7 +78,7 @@ def test_nothing_is_saved_after_what_was_asked_for(
     written: list[object] = []
     train = rank.train
     monkeypatch.setattr(rank, "train", lambda job, _: train(job, lambda save: told.append(save())))
-    monkeypatch.setattr(checkpoint, "write", lambda *args: written.append(args))
+    monkeypatch.setattr(checkpoint, "write_checkpoint", lambda *args: written.append(args))
     run_training(HP, digits, tmp_path / "run", quiet)
     assert told == [0]
     assert written == []

@@ -17,7 +17,7 @@ from flyte_ddp.loading import cropping, decoding
 from flyte_ddp.loading.decoding import DecodingError
 from flyte_ddp.loading.facts import Facts
 
-BOTH = pytest.mark.parametrize("decode", [decoding.decode_with_torchcodec, decoding.with_pillow])
+BOTH = pytest.mark.parametrize("decode", [decoding.decode_with_torchcodec, decoding.decode_with_pillow])
 SAMPLES = np.arange(4000)
 
 
@@ -100,7 +100,9 @@ def turned(image: Image.Image, kind: str, orientation: int) -> bytes:
 )
 def test_both_decoders_give_the_same_image(content: bytes) -> None:
     """So that a model sees what it was trained on where another one is installed."""
-    ours, theirs = (decode(content).astype(int) for decode in (decoding.decode_with_torchcodec, decoding.with_pillow))
+    ours, theirs = (
+        decode(content).astype(int) for decode in (decoding.decode_with_torchcodec, decoding.decode_with_pillow)
+    )
     assert ours.shape == theirs.shape
     assert np.abs(ours - theirs).max() <= 1
     assert ours.std() > 10
@@ -160,10 +162,10 @@ def test_where_torchcodec_cannot_be_loaded_pillow_decodes(monkeypatch: pytest.Mo
     monkeypatch.setattr(sys, "meta_path", [Broken(), *sys.meta_path])
     decoding.decoder.cache_clear()
     try:
-        assert decoding.decoder() is decoding.with_pillow
+        assert decoding.decoder() is decoding.decode_with_pillow
         assert decoding.decoder_name() == "Pillow"
         assert "torchcodec is not installed" in Facts(decoding.decoder_name()).describe()[0]
-        assert np.array_equal(decoding.decode(encoded(picture(9, 7), "PNG")), np.array(picture(9, 7)))
+        assert np.array_equal(decoding.decode_image(encoded(picture(9, 7), "PNG")), np.array(picture(9, 7)))
     finally:
         decoding.decoder.cache_clear()
 
@@ -207,6 +209,6 @@ def test_of_an_animation_only_the_first_image_is_decoded(kind: str, monkeypatch:
     first.save(buffer, kind, save_all=True, append_images=others, lossless=True)
     asked: list[bytes] = []
     monkeypatch.setattr(torchcodec.decoders, "decode_image", lambda content, **_: asked.append(content))
-    for decode in (decoding.decode_with_torchcodec, decoding.with_pillow):
+    for decode in (decoding.decode_with_torchcodec, decoding.decode_with_pillow):
         assert np.array_equal(decode(buffer.getvalue()), np.array(first))
     assert asked == []

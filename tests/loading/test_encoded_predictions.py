@@ -12,7 +12,7 @@ from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import fetch
 from flyte_ddp.datasets.packing import pack_image_folder
 from flyte_ddp.errors import UserError
-from flyte_ddp.predict.predict import predict
+from flyte_ddp.predict.predict import write_prediction_table
 from flyte_ddp.run import run_training
 from flyte_ddp.shards.dataset import ShardDataset
 
@@ -35,7 +35,7 @@ class TestPredictions:
         result = train(of(shards / "train.json", epochs=1, seed=7, validation_fraction=0.3), tmp_path)
         data = fetch(f"shards:{shards}/train.json", "", tmp_path / "data", progress="off")
         inputs = {"images": None, "dataset": data, "output": tmp_path / "table.csv", "settings": quiet(tmp_path)}
-        table = predict(result.model, result.sidecar, **inputs, batch_size=50)
+        table = write_prediction_table(result.model, result.sidecar, **inputs, batch_size=50)
         assert 0.3 < result.test_accuracy < 1
         assert self.accuracy(table) == pytest.approx(result.test_accuracy, abs=1e-9)
         keys = {sample["__key__"] for sample in ShardDataset(str(shards / "train.json"), tmp_path / "cache")}
@@ -54,11 +54,15 @@ class TestPredictions:
         )
         result = train(hp, tmp_path)
         data = fetch(hp.dataset, "", tmp_path / "data", test_dataset=hp.test_dataset, progress="off")
-        table = predict(result.model, result.sidecar, images=None, dataset=data, output=tmp_path / "table.csv")
+        table = write_prediction_table(
+            result.model, result.sidecar, images=None, dataset=data, output=tmp_path / "table.csv"
+        )
         assert self.accuracy(table) == pytest.approx(result.test_accuracy, abs=1e-9)
         names = sorted(path.relative_to(tests).as_posix() for path in tests.rglob("*.jpg"))
         assert [row["id"] for row in self.rows(table)] == names
-        files = predict(result.model, result.sidecar, images=tests, dataset=None, output=tmp_path / "files.csv")
+        files = write_prediction_table(
+            result.model, result.sidecar, images=tests, dataset=None, output=tmp_path / "files.csv"
+        )
         expected, found = ([row["score_red"] for row in self.rows(path)] for path in (table, files))
         assert found == expected
 
@@ -79,7 +83,9 @@ class TestPredictions:
 
         def rows(bad_samples: int) -> dict[str, dict[str, str]]:
             inputs = {"images": None, "dataset": data, "output": tmp_path / "table.csv", "settings": quiet(tmp_path)}
-            table = predict(result.model, result.sidecar, **inputs, batch_size=5, bad_samples=bad_samples)
+            table = write_prediction_table(
+                result.model, result.sidecar, **inputs, batch_size=5, bad_samples=bad_samples
+            )
             return {row["id"].removesuffix(".jpg"): row for row in self.rows(table)}
 
         with pytest.raises(UserError, match="2 such samples, more than bad_samples=1"):
@@ -97,5 +103,7 @@ class TestPredictions:
         result = run_training(hp, digits, tmp_path / "run", quiet(tmp_path))
         data = fetch(f"shards:{shards}/train.json", "", tmp_path / "data", progress="off")
         with pytest.raises(UserError, match="the model takes 1 x 8 x 8; predict with a model that was trained on such"):
-            predict(result.model, result.sidecar, images=None, dataset=data, output=tmp_path / "table.csv")
+            write_prediction_table(
+                result.model, result.sidecar, images=None, dataset=data, output=tmp_path / "table.csv"
+            )
         assert not (tmp_path / "table.csv").exists()

@@ -51,7 +51,7 @@ def plain_loop(hp: Hyperparameters, index: Path) -> tuple[dict[str, torch.Tensor
         images.append((middle.double() / 255 - torch.tensor(mean)[:, None, None]) / torch.tensor(std)[:, None, None])
         labels.append(sample[".cls"])
     torch.manual_seed(hp.seed)
-    model = zoo.build(hp.model, 10, InputSpec(3, SIDE, SIDE, mean, std)).double()
+    model = zoo.build_model(hp.model, 10, InputSpec(3, SIDE, SIDE, mean, std)).double()
     counts = data.index.counts
     splits = ShardSplits(counts, hp.validation_fraction, 0.0 if hp.test_dataset else 0.1, hp.seed)
     order = ShardOrder(splits, "training", data.index.weights, hp.seed, hp.shuffle_shards)

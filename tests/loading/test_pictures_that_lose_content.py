@@ -16,9 +16,9 @@ from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import fetch, open_prepared
 from flyte_ddp.datasets.packing import pack_image_folder
 from flyte_ddp.export.exporting import read_test_images
-from flyte_ddp.predict.predict import predict
+from flyte_ddp.predict.predict import write_prediction_table
 from flyte_ddp.run import run_training
-from flyte_ddp.validation.profiling import profile
+from flyte_ddp.validation.profiling import compute_profile
 
 
 def bar(number: int) -> np.ndarray:
@@ -49,14 +49,16 @@ def test_what_only_an_alpha_channel_shows_is_learnt_and_predicted(
     result = train(hp, tmp_path / "out", replace(quiet(tmp_path), progress="lines"))
     assert result.test_accuracy == 1.0
     assert "are equal" not in capfd.readouterr().err
-    table = predict(result.model, result.sidecar, images=tests, dataset=None, output=tmp_path / "table.csv")
+    table = write_prediction_table(
+        result.model, result.sidecar, images=tests, dataset=None, output=tmp_path / "table.csv"
+    )
     with table.open() as file:
         assert all(row["id"].startswith(f"{row['prediction']}/") for row in csv.DictReader(file))
     prepared = fetch(hp.dataset, "", tmp_path / "prepared", test_dataset=hp.test_dataset, progress="off")
     order = [*range(1, 20, 2), *range(0, 20, 2)]  # lying, standing
     expected = [np.where(bar(number), 0, 255)[..., None].repeat(3, axis=2) for number in order]
     assert np.array_equal(list(read_test_images(open_prepared(prepared), 3, quiet(tmp_path))), expected)
-    assert profile(prepared).test.modes == {"RGBA": 20}
+    assert compute_profile(prepared).test.modes == {"RGBA": 20}
 
 
 def one_picture(folder: Path, number: int, others: int) -> Path:

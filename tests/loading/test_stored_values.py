@@ -11,7 +11,7 @@ from PIL import Image
 from flyte_ddp.loading import decoding
 from flyte_ddp.loading.decoding import DecodingError
 
-BOTH = pytest.mark.parametrize("decode", [decoding.decode_with_torchcodec, decoding.with_pillow])
+BOTH = pytest.mark.parametrize("decode", [decoding.decode_with_torchcodec, decoding.decode_with_pillow])
 COLOURS = np.random.default_rng(0).integers(0, 256, (12, 16, 3), dtype=np.uint8)
 ALPHA = np.linspace(0, 255, 12 * 16).reshape(12, 16, 1).round().astype(np.uint8)
 

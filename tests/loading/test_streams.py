@@ -40,7 +40,7 @@ from flyte_ddp.settings import Settings
 from flyte_ddp.shards.cache import ShardCache
 from flyte_ddp.shards.dataset import ShardReader
 from flyte_ddp.shards.index import ShardIndex, read_index
-from flyte_ddp.shards.packing import pack
+from flyte_ddp.shards.packing import pack_samples
 
 PER_SHARD = 75
 
@@ -109,7 +109,7 @@ def test_samples_are_mixed_beyond_shards_and_come_once_a_pass(shards: Path, tmp_
     from PIL import Image
 
     Image.new("RGB", (8, 8)).save(shards / "one.png")
-    pack(sample, 300, tmp_path, classes=[str(n) for n in range(300)], per_shard=30, seed=None, progress="off")
+    pack_samples(sample, 300, tmp_path, classes=[str(n) for n in range(300)], per_shard=30, seed=None, progress="off")
     options = options_of(tmp_path, classes=300, shuffle_buffer=100)
     images = StreamImages(options, torch.device("cpu"))
     batches = labels_of(images, 40)
@@ -201,7 +201,7 @@ def train_here(hp: str, folder: str) -> None:
 def broken(folder: Path, **changes) -> RankStream:
     """A stream of twelve samples, none of which can be decoded."""
     contents = {".jpg": b"no image", ".cls": b"1"}
-    pack(lambda number: (f"{number}", contents), 12, folder, classes=["a", "b"], per_shard=3, progress="off")
+    pack_samples(lambda number: (f"{number}", contents), 12, folder, classes=["a", "b"], per_shard=3, progress="off")
     return options_of(folder, classes=2, **changes)
 
 

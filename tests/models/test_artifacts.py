@@ -34,7 +34,7 @@ def sidecar(model: str = "tutorial", spec: InputSpec = GREY, classes: list[str] 
 
 def trained(name: str = "tutorial", seed: int = 0) -> nn.Module:
     torch.manual_seed(seed)
-    return zoo.build(name, 10, GREY)
+    return zoo.build_model(name, 10, GREY)
 
 
 @pytest.fixture
@@ -83,7 +83,7 @@ def test_load_model_gives_back_weights_and_buffers_in_evaluation_mode(
 ) -> None:
     (tmp_path / "model_of_test_artifacts.py").write_text(OWN_MODEL)
     monkeypatch.syspath_prepend(tmp_path)
-    original = zoo.build("model_of_test_artifacts:make", 10, GREY)
+    original = zoo.build_model("model_of_test_artifacts:make", 10, GREY)
     original(torch.randn(8, 1, 28, 28))  # gives the last layer its shape; moves BatchNorm's statistics and its counter
     paths = artifacts.save_model(tmp_path, original.state_dict(), sidecar("model_of_test_artifacts:make"))
     loaded, content = artifacts.load_model(*paths, "cpu")
@@ -141,7 +141,7 @@ def test_equal_weights_are_equal_files_whatever_process_saves_them(tmp_path: Pat
 
 def test_a_state_dict_that_was_loaded_is_the_same_file_again(tmp_path: Path) -> None:
     """With the versions of its modules, as that of a run that went on from a checkpoint."""
-    original = zoo.build("mnasnet0_5", 10, InputSpec(3, 32, 32, (0.0,) * 3, (1.0,) * 3))
+    original = zoo.build_model("mnasnet0_5", 10, InputSpec(3, 32, 32, (0.0,) * 3, (1.0,) * 3))
     first, _ = artifacts.save_model(tmp_path / "first", original.state_dict(), sidecar())
     weights = torch.load(first, weights_only=True)
     second, _ = artifacts.save_model(tmp_path / "second", weights, sidecar())

@@ -15,7 +15,7 @@ from torchvision.models import resnet18
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import UserError
 from flyte_ddp.json_lines import read_records
-from flyte_ddp.models.initial_weights import FILE_ADVICE, fetched, load_initial_weights
+from flyte_ddp.models.initial_weights import FILE_ADVICE, fetch_weights, load_initial_weights
 from flyte_ddp.run import Result, run_training
 from flyte_ddp.runs import identity
 from flyte_ddp.settings import Settings
@@ -239,7 +239,7 @@ def test_a_file_that_is_not_there_is_called_by_its_name(tmp_path: Path, server: 
             identity.run_name(hp, "data")
         with (
             pytest.raises(UserError, match=rf"^init_from='{missing}': {what}"),
-            fetched(missing, tmp_path),
+            fetch_weights(missing, tmp_path),
         ):
             pass
     hp = Hyperparameters(init_from=f"{server.url}/no.pt")
@@ -255,7 +255,7 @@ def test_weights_behind_addresses(tmp_path: Path, server: FileServer) -> None:
     for address in (f"file://{tmp_path}/weights.pt", f"{server.url}/weights.pt"):
         into, hp = Named(), Hyperparameters(init_from=address)
         assert identity.run_name(hp, "data") != identity.run_name(Hyperparameters(), "data")
-        with fetched(address, tmp_path) as path:
+        with fetch_weights(address, tmp_path) as path:
             assert path is not None
             load_initial_weights(into, path, hp)
         assert torch.equal(into.fc.weight, state(seed=1)["fc.weight"])

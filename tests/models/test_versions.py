@@ -9,8 +9,8 @@ import torch
 from torchvision.models import mnasnet0_5
 
 from flyte_ddp.config import Hyperparameters
-from flyte_ddp.predict.predict import predict
-from flyte_ddp.release.judge import judge
+from flyte_ddp.predict.predict import write_prediction_table
+from flyte_ddp.release.judge import judge_challenger
 from flyte_ddp.release.policy import Policy
 from flyte_ddp.release.registry import Registry
 from flyte_ddp.run import run_training
@@ -29,13 +29,13 @@ def test_what_is_trained_is_predicted_released_and_started_from(digits: Path, tm
     model.eval()
 
     files = first.model, first.sidecar
-    predict(*files, images=None, dataset=digits, output=tmp_path / "table.csv", settings=QUIET)
+    write_prediction_table(*files, images=None, dataset=digits, output=tmp_path / "table.csv", settings=QUIET)
     with (tmp_path / "table.csv").open() as table:
         rows = [*csv.DictReader(table)]
     correct = sum(row["prediction"] == row["truth"] for row in rows)
     assert correct / len(rows) == pytest.approx(first.test_accuracy)
 
-    judged = judge(*files, digits, Registry(str(tmp_path / "registry"), "digits"), Policy(), settings=QUIET)
+    judged = judge_challenger(*files, digits, Registry(str(tmp_path / "registry"), "digits"), Policy(), settings=QUIET)
     assert judged.verdict.challenger_accuracy == pytest.approx(first.test_accuracy)
 
     second = replace(hp, init_from=str(first.model), max_steps=1, learning_rate=1e-9, weight_decay=0.0)

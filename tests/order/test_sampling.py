@@ -20,7 +20,7 @@ def test_an_epoch_visits_every_sample_once(samples: int, batch_size: int, epoch:
 @given(length=LENGTHS, ranks=st.integers(1, 9))
 def test_the_ranks_shares_make_up_the_batch(length: int, ranks: int) -> None:
     batch = np.arange(length)
-    shares = [sampling.share(batch, rank, ranks) for rank in range(ranks)]
+    shares = [sampling.take_slice(batch, rank, ranks) for rank in range(ranks)]
     reference = np.array_split(batch, ranks)
     assert all(np.array_equal(ours, theirs) for ours, theirs in zip(shares, reference, strict=True))
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flyte_ddp.order import sampling
-from flyte_ddp.order.shard_order import ShardOrder, ShardSplits, streams_of_rank
+from flyte_ddp.order.shard_order import ShardOrder, ShardSplits, count_rank_streams
 
 COUNTS = st.lists(st.integers(0, 40), min_size=1, max_size=12).filter(sum).map(np.array)
 
@@ -67,7 +67,7 @@ def test_a_share_reads_from_its_own_streams_and_an_epoch_opens_each_shard_once_a
         used = [set[int]() for _ in range(ranks)]
         for batch in order.batches(epoch, batch_size):
             for rank in range(ranks):
-                now = set(shard_of[sampling.share(batch, rank, ranks)].tolist())
+                now = set(shard_of[sampling.take_slice(batch, rank, ranks)].tolist())
                 assert len(now) <= 4
                 used[rank] |= now
         assert all(len(shards) <= 64 // ranks + 2 for shards in used)
@@ -86,13 +86,13 @@ def test_the_shards_that_a_rank_keeps_open_are_enough(streams: int, ranks: int, 
         kept, opened, needed = OrderedDict[int, None](), 0, set[tuple[int, int]]()
         for batch in order.batches(0, batch_size):
             for part in range(parts):
-                for place in sampling.share(sampling.share(np.arange(len(batch)), part, parts), rank, ranks):
+                for place in sampling.take_slice(sampling.take_slice(np.arange(len(batch)), part, parts), rank, ranks):
                     shard = int(shard_of[batch[place]])
                     needed.add((shard, int(place) * streams // batch_size))
                     opened += shard not in kept
                     kept[shard] = None
                     kept.move_to_end(shard)
-                    while len(kept) > 2 * streams_of_rank(streams, ranks, parts):
+                    while len(kept) > 2 * count_rank_streams(streams, ranks, parts):
                         kept.popitem(last=False)
         assert opened <= len(needed)
 
@@ -106,7 +106,7 @@ def test_ranks_get_equal_shares_of_any_number_of_samples() -> None:
     )
     for batch in batches:
         seen[batch] += 1
-        lengths = [len(sampling.share(batch, rank, 64)) for rank in range(64)]
+        lengths = [len(sampling.take_slice(batch, rank, 64)) for rank in range(64)]
         assert max(lengths) - min(lengths) <= 1
     assert len(batches) == -(-samples // batch_size)
     assert (seen == 1).all()
@@ -116,7 +116,7 @@ def test_ranks_get_other_shards_in_each_epoch() -> None:
     """In contrast to wids, where a rank keeps its part of the data for ever."""
     order = order_of([10] * 32, streams=4)
     halves = [
-        {int(sample) // 10 for batch in order.batches(epoch, 20) for sample in sampling.share(batch, 0, 2)}
+        {int(sample) // 10 for batch in order.batches(epoch, 20) for sample in sampling.take_slice(batch, 0, 2)}
         for epoch in range(3)
     ]
     assert len({frozenset(shards) for shards in halves}) == 3

@@ -21,10 +21,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from flyte_ddp.clock import Clock
 from flyte_ddp.errors import RankError
 from flyte_ddp.launch.supervise import supervisor
-from flyte_ddp.launch.supervise.link import classify_error, describe_error
+from flyte_ddp.launch.supervise.link import classify_failure, describe_error
 from flyte_ddp.loading.arrays import ArrayImages
 from flyte_ddp.loading.streams import StreamImages
-from flyte_ddp.parallel.distributed import broadcast_object, copy_from_rank_0, objects_of_all_ranks, sum_over_ranks
+from flyte_ddp.parallel.distributed import broadcast_object, copy_from_rank_0, gather_objects, sum_over_ranks
 from flyte_ddp.parallel.hang_watch import HangWatch, watch_collectives
 from flyte_ddp.parallel.strategies import synchronise_gradients
 from flyte_ddp.parallel.training_pass import TrainingPass
@@ -56,7 +56,7 @@ def test_a_device_that_does_not_end_is_reported_with_the_place_of_the_host() -> 
         pass
     watch.watch_until_overdue()
     error = reported.get_nowait()
-    assert classify_error(error) == "timeout"
+    assert classify_failure(error) == "timeout"
     told = describe_error(error)
     assert told["message"].startswith("the GPU waited for other ranks for 0.05 s")
     assert "in test_a_device_that_does_not_end" in told["traceback"]
@@ -105,7 +105,7 @@ def collectives() -> dict[str, Callable[[], object]]:
         "sum": lambda: sum_over_ranks(torch.zeros(3)),
         "copies": lambda: copy_from_rank_0(model.parameters()),
         "object": lambda: broadcast_object("value"),
-        "objects": lambda: objects_of_all_ranks("value"),
+        "objects": lambda: gather_objects("value"),
         "making DDP": lambda: synchronise_gradients(nn.Linear(2, 2), "ddp", Clock()),
         "the backward pass of DDP": lambda: step(of_ddp),
         "hooks": lambda: step(hooks),

@@ -16,7 +16,7 @@ from torch import Tensor
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import fetch, open_arrays
 from flyte_ddp.errors import UserError
-from flyte_ddp.hardware import detect
+from flyte_ddp.hardware import detect_hardware
 from flyte_ddp.order import sampling
 from flyte_ddp.parallel.distributed import rank, world_size
 from flyte_ddp.training.train import evaluate_splits
@@ -136,7 +136,7 @@ def plain_loop(name: str, data: Path) -> dict[str, Tensor]:
 @pytest.mark.parametrize("keep", ["last", "ema"])
 def test_each_evaluation_is_followed_by_one_call_of_train(digits: Path, keep: str) -> None:
     hp = replace(BASE, model="stateful_models:Stages", num_ranks=1, validation_fraction=0.0, ema_decay=0.9, keep=keep)
-    state = TrainingState(hp, detect(hp), open_arrays(digits), None)
+    state = TrainingState(hp, detect_hardware(hp), open_arrays(digits), None)
     assert state.model.stage == 1
     for evaluations in (1, 2):
         evaluate_splits(state)

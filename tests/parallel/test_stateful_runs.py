@@ -15,7 +15,7 @@ from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import RankError, UserError
 from flyte_ddp.json_lines import read_records
 from flyte_ddp.models.artifacts import load_model
-from flyte_ddp.models.images import InputSpec, prepare
+from flyte_ddp.models.images import InputSpec, prepare_images
 from flyte_ddp.run import Result, run_training
 from flyte_ddp.settings import Settings
 from flyte_ddp.training.optimisation import make_optimizer
@@ -203,7 +203,7 @@ def test_a_gradient_may_come_later_than_others(momentum: float) -> None:
 def test_images_have_the_strides_of_a_new_tensor(channels: int, side: int) -> None:
     """Or `x.view(len(x), -1)` after a convolution fails."""
     images = torch.randint(0, 256, (5, 8, 8, channels), dtype=torch.uint8)
-    batch = prepare(images, InputSpec(channels, side, side, (0.5,) * channels, (0.2,) * channels))
+    batch = prepare_images(images, InputSpec(channels, side, side, (0.5,) * channels, (0.2,) * channels))
     assert batch.stride() == torch.empty(5, channels, side, side).stride()
     torch.nn.Conv2d(channels, 4, 3)(batch).view(5, -1)
 

@@ -10,7 +10,7 @@ from kept_checkpoints import begun, names, write
 from flyte_ddp.errors import OutOfMemoryError, RankError, RankLostError, StoppedError, UnreachableError, UserError
 from flyte_ddp.pods import retries
 from flyte_ddp.pods.checkpoint_store import TRAINED, CheckpointStore
-from flyte_ddp.runs.checkpoint import FOLDER, SLOTS, newest_of
+from flyte_ddp.runs.checkpoint import FOLDER, SLOTS, find_newest_checkpoint
 from flyte_ddp.runs.run_folder import METRICS
 from flyte_ddp.settings import Settings
 
@@ -107,7 +107,7 @@ def test_that_an_attempt_had_time_to_save_is_noted(
     write(folder / SLOTS[0], 4, start)
     (tmp_path / METRICS).write_bytes(start)
     uploader = retries.CheckpointUploader(
-        store, folder, Settings(timeout=600.0, checkpoint_seconds=60.0), newest_of(folder)
+        store, folder, Settings(timeout=600.0, checkpoint_seconds=60.0), find_newest_checkpoint(folder)
     )
     noted = []
     for now in (0.0, 5000.0, 5001.0, 5661.5):

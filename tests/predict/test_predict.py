@@ -20,7 +20,7 @@ from flyte_ddp.errors import UserError
 from flyte_ddp.loading.encoded import BadSamples
 from flyte_ddp.models import artifacts
 from flyte_ddp.models.images import InputSpec
-from flyte_ddp.predict.predict import predict
+from flyte_ddp.predict.predict import write_prediction_table
 from flyte_ddp.predict.prediction_batches import find_images, read_folder
 from flyte_ddp.predict.saved_model import SavedModel
 from flyte_ddp.run import run_training
@@ -137,7 +137,9 @@ def test_a_folder_is_predicted_file_by_file_in_the_order_of_paths(
     (folder / "._b.png").write_text("what macOS leaves behind")
     os.mkfifo(folder / "a" / "pipe.png")
 
-    output = predict(*grey_model, images=folder, dataset=None, output=tmp_path / "new/table.csv", batch_size=4)
+    output = write_prediction_table(
+        *grey_model, images=folder, dataset=None, output=tmp_path / "new/table.csv", batch_size=4
+    )
     assert capfd.readouterr().err == f"images={folder}: 1 file left out, as no images: 1 .txt\n"
     rows = read_table(output)
     order = sorted(range(len(names)), key=lambda k: names[k].split("/"))
@@ -162,7 +164,7 @@ def test_the_images_of_a_folder_are_those_that_training_sees(tmp_path: Path) -> 
 def test_a_data_set_is_predicted_with_truths(tmp_path: Path, channels: int, spec: InputSpec) -> None:
     paths = save(tmp_path / "model", spec)
     dataset = write_dataset(tmp_path / "dataset", channels)
-    output = predict(*paths, images=None, dataset=dataset, output=tmp_path / "table.csv", batch_size=5)
+    output = write_prediction_table(*paths, images=None, dataset=dataset, output=tmp_path / "table.csv", batch_size=5)
     rows = read_table(output)
     assert [row["id"] for row in rows] == [str(k) for k in range(23)]
     assert [row["truth"] for row in rows] == [CLASSES[k % 3] for k in range(23)]
@@ -175,12 +177,12 @@ def test_colour_is_made_grey_and_grey_is_made_colour_as_pillow_does(
     colour = blocks(6, 3)
     for k, image in enumerate(colour):
         Image.fromarray(image).save(folder / f"{k}.png")
-    rows = read_table(predict(*grey_model, images=folder, dataset=None, output=tmp_path / "grey.csv"))
+    rows = read_table(write_prediction_table(*grey_model, images=folder, dataset=None, output=tmp_path / "grey.csv"))
     luma = np.rint(colour @ np.array([0.299, 0.587, 0.114]))[..., np.newaxis]  # ITU-R 601-2
     assert torch.allclose(scores_of(rows), expected_scores(grey_model, luma, GREY), atol=0.02)
 
     colour_model = save(tmp_path / "colour", RGB)
-    rows = read_table(predict(*colour_model, images=folder, dataset=None, output=tmp_path / "rgb.csv"))
+    rows = read_table(write_prediction_table(*colour_model, images=folder, dataset=None, output=tmp_path / "rgb.csv"))
     check_predictions(rows, expected_scores(colour_model, colour, RGB))
 
 
@@ -190,7 +192,7 @@ def test_images_of_any_size_are_resized(grey_model: tuple[Path, Path], folder: P
     ]
     for k, image in enumerate(smooth):
         image.save(folder / f"{k}.png")
-    rows = read_table(predict(*grey_model, images=folder, dataset=None, output=tmp_path / "table.csv"))
+    rows = read_table(write_prediction_table(*grey_model, images=folder, dataset=None, output=tmp_path / "table.csv"))
     resized = [np.asarray(image.convert("F").resize((16, 16), Image.Resampling.BILINEAR)) for image in smooth]
     expected = expected_scores(grey_model, np.stack(resized)[..., np.newaxis], GREY)
     assert torch.allclose(scores_of(rows), expected, atol=1e-3)
@@ -238,9 +240,11 @@ def test_outside_this_package_ten_lines_of_the_readme_prepare_an_image(
     crop, spec = artifacts.MIDDLE if kind == "photos" else "", GREY if kind == "grey" else RGB
     saved = save(tmp_path / "model", spec)
     sidecar = json.loads(saved[1].read_text())
-    sidecar["input"] = artifacts.described_input(spec, crop)
+    sidecar["input"] = artifacts.describe_input(spec, crop)
     saved[1].write_text(json.dumps(sidecar))
-    rows = read_table(predict(*saved, images=photos[0].parent, dataset=None, output=tmp_path / "table.csv"))
+    rows = read_table(
+        write_prediction_table(*saved, images=photos[0].parent, dataset=None, output=tmp_path / "table.csv")
+    )
 
     [code] = re.findall(r"```python\n(import json\n.*?)```", (ROOT / "docs/model.md").read_text(), re.DOTALL)
     program: dict[str, Any] = {}
@@ -272,7 +276,7 @@ def test_a_runs_sidecar_has_these_numbers(digits: Path, tmp_path: Path) -> None:
     hp = Hyperparameters(num_ranks=1, max_steps=1)
     result = run_training(hp, digits, tmp_path, Settings(progress="off", wandb_mode="disabled"))
     sidecar = json.loads(result.sidecar.read_text())
-    assert sidecar["input"] == artifacts.described_input(artifacts.input_spec(sidecar), "")
+    assert sidecar["input"] == artifacts.describe_input(artifacts.input_spec(sidecar), "")
     assert sidecar["input"]["mode"] == "L"
 
 
@@ -302,7 +306,7 @@ def test_what_is_no_image_is_named_and_leaves_no_table(
 ) -> None:
     prepare_folder(folder)
     with pytest.raises(UserError, match=message):
-        predict(*grey_model, images=folder, dataset=None, output=tmp_path / "out/table.csv")
+        write_prediction_table(*grey_model, images=folder, dataset=None, output=tmp_path / "out/table.csv")
     assert list(tmp_path.glob("out/*")) == []
 
 
@@ -327,12 +331,12 @@ def test_images_that_cannot_be_decoded_are_named_and_do_not_stop_the_others(
     with pytest.raises(
         UserError, match=r"\.png cannot be decoded: .*; there are 3 such samples, more than bad_samples=2"
     ):
-        predict(*grey_model, **options, bad_samples=2)
+        write_prediction_table(*grey_model, **options, bad_samples=2)
     assert not (tmp_path / "table.csv").exists()
     asked: list[int] = []
     forward = torch.nn.Linear.forward
     monkeypatch.setattr(torch.nn.Linear, "forward", lambda self, x: asked.append(len(x)) or forward(self, x))
-    rows = read_table(predict(*grey_model, **options, bad_samples=3))
+    rows = read_table(write_prediction_table(*grey_model, **options, bad_samples=3))
     assert (min(asked), sum(asked)) == ({1: 1, 2: 1, 500: 4}[batch_size], 4)
     assert [row["id"] for row in rows] == names
     bad = [row for row in rows if row["id"] in ("b.png", "c.png", "notes.png")]
@@ -344,7 +348,9 @@ def test_images_that_cannot_be_decoded_are_named_and_do_not_stop_the_others(
     grey_model[1].write_text(
         json.dumps(json.loads(grey_model[1].read_text()) | {"hyperparameters": {"bad_samples": 3}})
     )
-    assert read_table(predict(*grey_model, **options)) == rows, "by default as many are allowed as in training"
+    assert read_table(write_prediction_table(*grey_model, **options)) == rows, (
+        "by default as many are allowed as in training"
+    )
 
 
 def test_settings_that_are_refused(grey_model: tuple[Path, Path], folder: Path, tmp_path: Path) -> None:
@@ -359,7 +365,7 @@ def test_settings_that_are_refused(grey_model: tuple[Path, Path], folder: Path, 
         model = {"model_path": grey_model[0], "sidecar_path": grey_model[1]}
         given: dict[str, Any] = {**model, "images": folder, "dataset": None, "output": tmp_path / "table.csv"}
         with pytest.raises(UserError, match=said):
-            predict(**{**given, **options})
+            write_prediction_table(**{**given, **options})
     assert not (tmp_path / "table.csv").exists()
 
 
@@ -368,8 +374,8 @@ def test_channels_that_the_model_does_not_take_are_refused(
 ) -> None:
     colour = write_dataset(tmp_path / "colour", 3)
     with pytest.raises(UserError, match="data set 'noise' has 3 channels: the model takes 1"):
-        predict(*grey_model, images=None, dataset=colour, output=tmp_path / "table.csv")
+        write_prediction_table(*grey_model, images=None, dataset=colour, output=tmp_path / "table.csv")
     Image.fromarray(noise(16, 16)).save(folder / "fine.png")
     four = save(tmp_path / "four", InputSpec(channels=4, height=16, width=16, mean=(0.5,) * 4, std=(0.5,) * 4))
     with pytest.raises(UserError, match="the model takes 4 channels: image files have 1 or 3"):
-        predict(*four, images=folder, dataset=None, output=tmp_path / "table.csv")
+        write_prediction_table(*four, images=folder, dataset=None, output=tmp_path / "table.csv")

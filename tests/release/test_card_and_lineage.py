@@ -11,11 +11,11 @@ from flyte_ddp import storage
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import fetch
 from flyte_ddp.release.card import render_model_card
-from flyte_ddp.release.judge import judge
+from flyte_ddp.release.judge import judge_challenger
 from flyte_ddp.release.lineage import lineage_event
 from flyte_ddp.release.page import write_page
 from flyte_ddp.release.policy import Policy
-from flyte_ddp.release.promotion import carry_out, store
+from flyte_ddp.release.promotion import apply_verdict, store_version
 from flyte_ddp.release.registry import Registry
 from flyte_ddp.release.verdict import Verdict
 from flyte_ddp.run import run_training
@@ -33,12 +33,12 @@ def version(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
     for number, hp in enumerate((Hyperparameters(num_ranks=1, epochs=2), HP)):
         run = run_training(hp, digits, folder / str(number), QUIET)
         policy = Policy(latency_ratio=1000)
-        found = judge(run.model, run.sidecar, digits, registry, policy, settings=QUIET)
+        found = judge_challenger(run.model, run.sidecar, digits, registry, policy, settings=QUIET)
         page = write_page(found, registry.name, folder / "page.html")
-        stored = store(registry, run.model, run.sidecar, found.verdict, {page.name: page}, by="p/d/execution")
-        carry_out(registry, stored, found.verdict, by="p/d/execution")
+        stored = store_version(registry, run.model, run.sidecar, found.verdict, {page.name: page}, by="p/d/execution")
+        apply_verdict(registry, stored, found.verdict, by="p/d/execution")
     names = [name for name in stored.files if name != "model.pt"]
-    return {name: storage.read(registry.at("versions", stored.name, name)).decode() for name in names}
+    return {name: storage.read_file(registry.at("versions", stored.name, name)).decode() for name in names}
 
 
 def test_the_cards_numbers_are_the_sidecars_and_the_verdicts(version: dict[str, str]) -> None:

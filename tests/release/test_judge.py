@@ -20,16 +20,16 @@ from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import fetch, image_arrays, open_arrays
 from flyte_ddp.datasets.arrays import write_arrays
 from flyte_ddp.datasets.prepared import PreparedSet
-from flyte_ddp.errors import UnreachableError, UserError, how_to_install
+from flyte_ddp.errors import UnreachableError, UserError, install_hint
 from flyte_ddp.models.artifacts import save_model
-from flyte_ddp.predict.predict import predict
+from flyte_ddp.predict.predict import write_prediction_table
 from flyte_ddp.predict.saved_model import SavedModel
 from flyte_ddp.release import versions
 from flyte_ddp.release.evaluation import Evaluation, evaluate_split
-from flyte_ddp.release.judge import Judgement, judge
+from flyte_ddp.release.judge import Judgement, judge_challenger
 from flyte_ddp.release.page import write_page
 from flyte_ddp.release.policy import Policy
-from flyte_ddp.release.promotion import carry_out, load_champion, promote, roll_back, store
+from flyte_ddp.release.promotion import apply_verdict, load_champion, promote_version, roll_back_champion, store_version
 from flyte_ddp.release.registry import Registry
 from flyte_ddp.run import Result, run_training
 from flyte_ddp.settings import Settings
@@ -61,11 +61,11 @@ def judged(registry: Registry, digits: Path, tmp_path: Path) -> Callable[..., Ju
     def one(model: Result | Path, data: Path = digits, policy: Policy = PATIENT) -> Judgement:
         folder = model if isinstance(model, Path) else model.run_folder
         files = folder / "model.pt", folder / "model.json"
-        found = judge(*files, data, registry, policy, settings=QUIET)
+        found = judge_challenger(*files, data, registry, policy, settings=QUIET)
         if found.verdict.promotes:
             page = write_page(found, "digits", tmp_path / "page.html")
-            version = store(registry, *files, found.verdict, {page.name: page}, by="x")
-            carry_out(registry, version, found.verdict, by="x")
+            version = store_version(registry, *files, found.verdict, {page.name: page}, by="x")
+            apply_verdict(registry, version, found.verdict, by="x")
         return found
 
     return one
@@ -110,7 +110,7 @@ def test_a_promotion_and_what_follows_it(
     tables = {}
     for name in ("weak", "good"):
         files, table = (models[name].model, models[name].sidecar), tmp_path / f"{name}.csv"
-        with predict(*files, images=None, dataset=digits, output=table, settings=QUIET).open() as file:
+        with write_prediction_table(*files, images=None, dataset=digits, output=table, settings=QUIET).open() as file:
             tables[name] = [row["prediction"] == row["truth"] for row in csv.DictReader(file)]
     pairs = [*zip(tables["good"], tables["weak"], strict=True)]
     gained, lost = pairs.count((True, False)), pairs.count((False, True))
@@ -140,12 +140,12 @@ def test_a_look_at_the_champion_itself(
     """Which decides nothing, and so is none that counts."""
     judged(models["good"])
     model = models["good"].model, models["good"].sidecar
-    found = judge(*model, digits, registry, PATIENT, settings=QUIET, counts=False)
+    found = judge_challenger(*model, digits, registry, PATIENT, settings=QUIET, counts=False)
     assert found.verdict.reason == "it has the champion's weights"
     assert found.verdict.challenger_accuracy == pytest.approx(models["good"].test_accuracy)
     assert write_page(found, "digits", tmp_path / "page.html").read_text().count("<svg") == 1
     weak = models["weak"].model, models["weak"].sidecar
-    verdict = judge(*weak, digits, registry, PATIENT, settings=QUIET, counts=False).verdict
+    verdict = judge_challenger(*weak, digits, registry, PATIENT, settings=QUIET, counts=False).verdict
     assert verdict.look == 0
     assert verdict.alpha == pytest.approx(0.05 * 6 / math.pi**2), "as of a first look"
     assert judged(models["weak"]).verdict.look == 2
@@ -153,11 +153,11 @@ def test_a_look_at_the_champion_itself(
     values = {"version": entry.version, "manifest": entry.manifest, "best": entry.best, "reason": "again"}
     registry.append_entry(entry, by="x", action="promote", **values)
     Path(registry.at("log", "00000001.json")).unlink()
-    verdict = judge(*weak, digits, registry, PATIENT, settings=QUIET, counts=False).verdict
+    verdict = judge_challenger(*weak, digits, registry, PATIENT, settings=QUIET, counts=False).verdict
     assert verdict.champion == entry.version, "the last entry is enough"
     assert judged(models["weak"]).verdict.champion == entry.version
     elsewhere = Registry(str(tmp_path / "elsewhere"), "digits")
-    found = judge(*model, digits, elsewhere, PATIENT, settings=QUIET, counts=False)
+    found = judge_challenger(*model, digits, elsewhere, PATIENT, settings=QUIET, counts=False)
     assert found.verdict.describe().startswith("would be promoted: there is no champion yet")
     assert "digits: Would be promoted" in write_page(found, "digits", tmp_path / "page.html").read_text()
 
@@ -217,7 +217,7 @@ def test_a_champion_that_cannot_be_evaluated(
         (version / gone).unlink()
     (tmp_path / "exports").mkdir()
     files = models["good"].model, models["good"].sidecar
-    verdict = judge(*files, digits, registry, PATIENT, settings=QUIET, exports=tmp_path / "exports").verdict
+    verdict = judge_challenger(*files, digits, registry, PATIENT, settings=QUIET, exports=tmp_path / "exports").verdict
     assert verdict.decision == "no_comparison"
     said = "evaluated: ZeroDivisionError: division by zero" if gone == "its answers" else "loaded: "
     assert verdict.reason.startswith(f"version {entry.version[:12]} cannot be {said}")
@@ -261,10 +261,10 @@ def test_a_model_without_an_export(
     files = models["good"].model, models["good"].sidecar
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "onnxscript", None)
-        verdict = judge(
+        verdict = judge_challenger(
             *files, digits, registry, Policy(export=export), settings=QUIET, exports=tmp_path / "exports"
         ).verdict
-    said = f"not exported: onnxscript is not installed: {how_to_install('export')}"
+    said = f"not exported: onnxscript is not installed: {install_hint('export')}"
     assert [check.reason for check in verdict.checks if check.name == "export"] == [said] * (export != "off")
     assert (verdict.decision, verdict.reason == said) == (
         ("keep", True) if export == "required" else ("promote", False)
@@ -282,10 +282,10 @@ def test_both_models_may_meet_as_many_undecodable_images(registry: Registry, tmp
         (tmp_path / "images/cat/0.png").write_bytes(b"damaged" if number else files["cat/0.png"])
         data = fetch(dataset, "", tmp_path / f"data{number}", test_dataset=dataset, progress="off")
         run = run_training(replace(hp, bad_samples=allowed, seed=number), data, tmp_path / str(number), settings)
-        verdict = judge(run.model, run.sidecar, data, registry, PATIENT, settings=settings).verdict
-        version = store(registry, run.model, run.sidecar, verdict, {}, by="x")
+        verdict = judge_challenger(run.model, run.sidecar, data, registry, PATIENT, settings=settings).verdict
+        version = store_version(registry, run.model, run.sidecar, verdict, {}, by="x")
         if not number:
-            promote(registry, version.name, "to begin", by="me")
+            promote_version(registry, version.name, "to begin", by="me")
         verdicts.append(verdict)
     assert verdicts[1].decision != "no_comparison", verdicts[1].reason
     assert verdicts[1].samples == 79
@@ -298,14 +298,14 @@ def test_what_a_person_took_back_only_a_person_promotes_again(
     """Though tonight's training gives the same bits, and they are still better than the champion."""
     weak = judged(models["weak"]).verdict.challenger
     good = judged(models["good"]).verdict.challenger
-    back = roll_back(registry, "it hallucinates", by="ann")
+    back = roll_back_champion(registry, "it hallucinates", by="ann")
     assert (back.version, back.best) == (weak, weak), "the best version is taken back, too"
     verdict = judged(models["good"]).verdict
     assert (verdict.decision, verdict.look) == ("keep", 0)
     assert verdict.reason == "ann took it back (it hallucinates); only a person can promote it again"
-    assert promote(registry, good, "it does not", by="bob").version == good
+    assert promote_version(registry, good, "it does not", by="bob").version == good
     assert judged(models["good"]).verdict.reason == "it has the champion's weights"
-    roll_back(registry, "it does", by="ann")
+    roll_back_champion(registry, "it does", by="ann")
     assert "took it back (it does)" in judged(models["good"]).verdict.reason
     other = judged(models["other"]).verdict
     assert (other.promotes, other.best) == (True, other.challenger)
@@ -327,7 +327,7 @@ def test_other_classes_are_for_a_person(
     write_arrays(image_arrays(*arrays, names, name="digits"), data, {})
     (tmp_path / "exports").mkdir()
     files = renamed / "model.pt", renamed / "model.json"
-    verdict = judge(*files, data, registry, PATIENT, settings=QUIET, exports=tmp_path / "exports").verdict
+    verdict = judge_challenger(*files, data, registry, PATIENT, settings=QUIET, exports=tmp_path / "exports").verdict
     assert (verdict.decision, verdict.look) == ("keep", 0)
     assert verdict.reason == "the classes changed, so whoever uses it must change too: promote it by hand"
     assert (tmp_path / "exports/model.onnx").exists()
@@ -380,15 +380,15 @@ def test_not_worse_looks_at_the_best_version_ever(
     values = {"action": "promote", "version": weak.version, "manifest": weak.manifest, "best": good.version}
     registry.append_entry(good, by="me", reason="to see", **values)
     other = models["other"].model, models["other"].sidecar
-    verdict = judge(*other, digits, registry, lenient, settings=QUIET).verdict
+    verdict = judge_challenger(*other, digits, registry, lenient, settings=QUIET).verdict
     names = [check.name for check in verdict.checks if check.name.startswith("not worse")]
     assert names == ["not worse than the champion", "not worse than the best version ever"]
     assert [check.passed for check in verdict.checks if check.name == names[0]] == [True]
     equal = Policy(rule="not_worse", margin=0.05, latency_ratio=1000, nll_rise=10.0, brier_rise=2.0)
     twin = altered(models["good"], tmp_path / "twin", scale)
-    verdict = judge(twin / "model.pt", twin / "model.json", digits, registry, equal, settings=QUIET).verdict
+    verdict = judge_challenger(twin / "model.pt", twin / "model.json", digits, registry, equal, settings=QUIET).verdict
     assert (verdict.promotes, verdict.best) == (True, good.version), verdict.reason
     shutil.rmtree(registry.at("versions", good.version))
-    verdict = judge(*other, digits, registry, lenient, settings=QUIET).verdict
+    verdict = judge_challenger(*other, digits, registry, lenient, settings=QUIET).verdict
     assert verdict.decision == "no_comparison"
     assert verdict.reason.startswith(f"version {good.version[:12]} cannot be loaded")

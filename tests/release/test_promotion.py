@@ -15,7 +15,13 @@ from flyte_ddp import storage
 from flyte_ddp.errors import UserError
 from flyte_ddp.files import file_digest
 from flyte_ddp.release import looks, versions
-from flyte_ddp.release.promotion import carry_out, champion_files, promote, roll_back, store
+from flyte_ddp.release.promotion import (
+    apply_verdict,
+    download_champion,
+    promote_version,
+    roll_back_champion,
+    store_version,
+)
 from flyte_ddp.release.registry import Entry, Registry, replay_promotions
 from flyte_ddp.release.verdict import Verdict
 
@@ -53,15 +59,15 @@ def trained(folder: Path, weights: bytes = b"weights") -> Path:
 def stored(registry: Registry, model: Path, **values: Any) -> tuple[versions.Version, Verdict]:
     verdict = judged(model, **values)
     files = model / versions.WEIGHTS, model / versions.SIDECAR
-    return store(registry, *files, verdict, {"page.html": model / "page.html"}, by="somebody"), verdict
+    return store_version(registry, *files, verdict, {"page.html": model / "page.html"}, by="somebody"), verdict
 
 
 def test_two_rivals(address: str, tmp_path: Path) -> None:
     """Both were better than the champion of before; the second one's verdict does not count any more."""
     registry = Registry(address, "model")
     first, second = (stored(registry, trained(tmp_path / name, name.encode())) for name in ("one", "two"))
-    won = carry_out(registry, *first, by="one's execution")
-    lost = carry_out(registry, *second, by="another execution")
+    won = apply_verdict(registry, *first, by="one's execution")
+    lost = apply_verdict(registry, *second, by="another execution")
     assert (won.champion, won.reason) == (first[0].name, "promoted: better")
     assert lost.champion == first[0].name
     assert lost.reason.startswith("not promoted: one's execution was faster: by entry 1 of the log version ")
@@ -82,7 +88,7 @@ def test_killed_at_every_write_a_second_try_ends_well(when: str, address: str, t
             versions.fetch_files(registry, version, tmp_path / f"fetched{place}", tuple(version.files))
         assert promoter.release_model(f"{address}{place}", str(model)) == "promoted: better"
         assert [(entry.number, entry.version) for entry in registry.history()] == [(1, whole)]
-        assert json.loads(storage.read(registry.at("champion.json")))["version"] == whole
+        assert json.loads(storage.read_file(registry.at("champion.json")))["version"] == whole
         if killed.returncode == 0:
             break
         assert killed.returncode == 9, killed.stderr
@@ -93,17 +99,17 @@ def test_what_was_kept_and_is_promoted_later_has_both_verdicts(address: str, tmp
     """A version is a folder for all that was made with the judgement; the champion's is that of its promotion."""
     registry, model = Registry(address, "model"), trained(tmp_path / "one")
     kept, verdict = stored(registry, model, decision="keep", reason="worse")
-    assert carry_out(registry, kept, verdict, by="x").reason == "kept: worse"
+    assert apply_verdict(registry, kept, verdict, by="x").reason == "kept: worse"
     assert not registry.history()
     assert stored(registry, model, decision="keep", reason="no better")[0] == kept, "nothing new is written for that"
     (model / "model.onnx").write_text("exported now")
     files = model / versions.WEIGHTS, model / versions.SIDECAR
     verdict = judged(model)
     beside = {name: model / name for name in ("page.html", "model.onnx")}
-    version = store(registry, *files, verdict, beside, by="x")
-    assert store(registry, *files, verdict, beside, by="x") == version
+    version = store_version(registry, *files, verdict, beside, by="x")
+    assert store_version(registry, *files, verdict, beside, by="x") == version
     assert (version.name, version.folder) == (kept.name, f"versions/{kept.name}/2")
-    carry_out(registry, version, verdict, by="x")
+    apply_verdict(registry, version, verdict, by="x")
     entry = registry.champion()
     assert entry is not None
     champion = versions.read_version(registry, entry.version, entry.manifest)
@@ -111,7 +117,7 @@ def test_what_was_kept_and_is_promoted_later_has_both_verdicts(address: str, tmp
     versions.fetch_files(registry, champion, tmp_path, ("model.onnx", "verdict.json", "README.md"))
     assert json.loads((tmp_path / "verdict.json").read_text())["decision"] == "promote"
     assert "`model.onnx`" in (tmp_path / "README.md").read_text()
-    assert json.loads(storage.read(registry.at(kept.folder, "verdict.json")))["decision"] == "keep"
+    assert json.loads(storage.read_file(registry.at(kept.folder, "verdict.json")))["decision"] == "keep"
     assert "model.onnx" not in versions.read_version(registry, kept.name, kept.manifest).files
 
 
@@ -119,7 +125,7 @@ def test_two_writers_of_other_files_have_a_revision_each(address: str) -> None:
     """Whoever comes second at the list of files: no list that is not in the store is ever handed on."""
     registry = Registry(address, "model")
     files: dict[str, Path | bytes] = {"verdict.json": b"{}", "model.pt": b"weights", "model.json": b"{}"}
-    create, others = storage.create, []
+    create, others = storage.create_file, []
 
     def interrupted(to: str, content: bytes | Path) -> None:
         if to.endswith("manifest.json") and not others:
@@ -128,12 +134,12 @@ def test_two_writers_of_other_files_have_a_revision_each(address: str) -> None:
         create(to, content)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(storage, "create", interrupted)
+        patch.setattr(storage, "create_file", interrupted)
         mine = versions.write_version(registry, files)
     assert versions.read_version(registry, mine.name, mine.manifest) == mine
     assert versions.read_version(registry, mine.name, others[0].manifest) == others[0]
     assert [mine.folder, others[0].folder] == [f"versions/{mine.name}/2", f"versions/{mine.name}"]
-    storage.put(registry.at(mine.folder, "manifest.json"), b"{}")
+    storage.write_file(registry.at(mine.folder, "manifest.json"), b"{}")
     with pytest.raises(UserError, match=rf"{mine.name}: has no manifest.json with the SHA-256 {mine.manifest[:12]}"):
         versions.read_version(registry, mine.name, mine.manifest)
 
@@ -143,34 +149,34 @@ def test_a_gap_in_the_log_is_promoted_over_by_nobody(gone: int, tmp_path: Path) 
     """Neither before the entry that was judged against, nor after it."""
     registry = Registry(str(tmp_path / "registry"), "model")
     one, two, three = (trained(tmp_path / name, name.encode()) for name in ("one", "two", "three"))
-    carry_out(registry, *stored(registry, one), by="x")
+    apply_verdict(registry, *stored(registry, one), by="x")
     late = stored(registry, three, log_number=1)
-    carry_out(registry, *stored(registry, two, log_number=1), by="y")
+    apply_verdict(registry, *stored(registry, two, log_number=1), by="y")
     Path(registry.at("log", f"0000000{gone}.json")).unlink()
     with pytest.raises(UserError, match=rf"model/log/0000000{gone}.json is missing"):
-        carry_out(registry, *late, by="z")
+        apply_verdict(registry, *late, by="z")
     Path(registry.at("champion.json")).unlink()
     for entry in Path(registry.at("log")).iterdir():
         entry.unlink()
     with pytest.raises(UserError, match=r"model/log/00000001.json is missing; restore it"):
-        carry_out(registry, *late, by="z")
+        apply_verdict(registry, *late, by="z")
     assert not [*Path(registry.at("log")).iterdir()]
 
 
 @pytest.mark.parametrize("file", ["model.pt", "manifest.json"])
 def test_an_altered_version_is_named(file: str, tmp_path: Path) -> None:
     registry = Registry(str(tmp_path), "model")
-    carry_out(registry, *stored(registry, trained(tmp_path / "trained")), by="x")
+    apply_verdict(registry, *stored(registry, trained(tmp_path / "trained")), by="x")
     version = registry.history()[0].version
     path = tmp_path / "model/versions" / version / file
     path.write_bytes(path.read_bytes() + b" ")
     said = f"{version}: has no manifest.json with the SHA-256 " if file == "manifest.json" else f"{file}: is damaged or"
     with pytest.raises(UserError, match=said):
-        champion_files(registry, tmp_path / "fetched")
+        download_champion(registry, tmp_path / "fetched")
     path.unlink()
     said = "has no complete version" if file == "manifest.json" else f"{file}: is missing; restore it, or promote"
     with pytest.raises(UserError, match=said):
-        champion_files(registry, tmp_path / "again")
+        download_champion(registry, tmp_path / "again")
     assert not [*(tmp_path / "again").glob("*.pt")]
 
 
@@ -179,13 +185,19 @@ def test_a_person_can_promote_only_what_is_whole(tmp_path: Path) -> None:
     registry = Registry(str(tmp_path / "registry"), "model")
     names = [stored(registry, trained(tmp_path / name, name.encode()))[0].name for name in ("one", "two")]
     for name in names:
-        promote(registry, name, "why", by="me")
+        promote_version(registry, name, "why", by="me")
     Path(registry.at("versions", names[0], "page.html")).write_text("altered")
-    for decide in (lambda: promote(registry, names[0], "why", by="me"), lambda: roll_back(registry, "why", by="me")):
+    for decide in (
+        lambda: promote_version(registry, names[0], "why", by="me"),
+        lambda: roll_back_champion(registry, "why", by="me"),
+    ):
         with pytest.raises(UserError, match=r"page.html: is damaged or was altered; restore it"):
             decide()
     Path(registry.at("versions", names[0], "model.pt")).unlink()
-    for decide in (lambda: promote(registry, names[0], "why", by="me"), lambda: roll_back(registry, "why", by="me")):
+    for decide in (
+        lambda: promote_version(registry, names[0], "why", by="me"),
+        lambda: roll_back_champion(registry, "why", by="me"),
+    ):
         with pytest.raises(UserError, match=r"model.pt: is missing; restore it"):
             decide()
     assert len(registry.history()) == 2
@@ -194,28 +206,28 @@ def test_a_person_can_promote_only_what_is_whole(tmp_path: Path) -> None:
 def test_what_a_person_decides(address: str, tmp_path: Path) -> None:
     registry = Registry(address, "model")
     with pytest.raises(UserError, match="model has no champion; promote a version first"):
-        champion_files(registry, tmp_path / "fetched")
+        download_champion(registry, tmp_path / "fetched")
     with pytest.raises(UserError, match=r"there is no champion before the present one; nothing was changed"):
-        roll_back(registry, "why", by="me")
+        roll_back_champion(registry, "why", by="me")
     names = [stored(registry, trained(tmp_path / name, name.encode()))[0].name for name in ("one", "two", "three")]
     for name in names:
-        promote(registry, name, "I say so", by="me")
+        promote_version(registry, name, "I say so", by="me")
     with pytest.raises(UserError, match=r"is the champion already, since 20"):
-        promote(registry, names[2], "again", by="me")
+        promote_version(registry, names[2], "again", by="me")
     with pytest.raises(UserError, match=r"reason='': must say why"):
-        promote(registry, names[0], " ", by="me")
+        promote_version(registry, names[0], " ", by="me")
     with pytest.raises(UserError, match="must be the SHA-256 of its weights, 64 hexadecimal digits"):
-        promote(registry, "latest", "why", by="me")
+        promote_version(registry, "latest", "why", by="me")
     with pytest.raises(UserError, match=f"has no complete version {'0' * 64}: there is no manifest.json"):
-        promote(registry, "0" * 64, "why", by="me")
-    assert roll_back(registry, "too slow", by="me").version == names[1]
-    assert roll_back(registry, "too slow", by="me").version == names[0]
+        promote_version(registry, "0" * 64, "why", by="me")
+    assert roll_back_champion(registry, "too slow", by="me").version == names[1]
+    assert roll_back_champion(registry, "too slow", by="me").version == names[0]
     with pytest.raises(UserError, match="there is no champion before"):
-        roll_back(registry, "too slow", by="me")
+        roll_back_champion(registry, "too slow", by="me")
     log = registry.history()
     assert [entry.action for entry in log] == ["promote"] * 3 + ["rollback"] * 2
     assert {(entry.by, entry.best) for entry in log} == {("me", names[0])}
-    weights, _ = champion_files(registry, tmp_path / "fetched")
+    weights, _ = download_champion(registry, tmp_path / "fetched")
     assert weights.read_bytes() == b"one"
 
 
@@ -241,19 +253,19 @@ def test_a_pod_that_tries_again_decides_once(address: str, tmp_path: Path) -> No
     registry = Registry(address, "model")
     names = [stored(registry, trained(tmp_path / name, name.encode()))[0].name for name in ("one", "two", "three")]
     for name in names:
-        first = promote(registry, name, "why", by=f"p/d/{name}", once=True)
-        assert promote(registry, name, "why", by=f"p/d/{name}", once=True) == first
-    back = roll_back(registry, "why", by="p/d/back", once=True)
-    assert roll_back(registry, "why", by="p/d/back", once=True) == back
+        first = promote_version(registry, name, "why", by=f"p/d/{name}", once=True)
+        assert promote_version(registry, name, "why", by=f"p/d/{name}", once=True) == first
+    back = roll_back_champion(registry, "why", by="p/d/back", once=True)
+    assert roll_back_champion(registry, "why", by="p/d/back", once=True) == back
     assert back.version == names[1]
-    promote(registry, names[0], "by somebody else in between", by="p/d/else", once=True)
-    storage.put(registry.at("champion.json"), b"{}")
-    assert roll_back(registry, "why", by="p/d/back", once=True) == back
-    assert promote(registry, names[2], "why", by=f"p/d/{names[2]}", once=True).number == 3
+    promote_version(registry, names[0], "by somebody else in between", by="p/d/else", once=True)
+    storage.write_file(registry.at("champion.json"), b"{}")
+    assert roll_back_champion(registry, "why", by="p/d/back", once=True) == back
+    assert promote_version(registry, names[2], "why", by=f"p/d/{names[2]}", once=True).number == 3
     with pytest.raises(UserError, match="is the champion already"):
-        promote(registry, names[0], "another model than before", by=f"p/d/{names[2]}", once=True)
-    assert json.loads(storage.read(registry.at("champion.json")))["number"] == 5, "the copy is made again"
-    assert roll_back(registry, "why", by="p/d/another", once=True).version == names[1]
+        promote_version(registry, names[0], "another model than before", by=f"p/d/{names[2]}", once=True)
+    assert json.loads(storage.read_file(registry.at("champion.json")))["number"] == 5, "the copy is made again"
+    assert roll_back_champion(registry, "why", by="p/d/another", once=True).version == names[1]
     assert len(registry.history()) == 6
 
 
@@ -276,10 +288,10 @@ def test_the_best_version_is_one_that_can_be_compared(tmp_path: Path) -> None:
     sidecar = three / versions.SIDECAR
     sidecar.write_text(sidecar.read_text().replace('["a", "b"]', '["a", "b", "c"]'))
     names = [stored(registry, model)[0].name for model in (one, two, three)]
-    bests = [promote(registry, name, "why", by="me").best for name in (names[0], names[1], names[2], names[1])]
+    bests = [promote_version(registry, name, "why", by="me").best for name in (names[0], names[1], names[2], names[1])]
     assert bests == [names[0], names[0], names[2], names[1]]
     Path(registry.at("versions", names[1], versions.MANIFEST)).unlink()
-    assert promote(registry, names[0], "why", by="me").best == names[0]
+    assert promote_version(registry, names[0], "why", by="me").best == names[0]
 
 
 def test_looks_are_numbered_and_the_same_two_models_have_one(address: str) -> None:

@@ -18,7 +18,7 @@ from s3_server import S3Server
 from flyte_ddp import storage
 from flyte_ddp.errors import UserError
 from flyte_ddp.release.__main__ import find_faults, release
-from flyte_ddp.release.promotion import champion_files
+from flyte_ddp.release.promotion import download_champion
 from flyte_ddp.release.registry import Entry, LogError, LostError, Registry
 from flyte_ddp.release.versions import write_version
 
@@ -39,7 +39,7 @@ def raced(address: str, processes: int, rounds: int) -> None:
     said = [[json.loads(line) for line in process.communicate()[0].splitlines()] for process in running]
     assert [process.returncode for process in running] == [0] * processes
     log = Registry(address, "model").history()
-    assert Entry.from_file(storage.read(Registry(address, "model").at("champion.json"))) == log[-1]
+    assert Entry.from_file(storage.read_file(Registry(address, "model").at("champion.json"))) == log[-1]
     assert [entry.number for entry in log] == [*range(1, rounds + 1)]
     for number, entry in enumerate(log):
         of_all = [lines[number] for lines in said]
@@ -80,7 +80,7 @@ def test_the_winner_is_named(address: str) -> None:
     with pytest.raises(LostError, match=r"one was faster: by entry 1 of the log version one is the champion \(why not"):
         appended(registry, None, "other")
     assert registry.champion() == first
-    assert json.loads(storage.read(registry.at("champion.json")))["version"] == "one"
+    assert json.loads(storage.read_file(registry.at("champion.json")))["version"] == "one"
 
 
 def test_a_copy_that_cannot_be_written_costs_a_message(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -98,7 +98,7 @@ def change_log(registry: Registry, server: S3Server, **files: bytes | None) -> N
         if content is None:
             (storage.local_path(address) or server.folder / address.removeprefix("s3://")).unlink()
         else:
-            storage.put(address, content)
+            storage.write_file(address, content)
 
 
 @pytest.fixture
@@ -108,7 +108,7 @@ def three(address: str) -> tuple[Registry, dict[str, bytes]]:
     for who in ("one", "two", "three"):
         before = appended(registry, before, who)
     return registry, {
-        f"entry{number}": storage.read(registry.at("log", f"0000000{number}.json")) for number in (1, 2, 3)
+        f"entry{number}": storage.read_file(registry.at("log", f"0000000{number}.json")) for number in (1, 2, 3)
     }
 
 
@@ -223,7 +223,7 @@ def test_the_log_is_not_listed_and_one_manifest_is_read(
         before = registry.append_entry(before, by="me", action="promote", **values)
     with faulty_proxy(s3[0].endpoint) as proxy:
         monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
-        champion_files(registry, tmp_path)
+        download_champion(registry, tmp_path)
     model = f"{bucket.removeprefix('s3://')}/model"
     folder = f"{model}/versions/{version.name}/2"
     log = [f"{model}/{name}" for name in ("champion.json", "log/00000002.json", "log/00000003.json")]
@@ -266,7 +266,7 @@ def test_a_path_that_the_system_refuses(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"model cannot be read: File name too long; check the address"):
         registry.history()
     with pytest.raises(storage.UnavailableError, match="File name too long"):
-        storage.stat(registry.address)
+        storage.stat_file(registry.address)
 
 
 def test_a_registry_that_cannot_be_reached(bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

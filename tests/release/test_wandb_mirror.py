@@ -7,9 +7,9 @@ import pytest
 from fake_wandb_server import fake_server
 
 from flyte_ddp.release import versions
-from flyte_ddp.release.promotion import promote
+from flyte_ddp.release.promotion import promote_version
 from flyte_ddp.release.registry import Entry, Registry
-from flyte_ddp.release.wandb_mirror import mirror_champion
+from flyte_ddp.release.wandb_mirror import copy_champion_to_wandb
 from flyte_ddp.settings import Settings
 
 pytestmark = pytest.mark.slow
@@ -26,7 +26,7 @@ def registry(tmp_path: Path) -> Registry:
 @pytest.fixture
 def champion(registry: Registry) -> Entry:
     version = versions.write_version(registry, FILES)
-    return promote(registry, version.name, "a test", by="me")
+    return promote_version(registry, version.name, "a test", by="me")
 
 
 def test_what_arrives(
@@ -35,7 +35,7 @@ def test_what_arrives(
     monkeypatch.setenv("WANDB_API_KEY", "0123456789abcdef" * 2 + "01234567")
     with fake_server() as server:
         monkeypatch.setenv("WANDB_BASE_URL", server.url)
-        mirror_champion(registry, champion.version, Settings(wandb_mode="online"))
+        copy_champion_to_wandb(registry, champion.version, Settings(wandb_mode="online"))
     [artifact] = server.artifacts
     assert {name: server.uploads[name] for name in ("model.pt", "model.json")} == FILES
     assert {"champion", champion.version[:12]} <= {each["alias"] for each in artifact["aliases"]}
@@ -55,7 +55,7 @@ def test_a_bad_server_costs_a_message(
     monkeypatch.setenv("WANDB_API_KEY", "0123456789abcdef" * 2 + "01234567")
     with fake_server(behaviour) as server:
         monkeypatch.setenv("WANDB_BASE_URL", server.url)
-        mirror_champion(registry, champion.version, ONLINE)
+        copy_champion_to_wandb(registry, champion.version, ONLINE)
     [line] = capsys.readouterr().out.splitlines()
     assert line.startswith("wandb: champion 1 of digits not mirrored (")
 
@@ -64,7 +64,7 @@ def test_a_bad_server_costs_a_message(
 def test_without_a_key_nothing_is_sent(
     registry: Registry, champion: Entry, mode: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    mirror_champion(registry, champion.version, Settings(wandb_mode=mode))
+    copy_champion_to_wandb(registry, champion.version, Settings(wandb_mode=mode))
     assert not capsys.readouterr().out
 
 
@@ -72,5 +72,5 @@ def test_an_altered_version_is_not_sent(
     registry: Registry, champion: Entry, capsys: pytest.CaptureFixture[str]
 ) -> None:
     Path(registry.at("versions", champion.version, "model.json")).write_text("{ }")
-    mirror_champion(registry, champion.version, ONLINE)
+    copy_champion_to_wandb(registry, champion.version, ONLINE)
     assert "not mirrored (" in capsys.readouterr().out

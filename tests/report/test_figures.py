@@ -65,4 +65,4 @@ def test_odd_values_can_be_drawn(values: list[float], scale: str) -> None:
     ],
 )
 def test_durations_are_given_in_units_that_suit_them(seconds: float, text: str) -> None:
-    assert formatting.duration(seconds) == text
+    assert formatting.format_duration(seconds) == text

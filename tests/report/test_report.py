@@ -23,7 +23,7 @@ from flyte_ddp.report.run_records import read_run
 
 
 def test_the_headline_has_the_figures_of_the_records(tmp_path: Path) -> None:
-    page = Page(report.render(write_run(tmp_path / "a run", records())))
+    page = Page(report.render_report(write_run(tmp_path / "a run", records())))
     assert page.texts("h1") == ["a run"]
     assert page.tiles() == {
         "Test accuracy": ("91.37\N{NO-BREAK SPACE}%", "9,137 of 10,000 correct"),
@@ -42,7 +42,7 @@ def test_the_kept_epoch_is_the_one_that_the_sidecar_names(tmp_path: Path) -> Non
     digests, versions = {"weights": "ab12", "data": "cd34"}, {"torch": "2.15.0"}
     content = {"metrics": {"kept_epoch": 2}, "digests": digests, "versions": versions}
     (folder / "model.json").write_text(json.dumps(content))
-    page = Page(report.render(folder))
+    page = Page(report.render_report(folder))
     assert page.tiles()["Test loss"][1] == "validation loss 0.2500"
     assert "Weights kept: after epoch 2." in "".join(page.texts("p"))
     for row in (["weights", "ab12"], ["data", "cd34"], ["torch", "2.15.0"]):
@@ -50,7 +50,7 @@ def test_the_kept_epoch_is_the_one_that_the_sidecar_names(tmp_path: Path) -> Non
 
 
 def test_the_time_is_divided_as_recorded(tmp_path: Path) -> None:
-    page = Page(report.render(write_run(tmp_path / "run", records())))
+    page = Page(report.render_report(write_run(tmp_path / "run", records())))
     widths = [float(width) for style in page.attributes("style") for width in re.findall(r"width:([\d.]+)%", style)]
     assert widths == [10.0, 50.0, 20.0, 15.0, 5.0]
     body = "".join(page.texts("div", class_="parts"))
@@ -60,7 +60,7 @@ def test_the_time_is_divided_as_recorded(tmp_path: Path) -> None:
 
 
 def test_hyperparameters_that_differ_from_their_defaults_are_set_apart(tmp_path: Path) -> None:
-    page = Page(report.render(write_run(tmp_path / "run", records())))
+    page = Page(report.render_report(write_run(tmp_path / "run", records())))
     given, default = records()[0]["hyperparameters"], Hyperparameters().to_dict()
     rows = {row[0]: row[1:3] for row in page.rows() if len(row) == 4 and row[0] in default}
     assert rows == {name: [json.dumps(given[name]), json.dumps(default[name])] for name in default}
@@ -73,7 +73,7 @@ def test_hyperparameters_that_differ_from_their_defaults_are_set_apart(tmp_path:
 
 def test_the_confusion_matrix_and_its_lists(tmp_path: Path) -> None:
     counts = matrix(10)
-    page = Page(report.render(write_run(tmp_path / "run", records(), counts)))
+    page = Page(report.render_report(write_run(tmp_path / "run", records(), counts)))
     picture = Page(figures.draw_confusion_heatmap(counts, list("abcdefghij")))
     assert sorted(int(text) for text in picture.texts("text") if text.isdecimal()) == sorted(counts[counts > 0])
     assert [text for text in picture.texts("text") if len(text) == 1 and text.isalpha()] == list("abcdefghij") * 2
@@ -86,7 +86,7 @@ def test_the_confusion_matrix_and_its_lists(tmp_path: Path) -> None:
 
 def test_the_worst_mistakes_are_pictures_of_the_samples(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", records(), matrix(10))
-    page = Page(report.render(folder))
+    page = Page(report.render_report(folder))
     cards = ["".join(card) for card in page.pieces("mistake")]
     scores = ("97.00\N{NO-BREAK SPACE}%", "86.00\N{NO-BREAK SPACE}%", "75.00\N{NO-BREAK SPACE}%")
     named = (("class 1", "class 0", 71), ("class 0", "class 1", 52), ("class 9", "class 0", 33))
@@ -107,13 +107,13 @@ def test_the_worst_mistakes_have_the_names_of_their_files(tmp_path: Path) -> Non
         arrays = dict(kept)
     names = ["a", "b", "cat/1.jpg", "<b>dog</b>/2.jpg", os.fsdecode(b"n\xf6n/3.jpg")]
     np.savez(folder / "predictions.npz", **arrays, names=np.array(names))
-    html = report.render(folder)
+    html = report.render_report(folder)
     shown = ["cat/1.jpg", "<b>dog</b>/2.jpg", "n\N{REPLACEMENT CHARACTER}n/3.jpg"]
     assert [card[-1] for card in Page(html).pieces("mistake")] == shown
     assert [found["alt"] for tag, found, _ in Page(html).elements if tag == "img"] == shown
     assert "sample 71" not in html
     np.savez(folder / "predictions.npz", **arrays, names=np.array([], dtype=np.str_))
-    assert [card[-1] for card in Page(report.render(folder)).pieces("mistake")] == [
+    assert [card[-1] for card in Page(report.render_report(folder)).pieces("mistake")] == [
         "sample 71",
         "sample 52",
         "sample 33",
@@ -133,7 +133,7 @@ def test_whatever_a_run_is_called_stays_text(tmp_path: Path) -> None:
     lines[0]["hyperparameters"]["model"] = "<i>module</i>:make"
     lines[-1]["notes"] = ["<b>note</b> & more"]
     lines[-1]["stopped"] = "<u>after epoch 2</u>"
-    html = report.render(write_run(tmp_path / "<b>run", lines, matrix(6)))
+    html = report.render_report(write_run(tmp_path / "<b>run", lines, matrix(6)))
     page = Page(html)
     assert {tag for tag, _, _ in page.elements}.isdisjoint({"script", "u"})
     assert not [name for _, found, _ in page.elements for name in found if name.startswith("on")]
@@ -147,7 +147,7 @@ def test_whatever_a_run_is_called_stays_text(tmp_path: Path) -> None:
 
 
 def test_the_page_needs_nothing_from_elsewhere_and_styles_nothing_else(tmp_path: Path) -> None:
-    html = report.render(write_run(tmp_path / "run", records(), matrix(10)))
+    html = report.render_report(write_run(tmp_path / "run", records(), matrix(10)))
     page = Page(html)
     assert all(uri.startswith("data:") for uri in page.attributes("src"))
     assert all(uri.startswith(("#", "data:")) for name in ("href", "xlink:href") for uri in page.attributes(name))
@@ -163,9 +163,9 @@ def legends(page: Page) -> list[str]:
 
 
 def test_a_run_without_a_validation_split_shows_none(tmp_path: Path) -> None:
-    page = Page(report.render(write_run(tmp_path / "with", records())))
+    page = Page(report.render_report(write_run(tmp_path / "with", records())))
     assert legends(page) == ["training", "validation", "test", "validation", "test"]
-    page = Page(report.render(write_run(tmp_path / "without", records(validation=False))))
+    page = Page(report.render_report(write_run(tmp_path / "without", records(validation=False))))
     assert legends(page) == ["training", "test", "test"]
     assert page.tiles()["Test loss"] == ("0.2468", "")
     assert page.tiles()["Data set"] == ("mnist", "54,000 training, 10,000 test")
@@ -174,7 +174,7 @@ def test_a_run_without_a_validation_split_shows_none(tmp_path: Path) -> None:
 @pytest.mark.parametrize("classes", [2, 40, 300])
 def test_many_classes_are_listed_by_name_and_keep_the_page_small(tmp_path: Path, classes: int) -> None:
     names = [f"a class of birds, number {k}" for k in range(classes)]
-    html = report.render(write_run(tmp_path / "run", records(classes=names), matrix(classes)))
+    html = report.render_report(write_run(tmp_path / "run", records(classes=names), matrix(classes)))
     assert len(html) < 600_000
     assert [names[1], names[0], "40"] in [row[:3] for row in Page(html).rows()]
 
@@ -193,7 +193,7 @@ def test_of_many_thousand_classes_the_worst_confusions_are_listed(tmp_path: Path
         counts = count_confusions(truth, predictions)
         with np.load(folder / "predictions.npz") as kept:
             np.savez(folder / "predictions.npz", **{**kept, "confusion_counts": counts})
-        page = Page(report.render(folder))
+        page = Page(report.render_report(folder))
         _, most = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
@@ -211,11 +211,11 @@ def test_of_many_thousand_classes_the_worst_confusions_are_listed(tmp_path: Path
 
 def test_an_unfinished_run_says_so_and_shows_what_there_is(tmp_path: Path) -> None:
     lines = records()[:15]  # the start, an evaluation and 13 training records
-    page = Page(report.render(write_run(tmp_path / "run", lines)))
+    page = Page(report.render_report(write_run(tmp_path / "run", lines)))
     assert page.texts("p", class_="banner") == ["This run has not finished: the figures are those so far."]
     assert page.tiles()["Test accuracy"][0] == "70.10\N{NO-BREAK SPACE}%"
     assert page.tiles()["Duration"] == ("13.0 s", "130 of 300 steps")
-    page = Page(report.render(write_run(tmp_path / "only started", lines[:1])))
+    page = Page(report.render_report(write_run(tmp_path / "only started", lines[:1])))
     assert page.tiles()["Test accuracy"] == ("n/a", "")
     assert "svg" not in {tag for tag, _, _ in page.elements}
 
@@ -240,13 +240,13 @@ def test_the_users_matplotlib_settings_neither_change_nor_matter(tmp_path: Path)
     assert sorted(path.name for path in folder.iterdir()) == ["metrics.jsonl", "predictions.npz", "report.html"]
     with mpl.rc_context({"font.size": 30, "axes.grid": False}):
         before = dict(mpl.rcParams)
-        assert report.render(folder) == page
+        assert report.render_report(folder) == page
         assert dict(mpl.rcParams) == before
 
 
 def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"cannot read .*metrics.jsonl: No such file"):
-        report.render(tmp_path)
+        report.render_report(tmp_path)
     folder = write_run(tmp_path / "empty", [])
     with pytest.raises(UserError, match="has no start record"):
         report.write_report(folder)
@@ -266,10 +266,10 @@ def test_a_program_finds_the_last_record_and_a_reader_sees_nothing_of_it(tmp_pat
     lines = records(epochs=2)
     for last, written in ((lines[-1] | {"stopped": hostile}, lines), (lines[-2], lines[:-1]), (lines[-3], lines[:-2])):
         folder = write_run(tmp_path / str(len(written)), [*written[:-1], last])
-        html = report.render(folder)
-        assert report.last_record_in(html) == last
+        html = report.render_report(folder)
+        assert report.parse_last_record(html) == last
         [found] = [(each, inside) for tag, each, inside in Page(html).elements if tag == "data"]
         assert found[0].keys() == {"class", "value", "hidden"}
         assert found[1] == []
-    assert report.last_record_in(report.render(write_run(tmp_path / "begun", lines[:1]))) == {}
-    assert report.last_record_in("<p>another page</p>") is None
+    assert report.parse_last_record(report.render_report(write_run(tmp_path / "begun", lines[:1]))) == {}
+    assert report.parse_last_record("<p>another page</p>") is None

@@ -25,7 +25,7 @@ HP = Hyperparameters(model="user_models:handing_in", epochs=2, max_steps=4, batc
 def kept(tmp_path: Path) -> Path:
     """A run folder's results, with one of them."""
     (tmp_path / "run").mkdir()
-    with results.delivered_by(results.ResultWriter(tmp_path / "run").write, rank=3):
+    with results.deliver_results(results.ResultWriter(tmp_path / "run").write, rank=3):
         results.submit("maps/epoch-1.png", b"png")
         results.event(loss=0.5)
     return tmp_path / "run/results"
@@ -176,7 +176,7 @@ def test_a_run_that_resumes_in_another_pod_keeps_its_events(
         raise storage.ForbiddenError("HTTP 403 AccessDenied: the right to read it (s3:GetObject) is missing")
 
     if not readable:
-        monkeypatch.setattr(storage, "read", refuse)
+        monkeypatch.setattr(storage, "read_file", refuse)
     other = tmp_path / "other/run"
     other.mkdir(parents=True)
     with result_store.mirror_results(other, str(tmp_path / "copies"), resuming=True):

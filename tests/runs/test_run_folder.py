@@ -22,7 +22,7 @@ from flyte_ddp.models import artifacts
 from flyte_ddp.report import report
 from flyte_ddp.run import Result, run_training
 from flyte_ddp.runs import checkpoint
-from flyte_ddp.runs.run_folder import METRICS, OUTPUTS, UNFINISHED, is_finished, settle
+from flyte_ddp.runs.run_folder import METRICS, OUTPUTS, UNFINISHED, is_finished, publish_if_complete
 from flyte_ddp.settings import Settings
 from flyte_ddp.tracking import wandb_run
 from flyte_ddp.training import train
@@ -148,7 +148,13 @@ def test_ctrl_c_at_the_end_leaves_results_or_a_checkpoint(
     owner, name, after = ENDS[moment]
     with monkeypatch.context() as patch:
         if owner is Path:
-            once(patch, run, "settle", lambda: once(patch, Path, "replace", interrupt, after=True), after=False)
+            once(
+                patch,
+                run,
+                "publish_if_complete",
+                lambda: once(patch, Path, "replace", interrupt, after=True),
+                after=False,
+            )
         else:
             once(patch, owner, name, interrupt, after=after)
         with pytest.raises(KeyboardInterrupt):
@@ -156,7 +162,7 @@ def test_ctrl_c_at_the_end_leaves_results_or_a_checkpoint(
 
     if moment == "while it takes over":
         assert {path.name for path in folder.iterdir()} == ENTRIES, "by the run itself"
-    if settle(folder) and contents(folder) != before:
+    if publish_if_complete(folder) and contents(folder) != before:
         assert moment in ("before it takes over", "while it takes over", "when wandb has ended")
     else:
         assert contents(folder) == before
@@ -202,10 +208,10 @@ def test_a_kill_while_it_takes_over_leaves_the_rest_to_the_next(
         (folder / results.FOLDER / "old").write_text("old")
     expected = {**dict.fromkeys(FILES, b"new"), **({"results/new": b"new"} if with_results else {})}
     copies = 0
-    for copy in ended_before_each_change(folder, settle):
+    for copy in ended_before_each_change(folder, publish_if_complete):
         copies += 1
         assert before == "nothing" or is_finished(copy)
-        assert settle(copy)
+        assert publish_if_complete(copy)
         assert contents(copy) == expected
         assert not [*(copy / UNFINISHED).glob("*")]
     assert copies > len(FILES)
@@ -216,7 +222,7 @@ def test_what_is_half_done_is_not_taken_over(tmp_path: Path) -> None:
     work.mkdir()
     for name in (METRICS, *OUTPUTS[:-1]):
         (work / name).write_text("new")
-    assert not settle(tmp_path)
+    assert not publish_if_complete(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == [UNFINISHED]
 
 

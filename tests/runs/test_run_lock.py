@@ -19,7 +19,7 @@ from flyte_ddp.pods.paths import reserve_run
 from flyte_ddp.run import run_training
 from flyte_ddp.runs.job import Job
 from flyte_ddp.runs.run_folder import OUTPUTS
-from flyte_ddp.runs.run_lock import hold, release, release_reserved, reserve
+from flyte_ddp.runs.run_lock import hold_run_folder, release_reserved_folders, release_run_folder, reserve_run_folder
 from flyte_ddp.settings import Settings
 from tasks import flyte
 
@@ -56,7 +56,7 @@ def test_a_folder_is_held_until_its_run_ends_whatever_ends_it(
             raise ends_in
         single.launch(job, num_ranks=num_ranks)
 
-    assert not reserved or reserve(folder)
+    assert not reserved or reserve_run_folder(folder)
     with suppress(*([] if ends_in is None else [type(ends_in)])):
         run_training(HP, digits, folder, QUIET, launch=launch)
     free, second = met
@@ -71,27 +71,27 @@ def test_threads_of_a_process_do_not_share_a_folder(tmp_path: Path, elsewhere: T
     """Nor do processes."""
     folder = tmp_path / "run"
     with held_by_another_process(folder):
-        assert not reserve(folder)
-    assert reserve(folder)
-    assert reserve(folder), "the same thread, whose run did not begin"
-    assert not elsewhere.submit(reserve, folder).result()
-    elsewhere.submit(release_reserved).result()
-    with hold(folder):
-        assert not reserve(folder)
-        with pytest.raises(UserError, match="another run is writing into it"), hold(folder):
+        assert not reserve_run_folder(folder)
+    assert reserve_run_folder(folder)
+    assert reserve_run_folder(folder), "the same thread, whose run did not begin"
+    assert not elsewhere.submit(reserve_run_folder, folder).result()
+    elsewhere.submit(release_reserved_folders).result()
+    with hold_run_folder(folder):
+        assert not reserve_run_folder(folder)
+        with pytest.raises(UserError, match="another run is writing into it"), hold_run_folder(folder):
             pass
-        release_reserved()
+        release_reserved_folders()
         assert not is_free(folder)
-    assert elsewhere.submit(reserve, folder).result()
-    elsewhere.submit(release, folder).result()
+    assert elsewhere.submit(reserve_run_folder, folder).result()
+    elsewhere.submit(release_run_folder, folder).result()
     assert is_free(folder)
 
 
 def test_a_fork_that_lives_on_keeps_nothing(tmp_path: Path) -> None:
     """Such as a worker that decodes images, which has all files of its parent."""
     code = (
-        "import os, pathlib, sys, time; from flyte_ddp.runs.run_lock import hold\n"
-        "with hold(pathlib.Path(sys.argv[1])):\n"
+        "import os, pathlib, sys, time; from flyte_ddp.runs.run_lock import hold_run_folder\n"
+        "with hold_run_folder(pathlib.Path(sys.argv[1])):\n"
         "    if os.fork() == 0: sys.stdin.read(); os._exit(0)\n"
         "print('over', flush=True); os.wait()"
     )
@@ -126,7 +126,7 @@ def test_a_run_is_reserved_only_if_training_will_come(tmp_path: Path, monkeypatc
             patch.setenv(name, value)
             assert reserve_run(flyte.PLATFORM, "old") == "old"
         assert not is_free(folder)
-        release(folder)
+        release_run_folder(folder)
 
 
 NOTEBOOK = """

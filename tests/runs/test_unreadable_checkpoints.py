@@ -22,7 +22,7 @@ from flyte_ddp.run import run_training
 from flyte_ddp.runs import checkpoint
 from flyte_ddp.runs.arithmetic import Arithmetic
 from flyte_ddp.runs.checkpoint import FOLDER, SLOTS, Identity
-from flyte_ddp.runs.failed_run import explain
+from flyte_ddp.runs.failed_run import add_failure_details
 from flyte_ddp.runs.job import Job
 from flyte_ddp.runs.run_folder import METRICS, TRACEBACK, UNFINISHED
 from flyte_ddp.settings import Settings
@@ -50,7 +50,7 @@ def work() -> Iterator[Path]:
 
 def write(path: Path, step: int, identity: Identity = OWN) -> None:
     about = {"epoch": 0, "step": step, "trained_in": [asdict(PLAIN)], "time": 0.0}
-    checkpoint.write(path, about, identity, b"of step 2\n", lambda file: file.write(b"state"))
+    checkpoint.write_checkpoint(path, about, identity, b"of step 2\n", lambda file: file.write(b"state"))
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -167,7 +167,7 @@ def test_a_single_one_that_cannot_be_read_is_refused_where_an_engine_starts_rank
     with pytest.raises(UserError, match=r"damaged.*delete them to restart from scratch"):
         resume_from_newest_checkpoint(job, "a host is lost")
     error = RankError("rank 1 was killed by SIGKILL", recoverable=True)
-    explain(error, work.parent)
+    add_failure_details(error, work.parent)
     assert "no checkpoint yet" not in error.format_message()
 
 

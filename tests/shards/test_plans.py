@@ -48,7 +48,7 @@ def test_the_plan_of_an_epoch_is_what_happens(counts, nodes, ranks, batch_size, 
     for batch in order.batches(0, batch_size):
         steps += 1
         for rank in range(nodes * ranks):
-            share = sampling.share(batch, rank, nodes * ranks)
+            share = sampling.take_slice(batch, rank, nodes * ranks)
             samples[rank] += len(share)
             read[rank // ranks] |= set(shard_of[share].tolist())
     assert plan.steps == steps

@@ -173,7 +173,7 @@ def test_damage_at_the_source_is_one_error(server: FileServer, tmp_path: Path) -
     server.files["0.tar"] = server.files["0.tar"][:2000]
     cache = ShardCache(tmp_path)
     with pytest.raises(UserError, match=f"^shard {server.url}/0.tar: not a whole, uncompressed tar file .cut short"):
-        ShardReader(served.index, cache).read(0)
+        ShardReader(served.index, cache).read_sample(0)
     assert server.counts == {"0.tar": 2}
 
 

@@ -54,7 +54,7 @@ def test_threads_share_a_reader(server: FileServer, tmp_path: Path) -> None:
     expected = served.expected()
     order = [random.Random(seed).sample(range(72), 72) for seed in range(8)]
     with ThreadPoolExecutor(8) as pool:
-        found = list(pool.map(lambda numbers: [reader.read(i) for i in numbers], order))
+        found = list(pool.map(lambda numbers: [reader.read_sample(i) for i in numbers], order))
     assert found == [[expected[i] for i in numbers] for numbers in order]
     assert server.counts == {f"{shard}.tar": 1 for shard in range(6)}
     assert open_files(tmp_path) == 2
@@ -91,7 +91,7 @@ def test_a_process_ends_without_a_word(server: FileServer, tmp_path: Path) -> No
     script = (
         "import pickle, sys; from flyte_ddp.shards.dataset import ShardDataset\n"
         "dataset = ShardDataset(pickle.load(open(sys.argv[1], 'rb')), sys.argv[2], decode=False)\n"
-        "print(dataset[0]['__key__']); dataset.reader.prefetch([1]); sys.stdin.readline()"
+        "print(dataset[0]['__key__']); dataset.reader.prefetch_shards([1]); sys.stdin.readline()"
     )
     (tmp_path / "index").write_bytes(pickle.dumps(served.index))
     command = [sys.executable, "-c", script, str(tmp_path / "index"), str(tmp_path / "cache")]
@@ -106,12 +106,12 @@ def test_shards_are_fetched_ahead(server: FileServer, tmp_path: Path) -> None:
     server.faults["2.tar"] = [404]
     reader = ShardReader(served.index, ShardCache(tmp_path))
     for _ in range(3):
-        reader.prefetch([0, 1, 2])
+        reader.prefetch_shards([0, 1, 2])
     for thread in [thread for thread in threading.enumerate() if thread.name.startswith("prefetch")]:
         thread.join(DEADLINE)
     assert [reader.cache.holds(shard) for shard in served.index.shards] == [True, True, False]
     assert server.counts == {"0.tar": 1, "1.tar": 1, "2.tar": 1}
-    assert [reader.read(i) for i in range(9)] == served.expected()
+    assert [reader.read_sample(i) for i in range(9)] == served.expected()
     assert server.counts == {"0.tar": 1, "1.tar": 1, "2.tar": 2}
 
 
@@ -121,13 +121,13 @@ def test_a_cache_with_room_for_one_shard_is_enough(server: FileServer, tmp_path:
     cache = ShardCache(tmp_path, limit=int(served.index.sizes.max()))
     reader, other = (ShardReader(served.index, cache) for _ in range(2))
     expected = served.expected()
-    assert [reader.read(i) for i in range(30)] == expected
-    assert [reader.read(i) for i in range(30)] == expected
-    assert other.read(0) == expected[0]
+    assert [reader.read_sample(i) for i in range(30)] == expected
+    assert [reader.read_sample(i) for i in range(30)] == expected
+    assert other.read_sample(0) == expected[0]
     kept_open = [path.stat() for path in Path("/proc/self/fd").iterdir() if is_below(path, tmp_path)]
     assert {status.st_blocks for status in kept_open if not status.st_nlink} == {0}
     with ThreadPoolExecutor(3) as pool:
-        assert list(pool.map(reader.read, range(29, -1, -1))) == expected[::-1]
+        assert list(pool.map(reader.read_sample, range(29, -1, -1))) == expected[::-1]
 
 
 def test_room_that_other_processes_hold_is_waited_for(
@@ -143,10 +143,10 @@ def test_room_that_other_processes_hold_is_waited_for(
     monkeypatch.setattr(dataset_module, "WAIT_FOR_ROOM", 0.1)
     reader = ShardReader(served.index, cache)
     with pytest.raises(CacheFullError, match=f"^shard cache {tmp_path}: its limit of "):
-        reader.read(9)
+        reader.read_sample(9)
     monkeypatch.setattr(dataset_module, "WAIT_FOR_ROOM", DEADLINE)
     with ThreadPoolExecutor(1) as pool:
-        reading = pool.submit(reader.read, 9)
+        reading = pool.submit(reader.read_sample, 9)
         ours.send("close")
         assert reading.result(DEADLINE) == served.expected()[9]
     process.join(DEADLINE)
@@ -161,13 +161,13 @@ def test_a_forked_child_neither_waits_for_its_parents_locks_nor_gives_them_back(
     cache = ShardCache(tmp_path)
     path = cache.shard_path(served.index.shards[0])
     reader = ShardReader(served.index, cache)
-    first = reader.read(0)
+    first = reader.read_sample(0)
     reading, writing = os.pipe()
     with reader.open_shard(0) as shard:
         with reader.open_shards.lock, shard.lock:
             child = os.fork()
             if child == 0:
-                found = reader.read(0)
+                found = reader.read_sample(0)
                 reader.close()
                 os.write(writing, b"same" if found == first else b"not the same")
                 os._exit(0)

@@ -110,7 +110,7 @@ def test_what_addresses_in_an_index_refer_to(
     content = index_of(entry(url), **({"base": base} if base else {}))
     for folder in ["http://h:1/d", "s3://bucket/a//b#?", str(tmp_path / "d"), f"file://{tmp_path}/d"]:
         if "://" in folder and not folder.startswith("file"):
-            monkeypatch.setattr("flyte_ddp.storage.read", lambda _: json.dumps(content).encode())
+            monkeypatch.setattr("flyte_ddp.storage.read_file", lambda _: json.dumps(content).encode())
             root = "/".join(folder.split("/")[:3])
             places = {"d": folder, "up": folder.rpartition("/")[0], "root": root}
         else:

@@ -107,16 +107,16 @@ def test_a_redirect_to_a_private_address_is_not_followed(
         with pytest.raises(
             storage.UnavailableError, match=rf"redirected to {origin}, .*; set {ALLOWED}={origin} if"
         ) as caught:
-            storage.retried(f"{server.url}/secret", storage.read)
+            storage.retry(f"{server.url}/secret", storage.read_file)
         assert not caught.value.transient
     assert other.requests == []
     monkeypatch.setattr("flyte_ddp.storage.retries.FIRST_DELAY", 0.001)
     server.redirects["secret"] = "file:///etc/hostname"
     with pytest.raises(storage.UnavailableError, match="No connection adapters"):
-        storage.retried(f"{server.url}/secret", storage.read)
+        storage.retry(f"{server.url}/secret", storage.read_file)
     server.redirects["secret"] = "/plain"
     server.files["plain"] = b"content"
-    assert storage.read(f"{server.url}/secret") == b"content", "on the same server"
+    assert storage.read_file(f"{server.url}/secret") == b"content", "on the same server"
     server.redirects["0.tar"] = f"{other.url}/0.tar"
     server.files["index.json"] = json.dumps({"shardlist": [{"url": "0.tar", "nsamples": 3}]}).encode()
     dataset = ShardDataset(f"{server.url}/index.json", tmp_path / "cache")

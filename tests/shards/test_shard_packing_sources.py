@@ -20,7 +20,7 @@ from flyte_ddp.datasets.image_folder import list_images
 from flyte_ddp.datasets.packing import pack_image_folder, pack_images, pack_source
 from flyte_ddp.errors import UserError
 from flyte_ddp.shards.dataset import ShardDataset
-from flyte_ddp.shards.packing import pack
+from flyte_ddp.shards.packing import pack_samples
 
 NAMES = [
     *(f"{kind}/{number}.jpg" for kind in ("zebra", "ant") for number in range(9)),
@@ -103,7 +103,7 @@ def test_the_same_files_make_the_same_bytes(files: dict[str, bytes], tmp_path: P
     a, b = all_files(tmp_path / "a"), all_files(tmp_path / "b")
     assert a == b
     # Known once and for all: what was packed before is to be the same in a year.
-    first_shard = pack(
+    first_shard = pack_samples(
         lambda i: (f"k{i}", {".a": b"%d" % i}), 5, tmp_path / "golden", classes=[], progress="off"
     ).shards[0]
     assert first_shard.sha256 == GOLDEN

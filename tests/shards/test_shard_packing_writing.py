@@ -20,7 +20,7 @@ from flyte_ddp.errors import UserError
 from flyte_ddp.shards import packing
 from flyte_ddp.shards.dataset import ShardDataset
 from flyte_ddp.shards.index import ShardIndex
-from flyte_ddp.shards.packing import pack
+from flyte_ddp.shards.packing import pack_samples
 from flyte_ddp.shards.scanning import create_index, verify_index
 
 
@@ -40,13 +40,13 @@ def test_what_fails_leaves_all_as_it_was(tmp_path: Path, samples: Callable[[int]
     options: dict[str, Any] = {"classes": [], "seed": None, "progress": "off"}
     per_shard = 20 if samples is same_key else 4
     with pytest.raises(UserError, match=said):
-        pack(samples, 20, tmp_path / "new", per_shard=per_shard, **options)
+        pack_samples(samples, 20, tmp_path / "new", per_shard=per_shard, **options)
     assert leftovers(tmp_path / "new") == []
-    pack(lambda number: (str(number), {".a": b"old"}), 20, tmp_path / "old", per_shard=4, **options)
+    pack_samples(lambda number: (str(number), {".a": b"old"}), 20, tmp_path / "old", per_shard=4, **options)
     (tmp_path / "old" / "other.json").write_text("")
     before = all_files(tmp_path / "old")
     with pytest.raises(UserError, match=said):
-        pack(samples, 20, tmp_path / "old", per_shard=per_shard, **options)
+        pack_samples(samples, 20, tmp_path / "old", per_shard=per_shard, **options)
     assert all_files(tmp_path / "old") == before
 
 
@@ -56,7 +56,7 @@ def letters(count: int, folder: Path, *, letter: str = "a", name: str = "train")
     def sample(number: int) -> tuple[str, dict[str, bytes]]:
         return f"{letter}{number}", {".txt": letter.encode()}
 
-    return pack(sample, count, folder, classes=[], name=name, per_shard=2, seed=None, progress="off")
+    return pack_samples(sample, count, folder, classes=[], name=name, per_shard=2, seed=None, progress="off")
 
 
 def test_packing_anew_removes_the_shards_that_are_no_longer_named(tmp_path: Path) -> None:
@@ -194,14 +194,14 @@ READ_ONLY = """
 import subprocess, sys
 from pathlib import Path
 from flyte_ddp.errors import UserError
-from flyte_ddp.shards.packing import pack
+from flyte_ddp.shards.packing import pack_samples
 
 folder = Path(sys.argv[1])
 for options, count in (("size=64k", 100), ("ro", 1)):
     subprocess.run(["mount", "-t", "tmpfs", "-o", options, "none", folder], check=True)
     try:
         samples = lambda number: (str(number), {".a": bytes(9000)})
-        pack(samples, count, folder / "out", classes=[], per_shard=2, progress="off")
+        pack_samples(samples, count, folder / "out", classes=[], per_shard=2, progress="off")
     except UserError as error:
         print(error.message, [path for path in folder.rglob("*") if path.is_file()])
 """

@@ -8,7 +8,7 @@ from flyte_ddp.datasets import fingerprint
 from flyte_ddp.datasets.image_folder import list_images
 from flyte_ddp.errors import UserError
 from flyte_ddp.storage import UnavailableError
-from flyte_ddp.storage.digest_list import DigestListError, read_sums
+from flyte_ddp.storage.digest_list import DigestListError, parse_digest_list
 
 ONE, TWO = "0" * 64, "ab" * 32
 PLAIN = f"{ONE}  ant/1.jpg\n{TWO}  bee/2 é.jpg\n"
@@ -28,7 +28,7 @@ EXPECTED = {"ant/1.jpg": ONE, "bee/2 é.jpg": TWO}
     ],
 )
 def test_lists_as_programs_write_them(content: bytes) -> None:
-    assert read_sums(content) == EXPECTED
+    assert parse_digest_list(content) == EXPECTED
 
 
 REFUSED = {
@@ -52,7 +52,7 @@ REFUSED = {
 @pytest.mark.parametrize(("content", "said"), REFUSED.values(), ids=REFUSED)
 def test_what_is_not_understood_is_refused_with_the_line(content: bytes, said: str) -> None:
     with pytest.raises(DigestListError, match=f"^{said}"):
-        read_sums(content)
+        parse_digest_list(content)
 
 
 def test_what_is_not_understood_is_said_to_who_lists_a_folder(server: FileServer) -> None:

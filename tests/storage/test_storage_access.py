@@ -22,7 +22,7 @@ def test_a_server_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("STORAGE_EMULATOR_HOST", url)
         for address in (f"{url}/x", "s3://bucket/x", "gs://bucket/x", "az://container/x"):
             with pytest.raises(UnavailableError, match="Connection refused") as caught:
-                storage.read(address)
+                storage.read_file(address)
             assert caught.value.transient
             assert address.startswith("http") or url in str(
                 caught.value
@@ -47,18 +47,18 @@ def test_settings_of_s3_that_cannot_work(
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(UnavailableError, match=said):
-        storage.retried("s3://bucket/x", storage.read)
+        storage.retry("s3://bucket/x", storage.read_file)
     assert server.requests == []
 
 
 def test_a_bucket_without_a_name_or_with_an_impossible_one(server: FileServer, monkeypatch: pytest.MonkeyPatch) -> None:
     s3_environment(server.url, monkeypatch)
     with pytest.raises(UserError, match="must name a bucket after s3://"):
-        storage.read("s3:///x")
+        storage.read_file("s3:///x")
     with pytest.raises(UnavailableError, match="bucket name"):
-        storage.read("s3://a bucket/x")
+        storage.read_file("s3://a bucket/x")
     with pytest.raises(UserError, match="must be a path, or start with"):
-        storage.read("ftp://h/x")
+        storage.read_file("ftp://h/x")
 
 
 class Credentials:
@@ -78,7 +78,7 @@ def test_google_is_told_who_asks(server: FileServer, monkeypatch: pytest.MonkeyP
 
     def asked_as() -> str | None:
         objects_module.make_store.cache_clear()
-        storage.read("gs://bucket/x")
+        storage.read_file("gs://bucket/x")
         return server.headers[-1].get("authorization")
 
     server.files["bucket/x"] = b"content"
@@ -105,26 +105,26 @@ def test_google_is_told_who_asks(server: FileServer, monkeypatch: pytest.MonkeyP
 def test_azure_is_told_who_asks(server: FileServer, monkeypatch: pytest.MonkeyPatch) -> None:
     server.files["container/x"] = b"content"
     with pytest.raises(UnavailableError, match="Account must be specified; set AZURE_STORAGE_ACCOUNT_NAME"):
-        storage.read("az://container/x")
+        storage.read_file("az://container/x")
     azure_environment(server.url, monkeypatch)
-    storage.read("az://container/x")
+    storage.read_file("az://container/x")
     assert server.headers[-1]["authorization"].startswith("SharedKey account:")
     server.faults["container/x"], server.denial = [403], "AuthorizationPermissionMismatch"
     with pytest.raises(UnavailableError, match=r"HTTP 403 AuthorizationPermissionMismatch: .*Storage Blob Data Reader"):
-        storage.read("az://container/x")
+        storage.read_file("az://container/x")
     monkeypatch.delenv("AZURE_STORAGE_ACCOUNT_KEY")
     with monkeypatch.context() as patch:
         patch.setenv("AZURE_STORAGE_SAS_TOKEN", "sv=2023-11-03&sig=abc")
-        storage.read("az://container/x")
+        storage.read_file("az://container/x")
         assert "sig=abc" in server.queries[-1]
     with monkeypatch.context() as patch:
         patch.setenv("AZURE_SKIP_SIGNATURE", "true")
-        assert storage.read("az://container/x") == b"content"
+        assert storage.read_file("az://container/x") == b"content"
         assert "authorization" not in server.headers[-1]
     monkeypatch.setenv("AZURE_MSI_ENDPOINT", f"{server.url}/nobody")
     monkeypatch.setenv("IDENTITY_HEADER", "x")
     with pytest.raises(UnavailableError, match=r"no credentials .*set AZURE_STORAGE_ACCOUNT_KEY"):
-        storage.read("az://container/x")
+        storage.read_file("az://container/x")
 
 
 def test_a_bucket_in_another_region_is_asked_there(server: FileServer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,11 +133,11 @@ def test_a_bucket_in_another_region_is_asked_there(server: FileServer, monkeypat
     server.answers["x-amz-bucket-region"] = "eu-west-3"
     for name, value in {"ACCESS_KEY_ID": "a", "SECRET_ACCESS_KEY": "b", "DEFAULT_REGION": "us-east-2"}.items():
         monkeypatch.setenv(f"AWS_{name}", value)
-    assert [storage.read("s3://bucket/x") for _ in range(2)] == [b"content"] * 2
+    assert [storage.read_file("s3://bucket/x") for _ in range(2)] == [b"content"] * 2
     assert server.requests == ["us-east-2/bucket", *["eu-west-3/bucket/x"] * 2]
     assert "/eu-west-3/s3/aws4_request" in server.headers[-1]["authorization"]
     server.answers.clear()
     server.faults["eu-west-3/bucket/x"] = [301]
     with pytest.raises(UnavailableError, match="bucket is in another region; set AWS_DEFAULT_REGION") as caught:
-        storage.read("s3://bucket/x")
+        storage.read_file("s3://bucket/x")
     assert not caught.value.transient

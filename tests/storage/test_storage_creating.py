@@ -29,25 +29,25 @@ def test_a_file_is_written_once(folder: str, tmp_path: Path) -> None:
     file.write_bytes(b"from a file")
     for name, content in (("one", b"content"), ("deep/er", file)):
         address = storage.join(folder, name)
-        storage.create(address, content)
+        storage.create_file(address, content)
         with pytest.raises(ExistsError):
-            storage.create(address, b"other")
-        assert storage.read(address) == (b"content" if name == "one" else b"from a file")
+            storage.create_file(address, b"other")
+        assert storage.read_file(address) == (b"content" if name == "one" else b"from a file")
     assert [entry.name for entry in storage.list_files(folder)] == ["deep/er", "one"]
 
 
 def test_nothing_but_the_file_is_left(tmp_path: Path) -> None:
-    storage.create(str(tmp_path / "file"), b"content")
+    storage.create_file(str(tmp_path / "file"), b"content")
     with pytest.raises(ExistsError):
-        storage.create(str(tmp_path / "file"), b"other")
+        storage.create_file(str(tmp_path / "file"), b"other")
     with pytest.raises(UnavailableError, match="No such file"):
-        storage.create(str(tmp_path / "other"), tmp_path / "missing")
+        storage.create_file(str(tmp_path / "other"), tmp_path / "missing")
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 def test_where_nothing_can_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UnavailableError, match="File exists"):
-        storage.create(str(tmp_path / "file/below"), b"")
+        storage.create_file(str(tmp_path / "file/below"), b"")
     with pytest.raises(UserError, match="nothing can be written to a web server"):
-        storage.create("https://example.org/x", b"")
+        storage.create_file("https://example.org/x", b"")

@@ -33,9 +33,9 @@ listed = pytest.mark.parametrize("place", [kind for kind in KINDS if kind != "ht
 
 def test_a_file_and_parts_of_it(place: Place) -> None:
     address = place.put("a b/ü.bin", CONTENT)
-    assert storage.read(address) == CONTENT
+    assert storage.read_file(address) == CONTENT
     for start, end in [(0, 1), (5, 2_000_005), (2_999_999, 3_000_000), (0, 3_000_000)]:
-        assert storage.read(address, (start, end)) == CONTENT[start:end]
+        assert storage.read_file(address, (start, end)) == CONTENT[start:end]
         with storage.open_file(address, (start, end)) as found:
             assert (found.size, b"".join(found.chunks)) == (end - start, CONTENT[start:end])
     with storage.open_file(address) as found:
@@ -43,16 +43,16 @@ def test_a_file_and_parts_of_it(place: Place) -> None:
         assert max(len(chunk) for chunk in found.chunks) <= 1 << 20
     for start, end in [(2_999_999, 3_000_001), (3_000_000, 3_000_001), (9_000_000, 9_000_001)]:
         with pytest.raises(UnavailableError, match=r"truncated after|HTTP 416"):
-            storage.read(address, (start, end))
+            storage.read_file(address, (start, end))
 
 
 def test_size_and_tag(place: Place) -> None:
     address = place.put("x", b"content")
-    first = storage.stat(address)
+    first = storage.stat_file(address)
     assert (first.name, first.size) == ("", 7)
-    assert storage.stat(address) == first
+    assert storage.stat_file(address) == first
     place.put("x", b"another")
-    assert storage.stat(address).tag != first.tag
+    assert storage.stat_file(address).tag != first.tag
 
 
 @listed
@@ -62,21 +62,21 @@ def test_a_file_is_the_one_that_was_listed(place: Place) -> None:
     [entry] = storage.list_files(place.address)
     address = f"{place.address}/x"
     for span, content in ((None, b"content"), ((1, 3), b"on")):
-        assert storage.read(address, span, tag=entry.tag) == content
+        assert storage.read_file(address, span, tag=entry.tag) == content
     place.put("x", b"another")
     for span in (None, (1, 3)):
         if storage.local_path(address) is not None:
-            storage.read(address, span, tag=entry.tag)
+            storage.read_file(address, span, tag=entry.tag)
             continue
         with pytest.raises(AlteredError, match=f"has ETag .*, and {entry.tag} when it was listed") as caught:
-            storage.read(address, span, tag=entry.tag)
+            storage.read_file(address, span, tag=entry.tag)
         assert not caught.value.transient
 
 
 def test_what_is_not_there(place: Place) -> None:
     place.put("folder/x", b"")
     for name in ("y", "folder/y", "folder/x/y"):
-        for action in (storage.read, storage.stat):
+        for action in (storage.read_file, storage.stat_file):
             with pytest.raises(MissingError, match=r"no such file|HTTP 404"):
                 action(f"{place.address}/{name}")
 
@@ -165,7 +165,7 @@ def test_a_folder_that_cannot_be_read_is_an_error_and_not_empty(
 
 def test_a_disk_that_fails_is_an_error_of_reading() -> None:
     with pytest.raises(UnavailableError, match="Input/output error"):
-        storage.read("/proc/self/mem", (0, 10))  # where no process has any memory
+        storage.read_file("/proc/self/mem", (0, 10))  # where no process has any memory
 
 
 @remote
@@ -175,7 +175,7 @@ def test_a_fault_that_passes_is_retried(place: Place, monkeypatch: pytest.Monkey
     address = place.put("x", CONTENT)
     place.server.faults[f"{place.prefix}x"] = [fault]
     said: list[str] = []
-    assert storage.retried(address, storage.read, said.append) == CONTENT
+    assert storage.retry(address, storage.read_file, said.append) == CONTENT
     assert len(place.server.requests) == 1 + len(said) > 1  # on a busy machine another try may come too late
     assert all(text.startswith(f"{address}: ") for text in said)
 
@@ -184,10 +184,10 @@ def test_a_fault_that_passes_is_retried(place: Place, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(("fault", "tries"), [(503, 4), (404, 1), (403, 1), (401, 1), (400, 1), ("reset", 4)])
 def test_a_fault_that_stays_is_an_error(place: Place, fault: int | str, tries: int) -> None:
     address = place.put("x", CONTENT)
-    assert storage.read(place.put("y", CONTENT)) == CONTENT  # which shows that the place can be asked in our way
+    assert storage.read_file(place.put("y", CONTENT)) == CONTENT  # which shows that the place can be asked in our way
     place.server.faults[f"{place.prefix}x"] = [fault] * 9
     with pytest.raises(UnavailableError, match=f"^{address}: " + (f"HTTP {fault}" if fault != "reset" else "")):
-        storage.retried([address], storage.read)
+        storage.retry([address], storage.read_file)
     assert place.server.requests.count(f"{place.prefix}x") == tries
 
 
@@ -202,31 +202,31 @@ def test_a_list_that_fails_halfway_is_read_again(place: Place, fault: int | str)
     def names(address: str) -> list[str]:
         return [entry.name for entry in storage.list_files(address)]
 
-    assert storage.retried(place.address, names) == ["0", "1", "2", "3", "4"]
+    assert storage.retry(place.address, names) == ["0", "1", "2", "3", "4"]
     place.server.faults = {"bucket": [404], "bucket/": [404]}
     with pytest.raises(UnavailableError, match="HTTP 404"):
-        storage.retried(place.address, names)
+        storage.retry(place.address, names)
 
 
 @remote
 def test_a_server_that_gives_no_parts(place: Place) -> None:
     address = place.put("x", CONTENT)
     place.server.gives_parts = False
-    assert storage.read(address) == CONTENT
+    assert storage.read_file(address) == CONTENT
     with pytest.raises(UnavailableError, match="cannot give a part of a file"):
-        storage.read(address, (0, 10))
+        storage.read_file(address, (0, 10))
 
 
 @remote
 def test_connections_are_kept(place: Place) -> None:
     address = place.put("x", b"content")
     for _ in range(10):
-        assert storage.read(address) == b"content"
-        assert storage.stat(address).size == 7
+        assert storage.read_file(address) == b"content"
+        assert storage.stat_file(address).size == 7
     spare = 0 if place.address.startswith("http:") else 6  # opened by obstore before it has the last one back
     assert len(place.server.connections) <= 1 + spare
     with ThreadPoolExecutor(6) as pool:
-        assert set(pool.map(storage.read, [address] * 200)) == {b"content"}
+        assert set(pool.map(storage.read_file, [address] * 200)) == {b"content"}
     assert len(place.server.connections) <= 6 + spare
 
 
@@ -236,14 +236,14 @@ def test_forked_children_have_connections_of_their_own(place: Place) -> None:
     """While the parent goes on with its own, and whatever its threads were doing."""
     addresses = [place.put(str(number), b"%d" % number * 100_000) for number in range(20)]
     expected = [b"%d" % number * 100_000 for number in range(20)]
-    assert [storage.read(address) for address in addresses] == expected
+    assert [storage.read_file(address) for address in addresses] == expected
     children = []
     with ThreadPoolExecutor(4) as pool:
-        parents = [pool.submit(storage.read, address) for address in addresses * 3]
+        parents = [pool.submit(storage.read_file, address) for address in addresses * 3]
         for _ in range(2):
             child = os.fork()
             if child == 0:
-                right = [storage.read(address) for address in addresses] == expected
+                right = [storage.read_file(address) for address in addresses] == expected
                 os._exit(0 if right else 1)
             children.append(child)
         assert [reading.result() for reading in parents] == expected * 3
@@ -266,7 +266,7 @@ def fork(action):
         os._exit(0)
     os.waitpid(child, 0)
 def read():
-    print(storage.read(address).decode())
+    print(storage.read_file(address).decode())
 for _ in range(2):
     fork(read)
 read()
@@ -290,11 +290,11 @@ def test_what_was_put_is_there(place: Place) -> None:
     address = f"{place.address}/a b/ü.bin"
     if place.address.startswith("http:"):
         with pytest.raises(UserError, match="nothing can be written to a web server"):
-            storage.put(address, CONTENT)
+            storage.write_file(address, CONTENT)
         return
     for content in (b"", CONTENT):
-        storage.put(address, content)
-        assert storage.read(address) == content
+        storage.write_file(address, content)
+        assert storage.read_file(address) == content
     assert [entry.name for entry in storage.list_files(place.address)] == ["a b/ü.bin"]
 
 
@@ -302,7 +302,7 @@ def test_cookies_are_not_kept(server: FileServer) -> None:
     """Where connections are."""
     server.files["x"], server.answers["Set-Cookie"] = b"", "a=b; Path=/"
     for _ in range(2):
-        storage.read(f"{server.url}/x")
+        storage.read_file(f"{server.url}/x")
     assert ["Cookie" in headers for headers in server.headers] == [False, False]
     assert len(server.connections) == 1
 
@@ -324,7 +324,7 @@ def test_pauses_grow_and_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         raise UnavailableError("no", transient=True)
 
     with pytest.raises(UnavailableError, match=r"^a: no; b: no$"):
-        storage.retried(["a", "b"], fails)
+        storage.retry(["a", "b"], fails)
     assert [4 <= waited[0] <= 8, 8 <= waited[1] <= 16, 16 <= waited[2] <= 32] == [True] * 3
     assert len(waited) == 3
 
@@ -341,7 +341,7 @@ def test_a_list_on_a_web_server_has_the_names_of_files(server: FileServer, tmp_p
     server.files["d/SHA256SUMS"] = sums
     address = f"{server.url}/d"
     assert [entry.name for entry in storage.list_files(address)] == sorted(names)
-    assert [storage.read(storage.join(address, name)) for name in names] == [b"%d" % n for n in range(len(names))]
+    assert [storage.read_file(storage.join(address, name)) for name in names] == [b"%d" % n for n in range(len(names))]
 
 
 @pytest.mark.parametrize("name", ["../secret/x.jpg", "a/../../x.jpg", "/etc/x.jpg", "./../x.jpg", "a/.."])

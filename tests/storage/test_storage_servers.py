@@ -47,7 +47,7 @@ def keys(keyed: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_with_the_right_key_a_list_has_all_pages() -> None:
     found = list(storage.list_files("s3://many/in"))
     assert [(entry.name, entry.size) for entry in found] == [(f"{n:04d}.jpg", len(str(n))) for n in range(MANY)]
-    assert storage.read("s3://many/in/1204.jpg") == b"1204"
+    assert storage.read_file("s3://many/in/1204.jpg") == b"1204"
     with pytest.raises(MissingError, match="HTTP 404 NoSuchBucket"):
         list(storage.list_files("s3://no-such-bucket/in"))
 
@@ -58,7 +58,7 @@ def test_keys_of_any_characters_are_signed_as_the_server_does(objects: Path) -> 
         path = objects / "odd" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(name.encode())
-        assert storage.read(f"s3://odd/{name}") == name.encode()
+        assert storage.read_file(f"s3://odd/{name}") == name.encode()
 
 
 def test_a_server_with_a_certificate_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,20 +75,20 @@ def test_a_server_with_a_certificate_of_its_own(tmp_path: Path, monkeypatch: pyt
         for name, value in server.aws_environment().items():
             monkeypatch.setenv(name, value)
         with pytest.raises(UnavailableError, match=f"verify failed: UnknownIssuer by {server.endpoint}") as caught:
-            storage.read("s3://bucket/x")
+            storage.read_file("s3://bucket/x")
         assert not caught.value.transient
         monkeypatch.setenv("AWS_CA_BUNDLE", str(tmp_path / "authorities.pem"))
-        assert storage.read("s3://bucket/x") == b"content"
+        assert storage.read_file("s3://bucket/x") == b"content"
         for wrong, words in {tmp_path / "gone": "No such file.*gone", key: f"{key}: has no certificate"}.items():
             monkeypatch.setenv("AWS_CA_BUNDLE", str(wrong))
             with pytest.raises(UnavailableError, match=words):
-                storage.read("s3://bucket/x")
+                storage.read_file("s3://bucket/x")
 
 
 def test_without_a_key_or_with_a_wrong_one(keyed: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is one error that says so, for reading and for lists, and no second try."""
     s3_environment(keyed.endpoint, monkeypatch)
-    for action in (storage.read, storage.stat, lambda address: list(storage.list_files(address))):
+    for action in (storage.read_file, storage.stat_file, lambda address: list(storage.list_files(address))):
         with pytest.raises(UnavailableError, match=r"HTTP 40[03].*without credentials, as there are none") as caught:
             action("s3://few/x")
         assert not caught.value.transient
@@ -100,7 +100,7 @@ def test_without_a_key_or_with_a_wrong_one(keyed: S3Server, monkeypatch: pytest.
     }.items():
         monkeypatch.setenv(name, "something-else")
         with pytest.raises(UnavailableError, match=f"HTTP 403 {said}$") as caught:
-            storage.read("s3://few/x")
+            storage.read_file("s3://few/x")
         assert not caught.value.transient
 
 
@@ -111,7 +111,7 @@ def test_which_right_is_missing(keyed: S3Server, monkeypatch: pytest.MonkeyPatch
         monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
         proxy.denied = ("many/in/0", "few")
         no_right = r"HTTP 403.*: the right to read it \(s3:GetObject\) is missing"
-        for action in (storage.read, storage.stat):
+        for action in (storage.read_file, storage.stat_file):
             for address in ("s3://many/in/0003.jpg", "s3://few/x"):
                 with pytest.raises(ForbiddenError, match=f"{no_right}$"):
                     action(address)
@@ -119,8 +119,8 @@ def test_which_right_is_missing(keyed: S3Server, monkeypatch: pytest.MonkeyPatch
                 with pytest.raises(MissingError, match=r"HTTP 403.*: the list of the bucket does not have it"):
                     action(address)
         proxy.denied, proxy.lists = (), False
-        assert storage.read("s3://many/in/0003.jpg") == b"3"
-        for action in (storage.read, storage.stat):
+        assert storage.read_file("s3://many/in/0003.jpg") == b"3"
+        for action in (storage.read_file, storage.stat_file):
             with pytest.raises(ForbiddenError, match=f"{no_right}; or there is none, .*s3:ListBucket"):
                 action("s3://few/y")
         with pytest.raises(ForbiddenError, match=r"the right to list .* \(s3:ListBucket\) is missing"):
@@ -132,14 +132,14 @@ def test_where_everybody_may_read_no_key_is_needed(objects: Path, monkeypatch: p
         s3_environment(server.endpoint, monkeypatch)
         monkeypatch.setenv("STORAGE_EMULATOR_HOST", server.endpoint)
         for scheme in ("s3", "gs"):
-            assert storage.read(f"{scheme}://few/x") == b"content"
+            assert storage.read_file(f"{scheme}://few/x") == b"content"
             with pytest.raises(UnavailableError, match="ignores Range"):  # rclone sends the part, but as "200 OK"
-                storage.read(f"{scheme}://few/x", (3, 7))
-            assert storage.stat(f"{scheme}://few/x").size == 7
+                storage.read_file(f"{scheme}://few/x", (3, 7))
+            assert storage.stat_file(f"{scheme}://few/x").size == 7
             found = list(storage.list_files(f"{scheme}://many/in"))
             assert [(entry.name, entry.size) for entry in found] == [(f"{n:04d}.jpg", len(str(n))) for n in range(MANY)]
             with pytest.raises(MissingError, match="HTTP 404"):
-                storage.read(f"{scheme}://few/y")
+                storage.read_file(f"{scheme}://few/y")
 
 
 def test_keys_of_a_profiles_process(keyed: S3Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -150,11 +150,11 @@ def test_keys_of_a_profiles_process(keyed: S3Server, monkeypatch: pytest.MonkeyP
     (tmp_path / "config").write_text(f"[profile mine]\n{profile}")
     monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
     monkeypatch.setenv("AWS_PROFILE", "mine")
-    assert storage.read("s3://few/x") == b"content"
+    assert storage.read_file("s3://few/x") == b"content"
     (tmp_path / "keys.json").unlink()
     monkeypatch.setenv("AWS_SDK_UA_APP_ID", "makes a new store")
     with pytest.raises(UnavailableError, match="No such file"):
-        storage.read("s3://few/x")
+        storage.read_file("s3://few/x")
 
 
 @pytest.mark.slow
@@ -167,7 +167,7 @@ def test_keys_of_a_machines_role(keyed: S3Server, monkeypatch: pytest.MonkeyPatc
         metadata.files = {role: b"reader", f"{role}reader": json.dumps(keys | until).encode()}
         monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "false")
         monkeypatch.setenv("AWS_EC2_METADATA_SERVICE_ENDPOINT", metadata.url)
-        assert storage.read("s3://few/x") == b"content"
+        assert storage.read_file("s3://few/x") == b"content"
         assert metadata.counts[f"{role}reader"] == 1
 
 
@@ -176,8 +176,8 @@ def test_files_are_sent_in_parts_and_deleted_together(monkeypatch: pytest.Monkey
     monkeypatch.setattr("flyte_ddp.storage.objects.PART_BYTES", 5 << 20)  # the least that S3 takes
     content = os.urandom(11 << 20)
     (tmp_path / "large").write_bytes(content)
-    storage.put("s3://few/new/large", tmp_path / "large")
-    storage.put("s3://few/new/small", b"small")
-    assert storage.read("s3://few/new/large") == content
-    storage.delete(["s3://few/new/large", "s3://few/new/small", "s3://few/new/none"])
+    storage.write_file("s3://few/new/large", tmp_path / "large")
+    storage.write_file("s3://few/new/small", b"small")
+    assert storage.read_file("s3://few/new/large") == content
+    storage.delete_files(["s3://few/new/large", "s3://few/new/small", "s3://few/new/none"])
     assert list(storage.list_files("s3://few/new")) == []

@@ -103,7 +103,7 @@ class TestInAPod:
         found: list[int] = []
 
         def succeed(folder: Path) -> None:
-            newest = checkpoint.newest_of(folder)
+            newest = checkpoint.find_newest_checkpoint(folder)
             found.append(newest.step if newest else 0)
             (folder / SLOTS[0]).unlink()
 
@@ -116,7 +116,7 @@ class TestInAPod:
         found: list[int] = []
 
         def look_and_be_lost(folder: Path) -> None:
-            newest = checkpoint.newest_of(folder)
+            newest = checkpoint.find_newest_checkpoint(folder)
             found.append(newest.step if newest else 0)
             write(folder / SLOTS[0], 4)
             raise RankError("rank 1 was killed", recoverable=True)

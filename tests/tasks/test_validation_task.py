@@ -10,7 +10,7 @@ from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import UserError
 from flyte_ddp.release import versions
 from flyte_ddp.release.policy import Policy
-from flyte_ddp.release.promotion import promote
+from flyte_ddp.release.promotion import promote_version
 from flyte_ddp.release.registry import Registry
 from flyte_ddp.validation.profile import DataProfile, SplitProfile
 from tasks.validation import HELD_OUT, validate_dataset
@@ -28,7 +28,7 @@ def registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Registry:
 def champion(registry: Registry, profile: str) -> None:
     """One that was trained on such data."""
     files = {"model.pt": b"weights", "model.json": b"{}", "data_profile.json": profile.encode()}
-    promote(registry, versions.write_version(registry, files).name, "to begin", by="me")
+    promote_version(registry, versions.write_version(registry, files).name, "to begin", by="me")
 
 
 def warnings(tmp_path: Path, **hp: str) -> list[str]:

@@ -11,7 +11,7 @@ import pytest
 from wandb_runs import RECORDS
 
 from flyte_ddp.errors import UserError
-from flyte_ddp.files import replacing
+from flyte_ddp.files import replace_file
 from flyte_ddp.json_lines import JsonLines, read_records
 from flyte_ddp.tracking import wandb_feed
 
@@ -104,7 +104,7 @@ def test_records_of_a_run_that_is_started_again_are_followed_once(tmp_path: Path
     path.write_text('{"step": 1}\n{"step": 2}\n{"st')
 
     def start_again() -> None:
-        with replacing(path) as file:
+        with replace_file(path) as file:
             file.write(b'{"step": 1}\n')
         with path.open("a") as file:
             file.write('{"step": 2, "again": true}\n')

@@ -14,7 +14,7 @@ from processes import wait_until
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.json_lines import read_records
 from flyte_ddp.launch import single
-from flyte_ddp.process import kill_trees
+from flyte_ddp.process import kill_process_trees
 from flyte_ddp.run import Result, run_training
 from flyte_ddp.runs.job import Job
 from flyte_ddp.settings import Settings
@@ -80,7 +80,7 @@ def test_the_weights_are_the_same(
                 os.kill(children[0], signal.SIGKILL)
             wait_until(lambda: trouble not in ASKED or server.requests)
             if trouble == "is killed later":
-                kill_trees(lambda: children)
+                kill_process_trees(lambda: children)
             single.launch(job, num_ranks=num_ranks)
 
         result = run_training(HP, digits, folder, ONLINE, launch=launch_in_trouble)

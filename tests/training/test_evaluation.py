@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import fetch, open_arrays
-from flyte_ddp.hardware import detect
+from flyte_ddp.hardware import detect_hardware
 from flyte_ddp.json_lines import read_records
 from flyte_ddp.loading import Split
 from flyte_ddp.loading.arrays import ArrayImages
@@ -35,7 +35,7 @@ def evaluate_in_ranks(folder: Path) -> None:
     found = {}
     for size in SIZES:
         hp = Hyperparameters(**{**HP.to_dict(), "test_batch_size": size, "num_ranks": world_size()})
-        state = TrainingState(hp, detect(hp), arrays, None)
+        state = TrainingState(hp, detect_hardware(hp), arrays, None)
         found[size] = [vars(split) for split in evaluate_splits(state)]
     if rank() == 0:
         torch.save(found, folder / "found.pt")

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import fetch, open_arrays
-from flyte_ddp.hardware import detect
+from flyte_ddp.hardware import detect_hardware
 from flyte_ddp.models import zoo
 from flyte_ddp.models.images import InputSpec
 from flyte_ddp.order import sampling
@@ -61,7 +61,7 @@ def train_in_ranks(folder: Path) -> None:
     ranks = torch.distributed.get_world_size()
     for (name, case), strategy in itertools.product(CASES.items(), STRATEGIES[ranks]):
         hp = replace(case, strategy=strategy, num_ranks=ranks)
-        state = TrainingState(hp, detect(hp), arrays, None)
+        state = TrainingState(hp, detect_hardware(hp), arrays, None)
         losses, states = [], []
         for _, batch in zip(range(STEPS), batches(hp, state.training.order.samples(slice(None))), strict=False):
             losses.append(compute_gradients(state, batch).item() / len(batch))
@@ -75,7 +75,7 @@ def plain_loop(hp: Hyperparameters, data: Path) -> tuple[list[float], list[dict[
     """One process, torch's own layers and optimiser; of the library only the order of samples and the model."""
     torch.manual_seed(hp.seed)
     arrays = open_arrays(data)
-    model = zoo.build(hp.model, 10, InputSpec(1, 8, 8, arrays.mean, arrays.std)).double()
+    model = zoo.build_model(hp.model, 10, InputSpec(1, 8, 8, arrays.mean, arrays.std)).double()
     images, labels = arrays_in_fp64(data, "train")
     training, _ = sampling.split_indices(len(labels), hp.validation_fraction, hp.seed)
     assert len(training) == 105

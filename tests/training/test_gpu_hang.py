@@ -18,7 +18,7 @@ from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import RankError
 from flyte_ddp.loading.arrays import ArrayImages
 from flyte_ddp.parallel import hang_watch
-from flyte_ddp.parallel.distributed import objects_of_all_ranks, sum_over_ranks
+from flyte_ddp.parallel.distributed import gather_objects, sum_over_ranks
 from flyte_ddp.parallel.hang_watch import HangWatch, in_collective, watch_collectives
 from flyte_ddp.parallel.training_pass import TrainingPass
 from flyte_ddp.run import run_training
@@ -93,7 +93,7 @@ def come_late(_: Path) -> None:
     torch.cuda.set_device(0)
     collectives = {
         "sum": lambda: sum_over_ranks(torch.zeros(3, device="cuda")),
-        "objects": lambda: objects_of_all_ranks("value"),
+        "objects": lambda: gather_objects("value"),
     }
     for name, collective in collectives.items():
         if dist.get_rank() == 0:

@@ -8,7 +8,7 @@ import pytest
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import image_arrays
 from flyte_ddp.datasets.arrays import write_arrays
-from flyte_ddp.release.judge import judge
+from flyte_ddp.release.judge import judge_challenger
 from flyte_ddp.release.page import write_page
 from flyte_ddp.release.policy import Policy
 from flyte_ddp.release.registry import Registry
@@ -36,7 +36,9 @@ def test_nothing_holds_the_square_of_the_classes(tmp_path: Path) -> None:
     assert "2,500 classes are too many for a picture" in page
     assert "Most frequent mistakes" in page
     files = result.model, result.sidecar
-    judged = judge(*files, tmp_path / "data", Registry(str(tmp_path / "registry"), "many"), Policy(), settings=QUIET)
+    judged = judge_challenger(
+        *files, tmp_path / "data", Registry(str(tmp_path / "registry"), "many"), Policy(), settings=QUIET
+    )
     verdict = write_page(judged, "many", tmp_path / "verdict.html")
     assert "confusion matrix" not in verdict.read_text()
     assert "Most frequent mistakes" in verdict.read_text()

@@ -227,16 +227,16 @@ def test_a_step_that_failed_half_way_is_not_saved(
 
 def write(path: Path, step: int, identity: Identity = OWN) -> None:
     about = {"epoch": 0, "step": step, "trained_in": [asdict(PLAIN)], "time": 0.0}
-    checkpoint.write(path, about, identity, b"metrics\n", lambda file: torch.save({"step": step}, file))
+    checkpoint.write_checkpoint(path, about, identity, b"metrics\n", lambda file: torch.save({"step": step}, file))
 
 
 @pytest.mark.parametrize("damage", ["gone", "cut", "changed", "empty", "of another format"])
 def test_a_damaged_checkpoint_falls_back_to_the_one_before(tmp_path: Path, damage: str) -> None:
-    assert checkpoint.newest_of(tmp_path) is None
+    assert checkpoint.find_newest_checkpoint(tmp_path) is None
     paths = checkpoint.alternate_slots(tmp_path, None)
     for step in (1, 2, 3):
         write(next(paths), step)
-    newest = checkpoint.newest_of(tmp_path)
+    newest = checkpoint.find_newest_checkpoint(tmp_path)
     assert newest is not None
     assert (newest.step, newest.metrics, newest.identity) == (3, b"metrics\n", OWN)
     assert newest.trained_in == (PLAIN,)
@@ -254,7 +254,7 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before(tmp_path: Path, damag
                 "of another format": content.replace(b"checkpoint/1", b"checkpoint/9"),
             }[damage]
         )
-    before = checkpoint.newest_of(tmp_path)
+    before = checkpoint.find_newest_checkpoint(tmp_path)
     assert before is not None
     assert before.step == 2
     assert next(checkpoint.alternate_slots(tmp_path, before.path)) == newest.path, (
@@ -281,7 +281,7 @@ def test_a_checkpoint_that_is_signed_but_makes_no_sense_is_passed_over(tmp_path:
     content = json.dumps(HEADERS[name](json.loads(header))).encode() + b"\n" + rest
     signature = f"{checkpoint.FORMAT} {hashlib.sha256(content).hexdigest()}\n".encode()
     (tmp_path / "b.ckpt").write_bytes(signature + content)
-    found = checkpoint.newest_of(tmp_path)
+    found = checkpoint.find_newest_checkpoint(tmp_path)
     assert found is not None
     assert found.path.name == "a.ckpt"
 
@@ -290,7 +290,7 @@ def test_a_checkpoint_that_is_signed_but_makes_no_sense_is_passed_over(tmp_path:
 def test_a_checkpoint_that_is_signed_but_has_no_header_is_passed_over(tmp_path: Path, content: bytes) -> None:
     signature = f"{checkpoint.FORMAT} {hashlib.sha256(content).hexdigest()}\n".encode()
     (tmp_path / "a.ckpt").write_bytes(signature + content)
-    assert checkpoint.newest_of(tmp_path) is None
+    assert checkpoint.find_newest_checkpoint(tmp_path) is None
 
 
 @pytest.mark.parametrize(
@@ -307,7 +307,7 @@ def test_a_checkpoint_that_is_signed_but_has_no_header_is_passed_over(tmp_path: 
 )
 def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path, other: Identity, words: str) -> None:
     write(tmp_path / "a.ckpt", 1)
-    found = checkpoint.newest_of(tmp_path)
+    found = checkpoint.find_newest_checkpoint(tmp_path)
     assert found is not None
     checkpoint.check_same_run(found, OWN)
     with pytest.raises(UserError) as caught:

@@ -44,7 +44,7 @@ def plain_loop(hp: Hyperparameters, data: Path) -> tuple[dict[str, torch.Tensor]
     """Of the library only the order of samples and the model's definition."""
     arrays = open_arrays(data)
     torch.manual_seed(hp.seed)
-    model = zoo.build(hp.model, 10, InputSpec(1, 8, 8, arrays.mean, arrays.std))
+    model = zoo.build_model(hp.model, 10, InputSpec(1, 8, 8, arrays.mean, arrays.std))
     training, _ = sampling.split_indices(len(arrays.train_labels), hp.validation_fraction, hp.seed)
     images = (torch.tensor(np.array(arrays.train_images)).permute(0, 3, 1, 2) / 255 - arrays.mean[0]) / arrays.std[0]
     orders = (torch.from_numpy(sampling.epoch_order(training, hp.seed, epoch)) for epoch in range(hp.epochs))
@@ -156,7 +156,7 @@ def test_parameters_that_get_no_gradient_stay_as_they_are(digits: Path, tmp_path
     hp = replace(BASE, model="user_models:partly_used", epochs=1, weight_decay=0.1, strategy=strategy)
     result = train(hp, digits, tmp_path / "run")
     torch.manual_seed(hp.seed)
-    initial = zoo.build(hp.model, 10, InputSpec(1, 8, 8, (0.0,), (1.0,))).state_dict()
+    initial = zoo.build_model(hp.model, 10, InputSpec(1, 8, 8, (0.0,), (1.0,))).state_dict()
     unchanged = {name for name, value in weights(result).items() if torch.equal(value, initial[name])}
     assert unchanged == {"unused.weight", "unused.bias"}
 
@@ -210,7 +210,7 @@ def test_a_users_mistake_ends_in_one_error_and_no_result(
 def test_more_ranks_than_requested_gpus_names_both_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLYTE_DDP_GPUS", "2")
     with pytest.raises(UserError, match=r"0 GPU\(s\) visible but 2 requested"):
-        hardware.detect(BASE)
+        hardware.detect_hardware(BASE)
 
 
 def test_cpu_quota_of_a_container_counts(tmp_path: Path) -> None:

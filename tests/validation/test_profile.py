@@ -15,11 +15,11 @@ from tars import shard_bytes
 from flyte_ddp.datasets import fetch
 from flyte_ddp.datasets.arrays import image_arrays, open_arrays, write_arrays
 from flyte_ddp.validation.profile import DataProfile
-from flyte_ddp.validation.profiling import profile
+from flyte_ddp.validation.profiling import compute_profile
 
 
 def test_profile_of_digits_is_numpys(digits: Path) -> None:
-    found, arrays = profile(digits), open_arrays(digits)
+    found, arrays = compute_profile(digits), open_arrays(digits)
     labels = Counter(arrays.train_labels.tolist())
     assert found.training.labels == {str(label): count for label, count in labels.items()}
     assert (found.training.samples, found.test.samples) == (len(arrays.train_labels), len(arrays.test_labels))
@@ -42,7 +42,7 @@ def test_equal_pixels_among_arrays(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     arrays = image_arrays(images[:6], labels[:6], images[6:], labels[6:], classes=("a", "b"), name="digits")
     write_arrays(arrays, tmp_path / "data", {})
-    found = profile(tmp_path / "data")
+    found = compute_profile(tmp_path / "data")
     assert found.duplicates == 2
     assert sorted(found.duplicated) == [f"test sample {number} and training sample {number}" for number in (1, 2)]
     assert found.conflicts == 2
@@ -54,7 +54,9 @@ def test_the_same_bytes_in_another_shape_are_no_duplicates(tmp_path: Path) -> No
     for name, size in {"a/1": (4, 9), "b/2": (9, 4), "a/3": (6, 6)}.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         Image.new("RGB", size, (9, 9, 9)).save(folder / f"{name}.png")
-    found = profile(fetch(f"image_folder:{folder}", "", tmp_path / "data", test_dataset=f"image_folder:{folder}"))
+    found = compute_profile(
+        fetch(f"image_folder:{folder}", "", tmp_path / "data", test_dataset=f"image_folder:{folder}")
+    )
     assert found.conflicts == 0
     assert found.duplicates == 3, "each with itself, as the test set is the training set"
 
@@ -69,7 +71,7 @@ def test_profile_of_files(tmp_path: Path) -> None:
     Image.new("L", (40, 30), 200).save(folders[0] / "cat/grey.png")
     dataset, test_dataset = (f"image_folder:{folder}" for folder in folders)
     data = fetch(dataset, "", tmp_path / "data", test_dataset=test_dataset)
-    found = profile(data, quiet(tmp_path))
+    found = compute_profile(data, quiet(tmp_path))
     assert found.classes == ["cat", "dog"]
     assert found.training.labels == {"0": 3, "1": 3}, "of those that can be decoded"
     assert found.training.undecodable == 1
@@ -98,7 +100,9 @@ def test_profile_of_shards_with_held_out_test_samples(kind: str, tmp_path: Path)
         (tmp_path / f"{shard}.tar").write_bytes(shard_bytes(contents))
     listed = [{"url": f"{shard}.tar", "nsamples": 10} for shard in range(4)]
     (tmp_path / "index.json").write_text(json.dumps({"wids_version": 1, "shardlist": listed}))
-    found = profile(fetch(f"{kind}:{tmp_path}/index.json", "", tmp_path / "data", progress="off"), quiet(tmp_path))
+    found = compute_profile(
+        fetch(f"{kind}:{tmp_path}/index.json", "", tmp_path / "data", progress="off"), quiet(tmp_path)
+    )
     assert found.training.samples + found.test.samples == 40
     counts = Counter(found.training.labels) + Counter(found.test.labels)
     assert counts == {"0": 21, "1": 18, "7": 1}

@@ -10,7 +10,7 @@ from scipy.stats import chi2
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import UserError
 from flyte_ddp.validation.profile import DataProfile, SplitProfile
-from flyte_ddp.validation.validate import check, differences
+from flyte_ddp.validation.validate import check_profile, describe_differences
 
 HP = Hyperparameters(dataset="image_folder:x")
 
@@ -26,7 +26,7 @@ GOOD = DataProfile(["cat", "dog"], split(), split(), 0, 0, [], {}, [], [])
 def problems(found: DataProfile, hp: Hyperparameters = HP, duplicates: float = 0.01) -> list[str]:
     """The lines of the error."""
     with pytest.raises(UserError) as raised:
-        check(found, hp, max_duplicates=duplicates, max_conflicts=0.01)
+        check_profile(found, hp, max_duplicates=duplicates, max_conflicts=0.01)
     return [line.removeprefix("dataset='image_folder:x': ") for line in str(raised.value).splitlines()]
 
 
@@ -70,38 +70,38 @@ def test_all_problems_are_in_one_error_with_examples() -> None:
 
 
 def test_shares_at_the_limit_are_allowed() -> None:
-    check(GOOD, HP, max_duplicates=0, max_conflicts=0)
+    check_profile(GOOD, HP, max_duplicates=0, max_conflicts=0)
     ten = replace(GOOD, duplicates=10, conflicts=2, training=split(undecodable=3), bad=["x (y)"])
-    check(ten, replace(HP, bad_samples=3), max_duplicates=0.1, max_conflicts=0.01)
+    check_profile(ten, replace(HP, bad_samples=3), max_duplicates=0.1, max_conflicts=0.01)
     assert len(problems(ten, replace(HP, bad_samples=2), duplicates=0.09)) == 2
 
 
 def test_the_number_of_classes_may_come_from_the_hyperparameters() -> None:
     unnamed = replace(GOOD, classes=[], labelled={"0": "sample 'a'", "1": "sample 'b'"})
-    check(unnamed, replace(HP, num_classes=2), max_duplicates=0, max_conflicts=0)
+    check_profile(unnamed, replace(HP, num_classes=2), max_duplicates=0, max_conflicts=0)
     assert problems(unnamed, replace(HP, num_classes=3)) == [
         "no decodable training sample is of class 2; add some, or remove the class",
         "no decodable test sample is of class 2; give a test_dataset that has some, or remove the class",
     ]
     with pytest.raises(UserError, match="set num_classes"):
-        check(unnamed, HP, max_duplicates=0, max_conflicts=0)
+        check_profile(unnamed, HP, max_duplicates=0, max_conflicts=0)
 
 
 def test_a_difference_is_named_with_its_size() -> None:
     now = replace(GOOD, training=split(labels={"0": 80, "1": 20}, modes={"RGB": 75, "L": 25}, sizes={"12": 100}))
     expected_p = chi2.sf(200 * (30 * 100) ** 2 / (130 * 70 * 100 * 100), 1)  # before Yates' correction
-    classes, modes, sizes = differences(now, GOOD)
+    classes, modes, sizes = describe_differences(now, GOOD)
     assert classes.startswith("training split: classes differ from the champion's in 30% of images (p = ")
     assert classes.endswith("most in class cat: 80% instead of 50%")
     found = float(classes.partition("p = ")[2].partition(")")[0])
     assert abs(math.log10(found) - math.log10(expected_p)) < 1
     assert modes.startswith("training split: colour modes differ from the champion's in 25% of images")
     assert sizes.endswith(("1,024 to 2,047 pixels: 0% instead of 100%", "4,096 to 8,191 pixels: 100% instead of 0%"))
-    assert not [*differences(GOOD, GOOD)]
+    assert not [*describe_differences(GOOD, GOOD)]
     few = replace(GOOD, training=split(labels={"0": 4, "1": 1}))
-    assert not [*differences(few, GOOD)], "which chance explains"
+    assert not [*describe_differences(few, GOOD)], "which chance explains"
     small = replace(GOOD, training=split(labels={"0": 58_000, "1": 50_000}))
-    assert not [*differences(small, GOOD)], "which is too small to matter, though no chance"
+    assert not [*describe_differences(small, GOOD)], "which is too small to matter, though no chance"
 
 
 @pytest.mark.parametrize("number", [100, pytest.param(500, marks=pytest.mark.exhaustive)])
@@ -116,9 +116,11 @@ def test_equal_sources_seldom_alarm(number: int) -> None:
         )
 
     pairs = [[replace(GOOD, training=drawn(), test=drawn()) for _ in range(2)] for _ in range(number)]
-    assert sum(bool([*differences(*pair)]) for pair in pairs) <= number * 6 * 0.001 + 3 * math.sqrt(number * 6 * 0.001)
+    assert sum(bool([*describe_differences(*pair)]) for pair in pairs) <= number * 6 * 0.001 + 3 * math.sqrt(
+        number * 6 * 0.001
+    )
 
 
 def test_other_classes_are_a_warning() -> None:
     other = replace(GOOD, classes=["cat", "dog", "cow"])
-    assert [*differences(other, GOOD)] == ["the classes are not the champion's"]
+    assert [*describe_differences(other, GOOD)] == ["the classes are not the champion's"]

@@ -23,7 +23,7 @@ from locks import held_by_another_process
 from benchmarks.running import descendants
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import UserError
-from flyte_ddp.runs.run_lock import hold
+from flyte_ddp.runs.run_lock import hold_run_folder
 from tasks.preparation import check_inputs
 
 OUTPUTS = {
@@ -186,7 +186,7 @@ def test_a_run_that_is_still_going_is_not_written_into(finished: tuple[dict[str,
         assert trained(second)
         assert "another process is at this run" in second.output
         assert outputs(second)["model_state"].parent == first.with_name(f"{first.name}-2")
-        with pytest.raises(UserError, match="another run is writing into it"), hold(first):
+        with pytest.raises(UserError, match="another run is writing into it"), hold_run_folder(first):
             pass
     assert state(first) == before
     third = train(TINY, home=home)

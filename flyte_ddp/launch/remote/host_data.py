@@ -7,9 +7,9 @@ from pathlib import Path
 from flyte_ddp.catalog import encoded_kind
 from flyte_ddp.datasets import fetch, open_prepared
 from flyte_ddp.datasets.arrays import read_description
-from flyte_ddp.datasets.identity import digest_of
+from flyte_ddp.datasets.identity import digest_lines
 from flyte_ddp.errors import UserError
-from flyte_ddp.locks import exclusive
+from flyte_ddp.locks import hold_lock
 from flyte_ddp.runs.job import Job
 
 
@@ -31,9 +31,9 @@ def find_or_fetch_data(job: Job, fetch_into: Callable[[Path], object] | None = N
     # Named by content, not by source. Prepared data of encoded images refers to their addresses, so these count, too.
     name = job.identity.data
     if encoded_kind(hp.dataset):
-        name = digest_of([name, hp.dataset, hp.test_dataset])
+        name = digest_lines([name, hp.dataset, hp.test_dataset])
     folder = job.settings.cache_folder / "prepared" / name
-    with exclusive(folder.parent, f"{name}.lock"):
+    with hold_lock(folder.parent, f"{name}.lock"):
         if prepared_digest(folder, whole=True) != job.identity.data:
             shutil.rmtree(folder, ignore_errors=True)  # damaged, or what the source had when another run fetched it
             if fetch_into is None:

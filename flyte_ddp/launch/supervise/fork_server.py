@@ -23,7 +23,7 @@ from flyte_ddp.launch.supervise.link import describe_error
 from flyte_ddp.launch.supervise.processes import JOIN_SECONDS, ProcessHandle, spawn_context
 from flyte_ddp.launch.supervise.rank_handle import RankHandle
 from flyte_ddp.launch.supervise.rank_process import RankInfo, flush_output, silence_torch_warnings, start_rank
-from flyte_ddp.process import become_subreaper, die_with_parent, kill_descendants, set_name
+from flyte_ddp.process import become_subreaper, die_with_parent, kill_descendants, set_process_name
 
 POSSIBLE = sys.platform == "linux"  # macOS's libraries rely on threads, which a fork does not have
 TRIED_ON = ("cpu",)  # types of devices for which the server imports torch
@@ -119,7 +119,7 @@ def run_rank_server(ranks: list[RankPipes], with_torch: bool) -> NoReturn:
     """
     die_with_parent()
     become_subreaper()
-    set_name(SERVER)
+    set_process_name(SERVER)
     if with_torch:
         import_torch(ranks)
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # until a rank has its own handler

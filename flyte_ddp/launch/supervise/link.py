@@ -115,7 +115,7 @@ def describe_error(error: BaseException) -> dict[str, Any]:
     return {
         "kind": "error",
         "time": time.monotonic(),
-        "cause": classify_error(error),
+        "cause": classify_failure(error),
         "type": type(raised).__name__,
         "message": exception_message(raised),
         "traceback": shorten("".join(traceback.format_exception(error))),
@@ -135,7 +135,7 @@ def shorten(text: str) -> str:
     return f"{text[:half]}\n... ({len(text) - 2 * half:,} characters left out) ...\n{text[-half:]}"
 
 
-def classify_error(error: BaseException) -> str:
+def classify_failure(error: BaseException) -> str:
     """Return why a rank failed, by the types of its exception and of that exception's causes; imports no torch.
 
     Returns:

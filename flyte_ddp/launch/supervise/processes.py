@@ -88,14 +88,14 @@ def spawn_context() -> Iterator[SpawnContext]:
     resource_tracker.ensure_running()  # before signals are blocked, because it unblocks them
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
-        with main_script_hidden():
+        with hide_main_script():
             yield multiprocessing.get_context("spawn")
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
 
 @contextmanager
-def main_script_hidden() -> Iterator[None]:
+def hide_main_script() -> Iterator[None]:
     """Remove ``__file__`` and ``__spec__`` from the main module during the block.
 
     So processes that are spawned meanwhile do not run the main script (``pyflyte``) again, which costs 0.7 s each.

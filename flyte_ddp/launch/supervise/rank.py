@@ -19,7 +19,7 @@ from flyte_ddp import results
 from flyte_ddp.launch.supervise.link import Link
 from flyte_ddp.launch.supervise.rank_process import RankInfo
 from flyte_ddp.parallel import distributed
-from flyte_ddp.parallel.collective_failures import type_failures_of_collectives, waiting_for_ranks
+from flyte_ddp.parallel.collective_failures import patch_collective_wait, translate_collective_errors
 from flyte_ddp.parallel.hang_watch import in_collective, watch_collectives
 from flyte_ddp.runs.job import Job
 from flyte_ddp.training.train import train
@@ -52,13 +52,13 @@ def run_rank(job: Job, info: RankInfo, set_save_function: SetSaveFunction, link:
         torch.cuda.set_device(info.local_rank)
     if info.world_size > 1:
         assert link is not None
-        distributed.set_timeout(job.settings.timeout)
-        type_failures_of_collectives()
-        with waiting_for_ranks():
+        distributed.set_collective_timeout(job.settings.timeout)
+        patch_collective_wait()
+        with translate_collective_errors():
             store = open_common_store(job, info, link)
             join_process_group(job, info, store, link)
     # This rank writes what users' code hands in itself; the launcher need not be asked.
-    with results.delivered_by(results.ResultWriter(job.run_folder).write, info.rank), warnings.catch_warnings():
+    with results.deliver_results(results.ResultWriter(job.run_folder).write, info.rank), warnings.catch_warnings():
         train(job, set_save_function)
     if info.world_size > 1:
         # No rank may close its connections while another still needs them. The wait for rank 0 has no limit, because it
@@ -66,7 +66,7 @@ def run_rank(job: Job, info: RankInfo, set_save_function: SetSaveFunction, link:
         if info.rank == 0:
             store.set(FINISHED, "")
         else:
-            with waiting_for_ranks():
+            with translate_collective_errors():
                 store.wait([FINISHED], NO_LIMIT)
         distributed.wait_for_all_ranks()
         dist.destroy_process_group()

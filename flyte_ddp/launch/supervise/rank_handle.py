@@ -11,7 +11,7 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
-from flyte_ddp.process import out_of_memory_kills
+from flyte_ddp.process import count_out_of_memory_kills
 
 if TYPE_CHECKING:
     from flyte_ddp.runs.job import Job
@@ -40,7 +40,7 @@ class RankHandle:
         self.resumes_after = 0  # step of the checkpoint that the job resumes from
         self.clock_behind = 0.0  # seconds by which the host's ``time.monotonic()`` is behind the launcher's
         self.exitcode: int | None = None  # of the rank's process; negative: a signal's number; None: not known yet
-        self.memory_kills = out_of_memory_kills()  # on this host, before the rank's process can be one of them
+        self.memory_kills = count_out_of_memory_kills()  # on this host, before the rank's process can be one of them
 
     def has_started(self) -> bool:
         """Return whether the rank's process has started; before that it answers no message."""
@@ -57,7 +57,7 @@ class RankHandle:
 
     def ran_out_of_memory(self) -> bool:
         """Return whether the kernel has killed a process of this cgroup for lack of memory since the rank's start."""
-        return out_of_memory_kills() > self.memory_kills
+        return count_out_of_memory_kills() > self.memory_kills
 
     def waitables(self) -> list[Any]:
         """Return the objects for ``connection.wait`` that become ready when the rank sends something or ends."""

@@ -13,7 +13,7 @@ from multiprocessing.connection import Connection
 
 from flyte_ddp.launch.supervise.link import Link
 from flyte_ddp.launch.supervise.stopping import SIGNALS, call_on_signals
-from flyte_ddp.process import die_with_parent, set_name
+from flyte_ddp.process import die_with_parent, set_process_name
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ def start_rank(info: RankInfo, pipe: Connection, stacks: Connection) -> None:
         stacks: pipe to which Python's stack is written on SIGUSR1, even while the rank is in C code.
     """
     die_with_parent()
-    set_name(f"rank {info.rank}")
+    set_process_name(f"rank {info.rank}")
     silence_torch_warnings()
     faulthandler.register(signal.SIGUSR1, file=stacks.fileno(), all_threads=False)
     link = Link(pipe)
