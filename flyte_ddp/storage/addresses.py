@@ -14,23 +14,25 @@ SCHEMES = ("file", "http", "https", "s3", "gs", "az")
 def scheme(address: str) -> str:
     """Return the kind of an address: ``file`` (also for a plain path), ``http``, ``https``, ``s3``, ``gs`` or ``az``.
 
-    Raises:
-        UserError: the address has another scheme, names no server or bucket, or contains a user name or password.
+    Raises UserError if the address has another scheme, no server or bucket, or contains a user name or password.
     """
     refuse_credentials("address", address)
-    found = address.partition("://")[0].lower() if "://" in address else "file"
-    if found not in SCHEMES:
+    if "://" not in address:
+        return "file"
+    kind, _, rest = address.partition("://")
+    kind = kind.lower()
+    if kind not in SCHEMES:
         raise UserError(
             f"address {address!r}: must be a path, or start with file://, s3://, gs://, az://, https:// or http://"
         )
-    if found != "file" and not address.partition("://")[2].partition("/")[0]:
-        noun = {"s3": "bucket", "gs": "bucket", "az": "container"}.get(found, "server")
-        raise UserError(f"address {address!r}: must name a {noun} after {found}://")
-    return found
+    if kind != "file" and not rest.partition("/")[0]:
+        noun = {"s3": "bucket", "gs": "bucket", "az": "container"}.get(kind, "server")
+        raise UserError(f"address {address!r}: must name a {noun} after {kind}://")
+    return kind
 
 
 def local_path(address: str) -> Path | None:
-    """Return the absolute path of a plain path or a ``file://`` address; return None for a remote address.
+    """Return the absolute path of a plain path or a ``file://`` address; None for a remote address.
 
     ``~`` at the start becomes the home folder. Symlinks and ``..`` are kept. The file need not exist.
     """
@@ -40,20 +42,20 @@ def local_path(address: str) -> Path | None:
     return (path.expanduser() if path.parts[:1] == ("~",) else path).absolute()
 
 
-def join(source: str, name: str) -> str:
-    """Return the address of the file ``name`` in the folder or prefix ``source``."""
-    path = local_path(source)
-    return f"{source.rstrip('/')}/{encode_name(source, name)}" if path is None else str(path / name)
+def join(folder: str, name: str) -> str:
+    """Return the address of a file by its name in a folder or below a prefix."""
+    path = local_path(folder)
+    return f"{folder.rstrip('/')}/{encode_name(folder, name)}" if path is None else str(path / name)
 
 
 def encode_name(address: str, name: str) -> str:
-    """Return a file's name as it is written in an address: percent-encoded if ``address`` is of a web server."""
+    """Return a file's name as addresses have it: percent-encoded if ``address`` is of a web server, else unchanged."""
     web = "://" in address and scheme(address) in ("http", "https")
     return quote(name.encode("utf-8", "surrogateescape")) if web else name
 
 
 def parent(address: str) -> str:
-    """Return the address of the folder or prefix that contains a file; a web address loses its query."""
+    """Return the address of the folder or prefix that contains a file; a web address loses its query and fragment."""
     path = local_path(address)
     if path is not None:
         return str(path.parent)
@@ -65,12 +67,10 @@ def parent(address: str) -> str:
 
 
 def resolve(base: str, address: str) -> str:
-    """Return the absolute form of an address.
+    """Return the absolute form of an address that may be relative to the folder or prefix ``base``.
 
-    Args:
-        base: the folder or prefix that a relative address starts from.
-        address: an absolute address, returned unchanged; or names of folders and a file, joined by "/". In a name, "#",
-            "?" and "%" are ordinary characters, on a web server too. ".." goes one folder up.
+    An absolute address is returned unchanged. A relative one is names of folders and a file, joined by "/": "#", "?"
+    and "%" in them are ordinary characters, on a web server too, and ".." goes one folder up.
     """
     if "://" in address:
         return address

@@ -6,7 +6,6 @@ raise exceptions of many classes: of botocore, google-auth, obstore, or a ValueE
 
 import os
 import re
-from collections.abc import Callable
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -26,7 +25,8 @@ def make_s3_store(bucket: str) -> Any:
     """Return obstore's store of a bucket on AWS or on another server with S3's protocol.
 
     Region, endpoint, certificates and credentials come from ``FLYTE_AWS_*``, then from botocore (variables, profiles,
-    roles). Without credentials requests are anonymous. Without an endpoint, asks AWS for the bucket's region.
+    roles), which may ask servers for them. Without credentials requests are anonymous. Without an endpoint, asks AWS
+    for the bucket's region.
     """
     from botocore.session import get_session  # type: ignore[import-untyped,unused-ignore]
     from botocore.utils import validate_region_name  # type: ignore[import-untyped,unused-ignore]
@@ -62,14 +62,10 @@ def make_s3_store(bucket: str) -> Any:
 
 
 def find_bucket_region(bucket: str, default: str, bundle: str | None) -> str:
-    """Ask AWS for the region of a bucket, without credentials, and return the region; return ``default`` on failure.
+    """Ask AWS's server in the region ``default`` for the region of a bucket; return it, or ``default`` on failure.
 
-    Waits up to 10 s for the connection and 30 s for the response.
-
-    Args:
-        bucket: name of the bucket, in any region.
-        default: region whose server is asked.
-        bundle: path of a file of certificates to trust; None for the system's.
+    Needs no credentials. Trusts the certificates in the file ``bundle``, if given. Waits up to 10 s for the connection
+    and 30 s for the response.
     """
     import requests
 
@@ -83,7 +79,8 @@ def find_bucket_region(bucket: str, default: str, bundle: str | None) -> str:
 def make_google_store(bucket: str) -> Any:
     """Return obstore's store of a bucket of Google Cloud Storage, with application default credentials.
 
-    Without credentials requests are anonymous. ``STORAGE_EMULATOR_HOST`` names another server, also anonymous.
+    google-auth may ask servers for them. Without credentials requests are anonymous. ``STORAGE_EMULATOR_HOST`` names
+    another server, also anonymous.
     """
     from google import auth
     from google.auth.exceptions import DefaultCredentialsError
@@ -91,10 +88,8 @@ def make_google_store(bucket: str) -> Any:
     from obstore.store import GCSStore
 
     # Without any credential, obstore would ask the machine's metadata server for one before it writes.
-    anonymous = common_settings() | {
-        "skip_signature": True,
-        "credential_provider": lambda: {"token": "-", "expires_at": None},
-    }
+    no_token = {"token": "-", "expires_at": None}
+    anonymous = common_settings() | {"skip_signature": True, "credential_provider": lambda: no_token}
     if host := os.environ.get("STORAGE_EMULATOR_HOST", "").rstrip("/"):
         return GCSStore(bucket, base_url=host if "://" in host else f"http://{host}", **anonymous)
     try:
@@ -121,19 +116,11 @@ def make_azure_store(container: str) -> Any:
     return AzureStore(container, **settings)
 
 
-CLOUDS: dict[str, Callable[[str], Any]] = {"s3": make_s3_store, "gs": make_google_store, "az": make_azure_store}
-
-
 def common_settings(bundle: str | None = None) -> dict[str, Any]:
     """Return the timeouts and certificates for the stores of all clouds; obstore's own retries are turned off.
 
-    Args:
-        bundle: path of a file of certificates (PEM) to trust in addition to the system's; by default the one that
-            ``REQUESTS_CA_BUNDLE`` names.
-
-    Raises:
-        ValueError: the file of certificates has none.
-        OSError: the file of certificates cannot be read.
+    Reads the file of certificates (PEM) that ``bundle`` or else ``REQUESTS_CA_BUNDLE`` names, to be trusted in addition
+    to the system's. Raises OSError if it cannot be read, ValueError if it has no certificate.
     """
     options: dict[str, Any] = {
         "allow_http": True,  # an endpoint may begin with http://

@@ -34,12 +34,9 @@ def parse_etag(header: str | None) -> str:
 
 
 def check_length(received: int, announced: int | None, *, remote: bool) -> None:
-    """Raise UnavailableError if a body has fewer or more bytes than announced.
+    """Raise UnavailableError if fewer or more bytes were read than announced; None announces nothing.
 
-    Args:
-        received: bytes that were read.
-        announced: bytes that the server or the file system announced; None, for unknown, accepts any length.
-        remote: whether the file is on another machine; then the error is transient, so the read may be retried.
+    The error is transient, so that the read may be retried, if the file is ``remote``: on another machine.
     """
     if announced is not None and received != announced:
         what = "truncated after" if received < announced else "goes on to byte"

@@ -21,19 +21,22 @@ def parse_digest_list(content: bytes) -> dict[str, str]:
 
     The text is UTF-8, or UTF-16 with a byte order mark (PowerShell). Bytes that are not UTF-8 become surrogates, as in
     ``os.fsdecode``. Empty lines and lines that begin with "#" are skipped. If a line begins with a backslash, the
-    sequences \\, \n and \r in its name are decoded.
-
-    Raises:
-        DigestListError: a line has another form, or a backslash in its name and none at its beginning.
+    sequences \\, \n and \r in its name are decoded. Raises DigestListError if a line has another form or a backslash in
+    its name and none at its beginning, or if text with a mark of UTF-16 is not UTF-16.
     """
-    found = {}
-    for number, line in enumerate(decode_digest_list(content).split("\n"), start=1):  # a name may contain "\r"
-        text = line.lstrip().removesuffix("\r")
-        if not text or text.startswith("#"):
+    try:
+        utf_16 = content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+        text = content.decode("utf-16") if utf_16 else content.decode("utf-8-sig", "surrogateescape")
+    except UnicodeDecodeError as error:
+        raise DigestListError(f"begins as UTF-16, but is not UTF-16 ({error.reason}); write it in UTF-8") from None
+    digests = {}
+    lines = [line.lstrip().removesuffix("\r") for line in text.split("\n")]  # not splitlines: a name may contain "\r"
+    for number, line in enumerate(lines, start=1):
+        if not line or line.startswith("#"):
             continue
-        match = next(filter(None, (form.fullmatch(text) for form in LINES)), None)
+        match = next(filter(None, (form.fullmatch(line) for form in LINES)), None)
         if match is None:
-            shown = repr(text[:SHOWN]) + ("..." if len(text) > SHOWN else "")
+            shown = repr(line[:SHOWN]) + ("..." if len(line) > SHOWN else "")
             raise DigestListError(
                 f"line {number} is {shown}, and must be the SHA-256 and the name of a file, as sha256sum writes it"
             )
@@ -42,21 +45,5 @@ def parse_digest_list(content: bytes) -> dict[str, str]:
             name = re.sub(r"\\[\\nr]", lambda pair: ESCAPED[pair[0]], name)
         elif "\\" in name:
             raise DigestListError(f"line {number} names {name!r}: folders must be separated by /, not by backslashes")
-        found[name] = match["digest"].lower()
-    return found
-
-
-def decode_digest_list(content: bytes) -> str:
-    """Decode UTF-8, or UTF-16 with a byte order mark, and return the text without the mark.
-
-    Bytes that are not UTF-8 become surrogates, as in ``os.fsdecode``.
-
-    Raises:
-        DigestListError: the content has a byte order mark of UTF-16, but is not UTF-16.
-    """
-    if not content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-        return content.removeprefix(codecs.BOM_UTF8).decode("utf-8", "surrogateescape")
-    try:
-        return content.decode("utf-16")
-    except UnicodeDecodeError as error:
-        raise DigestListError(f"begins as UTF-16, but is not UTF-16 ({error.reason}); write it in UTF-8") from None
+        digests[name] = match["digest"].lower()
+    return digests

@@ -7,7 +7,7 @@ READ_TIMEOUT = 30.0  # seconds without a byte
 
 
 class UnavailableError(Exception):
-    """A file could not be read or written; ``transient`` says whether another try may succeed."""
+    """A file could not be read or written; ``transient`` says whether a retry may succeed."""
 
     def __init__(self, reason: str, *, transient: bool = False) -> None:
         super().__init__(reason)
@@ -35,6 +35,6 @@ class AlteredError(UnavailableError):
 
 
 def http_status_error(status: int, detail: str) -> UnavailableError:
-    """Return the error for an HTTP status and its reason: 408, 429 and 5xx are transient."""
+    """Return the error for an HTTP status and its reason; it is transient for 408, 429 and 5xx."""
     kind = {403: ForbiddenError, 404: MissingError, 410: MissingError}.get(status, UnavailableError)
     return kind(f"HTTP {status} {detail}".strip(), transient=status >= 500 or status in (408, 429))

@@ -31,8 +31,7 @@ PERMANENT_ERRORS = (InvalidURL, SSLError, TooManyRedirects, urllib3.exceptions.L
 def open_file(address: str, span: Span | None) -> Iterator[Content]:
     """Open a file of an HTTP server, or a span of bytes of it, for one pass over its bytes.
 
-    Raises:
-        UnavailableError: the server gives no file, cannot give a span, or fails while the bytes are read.
+    Raises UnavailableError if the server gives no file, cannot give a span, or fails while the block reads the bytes.
     """
     span_header = {"Range": f"bytes={span[0]}-{span[1] - 1}"} if span is not None else {}
     with open_response(address, "GET", span_header) as response:
@@ -56,26 +55,25 @@ def stat_file(address: str) -> Entry:
 def list_files(address: str) -> Iterator[Entry]:
     """Read ``SHA256SUMS`` in a folder of an HTTP server; yield the files that it names, with size -1, by name.
 
-    Raises:
-        UnavailableError: the server gives no SHA256SUMS; it cannot be parsed; or it names a file outside the folder.
+    Raises UnavailableError if the server gives no SHA256SUMS, it cannot be parsed, or it names a file outside the
+    folder.
     """
     try:
         with open_file(f"{address.rstrip('/')}/{SUMS}", None) as file:
             content = b"".join(file.chunks)
+        digests = parse_digest_list(content)
     except UnavailableError as failure:
         words = f"an HTTP server has no list of its files, and {SUMS} in that folder cannot be read: {failure}"
         raise UnavailableError(words, transient=failure.transient) from None
-    try:
-        sums = parse_digest_list(content)
     except DigestListError as error:
         raise UnavailableError(f"{SUMS} in that folder is not understood: {error}") from None
-    for name, digest in sorted(sums.items()):
+    for name, digest in sorted(digests.items()):
         if leads_out(name):
             raise UnavailableError(f"{SUMS} there names {name!r}, which is not in that folder")
         yield Entry(name, -1, digest)
 
 
-def write_file(address: str, content: object) -> NoReturn:  # noqa: ARG001
+def write_file(address: str, *_: object) -> NoReturn:
     """Raise UserError: files cannot be written to a web server."""
     raise UserError(f"address {address!r}: nothing can be written to a web server; give a path, s3://, gs:// or az://")
 
@@ -85,18 +83,15 @@ create_file = write_file
 
 def delete_files(addresses: Sequence[str]) -> NoReturn:
     """Raise UserError: files of a web server cannot be deleted."""
-    write_file(addresses[0], None)
+    write_file(addresses[0])
 
 
 @contextmanager
 def open_response(address: str, method: str, headers: dict[str, str]) -> Iterator[Any]:
     """Send an HTTP request, follow redirects, and yield the response with an unread body; close it after the block.
 
-    Waits up to 10 s for the connection and up to 30 s for each piece of the body.
-
-    Raises:
-        UnavailableError: the status is not 200 or 206; a redirect is refused; or the connection fails, also while the
-            block reads the body.
+    Waits up to 10 s for the connection and up to 30 s for each piece of the body. Raises UnavailableError if the status
+    is not 200 or 206, a redirect is refused, or the connection fails, also while the block reads the body.
     """
     try:
         with process_session(os.getpid()).request(
@@ -111,22 +106,16 @@ def open_response(address: str, method: str, headers: dict[str, str]) -> Iterato
                 raise http_status_error(response.status_code, response.reason or "")
             yield response
     except (requests.RequestException, urllib3.exceptions.HTTPError) as error:
-        transient = not isinstance(error, PERMANENT_ERRORS)
-        raise UnavailableError(mask_credentials(root_cause_message(error)), transient=transient) from None
-
-
-def root_cause_message(error: BaseException) -> str:
-    """Return the message of the innermost cause of an error; messages of the outer errors are long and technical.
-
-    A timeout becomes a sentence with the seconds waited.
-    """
-    if isinstance(error, ConnectTimeout | urllib3.exceptions.ConnectTimeoutError):
-        return f"no connection within {failures.CONNECT_TIMEOUT:g} s"
-    if isinstance(error, ReadTimeout | urllib3.exceptions.ReadTimeoutError):
-        return f"no answer within {failures.READ_TIMEOUT:g} s"
-    while (inner := error.__cause__ or error.__context__) is not None:
-        error = inner
-    return getattr(error, "strerror", None) or str(error)
+        if isinstance(error, ConnectTimeout | urllib3.exceptions.ConnectTimeoutError):
+            reason = f"no connection within {failures.CONNECT_TIMEOUT:g} s"
+        elif isinstance(error, ReadTimeout | urllib3.exceptions.ReadTimeoutError):
+            reason = f"no answer within {failures.READ_TIMEOUT:g} s"
+        else:
+            cause: BaseException = error  # the messages of outer errors are long and technical
+            while (inner := cause.__cause__ or cause.__context__) is not None:
+                cause = inner
+            reason = getattr(cause, "strerror", None) or str(cause)
+        raise UnavailableError(mask_credentials(reason), transient=not isinstance(error, PERMANENT_ERRORS)) from None
 
 
 class GuardedSession(requests.Session):
@@ -135,8 +124,7 @@ class GuardedSession(requests.Session):
     def get_redirect_target(self, resp: requests.Response) -> str | None:
         """Return the address that a redirect names; None if the response is no redirect.
 
-        Raises:
-            UnavailableError: the redirect leads to another host that is neither public nor allowed; closes ``resp``.
+        Closes ``resp`` and raises UnavailableError if that host is another one, and neither public nor allowed.
         """
         target = super().get_redirect_target(resp)
         if target is not None and not may_follow_redirect(resp.url, there := urljoin(resp.url, target)):

@@ -37,9 +37,7 @@ def translate_errors() -> Iterator[None]:
 def open_file(address: str, span: Span | None) -> Iterator[Content]:
     """Open a file of this machine, or a span of bytes of it, for one pass over its bytes.
 
-    Raises:
-        MissingError: there is no such file.
-        UnavailableError: the file cannot be read; raised here or in the block.
+    Raises MissingError if there is no such file, UnavailableError if it cannot be read, here or while the block reads.
     """
     with translate_errors():
         file = require_local_path(address).open("rb")
@@ -74,15 +72,10 @@ def stat_file(address: str) -> Entry:
 
 
 def write_file(address: str, content: bytes | Path, *, create: bool = False) -> None:
-    """Write a file of this machine by a temporary file and a rename; make missing folders.
+    """Write bytes or a copy of a file by a temporary file and a rename; make missing folders.
 
-    Args:
-        address: address of the file; a file of that name is replaced.
-        content: the bytes; or the path of a file, whose content is copied in pieces.
-        create: raise ExistsError if there is a file of that name, and return only when the new file is on the disk.
-
-    Raises:
-        UnavailableError: the file cannot be written, or the file ``content`` cannot be read.
+    With ``create``, returns only when the new file is on the disk, and raises ExistsError if there is a file of that
+    name. Raises UnavailableError if the file cannot be written, or the one to copy cannot be read.
     """
     path = require_local_path(address)
     try:
@@ -103,10 +96,7 @@ create_file = partial(write_file, create=True)
 
 
 def delete_files(addresses: Sequence[str]) -> None:
-    """Delete files of this machine in the given order.
-
-    Stops at the first file that is missing (MissingError) or cannot be deleted (UnavailableError).
-    """
+    """Delete files of this machine in order, up to one that is missing (MissingError) or stays (UnavailableError)."""
     with translate_errors():
         for address in addresses:
             require_local_path(address).unlink()
@@ -115,9 +105,8 @@ def delete_files(addresses: Sequence[str]) -> None:
 def list_files(address: str) -> Iterator[Entry]:
     """Yield the files below a folder of this machine, by name. Follows symlinks; skips hidden files and folders.
 
-    Raises:
-        MissingError: there is no such folder.
-        UnavailableError: a folder or a symlink's target cannot be read, or a symlink leads back to a folder above it.
+    Keeps the whole list in memory. Raises MissingError if there is no such folder, UnavailableError if a folder or a
+    symlink's target cannot be read, or a symlink leads back to a folder above it.
     """
     root = require_local_path(address)
     with translate_errors():
@@ -127,15 +116,10 @@ def list_files(address: str) -> Iterator[Entry]:
 
 
 def walk_folder(folder: str, prefix: str, parents: tuple[tuple[int, int], ...]) -> Iterator[Entry]:
-    """Yield the files below a folder in the order of the file system. Follows symlinks; skips hidden entries.
+    """Yield the files below a folder in the order of the file system, with ``prefix`` before their names.
 
-    Args:
-        folder: path of the folder.
-        prefix: put before each file's name.
-        parents: device and inode of each folder above ``folder``, to find symlinks that lead back.
-
-    Raises:
-        UnavailableError: a folder or a symlink's target cannot be read, or a symlink leads back to a folder above it.
+    Follows symlinks; skips hidden entries. ``parents`` are device and inode of each folder above this one. Raises
+    UnavailableError if a folder or a symlink's target cannot be read, or a symlink leads back to a folder above it.
     """
     try:
         status = os.stat(folder)  # noqa: PTH116

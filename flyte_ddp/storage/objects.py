@@ -17,9 +17,8 @@ import obstore
 from obstore.exceptions import AlreadyExistsError
 
 from flyte_ddp.credentials import mask_credentials
-from flyte_ddp.storage import failures
+from flyte_ddp.storage import clouds, failures
 from flyte_ddp.storage.addresses import split_key
-from flyte_ddp.storage.clouds import CLOUDS, VARIABLES
 from flyte_ddp.storage.content import CHUNK_BYTES, Content, Entry, Span, parse_etag
 from flyte_ddp.storage.failures import ExistsError, ForbiddenError, MissingError, UnavailableError, http_status_error
 
@@ -69,14 +68,10 @@ def list_files(address: str) -> Iterator[Entry]:
     An empty object whose name is the folder of another object is left out. An empty object of an empty folder is
     listed as a file. Raises UnavailableError if the bucket cannot be listed.
     """
-
-    def list_entries(store: Any, key: str) -> list[Entry]:
-        """Return all objects below the prefix, with names relative to it."""
-        start = len(key.rstrip("/")) + 1 if key else 0
-        pages = obstore.list(store, prefix=key)
-        return [Entry(file["path"][start:], file["size"], parse_etag(file["e_tag"])) for page in pages for file in page]
-
-    entries, folders = call_store(address, list_entries, LIST), {""}
+    key, folders = split_key(address)[1], {""}
+    start = len(key.rstrip("/")) + 1 if key else 0
+    stored = call_store(address, lambda store, prefix: obstore.list(store, prefix=prefix).collect(), LIST)
+    entries = [Entry(each["path"][start:], each["size"], parse_etag(each["e_tag"])) for each in stored]
     for name in (entry.name for entry in entries):
         while (name := name.rpartition("/")[0]) not in folders:
             folders.add(name)
@@ -88,8 +83,8 @@ def write_file(address: str, content: bytes | Path) -> None:
 
     Raises UnavailableError if the upload fails.
     """
-    options: dict[str, Any] = {"chunk_size": PART_BYTES, "max_concurrency": 4}
-    call_store(address, lambda store, key: obstore.put(store, key, content, **options), WRITE)
+    parts: dict[str, Any] = {"chunk_size": PART_BYTES, "max_concurrency": 4}
+    call_store(address, lambda store, key: obstore.put(store, key, content, **parts), WRITE)
 
 
 def create_file(address: str, content: bytes | Path) -> None:
@@ -110,23 +105,18 @@ def delete_files(addresses: Sequence[str]) -> None:
 
 
 def call_store(address: str, action: Callable[[Any, str], Result], right: str = READ) -> Result:
-    """Call ``action(store, key)`` with obstore's store of a bucket and an object's key; return its result.
+    """Call ``action(store, key)`` with obstore's store of a bucket and an object's key or prefix; return its result.
 
-    Args:
-        address: address of the object, or of the prefix to list.
-        action: makes obstore's requests; obstore's exceptions become an UnavailableError.
-        right: the right that the action needs, READ, LIST, WRITE or DELETE, for the error about a missing right. A
-            refused READ makes one more request, which lists the bucket.
+    obstore's exceptions become an UnavailableError. If the server refuses the request for want of the ``right`` that
+    the action needs (READ, LIST, WRITE or DELETE), the error names it; after a refused READ this lists the bucket.
     """
     start, key = split_key(address)
-    kind, store = start.partition("://")[0].lower(), None
+    kind, bucket = start.lower().partition("://")[0], start.split("/")[2]
+    store = get_store(kind, bucket)
     try:
-        store = get_store(kind, start.split("/")[2])
         return action(store, key)
-    except UnavailableError:
-        raise
     except Exception as error:  # of obstore's classes, and some of Python's own
-        failure = translate_error(error, anonymous=store is not None and "skip_signature" in store.config)
+        failure = translate_error(error, anonymous="skip_signature" in store.config)
         raise explain_refusal(failure, kind, store, key, right) if str(failure) in NO_RIGHT else failure from None
 
 
@@ -135,27 +125,20 @@ def explain_refusal(refused: UnavailableError, kind: str, store: Any, key: str, 
 
     A store answers 403 and not 404 for a missing object if the caller may not list the bucket; on S3 also if the right
     to list covers only a prefix. So after a refused READ this lists the bucket around the object.
-
-    Args:
-        refused: the error with the status.
-        kind: s3, gs or az.
-        store: obstore's store of the bucket.
-        key: the object's key.
-        right: the right that the request needed.
     """
-    rights = RIGHTS[kind]
-    words = f"{refused}: the right to {right} ({rights[right]}) is missing"
+    names = RIGHTS[kind]
+    words = f"{refused}: the right to {right} ({names[right]}) is missing"
     if right != READ:
         return ForbiddenError(words)
     try:
-        # The list begins before the object; some servers ignore the offset, so smaller names are skipped.
+        # The list begins before the object; some servers ignore the offset, so smaller keys are skipped.
         pages = obstore.list(store, prefix=key.rpartition("/")[0], offset=key[:-1])
-        names = (file["path"] for page in pages for file in page)
-        if next((name for name in names if name >= key), "") != key:
-            return MissingError(f"{refused}: the list of the bucket does not have it")
+        listed = next((each["path"] for page in pages for each in page if each["path"] >= key), "")
     except Exception:  # of obstore, whose errors have many classes: the bucket cannot be listed
-        words += f"; or there is none, which the right to list the bucket ({rights[LIST]}) would show"
-    return ForbiddenError(words)
+        words += f"; or there is none, which the right to list the bucket ({names[LIST]}) would show"
+        return ForbiddenError(words)
+    missing = MissingError(f"{refused}: the list of the bucket does not have it")
+    return ForbiddenError(words) if listed == key else missing
 
 
 # obstore has classes for status 404, 403, 401, 409 and 412. All other failures are GenericErrors: only the text of the
@@ -176,11 +159,9 @@ EXPLAINED = {
 def translate_error(error: Exception, *, anonymous: bool = False) -> UnavailableError:
     """Return the UnavailableError for an exception of obstore, by patterns in its text, with credentials masked.
 
-    Args:
-        error: the exception; the causes stand in the lines below the first.
-        anonymous: whether the request was made without credentials; the error then says that.
+    ``anonymous`` tells that the request was made without credentials, which the error then says.
     """
-    text = str(error)
+    text = str(error)  # the causes stand in the lines below the first
     status, cause, server = STATUS.search(text), CAUSE.search(text), SERVER.search(text)
     if isinstance(error, AlreadyExistsError) and "ConditionalRequestConflict" not in text:
         return ExistsError("there is an object of that name")
@@ -211,11 +192,8 @@ LOCK = threading.Lock()  # held while a store is made
 def get_store(kind: str, bucket: str) -> Any:
     """Return obstore's store of a bucket for the current environment variables; a new one is made if they changed.
 
-    Adds this process to USERS.
-
-    Raises:
-        UnavailableError: the bucket's name, the settings or the credentials cannot be used; or this process is a fork
-            of a process that has used obstore.
+    Adds this process to USERS. Raises UnavailableError if the bucket's name, the settings or the credentials cannot be
+    used, or this process is a fork of a process that has used obstore.
     """
     if not BUCKET.fullmatch(bucket):
         raise UnavailableError(f"bucket name {bucket!r}: may have letters, digits, '.', '_' and '-' only")
@@ -226,21 +204,20 @@ def get_store(kind: str, bucket: str) -> Any:
         )
     # Before the lock is taken: a process that is forked while a thread holds the lock gets the error and does not hang.
     USERS.add(os.getpid())
-    environment = tuple(sorted(pair for pair in os.environb.items() if pair[0].startswith(VARIABLES)))
-    with LOCK:  # making a store takes 0.3 s, so threads must not make the same one twice
-        return make_store(kind, bucket, environment)
-
-
-@lru_cache(maxsize=32)
-def make_store(kind: str, bucket: str, _: tuple[tuple[bytes, bytes], ...]) -> Any:
-    """Make obstore's store of a bucket, and keep it for later calls with the same environment variables.
-
-    Raises UnavailableError if settings or credentials cannot be used.
-    """
+    environment = tuple(sorted(pair for pair in os.environb.items() if pair[0].startswith(clouds.VARIABLES)))
     try:
-        return CLOUDS[kind](bucket)
+        with LOCK:  # making a store takes 0.3 s, so threads must not make the same one twice
+            return make_store(kind, bucket, environment)
     except Exception as error:
         # google-auth marks its transient errors; botocore's have this name.
         transient = getattr(error, "retryable", False) or "RetrievalError" in type(error).__name__
         words = f"settings or credentials of {kind}:// cannot be used: {translate_error(error)}"
         raise UnavailableError(words, transient=transient) from None
+
+
+@lru_cache(maxsize=32)
+def make_store(kind: str, bucket: str, _: tuple[tuple[bytes, bytes], ...]) -> Any:
+    """Make obstore's store of a bucket; return it again for later calls with the same environment variables."""
+    if kind == "s3":
+        return clouds.make_s3_store(bucket)
+    return clouds.make_google_store(bucket) if kind == "gs" else clouds.make_azure_store(bucket)

@@ -26,25 +26,23 @@ def split_origin(address: str) -> tuple[str, str]:
         start, key = split_key(address)
         kind, _, bucket = start.partition("://")
         return f"{kind.lower()}://{bucket}", key
-    found = parse_web_address(address)
-    kind = found.scheme or ""
-    port = f":{found.port}" if found.port not in (None, PORTS[kind]) else ""
-    return f"{kind}://{found.host}{port}/", (found.path or "").lstrip("/")
+    url = parse_web_address(address)
+    kind = url.scheme or ""
+    port = f":{url.port}" if url.port not in (None, PORTS[kind]) else ""
+    return f"{kind}://{url.host}{port}/", (url.path or "").lstrip("/")
 
 
 def parse_web_address(address: str) -> Any:
-    """Return a web address as urllib3's ``Url``; requests parses with it, and another parser may find another host."""
+    """Return a web address as urllib3's ``Url``: requests parses with it, and another parser may find another host."""
     from urllib3.util import parse_url  # not at the top: the import takes 50 ms, and few runs have web addresses
 
     return parse_url(address)
 
 
 def may_be_named(address: str, source: str) -> bool:
-    """Return whether a file on a web server may name an address: one of the same origin, or an allowed one.
+    """Return whether a file on a web server, at ``source``, may name a remote address: of its own origin, or allowed.
 
-    Args:
-        address: the named address; absolute and remote.
-        source: address of the file on the web server.
+    FLYTE_DDP_ALLOWED_ADDRESSES has what is allowed.
     """
     own = "/".join(source.split("/", 3)[:3])
     # The first comparison is fast and decides for nearly all of an index's 100,000 shards.
@@ -52,24 +50,19 @@ def may_be_named(address: str, source: str) -> bool:
 
 
 def is_allowed_address(address: str) -> bool:
-    """Return whether ``FLYTE_DDP_ALLOWED_ADDRESSES`` has the origin, or a folder that contains the address."""
+    """Return whether FLYTE_DDP_ALLOWED_ADDRESSES has the address's origin, or a folder that contains the address."""
     origin, path = split_origin(address)
     if ".." in unquote(path).split("/"):
         return False
-    return any(
-        f"{origin}{path}".startswith(f"{''.join(split_origin(each)).rstrip('/')}/") for each in allowed_addresses()
-    )
+    allowed = (f"{''.join(split_origin(each)).rstrip('/')}/" for each in allowed_addresses())
+    return f"{origin}{path}".startswith(tuple(allowed))
 
 
 def may_follow_redirect(source: str, target: str) -> bool:
-    """Return whether a redirect may be followed: to the same host, to an allowed address, or to a public host.
+    """Return whether a redirect between absolute addresses leads to the same host, an allowed or a public address.
 
-    Looks up the target's host name, and waits for the name server. Returns True for an unknown name: a proxy may know
+    Looks up the target's host name, without a timeout of its own. Returns True for an unknown name: a proxy may know
     it, and without a proxy the request fails.
-
-    Args:
-        source: address that sends the redirect.
-        target: absolute address that the redirect names.
     """
     if target.partition("://")[0].lower() not in PORTS:
         return True  # requests refuses it
@@ -77,13 +70,13 @@ def may_follow_redirect(source: str, target: str) -> bool:
     if there in (here, here.replace("http://", "https://", 1)) or is_allowed_address(target):
         return True
     try:
-        found = {entry[4][0] for entry in socket.getaddrinfo(parse_web_address(target).host.strip("[]"), None)}
+        found = socket.getaddrinfo(parse_web_address(target).host.strip("[]"), None)
     except OSError:
         return True
-    return all(is_public_ip(str(each)) for each in found)
+    return all(is_public_ip(str(entry[4][0])) for entry in found)
 
 
 def is_public_ip(host: str) -> bool:
     """Return whether an IP address belongs to the public internet: it is not private, loopback or link-local."""
-    found = ip_address(host.partition("%")[0])
-    return ((found.ipv4_mapped if isinstance(found, IPv6Address) else None) or found).is_global
+    ip = ip_address(host.partition("%")[0])
+    return ((ip.ipv4_mapped if isinstance(ip, IPv6Address) else None) or ip).is_global

@@ -16,19 +16,12 @@ Result = TypeVar("Result")
 def retry(
     addresses: str | Sequence[str], action: Callable[[str], Result], note: Callable[[str], object] = lambda _: None
 ) -> Result:
-    """Call ``action(address)`` for each address in turn until one call succeeds, and return its result.
+    """Call ``action(address)`` for each address of a file in turn until one call succeeds, and return its result.
 
-    Makes up to 4 rounds over the addresses, with pauses of up to 1, 2 and 4 s between rounds. The pauses are shortened
-    at random, so that many pods do not return at the same moment. An address is not tried again after a permanent
-    error, or after two AlteredErrors (one may be a fault of the network).
-
-    Args:
-        addresses: one address, or several addresses of the same file.
-        action: reads from or writes to an address.
-        note: called with a sentence before each pause; it gives an address, its error and the length of the pause.
-
-    Raises:
-        UnavailableError: the error of the only address; for a list, one error with the last error of each address.
+    Makes up to 4 rounds over the addresses, with pauses of up to 1, 2 and 4 s between rounds, before each of which
+    ``note`` gets a sentence with an address, its error and the length of the pause. An address is not tried again after
+    a permanent error, or after two AlteredErrors (one may be a fault of the network). Raises the UnavailableError of
+    the only address; for a list of addresses, one UnavailableError with the last error of each.
     """
     remaining = [addresses] if isinstance(addresses, str) else [*addresses]
     failures: dict[str, UnavailableError] = {}
@@ -43,7 +36,7 @@ def retry(
                     remaining.remove(address)
         if not remaining or attempt + 1 == ATTEMPTS:
             break
-        delay = FIRST_DELAY * 2**attempt * random.uniform(0.5, 1.0)
+        delay = FIRST_DELAY * 2**attempt * random.uniform(0.5, 1.0)  # so that many pods do not return at one moment
         note(f"{remaining[0]}: {failures[remaining[0]]}; next try in {delay:.1f} s")
         time.sleep(delay)
     if isinstance(addresses, str):
