@@ -10,7 +10,7 @@ from flyte_ddp.models import artifacts
 from flyte_ddp.models.images import EVALUATION_SHARE, normalisation
 
 LARGEST = 2**15  # weights of pixels are whole numbers below this
-assert EVALUATION_SHARE == 7 / 8, "middle_side computes with this"
+assert EVALUATION_SHARE == 7 / 8, "middle_square_side computes with this"
 
 
 class ServedModel(nn.Module):
@@ -22,7 +22,7 @@ class ServedModel(nn.Module):
 
     def __init__(self, model: nn.Module, sidecar: Mapping[str, Any]) -> None:
         super().__init__()
-        spec = artifacts.input_spec(sidecar)
+        spec = artifacts.parse_input_spec(sidecar)
         self.model, self.channels, self.height, self.width = model, spec.channels, spec.height, spec.width
         self.middle = sidecar["input"].get("crop") == artifacts.MIDDLE
         scale, shift = normalisation(spec, torch.device("cpu"), torch.float32)
@@ -35,7 +35,8 @@ class ServedModel(nn.Module):
             height, width = images.shape[1], images.shape[2]
             side = middle_square_side(torch.sym_min(height, width))
             images = images.narrow(1, (height - side) // 2, side).narrow(2, (width - side) // 2, side)
-        pixels = resize_columns(resize_rows(images.float(), self.width, self.middle), self.height, self.middle)
+        pixels = resize_rows(images.float(), self.width, rounded=self.middle)
+        pixels = resize_rows(pixels.transpose(1, 2), self.height, rounded=self.middle).transpose(1, 2)
         scale, shift = self.get_buffer("scale"), self.get_buffer("shift")
         inputs = (pixels * scale + shift).permute(0, 3, 1, 2).contiguous()  # as in training: models may use view()
         logits: Tensor = self.model(inputs).float()
@@ -51,7 +52,7 @@ def middle_square_side(shorter: Any) -> Any:
     return torch.sym_max((7 * shorter + 4) // 8 - is_odd_half, 1)
 
 
-def resize_rows(pixels: Tensor, size: int, rounded: bool) -> Tensor:
+def resize_rows(pixels: Tensor, size: int, *, rounded: bool) -> Tensor:
     """Resize each row of pixels of values 0..255, and return them: [N, H, W, C] to [N, H, size, C].
 
     Values are whole numbers if ``rounded``, as torch computes them for uint8.
@@ -67,16 +68,11 @@ def resize_rows(pixels: Tensor, size: int, rounded: bool) -> Tensor:
     return (sums / unit.float() + 0.5).floor().clamp(0, 255)
 
 
-def resize_columns(pixels: Tensor, size: int, rounded: bool) -> Tensor:
-    """Resize each column of pixels of values 0..255, and return them: [N, H, W, C] to [N, size, W, C]."""
-    return resize_rows(pixels.transpose(1, 2), size, rounded).transpose(1, 2)
-
-
 def triangle_weights(inputs: Any, outputs: int) -> Tensor:
-    """Return the weight of each input pixel in each output pixel of a resized row: float64 [outputs, inputs].
+    """Return the weight of each of ``inputs`` pixels in each of ``outputs`` pixels of a resized row.
 
-    Weights are those of bilinear interpolation with antialiasing, as in torch and Pillow: a triangle as wide as two
-    pixels of the smaller picture. ``inputs`` and ``outputs`` are numbers of pixels.
+    The float64 matrix [outputs, inputs] is that of bilinear interpolation with antialiasing, as in torch and Pillow: a
+    triangle as wide as two pixels of the smaller picture.
     """
     scale = torch.full((), inputs, dtype=torch.float64) / outputs
     centers = (torch.arange(outputs, dtype=torch.float64) + 0.5) * scale

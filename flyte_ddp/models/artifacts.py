@@ -5,6 +5,7 @@ import json
 import pickle
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +23,11 @@ MIDDLE = "middle"  # ``crop`` of a model that was evaluated on the middle square
 
 
 def save_model(folder: Path, state_dict: dict[str, Tensor], sidecar: Mapping[str, Any]) -> tuple[Path, Path]:
-    """Write ``model.pt`` and ``model.json`` into ``folder``: both files, or neither. Creates the folder.
+    """Write ``model.pt`` and ``model.json`` into a folder, both or neither, and return their paths. Makes the folder.
 
-    Raises UserError if the disk is full, or the folder cannot be written to.
-
-    Args:
-        state_dict: of the model itself, not of the wrapper of DDP or torch.compile.
-        sidecar: JSON-able. ``format`` and ``digests.weights`` (SHA-256 of ``model.pt``) are added in the file.
-
-    Returns:
-        The paths of the weights and of the sidecar.
+    ``state_dict`` is that of the model itself, not of DDP's or torch.compile's wrapper. ``sidecar`` can be written as
+    JSON; the file also gets ``format`` and ``digests.weights``, the SHA-256 of ``model.pt``. Raises UserError if the
+    disk is full, or the folder cannot be written to.
     """
     model_path, sidecar_path = folder / "model.pt", folder / "model.json"
     # The sidecar gets its name last, so that it never exists without its weights.
@@ -50,16 +46,15 @@ def portable_state_dict(state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return the state_dict with copies of its tensors: on the CPU, in row-major order, each with its own storage.
 
     torch would save a view with the whole storage behind it, and a channels-last tensor in an order that other
-    frameworks do not expect. Modules' extra state and versions (torch's ``_metadata``) are kept.
+    frameworks do not expect. Sparse tensors keep their layout. Modules' extra state and versions (torch's
+    ``_metadata``) are kept.
     """
-
-    def copy_row_major(value: Tensor) -> Tensor:
-        """Return a copy on the CPU; in row-major order unless the tensor is sparse."""
-        own = value.detach().cpu()
-        return own.clone(memory_format=torch.contiguous_format) if own.layout == torch.strided else own.clone()
-
     portable = copy.copy(state_dict)  # with ``_metadata``, which a new dict would not have
-    portable.update({name: copy_row_major(value) for name, value in state_dict.items() if isinstance(value, Tensor)})
+    for name, value in state_dict.items():
+        if isinstance(value, Tensor):
+            own = value.detach().cpu()
+            strided = own.layout == torch.strided
+            portable[name] = own.clone(memory_format=torch.contiguous_format) if strided else own.clone()
     return portable
 
 
@@ -84,13 +79,13 @@ def load_model(
             f"{model_path} is damaged or not the model of {sidecar_path}: its SHA-256 is {digest[:12]}..., "
             f"not {sidecar['digests']['weights'][:12]}...; take both files from the same run"
         )
-    model = zoo.build_model(sidecar["model"], len(sidecar["classes"]), input_spec(sidecar))
+    model = zoo.build_model(sidecar["model"], len(sidecar["classes"]), parse_input_spec(sidecar))
     load_weights(model, model_path, sidecar)
     return model.to(device).eval(), sidecar
 
 
 def load_weights(model: nn.Module, model_path: Path, sidecar: Mapping[str, Any]) -> None:
-    """Read ``model.pt`` and load its weights into a new model of the kind that the sidecar names.
+    """Read ``model.pt`` whole and load its weights into a new model of the kind that the sidecar names.
 
     Does not check its SHA-256. Raises UserError if the model does not take these weights.
     """
@@ -112,11 +107,11 @@ def read_sidecar(path: Path) -> dict[str, Any]:
         raise UserError(f"cannot read sidecar {path}: {error.strerror}; {fix}") from error
     except ValueError as error:
         raise UserError(f"sidecar {path} is not JSON ({error}); {fix}") from error
-    found = sidecar.get("format") if isinstance(sidecar, dict) else None
-    if found != FORMAT:
-        raise UserError(f"sidecar {path} has format {found!r}: it must be {FORMAT!r}; {fix}")
+    form = sidecar.get("format") if isinstance(sidecar, dict) else None
+    if form != FORMAT:
+        raise UserError(f"sidecar {path} has format {form!r}: it must be {FORMAT!r}; {fix}")
     with suppress(KeyError, TypeError):
-        if input_spec(sidecar) and sidecar["classes"] and sidecar["model"] and sidecar["digests"]["weights"]:
+        if parse_input_spec(sidecar) and sidecar["classes"] and sidecar["model"] and sidecar["digests"]["weights"]:
             return dict(sidecar)
     raise UserError(
         f"sidecar {path} is incomplete: needs model, classes, input and digests; take it from the run again"
@@ -126,14 +121,11 @@ def read_sidecar(path: Path) -> dict[str, Any]:
 def describe_input(spec: InputSpec, crop: str) -> dict[str, Any]:
     """Return the sidecar's ``input``: the model's input, and how programs without this library prepare an image for it.
 
-    Args:
-        crop: ``middle`` if only the middle square of an image is used; empty if all of the image is.
+    ``crop`` is ``middle`` if only the middle square of an image is used; empty if all of the image is.
     """
     middle = crop == MIDDLE
     return {
-        "channels": spec.channels,
-        "height": spec.height,
-        "width": spec.width,
+        **asdict(spec),
         "mean": list(spec.mean),
         "std": list(spec.std),
         "crop": crop,
@@ -149,10 +141,7 @@ def describe_input(spec: InputSpec, crop: str) -> dict[str, Any]:
     }
 
 
-def input_spec(sidecar: Mapping[str, Any]) -> InputSpec:
-    """Return the model's input as the sidecar describes it.
-
-    Raises KeyError or TypeError if the sidecar is incomplete.
-    """
+def parse_input_spec(sidecar: Mapping[str, Any]) -> InputSpec:
+    """Return the model's input as the sidecar describes it; KeyError or TypeError if the sidecar is incomplete."""
     values = sidecar["input"]
     return InputSpec(values["channels"], values["height"], values["width"], tuple(values["mean"]), tuple(values["std"]))

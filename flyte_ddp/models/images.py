@@ -29,13 +29,8 @@ def prepare_images(
 ) -> Tensor:
     """Return images scaled to the model's size and normalised; grey images as RGB if the model needs three channels.
 
-    Args:
-        images: uint8 [N, H, W, C], on the device of the result.
-        spec: the model's input; ``channels`` must be C, or 3 if C is 1.
-        dtype: of the result and of the computation.
-
-    Returns:
-        [N, spec.channels, spec.height, spec.width].
+    Images are uint8 [N, H, W, C], where C is ``spec.channels``, or 1 if that is 3. The result is a tensor
+    [N, spec.channels, spec.height, spec.width] on the device of the images, computed in ``dtype``.
     """
     scale, shift = normalisation(spec, images.device, dtype)
     batch = images.to(dtype, memory_format=torch.contiguous_format)

@@ -31,20 +31,16 @@ class Weights(NamedTuple):
 
     def drop_parts(self, parts: Collection[str]) -> Weights:
         """Return the weights without the tensors and versions in ``parts`` (names of tensors or modules)."""
-        tensors, versions = (
-            {name: value for name, value in each.items() if not is_in_parts(name, parts)} for each in self
-        )
-        return Weights(tensors, versions)
+        return Weights(*({name: each[name] for name in each if not is_in_parts(name, parts)} for each in self))
 
 
 def identify_weights(init_from: str) -> str:
     """Return a SHA-256 (hex) that changes with the weights' file; empty if ``init_from`` is empty.
 
-    Reads a local file whole. Of a remote file only the server's metadata count, such as its ETag. Raises UserError if
-    the file cannot be read.
+    Reads a local file whole. Asks the server of a remote file for its ETag, or else its time of change, with up to 3
+    retries; downloads a file of a web server that tells neither. Raises UserError if the file cannot be read.
     """
-    if init_from:
-        local_weights_path(init_from)
+    local_weights_path(init_from)
     return content_identity(init_from, "init_from")
 
 
@@ -52,17 +48,17 @@ def identify_weights(init_from: str) -> str:
 def fetch_weights(init_from: str, folder: Path) -> Iterator[Path | None]:
     """Yield a local path with the content of ``init_from``; None if ``init_from`` is empty.
 
-    Downloads a remote file into ``folder`` and deletes it at the end. Raises UserError if the file is missing or cannot
-    be read.
+    Downloads a remote file into ``folder``, without a retry, and deletes it after the block. Raises UserError if the
+    file is missing or cannot be read.
     """
-    path = local_weights_path(init_from) if init_from else None
+    path = local_weights_path(init_from)
     if path is not None or not init_from:
         yield path
         return
     path = folder / ".initial_weights.tmp"
     try:
-        with storage.open_file(init_from) as found, path.open("wb") as target:
-            target.writelines(found.chunks)
+        with storage.open_file(init_from) as opened, path.open("wb") as target:
+            target.writelines(opened.chunks)
         yield path
     except storage.UnavailableError as error:
         raise error.to_user_error(f"init_from={init_from!r}: cannot be fetched: {error}; check the address") from None
@@ -71,8 +67,8 @@ def fetch_weights(init_from: str, folder: Path) -> Iterator[Path | None]:
 
 
 def local_weights_path(init_from: str) -> Path | None:
-    """Return the path of a file on this machine; None for a remote address. Raises UserError if the file is missing."""
-    path = storage.local_path(init_from)
+    """Return the path of a file on this machine; None for a remote or empty address. UserError if it is missing."""
+    path = storage.local_path(init_from) if init_from else None
     if path is not None and not path.is_file():
         what = "is a folder" if path.is_dir() else "there is no such file"
         raise UserError(f"init_from={init_from!r}: {what}; {FILE_ADVICE}")
@@ -80,20 +76,27 @@ def local_weights_path(init_from: str) -> Path | None:
 
 
 def load_initial_weights(model: nn.Module, path: Path, hp: Hyperparameters) -> None:
-    """Load a file's weights into a new model, without the parts that ``init_skip`` names. Reads the file whole.
+    """Load the weights in a file into a new model, but for the parts that ``init_skip`` names. Reads the file whole.
 
-    Raises UserError if the weights do not fit, or are not finite.
+    A prefix that all names in the file have is removed, such as DDP's ``module.``. Raises UserError if the weights do
+    not fit, are not finite, or reading them could run code.
     """
     own = model.state_dict()
-    stored = read_weights(path, hp.init_from)
     parts = split_init_skip(hp.init_skip)
+    stored = read_weights(path, hp.init_from)
     given = strip_prefix(stored.drop_parts(parts), own).drop_parts(parts)
     for part in parts:
         if not any(is_in_parts(name, [part]) for name in (*own, *stored.tensors)):
-            known = dict.fromkeys(name.partition(".")[0] for name in own)
-            names = list_first_names(known, 12)
+            names = list_first_names(dict.fromkeys(name.partition(".")[0] for name in own), 12)
             raise UserError(f"init_skip={hp.init_skip!r}: the model has no part {part!r}; its parts are {names}")
-    refuse_non_finite(given.tensors, own, hp.init_from)
+    # Where the new model itself has infinities, as in a mask of attention, the file may have some.
+    compared = ((name, value, own[name]) for name, value in given.tensors.items() if name in own)
+    bad = [name for name, value, fresh in compared if not is_finite(value) and is_finite(fresh)]
+    if bad:
+        names = list_first_names(bad, MOST_NAMED)
+        raise UserError(
+            f"init_from={hp.init_from!r}: holds NaN or infinity in {names}; give a file with finite weights"
+        )
     new = Weights(own, getattr(own, "_metadata", {}))
     wanted = new.drop_parts(parts)
     # The skipped parts keep what the new model has. All goes through load_state_dict, which refuses missing tensors.
@@ -106,17 +109,6 @@ def load_initial_weights(model: nn.Module, path: Path, hp: Hyperparameters) -> N
         raise misfit_error(wanted.tensors, given.tensors, hp, str(error)) from error
 
 
-def refuse_non_finite(given: Mapping[str, Tensor], own: Mapping[str, Tensor], init_from: str) -> None:
-    """Raise UserError for given tensors with NaN or infinity, unless the new model's tensor has some, too.
-
-    An attention mask, for example, has infinities in a new model.
-    """
-    found = [name for name, value in given.items() if name in own and not is_finite(value) and is_finite(own[name])]
-    if found:
-        names = list_first_names(found, MOST_NAMED)
-        raise UserError(f"init_from={init_from!r}: holds NaN or infinity in {names}; give a file with finite weights")
-
-
 def is_finite(values: Tensor) -> bool:
     """Return whether the tensor has neither NaN nor infinity; True for sparse tensors, which are not checked."""
     return values.is_sparse or values.is_sparse_csr or bool(values.isfinite().all())
@@ -125,7 +117,8 @@ def is_finite(values: Tensor) -> bool:
 def read_weights(path: Path, init_from: str) -> Weights:
     """Return a file's tensors, with the versions of modules if it has any. Reads the file whole.
 
-    Raises UserError if the file has no tensors with names, or reading it could run code.
+    The file has a state_dict, or a checkpoint that holds one under one of STATE_DICT_KEYS. Raises UserError if it has
+    no tensors with names, or reading it could run code.
     """
     import torch  # not at the top, because the launcher only downloads the file and need not import torch
 
@@ -138,21 +131,13 @@ def read_weights(path: Path, init_from: str) -> Weights:
                 "any code; save only its state_dict, by torch.save"
             ) from None
         raise UserError(f"init_from={init_from!r}: is not a file of weights, or a damaged one; {FILE_ADVICE}") from None
-    state_dict = find_state_dict(content)
-    tensors = {str(name): value for name, value in state_dict.items() if isinstance(value, torch.Tensor)}
+    found = content if isinstance(content, Mapping) else {}
+    while keys := [key for key in STATE_DICT_KEYS if isinstance(found.get(key), Mapping)]:
+        found = found[keys[0]]
+    tensors = {str(name): value for name, value in found.items() if isinstance(value, torch.Tensor)}
     if not tensors:
         raise UserError(f"init_from={init_from!r}: has no tensors with names; {FILE_ADVICE}")
-    return Weights(tensors, getattr(state_dict, "_metadata", {}))
-
-
-def find_state_dict(content: Any) -> Mapping[Any, Any]:
-    """Return the mapping that a checkpoint holds under a usual name, or the content itself; {} if it is no mapping."""
-    if not isinstance(content, Mapping):
-        return {}
-    for key in STATE_DICT_KEYS:
-        if isinstance(content.get(key), Mapping):
-            return find_state_dict(content[key])
-    return content
+    return Weights(tensors, getattr(found, "_metadata", {}))
 
 
 def strip_prefix(given: Weights, own: Collection[str]) -> Weights:
@@ -197,9 +182,8 @@ def misfit_error(
     unknown = [name for name in given if name not in wanted]
     resized = [name for name in wanted if name in given and given[name].shape != wanted[name].shape]
     shapes = [f"{name} is {[*given[name].shape]} there and {[*wanted[name].shape]} in the model" for name in resized]
-    reasons = [list_first_names(shapes, MOST_NAMED)] if resized else []
-    reasons += [f"it has no {list_first_names(missing, MOST_NAMED)}"] if missing else []
-    reasons += [f"the model has no {list_first_names(unknown, MOST_NAMED)}"] if unknown else []
+    groups = {"{}": shapes, "it has no {}": missing, "the model has no {}": unknown}
+    reasons = [words.format(list_first_names(names, MOST_NAMED)) for words, names in groups.items() if names]
     reasons = reasons or [" ".join(reason.split())]
     differing = [*missing, *unknown, *resized]
     modules = list(dict.fromkeys(name.rpartition(".")[0] or name for name in differing))

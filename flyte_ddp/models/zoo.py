@@ -32,13 +32,11 @@ def input_spec(model: str, images: InputSpec, size: int) -> InputSpec:
 
 
 def build_model(name: str, num_classes: int, spec: InputSpec) -> nn.Module:
-    """Build the model ``name`` with new weights, from the global random state of torch, Python and NumPy.
+    """Return a model with new weights, from the global random state of torch, Python and NumPy.
 
-    Imports and runs the user's code if the name is a ``package.module:callable``. Raises UserError if the name is
-    unknown, or the user's callable does not return a module.
-
-    Returns:
-        A module that maps float32 [N, spec.channels, spec.height, spec.width] to logits [N, num_classes].
+    It maps float32 [N, spec.channels, spec.height, spec.width] to logits [N, num_classes], in training too: those of
+    torchvision have no auxiliary heads. Imports and calls the user's code if the name is a ``package.module:callable``.
+    Raises UserError if the name is unknown, or the user's callable does not return a module.
     """
     if ":" in name:
         from flyte_ddp.user_code import load_callable
@@ -49,9 +47,19 @@ def build_model(name: str, num_classes: int, spec: InputSpec) -> nn.Module:
         return model
     if name in SMALL_MODELS:
         return SMALL_MODELS[name](num_classes, spec)
-    if name in catalog.TORCHVISION_MODELS:
-        return build_torchvision_model(name, num_classes, spec)
-    raise unknown_name_error("model", name, catalog.MODELS)
+    if name not in catalog.TORCHVISION_MODELS:
+        raise unknown_name_error("model", name, catalog.MODELS)
+    from torchvision import models
+
+    options: dict[str, Any] = {"weights": None, "num_classes": num_classes}
+    if name in ("googlenet", "inception_v3"):
+        options |= {"aux_logits": False, "init_weights": True}
+    elif name.startswith("vit_"):
+        options["image_size"] = spec.height
+    elif name == "maxvit_t":
+        options["input_size"] = (spec.height, spec.width)
+    built: nn.Module = models.get_model(name, **options)
+    return built
 
 
 def check_model(name: str, model: nn.Module) -> None:
@@ -104,40 +112,20 @@ def check_logits(model: str, logits: object, expected_shape: tuple[int, int]) ->
 
     The logits must require a gradient while gradients are recorded.
     """
+    rule = f"a tensor of shape (samples, classes) = {expected_shape}"
     if not isinstance(logits, Tensor):
         got, fix = type(logits).__name__, "return nothing but the logits"
     elif tuple(logits.shape) != expected_shape:
         got = str(tuple(logits.shape))
         fix = "size its last layer by num_classes" if logits.dim() == 2 else "flatten the logits of each sample"
     elif not logits.is_floating_point():
-        raise UserError(
-            f"model {model!r} returned {logits.dtype}: it must return floating-point logits; leave out argmax and casts"
-        )
+        got, rule, fix = str(logits.dtype), "floating-point logits", "leave out argmax and casts"
     elif torch.is_grad_enabled() and not logits.requires_grad:
-        raise UserError(
-            f"model {model!r} returned logits without a gradient: they must depend on parameters by torch's own "
-            "operations; leave out detach, torch.no_grad, NumPy"
-        )
+        got, rule = "logits without a gradient", "what torch's own operations make of parameters"
+        fix = "leave out detach, torch.no_grad, NumPy"
     else:
         return
-    raise UserError(
-        f"model {model!r} returned {got}: it must return a tensor of shape (samples, classes) = {expected_shape}; {fix}"
-    )
-
-
-def build_torchvision_model(name: str, num_classes: int, spec: InputSpec) -> nn.Module:
-    """Build one of torchvision's classifiers, without auxiliary heads: it returns only logits in training, too."""
-    from torchvision import models
-
-    options: dict[str, Any] = {"weights": None, "num_classes": num_classes}
-    if name in ("googlenet", "inception_v3"):
-        options |= {"aux_logits": False, "init_weights": True}
-    elif name.startswith("vit_"):
-        options["image_size"] = spec.height
-    elif name == "maxvit_t":
-        options["input_size"] = (spec.height, spec.width)
-    model: nn.Module = models.get_model(name, **options)
-    return model
+    raise UserError(f"model {model!r} returned {got}: it must return {rule}; {fix}")
 
 
 class Tutorial(nn.Module):
@@ -153,23 +141,20 @@ class Tutorial(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         """Return logits [N, classes] of images [N, C, H, W]."""
+        if images.device.type != "cpu":
+            x = torch.max_pool2d(self.conv1(images), 2)
+        else:
+            # The full output of this convolution is most of the step's memory traffic. A CPU computes 32 images at a
+            # time, so that they are pooled while they are in its cache. It pools in fp32, because 20 channels are too
+            # few for bf16 vector instructions.
+            parts = torch.split(images, 32)
+            x = torch.cat([torch.max_pool2d(self.conv1(part).float(), 2) for part in parts])
         # The tutorial has relu before pooling. After it the result is equal, for a quarter of the work.
-        x = torch.relu(self.convolve_and_pool(images))
+        x = torch.relu(x)
         x = torch.relu(torch.max_pool2d(self.conv2(x), 2))
         x = torch.relu(self.fc1(x.flatten(1)))
         logits: Tensor = self.fc2(x)
         return logits
-
-    def convolve_and_pool(self, images: Tensor) -> Tensor:
-        """Return the first convolution of the images, pooled to half its size.
-
-        The full output of this convolution is most of the step's memory traffic. A CPU computes 32 images at a time, so
-        that they are pooled while they are in its cache. It pools in fp32, because 20 channels are too few for bf16
-        vector instructions.
-        """
-        if images.device.type != "cpu":
-            return torch.max_pool2d(self.conv1(images), 2)
-        return torch.cat([torch.max_pool2d(self.conv1(part).float(), 2) for part in torch.split(images, 32)])
 
 
 class SmallCNN(nn.Module):

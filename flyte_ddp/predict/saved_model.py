@@ -1,39 +1,31 @@
 """A saved model: its files, its input, and its logits."""
 
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from flyte_ddp.models import artifacts
 from flyte_ddp.settings import Settings
 
 
 class SavedModel:
-    """A saved model, loaded in evaluation mode to the GPU if there is one.
+    """``model.pt`` and ``model.json`` of one run, loaded in evaluation mode to the GPU if there is one.
 
-    Args:
-        weights: ``model.pt``.
-        sidecar: ``model.json`` of the same run.
-        settings: for the images that it is given: where shards are cached, and how many threads decode.
-        bad_samples: how many images may be impossible to decode; None: as many as in the model's training.
-
-    Raises:
-        UserError: a file is missing or damaged, or the two do not belong together.
+    ``settings`` say for the images of a data set where shards are cached, and how many threads decode. ``bad_samples``
+    is how many images may be impossible to decode; None: as many as in the model's training. Raises UserError if a file
+    is missing or damaged, or the two do not belong together.
     """
 
     def __init__(self, weights: Path, sidecar: Path, settings: Settings, bad_samples: int | None = None) -> None:
         self.files = weights, sidecar
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self.module: nn.Module
-        self.sidecar: dict[str, Any]
         self.module, self.sidecar = artifacts.load_model(weights, sidecar, self.device)
         self.settings = settings
         self.bytes = weights.stat().st_size
         self.digest = str(self.sidecar["digests"]["weights"])  # SHA-256 of model.pt
         self.classes = [str(name) for name in self.sidecar["classes"]]
-        self.spec = artifacts.input_spec(self.sidecar)
+        self.spec = artifacts.parse_input_spec(self.sidecar)
         trained_with = int(self.sidecar.get("hyperparameters", {}).get("bad_samples", 0))
         self.bad_samples = trained_with if bad_samples is None else bad_samples
 
@@ -46,5 +38,5 @@ class SavedModel:
         if not len(inputs):
             return torch.empty(0, len(self.classes))
         with torch.no_grad():
-            found: Tensor = self.module(inputs).float()
-        return found
+            logits: Tensor = self.module(inputs).float()
+        return logits

@@ -23,7 +23,7 @@ from flyte_ddp.export.exporting import NotExportedError, TorchLogits, export_mod
 from flyte_ddp.export.onnx_process import OnnxProcess
 from flyte_ddp.export.served import ServedModel, middle_square_side
 from flyte_ddp.loading.cropping import crop_to_square, middle_crop
-from flyte_ddp.models.artifacts import input_spec, load_model
+from flyte_ddp.models.artifacts import load_model, parse_input_spec
 from flyte_ddp.models.images import prepare_images
 from flyte_ddp.predict.saved_model import SavedModel
 from flyte_ddp.release.evaluation import compute_logits_of_split
@@ -126,7 +126,7 @@ def test_the_pt2_answers_as_the_model(exported: Path, trained: Result) -> None:
     images = torch.randint(0, 256, (5, 13, 21, 1), dtype=torch.uint8)
     served = torch.export.load(exported / "model.pt2").module()
     with torch.no_grad():
-        expected = model(prepare_images(images, input_spec(sidecar)))
+        expected = model(prepare_images(images, parse_input_spec(sidecar)))
         torch.testing.assert_close(served(images), expected, rtol=1e-4, atol=1e-5)
 
 

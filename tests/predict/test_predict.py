@@ -276,7 +276,7 @@ def test_a_runs_sidecar_has_these_numbers(digits: Path, tmp_path: Path) -> None:
     hp = Hyperparameters(num_ranks=1, max_steps=1)
     result = run_training(hp, digits, tmp_path, Settings(progress="off", wandb_mode="disabled"))
     sidecar = json.loads(result.sidecar.read_text())
-    assert sidecar["input"] == artifacts.describe_input(artifacts.input_spec(sidecar), "")
+    assert sidecar["input"] == artifacts.describe_input(artifacts.parse_input_spec(sidecar), "")
     assert sidecar["input"]["mode"] == "L"
 
 
