@@ -60,14 +60,11 @@ class Comparison:
         """Whether all differences are within the tolerance, and no sample has another class."""
         return self.worst <= self.tolerance and not self.others
 
-    def add_batch(self, first: int, found: NDArray[np.float32], expected: NDArray[np.float32]) -> None:
-        """Compare the ONNX's logits of the samples from number ``first`` on with torch's, and keep the result.
-
-        ``found`` are the ONNX's logits [n, classes], and ``expected`` torch's.
-        """
-        self.worst = max(self.worst, float(np.nan_to_num(np.abs(found - expected), nan=np.inf).max()))
+    def add_batch(self, first: int, onnx: NDArray[np.float32], expected: NDArray[np.float32]) -> None:
+        """Add a comparison of the ONNX's logits [n, classes] of the samples from number ``first`` on with torch's."""
+        self.worst = max(self.worst, float(np.nan_to_num(np.abs(onnx - expected), nan=np.inf).max()))
         second, best = np.sort(expected, axis=1)[:, -2:].T
-        wrong = (found.argmax(axis=1) != expected.argmax(axis=1)) & (best - second > self.tolerance)
+        wrong = (onnx.argmax(axis=1) != expected.argmax(axis=1)) & (best - second > self.tolerance)
         self.others.update((first + np.flatnonzero(wrong)).tolist())
 
 
@@ -84,23 +81,15 @@ def export_model(
     device: str = "cpu",
     settings: Settings | None = None,
 ) -> Comparison:
-    """Export a model, compare the ONNX with torch on all test samples, and return the comparison.
+    """Export ``model.pt`` and ``model.json``, compare the ONNX with torch on all test samples; return the comparison.
 
-    Writes ``model.onnx``, ``model.pt2``, ``golden.npz`` and ``serve_check.py`` into the folder. Writes nothing if the
-    comparison does not pass, and no .pt2 if torch cannot write or run it. Reads the whole test split. Starts a process
-    for the ONNX. Silences torch's loggers, warnings and sys.stderr of this process while the exporters run.
+    Writes ``model.onnx``, ``model.pt2``, ``golden.npz`` and ``serve_check.py`` into an existing folder: none of them if
+    the comparison does not pass, and no .pt2 if torch cannot write or run it. Reads the whole test split, downloading
+    shards into the cache of ``settings``. Starts a process for the ONNX. Silences torch's loggers, warnings and
+    sys.stderr of this process while the exporters run. ``device`` is where torch computed its logits: cpu or cuda.
 
-    Args:
-        model: ``model.pt`` and ``model.json``.
-        split: the data set whose test samples the ONNX is checked on.
-        logits: torch's on these samples.
-        folder: an existing folder.
-        device: on which torch computed the logits: cpu or cuda.
-        settings: for shards: where they are cached, and how many threads decode.
-
-    Raises:
-        NotExportedError: the extra is not installed, or anything else failed, whatever its class.
-        UnreachableError: the storage of the test split does not answer.
+    Raises UnreachableError if the storage of the test split does not answer; NotExportedError if the extra is not
+    installed, or after any other exception.
     """
     settings = settings or Settings()
     with TemporaryDirectory(dir=folder) as name:  # so that files appear only if the comparison passes
@@ -109,9 +98,8 @@ def export_model(
             served = ServedModel(*artifacts.load_model(*model)).eval()
             write_graphs(served, made)
             found = Comparison(TOLERANCE[device] * logits.spread)
-            golden = compare_logits(
-                made / ONNX, served, read_test_images(split, served.channels, settings), logits, found
-            )
+            images = read_test_images(split, served.channels, settings)
+            golden = compare_logits(made / ONNX, served, images, logits, found)
             if found.passed:
                 np.savez_compressed(made / GOLDEN, tolerance=found.tolerance, **golden)
                 shutil.copyfile(Path(__file__).with_name(CHECK), made / CHECK)
@@ -131,7 +119,8 @@ def export_model(
 def write_graphs(served: ServedModel, folder: Path) -> None:
     """Write ``model.onnx`` into a folder, and ``model.pt2`` if torch can write, load and run it with the same logits.
 
-    Raises a NotExportedError if the extra is not installed; errors of the exporter go through.
+    Silences torch's loggers, warnings and sys.stderr meanwhile. Raises NotExportedError if the extra is not installed;
+    the exporter's exceptions go through.
     """
     try:
         import onnx  # noqa: F401
@@ -141,8 +130,12 @@ def write_graphs(served: ServedModel, folder: Path) -> None:
         raise NotExportedError(f"{error.name} is not installed: {install_hint('export')}") from error
     shape = 2, served.height + 1, served.width + 2, served.channels  # two images, as exporters take 1 for a constant
     images = (torch.arange(math.prod(shape)).remainder(251).to(torch.uint8).reshape(shape),)
+    sizes = ({place: torch.export.Dim(name, min=min(place + 1, 2)) for place, name in enumerate("nhw")},)
     with silence_torch(), torch.no_grad():
-        program = export_graph(served, images)
+        try:
+            program = torch.export.export(served, images, dynamic_shapes=sizes)
+        except Exception:  # of code that makes a number of a size, such as len(images), which the other way understands
+            program = torch.export.export(served, images, dynamic_shapes=sizes, strict=True)
         written: Any = torch.onnx.export(
             program, (), dynamo=True, input_names=["images"], output_names=["logits"], verbose=False
         )
@@ -152,18 +145,6 @@ def write_graphs(served: ServedModel, folder: Path) -> None:
             torch.testing.assert_close(torch.export.load(folder / PT2).module()(*images), served(*images))
         except Exception:  # a version needs no .pt2
             (folder / PT2).unlink(missing_ok=True)
-
-
-def export_graph(served: ServedModel, images: tuple[torch.Tensor]) -> torch.export.ExportedProgram:
-    """Return the model's graph for any number and size of images: by non-strict export, or if that fails by strict.
-
-    ``images`` is an example of the input.
-    """
-    sizes = ({place: torch.export.Dim(name, min=min(place + 1, 2)) for place, name in enumerate("nhw")},)
-    try:
-        return torch.export.export(served, images, dynamic_shapes=sizes)
-    except Exception:  # of code that makes a number of a size, such as len(images), which the other way understands
-        return torch.export.export(served, images, dynamic_shapes=sizes, strict=True)
 
 
 @contextmanager
@@ -191,16 +172,11 @@ def silence_torch() -> Iterator[None]:
 def compare_logits(
     path: Path, served: ServedModel, images: Iterator[Image], logits: TorchLogits, found: Comparison
 ) -> dict[str, Any]:
-    """Compute the ONNX's logits of all images in a new process, and add them to the comparison ``found``.
+    """Compute the logits of the ONNX at ``path`` for all images in a new process, and add them to the comparison.
 
-    Each image is sent alone and in batches of BATCH_SIZES. At most 64 images are in memory, and the golden ones.
-
-    Returns:
-        The golden requests: images evenly spread over the test split, by names, and torch's ``logits`` of them.
-
-    Raises:
-        OSError: the process has ended by itself.
-        ValueError: there are more or fewer images than logits.
+    Sends each image alone and in batches of BATCH_SIZES; keeps at most 64 images in memory, and the golden ones.
+    Returns the golden requests: images evenly spread over the test split, by names, and torch's ``logits`` of them.
+    Raises OSError if the process has ended by itself, ValueError if there are more or fewer images than logits.
     """
     samples = logits.samples
     waiting: dict[int, list[tuple[Image, NDArray[np.float32]]]] = {size: [] for size in BATCH_SIZES}
@@ -224,7 +200,7 @@ def compare_logits(
     return {**golden, "logits": np.stack(golden_logits)}
 
 
-def read_test_images(data: PreparedSet, channels: int, settings: Settings) -> Iterator[NDArray[np.uint8]]:
+def read_test_images(data: PreparedSet, channels: int, settings: Settings) -> Iterator[Image]:
     """Yield the images of the test split that can be decoded, uint8 [H, W, channels], in the split's order.
 
     Images are neither cropped nor resized; grey ones become RGB if ``channels`` is 3. Encoded images are read and
@@ -245,12 +221,11 @@ def read_test_images(data: PreparedSet, channels: int, settings: Settings) -> It
 
         samples, threads = order.samples(slice(0, len(order))), settings.loader_threads or count_cores()
         ahead = 2 * threads  # of images that may be large
-        yield from (
-            image for image in map_samples(images, samples, threads, decode_or_none, ahead) if image is not None
-        )
+        decoded = map_samples(images, samples, threads, decode_or_none, ahead)
+        yield from (image for image in decoded if image is not None)
 
 
-def place_on_common_canvas(image: NDArray[np.uint8], served: ServedModel) -> NDArray[np.uint8]:
+def place_on_common_canvas(image: Image, served: ServedModel) -> Image:
     """Return an image with the same logits as the given one, in a size that is the same for all images of a batch.
 
     If the model crops the middle, this is a black square with the resized middle of the image in it. Otherwise it is
