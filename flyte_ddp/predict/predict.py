@@ -21,6 +21,7 @@ from flyte_ddp.models.images import InputSpec
 from flyte_ddp.predict.prediction_batches import BATCH_SIZE, Batch, find_images, read_folder, read_test_split
 from flyte_ddp.predict.saved_model import SavedModel
 from flyte_ddp.progress import Progress
+from flyte_ddp.report.page import write_html
 from flyte_ddp.report.previews import FirstPredictions
 from flyte_ddp.settings import Settings
 
@@ -38,8 +39,8 @@ def write_prediction_table(
 ) -> Path:
     """Predict images; write a CSV table with a row for each, and an HTML page of the first; return the table's path.
 
-    The page is beside the table. Prints which files were left out, and which images have no prediction, unless the
-    settings say not to.
+    The page is beside the table. Prints to stderr which files were left out, and which images have no prediction,
+    unless the settings say not to. Keeps ``batch_size`` images in memory at a time.
 
     Columns of the table are ``id`` (path below ``images``; of a data set the file's name, the key in a shard, or the
     index in the test split), ``prediction`` (the likeliest class), ``truth`` (for a data set), ``score`` (of the
@@ -52,7 +53,6 @@ def write_prediction_table(
         images: a folder of images, searched at all depths; hidden files are skipped, others skipped and counted.
         dataset: a prepared data set's folder, whose test split is predicted. Give this or ``images``.
         output: the table's path.
-        batch_size: images in memory at a time.
         bad_samples: how many images may be impossible to decode; None: as many as in the model's training.
         settings: for shards: where they are cached, and how many threads decode; whether to print.
 
@@ -67,13 +67,14 @@ def write_prediction_table(
     if bad_samples is not None and bad_samples < 0:
         raise UserError(f"bad_samples={bad_samples}: must be at least 0")
     settings = settings or Settings()
+    progress = Progress(settings.progress)
     model = SavedModel(model_path, sidecar_path, settings, bad_samples)
     bad = BadSamples(model.bad_samples)
     if images is not None:
         paths, others = find_images(images)
         if others:
             left_out = f"{format_count(sum(others.values()), 'file')} left out, as no images: {join_kinds(others)}"
-            Progress(settings.progress).print_note(f"images={images}: {left_out}")
+            progress.print_note(f"images={images}: {left_out}")
         batches = read_folder(model, images, paths, batch_size, bad)
     elif dataset is not None:
         batches = read_test_split(model, open_prepared(dataset), batch_size, bad)
@@ -87,12 +88,10 @@ def write_prediction_table(
             rows = [*table_rows(batch, model)]
             table.writerows(rows)
             first.add_batch(images_from_inputs(batch.inputs, model.spec), rows, truths=batch.truths is not None)
-    with replace_file(output.with_suffix(".html")) as file:
-        file.write(first.render_page(output.stem).encode("ascii"))
+    write_html(output.with_suffix(".html"), first.render_page(output.stem))
     if bad.names:
         listed = join_few(f"{name} ({reason})" for name, reason in bad.names.items())
-        note = f"no prediction for {len(bad.names):,} image(s), which cannot be decoded: {listed}"
-        Progress(settings.progress).print_note(note)
+        progress.print_note(f"no prediction for {len(bad.names):,} image(s), which cannot be decoded: {listed}")
     return output
 
 

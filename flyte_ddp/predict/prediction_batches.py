@@ -19,7 +19,7 @@ from flyte_ddp.loading import cropping, open_tests
 from flyte_ddp.loading.decoding import DecodingError, decode_image, decode_with_pillow
 from flyte_ddp.loading.encoded import BadSamples, EncodedImages
 from flyte_ddp.models.artifacts import MIDDLE
-from flyte_ddp.models.images import InputSpec, prepare_images
+from flyte_ddp.models.images import prepare_images
 from flyte_ddp.predict.saved_model import SavedModel
 
 BATCH_SIZE = 500  # images in memory at a time, unless the caller says how many
@@ -34,41 +34,10 @@ class Batch(NamedTuple):
     inputs: Tensor  # of the decoded samples: float32 [n, C, H, W] on the device
 
 
-def read_folder(
-    model: SavedModel, folder: Path, paths: Sequence[Path], batch_size: int, bad: BadSamples
-) -> Iterator[Batch]:
-    """Read the image files at these paths, and yield them in batches of the model's inputs, in the paths' order.
-
-    Args:
-        model: takes the inputs.
-        folder: above all paths; ids are relative to it.
-        paths: of image files.
-        batch_size: images of a batch, undecodable ones included.
-        bad: counts undecodable images, and raises a UserError if there are more than allowed.
-
-    Raises:
-        UserError: the model takes neither 1 nor 3 channels, a file cannot be read, or too many cannot be decoded.
-    """
-    spec = model.spec
-    if spec.channels not in (1, 3):
-        raise UserError(
-            f"the model takes {spec.channels} channels: image files have 1 or 3; predict a prepared data set instead"
-        )
-    crop = model.sidecar["input"].get("crop", "")
-    for start in range(0, len(paths), batch_size):
-        part = paths[start : start + batch_size]
-        pixels = [read_pixels(path, spec, crop, bad) for path in part]
-        prepared = [prepare_images(image[None].to(model.device), spec) for image in pixels if image is not None]
-        ids = [path.relative_to(folder).as_posix() for path in part]
-        nothing = torch.empty(0, spec.channels, spec.height, spec.width, device=model.device)
-        yield Batch(ids, None, [image is not None for image in pixels], torch.cat([nothing, *prepared]))
-
-
 def find_images(folder: Path) -> tuple[list[Path], Mapping[str, int]]:
     """List a folder at all depths; return its image files, sorted, and counts of its other files by kind.
 
-    Raises:
-        UserError: the folder is missing, cannot be listed, or has no images.
+    Skips hidden files. Raises UserError if the folder is missing, cannot be listed, or has no images.
     """
     if not folder.is_dir():
         raise UserError(f"images={folder}: must be a folder of images")
@@ -80,22 +49,43 @@ def find_images(folder: Path) -> tuple[list[Path], Mapping[str, int]]:
     return sorted(folder / name for name in names if is_image(name)), others
 
 
-def read_pixels(path: Path, spec: InputSpec, crop: str, bad: BadSamples) -> Tensor | None:
-    """Read an image file, and return its pixels uint8 [H, W, C]; None if it cannot be decoded and ``bad`` allows that.
+def read_folder(
+    model: SavedModel, folder: Path, paths: Sequence[Path], batch_size: int, bad: BadSamples
+) -> Iterator[Batch]:
+    """Read the image files at ``paths`` in order; yield batches of ``batch_size``, with ids relative to ``folder``.
 
-    Crops and resizes the image as evaluations do, if ``crop`` says that training cropped the middle.
+    Images that cannot be decoded count for the size of a batch, and are added to ``bad``. Raises UserError if the model
+    takes neither 1 nor 3 channels, a file cannot be read, or ``bad`` does not allow so many.
+    """
+    spec = model.spec
+    if spec.channels not in (1, 3):
+        raise UserError(
+            f"the model takes {spec.channels} channels: image files have 1 or 3; predict a prepared data set instead"
+        )
+    for start in range(0, len(paths), batch_size):
+        part = paths[start : start + batch_size]
+        pixels = [read_pixels(path, model, bad) for path in part]
+        prepared = [prepare_images(image[None].to(model.device), spec) for image in pixels if image is not None]
+        ids = [path.relative_to(folder).as_posix() for path in part]
+        nothing = torch.empty(0, spec.channels, spec.height, spec.width, device=model.device)
+        yield Batch(ids, None, [image is not None for image in pixels], torch.cat([nothing, *prepared]))
+
+
+def read_pixels(path: Path, model: SavedModel, bad: BadSamples) -> Tensor | None:
+    """Return an image file's pixels uint8 [H, W, C]; None if they cannot be decoded, which is added to ``bad``.
+
+    If the model's evaluations used the middle square of images, crops and resizes the image as they did. Raises
+    UserError if the file cannot be read, or ``bad`` does not allow one more.
     """
     try:
         content = path.read_bytes()
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror}); remove it, or make it readable") from error
     try:
-        if crop == MIDDLE:
-            return torch.from_numpy(
-                cropping.crop_to_square(decode_image(content), spec.height)
-            )  # as in evaluations during training
-        pixels = decode_with_pillow(content, "L" if spec.channels == 1 else "RGB")
-        return torch.from_numpy(pixels.reshape(*pixels.shape[:2], spec.channels))
+        if model.sidecar["input"].get("crop") == MIDDLE:
+            return torch.from_numpy(cropping.crop_to_square(decode_image(content), model.spec.height))
+        pixels = decode_with_pillow(content, "L" if model.spec.channels == 1 else "RGB")
+        return torch.from_numpy(pixels.reshape(*pixels.shape[:2], model.spec.channels))
     except DecodingError as error:
         bad.add_sample(str(path), str(error))
         return None
@@ -104,16 +94,10 @@ def read_pixels(path: Path, spec: InputSpec, crop: str, bad: BadSamples) -> Tens
 def read_test_split(
     model: SavedModel, data: PreparedSet, batch_size: int = BATCH_SIZE, bad: BadSamples | None = None
 ) -> Generator[Batch, None, None]:
-    """Read the test split of a data set, and yield it in batches of the model's inputs.
+    """Read the test split of a prepared data set, and yield it in batches of the model's inputs.
 
-    Args:
-        model: takes the inputs.
-        data: the prepared data set.
-        batch_size: images of a batch, undecodable ones included.
-        bad: counts undecodable images; None: a new counter, which allows as many as the model does.
-
-    Raises:
-        UserError: the model takes other images, or too many cannot be decoded.
+    Images that cannot be decoded count for the size of a batch, and are added to ``bad``; None is a new counter that
+    allows as many as the model does. Raises UserError if the model takes other images, or too many cannot be decoded.
     """
     if isinstance(data, ImageArrays):
         return read_arrays(model, data, batch_size)
@@ -121,7 +105,10 @@ def read_test_split(
 
 
 def read_arrays(model: SavedModel, arrays: ImageArrays, batch_size: int) -> Generator[Batch, None, None]:
-    """Yield the test split of a data set of arrays in batches, in the order of its samples; ids are their indices."""
+    """Yield the test split of a data set of arrays in batches, in the order of its samples; ids are their indices.
+
+    Raises UserError if the model takes other channels.
+    """
     channels = arrays.test_images.shape[3]
     if channels not in (1, model.spec.channels):
         raise UserError(
@@ -129,17 +116,20 @@ def read_arrays(model: SavedModel, arrays: ImageArrays, batch_size: int) -> Gene
             "predict the data set that it was trained on, or one like it"
         )
     for start in range(0, len(arrays.test_images), batch_size):
-        stop = min(start + batch_size, len(arrays.test_images))
-        pixels = torch.from_numpy(np.array(arrays.test_images[start:stop])).to(model.device)
-        truths = [arrays.classes[label] for label in arrays.test_labels[start:stop]]
-        ids = [str(index) for index in range(start, stop)]
+        pixels = torch.from_numpy(np.array(arrays.test_images[start : start + batch_size])).to(model.device)
+        truths = [arrays.classes[label] for label in arrays.test_labels[start : start + batch_size]]
+        ids = [str(index) for index in range(start, start + len(truths))]
         yield Batch(ids, truths, [True] * len(ids), prepare_images(pixels, model.spec))
 
 
 def read_encoded_images(
     model: SavedModel, data: EncodedSet, batch_size: int, bad: BadSamples
 ) -> Generator[Batch, None, None]:
-    """Read the test split of shards, or of a folder of images, and yield it in batches as evaluations do."""
+    """Read the test split of shards, or of a folder of images, and yield it in batches as evaluations do.
+
+    Adds undecodable images to ``bad``. Raises UserError if the model does not take squares in colour, or ``bad`` does
+    not allow so many.
+    """
     spec = model.spec
     if spec.channels != 3 or spec.height != spec.width:
         raise UserError(

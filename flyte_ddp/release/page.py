@@ -8,14 +8,13 @@ from numpy.typing import NDArray
 
 from flyte_ddp.confusions import count_confusions
 from flyte_ddp.datasets.prepared import PreparedSet
-from flyte_ddp.files import replace_file
 from flyte_ddp.formatting import format_percent
 from flyte_ddp.predict.predict import images_from_inputs
 from flyte_ddp.predict.prediction_batches import read_test_split
 from flyte_ddp.predict.saved_model import SavedModel
 from flyte_ddp.release.judge import Judgement
 from flyte_ddp.report.figures import Picture, confusion_section
-from flyte_ddp.report.page import render_template
+from flyte_ddp.report.page import render_template, write_html
 
 PICTURED = 12  # samples of each kind
 
@@ -39,9 +38,7 @@ def write_page(judgement: Judgement, name: str, path: Path) -> Path:
         parts_of_split=judgement.parts,
         pictured=picture_differences(judgement),
     )
-    with replace_file(path) as file:
-        file.write(page.encode("ascii"))
-    return path
+    return write_html(path, page)
 
 
 def picture_differences(judgement: Judgement) -> dict[str, list[Picture]]:

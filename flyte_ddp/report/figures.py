@@ -22,7 +22,6 @@ from flyte_ddp.formatting import format_percent
 from flyte_ddp.report.page import TEMPLATES, render_template
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from PIL.Image import Image
 
 Floats = NDArray[np.float64]
@@ -67,14 +66,11 @@ def use_report_style() -> AbstractContextManager[None]:
 def draw_line_chart(
     series: Sequence[Series], *, x_label: str, y_label: str, scale: str = "linear", x_from: float | None = None
 ) -> str:
-    """Draw lines in one chart, and return it as an SVG element; imports matplotlib.
+    """Draw lines, each with at least one point, in one chart, and return it as an SVG element; imports matplotlib.
 
-    A series of more than MAX_POINTS is drawn as its mean in a band from smallest to largest value.
-
-    Args:
-        series: at least one, each with at least one point.
-        x_from: where the x axis begins; None: at the first point.
-        scale: of y: ``linear``, ``from 0``, or ``log``, which takes effect if the values differ enough.
+    A series of more than MAX_POINTS is drawn as its mean in a band from smallest to largest value. The x axis begins at
+    ``x_from``, by default at the first point. The ``scale`` of y is ``linear``, ``from 0``, or ``log``, which is linear
+    unless the largest value is more than 5 times the smallest, and that positive.
     """
     from matplotlib.figure import Figure
     from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator, StrMethodFormatter
@@ -85,7 +81,11 @@ def draw_line_chart(
         figure = Figure()
         axes = figure.add_axes((0.125, 0.16, 0.855, 0.74))
         for line in series:
-            draw_series(axes, line)
+            x, y = np.asarray(line.x, dtype=float), np.asarray(line.y, dtype=float)
+            if len(x) > MAX_POINTS:
+                x, low, y, high = thin_series(x, y)
+                axes.fill_between(x, low, high, color=line.color, alpha=0.18, linewidth=0)
+            axes.plot(x, y, "o-" if len(x) <= 40 else "-", color=line.color, label=line.label)
         if len({x for line in series for x in line.x}) == 1:
             axes.set_xlim(series[0].x[0] - 1, series[0].x[0] + 1)
         if x_from is not None:
@@ -114,18 +114,6 @@ def draw_line_chart(
     return f'<svg {view and view[0]} role="img" aria-label="{label}">{body}'
 
 
-def draw_series(axes: Axes, line: Series) -> None:
-    """Draw one line into the axes of a figure: with dots if it has few points, as mean and band if it has many."""
-    x, y = np.asarray(line.x, dtype=float), np.asarray(line.y, dtype=float)
-    if len(x) <= MAX_POINTS:
-        style = "o-" if len(x) <= 40 else "-"
-        axes.plot(x, y, style, color=line.color, label=line.label)
-        return
-    x, low, mean, high = thin_series(x, y)
-    axes.fill_between(x, low, high, color=line.color, alpha=0.18, linewidth=0)
-    axes.plot(x, mean, color=line.color, label=line.label)
-
-
 def thin_series(x: Floats, y: Floats) -> tuple[Floats, Floats, Floats, Floats]:
     """Cut a long series into ``MAX_POINTS`` parts; return the mean x, and the smallest, mean and largest y of each."""
     starts = np.linspace(0, len(x), MAX_POINTS, endpoint=False).astype(np.int64)
@@ -135,25 +123,18 @@ def thin_series(x: Floats, y: Floats) -> tuple[Floats, Floats, Floats, Floats]:
 
 
 def draw_confusion_heatmap(confusion: NDArray[np.int64], classes: Sequence[str]) -> str:
-    """Draw a confusion matrix, and return it as an SVG element: truth in rows, prediction in columns.
+    """Draw numbers of samples [classes, classes] as SVG, and return the element: truth in rows, prediction in columns.
 
     Correct predictions are blue, mistakes orange. A cell is the darker the larger its share of the row is; mistakes are
     few, so that the most frequent one has the darkest orange.
-
-    Args:
-        confusion: number of samples: [classes, classes].
-        classes: their names.
     """
     from PIL import Image
 
     count = len(classes)
     labelled = count <= LABELLED_CLASSES
     step = 10 ** (len(str(count // 2)) - 1)
-    names = (
-        [shorten_name(name) for name in classes]
-        if labelled
-        else [str(k) if k % step == 0 else "" for k in range(count)]
-    )
+    numbers = [str(k) if k % step == 0 else "" for k in range(count)]
+    names = [shorten_name(name) for name in classes] if labelled else numbers
     shares = confusion / np.maximum(1, confusion.sum(axis=1, keepdims=True))
     correct = np.eye(count, dtype=bool)
     wrong_depth = np.sqrt(shares / max(1e-12, float(shares[~correct].max(initial=0.0))))
@@ -178,21 +159,18 @@ def draw_confusion_heatmap(confusion: NDArray[np.int64], classes: Sequence[str])
 
 
 def confusion_section(counts: NDArray[np.int64], names: Sequence[str]) -> dict[str, Any]:
-    """Return what templates show of confusions: a picture and lists; empty if there is no sample.
+    """Return what templates show of confusions; empty if there is no sample.
 
-    Args:
-        counts: [K, 3] truth, prediction and number of samples, from :func:`flyte_ddp.confusions.count_confusions`.
-        names: of all classes.
-
-    Returns:
-        ``picture`` (SVG, empty with more than PICTURED_CLASSES), whether it ``is_large``, the most frequent
-        ``mistakes`` and the ``hardest`` classes.
+    ``counts`` [K, 3] are truth, prediction and number of samples, as of :func:`flyte_ddp.confusions.count_confusions`;
+    ``names`` are those of all classes. The result has a ``picture`` (SVG, empty with more than PICTURED_CLASSES),
+    whether it ``is_large``, the most frequent ``mistakes`` and the ``hardest`` classes.
     """
     if not len(counts):
         return {}
     classes, pictured = len(names), len(names) <= PICTURED_CLASSES
     listed = LISTED if pictured else LISTED_ALONE
-    wrong, right = (counts[chosen] for chosen in (counts[:, 0] != counts[:, 1], counts[:, 0] == counts[:, 1]))
+    is_right = counts[:, 0] == counts[:, 1]
+    wrong, right = counts[~is_right], counts[is_right]
     totals, correct = (np.bincount(rows[:, 0], rows[:, 2], classes).astype(np.int64) for rows in (counts, right))
     recall = correct / np.maximum(1, totals)
     hardest = np.argsort(np.where(totals, recall, 2.0), kind="stable")[:listed].tolist()

@@ -28,40 +28,34 @@ LISTED = 30  # classes on a page
 
 
 def render_run_preview(hp: Hyperparameters, data: Path | None, run: str) -> str:
-    """Return the HTML page on what is going to be trained.
+    """Return the HTML page on what is going to be trained; its title is the run's name.
 
-    Args:
-        hp: the hyperparameters.
-        data: the folder of the prepared data set; None: it is not fetched yet, and its sizes are left out.
-        run: the run's name, which becomes the title.
+    Opens the prepared data set in the folder ``data`` for its sizes; None: they are left out, as it is not fetched yet.
     """
     facts = [("Data set", hp.dataset), ("Model", hp.model), ("Epochs", f"{hp.epochs:,}")]
-    facts += run_sizes(hp, data) if data is not None else [("Samples", "known when the data set has been fetched")]
-    return render_template(
-        "preview.html", title=run, heading="What is trained", facts=facts, settings=hyperparameter_rows(hp.to_dict())
-    )
-
-
-def run_sizes(hp: Hyperparameters, data: Path) -> list[tuple[str, str]]:
-    """Open a prepared data set; return names and texts of its samples, its classes and the run's optimiser steps."""
-    found = open_prepared(data)
-    if isinstance(found, ImageArrays):
-        samples = len(found.train_labels)
+    if data is None:
+        facts.append(("Samples", "known when the data set has been fetched"))
     else:
-        samples = len(found.train if isinstance(found.train, ShardIndex) else found.train.labels)
-    held_out = sampling.count_held_out(samples, hp.validation_fraction)
-    steps = hp.epochs * sampling.steps_per_epoch(samples - held_out, hp.batch_size)
-    return [
-        ("Samples", f"{samples:,}, of which {held_out:,} are for validation"),
-        ("Classes", f"{len(found.classes):,}"),
-        ("Optimiser steps", f"{min(steps, hp.max_steps or steps):,}"),
-    ]
+        opened = open_prepared(data)
+        if isinstance(opened, ImageArrays):
+            samples = len(opened.train_labels)
+        else:
+            samples = len(opened.train if isinstance(opened.train, ShardIndex) else opened.train.labels)
+        held_out = sampling.count_held_out(samples, hp.validation_fraction)
+        steps = hp.epochs * sampling.steps_per_epoch(samples - held_out, hp.batch_size)
+        facts += [
+            ("Samples", f"{samples:,}, of which {held_out:,} are for validation"),
+            ("Classes", f"{len(opened.classes):,}"),
+            ("Optimiser steps", f"{min(steps, hp.max_steps or steps):,}"),
+        ]
+    settings = hyperparameter_rows(hp.to_dict())
+    return render_template("preview.html", title=run, heading="What is trained", facts=facts, settings=settings)
 
 
 def render_index_preview(address: str) -> str:
     """Read an index of shards, and return the HTML page on what it lists, with PICTURES of its samples.
 
-    Reads these samples from their shards.
+    Reads these samples from their shards, from a web server or bucket without the other samples where it can.
     """
     index = read_index(address)
     numbers = np.linspace(0, len(index) - 1, min(PICTURES, len(index)), dtype=int).tolist()
@@ -100,12 +94,9 @@ class FirstPredictions:
         self.images = self.known = self.correct = 0
 
     def add_batch(self, images: Iterable[NDArray[np.uint8]], rows: Sequence[Sequence[str]], *, truths: bool) -> None:
-        """Count a batch's predictions, and keep some with their images.
+        """Count a batch's predictions, and keep some with their images, uint8 [H, W, C] of the decoded samples.
 
-        Args:
-            images: uint8 [H, W, C], of the decoded samples.
-            rows: of all samples: id, prediction (empty if not decoded), truth if known, scores.
-            truths: whether rows have a truth.
+        A row of each sample is its id, prediction (empty if not decoded), truth if the rows have ``truths``, scores.
         """
         decoded = iter(images)
         for row in rows:

@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from flyte_ddp.config import Hyperparameters
-from flyte_ddp.files import replace_file
 from flyte_ddp.report.figures import BLUE, GREEN, ORANGE, Series, confusion_section, draw_line_chart
-from flyte_ddp.report.page import render_template
+from flyte_ddp.report.page import render_template, write_html
 from flyte_ddp.report.run_records import Record, Run, read_run
 
 PARTS = {
@@ -41,24 +40,17 @@ CHARTS: tuple[Any, ...] = (  # title, x, label and scale of y, and the lines: la
 def write_report(run_folder: Path, name: str = "") -> Path:
     """Read a run folder, write its report to ``report.html`` in it, and return the path.
 
-    ``name`` is the run's; empty: the folder's name. Raises a UserError if a file in the folder is damaged.
+    ``name`` is the run's; by default the folder's name. Raises UserError if a file in the folder is damaged, or the
+    report cannot be written.
     """
-    page, path = render_report(run_folder, name), run_folder / "report.html"
-    with replace_file(path) as file:
-        file.write(page.encode("ascii"))
-    return path
+    return write_html(run_folder / "report.html", render_report(run_folder, name))
 
 
 def render_report(run_folder: Path, name: str = "", failure: str = "") -> str:
-    """Read a run folder, and return its report as HTML, which may also be put into another page.
+    """Read the folder of a run that may still be training; return its report as HTML, which may be put into a page.
 
-    Args:
-        run_folder: of a run that may still be training.
-        name: of the run; empty: the folder's name.
-        failure: why the run has failed; empty: it has not.
-
-    Raises:
-        UserError: the folder has no start record, or a file in it is damaged.
+    ``name`` is the run's; by default the folder's name. ``failure`` is why the run has failed, if it has. Raises
+    UserError if the folder has no start record, or a file in it is damaged.
     """
     run = read_run(run_folder, name)
     return render_template(
@@ -68,7 +60,7 @@ def render_report(run_folder: Path, name: str = "", failure: str = "") -> str:
         result={**run.kept_evaluation, **run.end},
         charts=[*draw_charts(run)],
         confusion={} if run.confusion is None else confusion_section(run.confusion, run.classes),
-        time_spent=rank_0_time_by_activity(run),
+        time_spent=rank_0_time_by_activity(run.end),
         settings=hyperparameter_rows(run.start.get("hyperparameters", {})),
         last_record=json.dumps(run.last_record),
     )
@@ -85,18 +77,21 @@ def draw_charts(run: Run) -> Iterator[tuple[str, str]]:
     for title, kind_of_x, y_label, scale, *lines in CHARTS:
         drawn = []
         for label, color, kind, key in lines:
-            found = [record for record in getattr(run, kind) if key in record]
             unit = 100 if key.endswith("accuracy") else 1
-            y = [unit * record[key] for record in found]
-            drawn += [Series(label, [record[kind_of_x] for record in found], y, color)] if found else []
+            records = [record for record in getattr(run, kind) if key in record]
+            x, y = [record[kind_of_x] for record in records], [unit * record[key] for record in records]
+            drawn += [Series(label, x, y, color)] if records else []
         if drawn:
             x_label, x_from = ("epoch", None) if kind_of_x == "epoch" else ("optimiser step", 0)
             yield title, draw_line_chart(drawn, x_label=x_label, y_label=y_label, scale=scale, x_from=x_from)
 
 
-def rank_0_time_by_activity(run: Run) -> list[tuple[str, str, float, float]]:
-    """Return what rank 0 spent its time on: name, colour, seconds and share (0 to 1); empty before the run's end."""
-    seconds = {key: max(0.0, run.end.get("seconds", {}).get(key, 0.0)) for key in PARTS}
+def rank_0_time_by_activity(end: Record) -> list[tuple[str, str, float, float]]:
+    """Return from a run's end record name, colour, seconds and share (0 to 1) of what rank 0 spent its time on.
+
+    The list is empty if the record is.
+    """
+    seconds = {key: max(0.0, end.get("seconds", {}).get(key, 0.0)) for key in PARTS}
     total = sum(seconds.values())
     return [(*PARTS[key], spent, spent / total) for key, spent in seconds.items()] if total else []
 

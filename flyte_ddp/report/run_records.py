@@ -3,7 +3,7 @@
 import json
 import zipfile
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,83 +17,79 @@ from flyte_ddp.report.figures import Picture
 Record = dict[str, Any]
 
 
-@dataclass
+@dataclass(frozen=True)
 class Run:
-    """What the files of a run folder say, records by kind and in the order of their steps."""
+    """What the files of a run folder say so far; records are in the order of their steps."""
 
     name: str
-    starts: list[Record] = field(default_factory=list)  # of all attempts, oldest first
-    train: list[Record] = field(default_factory=list)
-    evaluations: list[Record] = field(default_factory=list)
-    end: Record = field(default_factory=dict)  # empty: the last attempt has not finished
-    sidecar: Record = field(default_factory=dict)  # empty: there is no model.json yet
-    confusion: NDArray[np.int64] | None = None  # [K, 3] truth, prediction and number of samples
-    mistakes: list[Picture] = field(default_factory=list)  # largest loss first
-
-    @property
-    def start(self) -> Record:
-        """The start record of the last attempt."""
-        return self.starts[-1]
-
-    @property
-    def classes(self) -> list[str]:
-        """Names of the classes, in the order of the labels."""
-        return [str(name) for name in self.start.get("classes", [])]
-
-    @property
-    def steps(self) -> int:
-        """Optimiser steps done so far."""
-        return max((int(record["step"]) for record in (*self.train, *self.evaluations)), default=0)
-
-    @property
-    def last_record(self) -> Record:
-        """The end record, or the one of the last step so far (its evaluation, if there was one); empty before any."""
-        return self.end or max((*self.evaluations, *self.train), key=lambda record: int(record["step"]), default={})
-
-    @property
-    def kept_evaluation(self) -> Record:
-        """The evaluation of the returned weights: the last one, unless the sidecar names another epoch."""
-        epoch = self.sidecar.get("metrics", {}).get("kept_epoch")
-        chosen = [record for record in self.evaluations if epoch in (None, record["epoch"])] or self.evaluations
-        return chosen[-1] if chosen else {}
-
-    @property
-    def seconds(self) -> float | None:
-        """Seconds from the start of the last attempt to its end, or to its last record so far; None without any."""
-        if "seconds" in self.end:
-            return float(self.end["seconds"]["total"])
-        last = max((record.get("time", 0.0) for record in (*self.train, *self.evaluations)), default=None)
-        return None if last is None else max(0.0, last - self.start.get("time", last))
+    starts: list[Record]  # of all attempts, oldest first
+    start: Record  # of the last attempt
+    train: list[Record]
+    evaluations: list[Record]
+    end: Record  # empty: the last attempt has not finished
+    last_record: Record  # the end record, or that of the last step (its evaluation, if there is one); empty before any
+    steps: int  # optimiser steps done
+    seconds: float | None  # from the start of the last attempt to its end or last record; None without any
+    sidecar: Record  # empty: there is no model.json yet
+    kept_evaluation: Record  # of the returned weights: the last one, unless the sidecar names another epoch
+    classes: list[str]  # in the order of the labels
+    confusion: NDArray[np.int64] | None  # [K, 3] truth, prediction and number of samples
+    mistakes: list[Picture]  # largest loss first
 
 
 def read_run(folder: Path, name: str = "") -> Run:
     """Read ``metrics.jsonl`` and, where they exist, ``model.json`` and ``predictions.npz``; return what they say.
 
-    ``name`` is the run's; empty: the folder's name. Raises a UserError if a file is damaged, or if there is no start
+    ``name`` is the run's; by default the folder's name. Raises UserError if a file is damaged, or if there is no start
     record.
     """
-    run = Run(name or folder.name)
-    steps: dict[str, dict[int, Record]] = {"train": {}, "evaluation": {}}
+    starts: list[Record] = []
+    end: Record = {}
+    by_step: dict[str, dict[int, Record]] = {"train": {}, "evaluation": {}}
     for record in read_records(folder / "metrics.jsonl"):
         kind = record.get("kind")
         if kind == "start":
-            run.starts, run.end = [*run.starts, record], {}
+            starts.append(record)
+            end = {}
         elif kind == "end":
-            run.end = record
-        elif kind in steps:
+            end = record
+        elif kind in by_step:
             # A retry appends to the same file: its record of a step replaces that of the attempt before.
-            steps[kind][record["step"]] = record
-    if not run.starts:
+            by_step[kind][record["step"]] = record
+    if not starts:
         raise UserError(f"{folder / 'metrics.jsonl'} has no start record: give the folder of a run that began training")
-    run.train, run.evaluations = ([found[step] for step in sorted(found)] for found in steps.values())
+    start, (train, evaluations) = starts[-1], ([of[step] for step in sorted(of)] for of in by_step.values())
+    classes = [str(each) for each in start.get("classes", [])]
+    sidecar: Record = {}
+    confusion, mistakes = None, list[Picture]()
     try:
         if (path := folder / "model.json").exists():
-            run.sidecar = dict(json.loads(path.read_bytes()))
+            sidecar = dict(json.loads(path.read_bytes()))
         if (path := folder / "predictions.npz").exists():
-            run.confusion, run.mistakes = read_predictions(path, run.classes)
+            confusion, mistakes = read_predictions(path, classes)
     except (OSError, ValueError, TypeError, LookupError, EOFError, zipfile.BadZipFile) as error:
         raise UserError(f"cannot read {path}: {error}; remove it or train again") from error
-    return run
+    last: Record = max((*evaluations, *train), key=lambda record: int(record["step"]), default={})
+    time = max((record.get("time", 0.0) for record in (*train, *evaluations)), default=None)
+    seconds = None if time is None else max(0.0, time - start.get("time", time))
+    epoch = sidecar.get("metrics", {}).get("kept_epoch")
+    kept = [record for record in evaluations if epoch in (None, record["epoch"])] or evaluations
+    return Run(
+        name=name or folder.name,
+        starts=starts,
+        start=start,
+        train=train,
+        evaluations=evaluations,
+        end=end,
+        last_record=end or last,
+        steps=int(last.get("step", 0)),
+        seconds=float(end["seconds"]["total"]) if "seconds" in end else seconds,
+        sidecar=sidecar,
+        kept_evaluation=kept[-1] if kept else {},
+        classes=classes,
+        confusion=confusion,
+        mistakes=mistakes,
+    )
 
 
 def read_predictions(path: Path, classes: list[str]) -> tuple[NDArray[np.int64], list[Picture]]:
@@ -118,5 +114,5 @@ def sample_names(predictions: Mapping[str, NDArray[Any]]) -> list[str]:
     """
     if "names" not in predictions or not len(predictions["names"]):
         return [""] * len(predictions["index"])
-    found = predictions["names"].tolist()
-    return [name.encode("utf-8", "surrogateescape").decode("utf-8", "replace") for name in found]
+    names = predictions["names"].tolist()
+    return [name.encode("utf-8", "surrogateescape").decode("utf-8", "replace") for name in names]
