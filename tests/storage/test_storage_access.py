@@ -8,7 +8,6 @@ from file_server import FileServer
 from surroundings import azure_environment, s3_environment
 
 from flyte_ddp import storage
-from flyte_ddp.errors import UserError
 from flyte_ddp.storage import UnavailableError, clouds
 from flyte_ddp.storage import objects as objects_module
 
@@ -24,9 +23,7 @@ def test_a_server_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
             with pytest.raises(UnavailableError, match="Connection refused") as caught:
                 storage.read_file(address)
             assert caught.value.transient
-            assert address.startswith("http") or url in str(
-                caught.value
-            )  # as the address does not say which server it is
+            assert address.startswith("http") or url in str(caught.value), "the address does not say which server it is"
 
 
 @pytest.mark.parametrize(
@@ -37,6 +34,7 @@ def test_a_server_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"AWS_PROFILE": "no-such-profile"}, "profile .no-such-profile. could not be found"),
         ({"AWS_ACCESS_KEY_ID": "only-half"}, "AWS_SECRET_ACCESS_KEY"),
         ({"AWS_DEFAULT_REGION": "not a region"}, "not a region"),
+        ({}, "bucket name 'a bucket'"),
     ],
 )
 def test_settings_of_s3_that_cannot_work(
@@ -47,26 +45,14 @@ def test_settings_of_s3_that_cannot_work(
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(UnavailableError, match=said):
-        storage.retry("s3://bucket/x", storage.read_file)
+        storage.retry("s3://bucket/x" if variables else "s3://a bucket/x", storage.read_file)
     assert server.requests == []
-
-
-def test_a_bucket_without_a_name_or_with_an_impossible_one(server: FileServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    s3_environment(server.url, monkeypatch)
-    with pytest.raises(UserError, match="must name a bucket after s3://"):
-        storage.read_file("s3:///x")
-    with pytest.raises(UnavailableError, match="bucket name"):
-        storage.read_file("s3://a bucket/x")
-    with pytest.raises(UserError, match="must be a path, or start with"):
-        storage.read_file("ftp://h/x")
 
 
 class Credentials:
     """As google-auth's."""
 
-    valid = False
-    token = "none"
-    expiry = None
+    valid, token, expiry = False, "none", None
 
     def refresh(self, request: object) -> None:
         self.valid, self.token = True, "a-token"
@@ -113,14 +99,12 @@ def test_azure_is_told_who_asks(server: FileServer, monkeypatch: pytest.MonkeyPa
     with pytest.raises(UnavailableError, match=r"HTTP 403 AuthorizationPermissionMismatch: .*Storage Blob Data Reader"):
         storage.read_file("az://container/x")
     monkeypatch.delenv("AZURE_STORAGE_ACCOUNT_KEY")
-    with monkeypatch.context() as patch:
-        patch.setenv("AZURE_STORAGE_SAS_TOKEN", "sv=2023-11-03&sig=abc")
-        storage.read_file("az://container/x")
-        assert "sig=abc" in server.queries[-1]
-    with monkeypatch.context() as patch:
-        patch.setenv("AZURE_SKIP_SIGNATURE", "true")
-        assert storage.read_file("az://container/x") == b"content"
-        assert "authorization" not in server.headers[-1]
+    for name, value in {"STORAGE_SAS_TOKEN": "sv=2023-11-03&sig=abc", "SKIP_SIGNATURE": "true"}.items():
+        with monkeypatch.context() as patch:
+            patch.setenv(f"AZURE_{name}", value)
+            assert storage.read_file("az://container/x") == b"content"
+    assert ["sig=abc" in query for query in server.queries[-2:]] == [True, False]
+    assert "authorization" not in server.headers[-1]
     monkeypatch.setenv("AZURE_MSI_ENDPOINT", f"{server.url}/nobody")
     monkeypatch.setenv("IDENTITY_HEADER", "x")
     with pytest.raises(UnavailableError, match=r"no credentials .*set AZURE_STORAGE_ACCOUNT_KEY"):

@@ -1,4 +1,4 @@
-"""A real server of objects, rclone's: credentials, and lists of more than one page."""
+"""A real server of objects, rclone's: credentials, rights, lists of more than one page, and writing."""
 
 import json
 import os
@@ -9,80 +9,79 @@ import pytest
 import trustme
 from faulty_proxy import faulty_proxy
 from file_server import file_server
+from locking_proxy import locking_proxy
 from s3_server import S3Server, s3_server
 from surroundings import s3_environment
 
 from flyte_ddp import storage
-from flyte_ddp.storage import ForbiddenError, MissingError, UnavailableError
+from flyte_ddp.storage import ExistsError, ForbiddenError, MissingError, UnavailableError
 
-MANY = 1205  # objects; a page has at most 1,000
+MANY = {f"{number:04d}.jpg": b"%d" % number for number in range(1205)}  # a page has at most 1,000
+
+
+def set_variables(variables: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
 
 
 @pytest.fixture(scope="module")
-def objects(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two buckets, of which one has many objects."""
+def keyed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+    """A server that asks for a key, with two buckets, of which one has many objects."""
     folder = tmp_path_factory.mktemp("objects")
-    for name in ("many/in", "few"):
-        (folder / name).mkdir(parents=True)
-    (folder / "few" / "x").write_bytes(b"content")
-    for number in range(MANY):
-        (folder / "many" / "in" / f"{number:04d}.jpg").write_bytes(b"%d" % number)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def keyed(objects: Path) -> Iterator[S3Server]:
-    """A server that asks for a key."""
-    with s3_server(objects) as server:
+    for name, content in {
+        "few/x": b"content",
+        **{f"many/in/{name}": content for name, content in MANY.items()},
+    }.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content)
+    with s3_server(folder) as server:
         yield server
 
 
 @pytest.fixture
 def keys(keyed: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in keyed.aws_environment().items():
-        monkeypatch.setenv(name, value)
+    set_variables(keyed.aws_environment(), monkeypatch)
 
 
 @pytest.mark.usefixtures("keys")
 def test_with_the_right_key_a_list_has_all_pages() -> None:
-    found = list(storage.list_files("s3://many/in"))
-    assert [(entry.name, entry.size) for entry in found] == [(f"{n:04d}.jpg", len(str(n))) for n in range(MANY)]
+    found = [(entry.name, entry.size) for entry in storage.list_files("s3://many/in")]
+    assert found == [(name, len(content)) for name, content in MANY.items()]
     assert storage.read_file("s3://many/in/1204.jpg") == b"1204"
     with pytest.raises(MissingError, match="HTTP 404 NoSuchBucket"):
         list(storage.list_files("s3://no-such-bucket/in"))
 
 
 @pytest.mark.usefixtures("keys")
-def test_keys_of_any_characters_are_signed_as_the_server_does(objects: Path) -> None:
+def test_keys_of_any_characters_are_signed_as_the_server_does(keyed: S3Server) -> None:
     for name in ["a b", "ä+ö", "50%", "x=1&y=2", "~(1)'!*", "a/:/b", "%41", "#?", "c;d,e@f$"]:
-        path = objects / "odd" / name
+        path = keyed.folder / "odd" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(name.encode())
         assert storage.read_file(f"s3://odd/{name}") == name.encode()
 
 
-def test_a_server_with_a_certificate_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    authority, certificate, key = trustme.CA(), tmp_path / "certificate.pem", tmp_path / "key.pem"
-    bundle = trustme.CA().cert_pem.bytes() + authority.cert_pem.bytes()
-    (tmp_path / "authorities.pem").write_bytes(bundle)
+def test_a_server_with_a_certificate_of_its_own(
+    keyed: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    authority, key = trustme.CA(), tmp_path / "key.pem"
+    certificate, authorities = tmp_path / "certificate.pem", tmp_path / "authorities.pem"
+    authorities.write_bytes(trustme.CA().cert_pem.bytes() + authority.cert_pem.bytes())
     issued = authority.issue_cert("127.0.0.1")
     issued.cert_chain_pems[0].write_to_path(str(certificate))
     issued.private_key_pem.write_to_path(str(key))
-    (tmp_path / "served" / "bucket").mkdir(parents=True)
-    (tmp_path / "served" / "bucket" / "x").write_bytes(b"content")
-    with s3_server(tmp_path / "served", "--cert", str(certificate), "--key", str(key)) as server:
+    with s3_server(keyed.folder, "--cert", str(certificate), "--key", str(key)) as server:
         assert server.endpoint.startswith("https://")
-        for name, value in server.aws_environment().items():
-            monkeypatch.setenv(name, value)
+        set_variables(server.aws_environment(), monkeypatch)
         with pytest.raises(UnavailableError, match=f"verify failed: UnknownIssuer by {server.endpoint}") as caught:
-            storage.read_file("s3://bucket/x")
+            storage.read_file("s3://few/x")
         assert not caught.value.transient
-        monkeypatch.setenv("AWS_CA_BUNDLE", str(tmp_path / "authorities.pem"))
-        assert storage.read_file("s3://bucket/x") == b"content"
+        monkeypatch.setenv("AWS_CA_BUNDLE", str(authorities))
+        assert storage.read_file("s3://few/x") == b"content"
         for wrong, words in {tmp_path / "gone": "No such file.*gone", key: f"{key}: has no certificate"}.items():
             monkeypatch.setenv("AWS_CA_BUNDLE", str(wrong))
             with pytest.raises(UnavailableError, match=words):
-                storage.read_file("s3://bucket/x")
+                storage.read_file("s3://few/x")
 
 
 def test_without_a_key_or_with_a_wrong_one(keyed: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,14 +91,10 @@ def test_without_a_key_or_with_a_wrong_one(keyed: S3Server, monkeypatch: pytest.
         with pytest.raises(UnavailableError, match=r"HTTP 40[03].*without credentials, as there are none") as caught:
             action("s3://few/x")
         assert not caught.value.transient
-    for name, value in keyed.aws_environment().items():
-        monkeypatch.setenv(name, value)
-    for name, said in {
-        "AWS_SECRET_ACCESS_KEY": "SignatureDoesNotMatch",
-        "AWS_ACCESS_KEY_ID": "InvalidAccessKeyId",
-    }.items():
-        monkeypatch.setenv(name, "something-else")
-        with pytest.raises(UnavailableError, match=f"HTTP 403 {said}$") as caught:
+    set_variables(keyed.aws_environment(), monkeypatch)
+    for name, code in {"SECRET_ACCESS_KEY": "SignatureDoesNotMatch", "ACCESS_KEY_ID": "InvalidAccessKeyId"}.items():
+        monkeypatch.setenv(f"AWS_{name}", "something-else")
+        with pytest.raises(UnavailableError, match=f"HTTP 403 {code}$") as caught:
             storage.read_file("s3://few/x")
         assert not caught.value.transient
 
@@ -127,17 +122,15 @@ def test_which_right_is_missing(keyed: S3Server, monkeypatch: pytest.MonkeyPatch
             list(storage.list_files("s3://many/in"))
 
 
-def test_where_everybody_may_read_no_key_is_needed(objects: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with s3_server(objects, keyed=False) as server:
+def test_where_everybody_may_read_no_key_is_needed(keyed: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    with s3_server(keyed.folder, keyed=False) as server:
         s3_environment(server.endpoint, monkeypatch)
         monkeypatch.setenv("STORAGE_EMULATOR_HOST", server.endpoint)
         for scheme in ("s3", "gs"):
             assert storage.read_file(f"{scheme}://few/x") == b"content"
             with pytest.raises(UnavailableError, match="ignores Range"):  # rclone sends the part, but as "200 OK"
                 storage.read_file(f"{scheme}://few/x", (3, 7))
-            assert storage.stat_file(f"{scheme}://few/x").size == 7
-            found = list(storage.list_files(f"{scheme}://many/in"))
-            assert [(entry.name, entry.size) for entry in found] == [(f"{n:04d}.jpg", len(str(n))) for n in range(MANY)]
+            assert [entry.size for entry in storage.list_files(f"{scheme}://few")] == [7]
             with pytest.raises(MissingError, match="HTTP 404"):
                 storage.read_file(f"{scheme}://few/y")
 
@@ -148,8 +141,7 @@ def test_keys_of_a_profiles_process(keyed: S3Server, monkeypatch: pytest.MonkeyP
     (tmp_path / "keys.json").write_text(json.dumps(keys))
     profile = f"credential_process = cat {tmp_path}/keys.json\nendpoint_url = {keyed.endpoint}\nregion = eu-west-1\n"
     (tmp_path / "config").write_text(f"[profile mine]\n{profile}")
-    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
-    monkeypatch.setenv("AWS_PROFILE", "mine")
+    set_variables({"AWS_CONFIG_FILE": str(tmp_path / "config"), "AWS_PROFILE": "mine"}, monkeypatch)
     assert storage.read_file("s3://few/x") == b"content"
     (tmp_path / "keys.json").unlink()
     monkeypatch.setenv("AWS_SDK_UA_APP_ID", "makes a new store")
@@ -181,3 +173,31 @@ def test_files_are_sent_in_parts_and_deleted_together(monkeypatch: pytest.Monkey
     assert storage.read_file("s3://few/new/large") == content
     storage.delete_files(["s3://few/new/large", "s3://few/new/small", "s3://few/new/none"])
     assert list(storage.list_files("s3://few/new")) == []
+
+
+@pytest.mark.usefixtures("keys")
+@pytest.mark.parametrize("place", ["folder", "S3"])
+def test_a_file_is_written_once(keyed: S3Server, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_bytes(b"from a file")
+    with locking_proxy(keyed) as proxy:  # knows conditional writes
+        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
+        (keyed.folder / "made").mkdir(exist_ok=True)
+        folder = "s3://made/in" if place == "S3" else str(tmp_path / "made")
+        for name, content in (("one", b"content"), ("deep/er", tmp_path / "file")):
+            address = storage.join(folder, name)
+            storage.create_file(address, content)
+            with pytest.raises(ExistsError):
+                storage.create_file(address, b"other")
+            assert storage.read_file(address) == (b"content" if name == "one" else b"from a file")
+        assert [entry.name for entry in storage.list_files(folder)] == ["deep/er", "one"]
+
+
+def test_where_nothing_can_be_written_nothing_is_left(tmp_path: Path) -> None:
+    storage.create_file(str(tmp_path / "file"), b"content")
+    with pytest.raises(ExistsError):
+        storage.create_file(str(tmp_path / "file"), b"other")
+    with pytest.raises(UnavailableError, match="No such file"):
+        storage.create_file(str(tmp_path / "other"), tmp_path / "missing")
+    with pytest.raises(UnavailableError, match="File exists"):
+        storage.create_file(str(tmp_path / "file/below"), b"")
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
