@@ -2,10 +2,12 @@
 
 import errno
 import os
+import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import onnx
@@ -17,9 +19,10 @@ from PIL import Image
 
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import fetch
-from flyte_ddp.datasets.prepared import open_prepared
+from flyte_ddp.datasets.arrays import ImageArrays
+from flyte_ddp.datasets.prepared import PreparedSet, open_prepared
 from flyte_ddp.export import exporting
-from flyte_ddp.export.exporting import NotExportedError, TorchLogits, export_model
+from flyte_ddp.export.exporting import Comparison, NotExportedError, TorchLogits, export_model
 from flyte_ddp.export.onnx_process import OnnxProcess
 from flyte_ddp.export.served import ServedModel, middle_square_side
 from flyte_ddp.loading.cropping import crop_to_square, middle_crop
@@ -48,33 +51,48 @@ def model(num_classes, input_shape):
 QUIET = Settings(progress="off", wandb_mode="disabled", checkpoint_seconds=0.0)
 
 
-@pytest.fixture(scope="module")
-def trained(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Result:
-    return run_training(
-        Hyperparameters(num_ranks=1, epochs=3, image_size=16), digits, tmp_path_factory.mktemp("run"), QUIET
+class Trained(NamedTuple):
+    """A run, its data set, and torch's logits on the test split."""
+
+    run: Result
+    data: PreparedSet
+    logits: np.ndarray
+
+    def export(self, folder: Path, logits: np.ndarray | None = None, settings: Settings = QUIET) -> Comparison:
+        rows = self.logits if logits is None else logits
+        of_torch = TorchLogits(rows, len(rows), float(np.ptp(rows)))
+        return export_model((self.run.model, self.run.sidecar), self.data, of_torch, folder, settings=settings)
+
+
+def train(hp: Hyperparameters, data: Path, folder: Path, settings: Settings = QUIET) -> Trained:
+    run, split = run_training(hp, data, folder, settings), open_prepared(data)
+    return Trained(
+        run, split, np.stack([*compute_logits_of_split(SavedModel(run.model, run.sidecar, settings), split)])
     )
 
 
-def logits_of(model: Result, data: Path, settings: Settings = QUIET) -> np.ndarray:
-    return np.stack([*compute_logits_of_split(SavedModel(model.model, model.sidecar, settings), open_prepared(data))])
-
-
-def of_torch(logits: np.ndarray) -> TorchLogits:
-    return TorchLogits(logits, len(logits), float(np.ptp(logits)))
+@pytest.fixture(scope="module")
+def trained(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    return train(Hyperparameters(num_ranks=1, epochs=3, image_size=16), digits, tmp_path_factory.mktemp("run"))
 
 
 @pytest.fixture(scope="module")
-def exported(trained: Result, digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def exported(trained: Trained, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("exported")
-    files = trained.model, trained.sidecar
-    found = export_model(files, open_prepared(digits), of_torch(logits_of(trained, digits)), folder)
+    found = trained.export(folder)
     assert found.passed
     assert 0 < found.worst < 1e-4
     return folder
 
 
-def checked(folder: Path) -> subprocess.CompletedProcess[str]:
-    """What serve_check.py says, in a process that has no torch."""
+@pytest.fixture
+def written(exported: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The graph is not written anew."""
+    monkeypatch.setattr(exporting, "write_graphs", lambda _, folder: shutil.copy(exported / "model.onnx", folder))
+
+
+def check_without_torch(folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run serve_check.py in a process that has no torch."""
     blocked = folder / "blocked/torch"
     blocked.mkdir(parents=True, exist_ok=True)
     (blocked / "__init__.py").write_text("raise ImportError('no torch here')")
@@ -86,43 +104,40 @@ def checked(folder: Path) -> subprocess.CompletedProcess[str]:
 def test_the_requests_of_a_version_are_answered_alike_without_torch(exported: Path) -> None:
     assert {path.name for path in exported.iterdir()} >= {"model.onnx", "model.pt2", "golden.npz", "serve_check.py"}
     assert len((exported / "serve_check.py").read_text().splitlines()) <= 25
-    ended = checked(exported)
+    ended = check_without_torch(exported)
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.startswith("16 requests; logits differ by ")
 
 
-def test_a_damaged_bias_is_caught(exported: Path, trained: Result, digits: Path, tmp_path: Path) -> None:
+def test_a_damaged_bias_is_caught(exported: Path, trained: Trained, tmp_path: Path) -> None:
     """By the requests, and by the comparison on all samples: a tenth of the logits' range on one class is enough."""
-    logits = logits_of(trained, digits)
+    logits, step = trained.logits, 0.1 * np.ptp(trained.logits)
     model = onnx.load(exported / "model.onnx")
     [bias] = [one for one in model.graph.initializer if list(one.dims) == [10] and "bias" in one.name]
     values = numpy_helper.to_array(bias).copy()
-    values[3] += 0.1 * np.ptp(logits)
+    values[3] += step
     bias.CopyFrom(numpy_helper.from_array(values, bias.name))
     for name in ("serve_check.py", "golden.npz"):
-        (tmp_path / name).write_bytes((exported / name).read_bytes())
+        shutil.copy(exported / name, tmp_path)
     onnx.save(model, tmp_path / "model.onnx")
-    assert checked(tmp_path).returncode == 1
-    found = exporting.Comparison(1e-3 * float(np.ptp(logits)))
-    served = ServedModel(*load_model(trained.model, trained.sidecar))
-    images = open_prepared(digits).test_images
-    exporting.compare_logits(tmp_path / "model.onnx", served, iter(images), of_torch(logits), found)
+    assert check_without_torch(tmp_path).returncode == 1
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(exporting, "write_graphs", lambda _, folder: shutil.copy(tmp_path / "model.onnx", folder))
+        found = trained.export(tmp_path)
     assert not found.passed
-    assert found.worst == pytest.approx(0.1 * np.ptp(logits), rel=1e-3)
-    truth = logits.argmax(axis=1) != (logits + 0.1 * np.ptp(logits) * np.eye(10)[3]).argmax(axis=1)
+    assert found.worst == pytest.approx(step, rel=1e-3)
+    changed = logits.argmax(axis=1) != (logits + step * np.eye(10)[3]).argmax(axis=1)
     assert found.others
-    assert found.others <= set(np.flatnonzero(truth).tolist())
+    assert found.others <= set(np.flatnonzero(changed).tolist())
 
 
-def test_what_does_not_answer_alike_is_not_handed_out(trained: Result, digits: Path, tmp_path: Path) -> None:
-    wrong = logits_of(trained, digits) + 1
-    found = export_model((trained.model, trained.sidecar), open_prepared(digits), of_torch(wrong), tmp_path)
-    assert not found.passed
+def test_what_does_not_answer_alike_is_not_handed_out(trained: Trained, tmp_path: Path) -> None:
+    assert not trained.export(tmp_path, trained.logits + 1).passed
     assert not [*tmp_path.iterdir()], "the .pt2 is of the same graph"
 
 
-def test_the_pt2_answers_as_the_model(exported: Path, trained: Result) -> None:
-    model, sidecar = load_model(trained.model, trained.sidecar)
+def test_the_pt2_answers_as_the_model(exported: Path, trained: Trained) -> None:
+    model, sidecar = load_model(trained.run.model, trained.run.sidecar)
     images = torch.randint(0, 256, (5, 13, 21, 1), dtype=torch.uint8)
     served = torch.export.load(exported / "model.pt2").module()
     with torch.no_grad():
@@ -138,75 +153,65 @@ def full_disk(*_: object, **__: object) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-@pytest.mark.parametrize(
-    ("where", "name", "fault", "said"),
-    [
-        (ServedModel, "forward", depends_on_values, r"^\w+: .*Could not guard on data-dependent expression"),
-        (np, "savez_compressed", full_disk, r"OSError: .*No space left on device"),
-    ],
-)
+@pytest.mark.parametrize("fault", [depends_on_values, full_disk])
 def test_what_cannot_be_exported_is_no_error_of_the_run(
-    where: Any,
-    name: str,
-    fault: Any,
-    said: str,
-    trained: Result,
-    digits: Path,
+    fault: Callable[..., Any],
+    trained: Trained,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(where, name, fault)
-    with pytest.raises(NotExportedError, match=said):
-        export_model(
-            (trained.model, trained.sidecar), open_prepared(digits), of_torch(logits_of(trained, digits)), tmp_path
-        )
+    if fault is full_disk:
+        monkeypatch.setattr(np, "savez_compressed", fault)
+        reason = r"OSError: .*No space left on device"
+    else:
+        monkeypatch.setattr(ServedModel, "forward", fault)
+        reason = r"^\w+: .*Could not guard on data-dependent expression"
+    with pytest.raises(NotExportedError, match=reason):
+        trained.export(tmp_path)
     assert not [*tmp_path.iterdir()]
     assert not capfd.readouterr().err, "torch's loggers are silent"
 
 
 def test_a_process_that_cannot_import_torch_answers(exported: Path, tmp_path: Path) -> None:
+    images = np.zeros((2, 9, 9, 1), np.uint8)
     with OnnxProcess(exported / "model.onnx", 1) as onnxruntime:
-        assert onnxruntime.compute_logits(np.zeros((2, 9, 9, 1), np.uint8)).shape == (2, 10)
+        assert onnxruntime.compute_logits(images).shape == (2, 10)
         maps = Path(f"/proc/{onnxruntime.process.pid}/maps").read_text()
         assert "onnxruntime" in maps
         assert "libtorch" not in maps
-    broken = tmp_path / "model.onnx"
-    broken.write_bytes(b"no model")
-    with OnnxProcess(broken, 1) as onnxruntime, pytest.raises(OSError, match="onnxruntime cannot run it: "):
-        onnxruntime.compute_logits(np.zeros((2, 9, 9, 1), np.uint8))
+    (tmp_path / "model.onnx").write_bytes(b"no model")
+    with OnnxProcess(tmp_path / "model.onnx", 1) as broken, pytest.raises(OSError, match="onnxruntime cannot run it: "):
+        broken.compute_logits(images)
 
 
 def test_a_users_own_model_that_takes_views(digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As training gives it: in memory, an image's channels are one after the other."""
     (tmp_path / "mine_with_views.py").write_text(OWN_MODEL)
     monkeypatch.syspath_prepend(tmp_path)
-    hp = Hyperparameters(num_ranks=1, epochs=1, model="mine_with_views:model")
-    model = run_training(hp, digits, tmp_path / "run", QUIET)
-    (tmp_path / "exported").mkdir()
-    logits = logits_of(model, digits)
-    found = export_model((model.model, model.sidecar), open_prepared(digits), of_torch(logits), tmp_path / "exported")
-    assert found.passed
-    assert checked(tmp_path / "exported").returncode == 0
+    own = train(Hyperparameters(num_ranks=1, epochs=1, model="mine_with_views:model"), digits, tmp_path / "run")
+    assert own.export(tmp_path).passed
+    assert check_without_torch(tmp_path).returncode == 0
 
 
-def test_golden_requests_of_large_images_are_few(trained: Result, digits: Path, tmp_path: Path) -> None:
-    logits = logits_of(trained, digits)
-    found = exporting.Comparison(np.inf)
-    served, images = ServedModel(*load_model(trained.model, trained.sidecar)), open_prepared(digits).test_images
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(exporting, "GOLDEN_BYTES", 3 * images[0].nbytes)
-        exporting.write_graphs(served.eval(), tmp_path)
-        golden = exporting.compare_logits(tmp_path / "model.onnx", served, iter(images), of_torch(logits), found)
-    assert [*golden] == ["image_000000000", "image_000000019", "image_000000039", "logits"]
+@pytest.mark.usefixtures("written")
+def test_golden_requests_of_large_images_are_few(
+    trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert isinstance(trained.data, ImageArrays)
+    images = trained.data.test_images
+    monkeypatch.setattr(exporting, "GOLDEN_BYTES", 3 * images[0].nbytes)
+    assert trained.export(tmp_path).passed
+    golden = np.load(tmp_path / "golden.npz")
+    assert {*golden.files} == {"image_000000000", "image_000000019", "image_000000039", "logits", "tolerance"}
     np.testing.assert_array_equal(golden["image_000000039"], images[39])
-    np.testing.assert_array_equal(golden["logits"], logits[[0, 19, 39]])
+    np.testing.assert_array_equal(golden["logits"], trained.logits[[0, 19, 39]])
 
 
-def test_answers_to_other_images_are_no_check(trained: Result, digits: Path, tmp_path: Path) -> None:
-    more = np.concatenate([logits_of(trained, digits)] * 2)
+@pytest.mark.usefixtures("written")
+def test_answers_to_other_images_are_no_check(trained: Trained, tmp_path: Path) -> None:
     with pytest.raises(NotExportedError, match=r"has other images now than the 594 that torch has answered$"):
-        export_model((trained.model, trained.sidecar), open_prepared(digits), of_torch(more), tmp_path)
+        trained.export(tmp_path, np.concatenate([trained.logits] * 2))
     assert not [*tmp_path.iterdir()]
 
 
@@ -232,24 +237,25 @@ def test_pixels_are_those_that_training_evaluates(side: int, size: tuple[int, in
 
 @pytest.mark.slow
 def test_images_of_many_sizes(tmp_path: Path) -> None:
-    """A model that takes the middle of photos: each as it is, and in batches; some cannot be decoded."""
+    """A model that takes the middle of photos: each as it is, and in batches; some cannot be decoded.
+
+    The name of a class is decomposed Unicode, as macOS names folders; in model.json it is composed.
+    """
     random = np.random.default_rng(0)
     for number in range(90):
         height, width = random.integers(20, 60, 2).tolist()
-        path = tmp_path / "images" / "ab"[number % 2] / f"{number}.png"
+        path = tmp_path / "images" / ("ant", "cafe\u0301")[number % 2] / f"{number}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
         shade = np.full((height, width, 3), 60 + 100 * (number % 2))
         Image.fromarray((shade + random.integers(-50, 50, (height, width, 3))).astype(np.uint8)).save(path)
-    (tmp_path / "images/a/bad.png").write_bytes(b"no image")
+    (tmp_path / "images/ant/bad.png").write_bytes(b"no image")
     dataset, settings = f"image_folder:{tmp_path / 'images'}", quiet(tmp_path)
     data = fetch(dataset, "", tmp_path / "data", test_dataset=dataset, progress="off")
     hp = Hyperparameters(dataset=dataset, test_dataset=dataset, image_size=32, num_ranks=1, epochs=2, bad_samples=2)
-    model = run_training(hp, data, tmp_path / "run", settings)
-    logits = logits_of(model, data, settings)
-    assert len(logits) == 90
-    (tmp_path / "exported").mkdir()
-    files = model.model, model.sidecar
-    found = export_model(files, open_prepared(data), of_torch(logits), tmp_path / "exported", settings=settings)
+    trained = train(hp, data, tmp_path / "run", settings)
+    assert b'"caf\xc3\xa9"' in trained.run.sidecar.read_bytes()
+    assert len(trained.logits) == 90
+    found = trained.export(tmp_path, settings=settings)
     assert found.passed, found
-    ended = checked(tmp_path / "exported")
+    ended = check_without_torch(tmp_path)
     assert ended.returncode == 0, ended.stderr

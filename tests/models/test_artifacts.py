@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,7 @@ CLASSES = [f"class {k}" for k in range(10)]
 
 
 def sidecar(model: str = "tutorial", spec: InputSpec = GREY, classes: list[str] = CLASSES) -> dict[str, Any]:
-    inputs = {"channels": spec.channels, "height": spec.height, "width": spec.width, "mean": spec.mean, "std": spec.std}
-    return {"model": model, "classes": classes, "input": inputs, "digests": {"data": "d" * 64}}
+    return {"model": model, "classes": classes, "input": asdict(spec), "digests": {"data": "d" * 64}}
 
 
 def trained(name: str = "tutorial", seed: int = 0) -> nn.Module:
@@ -61,11 +61,9 @@ class TutorialNetwork(nn.Module):
 def test_three_lines_of_plain_pytorch_load_the_model(tmp_path: Path) -> None:
     original = trained()
     path, _ = artifacts.save_model(tmp_path, original.state_dict(), sidecar())
-
     model = TutorialNetwork()
     model.load_state_dict(torch.load(path, weights_only=True))
     model.eval()
-
     images = torch.randn(5, 1, 28, 28)
     assert torch.equal(model(images), original(images))
 
@@ -89,12 +87,8 @@ def test_load_model_gives_back_weights_and_buffers_in_evaluation_mode(
     loaded, content = artifacts.load_model(*paths, "cpu")
     assert not loaded.training
     assert content["classes"] == CLASSES
-    expected = original.state_dict()
-    assert expected["1.num_batches_tracked"] == 1
-    assert loaded.state_dict().keys() == expected.keys()
-    for name, tensor in loaded.state_dict().items():
-        assert tensor.dtype == expected[name].dtype
-        assert torch.equal(tensor, expected[name]), name
+    assert original.state_dict()["1.num_batches_tracked"] == 1
+    torch.testing.assert_close(loaded.state_dict(), original.state_dict(), rtol=0, atol=0)
 
 
 def test_tensors_are_saved_in_row_major_order_without_what_lies_around_them(tmp_path: Path) -> None:
@@ -105,8 +99,7 @@ def test_tensors_are_saved_in_row_major_order_without_what_lies_around_them(tmp_
     path, _ = artifacts.save_model(tmp_path, state, sidecar("small_cnn"))
     for name, tensor in torch.load(path, weights_only=True).items():
         assert tensor.stride() == torch.empty(tensor.shape).stride(), name
-        assert tensor.dtype == state[name].dtype
-        assert torch.equal(tensor, state[name])
+        torch.testing.assert_close(tensor, state[name], rtol=0, atol=0)
     parameters = sum(tensor.numel() * tensor.element_size() for tensor in state.values())
     assert path.stat().st_size < parameters + 10_000
 
@@ -196,15 +189,11 @@ def small_files() -> Iterator[Callable[[int], None]]:
     signal.signal(signal.SIGXFSZ, handler)
 
 
-@pytest.mark.parametrize(
-    ("limit", "classes"),
-    [(100_000, 10), (2_000_000, 400_000)],
-    ids=["weights do not fit", "sidecar does not fit"],
-)
+@pytest.mark.parametrize(("limit", "too_large"), [(100_000, "weights"), (2_000_000, "sidecar")])
 def test_a_full_disk_leaves_neither_file(
-    tmp_path: Path, small_files: Callable[[int], None], limit: int, classes: int
+    tmp_path: Path, small_files: Callable[[int], None], limit: int, too_large: str
 ) -> None:
-    content = sidecar(classes=["a class"] * classes)
+    content = sidecar(classes=["a class"] * (400_000 if too_large == "sidecar" else 10))
     small_files(limit)
     with pytest.raises(UserError, match=r"cannot write .*/model\.\w+: File too large; free some space"):
         artifacts.save_model(tmp_path, trained().state_dict(), content)
@@ -251,11 +240,9 @@ def edit(**changes: object) -> Callable[[Path, Path], None]:
 
 DAMAGES: dict[str, tuple[Callable[[Path, Path], Any], str]] = {
     "bit": (flip_a_bit, r"model.pt is damaged or not the model of .*SHA-256"),
-    "truncated": (lambda model, _: os.truncate(model, 1000), "model.pt is damaged"),
     "no model": (lambda model, _: model.unlink(), r"cannot read model .*model.pt: No such file"),
     "no sidecar": (lambda _, path: path.unlink(), r"cannot read sidecar .*model.json: No such file"),
     "binary sidecar": (lambda _, path: path.write_bytes(b"\x80\x02\xff"), r"model.json is not JSON"),
-    "cut sidecar": (lambda _, path: os.truncate(path, 30), r"model.json is not JSON"),
     "list": (lambda _, path: path.write_text("[]"), "has format None: it must be 'flyte-ddp-model/1'"),
     "format": (edit(format="flyte-ddp-model/9"), "has format 'flyte-ddp-model/9'"),
     "no classes": (edit(classes=None), "model.json is incomplete"),
@@ -276,26 +263,19 @@ def test_a_damaged_model_is_refused_in_two_lines(saved: tuple[Path, Path], name:
     assert "\n" not in error.value.message
 
 
-def test_another_runs_sidecar_is_refused(saved: tuple[Path, Path], tmp_path: Path) -> None:
-    _, other = artifacts.save_model(tmp_path / "other", trained(seed=1).state_dict(), sidecar())
-    with pytest.raises(UserError, match="take both files from the same run"):
-        artifacts.load_model(saved[0], other)
-
-
 class Trap:
     """Unpickles to a call."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
     def __reduce__(self) -> tuple[Any, ...]:
-        return os.mkdir, (str(self.path),)
+        return os.mkdir, ("sprung",)
 
 
-def test_a_pickle_that_runs_code_is_refused_and_does_not_run(saved: tuple[Path, Path], tmp_path: Path) -> None:
-    model, path = saved
-    model.write_bytes(pickle.dumps(Trap(tmp_path / "sprung"), protocol=2))
-    edit(digests={"weights": hashlib.sha256(model.read_bytes()).hexdigest()})(*saved)
+def test_a_pickle_that_runs_code_is_refused_and_does_not_run(
+    saved: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    saved[0].write_bytes(pickle.dumps(Trap(), protocol=2))
+    edit(digests={"weights": hashlib.sha256(saved[0].read_bytes()).hexdigest()})(*saved)
     with pytest.raises(UserError, match=r"model.pt does not fit model"):
-        artifacts.load_model(model, path)
-    assert not (tmp_path / "sprung").exists()
+        artifacts.load_model(*saved)
+    assert not Path("sprung").exists()

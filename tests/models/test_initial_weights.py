@@ -1,6 +1,7 @@
 """Weights to start from: what a file may hold, what is left out of it, and what is said of one that does not fit."""
 
 import json
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from torchvision.models import resnet18
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import UserError
 from flyte_ddp.json_lines import read_records
+from flyte_ddp.models import artifacts
 from flyte_ddp.models.initial_weights import FILE_ADVICE, fetch_weights, load_initial_weights
 from flyte_ddp.run import Result, run_training
 from flyte_ddp.runs import identity
@@ -63,6 +65,10 @@ def state(**options: int) -> dict[str, torch.Tensor]:
     return Named(**options).state_dict()
 
 
+def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    torch.testing.assert_close(dict(found), dict(expected), rtol=0, atol=0)
+
+
 def prefixed(prefix: str, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {f"{prefix}{name}": value for name, value in tensors.items()}
 
@@ -71,12 +77,7 @@ HELD: dict[str, Callable[[], Any]] = {
     "a state_dict": lambda: state(seed=1),
     "DDP's": lambda: prefixed("module.", state(seed=1)),
     "compiled DDP's": lambda: prefixed("module._orig_mod.", state(seed=1)),
-    "a checkpoint of Lightning's": lambda: {
-        "epoch": 3,
-        "pytorch-lightning_version": "2.5",
-        "state_dict": Lit(Named(seed=1)).state_dict(),
-        "optimizer_states": [{"state": {}}],
-    },
+    "a checkpoint of Lightning's": lambda: {"epoch": 3, "state_dict": Lit(Named(seed=1)).state_dict()},
     "a checkpoint of torch's tutorial": lambda: {"epoch": 1, "model_state_dict": state(seed=1), "loss": 0.1},
     "under model": lambda: {"model": prefixed("module.", state(seed=1)), "optimizer": {}},
     "one in the other": lambda: {"model": {"state_dict": state(seed=1)}},
@@ -86,13 +87,11 @@ HELD: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.parametrize("held", HELD.values(), ids=HELD)
 def test_weights_are_found(held: Callable[[], Any], tmp_path: Path) -> None:
-    found = loaded(Named(), held(), tmp_path)
-    assert all(torch.equal(value, found[name]) for name, value in state(seed=1).items())
+    assert_equal(loaded(Named(), held(), tmp_path), state(seed=1))
 
 
 def test_a_model_whose_own_names_have_the_prefix(tmp_path: Path) -> None:
-    found = loaded(Lit(Named()), Lit(Named(seed=1)).state_dict(), tmp_path)
-    assert all(torch.equal(value, found[f"net.{name}"]) for name, value in state(seed=1).items())
+    assert_equal(loaded(Lit(Named()), Lit(Named(seed=1)).state_dict(), tmp_path), prefixed("net.", state(seed=1)))
 
 
 @pytest.mark.parametrize("wrapped", [lambda model: model, nn.DataParallel, Lit, lambda model: Lit(Lit(model))])
@@ -109,28 +108,20 @@ def test_modules_get_the_versions_that_the_file_has(
 
 def test_what_starts_from_the_seed_has_the_versions_of_the_new_model(tmp_path: Path) -> None:
     """And the rest those of the file, also if it has none, as files have that others than torch.save wrote."""
-    file = dict(Lit(Turned(classes=7, seed=1)).state_dict())
-    into = Lit(Turned())
-    found = loaded(into, file, tmp_path, init_skip="net")
+    found = loaded(Lit(Turned()), dict(Lit(Turned(classes=7, seed=1)).state_dict()), tmp_path, init_skip="net")
     assert torch.equal(found["net.fc.weight"], Turned().fc.weight)
     found = loaded(Turned(), dict(Turned(seed=1).state_dict()), tmp_path, init_skip="body")
     assert torch.equal(found["fc.weight"], -Turned(seed=1).fc.weight)
 
 
-NAN, INFINITY = float("nan"), float("inf")
-
-
-@pytest.mark.parametrize("value", [NAN, INFINITY, -INFINITY])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("prefix", ["", "module."])
 def test_weights_that_are_not_finite_are_refused(value: float, prefix: str, tmp_path: Path) -> None:
     content = state(seed=1)
     content["fc.weight"][1, 2] = value
-    with pytest.raises(UserError) as caught:
+    words = ": holds NaN or infinity in fc.weight; give a file with finite weights$"
+    with pytest.raises(UserError, match=f"^init_from='{tmp_path}/weights.pt'{words}"):
         loaded(Named(), prefixed(prefix, content), tmp_path)
-    assert caught.value.message == (
-        f"init_from={str(tmp_path / 'weights.pt')!r}: holds NaN or infinity in fc.weight; give a file with finite "
-        "weights"
-    )
     found = loaded(Named(), prefixed(prefix, content), tmp_path, init_skip="fc")
     assert torch.equal(found["fc.weight"], state()["fc.weight"])
 
@@ -139,7 +130,7 @@ def test_a_buffer_may_be_infinite_as_in_a_new_model(tmp_path: Path) -> None:
     """As masks of attention are."""
     model, other = Named(), Named(seed=1)
     for each in (model, other):
-        each.register_buffer("mask", torch.full((3, 3), -INFINITY).triu(1))
+        each.register_buffer("mask", torch.full((3, 3), -math.inf).triu(1))
     assert torch.equal(loaded(model, other.state_dict(), tmp_path)["fc.weight"], state(seed=1)["fc.weight"])
 
 
@@ -154,45 +145,41 @@ def test_the_head_is_left_out(skip: str, prefix: str, tmp_path: Path) -> None:
 
 def test_what_only_the_file_has_is_left_out(tmp_path: Path) -> None:
     content = {"state_dict": prefixed("net.", state(seed=1)) | {"criterion.weight": torch.ones(3)}}
-    found = loaded(Named(), content, tmp_path, init_skip="criterion")
-    assert all(torch.equal(value, found[name]) for name, value in state(seed=1).items())
+    assert_equal(loaded(Named(), content, tmp_path, init_skip="criterion"), state(seed=1))
 
 
 class Own:
     """Something that only code can make."""
 
 
+UNFIT = "init_from=...: does not fit the model 'small_cnn': "
 ANOTHER_HEAD = (
-    "init_from=...: does not fit the model 'small_cnn': fc.weight is [7, 4] there and [3, 4] in the model, "
-    "fc.bias is [7] there and [3] in the model; to begin with these from the seed, "
+    f"{UNFIT}fc.weight is [7, 4] there and [3, 4] in the model, fc.bias is [7] there and [3] in the model; to begin "
+    "with these from the seed, set init_skip="
 )
 DOES_NOT_FIT: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
-    "another head": (lambda: state(classes=7), {}, ANOTHER_HEAD + "set init_skip='fc'"),
+    "another head": (lambda: state(classes=7), {}, f"{ANOTHER_HEAD}'fc'"),
     "another name": (
         lambda: {name.replace("fc", "head"): value for name, value in state().items()},
         {},
         (
-            "init_from=...: does not fit the model 'small_cnn': it has no fc.weight, fc.bias, the model has no "
-            "head.weight, head.bias; to begin with these from the seed, set init_skip='fc,head'"
+            f"{UNFIT}it has no fc.weight, fc.bias, the model has no head.weight, head.bias; to begin with these from the "
+            "seed, set init_skip='fc,head'"
         ),
     ),
     "another head, of an old BatchNorm": (
         lambda: {name: value for name, value in state(classes=7).items() if "num_batches" not in name},
         {},
-        ANOTHER_HEAD + "set init_skip='fc'",
+        f"{ANOTHER_HEAD}'fc'",
     ),
-    "another part is skipped": (
-        lambda: state(classes=7),
-        {"init_skip": "body.0"},
-        ANOTHER_HEAD + "set init_skip='body.0,fc'",
-    ),
+    "another part is skipped": (lambda: state(classes=7), {"init_skip": "body.0"}, f"{ANOTHER_HEAD}'body.0,fc'"),
     "another model": (
         lambda: resnet18().state_dict(),
         {},
         (
-            "init_from=...: does not fit the model 'small_cnn': fc.weight is [1000, 512] there and [3, 4] in the "
-            "model, fc.bias is [1000] there and [3] in the model, it has no body.0.weight, body.0.bias, body.1.weight "
-            "and 3 more, the model has no conv1.weight, bn1.weight, bn1.bias and 117 more; give weights of this model"
+            f"{UNFIT}fc.weight is [1000, 512] there and [3, 4] in the model, fc.bias is [1000] there and [3] in the model, "
+            "it has no body.0.weight, body.0.bias, body.1.weight and 3 more, the model has no conv1.weight, bn1.weight, "
+            "bn1.bias and 117 more; give weights of this model"
         ),
     ),
     "no such part": (
@@ -204,8 +191,8 @@ DOES_NOT_FIT: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
         lambda: {"state_dict": state(), "hyper_parameters": Own()},
         {},
         (
-            "init_from=...: holds objects of test_initial_weights.Own beside tensors, and reading them could run any "
-            "code; save only its state_dict, by torch.save"
+            "init_from=...: holds objects of test_initial_weights.Own beside tensors, and reading them could run any code; "
+            "save only its state_dict, by torch.save"
         ),
     ),
     "no tensors": (lambda: {"state_dict": {"a": 1}}, {}, f"init_from=...: has no tensors with names; {FILE_ADVICE}"),
@@ -225,10 +212,8 @@ def test_what_does_not_fit_is_said_in_one_whole_sentence(case: str, tmp_path: Pa
 def test_a_file_that_holds_no_weights(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "weights.pt").write_bytes(content)
     hp = Hyperparameters(init_from=str(tmp_path / "weights.pt"))
-    with pytest.raises(UserError) as caught:
+    with pytest.raises(UserError, match=f"is not a file of weights, or a damaged one; {FILE_ADVICE}$"):
         load_initial_weights(Named(), tmp_path / "weights.pt", hp)
-    said = f"init_from={hp.init_from!r}: is not a file of weights, or a damaged one; {FILE_ADVICE}"
-    assert caught.value.message == said
 
 
 def test_a_file_that_is_not_there_is_called_by_its_name(tmp_path: Path, server: FileServer) -> None:
@@ -237,16 +222,13 @@ def test_a_file_that_is_not_there_is_called_by_its_name(tmp_path: Path, server: 
         what = "is a folder" if missing == str(tmp_path) else "there is no such file"
         with pytest.raises(UserError, match=rf"^init_from='{missing}': {what}; give a file that"):
             identity.run_name(hp, "data")
-        with (
-            pytest.raises(UserError, match=rf"^init_from='{missing}': {what}"),
-            fetch_weights(missing, tmp_path),
-        ):
+        with pytest.raises(UserError, match=rf"^init_from='{missing}': {what}"), fetch_weights(missing, tmp_path):
             pass
-    hp = Hyperparameters(init_from=f"{server.url}/no.pt")
-    with pytest.raises(
-        UserError, match=rf"^init_from='{server.url}/no\.pt': cannot be read: HTTP 404 .* server is up$"
-    ):
-        identity.run_name(hp, "data")
+    missing = f"{server.url}/no.pt"
+    with pytest.raises(UserError, match=rf"^init_from='{missing}': cannot be read: HTTP 404 .* server is up$"):
+        identity.run_name(Hyperparameters(init_from=missing), "data")
+    with pytest.raises(UserError, match=f"'{missing}': cannot be fetched: HTTP 404"), fetch_weights(missing, tmp_path):
+        pass
 
 
 def test_weights_behind_addresses(tmp_path: Path, server: FileServer) -> None:
@@ -287,8 +269,10 @@ def test_a_run_says_what_did_not_start_from_the_file(
     assert start["init_skipped"] == head
     assert said in end["notes"]
     assert said in result.report.read_text()
-    digests = [json.loads(run.sidecar.read_text())["digests"] for run in (first, result)]
-    assert ["init_from" in each for each in digests] == [False, True]
+    sidecars = [json.loads(run.sidecar.read_text()) for run in (first, result)]
+    assert ["init_from" in each["digests"] for each in sidecars] == [False, True]
+    assert sidecars[0]["input"] == artifacts.describe_input(artifacts.parse_input_spec(sidecars[0]), "")
+    assert sidecars[0]["input"]["mode"] == "L"
     after = torch.load(result.model, weights_only=True)
     for name, value in before.items():
         if "running" not in name and "num_batches" not in name:
