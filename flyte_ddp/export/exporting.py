@@ -172,11 +172,11 @@ def silence_torch() -> Iterator[None]:
 def compare_logits(
     path: Path, served: ServedModel, images: Iterator[Image], logits: TorchLogits, found: Comparison
 ) -> dict[str, Any]:
-    """Compute the logits of the ONNX at ``path`` for all images in a new process, and add them to the comparison.
+    """Compute the logits of the ONNX at ``path`` for all images in a new process; add their differences to ``found``.
 
-    Sends each image alone and in batches of BATCH_SIZES; keeps at most 64 images in memory, and the golden ones.
-    Returns the golden requests: images evenly spread over the test split, by names, and torch's ``logits`` of them.
-    Raises OSError if the process has ended by itself, ValueError if there are more or fewer images than logits.
+    Sends each image alone and in batches of BATCH_SIZES; keeps at most 64 images in memory, and the golden requests,
+    which it returns: some images, evenly spread over the test split, by names, and torch's ``logits`` of them. Raises
+    OSError if the process has ended by itself, ValueError if there are more or fewer images than logits.
     """
     samples = logits.samples
     waiting: dict[int, list[tuple[Image, NDArray[np.float32]]]] = {size: [] for size in BATCH_SIZES}

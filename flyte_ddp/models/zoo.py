@@ -32,7 +32,7 @@ def input_spec(model: str, images: InputSpec, size: int) -> InputSpec:
 
 
 def build_model(name: str, num_classes: int, spec: InputSpec) -> nn.Module:
-    """Return a model with new weights, from the global random state of torch, Python and NumPy.
+    """Return a model with new weights, drawn from the global random generators of torch, Python and NumPy.
 
     It maps float32 [N, spec.channels, spec.height, spec.width] to logits [N, num_classes], in training too: those of
     torchvision have no auxiliary heads. Imports and calls the user's code if the name is a ``package.module:callable``.

@@ -40,7 +40,8 @@ def write_prediction_table(
     """Predict images; write a CSV table with a row for each, and an HTML page of the first; return the table's path.
 
     The page is beside the table. Prints to stderr which files were left out, and which images have no prediction,
-    unless the settings say not to. Keeps ``batch_size`` images in memory at a time.
+    unless the settings say not to. Keeps ``batch_size`` images in memory at a time. Runs the code that the sidecar
+    names.
 
     Columns of the table are ``id`` (path below ``images``; of a data set the file's name, the key in a shard, or the
     index in the test split), ``prediction`` (the likeliest class), ``truth`` (for a data set), ``score`` (of the
@@ -48,11 +49,8 @@ def write_prediction_table(
     and no scores.
 
     Args:
-        model_path: ``model.pt`` of a run.
-        sidecar_path: ``model.json`` of the same run.
         images: a folder of images, searched at all depths; hidden files are skipped, others skipped and counted.
         dataset: a prepared data set's folder, whose test split is predicted. Give this or ``images``.
-        output: the table's path.
         bad_samples: how many images may be impossible to decode; None: as many as in the model's training.
         settings: for shards: where they are cached, and how many threads decode; whether to print.
 

@@ -55,7 +55,7 @@ def render_run_preview(hp: Hyperparameters, data: Path | None, run: str) -> str:
 def render_index_preview(address: str) -> str:
     """Read an index of shards, and return the HTML page on what it lists, with PICTURES of its samples.
 
-    Reads these samples from their shards, from a web server or bucket without the other samples where it can.
+    Reads these samples from their shards, with up to 3 retries; no more than them where storage gives parts of files.
     """
     index = read_index(address)
     numbers = np.linspace(0, len(index) - 1, min(PICTURES, len(index)), dtype=int).tolist()

@@ -28,8 +28,7 @@ class Storage(Protocol):
     def open_file(self, address: str, span: Span | None) -> AbstractContextManager[Content]: ...
     def stat_file(self, address: str) -> Entry: ...
     def list_files(self, address: str) -> Iterator[Entry]: ...
-    def write_file(self, address: str, content: bytes | Path) -> None: ...
-    def create_file(self, address: str, content: bytes | Path) -> None: ...
+    def write_file(self, address: str, content: bytes | Path, *, create: bool) -> None: ...
     def delete_files(self, addresses: Sequence[str]) -> None: ...
 
 
@@ -50,17 +49,18 @@ def select_storage(address: str) -> Storage:
 def open_file(address: str, span: Span | None = None) -> AbstractContextManager[Content]:
     """Return a context manager that opens a file for one pass over its bytes as stored, without decompression.
 
-    ``span`` is the number of the first byte and of the byte after the last; None opens the whole file. Does not retry.
-    Raises UnavailableError if the file cannot be read, when the block is entered or while it reads the chunks.
+    ``span`` is the number of the first byte and of the byte after the last; None opens the whole file. Waits up to 10 s
+    for a connection and 30 s for each piece of the content; does not retry. Raises UnavailableError if the file cannot
+    be read, when the block is entered or while it reads the chunks.
     """
     return select_storage(address).open_file(address, span)
 
 
 def read_file(address: str, span: Span | None = None, *, tag: str = "") -> bytes:
-    """Read a file, or a span of bytes of it, into memory and return the bytes. Does not retry.
+    """Read a file, or a span of bytes of it (first, after the last), into memory and return the bytes. Does not retry.
 
-    Raises UnavailableError if the file cannot be read, or has fewer or more bytes than announced; and AlteredError if
-    the storage sends a tag with the content, and ``tag``, from an earlier listing, is another one.
+    Raises UnavailableError if the file cannot be read, or has fewer or more bytes than announced; AlteredError if the
+    storage sends a tag with the content, and ``tag``, from an earlier listing, is another one.
     """
     with open_file(address, span) as opened:
         if tag and opened.tag and opened.tag != tag:
@@ -96,7 +96,7 @@ def write_file(address: str, content: bytes | Path) -> None:
     Readers see the old file or the whole new one. Raises UnavailableError if the file cannot be written, UserError if
     the address is of a web server.
     """
-    select_storage(address).write_file(address, content)
+    select_storage(address).write_file(address, content, create=False)
 
 
 def create_file(address: str, content: bytes | Path) -> None:
@@ -106,7 +106,7 @@ def create_file(address: str, content: bytes | Path) -> None:
     have written whose response was lost; UnavailableError if the file cannot be written; UserError if the address is of
     a web server.
     """
-    select_storage(address).create_file(address, content)
+    select_storage(address).write_file(address, content, create=True)
 
 
 def delete_files(addresses: Sequence[str]) -> None:

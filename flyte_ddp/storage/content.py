@@ -1,7 +1,6 @@
 """The types that reading and listing files return."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from flyte_ddp.storage.failures import UnavailableError
@@ -19,8 +18,7 @@ class Content(NamedTuple):
     tag: str = ""  # tag of the whole file, equal to that of its Entry; "" if the storage sends none with the content
 
 
-@dataclass(frozen=True)
-class Entry:
+class Entry(NamedTuple):
     """The name, size and tag of a file."""
 
     name: str  # relative to the listed folder

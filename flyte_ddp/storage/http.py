@@ -73,12 +73,9 @@ def list_files(address: str) -> Iterator[Entry]:
         yield Entry(name, -1, digest)
 
 
-def write_file(address: str, *_: object) -> NoReturn:
+def write_file(address: str, *_: object, **__: object) -> NoReturn:
     """Raise UserError: files cannot be written to a web server."""
     raise UserError(f"address {address!r}: nothing can be written to a web server; give a path, s3://, gs:// or az://")
-
-
-create_file = write_file
 
 
 def delete_files(addresses: Sequence[str]) -> NoReturn:
@@ -137,10 +134,10 @@ class GuardedSession(requests.Session):
 
 
 @cache
-def process_session(process: int) -> requests.Session:  # noqa: ARG001
-    """Return the session of a process, made at the first call. It keeps connections open and stores no cookies.
+def process_session(process_id: int) -> requests.Session:  # noqa: ARG001
+    """Return the session of this process, made at the first call. It keeps connections open and stores no cookies.
 
-    A forked child must not use its parent's connections, so the process id is part of the cache's key.
+    A forked child must not use its parent's connections, so the process id is the cache's key.
     """
     session = GuardedSession()
     session.cookies.set_policy(DefaultCookiePolicy(allowed_domains=[]))

@@ -4,7 +4,6 @@ import os
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from stat import S_ISREG
 from typing import BinaryIO
@@ -71,7 +70,7 @@ def stat_file(address: str) -> Entry:
     return Entry("", status.st_size, f"{status.st_mtime_ns}")
 
 
-def write_file(address: str, content: bytes | Path, *, create: bool = False) -> None:
+def write_file(address: str, content: bytes | Path, *, create: bool) -> None:
     """Write bytes or a copy of a file by a temporary file and a rename; make missing folders.
 
     With ``create``, returns only when the new file is on the disk, and raises ExistsError if there is a file of that
@@ -90,9 +89,6 @@ def write_file(address: str, content: bytes | Path, *, create: bool = False) -> 
         if create and isinstance(error, FileExistsError) and path.exists():
             raise ExistsError("there is a file of that name") from None
         raise UnavailableError(error.strerror or str(error)) from None
-
-
-create_file = partial(write_file, create=True)
 
 
 def delete_files(addresses: Sequence[str]) -> None:

@@ -78,21 +78,15 @@ def list_files(address: str) -> Iterator[Entry]:
     return (entry for entry in entries if entry.size or entry.name not in folders)
 
 
-def write_file(address: str, content: bytes | Path) -> None:
+def write_file(address: str, content: bytes | Path, *, create: bool) -> None:
     """Upload an object, and replace an object of that name; more than 16 MiB are sent in parts, four at a time.
 
-    Raises UnavailableError if the upload fails.
+    With ``create``, uploads in one request (on S3 at most 5 GB), and raises ExistsError if there is an object of that
+    name. Raises UnavailableError if the upload fails.
     """
     parts: dict[str, Any] = {"chunk_size": PART_BYTES, "max_concurrency": 4}
-    call_store(address, lambda store, key: obstore.put(store, key, content, **parts), WRITE)
-
-
-def create_file(address: str, content: bytes | Path) -> None:
-    """Upload an object in one request (on S3 at most 5 GB), if there is none of that name.
-
-    Raises ExistsError if there is an object of that name, UnavailableError if the upload fails.
-    """
-    call_store(address, lambda store, key: obstore.put(store, key, content, mode="create", use_multipart=False), WRITE)
+    options = {"mode": "create", "use_multipart": False} if create else parts
+    call_store(address, lambda store, key: obstore.put(store, key, content, **options), WRITE)
 
 
 def delete_files(addresses: Sequence[str]) -> None:
@@ -111,22 +105,22 @@ def call_store(address: str, action: Callable[[Any, str], Result], right: str = 
     the action needs (READ, LIST, WRITE or DELETE), the error names it; after a refused READ this lists the bucket.
     """
     start, key = split_key(address)
-    kind, bucket = start.lower().partition("://")[0], start.split("/")[2]
-    store = get_store(kind, bucket)
+    scheme, bucket = start.lower().partition("://")[0], start.split("/")[2]
+    store = get_store(scheme, bucket)
     try:
         return action(store, key)
     except Exception as error:  # of obstore's classes, and some of Python's own
         failure = translate_error(error, anonymous="skip_signature" in store.config)
-        raise explain_refusal(failure, kind, store, key, right) if str(failure) in NO_RIGHT else failure from None
+        raise explain_refusal(failure, scheme, store, key, right) if str(failure) in NO_RIGHT else failure from None
 
 
-def explain_refusal(refused: UnavailableError, kind: str, store: Any, key: str, right: str) -> UnavailableError:
+def explain_refusal(refused: UnavailableError, scheme: str, store: Any, key: str, right: str) -> UnavailableError:
     """Return the error for a response with status 403: it names the missing right, or says that the object is missing.
 
     A store answers 403 and not 404 for a missing object if the caller may not list the bucket; on S3 also if the right
     to list covers only a prefix. So after a refused READ this lists the bucket around the object.
     """
-    names = RIGHTS[kind]
+    names = RIGHTS[scheme]
     words = f"{refused}: the right to {right} ({names[right]}) is missing"
     if right != READ:
         return ForbiddenError(words)
@@ -189,10 +183,11 @@ USERS: set[int] = set()  # ids of processes that have used obstore: this process
 LOCK = threading.Lock()  # held while a store is made
 
 
-def get_store(kind: str, bucket: str) -> Any:
+def get_store(scheme: str, bucket: str) -> Any:
     """Return obstore's store of a bucket for the current environment variables; a new one is made if they changed.
 
-    Adds this process to USERS. Raises UnavailableError if the bucket's name, the settings or the credentials cannot be
+    Notes in USERS that this process has used obstore, so that its forks must not. May ask servers for credentials.
+    Raises UnavailableError if the bucket's name, the settings or the credentials cannot be
     used, or this process is a fork of a process that has used obstore.
     """
     if not BUCKET.fullmatch(bucket):
@@ -207,17 +202,17 @@ def get_store(kind: str, bucket: str) -> Any:
     environment = tuple(sorted(pair for pair in os.environb.items() if pair[0].startswith(clouds.VARIABLES)))
     try:
         with LOCK:  # making a store takes 0.3 s, so threads must not make the same one twice
-            return make_store(kind, bucket, environment)
+            return make_store(scheme, bucket, environment)
     except Exception as error:
         # google-auth marks its transient errors; botocore's have this name.
         transient = getattr(error, "retryable", False) or "RetrievalError" in type(error).__name__
-        words = f"settings or credentials of {kind}:// cannot be used: {translate_error(error)}"
+        words = f"settings or credentials of {scheme}:// cannot be used: {translate_error(error)}"
         raise UnavailableError(words, transient=transient) from None
 
 
 @lru_cache(maxsize=32)
-def make_store(kind: str, bucket: str, _: tuple[tuple[bytes, bytes], ...]) -> Any:
+def make_store(scheme: str, bucket: str, _: tuple[tuple[bytes, bytes], ...]) -> Any:
     """Make obstore's store of a bucket; return it again for later calls with the same environment variables."""
-    if kind == "s3":
+    if scheme == "s3":
         return clouds.make_s3_store(bucket)
-    return clouds.make_google_store(bucket) if kind == "gs" else clouds.make_azure_store(bucket)
+    return clouds.make_google_store(bucket) if scheme == "gs" else clouds.make_azure_store(bucket)

@@ -10,26 +10,24 @@ from typing import Any
 from urllib.parse import unquote
 
 from flyte_ddp.settings import allowed_addresses
-from flyte_ddp.storage.addresses import scheme, split_key
+from flyte_ddp.storage.addresses import scheme
 
 PORTS = {"http": 80, "https": 443}
 
 
 def origin_of(address: str) -> str:
     """Return scheme, host and port of a web address, or scheme and bucket of an object, with a slash at the end."""
-    return split_origin(address)[0]
+    return "/".join(normalise_address(address).split("/", 3)[:3]) + "/"
 
 
-def split_origin(address: str) -> tuple[str, str]:
-    """Return an address's origin (``https://host:port/`` without a default port, ``s3://bucket/``) and its path."""
-    if scheme(address) not in PORTS:
-        start, key = split_key(address)
-        kind, _, bucket = start.partition("://")
-        return f"{kind.lower()}://{bucket}", key
+def normalise_address(address: str) -> str:
+    """Return a remote address with its scheme in lower case; a web address without default port, query and fragment."""
+    kind = scheme(address)
+    if kind not in PORTS:
+        return f"{kind}://{address.partition('://')[2]}"
     url = parse_web_address(address)
-    kind = url.scheme or ""
     port = f":{url.port}" if url.port not in (None, PORTS[kind]) else ""
-    return f"{kind}://{url.host}{port}/", (url.path or "").lstrip("/")
+    return f"{kind}://{url.host}{port}/{(url.path or '').lstrip('/')}"
 
 
 def parse_web_address(address: str) -> Any:
@@ -51,11 +49,9 @@ def may_be_named(address: str, source: str) -> bool:
 
 def is_allowed_address(address: str) -> bool:
     """Return whether FLYTE_DDP_ALLOWED_ADDRESSES has the address's origin, or a folder that contains the address."""
-    origin, path = split_origin(address)
-    if ".." in unquote(path).split("/"):
-        return False
-    allowed = (f"{''.join(split_origin(each)).rstrip('/')}/" for each in allowed_addresses())
-    return f"{origin}{path}".startswith(tuple(allowed))
+    whole = normalise_address(address)
+    folders = tuple(f"{normalise_address(each).rstrip('/')}/" for each in allowed_addresses())
+    return whole.startswith(folders) and ".." not in unquote(whole).split("/")
 
 
 def may_follow_redirect(source: str, target: str) -> bool:

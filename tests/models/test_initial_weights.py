@@ -73,6 +73,10 @@ def prefixed(prefix: str, tensors: dict[str, torch.Tensor]) -> dict[str, torch.T
     return {f"{prefix}{name}": value for name, value in tensors.items()}
 
 
+def without_counts(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: value for name, value in tensors.items() if "num_batches" not in name}
+
+
 HELD: dict[str, Callable[[], Any]] = {
     "a state_dict": lambda: state(seed=1),
     "DDP's": lambda: prefixed("module.", state(seed=1)),
@@ -81,7 +85,7 @@ HELD: dict[str, Callable[[], Any]] = {
     "a checkpoint of torch's tutorial": lambda: {"epoch": 1, "model_state_dict": state(seed=1), "loss": 0.1},
     "under model": lambda: {"model": prefixed("module.", state(seed=1)), "optimizer": {}},
     "one in the other": lambda: {"model": {"state_dict": state(seed=1)}},
-    "without BatchNorm's counter": lambda: {k: v for k, v in state(seed=1).items() if "num_batches" not in k},
+    "without BatchNorm's counter": lambda: without_counts(state(seed=1)),
 }
 
 
@@ -152,60 +156,58 @@ class Own:
     """Something that only code can make."""
 
 
-UNFIT = "init_from=...: does not fit the model 'small_cnn': "
-ANOTHER_HEAD = (
-    f"{UNFIT}fc.weight is [7, 4] there and [3, 4] in the model, fc.bias is [7] there and [3] in the model; to begin "
-    "with these from the seed, set init_skip="
+OTHER_HEAD = (
+    "fc.weight is [7, 4] there and [3, 4] in the model, fc.bias is [7] there and [3] in the model; "
+    "to begin with these from the seed, set init_skip="
 )
-DOES_NOT_FIT: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
-    "another head": (lambda: state(classes=7), {}, f"{ANOTHER_HEAD}'fc'"),
-    "another name": (
-        lambda: {name.replace("fc", "head"): value for name, value in state().items()},
-        {},
-        (
-            f"{UNFIT}it has no fc.weight, fc.bias, the model has no head.weight, head.bias; to begin with these from the "
-            "seed, set init_skip='fc,head'"
-        ),
-    ),
-    "another head, of an old BatchNorm": (
-        lambda: {name: value for name, value in state(classes=7).items() if "num_batches" not in name},
-        {},
-        f"{ANOTHER_HEAD}'fc'",
-    ),
-    "another part is skipped": (lambda: state(classes=7), {"init_skip": "body.0"}, f"{ANOTHER_HEAD}'body.0,fc'"),
-    "another model": (
-        lambda: resnet18().state_dict(),
-        {},
-        (
-            f"{UNFIT}fc.weight is [1000, 512] there and [3, 4] in the model, fc.bias is [1000] there and [3] in the model, "
-            "it has no body.0.weight, body.0.bias, body.1.weight and 3 more, the model has no conv1.weight, bn1.weight, "
-            "bn1.bias and 117 more; give weights of this model"
-        ),
-    ),
-    "no such part": (
-        state,
-        {"init_skip": "head"},
-        "init_skip='head': the model has no part 'head'; its parts are body, fc",
-    ),
-    "code": (
-        lambda: {"state_dict": state(), "hyper_parameters": Own()},
-        {},
-        (
-            "init_from=...: holds objects of test_initial_weights.Own beside tensors, and reading them could run any code; "
-            "save only its state_dict, by torch.save"
-        ),
-    ),
-    "no tensors": (lambda: {"state_dict": {"a": 1}}, {}, f"init_from=...: has no tensors with names; {FILE_ADVICE}"),
-    "a tensor": (lambda: torch.ones(3), {}, f"init_from=...: has no tensors with names; {FILE_ADVICE}"),
+OTHER_NAME = (
+    "it has no fc.weight, fc.bias, the model has no head.weight, head.bias; "
+    "to begin with these from the seed, set init_skip='fc,head'"
+)
+OTHER_MODEL = (
+    "fc.weight is [1000, 512] there and [3, 4] in the model, fc.bias is [1000] there and [3] in the model, "
+    "it has no body.0.weight, body.0.bias, body.1.weight and 3 more, "
+    "the model has no conv1.weight, bn1.weight, bn1.bias and 117 more; give weights of this model"
+)
+DOES_NOT_FIT: dict[str, tuple[Callable[[], Any], str, str]] = {
+    "another head": (lambda: state(classes=7), "", f"{OTHER_HEAD}'fc'"),
+    "another name": (lambda: {name.replace("fc", "head"): value for name, value in state().items()}, "", OTHER_NAME),
+    "another head, of an old BatchNorm": (lambda: without_counts(state(classes=7)), "", f"{OTHER_HEAD}'fc'"),
+    "another part is skipped": (lambda: state(classes=7), "body.0", f"{OTHER_HEAD}'body.0,fc'"),
+    "another model": (lambda: resnet18().state_dict(), "", OTHER_MODEL),
 }
 
 
 @pytest.mark.parametrize("case", DOES_NOT_FIT)
 def test_what_does_not_fit_is_said_in_one_whole_sentence(case: str, tmp_path: Path) -> None:
-    content, changes, said = DOES_NOT_FIT[case]
+    content, skip, words = DOES_NOT_FIT[case]
     with pytest.raises(UserError) as caught:
-        loaded(Named(), content(), tmp_path, **changes)
-    assert caught.value.message.replace(f"{str(tmp_path / 'weights.pt')!r}", "...") == said
+        loaded(Named(), content(), tmp_path, init_skip=skip)
+    unfit = f"init_from={str(tmp_path / 'weights.pt')!r}: does not fit the model 'small_cnn': "
+    assert caught.value.message == unfit + words
+
+
+def test_a_part_that_the_model_does_not_have(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"^init_skip='head': the model has no part 'head'; its parts are body, fc$"):
+        loaded(Named(), state(), tmp_path, init_skip="head")
+
+
+CODE = (
+    "holds objects of test_initial_weights.Own beside tensors, .* run any code; save only its state_dict, by torch.save"
+)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ({"state_dict": state(), "hyper_parameters": Own()}, CODE),
+        ({"state_dict": {"a": 1}}, f"has no tensors with names; {FILE_ADVICE}"),
+        (torch.ones(3), f"has no tensors with names; {FILE_ADVICE}"),
+    ],
+)
+def test_what_is_no_state_dict(content: Any, words: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=rf"^init_from='{tmp_path}/weights\.pt': {words}$"):
+        loaded(Named(), content, tmp_path)
 
 
 @pytest.mark.parametrize("content", [b"", b"hello", b"PK\x03\x04", b"\x80\x02]q\x00"])
