@@ -1,58 +1,73 @@
 """A process that computes the logits of an ONNX and cannot import torch; this file is also its program."""
 
+import json
 import subprocess
 import sys
 import tempfile
-from multiprocessing import Pipe
-from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Self
+from typing import IO, Self
 
 import numpy as np
 from numpy.typing import NDArray
+
+Array = NDArray[np.generic]
 
 
 class OnnxProcess:
     """A process that runs the ONNX ``model`` on CPU ``threads``; it starts at once, and is killed with the context."""
 
     def __init__(self, model: Path, threads: int) -> None:
-        self.connection, other = Pipe()
-        command = [sys.executable, "-I", __file__, str(model), str(threads), str(other.fileno())]
+        command = [sys.executable, "-I", __file__, str(model), str(threads)]
         self.stderr = tempfile.TemporaryFile()  # noqa: SIM115  # no pipe, which would fill
-        self.process = subprocess.Popen(command, pass_fds=[other.fileno()], stderr=self.stderr)
-        other.close()
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.stderr)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.process.kill()
-        self.process.wait()
-        self.connection.close()
+        self.process.communicate()
         self.stderr.close()
 
-    def compute_logits(self, images: NDArray[np.uint8]) -> NDArray[np.float32]:
-        """Send images [n, H, W, C] to the process, and return their logits [n, classes]; waits without a timeout.
+    def compute_logits(self, images: Array) -> NDArray[np.float32]:
+        """Send images uint8 [n, H, W, C] to the process, and return their logits [n, classes]; waits without a timeout.
 
         Raises OSError if the process has ended: the text is the last error on its stderr.
         """
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
         try:
-            self.connection.send(images)
-            logits: NDArray[np.float32] = self.connection.recv().astype(np.float32)
-        except (EOFError, ConnectionError):
+            write_array(self.process.stdin, images)
+            return read_array(self.process.stdout).astype(np.float32)
+        except (EOFError, BrokenPipeError):
             self.process.wait()
             self.stderr.seek(0)
             lines = self.stderr.read().decode(errors="replace").splitlines()
-            errors = [line for line in lines if "Error" in line]
-            raise OSError(f"onnxruntime cannot run it: {errors[-1][:200] if errors else 'it was killed'}") from None
-        return logits
+            errors = [line for line in lines if "Error" in line] or ["it was killed"]
+            raise OSError(f"onnxruntime cannot run it: {errors[-1][:200]}") from None
 
 
-def serve_logits(model: str, threads: str, descriptor: str) -> None:
-    """Receive batches of images on a connection and send their logits, until the other end closes.
+# A pipe takes a batch of photos in a quarter of the time of multiprocessing's Connection, which copies it twice.
+def write_array(pipe: IO[bytes], array: Array) -> None:
+    """Write an array to a pipe: a line of JSON with type and shape, then its bytes."""
+    pipe.write(json.dumps([array.dtype.str, array.shape]).encode() + b"\n")
+    pipe.write(np.ascontiguousarray(array).tobytes())
+    pipe.flush()
 
-    ``model`` is the path of the ONNX, ``descriptor`` the number of the connection's open file. Makes each later import
-    of torch in this process fail.
+
+def read_array(pipe: IO[bytes]) -> Array:
+    """Read and return an array that write_array has written to a pipe; EOFError if the pipe has ended."""
+    header = pipe.readline()
+    if not header:
+        raise EOFError
+    kind, shape = json.loads(header)
+    return np.frombuffer(pipe.read(int(np.prod(shape)) * np.dtype(kind).itemsize), dtype=kind).reshape(shape)
+
+
+def serve_logits(model: str, threads: str) -> None:
+    """Read batches of images from stdin and write their logits to stdout, until stdin ends.
+
+    ``model`` is the path of the ONNX. Makes each later import of torch in this process fail.
     """
     sys.modules["torch"] = None  # type: ignore[assignment]
     import onnxruntime
@@ -61,13 +76,12 @@ def serve_logits(model: str, threads: str, descriptor: str) -> None:
     options.log_severity_level = 3
     options.intra_op_num_threads = int(threads)  # it would take all of the machine's, whatever the pod has
     session = onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
-    with Connection(int(descriptor)) as connection:
-        while True:
-            try:
-                images = connection.recv()
-            except EOFError:
-                return
-            connection.send(session.run(None, {"images": images})[0])
+    while True:
+        try:
+            images = read_array(sys.stdin.buffer)
+        except EOFError:
+            return
+        write_array(sys.stdout.buffer, session.run(None, {"images": images})[0])
 
 
 if __name__ == "__main__":

@@ -121,7 +121,7 @@ def check_logits(model: str, logits: object, expected_shape: tuple[int, int]) ->
     elif not logits.is_floating_point():
         got, rule, fix = str(logits.dtype), "floating-point logits", "leave out argmax and casts"
     elif torch.is_grad_enabled() and not logits.requires_grad:
-        got, rule = "logits without a gradient", "what torch's own operations make of parameters"
+        got, rule = "logits without a gradient", "logits that depend on parameters by torch's own operations"
         fix = "leave out detach, torch.no_grad, NumPy"
     else:
         return

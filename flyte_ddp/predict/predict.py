@@ -39,24 +39,18 @@ def write_prediction_table(
 ) -> Path:
     """Predict images; write a CSV table with a row for each, and an HTML page of the first; return the table's path.
 
-    The page is beside the table. Prints to stderr which files were left out, and which images have no prediction,
-    unless the settings say not to. Keeps ``batch_size`` images in memory at a time. Runs the code that the sidecar
-    names.
+    Predicts the image files in the folder ``images``, at all depths and without hidden ones, or else the test split of
+    the prepared data set in the folder ``dataset``. Columns are ``id`` (path below ``images``; of a data set the file's
+    name, the key in a shard, or the index in the test split), ``prediction`` (the likeliest class), ``truth`` (for a
+    data set), ``score`` (of the prediction: a probability) and ``score_<class>`` for every class. An image that cannot
+    be decoded has no prediction and no scores; ``bad_samples`` of them are allowed, by default as many as in training.
 
-    Columns of the table are ``id`` (path below ``images``; of a data set the file's name, the key in a shard, or the
-    index in the test split), ``prediction`` (the likeliest class), ``truth`` (for a data set), ``score`` (of the
-    prediction: a probability) and ``score_<class>`` for every class. An image that cannot be decoded has no prediction
-    and no scores.
+    The page is beside the table. Runs the code that the sidecar names. Keeps ``batch_size`` images in memory at a time.
+    Prints to stderr which files were left out, as no images, and which images have no prediction, unless the settings
+    say not to. For shards, they also say where these are cached, and how many threads decode.
 
-    Args:
-        images: a folder of images, searched at all depths; hidden files are skipped, others skipped and counted.
-        dataset: a prepared data set's folder, whose test split is predicted. Give this or ``images``.
-        bad_samples: how many images may be impossible to decode; None: as many as in the model's training.
-        settings: for shards: where they are cached, and how many threads decode; whether to print.
-
-    Raises:
-        UserError: a missing, damaged or mismatched model; no images, one that cannot be read, or too many that cannot
-            be decoded; images whose channels the model does not take; an output that cannot be written.
+    Raises UserError for a missing, damaged or mismatched model; no images, one that cannot be read, or too many that
+    cannot be decoded; images whose channels the model does not take; an output that cannot be written.
     """
     if (images is None) == (dataset is None):
         raise UserError(f"images={images}, dataset={dataset}: give exactly one of the two")

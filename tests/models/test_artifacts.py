@@ -113,13 +113,11 @@ seed, folder = sys.argv[1:]
 random.seed(seed)  # another history of memory, so other addresses
 kept = [torch.empty(random.randrange(1, 100_000)) for _ in range(random.randrange(500))]
 torch.manual_seed(0)
-values = {"b.weight": torch.randn(4, 3, 5, 5), "a": torch.randn(7), "n": torch.tensor(3)}
-values["a.half"] = torch.ones(2).half()
-if seed == "1":
-    values = {name: values[name].clone() for name in ("n", "a", "a.half", "b.weight")}  # made in another order
-    values["b.weight"] = values["b.weight"].to(memory_format=torch.channels_last)
-state = {"".join(list(name)): values[name] for name in ("b.weight", "a", "n", "a.half")}
-artifacts.save_model(Path(folder), state, {"model": "m"})
+state = {"b.weight": torch.randn(4, 3, 5, 5), "a": torch.randn(7), "a.half": torch.ones(2).half()}
+if seed == "1":  # made in another order, and in memory in another order
+    state |= {name: state[name].clone() for name in ("a.half", "a")}
+    state["b.weight"] = state["b.weight"].to(memory_format=torch.channels_last)
+artifacts.save_model(Path(folder), {"".join(list(name)): value for name, value in state.items()}, {"model": "m"})
 """
 
 

@@ -53,6 +53,9 @@ def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
         yield Place(address, tmp_path, server, "" if request.param in ("path", "file") else "bucket/folder/")
 
 
+more_remote = pytest.mark.parametrize(
+    "place", ["http", "s3", *(pytest.param(kind, marks=pytest.mark.exhaustive) for kind in ("gs", "az"))], indirect=True
+)
 remote = pytest.mark.parametrize("place", ["http", *OBJECTS], indirect=True)
 objects = pytest.mark.parametrize("place", OBJECTS, indirect=True)
 listed = pytest.mark.parametrize("place", ["path", "file", *OBJECTS], indirect=True)
@@ -173,7 +176,7 @@ def test_a_disk_that_fails_is_an_error(tmp_path: Path, monkeypatch: pytest.Monke
         names_in(str(tmp_path))
 
 
-@remote
+@more_remote
 @pytest.mark.parametrize("fault", [500, 503, 429, "truncate", "reset", "hang", "stall"])
 def test_a_fault_that_passes_is_retried(place: Place, monkeypatch: pytest.MonkeyPatch, fault: int | str) -> None:
     monkeypatch.setattr(failures, "READ_TIMEOUT", 0.2 if fault in ("hang", "stall") else 20.0)
@@ -185,7 +188,7 @@ def test_a_fault_that_passes_is_retried(place: Place, monkeypatch: pytest.Monkey
     assert all(text.startswith(f"{address}: ") for text in notes)
 
 
-@remote
+@more_remote
 @pytest.mark.parametrize(("fault", "tries"), [(503, 4), (404, 1), (403, 1), (401, 1), (400, 1), ("reset", 4)])
 def test_a_fault_that_stays_is_an_error(place: Place, fault: int | str, tries: int) -> None:
     address = place.put("x", CONTENT)
