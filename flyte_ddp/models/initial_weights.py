@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from flyte_ddp import storage
 from flyte_ddp.config import Hyperparameters
@@ -21,17 +21,6 @@ STATE_DICT_KEYS = ("state_dict", "model_state_dict", "model")  # of checkpoints;
 UNSAFE = re.compile(r"Unsupported (?:global|class|operand)[^\n]*?(?:GLOBAL )?([\w.]+) was not an allowed")
 MOST_NAMED = 3  # largest number of tensors of a kind that an error names
 FILE_ADVICE = "give a file that torch.save has written, with the weights as tensors by their names"
-
-
-class Weights(NamedTuple):
-    """The content of a state_dict: tensors, and versions of modules."""
-
-    tensors: dict[str, Tensor]
-    versions: dict[str, Any]  # torch's ``_metadata`` by module name: modules convert tensors of older versions by it
-
-    def drop_parts(self, parts: Collection[str]) -> Weights:
-        """Return the weights without the tensors and versions in ``parts`` (names of tensors or modules)."""
-        return Weights(*({name: each[name] for name in each if not is_in_parts(name, parts)} for each in self))
 
 
 def identify_weights(init_from: str) -> str:
@@ -81,32 +70,31 @@ def load_initial_weights(model: nn.Module, path: Path, hp: Hyperparameters) -> N
     A prefix that all names in the file have is removed, such as DDP's ``module.``. Raises UserError if the weights do
     not fit, are not finite, or reading them could run code.
     """
-    own = model.state_dict()
-    parts = split_init_skip(hp.init_skip)
-    stored = read_weights(path, hp.init_from)
-    given = strip_prefix(stored.drop_parts(parts), own).drop_parts(parts)
+    own, weights = model.state_dict(), read_weights(path, hp.init_from)
+    parts, stored_names = split_init_skip(hp.init_skip), [*weights]
+    drop_parts(weights, parts)
+    strip_prefix(weights, own)
+    drop_parts(weights, parts)
     for part in parts:
-        if not any(is_in_parts(name, [part]) for name in (*own, *stored.tensors)):
+        if not any(is_in_parts(name, [part]) for name in (*own, *stored_names)):
             names = list_first_names(dict.fromkeys(name.partition(".")[0] for name in own), 12)
             raise UserError(f"init_skip={hp.init_skip!r}: the model has no part {part!r}; its parts are {names}")
     # Where the new model itself has infinities, as in a mask of attention, the file may have some.
-    compared = ((name, value, own[name]) for name, value in given.tensors.items() if name in own)
+    compared = ((name, value, own[name]) for name, value in weights.items() if name in own)
     bad = [name for name, value, fresh in compared if not is_finite(value) and is_finite(fresh)]
     if bad:
         names = list_first_names(bad, MOST_NAMED)
         raise UserError(
             f"init_from={hp.init_from!r}: holds NaN or infinity in {names}; give a file with finite weights"
         )
-    new = Weights(own, getattr(own, "_metadata", {}))
-    wanted = new.drop_parts(parts)
+    given, wanted = dict(weights), {name: value for name, value in own.items() if not is_in_parts(name, parts)}
     # The skipped parts keep what the new model has. All goes through load_state_dict, which refuses missing tensors.
-    weights = OrderedDict({name: own[name] for name in own if name not in wanted.tensors} | given.tensors)
-    skipped_versions = {name: new.versions[name] for name in new.versions if name not in wanted.versions}
-    weights._metadata = skipped_versions | given.versions  # type: ignore[attr-defined]
+    for target, fresh in ((weights, own), (weights._metadata, getattr(own, "_metadata", {}))):
+        target.update({name: fresh[name] for name in fresh if is_in_parts(name, parts)})
     try:
         model.load_state_dict(weights)
     except RuntimeError as error:
-        raise misfit_error(wanted.tensors, given.tensors, hp, str(error)) from error
+        raise misfit_error(wanted, given, hp, str(error)) from error
 
 
 def is_finite(values: Tensor) -> bool:
@@ -114,8 +102,8 @@ def is_finite(values: Tensor) -> bool:
     return values.is_sparse or values.is_sparse_csr or bool(values.isfinite().all())
 
 
-def read_weights(path: Path, init_from: str) -> Weights:
-    """Return a file's tensors, with the versions of modules if it has any. Reads the file whole.
+def read_weights(path: Path, init_from: str) -> Any:
+    """Return a file's tensors by name, with the versions of modules as ``_metadata``. Reads the file whole.
 
     The file has a state_dict, or a checkpoint that holds one under one of STATE_DICT_KEYS. Raises UserError if it has
     no tensors with names, or reading it could run code.
@@ -134,27 +122,35 @@ def read_weights(path: Path, init_from: str) -> Weights:
     found = content if isinstance(content, Mapping) else {}
     while keys := [key for key in STATE_DICT_KEYS if isinstance(found.get(key), Mapping)]:
         found = found[keys[0]]
-    tensors = {str(name): value for name, value in found.items() if isinstance(value, torch.Tensor)}
-    if not tensors:
+    weights: Any = OrderedDict((str(name), value) for name, value in found.items() if isinstance(value, torch.Tensor))
+    if not weights:
         raise UserError(f"init_from={init_from!r}: has no tensors with names; {FILE_ADVICE}")
-    return Weights(tensors, getattr(found, "_metadata", {}))
+    weights._metadata = dict(getattr(found, "_metadata", {}))  # modules convert tensors of older versions by it
+    return weights
 
 
-def strip_prefix(given: Weights, own: Collection[str]) -> Weights:
-    """Return the weights without a prefix that all their names have, such as DDP's ``module.``.
+def drop_parts(weights: Any, parts: Collection[str]) -> None:
+    """Delete the tensors and versions of modules in ``parts`` (names of tensors or modules) from a state_dict."""
+    for named in (weights, weights._metadata):
+        for name in [name for name in named if is_in_parts(name, parts)]:
+            del named[name]
 
-    Removes prefixes until a name is one of ``own``. torch.compile and Lightning add prefixes, too. Returns the weights
-    unchanged where names have no common prefix.
+
+def strip_prefix(weights: Any, own: Collection[str]) -> None:
+    """Remove prefixes that all names of a state_dict have, such as DDP's ``module.``, until a name is in ``own``.
+
+    torch.compile and Lightning add prefixes, too. Changes nothing if names with no common prefix come first.
     """
-    tensors, versions = given
-    while tensors and not any(name in own for name in tensors):
-        first = next(iter(tensors)).partition(".")[0]
-        if not all(name.startswith(f"{first}.") for name in tensors):
-            return given
-        tensors = {name.removeprefix(f"{first}."): value for name, value in tensors.items()}
-        inner = {name: value for name, value in versions.items() if is_in_parts(name, [first])}
-        versions = {name.removeprefix(first).removeprefix("."): value for name, value in inner.items()}
-    return Weights(tensors, versions)
+    from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
+
+    names, prefixes = [*weights], []
+    while names and not any(name in own for name in names):
+        prefixes.append(f"{names[0].partition('.')[0]}.")
+        if not all(name.startswith(prefixes[-1]) for name in names):
+            return
+        names = [name.removeprefix(prefixes[-1]) for name in names]
+    for prefix in prefixes:
+        consume_prefix_in_state_dict_if_present(weights, prefix)
 
 
 def split_init_skip(init_skip: str) -> list[str]:

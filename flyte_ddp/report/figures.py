@@ -134,7 +134,9 @@ def draw_confusion_heatmap(confusion: NDArray[np.int64], classes: Sequence[str])
     labelled = count <= LABELLED_CLASSES
     step = 10 ** (len(str(count // 2)) - 1)
     numbers = [str(k) if k % step == 0 else "" for k in range(count)]
-    names = [shorten_name(name) for name in classes] if labelled else numbers
+    lines = [" ".join(name.split()) for name in classes]
+    shortened = [line if len(line) <= 18 else line[:17] + "\N{HORIZONTAL ELLIPSIS}" for line in lines]
+    names = shortened if labelled else numbers
     shares = confusion / np.maximum(1, confusion.sum(axis=1, keepdims=True))
     correct = np.eye(count, dtype=bool)
     wrong_depth = np.sqrt(shares / max(1e-12, float(shares[~correct].max(initial=0.0))))
@@ -183,12 +185,6 @@ def confusion_section(counts: NDArray[np.int64], names: Sequence[str]) -> dict[s
         ],
         "hardest": [(names[k], format_percent(recall[k]), f"{totals[k]:,}") for k in hardest if totals[k]],
     }
-
-
-def shorten_name(name: str, limit: int = 18) -> str:
-    """Return a class name on one line, cut to ``limit`` characters so that it fits an axis."""
-    name = " ".join(name.split())
-    return name if len(name) <= limit else name[: limit - 1] + "\N{HORIZONTAL ELLIPSIS}"
 
 
 def thumbnail(pixels: NDArray[np.uint8], side: int = 112) -> str:

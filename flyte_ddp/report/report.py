@@ -13,7 +13,7 @@ from flyte_ddp.report.figures import BLUE, GREEN, ORANGE, Series, confusion_sect
 from flyte_ddp.report.page import render_template, write_html
 from flyte_ddp.report.run_records import Record, Run, read_run
 
-PARTS = {
+PARTS = {  # of rank 0's time: name and colour
     "data": ("Data", "#8fb4f0"),
     "forward_backward": ("Forward and backward", BLUE),
     "communication": ("Communication", ORANGE),
@@ -53,6 +53,8 @@ def render_report(run_folder: Path, name: str = "", failure: str = "") -> str:
     UserError if the folder has no start record, or a file in it is damaged.
     """
     run = read_run(run_folder, name)
+    seconds = {key: max(0.0, run.end.get("seconds", {}).get(key, 0.0)) for key in PARTS}
+    total = sum(seconds.values())
     return render_template(
         "report.html",
         run=run,
@@ -60,7 +62,7 @@ def render_report(run_folder: Path, name: str = "", failure: str = "") -> str:
         result={**run.kept_evaluation, **run.end},
         charts=[*draw_charts(run)],
         confusion={} if run.confusion is None else confusion_section(run.confusion, run.classes),
-        time_spent=rank_0_time_by_activity(run.end),
+        time_spent=[(*PARTS[key], spent, spent / total) for key, spent in seconds.items()] if total else [],
         settings=hyperparameter_rows(run.start.get("hyperparameters", {})),
         last_record=json.dumps(run.last_record),
     )
@@ -84,16 +86,6 @@ def draw_charts(run: Run) -> Iterator[tuple[str, str]]:
         if drawn:
             x_label, x_from = ("epoch", None) if kind_of_x == "epoch" else ("optimiser step", 0)
             yield title, draw_line_chart(drawn, x_label=x_label, y_label=y_label, scale=scale, x_from=x_from)
-
-
-def rank_0_time_by_activity(end: Record) -> list[tuple[str, str, float, float]]:
-    """Return from a run's end record name, colour, seconds and share (0 to 1) of what rank 0 spent its time on.
-
-    The list is empty if the record is.
-    """
-    seconds = {key: max(0.0, end.get("seconds", {}).get(key, 0.0)) for key in PARTS}
-    total = sum(seconds.values())
-    return [(*PARTS[key], spent, spent / total) for key, spent in seconds.items()] if total else []
 
 
 def hyperparameter_rows(given: Mapping[str, Any]) -> dict[str, list[tuple[str, ...]]]:
