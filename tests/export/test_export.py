@@ -66,9 +66,8 @@ class Trained(NamedTuple):
 
 def train(hp: Hyperparameters, data: Path, folder: Path, settings: Settings = QUIET) -> Trained:
     run, split = run_training(hp, data, folder, settings), open_prepared(data)
-    return Trained(
-        run, split, np.stack([*compute_logits_of_split(SavedModel(run.model, run.sidecar, settings), split)])
-    )
+    model = SavedModel(run.model, run.sidecar, settings)
+    return Trained(run, split, np.stack([*compute_logits_of_split(model, split)]))
 
 
 @pytest.fixture(scope="module")
