@@ -26,8 +26,9 @@ FILE_ADVICE = "give a file that torch.save has written, with the weights as tens
 def identify_weights(init_from: str) -> str:
     """Return a SHA-256 (hex) that changes with the weights' file; empty if ``init_from`` is empty.
 
-    Reads a local file whole. Asks the server of a remote file for its ETag, or else its time of change, with up to 3
-    retries; downloads a file of a web server that tells neither. Raises UserError if the file cannot be read.
+    Reads a local file whole. Asks the server of a remote file for its ETag, or else its time of change; downloads a
+    file of a web server that tells neither. Prints each of up to 3 retries to stderr. Raises UserError if the file
+    cannot be read.
     """
     local_weights_path(init_from)
     return content_identity(init_from, "init_from")

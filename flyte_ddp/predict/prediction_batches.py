@@ -96,8 +96,9 @@ def read_test_split(
 ) -> Generator[Batch, None, None]:
     """Read the test split of a prepared data set, and yield it in batches of the model's inputs.
 
-    Images that cannot be decoded count for the size of a batch, and are added to ``bad``; None is a new counter that
-    allows as many as the model does. Raises UserError if the model takes other images, or too many cannot be decoded.
+    Downloads remote shards into the cache. Images that cannot be decoded count for the size of a batch, and are added
+    to ``bad``; None is a new counter that allows as many as the model does. Raises UserError if the model takes other
+    images, or too many cannot be decoded.
     """
     if isinstance(data, ImageArrays):
         return read_arrays(model, data, batch_size)
@@ -127,8 +128,8 @@ def read_encoded_images(
 ) -> Generator[Batch, None, None]:
     """Read the test split of shards, or of a folder of images, and yield it in batches as evaluations do.
 
-    Adds undecodable images to ``bad``. Raises UserError if the model does not take squares in colour, or ``bad`` does
-    not allow so many.
+    Downloads remote shards into the cache. Adds undecodable images to ``bad``. Raises UserError if the model does not
+    take squares in colour, or ``bad`` does not allow so many.
     """
     spec = model.spec
     if spec.channels != 3 or spec.height != spec.width:

@@ -83,9 +83,9 @@ def stat_file(address: str) -> Entry:
 def list_files(address: str) -> Iterator[Entry]:
     """Yield all files below a folder or prefix, ordered by name, without the objects that stand for folders.
 
-    A folder of an HTTP server is listed by its file ``SHA256SUMS``; a prefix of a bucket without objects yields
-    nothing. Does not retry. Raises MissingError if a folder of this machine is missing, UnavailableError if the files
-    cannot be listed.
+    On this machine follows symlinks, and skips hidden files and folders. Lists a folder of an HTTP server by its file
+    ``SHA256SUMS``. Yields nothing for a prefix of a bucket without objects. Does not retry. Raises MissingError if a
+    folder of this machine is missing, UnavailableError if the files cannot be listed.
     """
     return select_storage(address).list_files(address)
 
@@ -93,8 +93,8 @@ def list_files(address: str) -> Iterator[Entry]:
 def write_file(address: str, content: bytes | Path) -> None:
     """Write bytes, or a copy of the file at a path, and replace a file of that name. Does not retry.
 
-    Readers see the old file or the whole new one. Raises UnavailableError if the file cannot be written, UserError if
-    the address is of a web server.
+    Makes missing folders. Readers see the old file or the whole new one. Raises UnavailableError if the file cannot be
+    written, UserError if the address is of a web server.
     """
     select_storage(address).write_file(address, content, create=False)
 
@@ -102,9 +102,9 @@ def write_file(address: str, content: bytes | Path) -> None:
 def create_file(address: str, content: bytes | Path) -> None:
     """Write bytes, or a copy of the file at a path, if there is no file of that name. Does not retry.
 
-    Readers see no file or the whole file. Raises ExistsError if there is a file of that name, which an earlier try may
-    have written whose response was lost; UnavailableError if the file cannot be written; UserError if the address is of
-    a web server.
+    Makes missing folders. Readers see no file or the whole file. Raises ExistsError if there is a file of that name,
+    which an earlier try may have written whose response was lost; UnavailableError if the file cannot be written;
+    UserError if the address is of a web server.
     """
     select_storage(address).write_file(address, content, create=True)
 

@@ -56,7 +56,7 @@ def make_s3_store(bucket: str) -> Any:
     elif not re.fullmatch(r"https?://[^\s/]+(/\S*)?", endpoint):
         shown = endpoint.rpartition("@")[2]  # without a password
         raise ValueError(f"Invalid endpoint: {shown}; it must begin with https:// or http://")
-    settings = common_settings(bundle) | {"aws_endpoint_url_s3": endpoint, "region": region or "us-east-1"}
+    settings = client_settings(bundle) | {"aws_endpoint_url_s3": endpoint, "region": region or "us-east-1"}
     settings |= {"credential_provider": current_credentials} if credentials else {"skip_signature": True}
     return S3Store(bucket, **settings)
 
@@ -89,7 +89,7 @@ def make_google_store(bucket: str) -> Any:
 
     # Without any credential, obstore would ask the machine's metadata server for one before it writes.
     no_token = {"token": "-", "expires_at": None}
-    anonymous = common_settings() | {"skip_signature": True, "credential_provider": lambda: no_token}
+    anonymous = client_settings() | {"skip_signature": True, "credential_provider": lambda: no_token}
     if host := os.environ.get("STORAGE_EMULATOR_HOST", "").rstrip("/"):
         return GCSStore(bucket, base_url=host if "://" in host else f"http://{host}", **anonymous)
     try:
@@ -99,7 +99,7 @@ def make_google_store(bucket: str) -> Any:
             raise ValueError(f"GOOGLE_APPLICATION_CREDENTIALS={file}: {error}") from None
         return GCSStore(bucket, **anonymous)
     provider()  # called here for google-auth's own exception; obstore would wrap it
-    return GCSStore(bucket, credential_provider=provider, **common_settings())
+    return GCSStore(bucket, credential_provider=provider, **client_settings())
 
 
 def make_azure_store(container: str) -> Any:
@@ -109,14 +109,14 @@ def make_azure_store(container: str) -> Any:
     """
     from obstore.store import AzureStore
 
-    settings = common_settings()
+    settings = client_settings()
     for name in AZURE_SETTINGS:
         if value := os.environ.get(f"FLYTE_AZURE_{name}"):
             settings[f"azure_{name.lower()}"] = value
     return AzureStore(container, **settings)
 
 
-def common_settings(bundle: str | None = None) -> dict[str, Any]:
+def client_settings(bundle: str | None = None) -> dict[str, Any]:
     """Return the timeouts and certificates for the stores of all clouds; obstore's own retries are turned off.
 
     Reads the file of certificates (PEM) that ``bundle`` or else ``REQUESTS_CA_BUNDLE`` names, to be trusted in addition
