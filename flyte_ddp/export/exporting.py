@@ -31,7 +31,7 @@ from flyte_ddp.settings import Settings
 
 ONNX, PT2, GOLDEN, CHECK = "model.onnx", "model.pt2", "golden.npz", "serve_check.py"
 REQUESTS, GOLDEN_BYTES = 16, 32 * 2**20  # golden requests; fewer if their images are larger in all
-BATCH_SIZES = (1, 7, 64)
+BATCH_SIZES = (1, 7, 64)  # of several, as a graph may have taken the size of a batch for a constant
 TOLERANCE = {"cpu": 1e-3, "cuda": 5e-3}  # of the logits' range; a GPU's convolutions are in TF32, of 10 bits
 
 Image = NDArray[np.uint8]

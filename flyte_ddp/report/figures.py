@@ -146,7 +146,7 @@ def draw_confusion_heatmap(confusion: NDArray[np.int64], classes: Sequence[str])
         for blue, orange in zip((0.14, 0.34, 0.77), (0.90, 0.45, 0.10), strict=True)
     ]
     longest, size = max(map(len, names)), 8.5 if count <= NAMED_CLASSES else 6.5
-    cells = zip(*np.nonzero(confusion), strict=True) if count <= NAMED_CLASSES else ()
+    cells = zip(*np.nonzero(confusion), strict=True) if count <= NAMED_CLASSES else ()  # numbers, white on dark cells
     return render_template(
         "confusion.svg",
         image=encode_as_data_uri(Image.fromarray(np.stack(channels, axis=2))),

@@ -15,6 +15,7 @@ import torch
 from cli import ROOT
 from PIL import Image
 
+from flyte_ddp.datasets.arrays import image_arrays, write_arrays
 from flyte_ddp.datasets.image_folder import list_images
 from flyte_ddp.errors import UserError
 from flyte_ddp.loading.encoded import BadSamples
@@ -108,12 +109,8 @@ def folder(tmp_path: Path) -> Path:
 
 def write_dataset(folder: Path, channels: int, count: int = 23) -> Path:
     folder.mkdir()
-    arrays = {"images": blocks(count, channels), "labels": np.arange(count) % 3}
-    for part in ("train", "test"):
-        for name, array in arrays.items():
-            np.save(folder / f"{part}_{name}.npy", array)
-    description = {"name": "noise", "classes": CLASSES, "mean": [0.5] * channels, "std": [0.3] * channels}
-    (folder / "dataset.json").write_text(json.dumps({**description, "digest": "0" * 64, "source": "a test"}))
+    arrays = [blocks(count, channels), np.arange(count) % 3] * 2
+    write_arrays(image_arrays(*arrays, CLASSES, name="noise"), folder, {"source": "a test"})
     return folder
 
 
