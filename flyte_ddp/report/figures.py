@@ -1,28 +1,24 @@
-"""The report's pictures: charts by matplotlib and the confusion matrix as SVG, images as PNG.
+"""The report's pictures as SVG: charts by matplotlib, and the confusion matrix.
 
 matplotlib is imported when it is first used, because that takes a second.
 """
 
 from __future__ import annotations
 
-import base64
 import html
 import io
 import re
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from flyte_ddp.confusions import confusion_matrix
 from flyte_ddp.formatting import format_percent
-from flyte_ddp.report.page import TEMPLATES, render_template
-
-if TYPE_CHECKING:
-    from PIL.Image import Image
+from flyte_ddp.report.page import TEMPLATES, encode_as_data_uri, render_template
 
 Floats = NDArray[np.float64]
 
@@ -185,25 +181,3 @@ def confusion_section(counts: NDArray[np.int64], names: Sequence[str]) -> dict[s
         ],
         "hardest": [(names[k], format_percent(recall[k]), f"{totals[k]:,}") for k in hardest if totals[k]],
     }
-
-
-def thumbnail(pixels: NDArray[np.uint8], side: int = 112) -> str:
-    """Resize an image uint8 [H, W, C] to fit ``side`` pixels, and return it as a data URI (PNG).
-
-    A small image is enlarged by a whole multiple, so that its pixels stay sharp.
-    """
-    from PIL import Image
-
-    image = Image.fromarray(np.ascontiguousarray(pixels[:, :, :3] if pixels.shape[2] >= 3 else pixels[:, :, 0]))
-    times = side // max(image.size)
-    if times > 1:
-        image = image.resize((image.width * times, image.height * times), Image.Resampling.NEAREST)
-    image.thumbnail((side, side))
-    return encode_as_data_uri(image)
-
-
-def encode_as_data_uri(image: Image) -> str:
-    """Encode an image as PNG, and return it as a data URI."""
-    buffer = io.BytesIO()
-    image.save(buffer, format="PNG")
-    return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()

@@ -1,16 +1,22 @@
-"""Rendering HTML templates, and writing pages; every value is escaped."""
+"""Rendering HTML templates, and writing pages; every value is escaped, and images are part of the page."""
 
 from __future__ import annotations
 
+import base64
 import functools
+import io
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from flyte_ddp.files import replace_file
 from flyte_ddp.formatting import format_count, format_duration, format_moment, format_number, format_percent
 
 if TYPE_CHECKING:
     from jinja2 import Environment
+    from numpy.typing import NDArray
+    from PIL.Image import Image
 
 TEMPLATES = Path(__file__).with_name("templates")
 
@@ -19,8 +25,6 @@ TEMPLATES = Path(__file__).with_name("templates")
 def template_environment() -> Environment:
     """Return jinja2's environment with the folder of templates and their filters; the same object at each call."""
     import jinja2  # not before there is a page to make, as every command would wait for it
-
-    from flyte_ddp.report.figures import thumbnail
 
     loader = jinja2.FileSystemLoader(TEMPLATES)
     environment = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
@@ -43,3 +47,25 @@ def write_html(path: Path, page: str) -> Path:
     with replace_file(path) as file:
         file.write(page.encode("ascii"))
     return path
+
+
+def thumbnail(pixels: NDArray[np.uint8], side: int = 112) -> str:
+    """Resize an image uint8 [H, W, C] to fit ``side`` pixels, and return it as a data URI (PNG).
+
+    A small image is enlarged by a whole multiple, so that its pixels stay sharp.
+    """
+    from PIL import Image
+
+    image = Image.fromarray(np.ascontiguousarray(pixels[:, :, :3] if pixels.shape[2] >= 3 else pixels[:, :, 0]))
+    times = side // max(image.size)
+    if times > 1:
+        image = image.resize((image.width * times, image.height * times), Image.Resampling.NEAREST)
+    image.thumbnail((side, side))
+    return encode_as_data_uri(image)
+
+
+def encode_as_data_uri(image: Image) -> str:
+    """Encode an image as PNG, and return it as a data URI."""
+    buffer = io.BytesIO()
+    image.save(buffer, format="PNG")
+    return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()

@@ -10,13 +10,13 @@ from PIL import Image
 from report_page import Page
 
 from flyte_ddp import formatting
-from flyte_ddp.report import figures
+from flyte_ddp.report import figures, page
 from flyte_ddp.report.figures import Series
 
 
 @pytest.mark.parametrize("shape", [(300, 200, 3), (40, 40, 4), (1, 1, 1), (64, 64, 2)])
 def test_thumbnails_of_any_image_fit_their_place(shape: tuple[int, int, int]) -> None:
-    uri = figures.thumbnail(np.zeros(shape, dtype=np.uint8))
+    uri = page.thumbnail(np.zeros(shape, dtype=np.uint8))
     picture = Image.open(io.BytesIO(base64.b64decode(uri.removeprefix("data:image/png;base64,"))))
     assert max(picture.size) in range(57, 113)
 
