@@ -1,14 +1,13 @@
 """Names of data sets and models that configuration may use, and the image sizes that models can take.
 
-Checking a name must not cost an import of torch and torchvision (over 2 s). So the names are written down here, and
-tests compare them with torchvision's own.
+The names are written down here, because checking one must not cost an import of torch and torchvision (over 2 s). Tests
+compare them with torchvision's own.
 """
 
 from flyte_ddp.errors import UserError
 
 # Each data set with the side of its square images, in pixels.
 DATASETS: dict[str, int] = {"digits": 8, "mnist": 28, "fashion_mnist": 28, "cifar10": 32}
-
 # The other forms that a data set's name may have.
 DATASET_FORMS = ("shards:ADDRESS", "stream:ADDRESS", "image_folder:ADDRESS", "package.module:callable")
 ENCODED_KINDS = ("shards", "stream", "image_folder")  # images stay encoded (JPEG, PNG) until a batch needs them
@@ -21,29 +20,13 @@ IMAGES = (
 
 # The two small CNNs, each with the smallest image side that it takes, in pixels.
 SMALL_MODELS: dict[str, int] = {"small_cnn": 8, "tutorial": 16}
-
 # Side lengths that must divide the image side: transformers that cut images into patches or windows of a fixed size.
-SIZE_MULTIPLES: dict[str, int] = {
-    "maxvit_t": 224,
-    "vit_b_16": 16,
-    "vit_b_32": 32,
-    "vit_h_14": 14,
-    "vit_l_16": 16,
-    "vit_l_32": 32,
-}
-
+SIZE_MULTIPLES = {"maxvit_t": 224, "vit_b_16": 16, "vit_b_32": 32, "vit_h_14": 14, "vit_l_16": 16, "vit_l_32": 32}
 # The smallest image side, in pixels, with which a forward pass in training mode works, by families of models.
 SMALLEST_SIDES: dict[str, int] = {
-    "alexnet": 63,
-    "convnext": 32,
-    "densenet": 29,
-    "googlenet": 15,
-    "inception": 75,
-    "squeezenet1_0": 21,
-    "squeezenet1_1": 17,
-    "vgg": 32,
-    **SIZE_MULTIPLES,
-}
+    "alexnet": 63, "convnext": 32, "densenet": 29, "googlenet": 15, "inception": 75, "squeezenet1_0": 21,
+    "squeezenet1_1": 17, "vgg": 32, **SIZE_MULTIPLES,
+}  # fmt: skip
 ANY_SIDE = 8  # pixels: least side for models that take any size; smaller images show nothing
 
 TORCHVISION_CLASSIFIERS = """
@@ -58,13 +41,11 @@ TORCHVISION_CLASSIFIERS = """
     vgg13 vgg13_bn vgg16 vgg16_bn vgg19 vgg19_bn vit_b_16 vit_b_32 vit_h_14 vit_l_16 vit_l_32 wide_resnet101_2
     wide_resnet50_2
     """.split()  # noqa: SIM905
-
 # torchvision's image classifiers, each with its smallest image side.
 TORCHVISION_MODELS: dict[str, int] = {
     model: next((side for family, side in SMALLEST_SIDES.items() if model.startswith(family)), ANY_SIDE)
     for model in TORCHVISION_CLASSIFIERS
 }
-
 MODELS: tuple[str, ...] = (*SMALL_MODELS, *TORCHVISION_MODELS)
 
 
@@ -81,11 +62,11 @@ def check_image_size(model: str, height: int, width: int) -> None:
     """
     smallest = {**SMALL_MODELS, **TORCHVISION_MODELS}.get(model, 1)
     multiple = SIZE_MULTIPLES.get(model, 1)
-    rule = f"sides must be at least {smallest}" + (f" and a multiple of {multiple}" if multiple > 1 else "")
-    fits = -(-max(smallest, height, width) // multiple) * multiple
     if min(height, width) < smallest or height % multiple or width % multiple:
-        raise UserError(f"model {model!r} cannot take {height}x{width} images: {rule}; set image_size={fits}")
-    if model.startswith("vit_") and height != width:
-        raise UserError(
-            f"model {model!r} cannot take {height}x{width} images: they must be square; set image_size={fits}"
-        )
+        rule = f"sides must be at least {smallest}" + (f" and a multiple of {multiple}" if multiple > 1 else "")
+    elif model.startswith("vit_") and height != width:
+        rule = "they must be square"
+    else:
+        return
+    fits = -(-max(smallest, height, width) // multiple) * multiple
+    raise UserError(f"model {model!r} cannot take {height}x{width} images: {rule}; set image_size={fits}")

@@ -25,13 +25,9 @@ LARGEST_INT = 2**53  # the console's form (protobuf Struct) carries doubles: lar
 
 
 def setting(default: Any, doc: str, *, choices: tuple[str, ...] | None = None, **bounds: float) -> Any:
-    """Return a dataclass field with a default, a help text, and the rules by which its values are checked.
+    """Return a dataclass field with a default, which also gives the type, a help text, and the values it may have.
 
-    Args:
-        default: also gives the type. Whole numbers are limited to LARGEST_INT unless ``at_most`` is given.
-        doc: help text in the console's form and in the documents.
-        choices: the texts that are allowed; None: any.
-        bounds: limits of a number, by the names of BOUNDS.
+    ``bounds`` are limits of a number, by the names of BOUNDS. Whole numbers are at most LARGEST_INT by default.
     """
     if type(default) is int:
         bounds.setdefault("at_most", LARGEST_INT)
@@ -41,10 +37,8 @@ def setting(default: Any, doc: str, *, choices: tuple[str, ...] | None = None, *
 class CheckedFields(DataClassJsonMixin):
     """Base of a dataclass whose fields are made by :func:`setting`: checks all values when it is instantiated.
 
-    A subclass gives ``called``, the noun for a field in errors.
-
-    Raises:
-        UserError: an unknown field, a value of the wrong type, or a value out of range.
+    A subclass gives ``called``, the noun for a field in errors. Raises UserError for an unknown field, a value of the
+    wrong type, or a value out of range.
     """
 
     called: ClassVar[str]
@@ -55,15 +49,15 @@ class CheckedFields(DataClassJsonMixin):
 
     def __new__(cls, *_: Any, **values: Any) -> Self:
         """Raise UserError for an unknown field, with the nearest known one; ``__init__`` would raise a TypeError."""
-        cls.known(values)
+        cls.check_names(values)
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):  # type: ignore[arg-type]
-            object.__setattr__(self, field.name, checked(field, getattr(self, field.name)))
+            object.__setattr__(self, field.name, check_value(field, getattr(self, field.name)))
 
     @classmethod
-    def known(cls, values: Any) -> dict[str, Any]:
+    def check_names(cls, values: Any) -> dict[str, Any]:
         """Return a copy of a mapping; UserError if it is no mapping, or if one of its keys is no field's name."""
         if not isinstance(values, Mapping):
             raise UserError(f"{cls.called}s must be a JSON object, got {short_repr(values)}")
@@ -79,7 +73,7 @@ class CheckedFields(DataClassJsonMixin):
 
         Replaces the inherited method, which would drop unknown keys and convert values.
         """
-        return cls(**cls.known(kvs))
+        return cls(**cls.check_names(kvs))
 
     @classmethod
     def from_json(cls, s: Any, **_: Any) -> Self:
@@ -91,7 +85,7 @@ class CheckedFields(DataClassJsonMixin):
             values = json.loads(s)
         except (ValueError, RecursionError) as error:
             raise UserError(f"{cls.called}s are not valid JSON: {error}") from None
-        values = cls.known(values)
+        values = cls.check_names(values)
         for field in dataclasses.fields(cls):  # type: ignore[arg-type]
             text = values.get(field.name)
             if field.type in (int, float) and isinstance(text, str) and YAML_NUMBER.fullmatch(text):
@@ -104,14 +98,10 @@ class CheckedFields(DataClassJsonMixin):
         return {**vars(cls.from_dict(values))}
 
 
-def checked(field: "dataclasses.Field[Any]", value: Any) -> Any:
-    """Return the value, converted to the field's type.
+def check_value(field: "dataclasses.Field[Any]", value: Any) -> Any:
+    """Return the value, converted to the field's type: ``3.0`` is an int, as the console's form has only doubles.
 
-    ``3.0`` is accepted for an int, because the console's form (protobuf Struct) has only doubles.
-
-    Raises:
-        UserError: the value has another type, is out of range, is no UTF-8, or has an address with a user name or a
-            password.
+    Raises UserError if it has another type, is out of range, is no UTF-8, or has an address with a password.
     """
     rule = field.metadata
     kind: Any = field.type

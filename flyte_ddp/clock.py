@@ -16,22 +16,21 @@ if TYPE_CHECKING:
 class Clock:
     """Adds up seconds by name; ``with clock("data"): ...`` costs about a microsecond.
 
-    On a GPU the time is the GPU's: events are recorded in its queue before and after the work of a block. The clock
-    never waits for an event: it asks whether earlier events are done when later ones are recorded. So time in which
-    the host works beside the GPU counts nothing, and time in which the GPU is idle counts in full.
+    ``event`` makes a ``torch.cuda.Event`` with timing; then the clock records one in the GPU's queue before and after
+    each block, and the GPU's time counts. It never waits for an event, so time in which the host works beside the GPU
+    counts nothing, and time in which the GPU is idle counts in full. Without ``event`` the host's time counts.
     """
 
     def __init__(self, event: Callable[[], Any] | None = None) -> None:
-        """Start the clock. ``event`` makes a ``torch.cuda.Event`` with timing; None: the time of the host counts."""
         self.started = time.perf_counter()
         self.event = event
-        self.pending: deque[tuple[str, Any, Any]] = deque()
+        self.pending: deque[tuple[str, Any, Any]] = deque()  # name, first and last event of blocks not known as done
         self._lock = threading.Lock()  # the thread that takes checkpoints reads seconds, too
         self._seconds: defaultdict[str, float] = defaultdict(float)
 
     @property
     def seconds(self) -> defaultdict[str, float]:
-        """The seconds of each name, without work that the device has not finished yet."""
+        """The seconds by name, without work that the device has not finished; takes finished work out of pending."""
         with self._lock:
             while self.pending and self.pending[0][2].query():
                 name, begin, end = self.pending.popleft()
@@ -48,7 +47,7 @@ class Clock:
             self.add_since(name, begin)
 
     def start_timing(self, name: str) -> Any:
-        """Return the present time for :meth:`add_since`: the host's, or an event that is recorded in the GPU's queue."""
+        """Return the present time for :meth:`add_since`: the host's, or an event recorded in the GPU's queue."""
         if self.event is None or name == "evaluation":  # evaluation waits for the device anyway
             return time.perf_counter()
         event = self.event()
@@ -56,7 +55,7 @@ class Clock:
         return event
 
     def add_since(self, name: str, begin: Any) -> None:
-        """Add the seconds since ``begin``, which ``mark(name)`` returned, to those of ``name``."""
+        """Add the seconds since ``begin``, which ``start_timing(name)`` returned, to those of ``name``."""
         if isinstance(begin, float):
             self._seconds[name] += time.perf_counter() - begin
         else:
@@ -64,7 +63,7 @@ class Clock:
             _ = self.seconds  # takes finished events out, so that those of many steps do not pile up
 
     def total(self) -> float:
-        """Return the seconds since this clock was made, by the host's time."""
+        """Return the host's seconds since this clock was made."""
         return time.perf_counter() - self.started
 
 

@@ -6,9 +6,13 @@ import hashlib
 import threading
 import warnings
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import cache_from_source
 from pathlib import Path
+
+from flyte_ddp.files import atomic_write, file_digest
 
 ARITHMETIC = ("torch", "torchvision", "numpy", "pillow", "torchcodec")  # torchcodec is an extra and may be missing
 
@@ -19,7 +23,6 @@ DECIDING = (
     *("shards/dataset.py", "shards/decoding.py", "shards/index.py", "shards/samples.py", "shards/tar.py"),
     *("catalog.py", "class_names.py", "confusions.py", "cpu.py", "device_copy.py", "hardware.py", "pictures.py"),
 )
-SAME_MEANING = {"ctx", "kind", "type_comment"}  # fields of syntax trees that repeat other fields or change nothing
 PARSING = threading.Lock()
 NO_PYTHON = (SyntaxError, ValueError, RecursionError, MemoryError)  # what parsing raises for a file that is none
 
@@ -28,17 +31,26 @@ NO_PYTHON = (SyntaxError, ValueError, RecursionError, MemoryError)  # what parsi
 def library_digest(root: Path = Path(__file__).parent) -> str:
     """Return 16 hexadecimal digits of a SHA-256 over the code that decides a run's result (DECIDING).
 
-    Comments, docstrings and formatting do not count. Reads and parses all of these files, once in a process.
+    Comments, docstrings and formatting do not count. Reads all of these files, once in a process, and parses them only
+    if ``library_digest`` in Python's ``__pycache__`` does not remember their digest; writes it there if it can.
     """
-    return hash_files(root, [path for name in DECIDING for path in python_files(root / name)], code_in)
+    paths = [path for name in DECIDING for path in python_files(root / name)]
+    # Parsing takes 60 ms, reading 1. The bytes of this file count too: it may compute digests in another way one day.
+    key = hash_files(root, paths, bytes) + file_digest(Path(__file__))
+    remembered = Path(cache_from_source(str(root / "library_digest.py"))).with_suffix(".txt")
+    with suppress(OSError, ValueError):
+        found, digest = remembered.read_text().split()
+        if found == key:
+            return digest
+    digest = hash_files(root, paths, lambda source: code_text(source, parse(source)))
+    with suppress(OSError), atomic_write(remembered) as file:  # not in a folder that is not ours, or is read-only
+        file.write(f"{key} {digest}\n".encode())
+    return digest
 
 
 @cache
 def package_digest(root: Path = Path(__file__).parent) -> str:
-    """Return 16 hexadecimal digits of a SHA-256 over the bytes of the library's Python and TOML files.
-
-    Reads all of these files, once in a process.
-    """
+    """Return 16 hexadecimal digits of a SHA-256 over the bytes of package_files; reads them once in a process."""
     return hash_files(root, package_files(root), bytes)
 
 
@@ -62,48 +74,11 @@ def hash_files(root: Path, paths: Iterable[Path], normalize: Callable[[bytes], b
     return digest.hexdigest()[:16]
 
 
-def code_in(source: bytes) -> bytes:
-    """Return a text of a source's syntax tree, without comments, docstrings and formatting.
+def parse(source: bytes) -> ast.Module | None:
+    """Return the syntax tree of a source, None if it is no Python. Hides warnings; waits for another thread's parsing.
 
-    The text is the same under Python 3.11 to 3.13. Returns the source itself if it is no Python or nested too deeply.
-    """
-    words: list[str] = []
-    try:
-        append_node_words(parse(source), words)
-    except NO_PYTHON:
-        return source
-    return "\n".join(words).encode()
-
-
-def append_node_words(node: ast.AST, words: list[str]) -> None:
-    """Append the type and the fields of a syntax node and of all nodes below it to ``words``.
-
-    Leaves out empty fields, docstrings and other statements without effect.
-    """
-    words.append(type(node).__name__)
-    for field in node._fields:
-        value = getattr(node, field)
-        if value is None or value == [] or field in SAME_MEANING:
-            continue
-        words.append(field)
-        for item in value if isinstance(value, list) else (value,):
-            if isinstance(item, ast.Pass) or (isinstance(item, ast.Expr) and isinstance(item.value, ast.Constant)):
-                continue
-            if isinstance(item, ast.AST):
-                append_node_words(item, words)
-            else:
-                words.append(repr(item))
-    words.append(")")
-
-
-def parse(source: bytes) -> ast.Module:
-    """Return the syntax tree of a source. Hides warnings, holds a lock, and turns garbage collection off meanwhile.
-
-    A collection takes as long as the parsing. It may also let another thread run, and Python 3.11 raises SystemError
-    when two threads parse at the same time.
-
-    Raises:
-        SyntaxError: the source is no Python; another error of NO_PYTHON: it has null bytes or is nested too deeply.
+    Turns garbage collection off meanwhile: a collection takes as long as the parsing. It may also let another thread
+    run, and Python 3.11 raises SystemError when two threads parse at the same time.
     """
     with PARSING, warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -111,9 +86,36 @@ def parse(source: bytes) -> ast.Module:
         gc.disable()
         try:
             return ast.parse(source)
+        except NO_PYTHON:
+            return None
         finally:
             if collecting:
                 gc.enable()
+
+
+def code_text(source: bytes, tree: ast.Module | None) -> bytes:
+    """Return a text of a source's syntax tree, without comments, docstrings, formatting and statements without effect.
+
+    The text is the same under Python 3.11 and 3.12. Removes those statements from the tree. Returns the source if there
+    is no tree or it is nested too deeply.
+    """
+    if tree is None:
+        return source
+    for node in ast.walk(tree):
+        for name in ("body", "orelse", "finalbody"):
+            if isinstance(block := getattr(node, name, None), list):
+                block[:] = [each for each in block if not has_no_effect(each)]
+    try:
+        return ast.dump(tree).replace(", type_params=[]", "").encode()  # empty lists that Python 3.11 has not
+    except RecursionError:
+        return source
+
+
+def has_no_effect(statement: ast.stmt) -> bool:
+    """Return whether a statement is a docstring, another constant, or ``pass``."""
+    return isinstance(statement, ast.Pass) or (
+        isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
+    )
 
 
 def list_releases() -> str:
@@ -123,8 +125,6 @@ def list_releases() -> str:
     """
     found = []
     for name in ARITHMETIC:
-        try:
+        with suppress(PackageNotFoundError):
             found.append(f"{name} {version(name)}")
-        except PackageNotFoundError:
-            continue
     return ", ".join(found)

@@ -17,10 +17,8 @@ from flyte_ddp.errors import UserError, unknown_name_error
 class Hyperparameters(CheckedFields, called="hyperparameter"):
     """Everything that determines a training run's result.
 
-    Raises:
-        UserError: an unknown field, a value of the wrong type, or a value out of range; on every path by which a
-            value arrives (Python, command-line JSON, the console's form, a pod's msgpack).
-
+    Raises UserError for an unknown field, a value of the wrong type, or a value out of range, on every path by which a
+    value arrives (Python, command-line JSON, the console's form, a pod's msgpack).
     """
 
     # Data
@@ -223,24 +221,22 @@ def check_batch_size(hp: Hyperparameters, num_ranks: int) -> None:
 def check_combinations(hp: Hyperparameters) -> None:
     """Raise UserError for fields that contradict one another."""
     check_batch_size(hp, max(1, hp.num_ranks))
-    encoded = bool(catalog.encoded_kind(hp.dataset))
+    encoded, error = bool(catalog.encoded_kind(hp.dataset)), ""
     if hp.augment in (("crop", "crop_flip") if encoded else ("resized_crop",)):
         fitting = "none or resized_crop" if encoded else "none, crop or crop_flip"
-        raise UserError(f"augment={hp.augment!r}: not for dataset={short_repr(hp.dataset)}; choose {fitting}")
-    if hp.nesterov and hp.optimizer == "sgd" and hp.momentum == 0:
-        raise UserError("nesterov=True: needs momentum above 0; set momentum or nesterov=false")
-    if hp.init_skip and not hp.init_from:
-        raise UserError(
-            f"init_skip={hp.init_skip!r}: goes with init_from, which is empty; set that, or leave both empty"
-        )
-    if hp.early_stop_patience and hp.validation_fraction == 0:
+        error = f"augment={hp.augment!r}: not for dataset={short_repr(hp.dataset)}; choose {fitting}"
+    elif hp.nesterov and hp.optimizer == "sgd" and hp.momentum == 0:
+        error = "nesterov=True: needs momentum above 0; set momentum or nesterov=false"
+    elif hp.init_skip and not hp.init_from:
+        error = f"init_skip={hp.init_skip!r}: goes with init_from, which is empty; set that, or leave both empty"
+    elif hp.early_stop_patience and hp.validation_fraction == 0:
         what = f"early_stop_patience={hp.early_stop_patience}"
-        raise UserError(f"{what}: needs a validation split; set validation_fraction above 0")
-    if -1 < hp.grad_clip_norm < 0:
-        raise UserError(
-            f"grad_clip_norm={hp.grad_clip_norm}: must be above 0, or 0 for no clipping, or -1 for the default"
-        )
-    if hp.keep == "best" and hp.validation_fraction == 0:
-        raise UserError("keep='best': needs a validation split to choose by; set validation_fraction above 0")
-    if hp.keep == "ema" and hp.ema_decay == 0:
-        raise UserError("keep='ema': there is no moving average; set ema_decay, for example to 0.99")
+        error = f"{what}: needs a validation split; set validation_fraction above 0"
+    elif -1 < hp.grad_clip_norm < 0:
+        error = f"grad_clip_norm={hp.grad_clip_norm}: must be above 0, or 0 for no clipping, or -1 for the default"
+    elif hp.keep == "best" and hp.validation_fraction == 0:
+        error = "keep='best': needs a validation split to choose by; set validation_fraction above 0"
+    elif hp.keep == "ema" and hp.ema_decay == 0:
+        error = "keep='ema': there is no moving average; set ema_decay, for example to 0.99"
+    if error:
+        raise UserError(error)

@@ -7,24 +7,14 @@ Integers = NDArray[np.int64]
 
 
 def count_confusions(truth: Integers, predictions: Integers) -> Integers:
-    """Return int64 [K, 3]: truth, prediction and number of samples of each pair that occurs, sorted by pair.
-
-    Args:
-        truth: [N] labels of the samples.
-        predictions: [N] predicted classes of the samples.
-    """
+    """Return [K, 3]: label, predicted class and number of samples of each pair that occurs, sorted by pair."""
     classes = int(predictions.max(initial=0)) + 1
     pairs, samples = np.unique(truth * classes + predictions, return_counts=True)
     return np.stack((pairs // classes, pairs % classes, samples), axis=1)
 
 
 def confusion_matrix(counts: Integers, classes: int) -> Integers:
-    """Return the int64 matrix [classes, classes] with the number of samples by truth (row) and prediction (column).
-
-    Args:
-        counts: [K, 3] from :func:`count_confusions`.
-        classes: number of classes.
-    """
+    """Return [classes, classes]: the number of samples by label (row) and prediction (column), from counted pairs."""
     matrix = np.zeros((classes, classes), dtype=np.int64)
     matrix[counts[:, 0], counts[:, 1]] = counts[:, 2]
     return matrix

@@ -55,6 +55,8 @@ def read_cpu(cpuinfo: Path = Path("/proc/cpuinfo")) -> Cpu:
     """Return the first CPU that /proc/cpuinfo describes on x86 and ARM; without that file all fields are empty."""
     first = cpuinfo.read_text().strip().partition("\n\n")[0] if cpuinfo.exists() else ""
     facts = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in first.splitlines())}
-    on_x86_and_arm = [("vendor_id", "CPU implementer"), ("cpu family", "CPU architecture"), ("model", "CPU part")]
-    vendor, family, model = (facts.get(on_x86) or facts.get(on_arm, "") for on_x86, on_arm in on_x86_and_arm)
-    return Cpu(vendor, family, model, frozenset((facts.get("flags") or facts.get("Features", "")).split()))
+    names = [("vendor_id", "CPU implementer"), ("cpu family", "CPU architecture"), ("model", "CPU part")]
+    vendor, family, model, flags = (
+        facts.get(x86) or facts.get(arm, "") for x86, arm in (*names, ("flags", "Features"))
+    )
+    return Cpu(vendor, family, model, frozenset(flags.split()))

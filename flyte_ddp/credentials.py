@@ -16,14 +16,10 @@ def mask_credentials(text: str) -> str:
 
 
 def refuse_credentials(name: str, value: str) -> None:
-    """Raise UserError if a text has an address with a user name or a password; the error shows ``***`` instead.
-
-    Args:
-        name: name of the value, for the error.
-        value: any text.
-    """
+    """Raise UserError, which begins with ``name``, if ``value`` has an address with a user name or a password."""
     if USER_INFO.search(value):
         raise UserError(
-            f"{name}={mask_credentials(value)!r}: has a user name or a password, which would be kept and shown wherever the "
-            "address is; put them into ~/.netrc, or into the file that NETRC names, and leave them out of the address"
+            f"{name}={mask_credentials(value)!r}: has a user name or a password, which would be kept and shown "
+            "wherever the address is; put them into ~/.netrc, or into the file that NETRC names, and leave them out of "
+            "the address"
         )

@@ -10,11 +10,9 @@ if TYPE_CHECKING:
 
 
 def copy_to_device(values: Tensor, device: torch.device) -> Tensor:
-    """Return a copy of a CPU tensor on the device, without waiting for the copy; for a CPU the tensor itself.
-
-    A copy from ordinary memory would block the host in every batch until the device has finished all earlier work. So
-    the tensor is first copied to page-locked memory, which torch keeps until the device has read it.
-    """
+    """Return a copy of a CPU tensor on the device, without waiting for the copy; for a CPU the tensor itself."""
     if device.type == "cpu":
         return values
+    # A copy from ordinary memory would block the host in every batch until the device has finished all earlier work.
+    # torch keeps page-locked memory until the device has read it.
     return values.pin_memory().to(device, non_blocking=True)

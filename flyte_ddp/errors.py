@@ -14,12 +14,6 @@ LONGEST_LIST = 12  # choices printed in full; a longer list would bury the messa
 LONGEST_MESSAGE = 600  # characters of a rank's message in a panel
 
 
-def shorten_path(path: Path) -> str:
-    """Return a path relative to the working directory if it is below it, else unchanged."""
-    relative = os.path.relpath(path)
-    return str(path) if relative.startswith("..") else relative
-
-
 class UserError(click.ClickException, ValueError):
     """A mistake that the user can fix: the message names the value, the rule and the fix.
 
@@ -33,16 +27,10 @@ class UnreachableError(UserError):
 
 
 class RankError(click.ClickException, RuntimeError):
-    """A rank failed, not by a known mistake of the user.
+    """A rank failed, not by a known mistake of the user; ``recoverable``: the machine failed, a retry may succeed.
 
-    ``str`` returns message, remark and details. ``pyflyte`` prints a panel of a few lines with the name of the file
-    that holds the details.
-
-    Args:
-        message: what failed, in a line or two.
-        details: a traceback, or the stacks of ranks that hang.
-        recoverable: whether a retry may succeed, because the machine failed and not the code.
-
+    ``message`` says in a line or two what failed; ``details`` is a traceback, or the stacks of ranks that hang. ``str``
+    returns both, and ``pyflyte`` prints a panel of a few lines with the name of the file that holds the details.
     """
 
     def __init__(self, message: str, *, details: str = "", recoverable: bool = False) -> None:
@@ -62,7 +50,7 @@ class RankError(click.ClickException, RuntimeError):
         if self.file is not None:
             lines.append(f"the whole error is in {shorten_path(self.file)}")
         if self.recoverable:
-            lines.append(where_it_goes_on(self.step))
+            lines.append(describe_resumption(self.step))
         return "\n".join(lines)
 
 
@@ -75,33 +63,14 @@ class OutOfMemoryError(RankError):
 
 
 class StoppedError(click.ClickException, RuntimeError):
-    """The run was stopped by a signal.
-
-    Args:
-        signal: the signal's name.
-        step: step of the newest checkpoint; 0: there is none; None: not known.
-
-    """
+    """A signal, given by its name, stopped the run; ``step`` is as in :func:`describe_resumption`."""
 
     def __init__(self, signal: str, step: int | None = 0) -> None:
-        super().__init__(f"stopped by {signal}; {where_it_goes_on(step)}")
+        super().__init__(f"stopped by {signal}; {describe_resumption(step)}")
         self.signal, self.step = signal, step
 
     def __reduce__(self) -> tuple[type[StoppedError], tuple[str, int | None]]:
         return type(self), (self.signal, self.step)
-
-
-def where_it_goes_on(step: int | None) -> str:
-    """Return a sentence that says from which step a new start of the same run resumes.
-
-    Args:
-        step: step of the newest checkpoint; 0: there is none; None: not known.
-    """
-    if step is None:
-        return "the same run will go on from its last checkpoint"
-    if step == 0:
-        return "the same run will restart from scratch, as there is no checkpoint yet"
-    return f"the same run will go on after step {step:,}, which is saved"
 
 
 class CollectiveError(RuntimeError):
@@ -114,6 +83,24 @@ class CollectiveTimeoutError(CollectiveError):
 
 class PeerGoneError(CollectiveError):
     """A collective operation failed because another rank has exited."""
+
+
+def describe_resumption(step: int | None) -> str:
+    """Return a sentence that says from where a new start of the same run resumes.
+
+    ``step`` is that of the run's newest checkpoint; 0: it has none; None: not known.
+    """
+    if step is None:
+        return "the same run will go on from its last checkpoint"
+    if step == 0:
+        return "the same run will restart from scratch, as there is no checkpoint yet"
+    return f"the same run will go on after step {step:,}, which is saved"
+
+
+def shorten_path(path: Path) -> str:
+    """Return a path relative to the working directory if it is below it, else unchanged."""
+    relative = os.path.relpath(path)
+    return str(path) if relative.startswith("..") else relative
 
 
 @contextmanager
@@ -133,13 +120,9 @@ def install_hint(extra: str) -> str:
 def unknown_name_error(
     kind: str, name: str, choices: Iterable[str], page: str = "docs/hyperparameters.md"
 ) -> UserError:
-    """Return the error for an unknown name: it suggests the nearest choice and lists up to LONGEST_LIST choices.
+    """Return the error for an unknown name of a kind such as "model": it suggests the nearest choice and lists choices.
 
-    Args:
-        kind: what the name names, such as "model".
-        name: the unknown name.
-        choices: the known names.
-        page: the document that lists the known names; the error refers to it if they are more than LONGEST_LIST.
+    If there are more than LONGEST_LIST, it lists a few of them and refers to the document ``page``.
     """
     names = sorted(choices)
     near = difflib.get_close_matches(name, names, n=6, cutoff=0.5)

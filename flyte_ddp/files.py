@@ -19,15 +19,9 @@ def atomic_write(path: Path, *, durable: bool = True, create: bool = False) -> I
     """Yield a new temporary file; rename it to ``path`` when the block succeeds, remove it when the block fails.
 
     Creates missing folders. Readers see the old file or the whole new one. The temporary name is unique, so several
-    threads and processes may write the same path; the last one wins.
-
-    Args:
-        path: the file to create or replace.
-        durable: whether to fsync the content before the rename, so that a power cut leaves the old file or the new one.
-        create: whether to raise FileExistsError if ``path`` exists, instead of replacing it; also fsyncs the folder.
-
-    Raises:
-        OSError: the file cannot be written.
+    threads and processes may write the same path; the last one wins. If ``durable``, the content is flushed to disk
+    (fsync) before the rename, so that a power cut leaves the old file or the new one. ``create`` raises FileExistsError
+    if ``path`` exists, and flushes the folder too. Raises OSError if the file cannot be written.
     """
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -38,7 +32,11 @@ def atomic_write(path: Path, *, durable: bool = True, create: bool = False) -> I
                 sync(file)
         if create:
             os.link(temporary, path)  # fails if the path exists, so only one of several processes can succeed
-            sync_folder(path.parent)
+            folder = os.open(path.parent, os.O_RDONLY)
+            try:
+                os.fsync(folder)  # else a power cut could undo the new name
+            finally:
+                os.close(folder)
         else:
             temporary.replace(path)
     finally:
@@ -49,13 +47,8 @@ def atomic_write(path: Path, *, durable: bool = True, create: bool = False) -> I
 def replace_file(path: Path, *, durable: bool = True) -> Iterator[BinaryIO]:
     """Yield a new file that replaces ``path`` when the block succeeds, as by :func:`atomic_write`.
 
-    Args:
-        path: the file to create or replace.
-        durable: whether to fsync the content before the rename.
-
-    Raises:
-        UserError: the block or the renaming raised an OSError, which is taken for a failure to write. So a block that
-            also reads must convert its own OSErrors.
+    Raises UserError, which names the fix, for each OSError of the block or of the renaming. So a block that also reads
+    must convert its own OSErrors.
     """
     try:
         with atomic_write(path, durable=durable) as file:
@@ -70,14 +63,13 @@ def replace_file(path: Path, *, durable: bool = True) -> Iterator[BinaryIO]:
 
 
 class HashingFile:
-    """Passes data on to a file and computes its SHA-256.
+    """Writes to a file and computes the SHA-256 of what it writes.
 
     Has no ``fileno``, so torch.save writes through Python, where a full disk is an ``OSError``.
     """
 
     def __init__(self, file: BinaryIO) -> None:
-        self.file = file
-        self.sha256 = hashlib.sha256()
+        self.file, self.sha256 = file, hashlib.sha256()
 
     def write(self, data: bytes) -> int:
         """Write data to the file and add it to the digest; return the number of bytes written."""
@@ -93,15 +85,6 @@ def sync(file: IO[Any]) -> None:
     """Flush and fsync a file, so that a power cut cannot lose its content; OSError if the disk is full."""
     file.flush()
     os.fsync(file.fileno())
-
-
-def sync_folder(folder: Path) -> None:
-    """Fsync a folder, so that a power cut cannot undo new names of files in it."""
-    opened = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(opened)
-    finally:
-        os.close(opened)
 
 
 def file_digest(path: Path) -> str:

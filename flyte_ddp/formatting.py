@@ -10,7 +10,7 @@ def format_percent(share: float | None) -> str:
 
 
 def format_number(value: float | None, form: str = ".4f") -> str:
-    """Return a number in a format of Python's; None as "n/a"."""
+    """Return a number in one of Python's formats; None as "n/a"."""
     return "n/a" if value is None else format(value, form)
 
 

@@ -68,72 +68,31 @@ def bf16_support(device_type: str) -> Bf16:
 def detect_hardware(hp: Hyperparameters) -> Hardware:
     """Return the Hardware of a run whose ranks are all on this machine. Imports torch if there are GPUs.
 
-    Raises:
-        UserError: the hyperparameters need what the machine does not have, or this is a pod that does not see the
-            GPUs that were requested for it.
+    Raises UserError if the hyperparameters need what the machine does not have, or if this is a pod that does not see
+    the GPUs that were requested for it.
     """
     gpus = count_gpus()
     check_expected_gpus(gpus)
     device_type = choose_device_type(hp, gpus, "this process sees")
     num_ranks = hp.num_ranks or (gpus if device_type == "cuda" else min(count_cores(), MOST_CPU_RANKS, hp.batch_size))
-    return choose_hardware(
-        hp, device_type, num_ranks, threads=max(1, count_cores() // num_ranks), bf16=bf16_support(device_type)
-    )
+    threads = max(1, count_cores() // num_ranks)
+    return choose_hardware(hp, device_type, num_ranks, threads=threads, bf16=bf16_support(device_type))
 
 
-def choose_device_type(hp: Hyperparameters, gpus: int, who_has: str, other_fix: str = "") -> str:
-    """Return the type of the ranks' devices, "cuda" or "cpu"; UserError if there are too few GPUs.
-
-    Args:
-        hp: gives backend and number of ranks.
-        gpus: the number of GPUs that the ranks can have.
-        who_has: subject and verb of the errors' sentence "... no GPU".
-        other_fix: more advice for the end of the errors.
-    """
-    if hp.backend == "nccl" and not gpus:
-        raise UserError(f"backend='nccl': {who_has} no GPU; use backend='gloo' or 'auto'{other_fix}")
-    device_type = "cuda" if gpus and hp.backend != "gloo" else "cpu"
-    if device_type == "cuda" and hp.num_ranks > gpus:
+def check_expected_gpus(visible: int) -> None:
+    """Raise UserError in a pod where ``visible`` is not the number of GPUs that were requested for it."""
+    expected = os.environ.get(REQUESTED_GPUS)
+    if expected is not None and int(expected) != visible:
         raise UserError(
-            f"num_ranks={hp.num_ranks}: {who_has} {gpus} GPU(s) and each rank needs one; "
-            f"set num_ranks to at most {gpus}, or 0 for all of them{other_fix}"
+            f"{visible} GPU(s) visible but {expected} requested for this task ({REQUESTED_GPUS}={expected}): "
+            "register with the resource profile that fits the nodes, or fix the node's GPU driver"
         )
-    return device_type
-
-
-def choose_hardware(hp: Hyperparameters, device_type: str, num_ranks: int, *, threads: int, bf16: Bf16) -> Hardware:
-    """Return the Hardware of these ranks: chooses backend, gradient strategy, precision and memory order.
-
-    Args:
-        hp: the hyperparameters.
-        device_type: "cuda" or "cpu".
-        num_ranks: number of ranks.
-        threads: CPU threads of each rank.
-        bf16: whether bf16 is possible and faster on all devices.
-
-    Raises:
-        UserError: the batch has too few samples for the ranks, or the devices cannot do what ``hp`` asks for.
-    """
-    check_batch_size(hp, num_ranks)
-    small = hp.model in catalog.SMALL_MODELS
-    # A user's own model may rely on the usual order: `x.view(len(x), -1)` after a convolution fails with channels_last.
-    gains_by_order = device_type == "cuda" and hp.model in catalog.TORCHVISION_MODELS
-    return Hardware(
-        num_ranks=num_ranks,
-        device_type=device_type,
-        backend="nccl" if device_type == "cuda" else "gloo",
-        strategy=choose_strategy(hp, device_type),
-        precision=choose_precision(hp, device_type, small=small, bf16=bf16),
-        channels_last=hp.channels_last == "on" or (hp.channels_last == "auto" and (small or gains_by_order)),
-        threads=threads,
-    )
 
 
 def check_requested(hp: Hyperparameters, nodes: int = 1, ranks: int = 0, capacity: int = 0) -> None:
     """Raise UserError, before training pods start, if they cannot do what ``hp`` asks for; outside pods do nothing.
 
     Args:
-        hp: the hyperparameters.
         nodes: largest number of training pods.
         ranks: number of ranks that the engine starts; ``num_ranks`` must be 0 or equal. 0: ``num_ranks`` decides.
         capacity: largest number of ranks without GPUs; 0: no limit.
@@ -155,34 +114,59 @@ def check_requested(hp: Hyperparameters, nodes: int = 1, ranks: int = 0, capacit
             f"{capacity}, or 0, or register with more nodes (FLYTE_DDP_NODES) or a larger profile"
         )
     ranks = ranks or hp.num_ranks or (gpus if device_type == "cuda" else 1)
-    choose_hardware(
-        hp, device_type, ranks, threads=1, bf16=Bf16.FASTER
-    )  # only the training pods know whether they have bf16
+    # Only the training pods know whether they have bf16.
+    choose_hardware(hp, device_type, ranks, threads=1, bf16=Bf16.FASTER)
 
 
-def choose_precision(hp: Hyperparameters, device_type: str, *, small: bool, bf16: Bf16) -> str:
-    """Return "fp32", "bf16" or "fp64"; auto chooses bf16 where it is faster, on CPUs only for the two small CNNs.
+def choose_device_type(hp: Hyperparameters, gpus: int, who_has: str, other_fix: str = "") -> str:
+    """Return the type of the ranks' devices, "cuda" or "cpu", if they can have so many GPUs; UserError if too few.
 
-    Raises:
-        UserError: ``hp`` asks for bf16 and the devices have none.
+    ``who_has`` is subject and verb of the errors' sentence "... no GPU", and ``other_fix`` more advice at their end.
     """
-    if hp.precision in ("fp32", "fp64"):
-        return hp.precision
-    if hp.precision == "auto":
-        return "bf16" if bf16 is Bf16.FASTER and (device_type == "cuda" or small) else "fp32"
-    if bf16 is Bf16.NONE:
+    if hp.backend == "nccl" and not gpus:
+        raise UserError(f"backend='nccl': {who_has} no GPU; use backend='gloo' or 'auto'{other_fix}")
+    device_type = "cuda" if gpus and hp.backend != "gloo" else "cpu"
+    if device_type == "cuda" and hp.num_ranks > gpus:
+        raise UserError(
+            f"num_ranks={hp.num_ranks}: {who_has} {gpus} GPU(s) and each rank needs one; "
+            f"set num_ranks to at most {gpus}, or 0 for all of them{other_fix}"
+        )
+    return device_type
+
+
+def choose_hardware(hp: Hyperparameters, device_type: str, num_ranks: int, *, threads: int, bf16: Bf16) -> Hardware:
+    """Return the Hardware of these ranks, each with so many CPU threads: decides every ``auto`` of ``hp``.
+
+    ``bf16`` must hold for all devices. Raises UserError if the batch has too few samples for the ranks, or the devices
+    cannot do what ``hp`` asks for.
+    """
+    check_batch_size(hp, num_ranks)
+    small = hp.model in catalog.SMALL_MODELS
+    # A user's own model may rely on the usual order: `x.view(len(x), -1)` after a convolution fails with channels_last.
+    faster_in_order = small or (device_type == "cuda" and hp.model in catalog.TORCHVISION_MODELS)
+    precision = hp.precision
+    if precision == "auto":
+        precision = "bf16" if bf16 is Bf16.FASTER and (device_type == "cuda" or small) else "fp32"
+    elif precision == "bf16" and bf16 is Bf16.NONE:
         raise UserError(
             f"precision='bf16': this {'GPU' if device_type == 'cuda' else 'CPU'} has no bf16 arithmetic; "
             "use precision='fp32' or 'auto'"
         )
-    return "bf16"
+    return Hardware(
+        num_ranks=num_ranks,
+        device_type=device_type,
+        backend="nccl" if device_type == "cuda" else "gloo",
+        strategy=choose_strategy(hp, device_type),
+        precision=precision,
+        channels_last=hp.channels_last == "on" or (hp.channels_last == "auto" and faster_in_order),
+        threads=threads,
+    )
 
 
 def choose_strategy(hp: Hyperparameters, device_type: str) -> str:
-    """Return the gradient strategy of ``hp``; auto chooses shared memory for CPU ranks on Linux, else ddp.
+    """Return the gradient strategy of ``hp``; for "auto" shared memory if CPU ranks are on Linux, else ddp.
 
-    Raises:
-        UserError: ``hp`` asks for shared memory, and the ranks are on GPUs or not on Linux.
+    Raises UserError if ``hp`` asks for shared memory, and the ranks are on GPUs or not on Linux.
     """
     possible = device_type == "cpu" and sys.platform == "linux"
     if hp.strategy == "shared_memory" and not possible:
@@ -190,14 +174,4 @@ def choose_strategy(hp: Hyperparameters, device_type: str) -> str:
             f"strategy='shared_memory': needs CPU ranks on Linux, these are on {device_type} and {sys.platform}; "
             "use strategy='ddp' or 'auto'"
         )
-    return hp.strategy if hp.strategy != "auto" else ("shared_memory" if possible else "ddp")
-
-
-def check_expected_gpus(visible: int) -> None:
-    """Raise UserError in a pod where ``visible`` is not the number of GPUs that were requested for it."""
-    expected = os.environ.get(REQUESTED_GPUS)
-    if expected is not None and int(expected) != visible:
-        raise UserError(
-            f"{visible} GPU(s) visible but {expected} requested for this task ({REQUESTED_GPUS}={expected}): "
-            "register with the resource profile that fits the nodes, or fix the node's GPU driver"
-        )
+    return hp.strategy if hp.strategy != "auto" else "shared_memory" if possible else "ddp"

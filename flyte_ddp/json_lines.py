@@ -13,17 +13,15 @@ from flyte_ddp.errors import UserError
 
 
 class JsonLines(AbstractContextManager["JsonLines"]):
-    """Appends records to a file of JSON lines; a context manager that closes it. A file must have one writer at a time.
+    """Appends records to a file of JSON lines, and closes it at the end of a ``with`` block.
 
-    Raises:
-        UserError: the file cannot be opened or written.
+    The file must have one writer at a time. Raises UserError if it cannot be opened or written.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
         with self._explain_failure():
-            # Without a buffer other processes see every record at once.
-            self._file = path.open("a+b", buffering=0)
+            self._file = path.open("a+b", buffering=0)  # without a buffer other processes see every record at once
             # A writer that was killed may have left half a line: the next record must not become part of that line.
             if self.size():
                 self._file.seek(-1, os.SEEK_END)
@@ -60,7 +58,7 @@ class JsonLines(AbstractContextManager["JsonLines"]):
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
-    """Return the records of a file of JSON lines, without other lines. Raise UserError if it is unreadable."""
+    """Return the JSON objects in a file of JSON lines, which is read whole; UserError if it is unreadable."""
     try:
         return [*parse_records(path.read_bytes().splitlines())]
     except OSError as error:

@@ -8,16 +8,10 @@ from pathlib import Path
 
 @contextmanager
 def hold_lock(folder: Path, name: str, *, wait: bool = True) -> Iterator[None]:
-    """Hold an exclusive lock on the file ``name`` in ``folder`` during the block; create both if they are missing.
+    """Hold an exclusive lock on the empty file ``name`` in ``folder`` during the block; create both if missing.
 
-    Args:
-        folder: folder of the file.
-        name: the file's name; the file is empty and stays there.
-        wait: whether to wait, without a limit, while another thread or process holds the lock.
-
-    Raises:
-        BlockingIOError: another thread or process holds the lock, and ``wait`` is false.
-        OSError: the folder cannot be written to.
+    Waits without a limit while another thread or process holds the lock; with ``wait=False`` raises BlockingIOError
+    then. Raises OSError if the folder cannot be written to. The file stays there.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / name).open("ab") as file:

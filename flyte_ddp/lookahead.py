@@ -33,17 +33,11 @@ def map_in_threads(
     ahead: int | None = None,
     initializer: Callable[[], object] | None = None,
 ) -> Iterator[Iterator[Result]]:
-    """Yield an iterator over ``function(item)`` of each item, in order; the calls run in threads.
+    """Yield an iterator over ``function(item)`` of each item, in order; a pool of ``threads`` threads makes the calls.
 
-    The end of the block cancels calls that have not begun and does not wait for running ones. An exception of
-    ``function`` is raised when the iterator reaches its item.
-
-    Args:
-        function: called in the threads.
-        items: the arguments; they are taken one by one in the thread that iterates over the results.
-        threads: number of threads.
-        ahead: how many calls may be started before the result of an earlier item is taken; None: 2 * threads - 1.
-        initializer: called in each thread before its first item.
+    The consumer's thread takes the items, and starts up to ``ahead`` calls (default 2 * threads - 1) before it takes an
+    earlier result. The iterator raises an exception of ``function`` when it reaches that item. The end of the block
+    cancels calls that have not begun and does not wait for running ones. Each thread first calls ``initializer``.
     """
     pool = ThreadPoolExecutor(threads, initializer=initializer)
     number = 2 * threads - 1 if ahead is None else ahead

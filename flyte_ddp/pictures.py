@@ -18,48 +18,34 @@ def opaque_picture(image: Image.Image) -> Image.Image:
     """Return a picture with 8 bits a channel, composited on BACKGROUND; the same object if nothing must change.
 
     Keeps the upper 8 bits of 16-bit values, and of 12-bit values in TIFF. A picture with transparency becomes RGBA with
-    an alpha of 255 everywhere.
-
-    Raises:
-        ValueError: the pixels are floating-point numbers, or integers that are signed or have 32 bits: their range is
-            not known.
+    an alpha of 255 everywhere. Raises ValueError if the pixels are floating-point numbers, or integers that are signed
+    or have 32 bits: their range is not known.
     """
     if image.mode == "F":
         raise ValueError("its pixels are floating-point numbers, of no known range; store 8 or 16 bits, without a sign")
-    if image.mode.startswith("I"):
-        return convert_to_8_bit_greys(image)
-    if not image.has_transparency_data:
-        return image
     from PIL import Image
 
+    if image.mode.startswith("I"):
+        stored: Any = image  # Pillow's classes of formats have more attributes
+        if image.mode == "I" and image.format != "PPM":  # Pillow scales a PPM's values to 16 bits
+            raise ValueError(
+                "its pixels are 32-bit or signed integers, of no known range; store 8 or 16 bits, without a sign"
+            )
+        bits = stored.tag_v2[BITS_PER_SAMPLE][0] if image.format == "TIFF" else 16
+        values = np.asarray(image)
+        greys = (values >> (bits - 8)).astype(np.uint8)
+        if "transparency" in image.info:
+            greys[values == image.info["transparency"]] = BACKGROUND[0]
+        return Image.fromarray(greys)
+    if not image.has_transparency_data:
+        return image
     canvas = Image.new("RGBA", image.size, BACKGROUND)
     canvas.alpha_composite(image.convert("RGBA"))
     return canvas
 
 
-def convert_to_8_bit_greys(image: Image.Image) -> Image.Image:
-    """Return a grey picture of 12 or 16 bits with the upper 8 bits, and white in place of the transparent grey.
-
-    Raises:
-        ValueError: the pixels are signed or have 32 bits.
-    """
-    from PIL import Image
-
-    stored: Any = image  # Pillow's classes of formats have more attributes
-    if image.mode == "I" and image.format != "PPM":  # Pillow scales a PPM's values to 16 bits
-        raise ValueError(
-            "its pixels are 32-bit or signed integers, of no known range; store 8 or 16 bits, without a sign"
-        )
-    bits = stored.tag_v2[BITS_PER_SAMPLE][0] if image.format == "TIFF" else 16
-    values = np.asarray(image)
-    greys = (values >> (bits - 8)).astype(np.uint8)
-    if "transparency" in image.info:
-        greys[values == image.info["transparency"]] = BACKGROUND[0]
-    return Image.fromarray(greys)
-
-
 def scale_transparent_colour(image: Image.Image) -> None:
-    """Scale the transparent colour in a PNG's ``info`` to 8 bits; leave other images unchanged.
+    """Scale the transparent colour in a PNG's ``info`` to 8 bits, in place; leave other images unchanged.
 
     Pillow scales a PNG's pixels when it loads them, but not this colour, and would find no pixel transparent. Must be
     called before the picture is loaded.

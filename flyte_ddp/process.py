@@ -39,6 +39,14 @@ def set_process_name(name: str) -> None:
     prctl(PR_SET_NAME, name.encode())
 
 
+def become_subreaper(wanted: bool = True) -> bool:
+    """Tell Linux whether this process adopts its orphaned descendants; return whether it did before."""
+    before = ctypes.c_int()
+    prctl(PR_GET_CHILD_SUBREAPER, ctypes.byref(before))
+    prctl(PR_SET_CHILD_SUBREAPER, int(wanted))
+    return bool(before.value)
+
+
 @contextmanager
 def signal_handlers(handlers: Mapping[signal.Signals, Any]) -> Iterator[None]:
     """Set handlers of signals for the block and restore the earlier ones; do nothing outside the main thread."""
@@ -65,17 +73,9 @@ def postpone_signal(number: signal.Signals) -> Iterator[None]:
             signal.raise_signal(number)
 
 
-def become_subreaper(wanted: bool = True) -> bool:
-    """Tell Linux whether this process adopts its orphaned descendants; return whether it did before."""
-    before = ctypes.c_int()
-    prctl(PR_GET_CHILD_SUBREAPER, ctypes.byref(before))
-    prctl(PR_SET_CHILD_SUBREAPER, int(wanted))
-    return bool(before.value)
-
-
 def kill_descendants() -> None:
     """SIGKILL all descendants of this process but Python's and torch's own helpers; wait up to KILL_SECONDS."""
-    kill_process_trees(lambda: children_of(os.getpid(), ended=True) - helpers())
+    kill_process_trees(lambda: list_children(os.getpid(), ended=True) - list_helpers())
 
 
 @contextmanager
@@ -86,15 +86,15 @@ def kill_new_descendants_at_end() -> Iterator[None]:
     Python's and torch's own helpers. Kills orphaned daemons only if this is the main thread and this process had no
     children before: otherwise nobody could tell who started them.
     """
-    before = children_of(os.getpid(), ended=True)
+    before = list_children(os.getpid(), ended=True)
     in_main = threading.current_thread() is threading.main_thread()
-    adopts = in_main and not children_of(os.getpid()) - helpers() and not become_subreaper()
+    adopts = in_main and not list_children(os.getpid()) - list_helpers() and not become_subreaper()
     try:
         yield
     finally:
         # SIGCHLD is ignored: torch's handler would raise, in the main thread, that a DataLoader's worker was killed.
         with signal_handlers({signal.SIGCHLD: signal.SIG_DFL}):
-            kill_process_trees(lambda: list_children_of_this_thread() - before - helpers())
+            kill_process_trees(lambda: list_children_of_this_thread() - before - list_helpers())
         if adopts:
             become_subreaper(False)
 
@@ -117,16 +117,16 @@ def living_trees(roots: Iterable[int]) -> list[int]:
 
     A zombie can still have children while other threads of it run, so the descendants of zombies count.
     """
-    all_processes = processes()
+    all_processes = list_processes()
     found = [pid for pid in roots if pid in all_processes]
     for each in found:
         found += [pid for pid, (parent, _) in all_processes.items() if parent == each]
     return [pid for pid in found if all_processes[pid][1]]
 
 
-def children_of(pid: int, *, ended: bool = False) -> set[int]:
+def list_children(pid: int, *, ended: bool = False) -> set[int]:
     """Return the ids of a process's children; zombies only if ``ended``."""
-    return {child for child, (parent, lives) in processes().items() if parent == pid and (lives or ended)}
+    return {child for child, (parent, lives) in list_processes().items() if parent == pid and (lives or ended)}
 
 
 def list_children_of_this_thread() -> set[int]:
@@ -134,15 +134,14 @@ def list_children_of_this_thread() -> set[int]:
 
     Returns all children of the process if Linux does not list them by thread.
     """
-    own = children_of(os.getpid(), ended=True)
-    try:
+    own = list_children(os.getpid(), ended=True)
+    with suppress(OSError):
         listed = Path(f"/proc/self/task/{threading.get_native_id()}/children").read_text().split()
-    except OSError:
-        return own
-    return own & {int(pid) for pid in listed}
+        return own & {int(pid) for pid in listed}
+    return own
 
 
-def processes() -> dict[int, tuple[int, bool]]:
+def list_processes() -> dict[int, tuple[int, bool]]:
     """Return each process id with its parent's id and whether it is alive; empty on systems without ``/proc``."""
     found = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
@@ -150,6 +149,23 @@ def processes() -> dict[int, tuple[int, bool]]:
             # The command's name stands in parentheses and may contain spaces and parentheses.
             state, parent = path.read_text(errors="replace").rpartition(")")[2].split()[:2]
             found[int(path.parent.name)] = (int(parent), state not in "ZX")
+    return found
+
+
+def list_helpers() -> set[int]:
+    """Return the child processes that Python and torch have started for themselves; they exit with this process.
+
+    These are multiprocessing's resource tracker, and the process in which torch compiles for GPUs, known by its command
+    line: if that were killed, later compilations of this process would fail.
+    """
+    tracker = getattr(resource_tracker._resource_tracker, "_pid", None)
+    compiler = f"--parent={os.getpid()}".encode()
+    found = set()
+    for pid in list_children(os.getpid()):
+        with suppress(OSError):
+            words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+            if pid == tracker or (compiler in words and any(b"/torch/_inductor/" in word for word in words)):
+                found.add(pid)
     return found
 
 
@@ -169,22 +185,3 @@ def count_out_of_memory_kills() -> int:
                         if count := re.search(r"^oom_kill (\d+)$", (folder / name).read_text(), re.MULTILINE):
                             return int(count[1])
     return 0
-
-
-def helpers() -> set[int]:
-    """Return the child processes that Python and torch have started for themselves; they exit with this process.
-
-    These are multiprocessing's resource tracker, and the process in which torch compiles for GPUs: if that were
-    killed, later compilations of this process would fail.
-    """
-    tracker = getattr(resource_tracker._resource_tracker, "_pid", None)
-    return {pid for pid in children_of(os.getpid()) if pid == tracker or is_compile_worker(pid)}
-
-
-def is_compile_worker(pid: int) -> bool:
-    """Return whether a process is torch's compile worker for this process, by its command line in ``/proc``."""
-    try:
-        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-    except OSError:
-        return False
-    return f"--parent={os.getpid()}".encode() in words and any(b"/torch/_inductor/" in word for word in words)

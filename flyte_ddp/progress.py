@@ -10,16 +10,11 @@ from typing import Any, TextIO
 from tqdm import tqdm
 
 BAR = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} steps [{elapsed}<{remaining}{postfix}]"
-MODES = ("auto", "bar", "lines", "off")
+MODES = ("auto", "bar", "lines", "off")  # auto: a bar if the stream is a terminal, else lines
 
 
 class Progress:
-    """Shows the progress of work whose steps are counted.
-
-    Args:
-        mode: bar, lines, off, or auto (a bar if the stream is a terminal, else lines).
-        stream: where to write; None: stderr.
-    """
+    """Shows the progress of work whose steps are counted, in one of MODES, on ``stream`` (default stderr)."""
 
     def __init__(self, mode: str = "auto", stream: TextIO | None = None) -> None:
         self._stream = stream or sys.stderr
@@ -32,12 +27,8 @@ class Progress:
     def track(self, label: str, total: int | None, unit: str) -> Iterator[Callable[[int], object]]:
         """Show a bar during the block, or print one line; yield a function to report progress.
 
-        Args:
-            label: what is done.
-            total: number of units; None: not known.
-            unit: name of what is counted; "B" for bytes.
-
-        The yielded function takes the number of units that were done since its last call.
+        ``total`` is the number of units, None if it is not known; the unit "B" stands for bytes. The yielded function
+        takes the number of units that were done since its last call.
         """
         if self._mode == "bar":
             with tqdm(total=total, desc=label, unit=unit, unit_scale=unit == "B", file=self._stream) as bar:
@@ -70,17 +61,10 @@ def size(number: int) -> str:
 
 
 class TrainingProgress(Progress):
-    """Shows steps and evaluations of a run.
+    """Shows the optimiser steps and evaluations of a run, in one of MODES, on ``stream`` (default stderr).
 
     A bar is renewed every 0.1 s. Lines come at once, every two seconds, and then whenever the elapsed time has grown by
     30 %: 12 in the first minute, 28 in the first hour. Each evaluation has a line.
-
-    Args:
-        mode: bar, lines, off, or auto (a bar if the stream is a terminal, else lines).
-        total_steps: optimiser steps of the whole run.
-        steps_per_epoch: optimiser steps of one epoch.
-        stream: where to write; None: stderr.
-        clock: returns seconds, from any origin.
     """
 
     def __init__(
@@ -105,17 +89,13 @@ class TrainingProgress(Progress):
                 self._bar = tqdm(total=total_steps, desc=label, bar_format=BAR, file=self._stream, mininterval=0)
 
     def is_due(self) -> bool:
-        """Return whether :meth:`show_step` would show something now; if not, a loss need not be copied from the device."""
+        """Return whether :meth:`show_step` would show something; if not, a loss need not be copied from the device."""
         return self._mode != "off" and self._clock() - self._start >= self._next
 
     def show_step(self, epoch: int, step: int, loss: float | None, samples_per_second: float | None) -> None:
-        """Store a finished step's values, and show them if the time since the last line or renewal is long enough.
+        """Store the values of step number ``step`` of the run; show them if :meth:`is_due`.
 
-        Args:
-            epoch: counted from 0.
-            step: steps done so far, over all epochs.
-            loss: the training loss; None: the last known one is shown.
-            samples_per_second: of all ranks together; None: the last known number is shown.
+        ``epoch`` is counted from 0, and the rate is that of all ranks together. For None the last known value is shown.
         """
         self._last_step = step
         if loss is not None:

@@ -29,15 +29,9 @@ _delivery: tuple[int, int, Deliver] | None = None  # process id, rank, and the f
 def submit(name: str, content: bytes) -> None:
     """Write a result file into ``results/`` of the run folder, in place of one of the same name; return when written.
 
-    Does nothing outside a rank's own process, such as in prediction and in worker processes of streams. A failure to
-    write is printed to stderr once, and training continues.
-
-    Args:
-        name: a path below ``results/``, such as ``maps/epoch-3.png``.
-        content: the whole content of the file.
-
-    Raises:
-        UserError: the name is no path below ``results/``, or the content is not bytes.
+    ``name`` is a path below ``results/``, such as ``maps/epoch-3.png``. Does nothing outside a rank's own process, such
+    as in prediction and in worker processes of streams. A failure to write is printed to stderr once, and training
+    continues. Raises UserError if the name is no path below ``results/``, or the content is not bytes.
     """
     check_result_name(name)
     if not isinstance(content, (bytes, bytearray, memoryview)):
@@ -50,10 +44,8 @@ def event(**values: Any) -> None:
     """Append a line to ``results/events.jsonl`` of the run folder: the values, the rank, and the time (Unix seconds).
 
     Does nothing outside a rank's own process. A failure to write is printed to stderr once, and training continues.
-    NaN and the infinities become null. A run that resumes repeats some steps and their events.
-
-    Raises:
-        UserError: a value is not of JSON, or is named ``rank`` or ``time``.
+    NaN and the infinities become null. A run that resumes repeats some steps and their events. Raises UserError if a
+    value is not of JSON, or is named ``rank`` or ``time``.
     """
     if taken := [name for name in ("rank", "time") if name in values]:
         raise UserError(f"event: {' and '.join(taken)} is added to each event; choose another name")
@@ -90,7 +82,7 @@ def deliver_results(deliver: Deliver, rank: int) -> Iterator[None]:
 
 @contextmanager
 def locked_events(path: Path) -> Iterator[BinaryIO]:
-    """Yield the file of events, open for appending and locked until the end of the block; wait for the lock.
+    """Yield the file of events, open for appending; first wait without a limit for its lock, held during the block.
 
     Ranks and launcher append to the file from processes of several hosts.
     """
@@ -107,19 +99,21 @@ class ResultWriter:
         self.failed = False
 
     def write(self, kind: str, **values: Any) -> None:
-        """Write a file (kind "result": name, content) or an event (kind "event": record); any thread may call this."""
+        """Write a file (kind "result": name, content) or an event (kind "event": record); any thread may call this.
+
+        An event waits without a limit for the lock of the file of events.
+        """
         try:
-            self.write_event(**values) if kind == "event" else self.write_file(**values)
+            if kind == "result":
+                self.write_file(**values)
+            else:
+                self.folder.mkdir(exist_ok=True)
+                with locked_events(self.folder / EVENTS), JsonLines(self.folder / EVENTS) as events:
+                    events.write(values["record"])
         except (UserError, OSError) as error:
             if not self.failed:
                 print(f"{error}; training continues without it", file=sys.stderr, flush=True)
             self.failed = True
-
-    def write_event(self, record: dict[str, Any]) -> None:
-        """Append a record to the file of events, under its lock."""
-        self.folder.mkdir(exist_ok=True)
-        with locked_events(self.folder / EVENTS), JsonLines(self.folder / EVENTS) as events:
-            events.write(record)
 
     def write_file(self, name: str, content: bytes) -> None:
         """Create or replace a result file atomically; UserError if its name or a symlink leads out of the folder."""

@@ -23,6 +23,7 @@ from flyte_ddp.runs.run_lock import hold_run_folder
 from flyte_ddp.settings import Settings, check_wandb, read_settings
 
 STOPPED_WANDB_SECONDS = 5.0  # a pod that is told to stop has little time left
+Launch = Callable[..., None]  # (job, num_ranks=...), from flyte_ddp.launch
 
 
 @dataclass(frozen=True)
@@ -52,9 +53,6 @@ class Result:
     def report(self) -> Path:
         """Path of the report, one HTML page."""
         return self.run_folder / REPORT
-
-
-Launch = Callable[..., None]  # (job, num_ranks=...), from flyte_ddp.launch
 
 
 def run_training(
@@ -99,8 +97,9 @@ def run_training(
     launch = launch or (single.launch if hardware.num_ranks == 1 else spawn.launch)
     workers = settings.loader_threads or hardware.threads
     progress = Progress(settings.progress)
-    warnings = check_prepared(data, hp, ranks=hardware.num_ranks, workers=workers, cache_bytes=settings.cache_bytes)
-    for warning in warnings:
+    for warning in check_prepared(
+        data, hp, ranks=hardware.num_ranks, workers=workers, cache_bytes=settings.cache_bytes
+    ):
         progress.print_note(warning)
     with hold_run_folder(run_folder):
         work = prepare_folder(run_folder)
@@ -147,11 +146,8 @@ def checkpoint_identity(hp: Hyperparameters, data: Path) -> checkpoint.Identity:
 
     The number of ranks does not count: another number may resume.
     """
-    return checkpoint.Identity(
-        {name: value for name, value in hp.to_dict().items() if name != "num_ranks"},
-        data=read_description(data)["digest"],
-        **model_identity(hp),
-    )
+    values = {name: value for name, value in hp.to_dict().items() if name != "num_ranks"}
+    return checkpoint.Identity(values, data=read_description(data)["digest"], **model_identity(hp))
 
 
 def read_result(folder: Path) -> Result:

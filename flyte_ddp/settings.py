@@ -46,7 +46,7 @@ def load_variables_file() -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Settings:
-    """What a run needs beside the hyperparameters: where to log and cache, how long to wait."""
+    """What a run needs beside the hyperparameters: where to log and cache, how long to wait (in seconds)."""
 
     progress: str = "auto"
     checkpoint_seconds: float = 60.0
@@ -66,27 +66,10 @@ class Settings:
     wandb_kept_at: str = field(default="", kw_only=True)  # where the caller puts what could not be sent; empty: nowhere
 
 
-def read_text(name: str) -> str:
-    """Return a variable's value in this process's environment, else its default in variables.toml, else ""."""
-    default = read_variable_table()[name].default
-    return os.environ.get(name) or ("" if default.startswith("(") else default)
-
-
-def runs_folder() -> Path:
-    """Return the absolute path of FLYTE_DDP_RUNS, the folder of local runs and data sets."""
-    return Path(read_text("FLYTE_DDP_RUNS")).absolute()
-
-
-def allowed_addresses() -> tuple[str, ...]:
-    """Return the addresses in FLYTE_DDP_ALLOWED_ADDRESSES, to which an index or an HTTP redirect may lead."""
-    return tuple(filter(None, (address.strip() for address in read_text(ALLOWED).split(","))))
-
-
 def read_settings(wandb_run_id: str = "") -> Settings:
-    """Return the settings by this process's environment. Without a wandb key wandb is offline, so that nothing prompts.
+    """Return the settings by this process's environment; UserError if a variable has a value that it may not have.
 
-    Raises:
-        UserError: a variable has a value that it may not have.
+    Without a wandb key wandb is offline, so that nothing prompts.
     """
     with_key = "online" if read_text("WANDB_API_KEY").strip() else "offline"
     return Settings(
@@ -123,6 +106,22 @@ def check_wandb() -> None:
         )
     if address and not re.match(r"https?://[^/\s]+", address):
         raise UserError(f"WANDB_BASE_URL={address!r}: must be an address such as https://wandb.example.com")
+
+
+def runs_folder() -> Path:
+    """Return the absolute path of FLYTE_DDP_RUNS, the folder of local runs and data sets."""
+    return Path(read_text("FLYTE_DDP_RUNS")).absolute()
+
+
+def allowed_addresses() -> tuple[str, ...]:
+    """Return the addresses in FLYTE_DDP_ALLOWED_ADDRESSES, to which an index or an HTTP redirect may lead."""
+    return tuple(filter(None, map(str.strip, read_text(ALLOWED).split(","))))
+
+
+def read_text(name: str) -> str:
+    """Return a variable's value in this process's environment, else its default in variables.toml, else ""."""
+    default = read_variable_table()[name].default
+    return os.environ.get(name) or ("" if default.startswith("(") else default)
 
 
 def read_choice(name: str, choices: tuple[str, ...]) -> str:

@@ -16,12 +16,9 @@ SPEC = re.compile(rf"({NAME}(?:\.{NAME})*):({NAME})")
 def load_callable(spec: str) -> Callable[..., Any]:
     """Import a module and return the callable in it that ``spec``, ``package.module:callable``, names.
 
-    Puts the working directory first on ``sys.path``. Other exceptions that the module raises while it is imported are
-    not caught.
-
-    Raises:
-        UserError: the spec is malformed, there is no such module, attribute or callable, or the module's import ends
-            with ImportError or SyntaxError.
+    Puts the working directory first on ``sys.path``. Raises UserError if the spec is malformed, if there is no such
+    module, attribute or callable, or if the module's import ends with ImportError or SyntaxError. Other exceptions that
+    the module raises while it is imported are not caught.
     """
     module_name, attribute = split_spec(spec)
     search_working_directory()
@@ -30,7 +27,7 @@ def load_callable(spec: str) -> Callable[..., Any]:
     except (ImportError, SyntaxError) as error:
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
         if missing and f"{module_name}.".startswith(f"{missing}."):
-            raise not_found(spec, missing) from None
+            raise missing_module_error(spec, missing) from None
         fix = "install what it needs" if missing else "correct it"
         raise UserError(f"{spec!r}: importing {module_name} failed: {error}; {fix}") from error
     try:
@@ -73,7 +70,7 @@ def find_modules_shadowing_stdlib() -> dict[str, Path]:
     return {path.stem: path for path in here if path.stem in sys.stdlib_module_names}
 
 
-def not_found(spec: str, module: str) -> UserError:
+def missing_module_error(spec: str, module: str) -> UserError:
     """Return the error for a module of ``spec`` that Python does not find."""
     fix = f"install it, or start from the directory that holds it (now {Path.cwd()})"
     return UserError(f"{spec!r}: no module named {module!r}; {fix}")

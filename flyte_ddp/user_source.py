@@ -11,8 +11,8 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 
-from flyte_ddp.code_digest import ARITHMETIC, NO_PYTHON, code_in, parse
-from flyte_ddp.user_code import not_found, search_working_directory, split_spec
+from flyte_ddp.code_digest import ARITHMETIC, code_text, parse
+from flyte_ddp.user_code import missing_module_error, search_working_directory, split_spec
 
 IDENTIFIED = {"flyte_ddp", *ARITHMETIC}  # packages that count by library_digest() and by their versions
 INSTALLED = {"site-packages", "dist-packages"}
@@ -24,73 +24,33 @@ def user_source_digest(spec: str) -> str:
     """Return a SHA-256 (hex) of the user's own code behind ``spec``: of all files of :func:`user_sources`.
 
     Comments, docstrings, formatting and the folder of the files do not count. Files that are no Python count by their
-    bytes. Reads all files, and puts the working directory first on ``sys.path``.
-
-    Raises:
-        UserError: the spec is malformed, or there is no such top-level module.
+    bytes. Reads all files; puts the working directory first on ``sys.path``. Raises UserError if the spec is malformed,
+    or there is no such top-level module.
     """
-    lines = (f"{name} {hashlib.sha256(code_in(content)).hexdigest()}" for name, _, content in user_sources(spec))
+    lines = (f"{name} {hashlib.sha256(code).hexdigest()}" for name, _, code in user_sources(spec))
     return hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()
 
 
 def list_user_files(spec: str) -> set[Path]:
-    """Return the resolved paths of the files that :func:`user_sources` yields; none for a name without a colon."""
+    """Return the resolved paths of the files of :func:`user_sources`; none for a name without a colon."""
     return {path.resolve() for _, path, _ in user_sources(spec)} if ":" in spec else set()
 
 
-def list_uncovered_files(known: set[Path], spec: str, modules: Iterable[str]) -> list[str]:
-    """Return files of the user's own that were imported for ``spec`` but are not ``known``, as sorted relative paths.
-
-    Starts from the module of ``spec`` and from ``modules``, and follows every object in a module's namespace to the
-    module that defines it. Only files below the folder of the spec's top-level module count; paths are relative to it.
-
-    Args:
-        known: paths from :func:`list_user_files`. Must be taken before the code is imported, because it may change sys.path.
-        spec: ``package.module:callable``; for a name without a colon nothing is returned.
-        modules: further names in ``sys.modules``, such as those of the model's layers.
-    """
-    if ":" not in spec:
-        return []
-    name = split_spec(spec)[0]
-    top = find_top_level(name.partition(".")[0])
-    places = (top.submodule_search_locations or [top.origin or ""]) if top else []
-    folders = {Path(place).resolve().parent for place in places}
-    found: dict[Path, str] = {}
-    waiting = [sys.modules.get(one) for one in (name, *modules)]
-    while waiting:
-        module = waiting.pop()
-        file = getattr(module, "__file__", None)
-        if module is None or not file or module.__name__.partition(".")[0] in IDENTIFIED or not is_user_file(file):
-            continue
-        path = Path(file).resolve()
-        folder = next((folder for folder in folders if path.is_relative_to(folder)), None)
-        if folder and path not in found:
-            found[path] = path.relative_to(folder).as_posix()
-            for value in vars(module).values():
-                owner = str(getattr(value, "__module__", ""))
-                waiting.append(value if isinstance(value, ModuleType) else sys.modules.get(owner))
-    return sorted(relative for path, relative in found.items() if path not in known)
-
-
 def user_sources(spec: str) -> Iterator[tuple[str, Path, bytes]]:
-    """Yield name, path and content of each file of the code behind ``spec``, ``package.module:callable``.
+    """Yield name, path and code (as of code_text) of each file behind ``spec``, ``package.module:callable``.
 
     These are the files of its top-level module, wherever it is. Top-level modules that a file imports follow, if they
     are the user's own: not Python's, not installed in site-packages (an editable install counts as own), not this
     library, not one of ARITHMETIC. Of a package all ``.py`` files count, because packages may import their modules by
-    computed names. Misses data files, and other top-level modules that are imported by computed names. Skips files
-    that cannot be read.
-
-    Puts the working directory first on ``sys.path``.
-
-    Raises:
-        UserError: the spec is malformed, or there is no such top-level module.
+    computed names. Misses data files, and other top-level modules that are imported by computed names or by another
+    name for a function of IMPORTERS. Skips files that cannot be read. Puts the working directory first on ``sys.path``.
+    Raises UserError if the spec is malformed, or there is no such top-level module.
     """
     top = split_spec(spec)[0].partition(".")[0]
     search_working_directory()
     found = find_top_level(top)
     if found is None:
-        raise not_found(spec, top)
+        raise missing_module_error(spec, top)
     seen = {top, *IDENTIFIED}
     files = [*list_module_files(found)]
     while files:
@@ -99,8 +59,9 @@ def user_sources(spec: str) -> Iterator[tuple[str, Path, bytes]]:
             content = path.read_bytes()
         except OSError:  # a link to nowhere, say: nothing that could be imported
             continue
-        yield name, path, content
-        for other in sorted(find_imported_modules(content) - seen):
+        tree = parse(content)
+        yield name, path, code_text(content, tree)
+        for other in sorted(find_imported_modules(tree) - seen):
             seen.add(other)
             if found := find_top_level(other):
                 files += list_module_files(found, only_own=True)
@@ -117,11 +78,8 @@ def find_top_level(name: str) -> ModuleSpec | None:
 def list_module_files(found: ModuleSpec, *, only_own: bool = False) -> Iterator[tuple[str, Path]]:
     """Yield name and path of each ``.py`` file of a top-level module or package; names begin with the module's name.
 
-    Follows symlinks to folders, each once. Leaves out hidden files and folders.
-
-    Args:
-        found: where the module is.
-        only_own: whether to yield nothing for Python's own and installed modules.
+    Follows symlinks to folders, each once. Leaves out hidden files and folders; with ``only_own`` also Python's own and
+    installed modules.
     """
     packages = found.submodule_search_locations
     for place in packages if packages is not None else filter(None, [found.origin if found.has_location else None]):
@@ -146,17 +104,13 @@ def is_user_file(place: str) -> bool:
     return not INSTALLED.intersection(path.parts) and not any(path.is_relative_to(standard) for standard in STANDARD)
 
 
-def find_imported_modules(source: bytes) -> set[str]:
+def find_imported_modules(tree: ast.Module | None) -> set[str]:
     """Return the names of top-level modules that a source imports by statements or by a literal given to IMPORTERS.
 
-    Leaves out relative imports, which stay in the package. Returns none for a source that is no Python.
+    Leaves out relative imports, which stay in the package. Returns none without a tree.
     """
-    try:
-        tree = parse(source)
-    except NO_PYTHON:
-        return set()
     names: list[str] = []
-    for node in ast.walk(tree):
+    for node in ast.walk(tree) if tree else ():
         if isinstance(node, ast.Import):
             names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.level == 0:
@@ -165,3 +119,34 @@ def find_imported_modules(source: bytes) -> set[str]:
             given = [*node.args, *(keyword.value for keyword in node.keywords)]
             names += [one.value for one in given if isinstance(one, ast.Constant) and isinstance(one.value, str)]
     return {name.partition(".")[0] for name in names} - {""}
+
+
+def list_uncovered_files(known: set[Path], spec: str, modules: Iterable[str]) -> list[str]:
+    """Return files of the user's own that were imported for ``spec`` but are not ``known``, as sorted relative paths.
+
+    Starts from the module of ``spec`` and from ``modules`` (further names in ``sys.modules``, such as those of the
+    model's layers), and follows every object in a module's namespace to the module that defines it. Only files below
+    the folder of the spec's top-level module count; paths are relative to it. Returns nothing for a name without a
+    colon. ``known`` is from :func:`list_user_files`, taken before the code was imported: it may change sys.path.
+    """
+    if ":" not in spec:
+        return []
+    name = split_spec(spec)[0]
+    top = find_top_level(name.partition(".")[0])
+    places = (top.submodule_search_locations or [top.origin or ""]) if top else []
+    folders = {Path(place).resolve().parent for place in places}
+    found: dict[Path, str] = {}
+    waiting = [sys.modules.get(one) for one in (name, *modules)]
+    while waiting:
+        module = waiting.pop()
+        file = getattr(module, "__file__", None)
+        if module is None or not file or module.__name__.partition(".")[0] in IDENTIFIED or not is_user_file(file):
+            continue
+        path = Path(file).resolve()
+        folder = next((folder for folder in folders if path.is_relative_to(folder)), None)
+        if folder and path not in found:
+            found[path] = path.relative_to(folder).as_posix()
+            for value in vars(module).values():
+                owner = str(getattr(value, "__module__", ""))
+                waiting.append(value if isinstance(value, ModuleType) else sys.modules.get(owner))
+    return sorted(relative for path, relative in found.items() if path not in known)

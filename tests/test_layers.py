@@ -29,7 +29,8 @@ def test_the_launcher_starts_ranks_without_torch_and_wandb() -> None:
 def test_what_is_going_to_be_trained_is_shown_without_torch() -> None:
     """In a pod whose whole work takes less time than that import."""
     code = (
-        "import sys; from flyte_ddp.config import Hyperparameters; from flyte_ddp.report.previews import render_run_preview\n"
+        "import sys; from flyte_ddp.config import Hyperparameters\n"
+        "from flyte_ddp.report.previews import render_run_preview\n"
         "print(len(render_run_preview(Hyperparameters(), None, 'run')) > 1000, 'torch' in sys.modules)"
     )
     found = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)

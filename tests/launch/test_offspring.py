@@ -42,7 +42,7 @@ try:
 except Exception as raised:
     error = type(raised).__name__
 print(error)
-print("survivors:", [*(process.children_of(os.getpid()) - process.helpers())])
+print("survivors:", [*(process.list_children(os.getpid()) - process.list_helpers())])
 print("changed:", [name for name, value in mine().items() if value != before[name]])
 """
 
