@@ -27,6 +27,10 @@ FORMAT = "flyte-ddp-checkpoint/1"
 DIGEST_LINE = len(f"{FORMAT} {'0' * 64}\n")
 
 
+class UnreadableError(Exception):
+    """A checkpoint file exists and cannot be read; the text is the reason."""
+
+
 @dataclass(frozen=True)
 class Identity:
     """What a checkpoint belongs to: only a run with the same identity can resume from it.
@@ -59,21 +63,17 @@ class Checkpoint:
 
 def alternate_slots(folder: Path, newest: Path | None) -> Iterator[Path]:
     """Yield without end the next checkpoint's path: both files in turn, first the one that is not ``newest``."""
-    first = 1 if newest is not None and newest.name == SLOTS[0] else 0
-    return itertools.cycle(folder / name for name in (SLOTS[first], SLOTS[1 - first]))
+    slots = reversed(SLOTS) if newest is not None and newest.name == SLOTS[0] else SLOTS
+    return itertools.cycle(folder / name for name in slots)
 
 
 def write_checkpoint(
     path: Path, description: Mapping[str, Any], identity: Identity, metrics: bytes, save: Callable[[Any], object]
 ) -> None:
-    """Write a checkpoint, in place of an older one at ``path``: atomically.
+    """Write a checkpoint, in place of an older one at ``path``, atomically; UserError if that fails, as on a full disk.
 
-    Raises UserError if the file cannot be written, for example because the disk is full.
-
-    Args:
-        description: ``epoch``, ``step``, ``trained_in`` and ``time``.
-        metrics: content of metrics.jsonl up to this step.
-        save: writes the state into the file that it is given.
+    ``description`` has ``epoch``, ``step``, ``trained_in`` and ``time``; ``metrics`` is the content of metrics.jsonl up
+    to this step; ``save`` writes the state into the file that it is given.
     """
     header = {**description, "identity": asdict(identity), "metrics_bytes": len(metrics)}
     with replace_file(path) as file:
@@ -86,15 +86,38 @@ def write_checkpoint(
         file.write(f"{FORMAT} {hashing.sha256.hexdigest()}\n".encode())
 
 
-class UnreadableError(Exception):
-    """A checkpoint file exists and cannot be read; the text is the reason."""
+def read(path: Path) -> Checkpoint | None:
+    """Return a checkpoint's header and metrics, or None if there is no file. The state stays in the file.
+
+    Reads the file whole to verify its SHA-256. Raises UnreadableError if the system does not allow reading, or the file
+    is damaged or of another release's format.
+    """
+    try:
+        with path.open("rb") as file:
+            digest_line = file.read(DIGEST_LINE)
+            its_format = digest_line.partition(b" ")[0].decode(errors="replace")
+            if its_format != FORMAT and re.fullmatch(r"flyte-ddp-checkpoint/\d+", its_format):
+                raise UnreadableError(f"its format is {its_format}, and this release reads {FORMAT}")
+            if digest_line != f"{FORMAT} {hashlib.file_digest(file, 'sha256').hexdigest()}\n".encode():
+                raise UnreadableError("damaged: its content does not match its SHA-256")
+            file.seek(DIGEST_LINE)
+            header = json.loads(file.readline())
+            header["metrics"] = file.read(header.pop("metrics_bytes"))
+            header["identity"] = Identity(**header["identity"])
+            header["trained_in"] = tuple(Arithmetic(**entry) for entry in header["trained_in"])
+            return Checkpoint(path, **header, offset=file.tell())
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise UnreadableError(error.strerror or str(error)) from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise UnreadableError("its header is another release's") from error
 
 
 def find_newest(folder: Path) -> tuple[Checkpoint | None, dict[Path, str]]:
-    """Read and verify both checkpoints of a folder, without their states.
+    """Read both checkpoints of a folder to verify them; return the newest readable one and why others are unreadable.
 
-    Returns:
-        The newest readable checkpoint, or None; and for each file that cannot be read its path and the reason.
+    The first is None if there is none; the reasons are texts by path.
     """
     readable: list[Checkpoint] = []
     unreadable: dict[Path, str] = {}
@@ -116,39 +139,7 @@ def find_newest_checkpoint(folder: Path) -> Checkpoint | None:
 def newest_step(run_folder: Path) -> int | None:
     """Return the step of a run's newest checkpoint: 0 if the run has none, None if it has some and none is readable."""
     found, unreadable = find_newest(run_folder / FOLDER)
-    if found is not None:
-        return found.step
-    return None if unreadable else 0
-
-
-def read(path: Path) -> Checkpoint | None:
-    """Return a checkpoint's header and metrics, or None if there is no file. The state stays in the file.
-
-    Reads the file whole to verify its SHA-256. Raises UnreadableError if the system does not allow reading, or the file
-    is damaged or of another release's format.
-    """
-    try:
-        with path.open("rb") as file:
-            digest_line = file.read(DIGEST_LINE)
-            its_format = digest_line.partition(b" ")[0].decode(errors="replace")
-            if its_format != FORMAT and re.fullmatch(r"flyte-ddp-checkpoint/\d+", its_format):
-                raise UnreadableError(f"its format is {its_format}, and this release reads {FORMAT}")
-            if digest_line != f"{FORMAT} {hashlib.file_digest(file, 'sha256').hexdigest()}\n".encode():
-                raise UnreadableError("damaged: its content does not match its SHA-256")
-            file.seek(DIGEST_LINE)
-            header = json.loads(file.readline())
-            metrics = file.read(header.pop("metrics_bytes"))
-            identity = Identity(**header.pop("identity"))
-            trained_in = tuple(Arithmetic(**entry) for entry in header.pop("trained_in"))
-            return Checkpoint(
-                path, **header, identity=identity, trained_in=trained_in, metrics=metrics, offset=file.tell()
-            )
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise UnreadableError(error.strerror or str(error)) from error
-    except (ValueError, KeyError, TypeError) as error:
-        raise UnreadableError("its header is another release's") from error
+    return found.step if found is not None else None if unreadable else 0
 
 
 def read_saved_state(checkpoint: Checkpoint) -> io.BytesIO:
@@ -189,14 +180,12 @@ def check_same_run(checkpoint: Checkpoint, run: Identity) -> None:
     """Raise UserError, with the differences, if the checkpoint's identity is not this run's."""
     theirs, ours = asdict(checkpoint.identity), asdict(run)
     before, now = theirs.pop("hyperparameters"), ours.pop("hyperparameters")
+    changed = [name for name in {**before, **now} if before.get(name) != now.get(name)]
+    reasons = [f"{name}={before.get(name)!r}, now {now.get(name)!r}" for name in changed]
     words = {"code": "code of flyte_ddp", "user_code": "code of the model", "initial_weights": "initial weights"}
-    reasons = [
-        f"{name}={before.get(name)!r}, now {now.get(name)!r}"
-        for name in {**before, **now}
-        if before.get(name) != now.get(name)
-    ] + [
-        f"other {words.get(name, name)} ({was}, now {ours[name]})" for name, was in theirs.items() if was != ours[name]
-    ]
+    for name, was in theirs.items():
+        if was != ours[name]:
+            reasons.append(f"other {words.get(name, name)} ({was}, now {ours[name]})")
     if reasons:
         raise UserError(
             f"{checkpoint.path} belongs to another run: {'; '.join(reasons)}; "

@@ -4,7 +4,7 @@ import sys
 import traceback
 from pathlib import Path
 
-from flyte_ddp.errors import RankError, shorten_path, where_it_goes_on
+from flyte_ddp.errors import RankError, describe_resumption, shorten_path
 from flyte_ddp.runs import checkpoint
 from flyte_ddp.runs.run_folder import TRACEBACK, UNFINISHED
 from flyte_ddp.user_code import find_modules_shadowing_stdlib
@@ -14,29 +14,21 @@ def add_failure_details(error: BaseException, run_folder: Path) -> None:
     """Set a RankError's ``step``, after which the run resumes, and ``file``, to which all details are written.
 
     If the file cannot be written, prints the details to stderr. Adds to ``remark`` the user's modules that may have
-    been imported instead of Python's own. A KeyboardInterrupt without a text gets a text with the step. Other errors
-    stay unchanged.
+    been imported instead of Python's own: those that the details mention, or all of them if a rank failed before it
+    began. A KeyboardInterrupt without a text gets a text with the step. Other errors stay unchanged.
     """
-    if isinstance(error, RankError):
-        add_hiding_modules(error)
-        error.step = newest_step(run_folder)
-        if error.file is None:
-            error.file = write_details(error, run_folder / UNFINISHED / TRACEBACK)
-    elif isinstance(error, KeyboardInterrupt) and not error.args:
-        error.args = (f"stopped by Ctrl-C; {where_it_goes_on(newest_step(run_folder))}",)
-
-
-def add_hiding_modules(error: RankError) -> None:
-    """Add to the error's remark the user's modules that hide Python's own.
-
-    Named are modules that the error's details mention; all of them if a rank failed before it began.
-    """
+    if isinstance(error, KeyboardInterrupt) and not error.args:
+        error.args = (f"stopped by Ctrl-C; {describe_resumption(newest_step(run_folder))}",)
+    if not isinstance(error, RankError):
+        return
     did_not_begin = not error.details and not error.recoverable
     for name, path in find_modules_shadowing_stdlib().items():
         if did_not_begin or f"'{name}'" in error.details or str(path) in error.details:
-            error.remark += (
-                f"; {shorten_path(path)} hides Python's own module {name!r}, which may be the cause: rename it"
-            )
+            hidden = f"; {shorten_path(path)} hides Python's own module {name!r}, which may be the cause: rename it"
+            error.remark += hidden
+    error.step = newest_step(run_folder)
+    if error.file is None:
+        error.file = write_details(error, run_folder / UNFINISHED / TRACEBACK)
 
 
 def newest_step(run_folder: Path) -> int | None:

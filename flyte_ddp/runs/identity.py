@@ -13,16 +13,18 @@ from flyte_ddp.user_source import user_source_digest
 def run_name(hp: Hyperparameters, data_fingerprint: str, trigger: str = "") -> str:
     """Return a name such as ``fashion_mnist-small_cnn-1f0c5a7e9b3d``: data set, model, digest of the run's identity.
 
-    The digest covers hyperparameters, data, code, initial weights and releases. Reads the code, and a local file of
-    ``init_from`` whole; asks the server of a remote one.
-
-    Args:
-        data_fingerprint: from ``flyte_ddp.datasets.fingerprint``.
-        trigger: any text that makes an otherwise equal run another run, such as a schedule's kickoff time.
+    The digest covers hyperparameters, data (from ``flyte_ddp.datasets.fingerprint``), code, initial weights, releases,
+    and ``trigger``: any text that makes an otherwise equal run another run, such as a schedule's kickoff time. Reads
+    what :func:`model_identity` reads.
     """
     parts = (hp.to_json(), data_fingerprint, *model_identity(hp).values(), trigger)
     digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:12]
-    return "-".join((short_dataset_name(hp.dataset), hp.model.replace(":", "."), digest))
+    kind, _, address = hp.dataset.partition(":")
+    data = hp.dataset.replace(":", ".")
+    if catalog.encoded_kind(hp.dataset):  # of an address only the last part
+        last = address.rstrip("/").rpartition("/")[2].removesuffix(".json")
+        data = f"{kind}.{re.sub(r'[^A-Za-z0-9_.-]+', '_', last)[:40]}"
+    return "-".join((data, hp.model.replace(":", "."), digest))
 
 
 def model_identity(hp: Hyperparameters) -> dict[str, str]:
@@ -39,21 +41,11 @@ def model_identity(hp: Hyperparameters) -> dict[str, str]:
     }
 
 
-def short_dataset_name(dataset: str) -> str:
-    """Return a data set's name for use in a folder's name: of an address, only the kind and the last part."""
-    kind, _, address = dataset.partition(":")
-    if not catalog.encoded_kind(dataset):
-        return dataset.replace(":", ".")
-    last = address.rstrip("/").rpartition("/")[2].removesuffix(".json")
-    return f"{kind}.{re.sub(r'[^A-Za-z0-9_.-]+', '_', last)[:40]}"
-
-
 def check_known_image_size(hp: Hyperparameters) -> None:
     """Raise UserError if the model cannot take the data set's images.
 
     Does nothing if their size is not known in advance. Fetches no data.
     """
     encoded = catalog.ENCODED_SIDE if catalog.encoded_kind(hp.dataset) else 0
-    side = hp.image_size or catalog.DATASETS.get(hp.dataset, encoded)
-    if side:
+    if side := hp.image_size or catalog.DATASETS.get(hp.dataset, encoded):
         catalog.check_image_size(hp.model, side, side)

@@ -20,20 +20,13 @@ STOPPED_SECONDS = 3.0  # wait for the last files in a pod that is told to stop, 
 
 @contextmanager
 def mirror_results(run_folder: Path, address: str, *, resuming: bool, name: str = "") -> Iterator[None]:
-    """Copy the files below ``results/`` to ``address`` in a thread, as they change, until the end of the block.
+    """Copy the files below ``results/`` of the run folder to ``ADDRESS/NAME`` in a thread, as they change.
 
-    At the end waits up to LAST_SECONDS for the last files (STOPPED_SECONDS if the process is being stopped), and prints
-    to stderr if files are missing in the copy.
-
-    Args:
-        run_folder: contains ``results/``, now or later.
-        address: a path, s3://, gs:// or az://; the copy is a folder with the run's name in it. Empty: nothing is
-            copied.
-        resuming: whether the run resumes, maybe on another host: then the events at the address are fetched first.
-        name: the run's name; empty: the name of ``run_folder``.
-
-    Raises:
-        UserError: nothing can be written to the address. A later failure is only printed, and tried again.
+    The address is a path, s3://, gs:// or az://; empty: nothing is copied. An empty name stands for the folder's name.
+    If the run resumes, maybe on another host, fetches the events there first. At the end of the block waits up to
+    LAST_SECONDS for the last files (STOPPED_SECONDS if the process is being stopped), and prints to stderr if files are
+    missing in the copy. Raises UserError if nothing can be written to the address at the start; a later failure is only
+    printed, and tried again.
     """
     if not address:
         yield
@@ -42,7 +35,8 @@ def mirror_results(run_folder: Path, address: str, *, resuming: bool, name: str 
         mirror = Mirror(run_folder / FOLDER, f"{address.rstrip('/')}/{name or run_folder.name}", resuming=resuming)
     except (UserError, storage.UnavailableError, OSError) as error:
         raise UserError(
-            f"FLYTE_DDP_RESULTS={mask_credentials(address)!r}: cannot be written to ({error}); correct it, or allow writing"
+            f"FLYTE_DDP_RESULTS={mask_credentials(address)!r}: cannot be written to ({error}); correct it, or allow "
+            "writing"
         ) from None
     over = threading.Event()
     thread = threading.Thread(target=mirror.copy_until_over, args=(over,), name="results", daemon=True)
@@ -61,18 +55,14 @@ def mirror_results(run_folder: Path, address: str, *, resuming: bool, name: str 
 
 
 class Mirror:
-    """Copies a folder to an address."""
+    """Copies a folder to an address. At first writes the events there, which shows that it can be written to.
+
+    If the run resumes and has no events, fetches the address's events into the folder before. If they may not be read,
+    they are replaced, which is printed to stderr. Raises UserError if the address contains the run's own folder, and
+    UnavailableError if it cannot be read or written.
+    """
 
     def __init__(self, folder: Path, address: str, *, resuming: bool) -> None:
-        """Write the events to the address, which shows that it can be written to.
-
-        If the run resumes and has no events, fetches the address's events into the folder before. If they may not be
-        read, they are replaced, which is printed to stderr.
-
-        Raises:
-            UserError: the address contains the run's own folder.
-            UnavailableError: the address cannot be read or written.
-        """
         self.folder, self.address = folder, address
         self.done: dict[str, tuple[int, int]] = {}  # by file name: time of change in ns and size of the last copy
         self.failure = ""  # of the last round of copies
@@ -88,9 +78,8 @@ class Mirror:
             except storage.MissingError:
                 pass
             except storage.ForbiddenError as error:
-                print(
-                    f"results: {there} of earlier attempts is replaced, as it cannot be read ({error})", file=sys.stderr
-                )
+                text = f"results: {there} of earlier attempts is replaced, as it cannot be read ({error})"
+                print(text, file=sys.stderr)
         content = here.read_bytes() if here.exists() else b""
         storage.retry(there, lambda _: storage.write_file(there, content))
 

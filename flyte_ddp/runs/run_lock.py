@@ -1,7 +1,4 @@
-"""One run at a time writes into a run folder, in this process or another.
-
-The kernel unlocks it when the process dies.
-"""
+"""Lock run folders, so that one run at a time writes into each; the kernel unlocks a folder when its process dies."""
 
 import os
 import threading
@@ -29,8 +26,8 @@ def reserve_run_folder(folder: Path) -> bool:
     """Lock the folder for a run of this thread, without waiting; return False if another process or run has the lock.
 
     The folder need not exist. The lock is a file in ``.locks`` beside the folder. It is held until the end of the run,
-    which calls :func:`hold_run_folder`, or until :func:`release_run_folder`. A second call in the thread returns True. Raises UserError if no
-    file can be created beside the folder.
+    which calls :func:`hold_run_folder`, or until :func:`release_run_folder`. A second call in the thread returns True.
+    Raises UserError if no file can be created beside the folder.
     """
     folder = folder.resolve()
     if folder not in reserved.locks:
@@ -47,12 +44,16 @@ def reserve_run_folder(folder: Path) -> bool:
 
 @contextmanager
 def hold_run_folder(folder: Path) -> Iterator[None]:
-    """Hold the folder's lock, reserved or not, until the end of the block.
+    """Hold the folder's lock, reserved or not, until the end of the block; UserError if another process or run has it.
 
-    Raises UserError if another process or run has the lock.
+    Takes no lock if the parent process holds it for this process, as its environment says.
     """
-    if not reserve_run_folder(folder) and not is_held_by_parent(folder):
-        raise UserError(f"run folder {folder}: another run is writing into it; wait for its end or name another folder")
+    if not reserve_run_folder(folder):
+        holder, *folders = os.environ.get(HELD_FOR_CHILDREN, "").split(os.pathsep)
+        if holder != str(os.getppid()) or str(folder.resolve()) not in folders:
+            raise UserError(
+                f"run folder {folder}: another run is writing into it; wait for its end or name another folder"
+            )
     with reserved.locks.pop(folder.resolve(), ExitStack()):
         yield
 
@@ -64,14 +65,8 @@ def release_run_folder(folder: Path) -> None:
 
 def release_reserved_folders() -> None:
     """Unlock all folders that this thread has reserved."""
-    for folder in [*reserved.locks]:
-        release_run_folder(folder)
-
-
-def is_held_by_parent(folder: Path) -> bool:
-    """Return whether the parent process holds the folder's lock for this process, as its environment says."""
-    holder, *folders = os.environ.get(HELD_FOR_CHILDREN, "").split(os.pathsep)
-    return holder == str(os.getppid()) and str(folder.resolve()) in folders
+    while reserved.locks:
+        reserved.locks.popitem()[1].close()
 
 
 def held_for_children() -> dict[str, str]:

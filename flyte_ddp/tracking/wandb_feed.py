@@ -33,8 +33,8 @@ def feed_wandb(launcher: Connection[Any, Any]) -> int:
     """Open the wandb run, send records until training has ended, and close the run; return the exit code.
 
     The launcher first sends the arguments of ``wandb.init`` and the offset in metrics.jsonl where this attempt begins.
-    It sends one more message when training has ended; the launcher's death counts as that message. The child sends the
-    launcher wandb's status: folder, url, and the reason of a failure. Lowers the priority of this process.
+    It sends one more message when training has ended; the launcher's death counts as that message. Sends the launcher
+    wandb's status: folder, url, and the reason of a failure. Lowers the priority of this process.
     """
     parent = os.getppid()
     arguments, offset = launcher.recv()
@@ -83,7 +83,7 @@ def open_wandb_run(arguments: dict[str, Any], is_over: IsOver, report: Callable[
 
     Tries the server every RETRY_SECONDS, and calls ``report`` with each error. If an offline run cannot be opened,
     removes the user's ``WANDB_`` variables from the environment and tries again, because wandb may refuse one of them,
-    such as a long tag. Raises the error of the last attempt.
+    such as a long tag. Raises the error of the last attempt. Sets ``arguments["mode"]`` to offline for such a run.
     """
     import wandb
 
@@ -120,11 +120,9 @@ def log_records(run: wandb.Run, records: Iterable[dict[str, Any]]) -> tuple[bool
             classes = record.get("classes", [])
             values = {**record.pop("hyperparameters"), "run": record}
             run.config.update(values, allow_val_change=True)  # type: ignore[no-untyped-call]
-        elif kind in ("train", "evaluation"):  # None stands for a value that was not finite
-            values = {key: value for key, value in record.items() if value is not None}
-            if "test_accuracy" in values:
-                values["accuracy"] = values.pop("test_accuracy")
-            run.log(values)
+        elif kind in ("train", "evaluation"):
+            renamed = {"test_accuracy": "accuracy"}  # None stands for a value that was not finite
+            run.log({renamed.get(key, key): value for key, value in record.items() if value is not None})
         elif kind == "watch":
             histograms = {
                 f"parameters/{name}": wandb.Histogram(np_histogram=(np.array(each["counts"]), np.array(each["edges"])))
@@ -184,10 +182,9 @@ def predictions_table(file: BinaryIO, classes: list[str]) -> wandb.Table:
         index, images, scores, truth = (arrays[name][:rows] for name in ("index", "images", "scores", "truth"))
         names_of_samples = sample_names(arrays)
     names = classes or [str(label) for label in range(scores.shape[1])]
+    columns, shown = [f"score_{i}" for i in range(scores.shape[1])], scores
     if scores.shape[1] > PICTURED_CLASSES:
         columns, shown = ["score"], scores.max(axis=1, keepdims=True)
-    else:
-        columns, shown = [f"score_{i}" for i in range(scores.shape[1])], scores
     table = wandb.Table(columns=["id", "image", "prediction", "truth", *columns])
     for i, image in enumerate(images):
         picture = wandb.Image(image if image.shape[-1] == 3 else image[..., 0])

@@ -148,7 +148,7 @@ class WandbProcess:
         """Tell the child that training has ended, and wait for its exit; return whether its run can be used.
 
         Kills the child with its descendants at ``done_by``, or at ``open_by`` if it has not opened its run. Both are
-        times of time.monotonic().
+        times of time.monotonic(). Sets the reason of a failure in ``status``.
         """
         with suppress(OSError):  # the child may have ended
             self.pipe.send("over")  # a message, as closing is not enough: forked processes may hold copies of the pipe
@@ -186,11 +186,8 @@ class WandbProcess:
 
 
 def wandb_environment(folder: Path) -> dict[str, str]:
-    """Return environment variables for a process that runs wandb: no error reports, files of tables in ``folder``.
-
-    Strips white space from the user's WANDB_API_KEY: a Kubernetes secret made ``--from-file`` ends with a newline,
-    which wandb refuses.
-    """
+    """Return environment variables for a process that runs wandb: no error reports, files of tables in ``folder``."""
+    # A Kubernetes secret made ``--from-file`` ends with a newline, which wandb refuses.
     key = os.environ.get("WANDB_API_KEY", "").strip()
     ours = {"WANDB_ERROR_REPORTING": "false", "WANDB_DATA_DIR": str(folder)}
     return {**os.environ, **ours, **({"WANDB_API_KEY": key} if key else {})}
