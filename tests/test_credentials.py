@@ -24,7 +24,6 @@ from flyte_ddp.shards.scanning import create_index
 
 URL = "https://me:hidden@data.example.com/x"
 
-
 USES: dict[str, Callable[[Path], object]] = {
     "a data set": lambda _: Hyperparameters(dataset=f"shards:{URL}"),
     "a test set": lambda _: Hyperparameters(dataset="shards:x", test_dataset=f"shards:{URL}"),

@@ -9,18 +9,18 @@ from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-IMAGE = ("images", "streams", "elastic", "ray", "dask", "export")
+EXTRAS = {
+    "requirements.lock": ("images", "streams", "elastic", "ray", "dask", "export"),
+    "requirements-dev.lock": ("dev",),
+}
 
 
 def required(extras: tuple[str, ...]) -> list[Requirement]:
     """Return what the project needs with these extras, and with the extras of its own that they name."""
-    lines = [*PROJECT["dependencies"]]
-    for extra in extras:
-        lines += PROJECT["optional-dependencies"][extra]
+    lines = [*PROJECT["dependencies"], *(line for extra in extras for line in PROJECT["optional-dependencies"][extra])]
     found = [Requirement(line) for line in lines]
-    own = [each for each in found if each.name == PROJECT["name"]]
-    inner = required(tuple(sorted(set().union(*(each.extras for each in own))))) if own else []
-    return [each for each in found if each.name != PROJECT["name"]] + inner
+    own = {extra for each in found if each.name == PROJECT["name"] for extra in each.extras}
+    return [each for each in found if each.name != PROJECT["name"]] + (required(tuple(sorted(own))) if own else [])
 
 
 def pins(name: str) -> dict[str, set[str]]:
@@ -31,16 +31,12 @@ def pins(name: str) -> dict[str, set[str]]:
     return found
 
 
-@pytest.mark.parametrize(("name", "extras"), [("requirements.lock", IMAGE), ("requirements-dev.lock", ("dev",))])
-def test_a_lock_has_all_that_is_needed_in_versions_that_fit(name: str, extras: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("name", EXTRAS)
+def test_a_lock_has_all_that_is_needed_in_versions_that_fit_with_hashes_and_no_host(name: str) -> None:
     pinned = pins(name)
-    for needed in required(extras):
+    for needed in required(EXTRAS[name]):
         versions = pinned[re.sub("[-_.]+", "-", needed.name).lower()]
         assert all(needed.specifier.contains(version) for version in versions), needed
-
-
-@pytest.mark.parametrize("name", ["requirements.lock", "requirements-dev.lock"])
-def test_a_lock_has_a_hash_for_each_package_and_names_no_host(name: str) -> None:
     text = (ROOT / name).read_text()
     blocks = re.split(r"^(?=\S)", text, flags=re.MULTILINE)
     assert [block for block in blocks if block.strip() and "--hash=sha256:" not in block] == []
@@ -49,9 +45,8 @@ def test_a_lock_has_a_hash_for_each_package_and_names_no_host(name: str) -> None
 
 
 def test_what_is_tested_is_what_the_image_has() -> None:
-    image, development = pins("requirements.lock"), pins("requirements-dev.lock")
-    unlike = {name for name in image if name in development and image[name] != development[name]}
-    assert not unlike
+    image, development = map(pins, EXTRAS)
+    assert {name for name in image if name in development and image[name] != development[name]} == set()
     assert any(name.startswith("nvidia-nccl") for name in image), "torch without GPUs"
     assert image.keys() <= development.keys()
 

@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 
 from flyte_ddp.config import Hyperparameters
-from flyte_ddp.datasets import DATASETS
 
 FOLDER = Path(__file__).parents[1] / "config"
 SAMPLES = {"digits": 1_437, "mnist": 60_000, "fashion_mnist": 60_000, "cifar10": 50_000}  # for training
@@ -18,14 +17,11 @@ def samples_seen(hp: Hyperparameters) -> int:
 def test_presets_are_valid_and_need_nothing_that_their_users_would_have_to_write() -> None:
     presets = {path.stem: Hyperparameters.from_json(path.read_text()) for path in FOLDER.glob("*.json")}
     assert sorted(presets) == ["fast", "resnet18", "smoke", "tutorial"]
-    for hp in presets.values():
-        assert hp.dataset in DATASETS
-        assert (hp.data_source, hp.init_from) == ("", "")
-    smoke = presets.pop("smoke")
+    assert all((hp.data_source, hp.init_from) == ("", "") for hp in presets.values())
+    smoke, hp = presets.pop("smoke"), presets["tutorial"]
     assert samples_seen(smoke) * 10 < min(map(samples_seen, presets.values()))
     assert (smoke.dataset, smoke.num_ranks) == ("digits", 2)
     # Flyte's MNIST tutorial: SGD at 0.01 with momentum 0.5, ten epochs of batches of 128 on each of two ranks.
-    hp = presets["tutorial"]
     assert (hp.dataset, hp.model, hp.optimizer, hp.schedule) == ("mnist", "tutorial", "sgd", "constant")
     assert (hp.epochs, hp.batch_size, hp.test_batch_size) == (10, 256, 1000)
     assert (hp.learning_rate, hp.momentum, hp.nesterov, hp.weight_decay) == (0.01, 0.5, False, 0.0)

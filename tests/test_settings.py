@@ -12,15 +12,10 @@ from flyte_ddp.errors import UserError
 from flyte_ddp.pods import environment
 from flyte_ddp.settings import ALL_PODS, HERE, REGISTRATION, REGISTRY_PODS, TRAINING_PODS, Variable, read_variable_table
 from tasks import pods
+from tasks.elastic_training import elastic_config
 
-VALUES = {
-    "FLYTE_DDP_PROFILE": "local",
-    "FLYTE_DDP_NODES": "3",
-    "FLYTE_DDP_RETRIES": "7",
-    "FLYTE_DDP_HOURS": "7.5",
-    "FLYTE_DDP_WANDB_SECRET": "some/value",
-    "FLYTE_DDP_RESULTS": "s3://bucket/x",
-}
+VALUES = {"PROFILE": "local", "NODES": "3", "RETRIES": "7", "HOURS": "7.5"}
+VALUES |= {"WANDB_SECRET": "some/value", "RESULTS": "s3://bucket/x"}
 
 
 def test_the_table_has_the_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -31,7 +26,7 @@ def test_the_table_has_the_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("variable", read_variable_table().values(), ids=lambda variable: variable.name)
 def test_pods_are_given_what_the_table_says(variable: Variable, monkeypatch: pytest.MonkeyPatch) -> None:
-    name, value = variable.name, VALUES.get(variable.name, "some value")
+    name, value = variable.name, VALUES.get(variable.name.removeprefix("FLYTE_DDP_"), "some value")
     monkeypatch.setenv(name, value)
     made = (pods.training_pod(), pods.prediction_pod(), pods.promoting_pod(), pods.light_pod(), pods.data_pod())
     training, prediction, promoting, light, data = (options["environment"] for options in made)
@@ -49,18 +44,11 @@ def test_pods_are_given_what_the_table_says(variable: Variable, monkeypatch: pyt
 
 
 def test_registration_decides_on_retries_and_time_limits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FLYTE_DDP_RETRIES", "7")
-    monkeypatch.setenv("FLYTE_DDP_HOURS", "7.5")
-    hours = [
-        each["timeout"].total_seconds() / 3600 for each in (pods.training_pod(), pods.data_pod(), pods.light_pod())
-    ]
-    assert (pods.training_pod()["retries"], hours) == (7, [7.5, 7.5, 1])
-
-
-def test_registration_decides_how_long_pods_of_elastic_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    from tasks.elastic_training import elastic_config
-
-    monkeypatch.setenv("FLYTE_DDP_MEET_SECONDS", "1800")
+    for name, value in {"RETRIES": "7", "HOURS": "7.5", "MEET_SECONDS": "1800"}.items():
+        monkeypatch.setenv(f"FLYTE_DDP_{name}", value)
+    made = pods.training_pod(), pods.data_pod(), pods.light_pod()
+    assert made[0]["retries"] == 7
+    assert [each["timeout"].total_seconds() / 3600 for each in made] == [7.5, 7.5, 1]
     assert set(elastic_config().rdzv_configs.values()) == {1800}
 
 
@@ -78,12 +66,7 @@ def registration(**variables: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_registration_takes_over_what_is_set_but_no_secret_and_no_folder_of_here() -> None:
-    left = {
-        "WANDB_API_KEY": "hidden",
-        "FLYTE_DDP_ELASTIC_KEY": "hidden",
-        "FLYTE_DDP_RUNS": "x",
-        "FLYTE_DDP_RESULTS": "x",
-    }
+    left = dict.fromkeys(("WANDB_API_KEY", "FLYTE_DDP_ELASTIC_KEY", "FLYTE_DDP_RUNS", "FLYTE_DDP_RESULTS"), "hidden")
     ended = registration(FLYTE_DDP_PROFILE="gpu", FLYTE_DDP_TIMEOUT="5", FLYTE_DDP_GPUS="1", WANDB_TAGS="a", **left)
     assert (ended.returncode, ended.stdout) == (0, "FLYTE_DDP_TIMEOUT=5\n")
     said = {line.partition(" is not sent to pods")[0] for line in ended.stderr.splitlines()}
@@ -97,16 +80,10 @@ def test_a_registration_refuses_an_unknown_variable() -> None:
     assert "listed in docs/configuration.md" in ended.stderr
 
 
-@pytest.mark.parametrize(
-    ("name", "field"),
-    [
-        ("FLYTE_DDP_LOADER_THREADS", "loader_threads"),
-        ("FLYTE_DDP_WANDB_TABLE_ROWS", "wandb_table_rows"),
-        ("FLYTE_DDP_CACHE_BYTES", "cache_bytes"),
-    ],
-)
-def test_what_is_counted_is_a_whole_number(name: str, field: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("field", ["loader_threads", "wandb_table_rows", "cache_bytes"])
+def test_what_is_counted_is_a_whole_number(field: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Half a thread is not none, which would mean all cores."""
+    name = f"FLYTE_DDP_{field.upper()}"
     for value, number in {"3": 3, "1e3": 1000, "2.0": 2}.items():
         monkeypatch.setenv(name, value)
         assert getattr(settings.read_settings(), field) == number

@@ -8,10 +8,11 @@ from collections.abc import Callable
 import faults
 import numpy as np
 import torch
+from faults import OneLayer
 from torch import Tensor, nn
 
 
-class Centred(nn.Module):
+class Centred(OneLayer):
     """Follows the mean of its inputs in buffers of many kinds, and takes it away from them; evaluations change one."""
 
     def __init__(self, **_: object) -> None:
@@ -21,27 +22,24 @@ class Centred(nn.Module):
         self.register_buffer("passes", torch.zeros((), dtype=torch.int64))
         self.register_buffer("hidden", torch.zeros(64), persistent=False)
         self.register_buffer("constant", torch.ones(64))
-        self.head = nn.Linear(64, 10)
 
     def forward(self, images: Tensor) -> Tensor:
         x = images.flatten(1)
-        faults.passing("training" if self.training else "evaluation")
         if self.training:
             mean = x.detach().mean(0)
             self.centre.data.mul_(0.9).add_(mean, alpha=0.1)  # of which autograd's counter of versions knows nothing
             self.replaced = 0.9 * self.replaced + 0.1 * mean
             self.hidden.lerp_(mean, 0.1)
         self.passes += 1
-        x = x - self.centre - self.replaced - self.hidden
-        return self.head(x * self.constant)
+        return super().forward((x - self.centre - self.replaced - self.hidden) * self.constant)
 
 
-class Resized(nn.Module):
+class Resized(OneLayer):
     """Changes what buffers it has in its second pass, in the way of its name."""
 
     def __init__(self, how: Callable[[Resized, Tensor], None]) -> None:
         super().__init__()
-        self.how, self.passes, self.head = how, 0, nn.Linear(64, 10)
+        self.how, self.passes = how, 0
         self.register_buffer("bank", torch.zeros(1, 64))
         self.register_buffer("none", None)
 
@@ -49,7 +47,7 @@ class Resized(nn.Module):
         self.passes += 1
         if self.passes == 2:
             self.how(self, images.detach().flatten(1))
-        return self.head(images.flatten(1))
+        return super().forward(images)
 
 
 def grows(**_: object) -> nn.Module:
@@ -68,17 +66,16 @@ def sets(**_: object) -> nn.Module:
     return Resized(lambda model, x: setattr(model, "none", x[0]))
 
 
-class Noisy(nn.Module):
+class Noisy(OneLayer):
     """Draws from every generator there is, and leaves out layers at random."""
 
     def __init__(self, **_: object) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(3))
-        self.head = nn.Linear(64, 10)
 
     def forward(self, images: Tensor) -> Tensor:
-        x = images.flatten(1)
         faults.passing("training" if self.training else "evaluation")
+        x = images.flatten(1)
         for layer in self.layers:
             if self.training and (random.random() < 0.3 or np.random.random() < 0.1):  # noqa: NPY002
                 continue
@@ -86,12 +83,12 @@ class Noisy(nn.Module):
         return self.head(x + 0.1 * torch.randn_like(x) if self.training else x)
 
 
-class Uncertain(nn.Module):
+class Uncertain(OneLayer):
     """Drops in evaluations too, as for the uncertainty of its outputs, by a layer and by a function."""
 
     def __init__(self, **_: object) -> None:
         super().__init__()
-        self.dropout, self.head = nn.Dropout(0.1), nn.Linear(64, 10)
+        self.dropout = nn.Dropout(0.1)
 
     def train(self, mode: bool = True) -> nn.Module:
         super().train(mode)
@@ -99,7 +96,7 @@ class Uncertain(nn.Module):
         return self
 
     def forward(self, images: Tensor) -> Tensor:
-        x = self.head(self.dropout(images.flatten(1)))
+        x = super().forward(self.dropout(images.flatten(1)))
         return x if self.training else nn.functional.dropout(x, 0.1, training=True)
 
 
@@ -117,28 +114,21 @@ class Twice(nn.Module):
         return self.head(self.second(x))
 
 
-class Stages(nn.Module):
+class Stages(OneLayer):
     """Counts how often it is put into training mode."""
 
-    def __init__(self, **_: object) -> None:
-        super().__init__()
-        self.head, self.stage = nn.Linear(64, 10), 0
+    stage = 0
 
     def train(self, mode: bool = True) -> nn.Module:
         self.stage += mode
         return super().train(mode)
 
-    def forward(self, images: Tensor) -> Tensor:
-        return self.head(images.flatten(1))
 
-
-class Unscaled(nn.Module):
+class Unscaled(OneLayer):
     """Divides by a number that each training pass changes, and that no file holds."""
 
-    def __init__(self, **_: object) -> None:
-        super().__init__()
-        self.head, self.scale = nn.Linear(64, 10), 1.0
+    scale = 1.0
 
     def forward(self, images: Tensor) -> Tensor:
         self.scale += 0.1 * self.training
-        return self.head(images.flatten(1)) / self.scale
+        return super().forward(images) / self.scale

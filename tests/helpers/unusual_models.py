@@ -5,9 +5,9 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 
-import faults
 import numpy as np
 import torch
+from faults import OneLayer
 from torch import Tensor, nn
 
 
@@ -71,43 +71,41 @@ class Thawing(nn.Module):
         return self.second(self.first(images.flatten(1)))
 
 
-class InPlace(nn.Module):
+class InPlace(OneLayer):
     """Takes no notice of what dropout returns."""
 
     def __init__(self, **_: object) -> None:
         super().__init__()
-        self.head, self.dropout = nn.Linear(64, 10), nn.Dropout(1.0, inplace=True)
+        self.dropout = nn.Dropout(1.0, inplace=True)
 
     def forward(self, images: Tensor) -> Tensor:
         x = images.flatten(1).clone()
         self.dropout(x)
         assert not (self.training and x.any())
-        return self.head(x)
+        return super().forward(x)
 
 
-class Drawn(nn.Module):
+class Drawn(OneLayer):
     """Drawn from each generator there is when it is made."""
 
     def __init__(self, **_: object) -> None:
         super().__init__()
-        self.head = nn.Linear(64, 10)
         self.register_buffer("order", torch.tensor(random.sample(range(64), 64)))
         self.register_buffer("scale", torch.from_numpy(np.random.random(64).astype("float32")))  # noqa: NPY002
 
     def forward(self, images: Tensor) -> Tensor:
-        return self.head(images.flatten(1)[:, self.order] * self.scale)
+        return super().forward(images.flatten(1)[:, self.order] * self.scale)
 
 
-class FrozenBody(nn.Module):
+class FrozenBody(OneLayer):
     """A frozen layer before the one that is trained, and a cut in the middle of a pass."""
 
     def __init__(self, **_: object) -> None:
         super().__init__()
-        self.body, self.head = nn.Linear(64, 64).requires_grad_(False), nn.Linear(64, 10)
+        self.body = nn.Linear(64, 64).requires_grad_(False)
 
     def forward(self, images: Tensor) -> Tensor:
-        faults.passing("training" if self.training else "evaluation")
-        return self.head(self.body(images.flatten(1)))
+        return super().forward(self.body(images.flatten(1)))
 
 
 class Versioned(FrozenBody):
@@ -139,22 +137,18 @@ class Adapter(FrozenBody):
         return super().load_state_dict(state_dict, strict=False, assign=assign)
 
 
-class ExtraState(nn.Module):
+class ExtraState(OneLayer):
     """Has an extra state of its own in its state_dict, and is cut off in the middle of a pass."""
 
     def __init__(self, extra: object) -> None:
         super().__init__()
-        self.head, self.extra = nn.Linear(64, 10), extra
+        self.extra = extra
 
     def get_extra_state(self) -> object:
         return self.extra
 
     def set_extra_state(self, state: object) -> None:
         assert (type(state), state) == (type(self.extra), self.extra)
-
-    def forward(self, images: Tensor) -> Tensor:
-        faults.passing("training" if self.training else "evaluation")
-        return self.head(images.flatten(1))
 
 
 class ExtraNumpyLater(ExtraState):
@@ -168,41 +162,34 @@ class ExtraNumpyLater(ExtraState):
         return super().forward(images)
 
 
-class OtherEachTime(nn.Module):
+class OtherEachTime(OneLayer):
     """Takes its inputs in an order that is drawn when it is made."""
 
     def __init__(self, **_: object) -> None:
         super().__init__()
-        self.head, self.order = nn.Linear(64, 10), torch.randperm(64)
+        self.order = torch.randperm(64)
 
     def forward(self, images: Tensor) -> Tensor:
-        return self.head(images.flatten(1)[:, self.order])
+        return super().forward(images.flatten(1)[:, self.order])
 
 
-class SlowToLoad(nn.Module):
+class SlowToLoad(OneLayer):
     """Takes 2 seconds to take over a state_dict."""
-
-    def __init__(self, **_: object) -> None:
-        super().__init__()
-        self.head = nn.Linear(64, 10)
 
     def load_state_dict(self, state_dict: dict[str, Tensor], strict: bool = True, assign: bool = False) -> object:
         time.sleep(2.0)
         return super().load_state_dict(state_dict, strict, assign)
 
-    def forward(self, images: Tensor) -> Tensor:
-        return self.head(images.flatten(1))
 
-
-class Changed(nn.Module):
+class Changed(OneLayer):
     """Makes something else of its logits before it returns them, in training too or only in evaluations."""
 
     def __init__(self, change: Callable[[Tensor], object], *, in_training: bool = True) -> None:
         super().__init__()
-        self.head, self.change, self.in_training = nn.Linear(64, 10), change, in_training
+        self.change, self.in_training = change, in_training
 
     def forward(self, images: Tensor) -> object:
-        logits = self.head(images.flatten(1))
+        logits = super().forward(images)
         return self.change(logits) if self.in_training or not self.training else logits
 
 
@@ -210,13 +197,10 @@ def mask_least_likely(logits: Tensor) -> Tensor:
     return logits.masked_fill(logits == logits.amin(dim=1, keepdim=True), -torch.inf)
 
 
-def script() -> nn.Module:
-    layers = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Dropout(0.1), nn.Flatten(), nn.Linear(144, 10))
-    return torch.jit.script(layers)
-
-
 MODELS: dict[str, Callable[[], nn.Module]] = {
-    "scripted": script,
+    "scripted": lambda: torch.jit.script(
+        nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Dropout(0.1), nn.Flatten(), nn.Linear(144, 10))
+    ),
     "lazy": lambda: nn.Sequential(nn.Flatten(), nn.LazyLinear(10)),
     "sparse_embedding": lambda: nn.Sequential(nn.Flatten(), nn.Embedding(17, 8, sparse=True)),
     "nothing_to_train": lambda: nn.Sequential(nn.Flatten(), nn.Linear(64, 10).requires_grad_(False)),

@@ -1,9 +1,9 @@
 """A run for wandb: its records, the process that is fed them, and what that leaves on disk."""
 
-import importlib.util
 import json
 import math
 import subprocess
+from importlib.metadata import distribution
 from pathlib import Path
 from typing import Any
 
@@ -47,20 +47,19 @@ def settings(mode: str, timeout: float = 60.0) -> Settings:
     return Settings(wandb_mode=mode, wandb_timeout=timeout, wandb_run_id="exec/task:7", wandb_project="a-project")
 
 
+def write_records(folder: Path, records: list[dict[str, Any]]) -> None:
+    """Append records to the run's metrics."""
+    with JsonLines(folder / "metrics.jsonl") as log:
+        for record in records:
+            log.write(record)
+
+
 def write_run(folder: Path) -> None:
     """Write what training leaves: all records, and the predictions before the last one."""
-    with JsonLines(folder / "metrics.jsonl") as log:
-        for record in RECORDS:
-            log.write(record)
-        arrays: dict[str, Any] = {
-            "index": np.arange(6),
-            "images": IMAGES,
-            "scores": SCORES,
-            "truth": TRUTH,
-            "loss": np.zeros(6),
-        }
-        np.savez(folder / "predictions.npz", table_rows=np.array(TABLE_ROWS), **arrays)
-        log.write(END)
+    write_records(folder, RECORDS)
+    arrays: dict[str, Any] = {"index": np.arange(6), "images": IMAGES, "scores": SCORES, "truth": TRUTH}
+    np.savez(folder / "predictions.npz", table_rows=np.array(TABLE_ROWS), loss=np.zeros(6), **arrays)
+    write_records(folder, [END])
 
 
 def start(folder: Path, mode: str, timeout: float = 60.0) -> WandbProcess:
@@ -72,11 +71,8 @@ def start(folder: Path, mode: str, timeout: float = 60.0) -> WandbProcess:
 def offline_records(folder: Path) -> dict[str, list[dict[str, Any]]]:
     """Return the records of the only offline run in the folder by type, read by wandb's own reader."""
     (log,) = (folder / "wandb").glob("offline-run-*/*.wandb")
-    specification = importlib.util.find_spec("wandb")  # what `wandb leet` calls, which itself takes a second to import
-    assert specification is not None
-    assert specification.origin is not None
-    reader = Path(specification.origin).with_name("bin") / "wandb-core"
-    command: list[str | Path] = [reader, "leet", "inspect", "--no-observability", "--json", "--run-file", log]
+    reader = distribution("wandb").locate_file("wandb/bin/wandb-core")  # what `wandb leet` calls
+    command = [str(reader), "leet", "inspect", "--no-observability", "--json", "--run-file", str(log)]
     result = subprocess.run(command, capture_output=True, check=True, text=True)
     records: dict[str, list[dict[str, Any]]] = {}
     for line in result.stdout.splitlines():
@@ -88,6 +84,5 @@ def offline_records(folder: Path) -> dict[str, list[dict[str, Any]]]:
 def logged_rows(history: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the rows of plain numbers, without wandb's own columns, histograms and tables."""
     rows = [{key: value for key, value in row.items() if not key.startswith("_")} for row in history]
-    return [
-        row for row in rows if len(row) > 1 and not any(key.startswith(("parameters/", "predictions")) for key in row)
-    ]
+    others = ("parameters/", "predictions")
+    return [row for row in rows if len(row) > 1 and not any(key.startswith(others) for key in row)]

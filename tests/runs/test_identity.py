@@ -33,22 +33,38 @@ def test_another_release_of_what_computes_is_another_run(digits: Path, monkeypat
     assert len({name for name, _ in found}) == len({releases for _, releases in found}) == 6
 
 
-def test_what_the_users_model_imports_decides_the_run(
-    digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working directory, in which modules that earlier tests have imported are new."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in [name for name in sys.modules if name.startswith(("identity_", "source"))]:
+        monkeypatch.delitem(sys.modules, name)
+    return tmp_path
+
+
+def test_what_the_users_model_imports_decides_the_run(digits: Path, project: Path) -> None:
     hp = Hyperparameters(model="identity_mine:model")
-    Path("identity_mine.py").write_text("def model(num_classes, input_shape):\n    from identity_layers import Block\n")
+    (project / "identity_mine.py").write_text("def model(**_):\n    from identity_layers import Block\n")
     found = []
     for number in (1, 2):
-        Path("identity_layers.py").write_text(f"Block = {number}\n")
+        (project / "identity_layers.py").write_text(f"Block = {number}\n")
         found.append((run_name(hp, "data"), checkpoint_identity(hp, digits).user_code))
     assert found[0][0] != found[1][0]
     assert found[0][1] != found[1][1]
 
 
-HIDDEN = {
+OWN = """
+import torch
+
+def make(num_classes, input_shape):
+    return torch.nn.Sequential(torch.nn.Flatten(), Own(64, 10))
+
+class Own(torch.nn.Linear):
+    pass
+"""
+IMPORTS = {
+    "seen": "from source.identity_net import make as model\n",
     "path": "import sys\nsys.path.insert(0, 'source')\nfrom identity_net import make as model\n",
     "in a function": """
 def model(num_classes, input_shape):
@@ -67,43 +83,19 @@ model = net.make
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", [*HIDDEN, "seen"])
+@pytest.mark.parametrize("way", IMPORTS)
 def test_what_a_model_uses_and_the_cache_key_does_not_cover_is_named(
-    digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture, way: str
+    digits: Path, project: Path, capfd: pytest.CaptureFixture, way: str
 ) -> None:
     """Other modules of the project, such as the script that starts a run, are not."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    for name in ("identity_hiding", "identity_net", "source", "source.identity_net"):
-        sys.modules.pop(name, None)  # of the other ways
-    Path("source").mkdir()
-    Path("source/identity_net.py").write_text(OWN)
-    Path("identity_script.py").touch()
-    monkeypatch.syspath_prepend(tmp_path)
+    (project / "source").mkdir()
+    (project / "source/identity_net.py").write_text(OWN)
+    (project / "identity_script.py").touch()
     importlib.import_module("identity_script")
-    source = HIDDEN.get(way, "from source.identity_net import make as model\n")
-    Path("identity_hiding.py").write_text(source)
+    (project / "identity_hiding.py").write_text(IMPORTS[way])
     hp = Hyperparameters(model="identity_hiding:model", epochs=1, batch_size=500, num_ranks=1)
-    result = run_training(hp, digits, tmp_path / "run", Settings(progress="lines", wandb_mode="disabled"))
+    result = run_training(hp, digits, project / "run", Settings(progress="lines", wandb_mode="disabled"))
     said = "The model uses source/identity_net.py, which the cache key does not cover: a change there is not noticed."
     expected = 0 if way == "seen" else 1
     assert [said in note for note in read_records(result.metrics)[-1]["notes"]] == [True] * expected
     assert "".join(capfd.readouterr()).count(said) == expected
-
-
-OWN = """
-import torch
-
-
-class Own(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.head = torch.nn.Linear(64, 10)
-
-    def forward(self, images):
-        return self.head(images.flatten(1))
-
-
-def make(num_classes, input_shape):
-    return Own()
-"""

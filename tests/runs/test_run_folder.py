@@ -1,6 +1,7 @@
 """What is in a run folder is always of one run that came to its end, whatever ends the next one, and when."""
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -12,12 +13,12 @@ from typing import Any
 
 import pytest
 from cli import HELPERS
-from faulty_runs import saved
+from faulty_runs import nothing_like_a_result, saved
 from interruptions import ended_before_each_change
 
 from flyte_ddp import results, run
 from flyte_ddp.config import Hyperparameters
-from flyte_ddp.errors import RankError, StoppedError
+from flyte_ddp.errors import RankError, StoppedError, UserError
 from flyte_ddp.models import artifacts
 from flyte_ddp.report import report
 from flyte_ddp.run import Result, run_training
@@ -31,8 +32,6 @@ QUIET = Settings(progress="off", wandb_mode="disabled")
 HP = Hyperparameters(model="user_models:handing_in", epochs=2, max_steps=4, batch_size=400, num_ranks=1)
 FILES = (METRICS, *OUTPUTS)
 ENTRIES = {*FILES, results.FOLDER}
-
-
 pytestmark = pytest.mark.usefixtures("user_models")
 
 
@@ -66,12 +65,11 @@ def once(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, action: Callabl
     monkeypatch.setattr(owner, name, with_action)
 
 
-def interrupt() -> None:
-    os.kill(os.getpid(), signal.SIGINT)
+def send_signal(number: signal.Signals) -> Callable[[], None]:
+    return lambda: os.kill(os.getpid(), number)
 
 
-def sigterm() -> None:
-    os.kill(os.getpid(), signal.SIGTERM)
+interrupt = send_signal(signal.SIGINT)
 
 
 def fail() -> None:
@@ -79,7 +77,7 @@ def fail() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("action", "error"), [(sigterm, StoppedError), (fail, RankError)])
+@pytest.mark.parametrize(("action", "error"), [(send_signal(signal.SIGTERM), StoppedError), (fail, RankError)])
 def test_a_finished_run_stays_while_it_is_made_again(
     digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, finished: Result,
     action: Callable[[], None], error: type[BaseException],
@@ -105,6 +103,27 @@ def test_a_finished_run_stays_while_it_is_made_again(
     assert contents(folder)[METRICS] != before[METRICS]
 
 
+@pytest.mark.parametrize("name", [METRICS, "a.ckpt", *OUTPUTS])
+def test_a_full_disk_leaves_nothing_like_a_result_and_the_error_says_what_to_do(
+    digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture, name: str
+) -> None:
+    open_path = Path.open
+
+    def open_on_full_disk(path: Path, mode: str = "r", **options: Any) -> Any:
+        full = mode == "a+b" if path.name == METRICS else mode == "wb" and path.name.startswith(f".{name}.")
+        return open_path(Path("/dev/full") if full and name in path.name else path, mode, **options)
+
+    monkeypatch.setattr(Path, "open", open_on_full_disk)
+    words = f"cannot write .*{name}: No space left on device; free some space"
+    if name == "a.ckpt":  # costs at most what a kill would lose, so it ends no run
+        run_training(HP, digits, tmp_path / "run", QUIET)
+        assert re.search(f"checkpoint could not be written: {words}", capfd.readouterr().err)
+        return
+    with pytest.raises(UserError, match=words):
+        run_training(HP, digits, tmp_path / "run", QUIET)
+    nothing_like_a_result(tmp_path / "run")
+
+
 ENDS: dict[str, tuple[Any, str, bool]] = {
     "before the predictions": (artifacts, "save_model", False),
     "with a model": (artifacts, "save_model", True),
@@ -113,6 +132,8 @@ ENDS: dict[str, tuple[Any, str, bool]] = {
     "while it takes over": (Path, "replace", True),
     "when wandb has ended": (wandb_run, "print_to_stderr", False),
 }
+AGAIN = ("with a model", "while it takes over")  # in a folder that has a finished run
+SLOW = {"when wandb has ended": pytest.mark.slow}
 
 
 @pytest.fixture
@@ -129,12 +150,8 @@ def _pythons_own_handler() -> Iterator[None]:
 @pytest.mark.parametrize(
     ("moment", "again"),
     [
-        *[(moment, "model" in moment or "while" in moment) for moment in ENDS if "wandb" not in moment],
-        pytest.param("when wandb has ended", False, marks=pytest.mark.slow),
-        *[
-            pytest.param(moment, not ("model" in moment or "while" in moment), marks=pytest.mark.exhaustive)
-            for moment in ENDS
-        ],
+        *[pytest.param(moment, moment in AGAIN, marks=SLOW.get(moment, ())) for moment in ENDS],
+        *[pytest.param(moment, moment not in AGAIN, marks=pytest.mark.exhaustive) for moment in ENDS],
     ],
 )
 def test_ctrl_c_at_the_end_leaves_results_or_a_checkpoint(
@@ -180,14 +197,7 @@ def test_ctrl_c_at_the_end_leaves_results_or_a_checkpoint(
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("before", "with_results"),
-    [
-        ("nothing", False),
-        ("a run", True),
-        ("a run without results", True),
-        pytest.param("nothing", True, marks=pytest.mark.exhaustive),
-        pytest.param("a run", False, marks=pytest.mark.exhaustive),
-        pytest.param("a run without results", False, marks=pytest.mark.exhaustive),
-    ],
+    [("nothing", False), ("a run", True), pytest.param("a run without results", True, marks=pytest.mark.exhaustive)],
 )
 def test_a_kill_while_it_takes_over_leaves_the_rest_to_the_next(
     tmp_path: Path, before: str, with_results: bool

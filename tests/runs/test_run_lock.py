@@ -18,7 +18,7 @@ from flyte_ddp.launch import single
 from flyte_ddp.pods.paths import reserve_run
 from flyte_ddp.run import run_training
 from flyte_ddp.runs.job import Job
-from flyte_ddp.runs.run_folder import OUTPUTS
+from flyte_ddp.runs.run_folder import METRICS, OUTPUTS
 from flyte_ddp.runs.run_lock import hold_run_folder, release_reserved_folders, release_run_folder, reserve_run_folder
 from flyte_ddp.settings import Settings
 from tasks import flyte
@@ -36,22 +36,17 @@ def elsewhere() -> Iterator[ThreadPoolExecutor]:
 
 @pytest.mark.parametrize(
     ("ends_in", "reserved"),
-    [
-        (None, False),
-        (None, True),
-        (UserError("mine"), True),
-        (StoppedError("SIGTERM"), True),
-    ],
+    [(None, False), (None, True), (UserError("mine"), True), (StoppedError("SIGTERM"), True)],
 )
 def test_a_folder_is_held_until_its_run_ends_whatever_ends_it(
     digits: Path, tmp_path: Path, elsewhere: ThreadPoolExecutor, ends_in: BaseException | None, reserved: bool
 ) -> None:
     folder = tmp_path / "run"
-    met: list[object] = []
 
     def launch(job: Job, *, num_ranks: int) -> None:
-        met.append(is_free(folder))
-        met.append(elsewhere.submit(run_training, HP, digits, folder, QUIET).exception())
+        assert not is_free(folder)
+        with pytest.raises(UserError, match="another run is writing into it"):
+            elsewhere.submit(run_training, HP, digits, folder, QUIET).result()
         if ends_in is not None:
             raise ends_in
         single.launch(job, num_ranks=num_ranks)
@@ -59,16 +54,11 @@ def test_a_folder_is_held_until_its_run_ends_whatever_ends_it(
     assert not reserved or reserve_run_folder(folder)
     with suppress(*([] if ends_in is None else [type(ends_in)])):
         run_training(HP, digits, folder, QUIET, launch=launch)
-    free, second = met
-    assert not free
-    assert isinstance(second, UserError)
-    assert "another run is writing into it" in second.message
     assert all((folder / name).exists() == (ends_in is None) for name in OUTPUTS)
     assert is_free(folder)
 
 
-def test_threads_of_a_process_do_not_share_a_folder(tmp_path: Path, elsewhere: ThreadPoolExecutor) -> None:
-    """Nor do processes."""
+def test_neither_threads_nor_processes_share_a_folder(tmp_path: Path, elsewhere: ThreadPoolExecutor) -> None:
     folder = tmp_path / "run"
     with held_by_another_process(folder):
         assert not reserve_run_folder(folder)
@@ -82,9 +72,10 @@ def test_threads_of_a_process_do_not_share_a_folder(tmp_path: Path, elsewhere: T
             pass
         release_reserved_folders()
         assert not is_free(folder)
-    assert elsewhere.submit(reserve_run_folder, folder).result()
-    elsewhere.submit(release_run_folder, folder).result()
-    assert is_free(folder)
+    for release in (lambda: release_run_folder(folder), release_reserved_folders):
+        assert elsewhere.submit(reserve_run_folder, folder).result()
+        elsewhere.submit(release).result()
+        assert is_free(folder)
 
 
 def test_a_fork_that_lives_on_keeps_nothing(tmp_path: Path) -> None:
@@ -98,16 +89,8 @@ def test_a_fork_that_lives_on_keeps_nothing(tmp_path: Path) -> None:
     command = [sys.executable, "-c", code, str(tmp_path / "run")]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
-        assert process.stdin is not None
         assert process.stdout.readline() == "over\n"
         assert is_free(tmp_path / "run")
-
-
-def finished(folder: Path) -> Path:
-    folder.mkdir()
-    for name in (*OUTPUTS, "metrics.jsonl"):
-        (folder / name).touch()
-    return folder
 
 
 def test_a_run_is_reserved_only_if_training_will_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,7 +101,10 @@ def test_a_run_is_reserved_only_if_training_will_come(tmp_path: Path, monkeypatc
     with pytest.raises(UserError, match="no data"), flyte.translate_errors_for_flyte():
         raise UserError("no data")
     assert is_free(tmp_path / "new")
-    folder = finished(tmp_path / "old")
+    folder = tmp_path / "old"
+    folder.mkdir()
+    for name in (*OUTPUTS, METRICS):
+        (folder / name).touch()
     assert reserve_run(flyte.PLATFORM, "old") == "old"
     assert is_free(folder)
     for name, value in (("FLYTE_LOCAL_CACHE_OVERWRITE", "true"), ("FLYTE_LOCAL_CACHE_ENABLED", "false")):
@@ -145,24 +131,21 @@ for line in sys.stdin:
 @pytest.mark.parametrize("workflow", ["training", pytest.param("elastic_training", marks=pytest.mark.exhaustive)])
 def test_a_notebook_that_has_trained_is_in_nobodys_way(tmp_path: Path, workflow: str) -> None:
     """It stays open; others with the same run get its result, also after it was answered from the cache or failed."""
-    environment = {**surroundings(tmp_path / "home", tmp_path / "runs"), "PYTHONPATH": str(ROOT)}
+    places = {"home": tmp_path / "home", "runs": tmp_path / "runs"}
+    environment = {**surroundings(**places), "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", NOTEBOOK.replace("WORKFLOW", workflow)]
-    with subprocess.Popen(
-        command, cwd=ROOT, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as notebook:
-        assert notebook.stdin is not None
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(command, cwd=ROOT, env=environment, text=True, **pipes) as notebook:
         assert notebook.stdout is not None
 
         def cell(hp: dict[str, object]) -> str:
             print(json.dumps(hp), file=notebook.stdin, flush=True)
             return next(line.split()[1] for line in notebook.stdout if line.startswith("made "))
 
+        path = WORKFLOWS.replace("training.py", f"{workflow}.py")
         for _ in range(2):
             made = Path(cell(TINY))
-            path = WORKFLOWS.replace("training.py", f"{workflow}.py")
-            again = pyflyte(
-                "run", path, f"{workflow}_wf", "--hp", json.dumps(TINY), home=tmp_path / "home", runs=tmp_path / "runs"
-            )
+            again = pyflyte("run", path, f"{workflow}_wf", "--hp", json.dumps(TINY), **places)
             assert again.exit_code == 0, again.output
             assert "test accuracy" not in again.output, "which it says when it trains"
             assert str(made) in again.output
@@ -170,7 +153,6 @@ def test_a_notebook_that_has_trained_is_in_nobodys_way(tmp_path: Path, workflow:
         (tmp_path / "incomplete" / "notes.txt").write_text("which is found when it is fetched")
         bad = {**TINY, "dataset": "mnist", "data_source": str(tmp_path / "incomplete")}
         assert cell(bad) == "nothing"
-        said = train(bad, home=tmp_path / "home", runs=tmp_path / "runs").output
+        said = train(bad, **places).output
         assert "no such file" in said
         assert "another process is at this run" not in said
-        notebook.stdin.close()

@@ -6,12 +6,13 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from cli import HELPERS
 from faulty_runs import saved
+from kept_checkpoints import IDENTITY, write
 
 from flyte_ddp import results
 from flyte_ddp.config import Hyperparameters
@@ -20,7 +21,6 @@ from flyte_ddp.json_lines import read_records
 from flyte_ddp.launch.remote.rendezvous import resume_from_newest_checkpoint
 from flyte_ddp.run import run_training
 from flyte_ddp.runs import checkpoint
-from flyte_ddp.runs.arithmetic import Arithmetic
 from flyte_ddp.runs.checkpoint import FOLDER, SLOTS, Identity
 from flyte_ddp.runs.failed_run import add_failure_details
 from flyte_ddp.runs.job import Job
@@ -29,8 +29,6 @@ from flyte_ddp.settings import Settings
 from flyte_ddp.training.training_state import TrainingState
 
 QUIET = Settings(progress="off", wandb_mode="disabled")
-PLAIN = Arithmetic(1, "some CPU", "fp32", threads=1, channels_last="off", strategy="")
-OWN = Identity({"epochs": 1}, data="d", code="c", user_code="", initial_weights="", releases="torch 2")
 NOBODY = 65534
 
 
@@ -41,16 +39,11 @@ def work() -> Iterator[Path]:
         Path(temporary).chmod(0o755)
         folder = Path(temporary) / "run" / UNFINISHED
         for step, name in enumerate(SLOTS, 1):
-            write(folder / FOLDER / name, step)
+            write(folder / FOLDER / name, step, b"of step 2\n")
         (folder / METRICS).write_text("of step 2\nof step 3, which no checkpoint holds\n")
         (folder / results.FOLDER).mkdir()
         (folder / results.FOLDER / "scores.csv").write_text("handed in\n")
         yield folder
-
-
-def write(path: Path, step: int, identity: Identity = OWN) -> None:
-    about = {"epoch": 0, "step": step, "trained_in": [asdict(PLAIN)], "time": 0.0}
-    checkpoint.write_checkpoint(path, about, identity, b"of step 2\n", lambda file: file.write(b"state"))
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -74,8 +67,8 @@ def rewrite(path: Path, change: Callable[[bytes], bytes]) -> None:
     path.write_bytes(change(path.read_bytes()))
 
 
-def cut(path: Path) -> None:
-    rewrite(path, lambda content: content[:-1])
+def rewriting(change: Callable[[bytes], bytes]) -> Callable[[Path], None]:
+    return lambda path: rewrite(path, change)
 
 
 def put_on_a_bad_disk(path: Path) -> None:
@@ -83,22 +76,22 @@ def put_on_a_bad_disk(path: Path) -> None:
     path.symlink_to("/proc/self/mem")  # of which Linux says EIO, as of a file on a disk or a server that fails
 
 
+cut = rewriting(lambda content: content[:-1])
 DAMAGED = "damaged: its content does not match its SHA-256"
 OTHER_FORMAT = "its format is flyte-ddp-checkpoint/{}, and this release reads flyte-ddp-checkpoint/1"
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "cut": (cut, DAMAGED),
-    "empty": (lambda path: rewrite(path, lambda _: b""), DAMAGED),
-    "a bit": (lambda path: rewrite(path, flip_a_bit), DAMAGED),
-    "older": (lambda path: rewrite(path, lambda old: old.replace(b"/1 ", b"/0 ", 1)), OTHER_FORMAT.format(0)),
-    "newer": (lambda path: rewrite(path, lambda old: old.replace(b"/1 ", b"/12 ", 1)), OTHER_FORMAT.format(12)),
-    "newer, of the same format": (lambda path: rewrite(path, add_a_field), "its header is another release's"),
+    "empty": (rewriting(lambda _: b""), DAMAGED),
+    "a bit": (rewriting(flip_a_bit), DAMAGED),
+    "older": (rewriting(lambda content: content.replace(b"/1 ", b"/0 ", 1)), OTHER_FORMAT.format(0)),
+    "newer": (rewriting(lambda content: content.replace(b"/1 ", b"/12 ", 1)), OTHER_FORMAT.format(12)),
+    "newer, of the same format": (rewriting(add_a_field), "its header is another release's"),
     "on a bad disk": (put_on_a_bad_disk, "Input/output error"),
     "another user's": (lambda path: path.chmod(0), "Permission denied"),
 }
-each_damage = pytest.mark.parametrize(("damage", "reason"), DAMAGE.values(), ids=DAMAGE)
 
 
-def loaded(work: Path, run: Identity = OWN) -> checkpoint.Checkpoint | None:
+def loaded(work: Path, run: Identity = IDENTITY) -> checkpoint.Checkpoint | None:
     """What a run finds; not as root, whom permissions do not stop, where there are files that nobody may read."""
     user = os.geteuid()
     forbidden = any(path.exists() and path.stat().st_mode & 0o777 == 0 for path in (work / FOLDER).iterdir())
@@ -112,32 +105,24 @@ def loaded(work: Path, run: Identity = OWN) -> checkpoint.Checkpoint | None:
         os.seteuid(user)
 
 
-@each_damage
-def test_two_that_cannot_be_read_are_refused_and_nothing_is_lost(
-    work: Path, damage: Callable[[Path], None], reason: str
-) -> None:
-    for name in SLOTS:
-        damage(work / FOLDER / name)
-    before = contents(work)
-    with pytest.raises(UserError) as caught:
-        loaded(work)
-    for name in SLOTS:
-        assert f"{work / FOLDER / name} ({reason})" in caught.value.message
-    assert "delete them to restart from scratch" in caught.value.message
-    assert contents(work) == before
-
-
-@each_damage
-def test_one_that_cannot_be_read_beside_a_good_one_is_said(
+@pytest.mark.parametrize(("damage", "reason"), DAMAGE.values(), ids=DAMAGE)
+def test_one_that_cannot_be_read_is_said_and_two_are_refused_and_nothing_is_lost(
     work: Path, damage: Callable[[Path], None], reason: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    damage(work / FOLDER / SLOTS[1])
+    first, second = (work / FOLDER / name for name in SLOTS)
+    damage(second)
+    before = contents(work)
     found = loaded(work)
     assert found is not None
-    assert (found.step, found.path) == (1, work / FOLDER / SLOTS[0])
-    assert f"{work / FOLDER / SLOTS[1]} ({reason}) cannot be used; {SLOTS[0]} is" in capsys.readouterr().err
-    assert (work / METRICS).read_text() == "of step 2\n"
-    assert (work / results.FOLDER / "scores.csv").exists()
+    assert (found.step, found.path) == (1, first)
+    assert f"{second} ({reason}) cannot be used; {SLOTS[0]} is" in capsys.readouterr().err
+    assert contents(work) == {**before, METRICS: b"of step 2\n"}
+    damage(first)
+    with pytest.raises(UserError, match="delete them to restart from scratch") as caught:
+        loaded(work)
+    for path in (first, second):
+        assert f"{path} ({reason})" in caught.value.message
+    assert contents(work) == {**before, METRICS: b"of step 2\n"}
 
 
 def test_one_of_another_run_beside_one_that_cannot_be_read_is_still_refused(
@@ -145,7 +130,7 @@ def test_one_of_another_run_beside_one_that_cannot_be_read_is_still_refused(
 ) -> None:
     cut(work / FOLDER / SLOTS[1])
     with pytest.raises(UserError, match="belongs to another run: epochs=1, now 2"):
-        loaded(work, replace(OWN, hyperparameters={"epochs": 2}))
+        loaded(work, replace(IDENTITY, hyperparameters={"epochs": 2}))
     assert "damaged" in capsys.readouterr().err
 
 
@@ -163,7 +148,7 @@ def test_a_single_one_that_cannot_be_read_is_refused_where_an_engine_starts_rank
     """And no error says that there is none."""
     (work / FOLDER / SLOTS[0]).unlink()
     cut(work / FOLDER / SLOTS[1])
-    job = Job(Hyperparameters(), None, QUIET, work, work, OWN)  # type: ignore[arg-type]  # nothing trains
+    job = Job(Hyperparameters(), None, QUIET, work, work, IDENTITY)  # type: ignore[arg-type]  # nothing trains
     with pytest.raises(UserError, match=r"damaged.*delete them to restart from scratch"):
         resume_from_newest_checkpoint(job, "a host is lost")
     error = RankError("rank 1 was killed by SIGKILL", recoverable=True)
@@ -189,15 +174,15 @@ def test_a_run_is_refused_until_somebody_deletes_them(
         with pytest.raises(RankError, match="MemoryError"):
             run_training(hp, digits, tmp_path / "run", QUIET)
     assert saved(tmp_path / "run") is not None
-    folder = tmp_path / "run" / UNFINISHED / FOLDER
-    for path in folder.iterdir():
+    paths = [*(tmp_path / "run" / UNFINISHED / FOLDER).iterdir()]
+    for path in paths:
         rewrite(path, flip_a_bit)
     before = contents(tmp_path / "run")
     with pytest.raises(UserError, match="restart from scratch"):
         run_training(hp, digits, tmp_path / "run", QUIET)
     before.pop(f"{UNFINISHED}/{TRACEBACK}")  # of the attempt before
     assert contents(tmp_path / "run") == before
-    for path in folder.iterdir():
+    for path in paths:
         path.unlink()
     result = run_training(hp, digits, tmp_path / "run", QUIET)
     assert [one["resumed_after_step"] for one in read_records(result.metrics) if one["kind"] == "start"] == [0]

@@ -5,7 +5,6 @@ import math
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from wandb_runs import RECORDS
@@ -15,32 +14,20 @@ from flyte_ddp.files import replace_file
 from flyte_ddp.json_lines import JsonLines, read_records
 from flyte_ddp.tracking import wandb_feed
 
-# metrics.jsonl
 
-
-def test_records_come_back_as_written(tmp_path: Path) -> None:
+def test_records_come_back_as_written_and_every_line_is_strict_json(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
+    odd = {"kind": "x", "loss": math.nan, "nested": {"edges": [1.0, -math.inf]}, "pair": (1, math.inf)}
     before = time.time()
     with JsonLines(path) as log:
-        for record in RECORDS:
+        for record in (*RECORDS, odd):
             log.write(record)
             lines = path.read_text().splitlines()  # while the log is open: it doesn't keep anything back
-            assert before <= json.loads(lines[-1])["time"] <= time.time()
+            assert before <= json.loads(lines[-1], parse_constant=pytest.fail)["time"] <= time.time()
     expected = [{**record} for record in RECORDS]
     expected[2]["loss"] = None
-    assert [without_time(record) for record in read_records(path)] == expected
-
-
-def test_every_line_is_strict_json(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    with JsonLines(path) as log:
-        log.write({"kind": "x", "loss": math.nan, "nested": {"edges": [1.0, -math.inf]}, "pair": (1, math.inf)})
-
-    def refuse(constant: str) -> None:
-        raise AssertionError(f"{constant} is not JSON")
-
-    record = json.loads(path.read_text(), parse_constant=refuse)
-    assert without_time(record) == {"kind": "x", "loss": None, "nested": {"edges": [1.0, None]}, "pair": [1, None]}
+    found = [{key: value for key, value in record.items() if key != "time"} for record in read_records(path)]
+    assert found == [*expected, {"kind": "x", "loss": None, "nested": {"edges": [1.0, None]}, "pair": [1, None]}]
 
 
 def test_half_a_line_costs_nothing_else(tmp_path: Path) -> None:
@@ -87,9 +74,8 @@ def test_records_are_followed_as_they_are_written(tmp_path: Path) -> None:
     def nothing() -> None:
         assert not path.exists()
 
-    over = over_after(
-        nothing, write('{"step": 1}\n{"st'), write('ep": 2}\n'), write('{"step": 3}\nrubbish\n{"step": 4}\n{"s')
-    )
+    texts = ('{"step": 1}\n{"st', 'ep": 2}\n', '{"step": 3}\nrubbish\n{"step": 4}\n{"s')
+    over = over_after(nothing, *map(write, texts))
     assert list(wandb_feed.follow_records(tmp_path, 0, over)) == [{"step": step} for step in (1, 2, 3, 4)]
 
 
@@ -112,7 +98,3 @@ def test_records_of_a_run_that_is_started_again_are_followed_once(tmp_path: Path
     over = over_after(lambda: None, start_again)
     steps = [{"step": 1}, {"step": 2}, {"step": 2, "again": True}]
     assert list(wandb_feed.follow_records(tmp_path, 0, over)) == steps
-
-
-def without_time(record: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in record.items() if key != "time"}
