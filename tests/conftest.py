@@ -44,10 +44,7 @@ def no_collection() -> Iterator[None]:
 @pytest.fixture(scope="session", autouse=True)
 def forked_interpreters(request: pytest.FixtureRequest) -> Iterator[None]:
     """``pyflyte`` commands, pods and ranks are forks of a process that has imported flytekit's modules and torch."""
-    if request.config.getoption("--cold"):
-        yield
-        return
-    with zygote.used():
+    with nullcontext() if request.config.getoption("--cold") else zygote.used():
         yield
 
 

@@ -27,24 +27,14 @@ bugs		: sysret_ss_attrs null_seg spectre_v1 spectre_v2 spec_store_bypass srso sp
 power management:
 
 processor	: 1
-vendor_id	: AuthenticAMD
 cpu family	: 25
 """
 SAPPHIRE_RAPIDS = """\
-processor	: 0
 vendor_id	: GenuineIntel
 cpu family	: 6
 model		: 143
 model name	: Intel(R) Xeon(R) Platinum 8488C
 flags		: fpu vme avx f16c avx2 avx512f avx_vnni avx512_bf16 avx512_vnni amx_bf16 avx512_fp16 amx_tile amx_int8
-"""
-ICE_LAKE = """\
-processor	: 0
-vendor_id	: GenuineIntel
-cpu family	: 6
-model		: 106
-model name	: Intel(R) Xeon(R) Platinum 8370C CPU @ 2.80GHz
-flags		: fpu vme avx f16c avx2 avx512f avx512dq avx512_vnni avx512_bitalg fsrm arch_capabilities
 vmx flags	: vnmi invvpid ept_x_only ept_ad
 """
 ARM = """\
@@ -53,12 +43,11 @@ BogoMIPS	: 38.40
 Features	: fp asimd evtstrm aes asimddp sve sve2 svebf16 i8mm bf16 dgh bti
 CPU implementer	: 0x41
 CPU architecture: 8
-CPU variant	: 0x0
 CPU part	: 0xd81
-CPU revision	: 1
 """
 # As issue 18 describes it: Emerald Rapids, whose AMX a hypervisor hides.
 EMERALD_RAPIDS = SAPPHIRE_RAPIDS.replace("143", "207").replace("amx_bf16 ", "").replace("amx_tile amx_int8", "")
+ICE_LAKE = EMERALD_RAPIDS.replace("207", "106").replace("avx512_bf16 ", "")
 
 
 @pytest.mark.parametrize(

@@ -51,6 +51,16 @@ class Moment:
     cause: str = ""  # of an execution that somebody has ended
 
 
+def storing(name: str, response: Callable[[], Any]) -> Callable[[Any, Any, Any], Any]:
+    """Return a call that appends the request to the list of this name."""
+
+    def store(self: Any, request: Any, _: Any) -> Any:
+        getattr(self, name).append(request)
+        return response()
+
+    return store
+
+
 class FakeFlyteAdmin(admin_pb2_grpc.AdminServiceServicer, dataproxy_pb2_grpc.DataProxyServiceServicer):  # type: ignore[misc]
     """Stores what is registered, activated and uploaded."""
 
@@ -69,21 +79,10 @@ class FakeFlyteAdmin(admin_pb2_grpc.AdminServiceServicer, dataproxy_pb2_grpc.Dat
         self.blobs: dict[str, bytes] = {}  # by address
         self.faults: dict[str, Fault] = {}  # by the names of calls
 
-    def CreateTask(self, request: Any, context: Any) -> Any:
-        self.tasks.append(request)
-        return task_pb2.TaskCreateResponse()
-
-    def CreateWorkflow(self, request: Any, context: Any) -> Any:
-        self.workflows.append(request)
-        return workflow_pb2.WorkflowCreateResponse()
-
-    def CreateLaunchPlan(self, request: Any, context: Any) -> Any:
-        self.launch_plans.append(request)
-        return launch_plan_pb2.LaunchPlanCreateResponse()
-
-    def UpdateLaunchPlan(self, request: Any, context: Any) -> Any:
-        self.activated.append(request)
-        return launch_plan_pb2.LaunchPlanUpdateResponse()
+    CreateTask = storing("tasks", task_pb2.TaskCreateResponse)
+    CreateWorkflow = storing("workflows", workflow_pb2.WorkflowCreateResponse)
+    CreateLaunchPlan = storing("launch_plans", launch_plan_pb2.LaunchPlanCreateResponse)
+    UpdateLaunchPlan = storing("activated", launch_plan_pb2.LaunchPlanUpdateResponse)
 
     def GetTask(self, request: Any, context: Any) -> Any:
         task = self.found(self.tasks, request, context)

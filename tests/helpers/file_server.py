@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler
 from urllib.parse import parse_qs, unquote, urlsplit
 from xml.sax.saxutils import escape
 
@@ -56,46 +55,23 @@ class FileServer:
         return Counter(self.requests)
 
 
-@contextmanager
-def file_server() -> Iterator[FileServer]:
-    """Run a server in a thread until the end of the block."""
-    state = FileServer()
+class Answer(QuietHandler):
+    """Answers requests by the state."""
 
-    class Handler(QuietHandler):
-        def setup(self) -> None:
-            super().setup()
-            state.connections.append(self.client_address[1])
-
-        def do_GET(self) -> None:
-            Answer(self, state).give()
-
-        do_HEAD = do_GET
-
-        def do_PUT(self) -> None:
-            Answer(self, state).take()
-
-    with serving(Handler) as state.url:
-        try:
-            yield state
-        finally:
-            state.over.set()
-
-
-@dataclass
-class Answer:
-    """The answer to one request."""
-
-    handler: BaseHTTPRequestHandler
     state: FileServer
 
-    def give(self) -> None:
+    def setup(self) -> None:
+        super().setup()
+        self.state.connections.append(self.client_address[1])
+
+    def do_GET(self) -> None:
         """Send a file, a range of it or a list, or fail."""
-        address = urlsplit(self.handler.path)
+        address = urlsplit(self.path)
         name, query = unquote(address.path).lstrip("/"), parse_qs(address.query)
         self.state.requests.append(name)
         self.state.queries.append(address.query)
-        self.state.spans.append(self.handler.headers.get("Range", ""))
-        self.state.headers.append(dict(self.handler.headers))
+        self.state.spans.append(self.headers.get("Range", ""))
+        self.state.headers.append(dict(self.headers))
         if self.state.before_answer is not None:
             self.state.before_answer.wait(DEADLINE)
         fault = self.state.faults[name].pop(0) if self.state.faults.get(name) else None
@@ -105,18 +81,20 @@ class Answer:
             self.start(302, b"", Location=self.state.redirects[name])
         elif fault == "hang":
             self.state.over.wait(DEADLINE)
-            self.handler.close_connection = True
+            self.close_connection = True
         elif isinstance(fault, int) or content is None:
             self.refuse(fault if isinstance(fault, int) else 404)
         else:
             self.serve(content, fault)
 
-    def take(self) -> None:
-        """Store the file that a PUT request brings."""
-        name = unquote(urlsplit(self.handler.path).path).lstrip("/")
+    do_HEAD = do_GET
+
+    def do_PUT(self) -> None:
+        """Store the file that the request brings."""
+        name = unquote(urlsplit(self.path).path).lstrip("/")
         self.state.requests.append(name)
-        self.state.headers.append(dict(self.handler.headers))
-        self.state.files[name] = self.handler.rfile.read(int(self.handler.headers.get("Content-Length", 0)))
+        self.state.headers.append(dict(self.headers))
+        self.state.files[name] = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         self.start(200, b"", ETag='"0"', **CHANGED)
 
     def refuse(self, status: int) -> None:
@@ -127,15 +105,15 @@ class Answer:
     def serve(self, content: bytes, fault: str | None) -> None:
         """Send the content, or the requested range of it, with a fault."""
         tag = {"ETag": f'"{hashlib.md5(content).hexdigest()}"', **CHANGED} if self.state.tagged else {}
-        asked = re.fullmatch(r"bytes=(\d+)-(\d+)", self.handler.headers.get("Range", ""))
+        asked = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
         if asked and self.state.gives_parts:
             start, end = int(asked[1]), int(asked[2]) + 1
-            if start >= len(content):
-                self.start(416, b"<Error><Code>InvalidRange</Code></Error>")
-                return
             part = content[start:end]
-            whole = {"Content-Range": f"bytes {start}-{start + len(part) - 1}/{len(content)}"}
-            self.start(206, part, **whole, **tag)
+            tag["Content-Range"] = f"bytes {start}-{start + len(part) - 1}/{len(content)}"
+            if start < len(content):
+                self.start(206, part, **tag)
+            else:
+                self.start(416, b"<Error><Code>InvalidRange</Code></Error>")
             return
         if fault == "alter":
             content = content[:-1] + bytes([content[-1] ^ 1])
@@ -143,9 +121,9 @@ class Answer:
             content += b"\0"
         if fault in ("truncate", "reset", "stall"):
             self.start(200, content, given=len(content) // 2, **tag)
-            self.handler.close_connection = True
+            self.close_connection = True
             if fault == "reset":
-                self.handler.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             if fault == "stall":
                 self.state.stalled.set()
                 self.state.over.wait(DEADLINE)
@@ -158,18 +136,18 @@ class Answer:
         self, status: int, content: bytes, *, given: int | None = None, announced: bool = True, **headers: str
     ) -> None:
         """Send status, headers and body, or the first ``given`` bytes of the body."""
-        self.handler.send_response(status)
+        self.send_response(status)
         if announced:
-            self.handler.send_header("Content-Length", str(len(content)))
+            self.send_header("Content-Length", str(len(content)))
         else:
-            self.handler.send_header("Connection", "close")
-            self.handler.close_connection = True
+            self.send_header("Connection", "close")
+            self.close_connection = True
         for name, value in {**headers, **self.state.answers}.items():
-            self.handler.send_header(name, value)
-        self.handler.end_headers()
-        if self.handler.command == "GET":
-            self.handler.wfile.write(content[:given])
-            self.handler.wfile.flush()
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(content[:given])
+            self.wfile.flush()
 
     def listed(self, bucket: str, query: dict[str, list[str]]) -> bytes:
         """Return a page of the list of a bucket, in the form of S3."""
@@ -207,3 +185,14 @@ class Answer:
     def page(self, bucket: str, keys: list[str], start: int) -> list[tuple[str, bytes]]:
         """Return names and contents of the objects of a page."""
         return [(key, self.state.files[f"{bucket}/{key}"]) for key in keys[start : start + self.state.page]]
+
+
+@contextmanager
+def file_server() -> Iterator[FileServer]:
+    """Run a server in a thread until the end of the block."""
+    state = FileServer()
+    with serving(type("Handler", (Answer,), {"state": state})) as state.url:
+        try:
+            yield state
+        finally:
+            state.over.set()

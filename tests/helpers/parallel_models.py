@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from faults import OneLayer
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
@@ -165,22 +166,15 @@ class Complex(nn.Module):
         return self.head(torch.fft.irfft2(filtered, s=(8, 8)).flatten(1))
 
 
-class NoBias(nn.Module):
+class NoBias(Subclassed):
     def __init__(self, **_: object) -> None:
         super().__init__()
-        self.conv, self.norm, self.head = nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4, bias=False), nn.Linear(144, 10)
-
-    def forward(self, images: Tensor) -> Tensor:
-        return self.head(self.norm(self.conv(images)).flatten(1))
+        self.norm = nn.BatchNorm2d(4, bias=False)
 
 
-class NoisyGradient(nn.Module):
+class NoisyGradient(OneLayer):
     """Draws in the backward pass only."""
 
     def __init__(self, **_: object) -> None:
         super().__init__()
-        self.head = nn.Linear(64, 10)
         self.head.weight.register_hook(lambda gradient: gradient + 0.01 * torch.randn_like(gradient))
-
-    def forward(self, images: Tensor) -> Tensor:
-        return self.head(images.flatten(1))

@@ -59,16 +59,12 @@ def dropout(num_classes: int, input_shape: tuple[int, int, int]) -> nn.Module:
 class FunctionalDropout(nn.Module):
     """Draws random numbers where no layer can be replaced."""
 
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        return nn.functional.dropout(self.inner(images), 0.1, self.training)
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        return nn.functional.dropout(values, 0.1, self.training)
 
 
 def functional_dropout(num_classes: int, input_shape: tuple[int, int, int]) -> nn.Module:
-    return FunctionalDropout(linear(num_classes, input_shape))
+    return nn.Sequential(linear(num_classes, input_shape), FunctionalDropout())
 
 
 class PartlyUsed(nn.Module):
@@ -76,8 +72,7 @@ class PartlyUsed(nn.Module):
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
-        self.inner = inner
-        self.unused = nn.Linear(3, 3)
+        self.inner, self.unused = inner, nn.Linear(3, 3)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         return self.inner(images)
@@ -95,23 +90,21 @@ def not_a_module(num_classes: int, input_shape: tuple[int, int, int]) -> str:
     return "model"
 
 
-class HandingIn(nn.Module):
+class HandingIn(nn.Flatten):
     """Hands in a file for each of its first two steps."""
 
-    def __init__(self, num_classes: int, input_shape: tuple[int, int, int]) -> None:
-        super().__init__()
-        self.layers, self.steps = linear(num_classes, input_shape), 0
+    steps = 0
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         self.steps += 1
         if self.training and self.steps <= 2:
             results.submit(f"forward-{self.steps}.txt", b"done")
             results.event(step=self.steps)
-        return self.layers(images)
+        return super().forward(images)
 
 
 def handing_in(num_classes: int, input_shape: tuple[int, int, int]) -> nn.Module:
-    return HandingIn(num_classes, input_shape)
+    return nn.Sequential(HandingIn(), linear(num_classes, input_shape)[1])
 
 
 def of_torchvision(num_classes: int, input_shape: tuple[int, int, int]) -> nn.Module:
