@@ -110,8 +110,9 @@ def test_a_full_disk_leaves_nothing_like_a_result_and_the_error_says_what_to_do(
     open_path = Path.open
 
     def open_on_full_disk(path: Path, mode: str = "r", **options: Any) -> Any:
-        full = mode == "a+b" if path.name == METRICS else mode == "wb" and path.name.startswith(f".{name}.")
-        return open_path(Path("/dev/full") if full and name in path.name else path, mode, **options)
+        replaces = name != METRICS and mode == "wb" and path.name.startswith(f".{name}.")
+        full = replaces or (path.name, mode) == (name, "a+b")
+        return open_path(Path("/dev/full") if full else path, mode, **options)
 
     monkeypatch.setattr(Path, "open", open_on_full_disk)
     words = f"cannot write .*{name}: No space left on device; free some space"
