@@ -104,18 +104,14 @@ def code_text(source: bytes, tree: ast.Module | None) -> bytes:
     for node in ast.walk(tree):
         for name in ("body", "orelse", "finalbody"):
             if isinstance(block := getattr(node, name, None), list):
-                block[:] = [each for each in block if not has_no_effect(each)]
+                constants = [
+                    each for each in block if isinstance(each, ast.Expr) and isinstance(each.value, ast.Constant)
+                ]
+                block[:] = [each for each in block if each not in constants and not isinstance(each, ast.Pass)]
     try:
         return ast.dump(tree).replace(", type_params=[]", "").encode()  # empty lists that Python 3.11 has not
     except RecursionError:
         return source
-
-
-def has_no_effect(statement: ast.stmt) -> bool:
-    """Return whether a statement is a docstring, another constant, or ``pass``."""
-    return isinstance(statement, ast.Pass) or (
-        isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
-    )
 
 
 def list_releases() -> str:

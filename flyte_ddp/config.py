@@ -188,25 +188,21 @@ class Hyperparameters(CheckedFields, called="hyperparameter"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_data_and_model_names(self)
+        if ":" not in self.dataset and self.dataset not in catalog.DATASETS:
+            raise unknown_name_error("dataset", self.dataset, [*catalog.DATASETS, *catalog.DATASET_FORMS])
+        if self.dataset in [f"{kind}:" for kind in catalog.ENCODED_KINDS]:
+            raise UserError(f"dataset={self.dataset!r}: must name an address, such as {self.dataset}s3://bucket/folder")
+        kind = catalog.encoded_kind(self.dataset)
+        fitting = kind.replace("stream", "shards")
+        if self.test_dataset and (not kind or catalog.encoded_kind(self.test_dataset) != fitting):
+            must = f"{fitting}:ADDRESS for {kind}:" if kind else "left empty"
+            raise UserError(
+                f"test_dataset={self.test_dataset!r}: must be {must}; "
+                "other data sets than shards, streams and image folders have a test set of their own"
+            )
+        if ":" not in self.model and self.model not in catalog.MODELS:
+            raise unknown_name_error("model", self.model, [*catalog.MODELS, "package.module:callable"])
         check_combinations(self)
-
-
-def check_data_and_model_names(hp: Hyperparameters) -> None:
-    """Raise UserError for an unknown data set or model, or a ``test_dataset`` that does not fit the data set."""
-    if ":" not in hp.dataset and hp.dataset not in catalog.DATASETS:
-        raise unknown_name_error("dataset", hp.dataset, [*catalog.DATASETS, *catalog.DATASET_FORMS])
-    if hp.dataset in [f"{kind}:" for kind in catalog.ENCODED_KINDS]:
-        raise UserError(f"dataset={hp.dataset!r}: must name an address, such as {hp.dataset}s3://bucket/folder")
-    kind = catalog.encoded_kind(hp.dataset)
-    fitting = kind.replace("stream", "shards")
-    if hp.test_dataset and (not kind or catalog.encoded_kind(hp.test_dataset) != fitting):
-        raise UserError(
-            f"test_dataset={hp.test_dataset!r}: must be {f'{fitting}:ADDRESS for {kind}:' if kind else 'left empty'}; "
-            "other data sets than shards, streams and image folders have a test set of their own"
-        )
-    if ":" not in hp.model and hp.model not in catalog.MODELS:
-        raise unknown_name_error("model", hp.model, [*catalog.MODELS, "package.module:callable"])
 
 
 def check_batch_size(hp: Hyperparameters, num_ranks: int) -> None:

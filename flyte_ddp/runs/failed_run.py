@@ -13,9 +13,10 @@ from flyte_ddp.user_code import find_modules_shadowing_stdlib
 def add_failure_details(error: BaseException, run_folder: Path) -> None:
     """Set a RankError's ``step``, after which the run resumes, and ``file``, to which all details are written.
 
-    If the file cannot be written, prints the details to stderr. Adds to ``remark`` the user's modules that may have
-    been imported instead of Python's own: those that the details mention, or all of them if a rank failed before it
-    began. A KeyboardInterrupt without a text gets a text with the step. Other errors stay unchanged.
+    Reads both checkpoints whole. If the file cannot be written, prints the details to stderr. Adds to ``remark`` the
+    user's modules that may have been imported instead of Python's own: those that the details mention, or all of them
+    if a rank failed before it began. A KeyboardInterrupt without a text gets a text with the step. Other errors stay
+    unchanged.
     """
     if isinstance(error, KeyboardInterrupt) and not error.args:
         error.args = (f"stopped by Ctrl-C; {describe_resumption(newest_step(run_folder))}",)
@@ -32,7 +33,7 @@ def add_failure_details(error: BaseException, run_folder: Path) -> None:
 
 
 def newest_step(run_folder: Path) -> int | None:
-    """Return the step of the run's newest checkpoint: 0 without any, None if there are some and none is readable."""
+    """Return the newest checkpoint's step: 0 without any, None if none of some is readable. Reads both files whole."""
     return checkpoint.newest_step(run_folder / UNFINISHED)
 
 
