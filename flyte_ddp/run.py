@@ -66,24 +66,18 @@ def run_training(
 ) -> Result:
     """Train a model on all ranks, write its files and the report into the run folder, and return their paths.
 
-    Resumes from the checkpoint of an interrupted run in the same folder. Locks the folder. Replaces an earlier run's
-    files only when all new ones are complete. Uploads to wandb from a process of its own, if the settings ask for it.
-    Prints warnings and progress to stderr, unless progress is off.
+    ``data`` is the folder of a prepared data set, from ``flyte_ddp.datasets.fetch``. Resumes from the checkpoint of an
+    interrupted run in the same folder. Locks the folder. Replaces an earlier run's files only when all new ones are
+    complete. Uploads to wandb from a process of its own, if the settings ask for it. Prints warnings and progress to
+    stderr, unless progress is off.
 
-    Args:
-        hp: the hyperparameters.
-        data: folder of a prepared data set, from ``flyte_ddp.datasets.fetch``.
-        run_folder: folder for the results.
-        settings: logging, caching and timeouts; None: by the environment.
-        launch: function that starts the ranks and waits for them; None: one rank runs in this process, several run in
-            processes of their own.
-        hardware: devices and threads of the ranks; None: chosen for this machine.
+    By default the settings (logging, caching, timeouts) are those of the environment, the ranks' hardware is chosen for
+    this machine, and ``launch``, which starts the ranks and waits for them, runs a single rank in this process and
+    several in processes of their own.
 
-    Raises:
-        UserError: a mistake that the user can fix, such as another run in the same folder; no result is left.
-        RankError: a rank failed; the whole error is in ``traceback.txt`` of the run folder.
-        StoppedError: a signal stopped the run.
-
+    Raises UserError for a mistake that the user can fix, such as another run in the same folder, and leaves no result;
+    RankError if a rank failed (the whole error is in ``traceback.txt`` in the run folder's ``unfinished``); and
+    StoppedError if a signal stopped the run.
     """
     # Imported here so that importing this module stays cheap for command-line start-up.
     from flyte_ddp.report import report

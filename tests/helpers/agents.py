@@ -16,11 +16,7 @@ NOWHERE = Path("/nowhere")
 
 
 def launch(job: Job, *, num_ranks: int, retries: int = 0) -> None:
-    """Run the job; agents do not see the launcher's run folder and its prepared data.
-
-    Args:
-        retries: how often an agent that has failed is started again.
-    """
+    """Run the job; agents, started again up to ``retries`` times, do not see the launcher's run folder and data."""
     with ThreadPoolExecutor(num_ranks) as pool, open_rendezvous(replace(job, data=NOWHERE), "127.0.0.1") as rendezvous:
         tickets = [rendezvous.make_ticket(RankInfo(rank, num_ranks, local_rank=rank)) for rank in range(num_ranks)]
         sent = [pool.submit(send, replace(each, run_folder=NOWHERE), retries) for each in tickets]

@@ -46,16 +46,11 @@ def pyflyte(
     session: bool = False,
     **environment: str,
 ) -> Ended:
-    """Run ``pyflyte`` with the arguments for up to DEADLINE; return exit code and output.
+    """Run ``pyflyte`` with the arguments, in ``directory``, for up to DEADLINE; return exit code and output.
 
-    Args:
-        home: stands for the user's home directory, in which Flyte keeps its cache.
-        runs: the runs folder; ``home / "runs"`` if not given.
-        directory: where to call it.
-        wrapper: a command to start it with.
-        session: in one of its own, of which it is the leader.
-        environment: more variables; wandb is off and GPUs are hidden unless they say otherwise.
-
+    ``home`` stands for the user's home directory, in which Flyte keeps its cache; the runs folder is in it by default.
+    A command may be started by a ``wrapper``, or as the leader of a session. wandb is off and GPUs are hidden unless
+    ``environment`` says otherwise.
     """
     ended = subprocess.run(
         [*wrapper, str(PYFLYTE), *arguments],

@@ -25,15 +25,10 @@ class Host(link.Host):
         names: Path | None = None,
         resolver: Path | None = None,
     ) -> subprocess.Popen[bytes]:
-        """Start a command on this host.
+        """Start a command on this host, with the output on both streams in a log.
 
-        Args:
-            command: the command and its arguments.
-            log: file for the output on both streams.
-            environment: the environment of the command.
-            hidden: a folder that is empty for the command.
-            names: file in place of /etc/hosts; the hostname becomes the name of the namespace.
-            resolver: file in place of /etc/resolv.conf.
+        For the command the folder ``hidden`` is empty, and ``names`` and ``resolver`` are in place of /etc/hosts and
+        /etc/resolv.conf; with ``names`` the hostname is the name of the namespace.
         """
         mounts = [f'mount -t tmpfs none "{hidden}"'] if hidden else []
         mounts += [f'mount --bind "{names}" /etc/hosts', f'hostname "{self.name}"'] if names else []

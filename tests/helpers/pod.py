@@ -59,15 +59,11 @@ class Cluster:
         attempt: int = 0,
         during: Callable[[subprocess.Popen[bytes], Path], None] = lambda *_: None,
     ) -> PodEnded:
-        """Run a task to its end; return what the pod left.
+        """Run an attempt (from 0) of an execution's task to its end; return what the pod left.
 
-        Args:
-            image: a folder of sources that the image contains; then the package's sources are not sent.
-            environment: more variables, over those of the container.
-            execution: name of the execution.
-            attempt: number of the attempt, from 0.
-            during: called with the pod's process, and the folder of all runs' checkpoints in the blob store.
-
+        ``image`` is a folder of sources that the image contains; then the package's sources are not sent. Variables of
+        ``environment`` are over those of the container. ``during`` is called with the pod's process, and the folder of
+        all runs' checkpoints in the blob store.
         """
         name = f"pod{len(self.pods)}"
         pod, store = self.folder / name, self.server.folder / BUCKET / name

@@ -45,12 +45,9 @@ class S3Server:
 
 @contextmanager
 def s3_server(folder: Path, *options: str, keyed: bool = True) -> Iterator[S3Server]:
-    """Serve ``folder`` on a port that the system chooses until the context ends; without ``keyed`` to everybody.
+    """Serve ``folder``, whose folders are the buckets, on a port that the system chooses until the context ends.
 
-    Args:
-        folder: its folders are the buckets.
-        options: more of rclone's.
-        keyed: whether requests must be signed.
+    Requests must be signed unless ``keyed`` is false. ``options`` are more of rclone's.
     """
     access_key, secret_key = "loopback-test-key", "loopback-test-secret"
     with tempfile.TemporaryDirectory() as home:
