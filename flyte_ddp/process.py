@@ -83,8 +83,8 @@ def kill_new_descendants_at_end() -> Iterator[None]:
     """SIGKILL, at the end of the block, the processes that this thread has started in it, and their descendants.
 
     Waits up to KILL_SECONDS. Spares earlier children with their descendants, processes that other threads start, and
-    Python's and torch's own helpers. Kills orphaned daemons only if this is the main thread and this process had no
-    children before: otherwise nobody could tell who started them.
+    Python's and torch's own helpers. Kills orphaned daemons, which this process adopts during the block, only if this
+    is the main thread and this process had no children before: otherwise nobody could tell who started them.
     """
     before = list_children(os.getpid(), ended=True)
     in_main = threading.current_thread() is threading.main_thread()

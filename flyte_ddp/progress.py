@@ -14,7 +14,10 @@ MODES = ("auto", "bar", "lines", "off")  # auto: a bar if the stream is a termin
 
 
 class Progress:
-    """Shows the progress of work whose steps are counted, in one of MODES, on ``stream`` (default stderr)."""
+    """Shows the progress of work whose steps are counted, in one of MODES, on ``stream`` (default stderr).
+
+    Turns itself off if the stream cannot be written to. For a bar replaces tqdm's lock in the whole process.
+    """
 
     def __init__(self, mode: str = "auto", stream: TextIO | None = None) -> None:
         self._stream = stream or sys.stderr

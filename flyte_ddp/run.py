@@ -68,8 +68,8 @@ def run_training(
 
     ``data`` is the folder of a prepared data set, from ``flyte_ddp.datasets.fetch``. Resumes from the checkpoint of an
     interrupted run in the same folder. Locks the folder. Replaces an earlier run's files only when all new ones are
-    complete. Uploads to wandb from a process of its own, if the settings ask for it. Prints warnings and progress to
-    stderr, unless progress is off.
+    complete. Uploads to wandb from a process of its own, if the settings ask for it, for whose end it waits up to
+    ``settings.wandb_timeout`` seconds. Prints warnings and progress to stderr, unless progress is off.
 
     By default the settings (logging, caching, timeouts) are those of the environment, the ranks' hardware is chosen for
     this machine, and ``launch``, which starts the ranks and waits for them, runs a single rank in this process and

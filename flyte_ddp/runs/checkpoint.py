@@ -137,9 +137,14 @@ def find_newest_checkpoint(folder: Path) -> Checkpoint | None:
 
 
 def newest_step(run_folder: Path) -> int | None:
-    """Return the step of a run's newest checkpoint: 0 if the run has none, None if it has some and none is readable."""
+    """Return the step of a run's newest checkpoint: 0 if the run has none, None if it has some and none is readable.
+
+    Reads both files whole to verify them.
+    """
     found, unreadable = find_newest(run_folder / FOLDER)
-    return found.step if found is not None else None if unreadable else 0
+    if found is not None:
+        return found.step
+    return None if unreadable else 0
 
 
 def read_saved_state(checkpoint: Checkpoint) -> io.BytesIO:
@@ -152,9 +157,10 @@ def read_saved_state(checkpoint: Checkpoint) -> io.BytesIO:
 def load_latest(run_folder: Path, run: Identity) -> Checkpoint | None:
     """Return the run's newest checkpoint, and set metrics.jsonl back to its content when the checkpoint was written.
 
-    Without any checkpoint, empties metrics.jsonl, removes the intermediate results, and returns None. Prints to stderr
-    which checkpoints cannot be read if another one is used. The returned checkpoint has no metrics. Raises UserError if
-    the checkpoint is of another run, or there are checkpoints and none is readable; nothing is changed.
+    Reads both files whole to verify them. Without any checkpoint, empties metrics.jsonl, removes the intermediate
+    results, and returns None. Prints to stderr which checkpoints cannot be read if another one is used. The returned
+    checkpoint has no metrics. Raises UserError if the checkpoint is of another run, or there are checkpoints and none
+    is readable; nothing is changed.
     """
     found, unreadable = find_newest(run_folder / FOLDER)
     reasons = " and ".join(f"{path} ({why})" for path, why in unreadable.items())

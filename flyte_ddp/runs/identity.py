@@ -31,7 +31,7 @@ def model_identity(hp: Hyperparameters) -> dict[str, str]:
     """Return digests of the library, the user's model code and ``init_from``, and the releases of torch and the like.
 
     Beside hyperparameters and data these decide a run's result. Keys are the fields of checkpoint.Identity. Reads the
-    code and a local file of ``init_from`` whole; asks the server of a remote file for its tag.
+    code and a local file of ``init_from`` whole; asks the server of a remote file for its tag, with retries.
     """
     return {
         "code": library_digest(),
