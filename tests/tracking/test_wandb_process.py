@@ -16,28 +16,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import wandb_runs
 from fake_wandb_server import FakeServer, fake_server
 from PIL import Image
 from processes import processes_with, wait_until
-from wandb_runs import (
-    CLASSES,
-    COUNTS,
-    EDGES,
-    END,
-    HYPERPARAMETERS,
-    IMAGES,
-    RECORDS,
-    ROWS,
-    SCORES,
-    TABLE_ROWS,
-    TRUTH,
-    logged_rows,
-    offline_records,
-    settings,
-    start,
-    write_records,
-    write_run,
-)
+from wandb_runs import END, HYPERPARAMETERS, IMAGES, RECORDS, ROWS, logged_rows, offline_records, start, write_run
 
 from flyte_ddp.tracking import wandb_feed, wandb_run
 from flyte_ddp.tracking.wandb_run import start_wandb
@@ -96,14 +79,14 @@ def test_an_offline_run_holds_everything(tmp_path: Path, mark: str, capsys: pyte
     for update in [run, *records["config"]]:
         config |= update.get("config", update).get("update", {})
     config.pop("_wandb")
-    assert config == {**HYPERPARAMETERS, "run": {"num_ranks": 2, "device": "cpu", "classes": CLASSES}}
+    assert config == {**HYPERPARAMETERS, "run": {"num_ranks": 2, "device": "cpu", "classes": wandb_runs.CLASSES}}
     summary: dict[str, Any] = {}
     for update in records["summary"]:
         summary |= update.get("update", {})
     assert all(summary[key] == END[key] for key in ("test_accuracy", "seconds", "stopped"))
     (histogram,) = (each["item"] for each in records["history"] if "parameters/conv.weight.bins" in each["item"])
     found = [histogram[key] for key in ("parameters/conv.weight.values", "parameters/conv.weight.bins", "step")]
-    assert found == [COUNTS, EDGES, 40]
+    assert found == [wandb_runs.COUNTS, wandb_runs.EDGES, 40]
     assert [record["exit_code"] for record in records["exit"]] == [0]
     check_table(tmp_path)
 
@@ -112,12 +95,12 @@ def check_table(folder: Path) -> None:
     """The table's rows, and the pictures in it pixel by pixel."""
     contents = [path.read_bytes() for path in (folder / "wandb/artifacts").rglob("*") if path.is_file()]
     pictures = {hashlib.sha256(content).hexdigest(): content for content in contents if content.startswith(b"\x89PNG")}
-    assert len(pictures) == TABLE_ROWS
+    assert len(pictures) == wandb_runs.TABLE_ROWS
     table = next(json.loads(content) for content in contents if b'"column_types"' in content)
     assert table["columns"] == ["id", "image", "prediction", "truth", "score_0", "score_1", "score_2"]
     named = [(row[0], row[2], row[3]) for row in table["data"]]
     assert named == [(0, "boot", "boot"), (1, "bag", "bag"), (2, "shirt", "bag"), (3, "boot", "boot")]
-    for row, image, scores in zip(table["data"], IMAGES, SCORES, strict=False):
+    for row, image, scores in zip(table["data"], IMAGES, wandb_runs.SCORES, strict=False):
         picture = Image.open(io.BytesIO(pictures[row[1]["sha256"]]))
         np.testing.assert_array_equal(np.asarray(picture), image[..., 0])
         np.testing.assert_array_equal(np.array(row[4:], np.float32), scores)
@@ -129,7 +112,13 @@ def test_the_table_has_names_and_not_too_many_scores(tmp_path: Path, names: list
     """Of many classes only the score of the prediction: wandb would take a column for each class."""
     scores = np.zeros((6, classes), dtype=np.float32)
     scores[np.arange(6), [2, 1, 0, 1, 2, 0]] = 0.5
-    arrays = {"index": np.arange(6), "images": IMAGES, "scores": scores, "truth": TRUTH, "table_rows": np.array(3)}
+    arrays = {
+        "index": np.arange(6),
+        "images": IMAGES,
+        "scores": scores,
+        "truth": wandb_runs.TRUTH,
+        "table_rows": np.array(3),
+    }
     np.savez(tmp_path / "predictions.npz", **arrays, names=np.array(names, dtype=np.str_))
     table = wandb_feed.predictions_table(tmp_path / "predictions.npz", [f"class {k}" for k in range(classes)])
     assert [row[0] for row in table.data] == (names[:3] or [0, 1, 2])
@@ -198,10 +187,10 @@ def test_the_offline_run_of_a_later_attempt_has_all_records(
     tmp_path: Path, mark: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """As ``wandb sync`` replaces a run by another one of the same id (public reports: wandb issues 3841 and 5865)."""
-    write_records(tmp_path, RECORDS[:4])  # of an attempt that was cut off
+    wandb_runs.write_records(tmp_path, RECORDS[:4])  # of an attempt that was cut off
     wandb = start(tmp_path, "offline")
     wait_until(wandb.receive_status)
-    write_records(tmp_path, [*RECORDS[4:], END])
+    wandb_runs.write_records(tmp_path, [*RECORDS[4:], END])
     wandb.finish()
     check_kept_offline(tmp_path, capsys.readouterr().err)
 
@@ -302,7 +291,7 @@ def test_the_child_of_a_killed_launcher_leaves_a_retry_alone(
     for pid in late:
         os.kill(pid, signal.SIGCONT)
     wait_until(lambda: not {*late} & {*processes_with(mark, FEED)})
-    write_records(tmp_path, [END])
+    wandb_runs.write_records(tmp_path, [END])
     retry.finish()
     [own] = tmp_path.glob("wandb/offline-run-*-exec-task-7")
     assert own.name in capsys.readouterr().err
@@ -350,7 +339,7 @@ def test_wandb_that_cannot_start_is_printed_and_not_raised(
     tmp_path: Path, mark: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Because it is disabled, not installed, or cannot make its folder."""
-    assert start_wandb(tmp_path, settings("disabled"), HYPERPARAMETERS, "a name") is None
+    assert start_wandb(tmp_path, wandb_runs.settings("disabled"), HYPERPARAMETERS, "a name") is None
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere/wandb.py").write_text("raise ModuleNotFoundError(\"No module named 'wandb'\")")
@@ -362,5 +351,7 @@ def test_wandb_that_cannot_start_is_printed_and_not_raised(
     said = capsys.readouterr().err
     assert said.startswith("wandb: nothing was logged (ModuleNotFoundError: No module named 'wandb'); see ")
     assert "ModuleNotFoundError" in (tmp_path / "wandb/feed.log").read_text()
-    assert start_wandb(tmp_path / "elsewhere/wandb.py", settings("offline"), HYPERPARAMETERS, "a name") is None
+    assert (
+        start_wandb(tmp_path / "elsewhere/wandb.py", wandb_runs.settings("offline"), HYPERPARAMETERS, "a name") is None
+    )
     assert capsys.readouterr().err.startswith("wandb: not started (")
