@@ -11,6 +11,7 @@ import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,56 +24,83 @@ from processes import processes_with, wait_until
 from wandb_runs import END, HYPERPARAMETERS, IMAGES, RECORDS, ROWS, logged_rows, offline_records, start, write_run
 
 from flyte_ddp.tracking import wandb_feed, wandb_run
-from flyte_ddp.tracking.wandb_run import start_wandb
+from flyte_ddp.tracking.wandb_run import WandbProcess, start_wandb
 
 KEY = "0123456789abcdef" * 2 + "01234567"
 FEED = "flyte_ddp.tracking.wandb_feed"
 pytestmark = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="looks at processes through /proc")
 
 
+@dataclass
+class Case:
+    """A run folder, and a mark in the environment of every process that the test starts, directly or not."""
+
+    folder: Path
+    mark: str
+    monkeypatch: pytest.MonkeyPatch
+    capsys: pytest.CaptureFixture[str]
+
+    @contextmanager
+    def server(self, behaviour: str = "works") -> Iterator[FakeServer]:
+        """Run a server that wandb finds, with a key.
+
+        The key ends with a newline, as ``kubectl create secret --from-file`` takes it over from an editor.
+        """
+        with fake_server(behaviour) as server:
+            self.monkeypatch.setenv("WANDB_API_KEY", f"{KEY}\n")
+            self.monkeypatch.setenv("WANDB_BASE_URL", server.url)
+            yield server
+
+    def start(self, mode: str, *, timeout: float = 60.0, opened: bool = True) -> WandbProcess:
+        """Start the process, and wait until it has opened its run unless ``opened`` is false."""
+        self.wandb = start(self.folder, mode, timeout)
+        if opened:
+            wait_until(self.wandb.receive_status)
+        return self.wandb
+
+    def processes(self, name: str = "") -> dict[int, str]:
+        """Return id and command of each process that the test has started, with ``name`` in its command."""
+        return processes_with(self.mark, name)
+
+    def finish(self, *, write: bool = True, killed: bool = False) -> str:
+        """Write the run, end the process, and return what was printed to stderr; no process is left."""
+        if write:
+            write_run(self.folder)
+        self.wandb.finish()
+        if killed:  # wandb's monitor, orphaned by a kill, looks for wandb every few seconds, and ends
+            wait_until(lambda: self.processes() == self.processes("wandb-symon"))
+        else:
+            assert self.processes() == {}
+        output = self.capsys.readouterr()
+        assert output.out == ""
+        return output.err
+
+    def check_kept_offline(self, said: str) -> None:
+        """An offline run has all rows, there is no other one, and the user is told so on one line."""
+        assert said.startswith("wandb: kept offline")
+        assert said.count("\n") == 1
+        assert logged_rows([each["item"] for each in offline_records(self.folder)["history"]]) == ROWS
+        assert list((self.folder / "wandb").glob("run-*")) == []
+
+
 @pytest.fixture
-def mark(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Text in the environment of every process that this test starts, directly or not; none may outlive it."""
-    value = uuid.uuid4().hex
-    monkeypatch.setenv("FLYTE_DDP_TEST_MARK", value)
-    yield value
-    for pid in processes_with(value):
+def case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Case]:
+    """A run in a folder of its own; none of its processes outlives the test."""
+    found = Case(tmp_path / "run", uuid.uuid4().hex, monkeypatch, capsys)
+    found.folder.mkdir()
+    monkeypatch.setenv("FLYTE_DDP_TEST_MARK", found.mark)
+    yield found
+    for pid in found.processes():
         os.kill(pid, signal.SIGKILL)
 
 
-@contextmanager
-def served(monkeypatch: pytest.MonkeyPatch, behaviour: str = "works") -> Iterator[FakeServer]:
-    """A server that wandb finds, with a key.
-
-    The key ends with a newline, as ``kubectl create secret --from-file`` takes it over from an editor.
-    """
-    with fake_server(behaviour) as server:
-        monkeypatch.setenv("WANDB_API_KEY", f"{KEY}\n")
-        monkeypatch.setenv("WANDB_BASE_URL", server.url)
-        yield server
-
-
-def check_kept_offline(folder: Path, said: str) -> None:
-    """An offline run has all rows, there is no other one, and the user is told so on one line."""
-    assert said.startswith("wandb: kept offline")
-    assert said.count("\n") == 1
-    assert logged_rows([each["item"] for each in offline_records(folder)["history"]]) == ROWS
-    assert list((folder / "wandb").glob("run-*")) == []
-
-
 @pytest.mark.slow
-def test_an_offline_run_holds_everything(tmp_path: Path, mark: str, capsys: pytest.CaptureFixture[str]) -> None:
-    wandb = start(tmp_path, "offline")
-    wait_until(wandb.receive_status)
-    write_run(tmp_path)
-    wandb.finish()
-    assert processes_with(mark) == {}
-    output = capsys.readouterr()
-    assert output.out == ""
-    assert output.err.startswith("wandb: kept offline; send it with: wandb sync ")
-    check_kept_offline(tmp_path, output.err)
-
-    records = offline_records(tmp_path)
+def test_an_offline_run_holds_everything(case: Case) -> None:
+    case.start("offline")
+    said = case.finish()
+    assert said.startswith("wandb: kept offline; send it with: wandb sync ")
+    case.check_kept_offline(said)
+    records = offline_records(case.folder)
     (run,) = records["run"]
     assert (run["run_id"], run["project"], run["display_name"]) == ("exec-task-7", "a-project", "a name")
     config: dict[str, Any] = {}
@@ -88,7 +116,7 @@ def test_an_offline_run_holds_everything(tmp_path: Path, mark: str, capsys: pyte
     found = [histogram[key] for key in ("parameters/conv.weight.values", "parameters/conv.weight.bins", "step")]
     assert found == [wandb_runs.COUNTS, wandb_runs.EDGES, 40]
     assert [record["exit_code"] for record in records["exit"]] == [0]
-    check_table(tmp_path)
+    check_table(case.folder)
 
 
 def check_table(folder: Path) -> None:
@@ -140,17 +168,13 @@ REFUSED = "(ValidationError: 1 validation error for Settings"
     ],
 )
 def test_without_a_key_or_with_a_bad_setting_nothing_is_lost(
-    tmp_path: Path, mark: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
-    mode: str, variable: str, value: str, words: str,
-) -> None:  # fmt: skip
-    monkeypatch.setenv(variable, value)
-    wandb = start(tmp_path, mode)
-    write_run(tmp_path)
-    wandb.finish()
-    assert processes_with(mark) == {}
-    said = capsys.readouterr().err
+    case: Case, mode: str, variable: str, value: str, words: str
+) -> None:
+    case.monkeypatch.setenv(variable, value)
+    case.start(mode, opened=False)
+    said = case.finish()
     assert words in said
-    check_kept_offline(tmp_path, said)
+    case.check_kept_offline(said)
 
 
 @pytest.mark.slow
@@ -162,37 +186,30 @@ def test_without_a_key_or_with_a_bad_setting_nothing_is_lost(
         *[pytest.param(each, marks=pytest.mark.exhaustive) for each in ("refuses", "fails", "babbles")],
     ],
 )
-def test_a_bad_server_costs_bounded_time_and_no_data(
-    tmp_path: Path, mark: str, behaviour: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_bad_server_costs_bounded_time_and_no_data(case: Case, behaviour: str) -> None:
     assert wandb_run.OPEN_SHARE == 0.25
-    monkeypatch.setattr(wandb_run, "OPEN_SHARE", 0.05)
-    with served(monkeypatch, behaviour) as server:
+    case.monkeypatch.setattr(wandb_run, "OPEN_SHARE", 0.05)
+    with case.server(behaviour) as server:
         begin = time.monotonic()
-        wandb = start(tmp_path, "online", timeout=20)
+        case.start("online", timeout=20, opened=False)
         assert time.monotonic() - begin < 0.5
-        write_run(tmp_path)
+        write_run(case.folder)
         wait_until(lambda: server.requests or behaviour == "refuses")
-        written = (tmp_path / "metrics.jsonl").read_bytes()
+        written = (case.folder / "metrics.jsonl").read_bytes()
         begin = time.monotonic()
-        wandb.finish()
+        said = case.finish(write=False)
         assert time.monotonic() - begin < 20.5
-    assert processes_with(mark) == {}
-    assert (tmp_path / "metrics.jsonl").read_bytes() == written
-    check_kept_offline(tmp_path, capsys.readouterr().err)
+    assert (case.folder / "metrics.jsonl").read_bytes() == written
+    case.check_kept_offline(said)
 
 
 @pytest.mark.slow
-def test_the_offline_run_of_a_later_attempt_has_all_records(
-    tmp_path: Path, mark: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_offline_run_of_a_later_attempt_has_all_records(case: Case) -> None:
     """As ``wandb sync`` replaces a run by another one of the same id (public reports: wandb issues 3841 and 5865)."""
-    wandb_runs.write_records(tmp_path, RECORDS[:4])  # of an attempt that was cut off
-    wandb = start(tmp_path, "offline")
-    wait_until(wandb.receive_status)
-    wandb_runs.write_records(tmp_path, [*RECORDS[4:], END])
-    wandb.finish()
-    check_kept_offline(tmp_path, capsys.readouterr().err)
+    wandb_runs.write_records(case.folder, RECORDS[:4])  # of an attempt that was cut off
+    case.start("offline")
+    wandb_runs.write_records(case.folder, [*RECORDS[4:], END])
+    case.check_kept_offline(case.finish(write=False))
 
 
 def check_arrived(server: FakeServer, said: str) -> None:
@@ -204,21 +221,15 @@ def check_arrived(server: FakeServer, said: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_good_server_gets_everything_and_no_file_the_key(
-    tmp_path: Path, mark: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    home, folder = tmp_path / "home", tmp_path / "run"
-    folder.mkdir()
-    monkeypatch.setenv("HOME", str(home))
-    with served(monkeypatch) as server:
-        wandb = start(folder, "online")
-        wait_until(wandb.receive_status)
-        write_run(folder)
-        wandb.finish()
-    assert processes_with(mark) == {}
-    check_arrived(server, capsys.readouterr().err)
-    files = [path for path in tmp_path.rglob("*") if path.is_file()]
-    assert any(path.is_relative_to(home) for path in files)
+def test_a_good_server_gets_everything_and_no_file_the_key(case: Case) -> None:
+    home = case.folder.with_name("home")
+    case.monkeypatch.setenv("HOME", str(home))
+    with case.server() as server:
+        case.start("online")
+        said = case.finish()
+    check_arrived(server, said)
+    files = [path for folder in (home, case.folder) for path in folder.rglob("*") if path.is_file()]
+    assert files
     assert [path for path in files if KEY.encode() in path.read_bytes()] == []
 
 
@@ -227,19 +238,16 @@ IMPATIENT += "feed.feed_wandb(feed.Connection(int(sys.argv[1])))"
 
 
 @pytest.mark.slow
-def test_a_server_that_comes_back_gets_everything(
-    tmp_path: Path, mark: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(wandb_run, "COMMAND", (sys.executable, "-c", IMPATIENT))
-    with served(monkeypatch, "denies") as server:
-        wandb = start(tmp_path, "online")
+def test_a_server_that_comes_back_gets_everything(case: Case) -> None:
+    case.monkeypatch.setattr(wandb_run, "COMMAND", (sys.executable, "-c", IMPATIENT))
+    with case.server("denies") as server:
+        wandb = case.start("online", opened=False)
         wait_until(lambda: not wandb.receive_status() and wandb.status["reason"])
         server.behaviour = "works"
         wait_until(wandb.receive_status)
-        write_run(tmp_path)
-        wandb.finish()
-    check_arrived(server, capsys.readouterr().err)
-    assert [str(path) for path in (tmp_path / "wandb").glob("run-*")] == [wandb.status["folder"]]
+        said = case.finish()
+    check_arrived(server, said)
+    assert [str(path) for path in (case.folder / "wandb").glob("run-*")] == [wandb.status["folder"]]
 
 
 PARENT = """
@@ -247,7 +255,7 @@ import sys, time
 from pathlib import Path
 from flyte_ddp.settings import Settings
 from flyte_ddp.json_lines import JsonLines
-from flyte_ddp.tracking.wandb_run import start_wandb
+from flyte_ddp.tracking.wandb_run import WandbProcess, start_wandb
 folder = Path(sys.argv[1])
 wandb = start_wandb(folder, Settings(wandb_run_id="x"), {}, "x")
 while not wandb.receive_status():
@@ -266,35 +274,32 @@ def started_parent(folder: Path) -> subprocess.Popen[str]:
 
 
 @pytest.mark.slow
-def test_the_parents_death_ends_it(tmp_path: Path, mark: str) -> None:
-    with started_parent(tmp_path) as parent:
-        assert processes_with(mark, "wandb-core")
+def test_the_parents_death_ends_it(case: Case) -> None:
+    with started_parent(case.folder) as parent:
+        assert case.processes("wandb-core")
         parent.kill()
-    wait_until(lambda: not processes_with(mark), seconds=15)
-    records = offline_records(tmp_path)
+    wait_until(lambda: not case.processes(), seconds=15)
+    records = offline_records(case.folder)
     assert logged_rows([each["item"] for each in records["history"]]) == [{"step": 1, "epoch": 0, "loss": 2.5}]
     assert [record["exit_code"] for record in records["exit"]] == [1]
 
 
 @pytest.mark.slow
-def test_the_child_of_a_killed_launcher_leaves_a_retry_alone(
-    tmp_path: Path, mark: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_child_of_a_killed_launcher_leaves_a_retry_alone(case: Case) -> None:
     """It comes to its end while the retry, in the same run folder, has begun already."""
-    with started_parent(tmp_path) as parent:
-        late = processes_with(mark, FEED)
+    with started_parent(case.folder) as parent:
+        late = case.processes(FEED)
         for pid in late:
             os.kill(pid, signal.SIGSTOP)
         parent.kill()
-    retry = start(tmp_path, "offline")
-    wait_until(retry.receive_status)
+    case.start("offline")
     for pid in late:
         os.kill(pid, signal.SIGCONT)
-    wait_until(lambda: not {*late} & {*processes_with(mark, FEED)})
-    wandb_runs.write_records(tmp_path, [END])
-    retry.finish()
-    [own] = tmp_path.glob("wandb/offline-run-*-exec-task-7")
-    assert own.name in capsys.readouterr().err
+    wait_until(lambda: not {*late} & {*case.processes(FEED)})
+    wandb_runs.write_records(case.folder, [END])
+    said = case.finish(write=False, killed=True)
+    [own] = case.folder.glob("wandb/offline-run-*-exec-task-7")
+    assert own.name in said
 
 
 @pytest.mark.slow
@@ -302,56 +307,37 @@ def test_the_child_of_a_killed_launcher_leaves_a_retry_alone(
     ("mode", "killed"),
     [("online", FEED), ("offline", "wandb-core"), pytest.param("offline", FEED, marks=pytest.mark.exhaustive)],
 )
-def test_a_killed_wandb_is_started_again_and_its_run_is_kept(
-    tmp_path: Path, mark: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
-    mode: str, killed: str,
-) -> None:  # fmt: skip
-    with served(monkeypatch):
-        wandb = start(tmp_path, mode)
-        wait_until(wandb.receive_status)
-        for pid in processes_with(mark, killed):
+def test_a_killed_wandb_is_started_again_and_its_run_is_kept(case: Case, mode: str, killed: str) -> None:
+    with case.server():
+        case.start(mode)
+        for pid in case.processes(killed):
             os.kill(pid, signal.SIGKILL)
-        write_run(tmp_path)
-        wandb.finish()
-        # wandb's monitor, orphaned by a kill, looks for wandb every few seconds, and ends.
-        wait_until(lambda: processes_with(mark) == processes_with(mark, "wandb-symon"))
-    check_kept_offline(tmp_path, capsys.readouterr().err)
+        case.check_kept_offline(case.finish(killed=True))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stopped", ["", pytest.param(FEED, marks=pytest.mark.exhaustive)])
-def test_a_process_that_hangs_is_not_waited_for(
-    tmp_path: Path, mark: str, stopped: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_process_that_hangs_is_not_waited_for(case: Case, stopped: str) -> None:
     """Whether every process of wandb hangs or one."""
-    wandb = start(tmp_path, "offline", timeout=1)
-    wait_until(wandb.receive_status)
-    for victim in processes_with(mark, stopped):
+    wandb = case.start("offline", timeout=1)
+    for victim in case.processes(stopped):
         os.kill(victim, signal.SIGSTOP)
     begin = time.monotonic()
     wandb.finish()
     assert time.monotonic() - begin < 2
-    wait_until(lambda: not processes_with(mark), seconds=15)
-    assert capsys.readouterr().err.startswith("wandb: kept offline")
+    wait_until(lambda: not case.processes(), seconds=15)
+    assert case.capsys.readouterr().err.startswith("wandb: kept offline")
 
 
-def test_wandb_that_cannot_start_is_printed_and_not_raised(
-    tmp_path: Path, mark: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_wandb_that_cannot_start_is_printed_and_not_raised(case: Case) -> None:
     """Because it is disabled, not installed, or cannot make its folder."""
-    assert start_wandb(tmp_path, wandb_runs.settings("disabled"), HYPERPARAMETERS, "a name") is None
-    assert list(tmp_path.iterdir()) == []
-    (tmp_path / "elsewhere").mkdir()
-    (tmp_path / "elsewhere/wandb.py").write_text("raise ModuleNotFoundError(\"No module named 'wandb'\")")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "elsewhere"))
-    wandb = start(tmp_path, "offline")
-    write_run(tmp_path)
-    wandb.finish()
-    assert processes_with(mark) == {}
-    said = capsys.readouterr().err
+    assert start_wandb(case.folder, wandb_runs.settings("disabled"), HYPERPARAMETERS, "a name") is None
+    assert list(case.folder.iterdir()) == []
+    (case.folder.parent / "wandb.py").write_text("raise ModuleNotFoundError(\"No module named 'wandb'\")")
+    case.monkeypatch.setenv("PYTHONPATH", str(case.folder.parent))
+    case.start("offline", opened=False)
+    said = case.finish()
     assert said.startswith("wandb: nothing was logged (ModuleNotFoundError: No module named 'wandb'); see ")
-    assert "ModuleNotFoundError" in (tmp_path / "wandb/feed.log").read_text()
-    assert (
-        start_wandb(tmp_path / "elsewhere/wandb.py", wandb_runs.settings("offline"), HYPERPARAMETERS, "a name") is None
-    )
-    assert capsys.readouterr().err.startswith("wandb: not started (")
+    assert "ModuleNotFoundError" in (case.folder / "wandb/feed.log").read_text()
+    assert start_wandb(Path("/dev/null"), wandb_runs.settings("offline"), HYPERPARAMETERS, "a name") is None
+    assert case.capsys.readouterr().err.startswith("wandb: not started (")
