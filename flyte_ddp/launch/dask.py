@@ -2,7 +2,7 @@
 
 import os
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
@@ -38,13 +38,11 @@ def launch(job: Job, *, num_ranks: int, client: Any = None, retries: int = 0) ->
     """Run the job on ``num_ranks`` workers, on as few hosts as possible, and wait for its end.
 
     Waits for the workers up to ``job.settings.timeout`` (FLYTE_DDP_TIMEOUT). Sends them this process's sources of the
-    library and of the user. Cancels the tasks at the end, and waits up to JOIN_SECONDS for that. Raises the error
-    of the rank that failed first.
+    library and of the user. Without a client, connects as :func:`connected` does. Dask starts a task again up to
+    ``retries`` times when it has failed; all ranks then resume from the newest checkpoint. Each rank stays on its
+    worker, so a lost worker ends the run. Cancels the tasks at the end, and waits up to JOIN_SECONDS for that.
 
-    Args:
-        client: Dask's client of the cluster; None: as :func:`connected` finds it.
-        retries: how often Dask starts a task again when it has failed. All ranks then resume from the newest
-            checkpoint. Each rank stays on its worker, so a lost worker ends the run.
+    Raises the error of the rank that failed first, or StoppedError or KeyboardInterrupt after a signal.
     """
     with require_extra("dask"):
         from dask import annotate  # type: ignore[attr-defined]
@@ -57,19 +55,20 @@ def launch(job: Job, *, num_ranks: int, client: Any = None, retries: int = 0) ->
         futures: list[Any] = []
         try:
             with open_rendezvous(job, get_ip(scheduler)) as rendezvous:
-                with request_workers(cluster, num_ranks) as count:
-                    capacity.wait_for_hosts(count, num_ranks, WORKERS, job.settings.timeout)
+                with request_workers(cluster, num_ranks) as count_workers:
+                    capacity.wait_for_hosts(count_workers, num_ranks, WORKERS, job.settings.timeout)
                     descriptions = worker_descriptions(cluster)
-                    workers = choose_workers(descriptions, tasks_by_worker(cluster), num_ranks)
+                    workers = choose_workers(descriptions, num_ranks)
                     refuse_version_mismatch(cluster, workers)
                     devices = choose_gpus(workers, run_on_workers(cluster, os.getenv, DEVICES, workers=workers))
-                    files, run = sources.pack_sources(job.hp), pickle_by_value(agent.run_agent_with_sources)
+                    files = sources.pack_sources(job.hp.model, job.hp.dataset, job.hp.test_dataset)
+                    run = pickle_by_value(agent.run_agent)
                     tasks = []
                     for rank, worker in enumerate(workers):
-                        stdin = agent.agent_stdin(rendezvous.make_ticket(RankInfo(rank, num_ranks, devices[rank])))
+                        stdin = rendezvous.make_ticket(RankInfo(rank, num_ranks, devices[rank])).to_stdin()
                         with annotate(workers=[worker], allow_other_workers=False, retries=retries):
                             folder = descriptions[worker]["local_directory"]
-                            tasks.append(delayed(run, pure=False)(files, stdin, folder))
+                            tasks.append(delayed(run, pure=False)(stdin, files, folder))
                     # All at once: if two runs start together, no worker gets ranks of both in different orders.
                     with translate_cluster_errors(cluster):
                         futures = cluster.compute(tasks, optimize_graph=False)
@@ -84,30 +83,36 @@ def launch(job: Job, *, num_ranks: int, client: Any = None, retries: int = 0) ->
                 cluster.cancel(futures, force=True)
 
 
+def raise_if_task_failed(futures: Sequence[Any], workers: Sequence[str], living: Collection[str]) -> None:
+    """Raise UnreachableError if a task has failed for good, after Dask's retries, or if its worker is not living.
+
+    ``workers`` are the addresses of the tasks' workers, in the order of the futures.
+    """
+    for future, worker in zip(futures, workers, strict=True):
+        if future.status == "error":
+            raise agent.start_error("a Dask worker", future.exception())
+        if worker not in living:
+            raise UnreachableError(f"Dask worker {worker} is gone; run again when the cluster has a new one")
+
+
 def hardware(hp: Hyperparameters, client: Any, *, coming: int = 0, seconds: float | None = None) -> Hardware:
     """Return the Hardware for ranks on the workers: a GPU for each if all workers see one, and a share of host's cores.
 
-    Waits for as many workers as ranks are requested, or for one.
-
-    Args:
-        client: Dask's client of the cluster.
-        coming: how many workers the cluster will have at least; fewer ranks than requested are then an error. 0: not
-            known; when the wait is over, fewer ranks will do.
-        seconds: limit of the wait; None: FLYTE_DDP_TIMEOUT.
-
-    Raises:
-        UserError: the hyperparameters do not fit the cluster, or workers have other versions.
-        UnreachableError: too few workers have come in time, or the cluster does not answer.
+    Waits up to ``seconds`` (None: FLYTE_DDP_TIMEOUT) for as many workers as ranks are requested, or for one. If the
+    cluster will have at least ``coming`` workers, fewer ranks than requested are an error; with 0 they will do when the
+    wait is over, and are printed to stderr. Raises UserError if the hyperparameters do not fit the cluster, or workers
+    have other versions, and UnreachableError if too few workers have come in time, or the cluster does not answer.
     """
     wanted = max(1, hp.num_ranks)
     if coming:
         what = f"the Dask cluster has {coming} workers"
         wanted = capacity.clamp_ranks(hp.num_ranks, coming, what, coming, exact=True)
-    with request_workers(client, wanted) as count:
+    with request_workers(client, wanted) as count_workers:
         try:
-            capacity.wait_for_hosts(count, wanted, WORKERS, read_settings().timeout if seconds is None else seconds)
+            limit = read_settings().timeout if seconds is None else seconds
+            capacity.wait_for_hosts(count_workers, wanted, WORKERS, limit)
         except UnreachableError:
-            if coming or not count():
+            if coming or not count_workers():
                 raise
         workers = worker_descriptions(client)
         refuse_version_mismatch(client, workers)
@@ -118,11 +123,11 @@ def hardware(hp: Hyperparameters, client: Any, *, coming: int = 0, seconds: floa
         most = number if device == "cuda" else min(number, hp.batch_size)
         what = f"the Dask cluster has {number} workers"
         num_ranks = capacity.clamp_ranks(hp.num_ranks, number, what, most, exact=coming > 0)
-        used = choose_workers(workers, tasks_by_worker(client), num_ranks)
-        cores = run_on_workers(client, machine.count_cores, workers=used)
-        bf16 = run_on_workers(client, machine.bf16_support, device, workers=used)
-    on_host = Counter(workers[worker]["host"] for worker in used)
-    threads = min(max(1, cores[worker] // on_host[workers[worker]["host"]]) for worker in used)
+        chosen = choose_workers(workers, num_ranks)
+        cores = run_on_workers(client, machine.count_cores, workers=chosen)
+        bf16 = run_on_workers(client, machine.bf16_support, device, workers=chosen)
+    on_host = Counter(workers[worker]["host"] for worker in chosen)
+    threads = min(max(1, cores[worker] // on_host[workers[worker]["host"]]) for worker in chosen)
     return machine.choose_hardware(hp, device, num_ranks, threads=threads, bf16=min(bf16.values()))
 
 
@@ -130,16 +135,13 @@ def hardware(hp: Hyperparameters, client: Any, *, coming: int = 0, seconds: floa
 def request_workers(client: Any, wanted: int) -> Iterator[Callable[[], int]]:
     """Make an adaptive cluster start workers, and keep them until the end of the block.
 
-    An adaptive cluster starts workers for waiting tasks only. So it gets tasks that need a resource that no worker has.
-    They are cancelled at the end.
-
-    Yields:
-        A function that returns the number of workers. While they are fewer than wanted, it submits such tasks.
+    An adaptive cluster starts workers for waiting tasks only. So yields a function that returns the number of workers,
+    and while they are fewer than ``wanted`` submits tasks that need a resource that no worker has. Cancels these tasks
+    at the end.
     """
     tasks: list[Any] = []
 
-    def count() -> int:
-        """Return the number of workers; while it is too small, submit tasks that none of them can run."""
+    def count_workers() -> int:
         workers = worker_descriptions(client)
         threads = max((worker["nthreads"] for worker in workers.values()), default=1)
         more = range(len(tasks), wanted * threads * TASKS_PER_THREAD)
@@ -149,10 +151,70 @@ def request_workers(client: Any, wanted: int) -> Iterator[Callable[[], int]]:
         return len(workers)
 
     try:
-        yield count
+        yield count_workers
     finally:
         with suppress(Exception):  # Dask raises a bare Exception if the client is closed
             client.cancel(tasks, force=True)
+
+
+def choose_workers(workers: Mapping[str, Any], num_ranks: int) -> list[str]:
+    """Return the addresses of ``num_ranks`` workers, on as few hosts as possible; those of a host are adjacent.
+
+    Workers with tasks are chosen only if there are too few without. Raises UnreachableError if there are fewer workers
+    than ranks. ``workers`` are of :func:`worker_descriptions`.
+    """
+    idle = [address for address in workers if not workers[address]["tasks"]]
+    hosts: dict[str, list[str]] = defaultdict(list)
+    for address in sorted(idle if len(idle) >= num_ranks else workers):
+        hosts[workers[address]["host"]].append(address)
+    by_size = sorted(hosts, key=lambda host: (-len(hosts[host]), host))
+    ordered = [address for host in by_size for address in hosts[host]]
+    if len(ordered) < num_ranks:
+        raise UnreachableError(
+            f"num_ranks={num_ranks}: the Dask cluster has {len(ordered)} workers, and each takes one rank; "
+            "add workers, or lower num_ranks"
+        )
+    return ordered[:num_ranks]
+
+
+def choose_gpus(workers: Sequence[str], visible: Mapping[str, str | None]) -> list[int]:
+    """Return for each worker the number of the GPU that its rank takes, of the GPUs that the worker sees.
+
+    ``visible`` has CUDA_VISIBLE_DEVICES by the workers' addresses. Workers of a host that see the same GPUs take 0, 1,
+    2 and so on. dask-cuda rotates the list, so each takes 0.
+    """
+    taken = Counter[tuple[str, str]]()
+    numbers = []
+    for worker in workers:
+        place = (worker.rpartition(":")[0], visible.get(worker) or "")
+        numbers.append(taken[place])
+        taken[place] += 1
+    return numbers
+
+
+def refuse_version_mismatch(client: Any, workers: Iterable[str]) -> None:
+    """Raise UserError if a worker has another Python, torch or torchvision than this process."""
+
+    def format_versions(found: Mapping[str, Any]) -> str:
+        versions = {**found["packages"], "python": ".".join(found["packages"]["python"].split(".")[:2])}
+        return ", ".join(f"{name} {versions[name]}" for name in ("python", *ARITHMETIC) if versions.get(name))
+
+    with translate_cluster_errors(client):
+        found = client.get_versions(packages=ARITHMETIC)
+    here = format_versions(found["client"])
+    for worker in workers:
+        if worker in found["workers"] and (other := format_versions(found["workers"][worker])) != here:
+            raise UserError(f"Dask worker {worker} has {other}, and this process {here}; use one image for all")
+
+
+def worker_descriptions(client: Any) -> dict[str, Any]:
+    """Ask the scheduler for its descriptions of the workers, and return them by address, each with its ``tasks``.
+
+    Raises UnreachableError if the cluster does not answer.
+    """
+    with translate_cluster_errors(client):
+        workers, tasks = client.sync(client.scheduler.identity, n_workers=-1)["workers"], client.processing()
+    return {address: {**worker, "tasks": tasks.get(address, ())} for address, worker in workers.items()}
 
 
 def run_on_workers(
@@ -160,7 +222,7 @@ def run_on_workers(
 ) -> Any:
     """Call a function on each of these workers, or on all, and return its results by worker address.
 
-    A function of this library is pickled by value, so the workers need not have the library. Raises UnreachableError
+    The function of this library is pickled by value, so the workers need not have the library. Raises UnreachableError
     if the cluster does not answer.
     """
     with translate_cluster_errors(client):
@@ -189,37 +251,26 @@ def pickle_by_value(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def refuse_version_mismatch(client: Any, workers: Iterable[str]) -> None:
-    """Raise UserError if a worker has another Python, torch or torchvision than this process."""
-    with translate_cluster_errors(client):
-        found = client.get_versions(packages=ARITHMETIC)
-    here = format_versions(found["client"])
-    for worker in workers:
-        if worker in found["workers"] and (other := format_versions(found["workers"][worker])) != here:
-            raise UserError(f"Dask worker {worker} has {other}, and this process {here}; use one image for all")
-
-
-def format_versions(found: Mapping[str, Any]) -> str:
-    """Return Dask's versions of a process as text, such as ``python 3.12, torch 2.15.0, torchvision 0.29.2``."""
-    releases = found["packages"]
-    python = ".".join(releases["python"].split(".")[:2])
-    return ", ".join([f"python {python}", *(f"{name} {releases[name]}" for name in ARITHMETIC if releases.get(name))])
+@contextmanager
+def translate_cluster_errors(client: Any) -> Iterator[None]:
+    """Raise UnreachableError in place of an OSError of the block, and of any exception if the client is not running."""
+    where = f" of {client.scheduler.address}" if client.scheduler else ""  # None: Dask has given up the scheduler
+    try:
+        yield
+    except Exception as error:
+        if client.status == "running" and not isinstance(error, OSError):
+            raise
+        raise UnreachableError(f"the Dask cluster{where} does not answer ({error}); run again when it does") from None
 
 
 @contextmanager
 def connected(client: Any = None, num_ranks: int = 0, seconds: float | None = None) -> Iterator[Any]:
     """Yield a Dask client: the given one, Dask's current one, or a new one, which is closed at the end.
 
-    A new one connects to the scheduler of ``DASK_SCHEDULER_ADDRESS``, or to a cluster that is started on this machine
-    for the block.
-
-    Args:
-        num_ranks: number of workers of a new cluster; 0: one for each GPU, or for each core up to MOST_CPU_RANKS.
-        seconds: limit of the wait for a scheduler; None: REACH_SECONDS.
-
-    Raises:
-        UserError: Dask is not installed, or the address has not the form tcp://host:port.
-        UnreachableError: no scheduler answers at the address.
+    A new one connects to the scheduler of ``DASK_SCHEDULER_ADDRESS``, for up to ``seconds`` (None: REACH_SECONDS), or
+    to a cluster that is started on this machine for the block. That has ``num_ranks`` workers; with 0 one for each GPU,
+    or for each core up to MOST_CPU_RANKS. Raises UserError if Dask is not installed, or the address has not the form
+    tcp://host:port, and UnreachableError if no scheduler answers at the address.
     """
     with require_extra("dask"):
         from dask import config
@@ -248,90 +299,3 @@ def connected(client: Any = None, num_ranks: int = 0, seconds: float | None = No
                 cluster = LocalCluster(n_workers=workers, threads_per_worker=1, dashboard_address=":0")
             client = Client(stack.enter_context(cluster))
         yield stack.enter_context(client)
-
-
-def worker_descriptions(client: Any) -> dict[str, Any]:
-    """Ask the scheduler for its descriptions of the workers, and return them by address.
-
-    Raises UnreachableError if the cluster does not answer.
-    """
-    with translate_cluster_errors(client):
-        workers: dict[str, Any] = client.sync(client.scheduler.identity, n_workers=-1)["workers"]
-    return workers
-
-
-def tasks_by_worker(client: Any) -> dict[str, Any]:
-    """Ask the scheduler for the tasks that each worker runs, and return them by the worker's address.
-
-    Raises UnreachableError if the cluster does not answer.
-    """
-    with translate_cluster_errors(client):
-        work: dict[str, Any] = client.processing()
-    return work
-
-
-@contextmanager
-def translate_cluster_errors(client: Any) -> Iterator[None]:
-    """Raise UnreachableError in place of an OSError of the block, and of any exception if the client is not running."""
-    where = f" of {client.scheduler.address}" if client.scheduler else ""  # None: Dask has given up the scheduler
-    try:
-        yield
-    except Exception as error:
-        if client.status == "running" and not isinstance(error, OSError):
-            raise
-        raise UnreachableError(f"the Dask cluster{where} does not answer ({error}); run again when it does") from None
-
-
-def choose_workers(workers: Mapping[str, Any], busy: Mapping[str, Any], num_ranks: int) -> list[str]:
-    """Return the addresses of ``num_ranks`` workers, on as few hosts as possible; those of a host are adjacent.
-
-    Args:
-        workers: descriptions by address, of which ``host`` is read.
-        busy: tasks by address; workers with tasks are chosen only if there are too few without.
-
-    Raises:
-        UnreachableError: there are fewer workers than ranks.
-    """
-    idle = [address for address in workers if not busy.get(address)]
-    hosts: dict[str, list[str]] = defaultdict(list)
-    for address in sorted(idle if len(idle) >= num_ranks else workers):
-        hosts[workers[address]["host"]].append(address)
-    by_size = sorted(hosts, key=lambda host: (-len(hosts[host]), host))
-    ordered = [address for host in by_size for address in hosts[host]]
-    if len(ordered) < num_ranks:
-        raise UnreachableError(
-            f"num_ranks={num_ranks}: the Dask cluster has {len(ordered)} workers, and each takes one rank; "
-            "add workers, or lower num_ranks"
-        )
-    return ordered[:num_ranks]
-
-
-def choose_gpus(workers: Sequence[str], visible: Mapping[str, str | None]) -> list[int]:
-    """Return for each worker the number of the GPU that its rank takes, of the GPUs that the worker sees.
-
-    Workers of a host that see the same GPUs take 0, 1, 2 and so on. dask-cuda rotates the list, so each takes 0.
-
-    Args:
-        visible: the workers' values of CUDA_VISIBLE_DEVICES, by address.
-    """
-    taken = Counter[tuple[str, str]]()
-    numbers = []
-    for worker in workers:
-        place = (worker.rpartition(":")[0], visible.get(worker) or "")
-        numbers.append(taken[place])
-        taken[place] += 1
-    return numbers
-
-
-def raise_if_task_failed(futures: Sequence[Any], workers: Sequence[str], there: Mapping[str, Any]) -> None:
-    """Raise UnreachableError if a task has failed for good, after Dask's retries, or if its worker is gone.
-
-    Args:
-        workers: address of each task's worker.
-        there: descriptions of the living workers, by address.
-    """
-    for future, worker in zip(futures, workers, strict=True):
-        if future.status == "error":
-            raise agent.start_error("a Dask worker", future.exception())
-        if worker not in there:
-            raise UnreachableError(f"Dask worker {worker} is gone; run again when the cluster has a new one")

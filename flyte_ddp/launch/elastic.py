@@ -39,33 +39,22 @@ from flyte_ddp.process import count_out_of_memory_kills, kill_new_descendants_at
 from flyte_ddp.runs import checkpoint
 from flyte_ddp.runs.job import Job
 
-__all__ = ["first_worker_error", "follow", "hardware", "is_leader", "launch", "pickle_exception"]
-__all__ += ["silence_elastic_logs"]
-
-
-def launch(job: Job, *, num_ranks: int, max_restarts: int = 0) -> None:
-    """Run the job as rank 0 if this process is a worker of Elastic's; else start workers on this machine.
-
-    Raises the error of the rank that failed first.
-
-    Args:
-        num_ranks: number of workers to start.
-        max_restarts: how often Elastic restarts the started workers when one has failed. The run then resumes from its
-            newest checkpoint.
-    """
-    if RUN_ID in os.environ:
-        train_as_rank_0(job)
-    else:
-        launch_workers(job, num_ranks, max_restarts)
+__all__ = [
+    "first_worker_error",
+    "follow",
+    "hardware",
+    "is_leader",
+    "launch",
+    "pickle_exception",
+    "silence_elastic_logs",
+]
 
 
 def hardware(hp: Hyperparameters) -> Hardware:
     """Return the Hardware for the ranks, in a worker of Elastic's, which has decided their number.
 
-    Assumes that all hosts are like this one. Prints to stderr if ``hp.num_ranks`` is another number.
-
-    Raises:
-        UserError: the hyperparameters do not fit the hardware.
+    Assumes that all hosts are like this one. Prints to stderr if ``hp.num_ranks`` is another number. Raises UserError
+    if the hyperparameters do not fit the hardware.
     """
     num_ranks, on_this_host = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"])
     if hp.num_ranks not in (0, num_ranks):
@@ -78,16 +67,19 @@ def hardware(hp: Hyperparameters) -> Hardware:
     return machine.choose_hardware(hp, device, num_ranks, threads=threads, bf16=machine.bf16_support(device))
 
 
-def launch_workers(job: Job, num_ranks: int, max_restarts: int) -> None:
-    """Start workers on this machine, run the job in them, and wait for their end.
+def launch(job: Job, *, num_ranks: int, max_restarts: int = 0) -> None:
+    """Run the job as rank 0 if this is a worker of Elastic's, else in ``num_ranks`` new workers on this machine.
 
-    Restores signal handlers and environment variables that Elastic changes. Kills at the end what this thread has
-    started. Elastic's logs are in a temporary folder, which is deleted.
+    Elastic restarts new workers up to ``max_restarts`` times when one has failed; the run then resumes from its newest
+    checkpoint. Kills at the end what this thread has started, and restores signal handlers and environment variables
+    that Elastic changes. Elastic's logs are in a temporary folder, which is deleted.
 
-    Raises:
-        UserError, RankError, StoppedError: what the worker that failed first raised, or how it ended.
-        StoppedError, KeyboardInterrupt: this process got a signal.
+    Raises the error of the rank that failed first, or StoppedError or KeyboardInterrupt after a signal.
     """
+    if RUN_ID in os.environ:
+        train_as_rank_0(job)
+        return
+
     from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -121,12 +113,10 @@ def launch_workers(job: Job, num_ranks: int, max_restarts: int) -> None:
 
 
 def train_in_worker(job: Job, key: str) -> None:
-    """Train in a worker that launch_workers started, as rank 0 or another rank; its first function.
+    """Train in a worker that launch started, as rank 0 or another rank; the worker's first function.
 
-    A restarted rank 0 resumes from the newest checkpoint. An exception is pickled for :func:`first_worker_error`.
-
-    Args:
-        key: the value for FLYTE_DDP_ELASTIC_KEY in this process.
+    Sets FLYTE_DDP_ELASTIC_KEY to ``key``. A restarted rank 0 resumes from the newest checkpoint. An exception is
+    pickled for :func:`first_worker_error`.
     """
     os.environ[KEY_VARIABLE] = key
     with pickle_exception():
@@ -141,11 +131,8 @@ def train_in_worker(job: Job, key: str) -> None:
 def first_worker_error(error: Any, memory_kills: int) -> BaseException:
     """Return the exception of the worker that failed first, or an error that says how the worker ended.
 
-    Unpickles the file that the worker has left beside Elastic's error file.
-
-    Args:
-        error: Elastic's ChildFailedError.
-        memory_kills: :func:`count_out_of_memory_kills` before the workers started.
+    ``error`` is Elastic's ChildFailedError, ``memory_kills`` what count_out_of_memory_kills returned before the workers
+    started. Unpickles the file that the worker has left beside Elastic's error file.
     """
     rank, first = error.get_first_failure()
     if first.exitcode < 0:

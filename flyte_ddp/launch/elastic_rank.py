@@ -8,13 +8,13 @@ each raises it, so that every host reports the same error.
 import json
 import os
 import pickle
-import queue
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
 from multiprocessing import AuthenticationError
@@ -23,20 +23,13 @@ from pathlib import Path
 from typing import Any
 
 from flyte_ddp.errors import RankError, StoppedError, UnreachableError, UserError
+from flyte_ddp.launch.remote import connection
 from flyte_ddp.launch.remote.file_sync import FileSender
 from flyte_ddp.launch.remote.host_data import find_or_fetch_data
-from flyte_ddp.launch.remote.joining import (
-    JoinTicket,
-    RunOverError,
-    connect_to_launcher,
-    open_local_run_folder,
-    receive_job,
-)
 from flyte_ddp.launch.remote.rendezvous import Rendezvous, derive_key, open_rendezvous
 from flyte_ddp.launch.supervise.failures import OWN
-from flyte_ddp.launch.supervise.link import Link, classify_failure
 from flyte_ddp.launch.supervise.network import host_addresses, set_network_interface
-from flyte_ddp.launch.supervise.rank_process import RankInfo
+from flyte_ddp.launch.supervise.rank_process import Link, RankInfo, classify_failure
 from flyte_ddp.launch.supervise.stopping import SIGNALS, call_on_signals
 from flyte_ddp.process import kill_descendants, kill_new_descendants_at_end, set_process_name
 from flyte_ddp.runs.job import Job
@@ -60,58 +53,50 @@ def is_leader() -> bool:
 
 
 def train_as_rank_0(job: Job) -> None:
-    """Train as rank 0 in this process, while a thread of it supervises all ranks.
+    """Train as rank 0 in this process, while a thread of it supervises all ranks; raise the run's outcome if it failed.
 
-    Publishes this process's address in Elastic's store. Kills at the end what this thread has started.
-
-    Raises:
-        UserError, RankError, StoppedError, KeyboardInterrupt: the run's outcome, as in all ranks.
+    Publishes this process's address in Elastic's store. Kills at the end what this thread has started. Every rank
+    raises the same UserError, RankError, StoppedError or KeyboardInterrupt.
     """
-    store = open_group_store(job.settings.timeout)
-    info = worker_rank_info()
+    store, info = join_group(job.settings.timeout)
     alone = info.world_size == int(os.environ["LOCAL_WORLD_SIZE"])  # then no other host need reach this one
     hosts = (LOOPBACK,) if alone else host_addresses()
+
+    def supervise(rendezvous: Rendezvous) -> None:
+        with suppress(UserError, RankError, StoppedError, KeyboardInterrupt):  # this rank raises it, too
+            rendezvous.run_ranks(info.world_size, lambda: None)
+
     with open_rendezvous(job, *hosts, listen=LOOPBACK if alone else "", secret=shared_secret(), only_once=True) as here:
         ticket = here.make_ticket(info)
         store.set(TICKET, json.dumps([ticket.hosts, ticket.port, str(ticket.run_folder), ticket.mark]))
-        thread = threading.Thread(target=supervise_ranks, args=(here, info.world_size), name="launcher", daemon=True)
+        thread = threading.Thread(target=supervise, args=(here,), name="launcher", daemon=True)
         thread.start()
-        with open_local_run_folder(ticket) as folder:
-            run_worker_rank(ticket, connect_to_launcher(replace(ticket, hosts=(LOOPBACK,)), folder), folder)
+        with connection.open_local_run_folder(ticket) as folder:
+            pipe = connection.connect_to_launcher(replace(ticket, hosts=(LOOPBACK,)), folder)
+            run_worker_rank(ticket, pipe, folder)
         thread.join()
 
 
-def supervise_ranks(rendezvous: Rendezvous, num_ranks: int) -> None:
-    """Supervise all ranks until the run has ended, and send them its outcome; the function of a thread."""
-    with suppress(UserError, RankError, StoppedError, KeyboardInterrupt):
-        rendezvous.run_ranks(num_ranks, lambda: None)
-
-
 def follow(fetch_into: Callable[[Path], object] | None = None, timeout: float = RANK_0_SECONDS) -> None:
-    """Connect to rank 0, receive the job, and train as another rank than 0.
+    """Connect to rank 0, receive the job, and train as another rank; raise the run's outcome if it failed.
 
-    Args:
-        fetch_into: puts the prepared data into a folder, on hosts without it; None: fetch it from its source.
-        timeout: seconds to wait for rank 0, which may have to fetch the data first.
-
-    Raises:
-        UnreachableError: this rank cannot connect to rank 0 in time.
-        UserError, RankError, StoppedError, KeyboardInterrupt: the run's outcome, as in all ranks.
+    Waits up to ``timeout`` seconds for rank 0, which may have to fetch the data first; then raises UnreachableError. On
+    a host without the prepared data, ``fetch_into`` puts it into a folder; None fetches it from its source. Every rank
+    raises the same UserError, RankError, StoppedError or KeyboardInterrupt.
     """
-    store = open_group_store(timeout)
-    info = worker_rank_info()
+    store, info = join_group(timeout)
     tried: set[str] = set()
     deadline = time.monotonic() + timeout
     while time.monotonic() < deadline:
         if store.check([TICKET]):  # store.get alone would block in C++, where Python handles no signal
             ticket = read_ticket(store.get(TICKET), info)
             tried.update(ticket.hosts)
-            with open_local_run_folder(ticket) as folder:
-                try:
-                    pipe = connect_to_launcher(ticket, folder)
-                except (OSError, EOFError, AuthenticationError):
-                    pass  # the ticket is of the run before a restart, which the store has outlived
-                else:
+            with connection.open_local_run_folder(ticket) as folder:
+                # The ticket may be of the run before a restart, which the store has outlived: then nobody is there.
+                pipe = None
+                with suppress(OSError, EOFError, AuthenticationError):
+                    pipe = connection.connect_to_launcher(ticket, folder)
+                if pipe is not None:
                     run_worker_rank(ticket, pipe, folder, fetch_into)
                     return
         time.sleep(POLL_SECONDS)
@@ -122,9 +107,16 @@ def follow(fetch_into: Callable[[Path], object] | None = None, timeout: float = 
     )
 
 
-def worker_rank_info() -> RankInfo:
-    """Return this worker's rank, world size and local rank, by Elastic's environment variables."""
-    return RankInfo(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_RANK"]))
+def join_group(timeout: float) -> tuple[Any, RankInfo]:
+    """Connect to the store that Elastic runs for this group of workers; return it and this worker's RankInfo.
+
+    ``timeout`` is the limit of each of the store's operations, in seconds. The rest is in Elastic's environment
+    variables.
+    """
+    from torch.distributed import rendezvous  # type: ignore[attr-defined]
+
+    info = RankInfo(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_RANK"]))
+    return next(iter(rendezvous("env://", timeout=timedelta(seconds=timeout))))[0], info
 
 
 def shared_secret() -> bytes:
@@ -135,7 +127,7 @@ def shared_secret() -> bytes:
     return (os.environ.get(KEY_VARIABLE) or os.environ[RUN_ID]).encode()
 
 
-def read_ticket(text: bytes, info: RankInfo) -> JoinTicket:
+def read_ticket(text: bytes, info: RankInfo) -> connection.JoinTicket:
     """Return this rank's ticket from the JSON that rank 0 has put into Elastic's store, and from the shared secret.
 
     MASTER_ADDR is added as the first address.
@@ -143,84 +135,65 @@ def read_ticket(text: bytes, info: RankInfo) -> JoinTicket:
     hosts, port, run_folder, mark = json.loads(text)
     # Ranks reach MASTER_ADDR, because the store is there. If it is not rank 0's host, nobody there knows the key.
     reachable = tuple(dict.fromkeys((os.environ["MASTER_ADDR"], *hosts)))
-    return JoinTicket(info, reachable, port, derive_key(shared_secret(), mark), Path(run_folder), mark)
-
-
-def open_group_store(timeout: float) -> Any:
-    """Connect to the store that Elastic runs for this group of workers, and return it.
-
-    Args:
-        timeout: seconds for each of its operations.
-    """
-    from torch.distributed import rendezvous  # type: ignore[attr-defined]
-
-    return next(iter(rendezvous("env://", timeout=timedelta(seconds=timeout))))[0]
+    return connection.JoinTicket(info, reachable, port, derive_key(shared_secret(), mark), Path(run_folder), mark)
 
 
 def run_worker_rank(
-    ticket: JoinTicket, pipe: Connection, folder: Path, fetch_into: Callable[[Path], object] | None = None
+    ticket: connection.JoinTicket, pipe: Connection, folder: Path, fetch_into: Callable[[Path], object] | None = None
 ) -> None:
-    """Receive the job, run this worker's rank, and wait until the run has ended; close nothing.
+    """Receive the job, run this worker's rank, and wait until the run has ended; raise its outcome if it failed.
 
-    May fetch the prepared data. Sends rank 0 the results of this host, if the host does not see the run folder. Kills
-    at the end what this thread has started. SIGTERM and Ctrl-C make rank 0 stop all ranks.
-
-    Raises:
-        UserError, RankError, StoppedError, KeyboardInterrupt: the run's outcome, as in all ranks.
+    Waits without a limit. Fetches the prepared data with ``fetch_into`` if this host does not see it, and sends rank 0
+    the results of a host that does not see the run folder. SIGTERM and Ctrl-C make rank 0 stop all ranks. Kills at the
+    end what this thread has started; does not close the pipe.
     """
     from flyte_ddp.launch.supervise.rank import run_rank
 
-    info = ticket.info
-    set_process_name(f"rank {info.rank}")
+    set_process_name(f"rank {ticket.info.rank}")
     try:
-        job, host = receive_job(pipe, folder)
-    except RunOverError as told:
+        job, host = connection.receive_job(pipe, folder)
+    except connection.RunOverError as told:
         raise (told.outcome or lost_rank_0_error()) from None
     except (EOFError, OSError):
         raise lost_rank_0_error() from None
     set_network_interface(host)
-    link = WorkerLink(pipe, info.rank, saved=job.checkpoint.step if job.checkpoint else 0)
+    link = WorkerLink(pipe, ticket.info.rank, job.checkpoint.step if job.checkpoint else 0)
     # If this host does not see rank 0's run folder, its ranks write into the folder of one of them, which sends their
     # results. Outputs are written by rank 0 only.
-    files = (
-        FileSender(folder, lambda piece: link.send(**piece)) if folder == job.run_folder != ticket.run_folder else None
-    )
+    files = FileSender(folder, lambda piece: link.send(**piece), enabled=folder == job.run_folder != ticket.run_folder)
     # Elastic sends SIGTERM as soon as another worker has failed. It must not end this process before its descendants.
     with (
         call_on_signals(SIGNALS, lambda: link.send("stop")),
         kill_new_descendants_at_end(),
-        files.send_results_during() if files else nullcontext(),
+        files.send_results_during(),
     ):
         try:
-            run_rank(replace(job, data=find_or_fetch_data(job, fetch_into)), info, link.set_save_function, link)
-            if files:
-                files.send_results()
+            job = replace(job, data=find_or_fetch_data(job, fetch_into))
+            run_rank(job, ticket.info, link.set_save_function, link)
+            files.send_results()
         except BaseException as error:
             link.report_error(error)
-            if files:
-                files.send_results()
+            files.send_results()
             link.send("exit", code=1)
-            raise link.wait_for_outcome() or error_without_outcome(error) from None
+            raise link.wait_for_outcome(error) or error from None
         link.send("completed")
         link.send("exit", code=0)
-        # Without a limit: other hosts may still be sending results.
-        if (outcome := link.wait_for_outcome(limit=None)) is not None:
+        if (outcome := link.wait_for_outcome()) is not None:
             raise outcome
 
 
 class WorkerLink(Link):
-    """The connection to rank 0 of a worker of Elastic's. It also receives the run's outcome.
+    """The connection to rank 0 of a worker of Elastic's, which also receives the run's outcome.
 
     Starts a thread that handles messages; must be made in the thread that trains.
     """
 
-    def __init__(self, pipe: Connection, rank: int, saved: int) -> None:
-        self.outcomes: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+    def __init__(self, pipe: Connection, rank: int, resumed_step: int) -> None:
+        self.outcome: Future[BaseException | None] = Future()
         self.main = threading.get_ident()
         self.rank = rank
-        self.has_outcome = False
         self.unwinding = threading.Event()
-        super().__init__(pipe, saved)
+        super().__init__(pipe, resumed_step)
 
     def handle_message(self, message: dict[str, Any]) -> None:
         """Do what a message of rank 0's asks for: end this rank, send its stack, or what other ranks do."""
@@ -237,30 +210,38 @@ class WorkerLink(Link):
         self.end_rank(lost_rank_0_error())
 
     def end_rank(self, outcome: BaseException | None) -> None:
-        """Give the outcome to wait_for_outcome. Exit this process if nobody calls that within UNWIND_SECONDS.
+        """Give the run's outcome to wait_for_outcome, once: after it, the end of the connection says nothing new.
 
-        Only the first call has an effect: after the outcome, the end of the connection says nothing new.
+        If it is an error for which nobody waits within UNWIND_SECONDS, writes it for Elastic, kills all descendants,
+        and exits this process with 1. Sleeps NOTICE_SECONDS before a RankError.
         """
-        if self.has_outcome:
+        if self.outcome.done():
             return
-        self.has_outcome = True
         if isinstance(outcome, RankError):
             time.sleep(NOTICE_SECONDS)  # Elastic reports the worker that it sees exit first: the killed one should be
-        self.outcomes.put(outcome)
+        self.outcome.set_result(outcome)
         if outcome is not None and not self.unwinding.wait(UNWIND_SECONDS[self.rank == 0]):
-            record_and_exit(outcome)
+            from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-    def wait_for_outcome(self, limit: float | None = OUTCOME_SECONDS) -> BaseException | None:
+            with suppress(OSError):
+                get_error_handler().record_exception(outcome)
+            write_exception(outcome)
+            kill_descendants()
+            os._exit(1)
+
+    def wait_for_outcome(self, own_error: BaseException | None = None) -> BaseException | None:
         """Wait for the run's outcome and return it: the error, or None if the run has completed.
 
-        Args:
-            limit: seconds after which None is returned, too; None: wait until the outcome comes or rank 0 is gone.
+        A rank with an error of its own waits up to OUTCOME_SECONDS, and then returns that error; if a collective
+        operation failed, it returns that rank 0 is lost, which is most likely gone, too. Else the wait has no limit.
         """
         self.unwinding.set()
-        try:
-            return self.outcomes.get(timeout=limit)
-        except queue.Empty:
-            return None
+        if own_error is None:
+            return self.outcome.result()  # other hosts may still be sending results
+        with suppress(TimeoutError):
+            if (outcome := self.outcome.result(OUTCOME_SECONDS)) is not None:
+                return outcome
+        return own_error if classify_failure(own_error) in OWN else lost_rank_0_error()
 
 
 def lost_rank_0_error() -> RankError:
@@ -268,37 +249,18 @@ def lost_rank_0_error() -> RankError:
     return RankError("lost the connection to rank 0; see the log of rank 0's host for the cause", recoverable=True)
 
 
-def error_without_outcome(error: BaseException) -> BaseException:
-    """Return the error that a failed rank raises if the run's outcome has not come.
-
-    That is the rank's own error. But if a collective operation failed, rank 0 is most likely gone, too.
-    """
-    return error if classify_failure(error) in OWN else lost_rank_0_error()
-
-
-def record_and_exit(outcome: BaseException) -> None:
-    """Write the outcome to Elastic's error file and to the pickle beside it, kill all descendants, and exit with 1."""
-    from torch.distributed.elastic.multiprocessing.errors import get_error_handler
-
-    with suppress(OSError):
-        get_error_handler().record_exception(outcome)
-    pickle_error(outcome)
-    kill_descendants()
-    os._exit(1)
-
-
 @contextmanager
 def pickle_exception() -> Iterator[None]:
-    """Pickle an exception of the block to a file beside Elastic's error file, where elastic.first_worker_error finds it."""
+    """Pickle an exception of the block to a file beside Elastic's error file, where first_worker_error finds it."""
     try:
         yield
     except BaseException as error:
-        pickle_error(error)
+        write_exception(error)
         raise
 
 
-def pickle_error(error: BaseException) -> None:
-    """Pickle an error to a file beside Elastic's error file, unless that file exists; ignore all exceptions."""
+def write_exception(error: BaseException) -> None:
+    """Pickle an exception to a file beside Elastic's error file, unless that file exists; ignore all exceptions."""
     path = Path(os.environ[ERROR_FILE]).with_suffix(ERROR_SUFFIX)
     with suppress(Exception):  # pickling a user's own exception may raise anything
         if not path.exists():

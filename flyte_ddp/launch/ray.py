@@ -29,12 +29,9 @@ SETTINGS = 4  # type of the first frame that an HTTP/2 server sends; it is the f
 def launch(job: Job, *, num_ranks: int, max_retries: int = 0) -> None:
     """Run the job as ``num_ranks`` tasks of the cluster, on as few hosts as possible, and wait for their end.
 
-    Cancels the tasks at the end, and waits up to twice JOIN_SECONDS for that. Raises
-    the error of the rank that failed first.
-
-    Args:
-        max_retries: how often Ray starts a task again when it has failed or its host is gone. All ranks then resume
-            from the newest checkpoint.
+    Ray starts a task again up to ``max_retries`` times when it has failed or its host is gone; all ranks then resume
+    from the newest checkpoint. Cancels the tasks at the end, and waits up to twice JOIN_SECONDS for that. Raises the
+    error of the rank that failed first, or StoppedError or KeyboardInterrupt after a signal.
     """
     with connected():
         import ray
@@ -56,7 +53,7 @@ def launch(job: Job, *, num_ranks: int, max_retries: int = 0) -> None:
                     where = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=rank)
                     task = ray.remote(agent.run_agent).options(**options, scheduling_strategy=where)
                     info = RankInfo(rank, num_ranks, local_rank=0)  # Ray shows a task only the task's own GPUs
-                    tasks.append(task.remote(rendezvous.make_ticket(info)))
+                    tasks.append(task.remote(rendezvous.make_ticket(info).to_stdin()))
                 rendezvous.run_ranks(num_ranks, lambda: raise_if_task_failed(tasks))
         finally:
             # Agents have no launcher any more, so they kill what their ranks have started, and end. Ray must not kill
@@ -68,17 +65,24 @@ def launch(job: Job, *, num_ranks: int, max_retries: int = 0) -> None:
             remove_placement_group(group)
 
 
+def raise_if_task_failed(tasks: Sequence[Any]) -> None:
+    """Raise UnreachableError if a task has failed for good, after Ray's retries; do not wait."""
+    import ray
+
+    ended, _ = ray.wait(list(tasks), num_returns=len(tasks), timeout=0)
+    try:
+        ray.get(ended)
+    except Exception as error:
+        raise agent.start_error("a host of the Ray cluster", error) from None
+
+
 def hardware(hp: Hyperparameters, nodes_to_come: int = 0, seconds: float = 0.0) -> Hardware:
     """Return the Hardware for ranks on the cluster: a GPU for each, or CPUs, of which all ranks have equally many.
 
-    Args:
-        nodes_to_come: how many nodes for ranks to wait for; fewer ranks than requested are then an error. 0: use the
-            cluster as it is.
-        seconds: limit of the wait.
-
-    Raises:
-        UserError: the hyperparameters do not fit the cluster.
-        UnreachableError: there is no cluster, or nodes have not come in time.
+    Waits up to ``seconds`` for ``nodes_to_come`` nodes for ranks, and prints their number to stderr; with 0 nodes uses
+    the cluster as it is. Fewer ranks than requested are an error if there are nodes to wait for, else they are printed.
+    Runs a task on each node if the precision depends on the nodes' processors. Raises UserError if the hyperparameters
+    do not fit the cluster, and UnreachableError if there is no cluster, or nodes have not come in time.
     """
     with connected():
         capacity.wait_for_hosts(lambda: len(nodes_for_ranks()), nodes_to_come, "nodes of the Ray cluster", seconds)
@@ -107,6 +111,11 @@ def nodes_for_ranks() -> list[dict[str, Any]]:
     return [node for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU", 0) >= 1]
 
 
+def cpus_per_rank(cpus: Sequence[int], num_ranks: int) -> int:
+    """Return the largest number of CPUs that each rank can have on hosts with these numbers of CPUs."""
+    return next(each for each in range(max(cpus), 0, -1) if sum(cpu // each for cpu in cpus) >= num_ranks)
+
+
 def least_bf16_support(device: str) -> Bf16:
     """Return the least bf16 support of all nodes that may get ranks, because all ranks compute alike.
 
@@ -123,24 +132,13 @@ def least_bf16_support(device: str) -> Bf16:
     return min(ray.get([ask.options(**options, scheduling_strategy=place).remote(device) for place in places]))
 
 
-def cpus_per_rank(cpus: Sequence[int], num_ranks: int) -> int:
-    """Return the largest number of CPUs that each rank can have.
-
-    Args:
-        cpus: number of CPUs of each host.
-    """
-    return next(each for each in range(max(cpus), 0, -1) if sum(cpu // each for cpu in cpus) >= num_ranks)
-
-
 @contextmanager
 def connected() -> Iterator[None]:
     """Connect to Ray for the block: to the cluster of ``RAY_ADDRESS``, or to one that is started on this machine.
 
-    Does nothing if Ray is initialised already. Else shuts Ray down at the end, with a cluster that was started.
-
-    Raises:
-        UserError: Ray is not installed, refuses this process, or does not start here.
-        UnreachableError: there is no cluster at the address.
+    Does nothing if Ray is initialised already. Else restores the handler of SIGTERM, and shuts Ray down at the end,
+    with a cluster that was started. Raises UserError if Ray is not installed, refuses this process, or does not start
+    here, and UnreachableError if no cluster answers at the address within REACH_SECONDS.
     """
     with require_extra("ray"):
         import ray
@@ -153,7 +151,7 @@ def connected() -> Iterator[None]:
     try:
         with signal_handlers({signal.SIGTERM: signal.getsignal(signal.SIGTERM)}):  # ray.init replaces the handler
             try:
-                check_cluster_answers(address)
+                refuse_unanswered_address(address)
                 ray.init(address, include_dashboard=None if address else False)
             except UserError:
                 raise
@@ -167,18 +165,11 @@ def connected() -> Iterator[None]:
         ray.shutdown()
 
 
-def check_cluster_answers(address: str | None) -> None:
-    """Connect to the address once, and raise if no server of Ray's answers within REACH_SECONDS.
+def refuse_unanswered_address(address: str | None) -> None:
+    """Connect to the address once; raise OSError if no server with HTTP/2, as Ray's, answers within REACH_SECONDS.
 
-    Does nothing if Ray would start a cluster on this machine.
-
-    Args:
-        address: the value of RAY_ADDRESS; None without one.
-
-    Raises:
-        UserError: the address has a scheme, such as ``ray://``.
-        OSError: no server answers, or its answer is no HTTP/2.
-        ValueError: Ray does not understand the address.
+    Does nothing if Ray would start a cluster on this machine. Raises UserError if the address has a scheme, such as
+    ``ray://``, and ValueError if Ray does not understand it.
     """
     from ray._private.services import canonicalize_bootstrap_address
 
@@ -201,14 +192,3 @@ def check_cluster_answers(address: str | None) -> None:
                     raise ConnectionError("the server there is not Ray's")
     except OSError as error:
         raise ConnectionError(f"{place}: {error}") from None
-
-
-def raise_if_task_failed(tasks: Sequence[Any]) -> None:
-    """Raise UnreachableError if a task has failed for good, after Ray's retries; do not wait."""
-    import ray
-
-    ended, _ = ray.wait(list(tasks), num_returns=len(tasks), timeout=0)
-    try:
-        ray.get(ended)
-    except Exception as error:
-        raise agent.start_error("a host of the Ray cluster", error) from None

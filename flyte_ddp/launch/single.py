@@ -6,33 +6,28 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from flyte_ddp.errors import RankError, UserError
-from flyte_ddp.launch.supervise.link import exception_message
-from flyte_ddp.launch.supervise.rank_process import RankInfo
-from flyte_ddp.launch.supervise.stopping import catch_stop_signals
+from flyte_ddp.launch.supervise.rank_process import RankInfo, exception_message
+from flyte_ddp.launch.supervise.stopping import catch_stop_signals, stop_error
 from flyte_ddp.process import kill_new_descendants_at_end
 from flyte_ddp.runs.job import Job
 
-Save = Callable[[], int]
+SaveFunction = Callable[[], int]
 
 
 def launch(job: Job, *, num_ranks: int = 1) -> None:
     """Run the job's only rank in this process.
 
-    Restores process-wide settings of torch, Python, NumPy and glibc at the end. Kills what this thread has started.
-
-    Raises:
-        UserError: the user's mistake.
-        RankError: any other failure of the rank; the rank's exception is its ``__cause__``.
-        StoppedError: the process got SIGTERM, and a checkpoint was written.
-        KeyboardInterrupt: the process got Ctrl-C.
-        ValueError: ``num_ranks`` is not 1.
+    Restores process-wide settings of torch, Python, NumPy and glibc at the end, and kills what this thread has started.
+    Raises UserError for the user's mistake, RankError from the rank's exception for any other failure, StoppedError
+    after SIGTERM and KeyboardInterrupt after Ctrl-C, both with a checkpoint written, and ValueError if ``num_ranks`` is
+    not 1.
     """
     from flyte_ddp.launch.supervise.rank import restore_settings, run_rank
 
     if num_ranks != 1:
         raise ValueError(f"num_ranks={num_ranks}: one rank at most runs in this process; use spawn.launch for more")
-    saved = job.checkpoint.step if job.checkpoint else 0
-    with restore_settings(), kill_new_descendants_at_end(), stop_with_checkpoint(saved) as set_save_function:
+    resumed_step = job.checkpoint.step if job.checkpoint else 0
+    with restore_settings(), kill_new_descendants_at_end(), stop_with_checkpoint(resumed_step) as set_save_function:
         try:
             run_rank(job, RankInfo(rank=0, world_size=1, local_rank=0), set_save_function)
         except UserError:
@@ -44,36 +39,26 @@ def launch(job: Job, *, num_ranks: int = 1) -> None:
 
 
 @contextmanager
-def stop_with_checkpoint(saved: int) -> Iterator[Callable[[Save], None]]:
-    """On SIGTERM or Ctrl-C, write a checkpoint and interrupt the block; a second Ctrl-C interrupts it at once.
+def stop_with_checkpoint(resumed_step: int) -> Iterator[Callable[[SaveFunction], None]]:
+    """On SIGTERM or Ctrl-C, write a checkpoint in a thread, and end the block by StoppedError or KeyboardInterrupt.
 
-    A thread writes the checkpoint. The main thread, in which Python handles signals, may be in the middle of an update,
-    and has to finish that first.
-
-    Args:
-        saved: step of the checkpoint that the run resumes from; 0 without one.
-
-    Yields:
-        A function that takes the function that writes a checkpoint and returns its step.
-
-    Raises:
-        StoppedError: after SIGTERM.
-        KeyboardInterrupt: after Ctrl-C.
+    Yields a function that takes the function that writes a checkpoint and returns its step; until it is called, the
+    newest checkpoint is that of ``resumed_step``. A second Ctrl-C ends the block at once. Restores the signals'
+    handlers.
     """
-    save: Save = lambda: saved  # noqa: E731
-    step: int | None = None  # of the checkpoint, when it is written
+    save: SaveFunction = lambda: resumed_step  # noqa: E731
+    saved_step: int | None = None
     over = False
 
-    def set_save_function(offered: Save) -> None:
-        """Set the function that save_and_interrupt calls."""
+    def set_save_function(function: SaveFunction) -> None:
         nonlocal save
-        save = offered
+        save = function
 
     def save_and_interrupt() -> None:
-        """Wait for a request to stop, write a checkpoint, and interrupt the main thread; the thread's function."""
-        nonlocal step
+        """Wait for a request to stop or the end of the block; after a request save, and interrupt the main thread."""
+        nonlocal saved_step
         if stop.wait_for_request():
-            step = save()
+            saved_step = save()
             main = threading.main_thread().ident
             if not over and main is not None:
                 # Like a second Ctrl-C, it raises KeyboardInterrupt, which `except Exception` in a model does not catch.
@@ -81,14 +66,15 @@ def stop_with_checkpoint(saved: int) -> Iterator[Callable[[Save], None]]:
                 signal.pthread_kill(main, signal.SIGINT)
 
     with catch_stop_signals() as stop:
+        # A thread saves, because the main thread, in which Python handles signals, may have to finish an update first.
         thread = threading.Thread(target=save_and_interrupt, name="stopping")
         thread.start()
         try:
             yield set_save_function
         except KeyboardInterrupt:
-            if step is None:  # a second Ctrl-C came before the checkpoint was written
+            if stop.signal is None or saved_step is None:  # a second Ctrl-C came before the checkpoint was written
                 raise
-            raise stop.make_error(step) from None
+            raise stop_error(stop.signal, saved_step) from None
         finally:
             over = True
             stop.end_waiting()

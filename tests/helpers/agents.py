@@ -7,7 +7,7 @@ from pathlib import Path
 
 from flyte_ddp.errors import UnreachableError
 from flyte_ddp.launch.remote import agent
-from flyte_ddp.launch.remote.joining import JoinTicket
+from flyte_ddp.launch.remote.connection import JoinTicket
 from flyte_ddp.launch.remote.rendezvous import open_rendezvous
 from flyte_ddp.launch.supervise.rank_process import RankInfo
 from flyte_ddp.runs.job import Job
@@ -26,7 +26,7 @@ def launch(job: Job, *, num_ranks: int, retries: int = 0) -> None:
 def send(ticket: JoinTicket, retries: int) -> None:
     """Run an agent for a ticket; start it again up to ``retries`` times."""
     try:
-        agent.run_agent(ticket)
+        agent.run_agent(ticket.to_stdin())
     except agent.RankEndedError:
         if not retries:
             raise

@@ -15,14 +15,13 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.launch import elastic, elastic_rank
-from flyte_ddp.launch.supervise import network
+from flyte_ddp.launch.remote import connection
 from flyte_ddp.run import run_training
 from flyte_ddp.settings import Settings
 
 
 def worker(hp: str, data: str, folder: str) -> None:
-    network.KEEPALIVE = {"TCP_KEEPIDLE": 1, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 3}
-    network.UNHEARD_MILLISECONDS = 3_000
+    connection.KEEPALIVE = {"TCP_KEEPIDLE": 1, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 3_000}
     elastic_rank.UNWIND_SECONDS = (2.0, 3.0)
     with elastic.pickle_exception():
         if elastic.is_leader():

@@ -146,19 +146,22 @@ def here(num_ranks: int) -> Hardware:
     return detect_hardware(replace(HP, num_ranks=num_ranks))
 
 
-WORKERS = {f"tcp://{host}:{port}": {"host": host} for host, port in (("b", 1), ("a", 1), ("b", 2), ("c", 1))}
+WORKERS = {
+    f"tcp://{host}:{port}": {"host": host, "tasks": ()} for host, port in (("b", 1), ("a", 1), ("b", 2), ("c", 1))
+}
 
 
 class TestWorkers:
     """Without a cluster."""
 
     def test_of_as_few_hosts_as_possible_and_idle_ones_first(self) -> None:
-        assert dask.choose_workers(WORKERS, {}, 2) == ["tcp://b:1", "tcp://b:2"]
-        assert dask.choose_workers(WORKERS, {}, 3) == ["tcp://b:1", "tcp://b:2", "tcp://a:1"]
-        assert dask.choose_workers(WORKERS, {"tcp://b:1": ("something",)}, 2) == ["tcp://a:1", "tcp://b:2"]
-        assert len(dask.choose_workers(WORKERS, {"tcp://b:1": ("something",)}, 4)) == 4
+        assert dask.choose_workers(WORKERS, 2) == ["tcp://b:1", "tcp://b:2"]
+        assert dask.choose_workers(WORKERS, 3) == ["tcp://b:1", "tcp://b:2", "tcp://a:1"]
+        busy = {**WORKERS, "tcp://b:1": {"host": "b", "tasks": ("something",)}}
+        assert dask.choose_workers(busy, 2) == ["tcp://a:1", "tcp://b:2"]
+        assert len(dask.choose_workers(busy, 4)) == 4
         with pytest.raises(UserError, match="num_ranks=5: the Dask cluster has 4 workers, and each takes one rank"):
-            dask.choose_workers(WORKERS, {}, 5)
+            dask.choose_workers(WORKERS, 5)
 
     @pytest.mark.parametrize(
         ("visible", "expected"),
@@ -290,7 +293,7 @@ class TestRay:
                 "Version mismatch: The cluster was started with:\n    Ray: 2.50.0\nThis process: 2.60.0\n"
             )
 
-        monkeypatch.setattr(ray, "check_cluster_answers", lambda _: None)
+        monkeypatch.setattr(ray, "refuse_unanswered_address", lambda _: None)
         monkeypatch.setattr(engine, "init", init)
         monkeypatch.setenv(ray.ADDRESS, "127.0.0.1:9")
         words = "Version mismatch: The cluster was started with: Ray: 2.50.0 This process: 2.60.0"

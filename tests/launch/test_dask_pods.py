@@ -170,7 +170,7 @@ def test_a_scheduler_that_has_died(address: str, processes: list[subprocess.Pope
     """Whatever asks it says so, also when Dask has closed the client, which it does in some time."""
     with distributed.Client(address, timeout=1) as client:
         processes[0].kill()
-        for ask in (dask.worker_descriptions, dask.tasks_by_worker, partial(dask.run_on_workers, function=os.getpid)):
+        for ask in (dask.worker_descriptions, partial(dask.run_on_workers, function=os.getpid)):
             with pytest.raises(UnreachableError, match=r"the Dask cluster of tcp://.* does not answer .*; run again"):
                 ask(client)
     with pytest.raises(UnreachableError, match=r"the Dask cluster does not answer .*; run again when it does"):

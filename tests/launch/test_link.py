@@ -14,8 +14,8 @@ from flyte_ddp.errors import CollectiveError, CollectiveTimeoutError, PeerGoneEr
 from flyte_ddp.launch import elastic_rank
 from flyte_ddp.launch.supervise import rank_handle
 from flyte_ddp.launch.supervise.failures import first_failure
-from flyte_ddp.launch.supervise.link import Link, classify_failure, describe_error
 from flyte_ddp.launch.supervise.rank_handle import RankHandle
+from flyte_ddp.launch.supervise.rank_process import Link, classify_failure, describe_error
 from flyte_ddp.parallel import distributed
 from flyte_ddp.parallel.collective_failures import translate_collective_errors
 
@@ -54,21 +54,24 @@ def test_a_rank_of_elastics_whose_rank_0_is_gone_says_so(monkeypatch: pytest.Mon
     """And not that its own connection is broken: a retry would save the job."""
     monkeypatch.setattr(elastic_rank, "NOTICE_SECONDS", 0.0)
     ours, theirs = Pipe()
-    link = elastic_rank.WorkerLink(theirs, rank=1, saved=0)
+    link = elastic_rank.WorkerLink(theirs, rank=1, resumed_step=0)
     ours.close()
     link.report_error(CollectiveError("Connection closed by peer"))
     link.send("exit", code=1)
-    outcome = link.wait_for_outcome()
+    outcome = link.wait_for_outcome(CollectiveError("Connection closed by peer"))
     assert isinstance(outcome, RankError)
     assert outcome.message.startswith("lost the connection to rank 0; see the log of")
     assert outcome.recoverable
 
 
-def test_a_rank_of_elastics_that_hears_nothing_more() -> None:
+def test_a_rank_of_elastics_that_hears_nothing_more(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its host is cut off from rank 0's, which neither has noticed yet."""
-    own = ArithmeticError("its own")
-    assert elastic_rank.error_without_outcome(own) is own
-    outcome = elastic_rank.error_without_outcome(CollectiveTimeoutError("rank 0 did not come"))
+    monkeypatch.setattr(elastic_rank, "OUTCOME_SECONDS", 0.0)
+    ours, theirs = Pipe()
+    OPEN.append(ours)
+    link, own = elastic_rank.WorkerLink(theirs, rank=1, resumed_step=0), ArithmeticError("its own")
+    assert link.wait_for_outcome(own) is own
+    outcome = link.wait_for_outcome(CollectiveTimeoutError("rank 0 did not come"))
     assert isinstance(outcome, RankError)
     assert outcome.recoverable
 

@@ -20,9 +20,8 @@ import pytest
 
 from flyte_ddp.errors import OutOfMemoryError, RankError, RankLostError, StoppedError
 from flyte_ddp.launch import elastic_rank
-from flyte_ddp.launch.remote import listener
-from flyte_ddp.launch.remote.joining import JoinTicket, connect_to_launcher, receive_job
-from flyte_ddp.launch.remote.listener import WorkerConnection
+from flyte_ddp.launch.remote import connection
+from flyte_ddp.launch.remote.connection import JoinTicket, WorkerConnection, connect_to_launcher, receive_job
 from flyte_ddp.launch.remote.rendezvous import RemoteHandle, Rendezvous, open_rendezvous
 from flyte_ddp.launch.supervise import rank_handle
 from flyte_ddp.launch.supervise.failures import first_failure
@@ -105,7 +104,7 @@ def test_slow_strangers_hold_nobody_up(
     rendezvous: Rendezvous, connections: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They send a byte now and then, so that no single wait is long; each is turned away after some time in all."""
-    monkeypatch.setattr(listener, "HELLO_SECONDS", 0.8)
+    monkeypatch.setattr(connection, "HELLO_SECONDS", 0.8)
     slow = strangers(rendezvous, connections, 3)
     for each in slow:
         each.send((60).to_bytes(4, "big"))  # bytes are to follow
@@ -135,8 +134,8 @@ def test_more_strangers_than_are_listened_to_at_once(
     rendezvous: Rendezvous, connections: ExitStack, monkeypatch: pytest.MonkeyPatch, files_lack: bool
 ) -> None:
     """Also if there were too many open files for the first: that costs a connection and no place."""
-    monkeypatch.setattr(listener, "HELLO_SECONDS", 0.2)
-    monkeypatch.setattr(listener, "MOST_AT_ONCE", 2)
+    monkeypatch.setattr(connection, "HELLO_SECONDS", 0.2)
+    monkeypatch.setattr(connection, "MOST_AT_ONCE", 2)
     refusals, dup = iter(range(3 * files_lack)), os.dup
 
     def dup_or_fail(number: int) -> int:
@@ -161,7 +160,7 @@ def test_a_request_to_stop_is_heard_while_a_stranger_says_nothing(
     begin = time.monotonic()
     with pytest.raises(StoppedError):
         gather(rendezvous, 1, stop)
-    assert time.monotonic() - begin < listener.HELLO_SECONDS / 2
+    assert time.monotonic() - begin < connection.HELLO_SECONDS / 2
     assert is_turned_away(silent)
 
 

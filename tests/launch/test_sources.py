@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from flyte_ddp.code_digest import package_files
-from flyte_ddp.config import Hyperparameters
 from flyte_ddp.launch.remote.sources import LIBRARY, pack_sources, unpack_sources
 
 
@@ -26,7 +25,7 @@ def test_only_what_the_cache_key_covers_is_sent(tmp_path: Path, monkeypatch: pyt
         (tmp_path / name).write_text(text)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
-    sources = pack_sources(Hyperparameters(model="sources_mine:model", dataset="sources_set:make"))
+    sources = pack_sources("sources_mine:model", "sources_set:make")
     library = {path.relative_to(LIBRARY.parent).as_posix() for path in package_files(LIBRARY)}
     assert {name for _, name, _ in pickle.loads(zlib.decompress(sources))} == {*sent, *library}
     with unpack_sources(sources, str(tmp_path)) as (folder, path):

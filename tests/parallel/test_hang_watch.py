@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from flyte_ddp.clock import Clock
 from flyte_ddp.errors import RankError
 from flyte_ddp.launch.supervise import supervisor
-from flyte_ddp.launch.supervise.link import classify_failure, describe_error
+from flyte_ddp.launch.supervise.rank_process import classify_failure, describe_error
 from flyte_ddp.loading.arrays import ArrayImages
 from flyte_ddp.loading.streams import StreamImages
 from flyte_ddp.parallel.distributed import broadcast_object, copy_from_rank_0, gather_objects, sum_over_ranks

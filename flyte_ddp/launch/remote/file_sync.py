@@ -19,13 +19,10 @@ OUTPUTS = ("model.pt", "model.json", "predictions.npz", *(f"{FOLDER}/{name}" for
 
 
 def split_file(path: Path, name: str, start: int = 0) -> Iterator[dict[str, Any]]:
-    """Read a file from byte ``start`` on, and yield it as messages of up to PIECE_BYTES.
+    """Read a file from byte ``start`` on, and yield messages of up to PIECE_BYTES for the receiver's file ``name``.
 
-    Yields at least one message, also for an empty file. The last one has ``last`` set. Bytes that are appended
-    meanwhile are left out.
-
-    Args:
-        name: the file's path below the receiver's folder.
+    Yields at least one message, also for an empty file; the last one has ``last`` set. Leaves out bytes that are
+    appended meanwhile.
     """
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
@@ -42,11 +39,8 @@ def write_piece(folder: Path, message: dict[str, Any]) -> None:
     """Write one message of :func:`split_file` into a folder.
 
     A file gets its name with its last piece; until then it is hidden, ``.NAME.tmp``. METRICS and EVENTS grow with each
-    piece. For EVENTS, waits for the lock of whoever appends to them.
-
-    Raises:
-        UserError: the file cannot be written.
-        OSError: EVENTS cannot be written.
+    piece. For EVENTS, waits for the lock of whoever appends to them. Raises UserError if the file cannot be written,
+    for EVENTS OSError.
     """
     path = folder / message["name"]
     if message["name"] == EVENTS:
@@ -68,23 +62,22 @@ def write_piece(folder: Path, message: dict[str, Any]) -> None:
 
 
 class FileSender:
-    """Sends the launcher the files that have changed in a host's run folder.
+    """Sends the launcher the files that have changed in a host's run folder; sends nothing unless ``enabled``.
 
-    METRICS and EVENTS that are there already count as sent.
-
-    Args:
-        folder: where the ranks of the host write.
-        send: sends the launcher a message; is called from several threads.
+    ``send`` sends the launcher a message, from several threads. METRICS and EVENTS that are there already count as
+    sent.
     """
 
-    def __init__(self, folder: Path, send: Callable[[dict[str, Any]], None]) -> None:
-        self.folder, self.send = folder, send
+    def __init__(self, folder: Path, send: Callable[[dict[str, Any]], None], enabled: bool = True) -> None:
+        self.folder, self.send, self.enabled = folder, send, enabled
         self.versions: dict[str, tuple[int, int, int]] = {}  # of the files that were sent whole, by name
         self.metrics_sent, self.events_sent = size_or_zero(folder / METRICS), size_or_zero(folder / EVENTS)  # bytes
         self.sending_results = threading.Lock()
 
     def send_outputs(self) -> None:
         """Send new lines of METRICS, and those of OUTPUTS that are new or were replaced; from one thread only."""
+        if not self.enabled:
+            return
         if (size := size_or_zero(self.folder / METRICS)) != self.metrics_sent:
             for piece in split_file(self.folder / METRICS, METRICS, min(self.metrics_sent, size)):
                 self.send(piece)
@@ -94,6 +87,8 @@ class FileSender:
 
     def send_results(self) -> None:
         """Send new lines of EVENTS, and the files in ``results/`` that are new or were replaced; from any thread."""
+        if not self.enabled:
+            return
         events = self.folder / EVENTS
         with self.sending_results:
             if size_or_zero(events) > self.events_sent:
@@ -109,27 +104,27 @@ class FileSender:
 
     def _send_if_changed(self, name: str) -> None:
         """Send a file of the folder, if it exists and is another one than was sent last under this name."""
-        try:
+        with suppress(FileNotFoundError):
             found = (self.folder / name).stat()
-        except FileNotFoundError:
-            return
-        version = (found.st_ino, found.st_mtime_ns, found.st_size)
-        if self.versions.get(name) != version:
-            for piece in split_file(self.folder / name, name):
-                self.send(piece)
-            self.versions[name] = version
+            version = (found.st_ino, found.st_mtime_ns, found.st_size)
+            if self.versions.get(name) != version:
+                for piece in split_file(self.folder / name, name):
+                    self.send(piece)
+                self.versions[name] = version
 
     @contextmanager
     def send_results_during(self) -> Iterator[None]:
         """Have a thread send new results every SEND_SECONDS during the block; wait for the thread at the end.
 
-        So nothing else that the launcher must hear waits until a slow disk has taken all results. The thread ends
-        early if the connection fails.
+        So nothing else that the launcher must hear waits until a slow disk has taken all results. The thread ends early
+        if the connection fails.
         """
+        if not self.enabled:
+            yield
+            return
         over = threading.Event()
 
         def send_until_over() -> None:
-            """Call send_results every SEND_SECONDS until the block ends or the connection fails."""
             with suppress(OSError):  # the launcher is gone, as others notice
                 while not over.wait(SEND_SECONDS):
                     self.send_results()

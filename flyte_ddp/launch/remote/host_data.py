@@ -16,14 +16,9 @@ from flyte_ddp.runs.job import Job
 def find_or_fetch_data(job: Job, fetch_into: Callable[[Path], object] | None = None) -> Path:
     """Return the folder of the prepared data: the launcher's if this host sees it, else one in this host's cache.
 
-    The first process of a host fetches the data into the cache; others wait for its lock, without a limit. Data in the
-    cache that is damaged or other data is deleted and fetched again.
-
-    Args:
-        fetch_into: puts the prepared data into a folder; None: fetch it from the hyperparameters' source.
-
-    Raises:
-        UserError: the data cannot be fetched, or the fetched data differs from the launcher's.
+    The first process of a host fetches the data into the cache, by ``fetch_into`` or from the hyperparameters' source;
+    others wait for its lock, without a limit. Data in the cache that is damaged or other data is deleted and fetched
+    again. Raises UserError if the data cannot be fetched, or differs from the launcher's.
     """
     if prepared_digest(job.data) == job.identity.data:
         return job.data
@@ -51,8 +46,7 @@ def find_or_fetch_data(job: Job, fetch_into: Callable[[Path], object] | None = N
 def prepared_digest(folder: Path, *, whole: bool = False) -> str:
     """Return the digest that prepared data in a folder names; an empty string without such data.
 
-    Args:
-        whole: whether to open the data as well, and return an empty string if a file is damaged.
+    With ``whole``, opens the data as well, and returns an empty string if a file is damaged.
     """
     try:
         if whole:

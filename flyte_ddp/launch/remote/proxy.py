@@ -2,43 +2,34 @@
 
 import threading
 from collections.abc import Callable
-from contextlib import closing, nullcontext
+from contextlib import closing
 from dataclasses import replace
-from multiprocessing import AuthenticationError, connection
-from multiprocessing.connection import Connection
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
+from flyte_ddp.launch.remote import connection
 from flyte_ddp.launch.remote.file_sync import SEND_SECONDS, FileSender
 from flyte_ddp.launch.remote.host_data import find_or_fetch_data
-from flyte_ddp.launch.remote.joining import (
-    JoinTicket,
-    RunOverError,
-    connect_to_launcher,
-    open_local_run_folder,
-    receive_job,
-)
-from flyte_ddp.launch.supervise.link import describe_error
 from flyte_ddp.launch.supervise.rank_handle import RankHandle
+from flyte_ddp.launch.supervise.rank_process import describe_error
 from flyte_ddp.launch.supervise.stopping import StopRequest, catch_stop_signals
 
-Send = Callable[[dict[str, Any]], None]
 
-
-def proxy_rank(handle: RankHandle, ticket: JoinTicket) -> bool:
+def proxy_rank(handle: RankHandle, ticket: connection.JoinTicket) -> bool:
     """Connect to the launcher, hand the rank its job, and pass messages on until the run is over.
 
-    May fetch the prepared data first. Does not end the rank.
-
-    Returns:
-        False if the launcher is gone without a word; the engine's retry may then find another launcher.
+    Waits without a limit, and does not end the rank. Catches SIGTERM and Ctrl-C, and asks the launcher to stop all
+    ranks. Fetches the prepared data if this host does not see it, and reports a failure of that as the rank's. Returns
+    False if the launcher is gone without a word: the engine may start the agent again, which may find another launcher.
     """
     try:
         with (
-            open_local_run_folder(ticket) as folder,
-            closing(connect_to_launcher(ticket, folder)) as pipe,
+            connection.open_local_run_folder(ticket) as folder,
+            closing(connection.connect_to_launcher(ticket, folder)) as pipe,
             catch_stop_signals() as stop,
         ):
-            job, handle.network = receive_job(pipe, folder)
+            job, handle.network = connection.receive_job(pipe, folder)
             sending = threading.Lock()
 
             def send(message: dict[str, Any]) -> None:
@@ -46,45 +37,49 @@ def proxy_rank(handle: RankHandle, ticket: JoinTicket) -> bool:
                     pipe.send(message)
 
             # If this host does not see the launcher's run folder, its ranks write into that of one agent.
-            files = FileSender(folder, send) if folder == job.run_folder != ticket.run_folder else None
+            files = FileSender(folder, send, enabled=folder == job.run_folder != ticket.run_folder)
             try:
                 handle.send_job(replace(job, data=find_or_fetch_data(job)))
             except Exception as error:
                 send(describe_error(error))
                 send({"kind": "exit", "code": 1})
             else:
-                with files.send_results_during() if files else nullcontext():
+                with files.send_results_during():
                     if relay_messages(handle, pipe, send, stop, files):
                         return True
             while pipe.recv()["kind"] != "over":
                 pass
             return True
-    except (ConnectionRefusedError, RunOverError):
+    except (ConnectionRefusedError, connection.RunOverError):
         return True
     except (EOFError, OSError, AuthenticationError):  # the launcher is gone, or the port is another program's by now
         return False
 
 
 def relay_messages(
-    handle: RankHandle, pipe: Connection, send: Send, stop: StopRequest, files: FileSender | None
+    handle: RankHandle,
+    pipe: Connection,
+    send: Callable[[dict[str, Any]], None],
+    stop: StopRequest,
+    files: FileSender,
 ) -> bool:
     """Pass messages between rank and launcher until the rank has ended; return whether the run was over before that.
 
-    Sends the host's changed outputs before each message of the rank: the checkpoint arrives before the message that
-    names it. Sends the remaining results before the messages that the rank has completed and that it has ended.
+    Kills the rank or sends its stack if the launcher asks for that. Sends the host's changed outputs before each
+    message of the rank: the checkpoint arrives before the message that names it. Sends the remaining results before the
+    messages that the rank has completed and that it has ended.
     """
     over = False
 
     def send_from_rank(message: dict[str, Any]) -> None:
-        if files is not None:
-            files.send_outputs()
-            if message["kind"] in ("completed", "exit"):
-                files.send_results()
+        files.send_outputs()
+        if message["kind"] in ("completed", "exit"):
+            files.send_results()
         send(message)
 
     waited = [pipe, stop.reader]
     while True:
-        ready = connection.wait([*waited, *handle.waitables()], SEND_SECONDS if files else None)
+        ready = wait([*waited, *handle.waitables()], SEND_SECONDS if files.enabled else None)
         if stop.reader in ready:
             waited.remove(stop.reader)
             send({"kind": "stop"})
@@ -94,19 +89,13 @@ def relay_messages(
         if ended:
             send_from_rank({"kind": "exit", "code": handle.exitcode, "out_of_memory": handle.ran_out_of_memory()})
             return over
-        if files is not None:
-            files.send_outputs()
+        files.send_outputs()
         if pipe in ready:
             message = pipe.recv()
             over = over or message["kind"] == "over"
-            obey_launcher(message, handle, send)
-
-
-def obey_launcher(message: dict[str, Any], handle: RankHandle, send: Send) -> None:
-    """Kill the rank or send its stack, if the launcher's message asks for that; else pass it on to the rank."""
-    if message["kind"] == "kill":
-        handle.kill()
-    elif message["kind"] == "stack":
-        send({"kind": "stack", "text": handle.read_stack()})
-    else:
-        handle.send(**message)
+            if message["kind"] == "kill":
+                handle.kill()
+            elif message["kind"] == "stack":
+                send({"kind": "stack", "text": handle.read_stack()})
+            else:
+                handle.send(**message)

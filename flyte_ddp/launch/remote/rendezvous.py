@@ -12,7 +12,7 @@ import secrets
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,12 +21,11 @@ from typing import Any
 from flyte_ddp import results
 from flyte_ddp.code_digest import package_digest
 from flyte_ddp.errors import RankError, UnreachableError, UserError
+from flyte_ddp.launch.remote.connection import AuthenticatedListener, JoinTicket, WorkerConnection
 from flyte_ddp.launch.remote.file_sync import METRICS, split_file, write_piece
-from flyte_ddp.launch.remote.joining import JoinTicket
-from flyte_ddp.launch.remote.listener import AuthenticatedListener, WorkerConnection
 from flyte_ddp.launch.supervise.rank_handle import RankHandle
 from flyte_ddp.launch.supervise.rank_process import RankInfo
-from flyte_ddp.launch.supervise.stopping import StopRequest, catch_stop_signals
+from flyte_ddp.launch.supervise.stopping import StopRequest, catch_stop_signals, stop_error
 from flyte_ddp.launch.supervise.supervisor import end_ranks, supervise_ranks
 from flyte_ddp.runs.checkpoint import load_latest, newest_step
 from flyte_ddp.runs.job import Job
@@ -36,141 +35,16 @@ JOIN_SECONDS = 10.0  # for a killed rank to end
 STACK_SECONDS = 3.0  # for a stack to come; more than the agent itself waits for it
 
 
-class RemoteHandle(RankHandle):
-    """A rank on another host, or one of Elastic's; ``worker`` is the connection to its agent.
-
-    Args:
-        host: the address at which other ranks reach the rank.
-        run_folder: the launcher's.
-        files_in: folder of the rank's host that holds the run's files; the run folder if the host sees it.
-    """
-
-    def __init__(self, worker: WorkerConnection, host: str, run_folder: Path, files_in: Path) -> None:
-        super().__init__(worker.rank, worker.pipe, host)
-        self.worker, self.network, self.run_folder, self.files_in = worker, host, run_folder, files_in
-        self.clock_behind = worker.received_at - worker.clock
-        self.early: list[dict[str, Any]] = []  # messages that came while another was waited for
-        self.out_of_memory = self.results_failed = False
-
-    @property
-    def lost(self) -> bool:
-        """Whether the connection has ended before the agent sent its rank's exit code."""
-        return not self.listening and self.exitcode is None
-
-    def ran_out_of_memory(self) -> bool:
-        """Return whether the kernel has killed a process for lack of memory since the rank's start.
-
-        That is what the agent has found in its cgroup. Elastic's ranks have no agent: for a lost rank on the launcher's
-        host it is what the launcher finds in its own cgroup.
-        """
-        return self.out_of_memory or (self.lost and self.worker.is_on_launcher_host and super().ran_out_of_memory())
-
-    def read_messages(self) -> Iterator[dict[str, Any]]:
-        """Yield what the rank has sent since the last call. Writes the pieces of files, and sets ``exitcode``.
-
-        So a slow disk holds up the launcher for READ_SECONDS and one piece of a file, for each host that sends files.
-        """
-        early, self.early = self.early, []
-        for message in itertools.chain(early, super().read_messages()):  # lazily: writing counts as time of reading
-            if message["kind"] == "exit":
-                self.exitcode, self.out_of_memory = message["code"], message.get("out_of_memory", False)
-            elif message["kind"] == "file":
-                self._write_piece(message)
-            else:
-                yield message
-
-    def _write_piece(self, message: dict[str, Any]) -> None:
-        """Write a piece of a file into the run folder; print the first failure for a result to stderr, raise others."""
-        try:
-            write_piece(self.run_folder, message)
-        except (UserError, OSError) as error:
-            if not message["name"].startswith(results.FOLDER):
-                raise
-            if not self.results_failed:  # once only, as where ranks write results themselves
-                print(f"{error}; training continues without it", file=sys.stderr, flush=True)
-            self.results_failed = True
-
-    def send_job(self, job: Job) -> None:
-        """Send the rank its job. Before it, send the files that the run needs if the host does not see the run folder.
-
-        The files are sent to one agent of each host. Waits until it has stored each, without a limit: ranks of the same
-        host, which get the job later, read the same files.
-        """
-        if self.files_in == self.worker.folder:
-            checkpoint, log = job.checkpoint, job.run_folder / METRICS
-            files = [job.initial_weights, checkpoint.path if checkpoint else None, log if self.rank == 0 else None]
-            with suppress(OSError, EOFError):  # an agent that is lost is noticed by whoever listens to it
-                for path in filter(None, files):
-                    self._send_file(path)
-        super().send_job(job)
-
-    def _send_file(self, path: Path) -> None:
-        """Send the agent a file and wait, without a limit, until the agent has stored it; keep other messages."""
-        for piece in split_file(path, path.name):
-            self.pipe.send(piece)
-        while (message := self.pipe.recv())["kind"] != "stored":
-            self.early.append(message)
-
-    def adapt_paths(self, job: Job) -> Job:
-        """Return the job with the paths of run folder, checkpoint and initial weights on the rank's host."""
-        if self.worker.folder is None:
-            return job
-        found, weights, folder = job.checkpoint, job.initial_weights, self.files_in
-        return replace(
-            job,
-            run_folder=folder,
-            checkpoint=replace(found, path=folder / found.path.name) if found else None,
-            initial_weights=folder / weights.name if weights else None,
-        )
-
-    def read_stack(self) -> str:
-        """Ask the agent for the rank's Python stack and return it; empty if it has not come within STACK_SECONDS."""
-        self.send("stack")
-        for message in self._read_messages_within(STACK_SECONDS):
-            if message["kind"] == "stack":
-                return str(message["text"])
-            self.early.append(message)
-        return ""
-
-    def kill(self) -> None:
-        """Ask the agent to kill the rank; do not wait. An agent also does that when its connection ends."""
-        self.send("kill")
-
-    def close(self) -> None:
-        """Wait up to JOIN_SECONDS for the agent to report the rank's exit, then close the connection.
-
-        Writes files that come meanwhile, and discards other messages. Does not kill the rank.
-        """
-        if self.exitcode is None:
-            for message in self._read_messages_within(JOIN_SECONDS):
-                if message["kind"] == "file":
-                    self._write_piece(message)
-                elif message["kind"] == "exit":
-                    break
-        self.pipe.close()
-
-    def _read_messages_within(self, seconds: float) -> Iterator[dict[str, Any]]:
-        """Yield the rank's messages as they come, until ``seconds`` have passed or the connection has ended."""
-        deadline = time.monotonic() + seconds
-        with suppress(EOFError, OSError):
-            while self.pipe.poll(max(0.0, deadline - time.monotonic())):
-                yield self.pipe.recv()
-
-
 @contextmanager
 def open_rendezvous(
     job: Job, *hosts: str, listen: str | None = None, secret: bytes | None = None, only_once: bool = False
 ) -> Iterator[Rendezvous]:
-    """Listen for agents at a free port, and yield the rendezvous. Afterwards connections are refused.
+    """Listen at a free port for agents, which can reach this process at ``hosts``, and yield the rendezvous.
 
-    Writes a marker file into the run folder, by which agents find out whether they see the folder; deletes it at the
-    end.
-
-    Args:
-        hosts: addresses at which agents can reach this process.
-        listen: address to listen at; empty: all addresses; None: the first of ``hosts``.
-        secret: from which the run's key is derived; None: random bytes.
-        only_once: whether the run ends with its first failure, because the engine starts no agent again.
+    Listens at the address ``listen``; empty: all addresses; None: the first of ``hosts``. Derives the run's key from
+    ``secret``, or from random bytes. With ``only_once`` the run ends with its first failure, because the engine starts
+    no agent again. Writes a marker file into the run folder, by which agents find out whether they see the folder, and
+    deletes it at the end; from then on connections are refused.
     """
     mark = f".shared-{secrets.token_hex(16)}.tmp"  # the next run deletes *.tmp, if this process is killed
     key = derive_key(secret or secrets.token_bytes(32), mark)
@@ -202,67 +76,55 @@ class Rendezvous:
         """Return the ticket by which the agent of a rank joins."""
         return JoinTicket(info, self.hosts, self.server.getsockname()[1], self.key, self.job.run_folder, self.mark)
 
-    def run_ranks(self, num_ranks: int, check: Callable[[], None]) -> None:
+    def run_ranks(self, num_ranks: int, check_engine: Callable[[], None]) -> None:
         """Wait for all agents, send them the job, and return when all ranks have completed.
 
-        After a recoverable failure, wait for the engine to start agents again under its own retry policy, and resume
-        the run from its newest checkpoint. At the end the agents are told the outcome, and all ranks are killed.
+        After a recoverable failure, waits for the engine to start agents again under its own retry policy, and resumes
+        the run from its newest checkpoint. Calls ``check_engine`` while agents connect; it raises if an agent will not
+        come. Catches SIGTERM and Ctrl-C. In the end sends all agents the outcome, and kills all ranks.
 
-        Args:
-            check: raises if the engine knows that an agent will not come; is called repeatedly while agents connect.
-
-        Raises:
-            UserError, RankError: the error of the rank that failed first, if no retry follows.
-            UnreachableError: agents have not connected in time, or what ``check`` raises.
-            StoppedError, KeyboardInterrupt: this process or a rank got SIGTERM; this process got Ctrl-C.
+        Raises the error of the rank that failed first if no retry follows, UnreachableError if agents have not
+        connected within GATHER_SECONDS, and StoppedError or KeyboardInterrupt if a stop was requested.
         """
-        failure: RankError | None = None
+        failure: BaseException | None = None
         with catch_stop_signals() as stop:
-            while (failure := self.run_once(num_ranks, stop, check, failure)) is not None:
-                pass
-
-    def run_once(
-        self, num_ranks: int, stop: StopRequest, check: Callable[[], None], before: RankError | None
-    ) -> RankError | None:
-        """Run the job once; return None if it has completed, or a recoverable failure after which to run it again.
-
-        Args:
-            before: the failure of the run before; if not all agents come again, it is raised in place of that.
-        """
-        group: list[RankHandle] = []
-        try:
-            self.gather_agents(group, num_ranks, stop, check)
-            if before is not None:
-                self.job = resume_from_newest_checkpoint(self.job, str(before).splitlines()[0])
-            job = adapt_to_hosts(self.job, {handle.host for handle in group})
-            for handle in group:
-                handle.send_job(job)
-            supervise_ranks(group, stop, job)
-        except BaseException as error:
-            if isinstance(error, RankError) and error.recoverable and not self.only_once:
-                return error
-            not_sent = isinstance(error, UnreachableError) and len(group) < num_ranks
-            final = before if before is not None and not_sent else error
-            broadcast_outcome(group, final)
-            raise final from None
-        else:
-            broadcast_outcome(group, None)
-            return None
-        finally:
-            end_ranks(group)
+            while True:
+                group: list[RankHandle] = []
+                try:
+                    self.gather_agents(group, num_ranks, stop, check_engine)
+                    if failure is not None:
+                        self.job = resume_from_newest_checkpoint(self.job, str(failure).splitlines()[0])
+                    job = adapt_to_hosts(self.job, {handle.host for handle in group})
+                    for handle in group:
+                        handle.send_job(job)
+                    supervise_ranks(group, stop, job.settings.timeout, job.settings.save_seconds)
+                except BaseException as error:
+                    if isinstance(error, RankError) and error.recoverable and not self.only_once:
+                        failure = error
+                        continue
+                    came_not_again = isinstance(error, UnreachableError) and len(group) < num_ranks
+                    failure = failure if failure is not None and came_not_again else error
+                    for handle in group:
+                        handle.send("over", error=failure)  # which tells agents that no retry follows
+                    raise failure from None
+                else:
+                    for handle in group:
+                        handle.send("over", error=None)
+                    return
+                finally:
+                    end_ranks(group)
 
     def gather_agents(
-        self, group: list[RankHandle], num_ranks: int, stop: StopRequest, check: Callable[[], None]
+        self, group: list[RankHandle], num_ranks: int, stop: StopRequest, check_engine: Callable[[], None]
     ) -> None:
         """Wait until all agents have connected; the group holds the handles of those that have, in the order of ranks.
 
         If two agents claim the same rank, the later one wins: the engine starts a replacement when it has lost the
         first, whose connection is closed.
 
-        Raises:
-            UnreachableError: an agent has not connected within GATHER_SECONDS; also what ``check`` raises.
-            UserError: an agent runs another version of this library.
-            StoppedError, KeyboardInterrupt: ``stop`` was requested.
+        Raises UnreachableError if an agent has not connected within GATHER_SECONDS, UserError if an agent runs another
+        version of this library, StoppedError or KeyboardInterrupt if a stop was requested, and what ``check_engine``
+        raises.
         """
         deadline = time.monotonic() + GATHER_SECONDS
         found: dict[int, WorkerConnection] = {}
@@ -270,8 +132,8 @@ class Rendezvous:
             while len(found) < num_ranks:
                 if stop.signal is not None:
                     # A run before a retry may have saved a checkpoint.
-                    raise stop.make_error(newest_step(self.job.run_folder))
-                check()
+                    raise stop_error(stop.signal, newest_step(self.job.run_folder))
+                check_engine()
                 if time.monotonic() > deadline:
                     missing = sorted(set(range(num_ranks)) - found.keys())
                     raise UnreachableError(
@@ -306,13 +168,118 @@ class Rendezvous:
         return handles
 
 
+class RemoteHandle(RankHandle):
+    """A rank on another host, or one of Elastic's; ``worker`` is the connection to its agent.
+
+    Other ranks reach the rank at ``host``. The launcher's files are in ``run_folder``; on the rank's host ``files_in``
+    holds the run's files, which is the run folder if the host sees it.
+    """
+
+    def __init__(self, worker: WorkerConnection, host: str, run_folder: Path, files_in: Path) -> None:
+        super().__init__(worker.rank, worker.pipe, host)
+        self.worker, self.network, self.run_folder, self.files_in = worker, host, run_folder, files_in
+        self.clock_behind = worker.received_at - worker.clock
+        self.early: list[dict[str, Any]] = []  # messages that came while another was waited for
+        self.out_of_memory = self.results_failed = False
+
+    def ran_out_of_memory(self) -> bool:
+        """Return whether the kernel has killed a process for lack of memory since the rank's start.
+
+        That is what the agent has found in its cgroup. Elastic's ranks have no agent: for a lost rank on the launcher's
+        host it is what the launcher finds in its own cgroup.
+        """
+        return self.out_of_memory or (self.lost and self.worker.is_on_launcher_host and super().ran_out_of_memory())
+
+    def send_job(self, job: Job) -> None:
+        """Send the rank its job, with the paths on the rank's host, after the files that it needs there.
+
+        Sends files only if the host does not see the run folder, and to one agent of each host. Waits until it has
+        stored each, without a limit: ranks of the same host, which get the job later, read the same files.
+        """
+        if self.worker.folder is not None:
+            checkpoint, weights, folder = job.checkpoint, job.initial_weights, self.files_in
+            log = job.run_folder / METRICS if self.rank == 0 else None
+            if folder == self.worker.folder:
+                with suppress(OSError, EOFError):  # an agent that is lost is noticed by whoever listens to it
+                    for path in filter(None, [weights, checkpoint.path if checkpoint else None, log]):
+                        for piece in split_file(path, path.name):
+                            self.pipe.send(piece)
+                        self._receive("stored", None)
+            job = replace(
+                job,
+                run_folder=folder,
+                checkpoint=replace(checkpoint, path=folder / checkpoint.path.name) if checkpoint else None,
+                initial_weights=folder / weights.name if weights else None,
+            )
+        super().send_job(job)
+
+    def read_messages(self) -> Iterator[dict[str, Any]]:
+        """Yield what the rank has sent since the last call. Writes the pieces of files, and sets ``exitcode``.
+
+        So a slow disk holds up the launcher for READ_SECONDS and one piece of a file, for each host that sends files.
+        """
+        early, self.early = self.early, []
+        for message in itertools.chain(early, super().read_messages()):  # lazily: writing counts as time of reading
+            if message["kind"] == "exit":
+                self.exitcode, self.out_of_memory = message["code"], message.get("out_of_memory", False)
+            elif message["kind"] == "file":
+                self._write_piece(message)
+            else:
+                yield message
+
+    def read_stack(self) -> str:
+        """Ask the agent for the rank's Python stack and return it; empty if it has not come within STACK_SECONDS."""
+        self.send("stack")
+        message = self._receive("stack", STACK_SECONDS)
+        return str(message["text"]) if message else ""
+
+    def kill(self) -> None:
+        """Ask the agent to kill the rank; do not wait. An agent also does that when its connection ends."""
+        self.send("kill")
+
+    def close(self) -> None:
+        """Wait up to JOIN_SECONDS for the agent to report the rank's exit, then close the connection.
+
+        Writes files that come meanwhile. Does not kill the rank.
+        """
+        if self.exitcode is None:
+            self._receive("exit", JOIN_SECONDS)
+        self.pipe.close()
+
+    def _receive(self, kind: str, seconds: float | None) -> dict[str, Any] | None:
+        """Return the next message of a kind; None if it has not come within ``seconds``, or the connection has ended.
+
+        Without ``seconds`` waits without a limit. Writes the pieces of files that come before it, and keeps other
+        messages for read_messages.
+        """
+        deadline = None if seconds is None else time.monotonic() + seconds
+        with suppress(EOFError, OSError):
+            while self.pipe.poll(None if deadline is None else max(0.0, deadline - time.monotonic())):
+                message: dict[str, Any] = self.pipe.recv()
+                if message["kind"] == kind:
+                    return message
+                if message["kind"] == "file":
+                    self._write_piece(message)
+                else:
+                    self.early.append(message)
+        return None
+
+    def _write_piece(self, message: dict[str, Any]) -> None:
+        """Write a piece of a file into the run folder; print the first failure for a result to stderr, raise others."""
+        try:
+            write_piece(self.run_folder, message)
+        except (UserError, OSError) as error:
+            if not message["name"].startswith(results.FOLDER):
+                raise
+            if not self.results_failed:  # once only, as where ranks write results themselves
+                print(f"{error}; training continues without it", file=sys.stderr, flush=True)
+            self.results_failed = True
+
+
 def resume_from_newest_checkpoint(job: Job, why: str) -> Job:
-    """Return the job with its newest checkpoint; print the reason and the step to stderr unless progress is off.
+    """Return the job with its newest checkpoint, reading and verifying those in the run folder.
 
-    Reads and verifies checkpoints in the run folder.
-
-    Args:
-        why: the reason, which begins the printed line.
+    Prints to stderr ``why`` and the step from which the run resumes, unless progress is off.
     """
     found = load_latest(job.run_folder, job.identity)
     if job.settings.progress != "off":
@@ -324,10 +291,8 @@ def resume_from_newest_checkpoint(job: Job, why: str) -> Job:
 def adapt_to_hosts(job: Job, hosts: set[str]) -> Job:
     """Return the job with ``num_nodes`` for these hosts, and with strategy ddp if they are several.
 
-    Only ranks of a single host can average gradients in shared memory.
-
-    Raises:
-        UserError: strategy='shared_memory' was asked for, and there are several hosts.
+    Only ranks of a single host can average gradients in shared memory. Raises UserError if strategy='shared_memory' was
+    asked for, and there are several hosts.
     """
     job = replace(job, num_nodes=len(hosts))
     if len(hosts) == 1 or job.hardware.strategy != "shared_memory":
@@ -338,9 +303,3 @@ def adapt_to_hosts(job: Job, hosts: set[str]) -> Job:
             "use strategy='ddp' or 'auto'"
         )
     return replace(job, hardware=replace(job.hardware, strategy="ddp"))
-
-
-def broadcast_outcome(group: Sequence[RankHandle], error: BaseException | None) -> None:
-    """Send all agents the run's error, None if it has completed. It tells them that no retry follows."""
-    for handle in group:
-        handle.send("over", error=error)

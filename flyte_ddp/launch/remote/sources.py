@@ -1,32 +1,26 @@
 """Packs a run's sources, the library's and the user's own, for hosts that do not have the same."""
 
-from __future__ import annotations
-
 import pickle
 import tempfile
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from flyte_ddp.code_digest import package_files
 from flyte_ddp.errors import UserError
 from flyte_ddp.user_source import user_sources
 
-if TYPE_CHECKING:
-    from flyte_ddp.config import Hyperparameters
-
 LIBRARY = Path(__file__).parents[2]
 
 
-def pack_sources(hp: Hyperparameters) -> bytes:
+def pack_sources(*specs: str) -> bytes:
     """Return a compressed pickle of the library's sources, and of the user's sources that the cache key covers.
 
-    Reads all these files. The user's are found by the model and the data sets that the hyperparameters name.
+    Reads all these files. The user's are those of the models and data sets that the specs name, as ``mine:model`` does.
     """
     files = {path.relative_to(LIBRARY.parent).as_posix(): path for path in package_files(LIBRARY)}
-    for spec in (hp.model, hp.dataset, hp.test_dataset):
+    for spec in specs:
         with suppress(UserError):  # names no user's code, or a missing module, which the rank will report
             files |= {name: path for name, path, _ in user_sources(spec)}
     contents = [(str(path.parents[name.count("/")]), name, path.read_bytes()) for name, path in files.items()]
@@ -34,20 +28,19 @@ def pack_sources(hp: Hyperparameters) -> bytes:
 
 
 @contextmanager
-def unpack_sources(sources: bytes, below: str) -> Iterator[tuple[str | None, list[str]]]:
+def unpack_sources(sources: bytes, parent_folder: str) -> Iterator[tuple[str | None, list[str]]]:
     """Write the sources into a new folder, yield it and the folders for ``sys.path``, and delete the folder at the end.
 
-    Yields None and the original folders on a host that has the same files at the same paths; writes nothing there.
-
-    Args:
-        sources: of :func:`pack_sources`; they are unpickled, so they must come from a trusted sender.
-        below: folder in which the new folder is made.
+    Without sources, or on a host that has the same files at the same paths, writes nothing, and yields None and the
+    original folders. ``sources`` of :func:`pack_sources` are unpickled, so they must come from a trusted sender.
     """
-    files: list[tuple[str, str, bytes]] = pickle.loads(zlib.decompress(sources))
+    files: list[tuple[str, str, bytes]] = pickle.loads(zlib.decompress(sources)) if sources else []
     if all(has_content(Path(place, name), content) for place, name, content in files):
         yield None, [*dict.fromkeys(place for place, _, _ in files)]
         return
-    with tempfile.TemporaryDirectory(prefix="flyte-ddp-sources-", dir=below, ignore_cleanup_errors=True) as folder:
+    with tempfile.TemporaryDirectory(
+        prefix="flyte-ddp-sources-", dir=parent_folder, ignore_cleanup_errors=True
+    ) as folder:
         for _, name, content in files:
             path = Path(folder, name)
             path.parent.mkdir(parents=True, exist_ok=True)

@@ -12,50 +12,55 @@ MISTAKES = {"mistake": UserError, "unreachable": UnreachableError}
 OWN = ("own", *MISTAKES)  # causes of a report that are no consequence of another rank's failure
 
 
-def root_cause_is_known(group: Sequence[RankHandle]) -> bool:
-    """Return whether one of the failures so far is a root cause and no consequence of another rank's failure."""
-    return bool(
-        killed_ranks(group) or lost_ranks(group) or reports_with_cause(group, *OWN) or ranks_without_report(group)
-    )
-
-
 def first_failure(group: Sequence[RankHandle], timeout: float) -> UserError | RankError:
-    """Return the error of the rank that failed first.
+    """Return the error of the rank that failed first, for ranks that wait ``timeout`` seconds for one another.
 
-    In this order: a rank that a signal has ended, a rank that was lost, the earliest report of a cause of its own, a
-    rank that exited without a report, a collective operation that failed. In the last case it asks ranks for their
-    stacks. SIGABRT counts only if nothing else explains the failure: gloo and NCCL also abort when a peer is gone.
-
-    Args:
-        timeout: seconds that ranks wait for one another.
+    That is a root cause if one is known, else a rank that SIGABRT has ended, as gloo and NCCL also abort when a peer is
+    gone, else a collective operation that failed; only then it asks ranks for their stacks, for seconds each.
     """
-    own, gone, left = reports_with_cause(group, *OWN), lost_ranks(group), ranks_without_report(group)
-    if dead := killed_ranks(group) or ([] if own or left else killed_ranks(group, aborted=True)):
-        rank, code = dead[0]
-        out_of_memory = any(handle.ran_out_of_memory() for handle in group if handle.rank == rank)
-        return killed_rank_error(rank, signal.Signals(-code), out_of_memory=out_of_memory)
-    if gone:
-        if gone[0].ran_out_of_memory():
-            return killed_rank_error(gone[0].rank, signal.SIGKILL, out_of_memory=True)
-        return RankLostError(
-            f"rank {gone[0].rank} exited without reporting an error before it had finished training, or its host "
-            f"{gone[0].host} is lost",
-            recoverable=True,
-        )
-    if own:
+    if (error := find_root_cause(group)) is not None:
+        return error
+    for handle in group:
+        if handle.exitcode == -signal.SIGABRT:
+            return killed_rank_error(handle.rank, signal.SIGABRT, out_of_memory=False)
+    return collective_failure_error(group, timeout)
+
+
+def find_root_cause(group: Sequence[RankHandle]) -> UserError | RankError | None:
+    """Return the error of a failure that is no consequence of another rank's, or None if there is none so far.
+
+    In this order: a rank that a signal other than SIGABRT has ended, a rank that was lost, the earliest report of a
+    cause of the rank's own, a rank that exited without a report.
+    """
+    for handle in group:
+        if handle.exitcode is not None and handle.exitcode < 0 and handle.exitcode != -signal.SIGABRT:
+            number = signal.Signals(-handle.exitcode)
+            return killed_rank_error(handle.rank, number, out_of_memory=handle.ran_out_of_memory())
+    unreported = [handle for handle in group if handle.error is None and not handle.completed]
+    for handle in unreported:
+        if handle.lost and handle.ran_out_of_memory():
+            return killed_rank_error(handle.rank, signal.SIGKILL, out_of_memory=True)
+        if handle.lost:
+            return RankLostError(
+                f"rank {handle.rank} exited without reporting an error before it had finished training, or its host "
+                f"{handle.host} is lost",
+                recoverable=True,
+            )
+    if own := reports_with_cause(group, *OWN):
         first, mistake = own[0], MISTAKES.get(own[0]["cause"])
         return mistake(first["message"]) if mistake else RankError(format_rank_error(first), details=first["traceback"])
-    if left:
-        rank, code = left[0]
-        return RankError(f"rank {rank} ended with exit code {code} before it had finished training")
-    return collective_timeout_error(group, timeout)
+    for handle in unreported:
+        if handle.exitcode is not None and handle.exitcode >= 0:
+            return RankError(
+                f"rank {handle.rank} ended with exit code {handle.exitcode} before it had finished training"
+            )
+    return None
 
 
 def killed_rank_error(rank: int, by: signal.Signals, *, out_of_memory: bool) -> RankError:
     """Return the recoverable error of a rank that a signal has ended.
 
-    Args:
-        out_of_memory: whether the kernel has counted a process that it killed for lack of memory; matters for SIGKILL.
+    ``out_of_memory`` says whether the kernel has killed a process for lack of memory; it matters for SIGKILL only.
     """
     message = f"rank {rank} was killed by {by.name}"
     if by != signal.SIGKILL:
@@ -65,25 +70,12 @@ def killed_rank_error(rank: int, by: signal.Signals, *, out_of_memory: bool) -> 
     return RankLostError(message, recoverable=True)
 
 
-def start_timeout_error(handle: RankHandle, seconds: float) -> RankError:
-    """Return the error of a rank that has not started in time, with its stack, for which it asks the rank."""
-    return RankLostError(
-        f"rank {handle.rank} did not begin within {seconds:g} s",
-        details=f"its process is at:\n{handle.read_stack() or NO_STACK}",
-        recoverable=True,
-    )
-
-
-def collective_timeout_error(group: Sequence[RankHandle], timeout: float) -> RankError:
+def collective_failure_error(group: Sequence[RankHandle], timeout: float) -> RankError:
     """Return the error for collective operations that failed while no rank is known to have ended for another cause.
 
     The error names the ranks that timed out and those that have not failed. Its details are the stacks of the latter,
     for which it asks them, and the reports. It is recoverable, unless all ranks failed at once on a single host: then
     neither a network nor another rank is to blame, but the operation itself.
-
-    Args:
-        group: ranks, of which some have reported ``timeout`` or ``peer``.
-        timeout: the time limit of collectives, in seconds.
     """
     reports = reports_with_cause(group, "timeout", "peer")
     late = sorted(error["rank"] for error in reports if error["cause"] == "timeout")
@@ -106,24 +98,6 @@ def collective_timeout_error(group: Sequence[RankHandle], timeout: float) -> Ran
     # A rank that ended may not end again; a hang may be the code's own.
     kind = RankLostError if recoverable and not late else RankError
     return kind(message, details="\n\n".join([*stacks, *tracebacks]), recoverable=recoverable)
-
-
-def killed_ranks(group: Sequence[RankHandle], *, aborted: bool = False) -> list[tuple[int, int]]:
-    """Return (rank, exit code) of the ranks that a signal has ended; SIGABRT counts only if ``aborted``."""
-    codes = [(handle.rank, handle.exitcode) for handle in group if handle.exitcode is not None and handle.exitcode < 0]
-    return [(rank, code) for rank, code in codes if aborted or code != -signal.SIGABRT]
-
-
-def ranks_without_report(group: Sequence[RankHandle]) -> list[tuple[int, int]]:
-    """Return (rank, exit code) of the ranks that ended by themselves, without a report and without completing."""
-    unreported = [handle for handle in group if handle.error is None and not handle.completed]
-    codes = [(handle.rank, handle.exitcode) for handle in unreported if handle.exitcode is not None]
-    return [(rank, code) for rank, code in codes if code >= 0]
-
-
-def lost_ranks(group: Sequence[RankHandle]) -> list[RankHandle]:
-    """Return the ranks whose connection ended before they reported an error, completed, or an exit code came."""
-    return [handle for handle in group if handle.lost and handle.error is None and not handle.completed]
 
 
 def reports_with_cause(group: Sequence[RankHandle], *causes: str) -> list[dict[str, Any]]:

@@ -1,8 +1,8 @@
 """Starts the ranks of one machine as forks of a process, the rank server, which imports torch once for all of them.
 
 An import takes more than a second of a CPU and some hundred MiB. For ranks on GPUs the server does not import torch,
-because a fork of torch was never tried on a GPU; each of these ranks does. Why this is not Python's own
-``forkserver``: docs/design/fork-server.md.
+because a fork of torch was never tried on a GPU; each of these ranks does. Why this is not Python's own ``forkserver``:
+docs/design/fork-server.md.
 """
 
 import faulthandler
@@ -19,10 +19,9 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import NoReturn
 
-from flyte_ddp.launch.supervise.link import describe_error
 from flyte_ddp.launch.supervise.processes import JOIN_SECONDS, ProcessHandle, spawn_context
 from flyte_ddp.launch.supervise.rank_handle import RankHandle
-from flyte_ddp.launch.supervise.rank_process import RankInfo, flush_output, silence_torch_warnings, start_rank
+from flyte_ddp.launch.supervise.rank_process import RankInfo, describe_error, flush_output, start_rank
 from flyte_ddp.process import become_subreaper, die_with_parent, kill_descendants, set_process_name
 
 POSSIBLE = sys.platform == "linux"  # macOS's libraries rely on threads, which a fork does not have
@@ -31,26 +30,10 @@ SERVER = "rank server"  # the name of its process
 END = signal.SIGUSR2  # makes the server kill its ranks with all that they have started, and exit
 
 
-@dataclass
-class RankPipes:
-    """The server's ends of a rank's pipes, which the rank inherits."""
-
-    info: RankInfo
-    pipe: Connection  # to the launcher
-    stacks: Connection  # takes the rank's stack on SIGUSR1
-    exit_pipe: Connection  # here the server sends the rank's process id, and later its exit code
-
-    def close(self) -> None:
-        """Close the three pipes in this process."""
-        for end in (self.pipe, self.stacks, self.exit_pipe):
-            end.close()
-
-
 class ForkedHandle(ProcessHandle):
     """A rank that is a child of the server, which is a child of this process.
 
-    Args:
-        exit_pipe: gives the rank's process id, and later its exit code.
+    The server sends the rank's process id through ``exit_pipe``, and later its exit code.
     """
 
     def __init__(
@@ -95,11 +78,25 @@ class ForkedHandle(ProcessHandle):
         self.exit_pipe.close()
 
 
+@dataclass
+class RankPipes:
+    """The server's ends of a rank's pipes; the rank inherits the first two."""
+
+    info: RankInfo
+    pipe: Connection  # to the launcher
+    stacks: Connection  # takes the rank's stack on SIGUSR1
+    exit_pipe: Connection
+
+    def close(self) -> None:
+        """Close the three pipes in this process."""
+        for end in (self.pipe, self.stacks, self.exit_pipe):
+            end.close()
+
+
 def start_ranks(group: list[RankHandle], infos: Sequence[RankInfo], *, with_torch: bool) -> None:
     """Start a server, which forks the ranks, and append their handles to the group. The ranks wait for their jobs.
 
-    Args:
-        with_torch: whether the server imports torch before it forks; else each rank does.
+    ``with_torch`` has the server import torch before it forks; else each rank does.
     """
     with spawn_context() as context:
         pipes = [(context.Pipe(), context.Pipe(duplex=False), context.Pipe(duplex=False)) for _ in infos]
@@ -147,10 +144,10 @@ def run_rank_server(ranks: list[RankPipes], with_torch: bool) -> NoReturn:
 def import_torch(ranks: list[RankPipes]) -> None:
     """Import torch and run_rank, and move all objects out of the garbage collector's sight.
 
-    During the import SIGUSR1 writes the server's stack to rank 0's pipe. A failed import is reported as all ranks', and
-    ends the server.
+    During the import SIGUSR1 writes the server's stack to rank 0's pipe. A failed import is reported as each rank's,
+    and ends the server.
     """
-    silence_torch_warnings()
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # as start_rank does, which comes after this import
     faulthandler.register(signal.SIGUSR1, file=ranks[0].stacks.fileno(), all_threads=False)
     try:
         import flyte_ddp.launch.supervise.rank  # noqa: F401
@@ -162,26 +159,10 @@ def import_torch(ranks: list[RankPipes]) -> None:
     gc.freeze()  # the collector writes to the objects that it visits, and forks no longer share written memory
 
 
-def report_and_exit(error: BaseException, ranks: list[RankPipes]) -> NoReturn:
-    """Report an error as that of each of these ranks, kill all ranks, and end the server."""
-    for each in ranks:
-        with suppress(OSError):
-            each.pipe.send(describe_error(error))
-    kill_ranks_and_exit()
-
-
-def kill_ranks_and_exit(*_: object) -> NoReturn:
-    """Kill all descendants of the server, and end it with exit code 1; also the handler of END."""
-    signal.signal(END, signal.SIG_IGN)
-    kill_descendants()
-    os._exit(1)  # without clean-up: freeing torch takes a second
-
-
 def fork_rank(own: RankPipes, ranks: list[RankPipes]) -> int:
-    """Fork this process, run the rank in the fork, which never returns, and return its process id here.
+    """Fork this process, and return the fork's process id. The fork runs the rank and exits.
 
-    Raises:
-        OSError: there is no room for another process.
+    Raises OSError if there is no room for another process.
     """
     server = os.getpid()
     pid = os.fork()
@@ -198,3 +179,18 @@ def fork_rank(own: RankPipes, ranks: list[RankPipes]) -> int:
             sys.modules["numpy.random"].seed()
         start_rank(own.info, own.pipe, own.stacks)
     return pid
+
+
+def report_and_exit(error: BaseException, ranks: list[RankPipes]) -> NoReturn:
+    """Send the launcher an error as that of each of these ranks, kill all ranks, and end the server."""
+    for each in ranks:
+        with suppress(OSError):
+            each.pipe.send(describe_error(error))
+    kill_ranks_and_exit()
+
+
+def kill_ranks_and_exit(*_: object) -> NoReturn:
+    """SIGKILL all descendants of the server, wait for them as kill_descendants does, and exit with 1; END's handler."""
+    signal.signal(END, signal.SIG_IGN)
+    kill_descendants()
+    os._exit(1)  # without clean-up: freeing torch takes a second

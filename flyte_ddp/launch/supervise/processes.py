@@ -23,11 +23,7 @@ STACK_SECONDS = 1.0
 
 
 class ProcessHandle(RankHandle):
-    """A rank that is a child of this process.
-
-    Args:
-        stacks: pipe to which the rank writes its stack on SIGUSR1.
-    """
+    """A rank that is a child of this process. The rank writes its stack to ``stacks`` on SIGUSR1."""
 
     def __init__(self, rank: int, process: BaseProcess, pipe: Connection, stacks: Connection) -> None:
         super().__init__(rank, pipe, HOST)
@@ -49,12 +45,12 @@ class ProcessHandle(RankHandle):
             return ""
         with suppress(ProcessLookupError):
             os.kill(number, signal.SIGUSR1)
-        written, deadline = b"", time.monotonic() + STACK_SECONDS
-        while self.stacks.poll(0.1 if written else max(0.0, deadline - time.monotonic())):
+        stack, deadline = b"", time.monotonic() + STACK_SECONDS
+        while self.stacks.poll(0.1 if stack else max(0.0, deadline - time.monotonic())):
             if not (chunk := os.read(self.stacks.fileno(), 1 << 16)):
                 break
-            written += chunk
-        return written.decode(errors="replace").strip()
+            stack += chunk
+        return stack.decode(errors="replace").strip()
 
     def kill(self) -> None:
         """Send the rank's process SIGKILL; do not wait for its end."""
@@ -68,7 +64,7 @@ class ProcessHandle(RankHandle):
 
 
 def start_process(group: list[RankHandle], info: RankInfo) -> None:
-    """Start a rank as a process and append its handle to the group. The rank waits for its job."""
+    """Start a rank as a spawned process, which waits for its job, and append its handle to the group."""
     with spawn_context() as context:
         pipe, its_pipe = context.Pipe()
         stacks, its_stacks = context.Pipe(duplex=False)
@@ -96,9 +92,9 @@ def spawn_context() -> Iterator[SpawnContext]:
 
 @contextmanager
 def hide_main_script() -> Iterator[None]:
-    """Remove ``__file__`` and ``__spec__`` from the main module during the block.
+    """Keep processes that are spawned during the block from running the main script again.
 
-    So processes that are spawned meanwhile do not run the main script (``pyflyte``) again, which costs 0.7 s each.
+    Removes ``__file__`` and ``__spec__`` from the main module, and restores them. Saves 0.7 s a process with pyflyte.
     """
     main = vars(sys.modules["__main__"])
     before: dict[str, Any] = {name: main[name] for name in ("__file__", "__spec__") if name in main}

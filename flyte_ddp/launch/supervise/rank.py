@@ -16,10 +16,9 @@ import torch.distributed as dist
 from torch.distributed import FileStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from flyte_ddp import results
-from flyte_ddp.launch.supervise.link import Link
-from flyte_ddp.launch.supervise.rank_process import RankInfo
-from flyte_ddp.parallel import distributed
+from flyte_ddp.launch.supervise.rank_process import Link, RankInfo
 from flyte_ddp.parallel.collective_failures import patch_collective_wait, translate_collective_errors
+from flyte_ddp.parallel.distributed import set_collective_timeout, wait_for_all_ranks
 from flyte_ddp.parallel.hang_watch import in_collective, watch_collectives
 from flyte_ddp.runs.job import Job
 from flyte_ddp.training.train import train
@@ -28,19 +27,18 @@ NCCL_GRACE_SECONDS = 60.0
 FINISHED = "flyte-ddp finished"  # in the ranks' common store
 NO_LIMIT = timedelta(days=365)
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # options of mallopt, from glibc's malloc.h
-MMAP_MAX, TRIM_THRESHOLD = 65536, 128 * 1024  # glibc's defaults: a number of mappings, and bytes
-SetSaveFunction = Callable[[Callable[[], int]], None]
 
 
-def run_rank(job: Job, info: RankInfo, set_save_function: SetSaveFunction, link: Link | None = None) -> None:
+def run_rank(
+    job: Job, info: RankInfo, set_save_function: Callable[[Callable[[], int]], None], link: Link | None = None
+) -> None:
     """Run one rank: join the process group, train, and wait for the other ranks. All ranks must call it.
 
-    Sets torch's threads and determinism, random seeds, glibc's memory settings, the current GPU, faulthandler, and for
-    several ranks the type of errors of collectives, all in the whole process. Reports no error to the launcher.
+    ``set_save_function`` gets the function that writes a checkpoint at once and returns its step. ``link`` is the
+    connection to the launcher, None for a single rank in the launcher's own process; no error is reported through it.
 
-    Args:
-        set_save_function: gets the function that writes a checkpoint at once and returns its step.
-        link: connection to the launcher; None for a single rank in the launcher's own process.
+    Sets torch's threads and determinism, random seeds, glibc's memory settings, the current GPU, faulthandler, and for
+    several ranks the type of errors of collectives, all in the whole process.
     """
     faulthandler.enable()
     torch.set_num_threads(job.hardware.threads)
@@ -52,10 +50,10 @@ def run_rank(job: Job, info: RankInfo, set_save_function: SetSaveFunction, link:
         torch.cuda.set_device(info.local_rank)
     if info.world_size > 1:
         assert link is not None
-        distributed.set_collective_timeout(job.settings.timeout)
+        set_collective_timeout(job.settings.timeout)
         patch_collective_wait()
         with translate_collective_errors():
-            store = open_common_store(job, info, link)
+            store = open_common_store(info, link, timedelta(seconds=job.settings.timeout))
             join_process_group(job, info, store, link)
     # This rank writes what users' code hands in itself; the launcher need not be asked.
     with results.deliver_results(results.ResultWriter(job.run_folder).write, info.rank), warnings.catch_warnings():
@@ -68,34 +66,26 @@ def run_rank(job: Job, info: RankInfo, set_save_function: SetSaveFunction, link:
         else:
             with translate_collective_errors():
                 store.wait([FINISHED], NO_LIMIT)
-        distributed.wait_for_all_ranks()
+        wait_for_all_ranks()
         dist.destroy_process_group()
 
 
-def open_common_store(job: Job, info: RankInfo, link: Link) -> Store:
-    """Return the ranks' common store: a file if ``info.store`` names one, else a TCPStore.
+def open_common_store(info: RankInfo, link: Link, timeout: timedelta) -> Store:
+    """Return the ranks' common store: a file if ``info.store`` names one, else a TCPStore of rank 0.
 
-    Rank 0 listens at a free port and reports it; other ranks wait for that up to FLYTE_DDP_TIMEOUT. On one host a file,
-    because a TCPStore looks up the names of the hosts that connect, and would wait for a resolver that is down.
-
-    Raises:
-        CollectiveTimeoutError: rank 0's address has not come in time.
+    Rank 0 listens at a free port and sends it to the launcher; other ranks wait for that up to ``timeout``, after which
+    CollectiveTimeoutError is raised.
     """
-    if info.store:
+    if (
+        info.store
+    ):  # a TCPStore looks up the names of the hosts that connect, and would wait for a resolver that is down
         file = FileStore(info.store, info.world_size)
-        file.set_timeout(timedelta(seconds=job.settings.timeout))
+        file.set_timeout(timeout)
         return file
-    leader = info.rank == 0
-    host, port = ("127.0.0.1", 0) if leader else link.receive_address(job.settings.timeout)
-    store = TCPStore(
-        host,
-        port,
-        info.world_size,
-        is_master=leader,
-        timeout=timedelta(seconds=job.settings.timeout),
-        wait_for_workers=False,
-    )
-    if leader:
+    leads = info.rank == 0
+    host, port = ("127.0.0.1", 0) if leads else link.receive_address(timeout.total_seconds())
+    store = TCPStore(host, port, info.world_size, is_master=leads, timeout=timeout, wait_for_workers=False)
+    if leads:
         link.send("port", port=store.port)
     return store
 
@@ -119,20 +109,16 @@ def join_process_group(job: Job, info: RankInfo, store: Store, link: Link) -> No
         )
 
 
-def keep_freed_memory() -> None:
-    """Make glibc keep freed memory in this process instead of returning it to the kernel.
+def keep_freed_memory(keep: bool = True) -> None:
+    """Make glibc keep freed memory in this process instead of returning it to the kernel, or set its defaults again.
 
-    Each step frees memory that the next step needs again, and page faults are expensive in virtual machines.
+    Each step frees memory that the next step needs again, and page faults are expensive in virtual machines. Does
+    nothing with another C library.
     """
-    tune_memory(0, 2**31 - 1)
-
-
-def tune_memory(mappings: int, trim_threshold: int) -> None:
-    """Set glibc's M_MMAP_MAX (a number) and M_TRIM_THRESHOLD (bytes); does nothing with another C library."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if mallopt is not None:
-        mallopt(M_MMAP_MAX, mappings)
-        mallopt(M_TRIM_THRESHOLD, trim_threshold)
+        mallopt(M_MMAP_MAX, 0 if keep else 65536)  # number of mappings
+        mallopt(M_TRIM_THRESHOLD, 2**31 - 1 if keep else 128 * 1024)  # bytes
 
 
 @contextmanager
@@ -157,4 +143,4 @@ def restore_settings() -> Iterator[None]:
             torch.use_deterministic_algorithms(deterministic)
         if cublas is None:
             os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)
-        tune_memory(MMAP_MAX, TRIM_THRESHOLD)
+        keep_freed_memory(False)

@@ -1,7 +1,5 @@
 """A rank as its launcher sees it."""
 
-from __future__ import annotations
-
 import math
 import pickle
 import threading
@@ -9,37 +7,32 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from multiprocessing.connection import Connection
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from flyte_ddp.process import count_out_of_memory_kills
-
-if TYPE_CHECKING:
-    from flyte_ddp.runs.job import Job
 
 READ_SECONDS = 0.1  # for messages of one rank, so that others and requests to stop are heard while it sends many
 
 
 class RankHandle:
-    """What a launcher knows of a rank, and how it talks to it. Subclasses differ in how the rank starts and ends.
+    """What a launcher knows of a rank, and how it talks to it; ``pipe`` leads to the rank or to its agent.
 
-    Args:
-        rank: number of the rank.
-        pipe: connection to the rank, or to its agent.
-        host: the address at which other ranks reach the rank.
+    Subclasses differ in how the rank starts and ends.
     """
 
     def __init__(self, rank: int, pipe: Connection, host: str) -> None:
-        self.rank, self.pipe, self.host = rank, pipe, host
-        self.sending = threading.Lock()
+        self.rank, self.pipe = rank, pipe
+        self.host = host  # the address at which other ranks reach the rank
         self.network = ""  # address of the interface over which the rank should talk to other ranks; empty: any
+        self.sending = threading.Lock()
+        self.listening = True  # whether more may come through the pipe
+        self.sentinel: Any = None  # becomes ready when the process ends; None: an agent sends a message instead
+        self.exitcode: int | None = None  # of the rank's process; negative: a signal's number; None: not known yet
         self.error: dict[str, Any] | None = None  # the rank's report, with "time" by the launcher's clock
         self.completed = False  # whether the rank has said that it has completed
-        self.saved: int | None = None  # step of the checkpoint that the rank was asked for
-        self.sentinel: Any = None  # becomes ready when the process ends; None: an agent sends a message instead
-        self.listening = True  # whether more may come through the pipe
         self.resumes_after = 0  # step of the checkpoint that the job resumes from
+        self.saved: int | None = None  # step of the checkpoint that the rank was asked for
         self.clock_behind = 0.0  # seconds by which the host's ``time.monotonic()`` is behind the launcher's
-        self.exitcode: int | None = None  # of the rank's process; negative: a signal's number; None: not known yet
         self.memory_kills = count_out_of_memory_kills()  # on this host, before the rank's process can be one of them
 
     def has_started(self) -> bool:
@@ -52,8 +45,13 @@ class RankHandle:
 
     @property
     def lost(self) -> bool:
-        """Whether the connection has ended before the exit code came, so that it will never be known."""
-        return False
+        """Whether the connection to an agent has ended before the exit code came, so that it will never be known."""
+        return self.sentinel is None and not self.listening and self.exitcode is None
+
+    @property
+    def failed(self) -> bool:
+        """Whether the rank has reported an error, or has ended without having completed."""
+        return self.error is not None or (not self.completed and (self.exitcode is not None or self.lost))
 
     def ran_out_of_memory(self) -> bool:
         """Return whether the kernel has killed a process of this cgroup for lack of memory since the rank's start."""
@@ -64,29 +62,13 @@ class RankHandle:
         end = [self.sentinel] if self.sentinel is not None and self.exitcode is None else []
         return [*end, *([self.pipe] if self.listening else [])]
 
-    def read_stack(self) -> str:
-        """Ask the rank for its Python stack and return it as text; empty if none comes within a few seconds."""
-        raise NotImplementedError
-
-    def kill(self) -> None:
-        """Have the rank's process killed; does not wait for its end. May kill all ranks of the same group."""
-        raise NotImplementedError
-
-    def close(self) -> None:
-        """Wait up to 10 s for the end of the rank's process, which was killed, and close its pipes."""
-        raise NotImplementedError
-
-    def send_job(self, job: Job) -> None:
-        """Send the rank its job, and set ``resumes_after``."""
+    def send_job(self, job: Any) -> None:
+        """Send the rank its Job, and set ``resumes_after``."""
         self.resumes_after = job.checkpoint.step if job.checkpoint else 0
-        self.send("job", job=pickle.dumps(self.adapt_paths(job)), saved=self.resumes_after, network=self.network)
-
-    def adapt_paths(self, job: Job) -> Job:
-        """Return the job with its files' paths on the rank's host; here unchanged."""
-        return job
+        self.send("job", job=pickle.dumps(job), saved=self.resumes_after, network=self.network)
 
     def send(self, kind: str, **values: Any) -> None:
-        """Send the rank a message, from any thread; does nothing if the rank is gone."""
+        """Send the rank a message, from any thread; do nothing if the rank is gone."""
         with self.sending, suppress(OSError):
             self.pipe.send({"kind": kind, **values})
 
@@ -102,6 +84,14 @@ class RankHandle:
         except (EOFError, OSError):
             self.listening = False
 
-    def has_failed(self) -> bool:
-        """Return whether the rank has reported an error, or has ended without having completed."""
-        return self.error is not None or (not self.completed and (self.exitcode is not None or self.lost))
+    def read_stack(self) -> str:
+        """Ask the rank for its Python stack and return it as text; empty if none comes within a few seconds."""
+        raise NotImplementedError
+
+    def kill(self) -> None:
+        """Have the rank's process killed; do not wait for its end. May kill all ranks of the same group."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Wait up to 10 s for the end of the rank's process, which was killed, and close its pipes."""
+        raise NotImplementedError

@@ -1,19 +1,29 @@
-"""A rank as a process: its signals, its end with the launcher, and its report to the launcher, around run_rank.
+"""A rank as a process, around run_rank: its signals, its end with the launcher, and messages to and from the launcher.
 
 Imports torch only when the rank can report that importing it failed.
 """
 
 import faulthandler
 import os
+import pickle
+import queue
 import signal
 import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from typing import Any
 
-from flyte_ddp.launch.supervise.link import Link
+from flyte_ddp.errors import CollectiveError, CollectiveTimeoutError, UnreachableError, UserError
+from flyte_ddp.launch.supervise.network import set_network_interface
 from flyte_ddp.launch.supervise.stopping import SIGNALS, call_on_signals
 from flyte_ddp.process import die_with_parent, set_process_name
+
+MAX_CHARACTERS = 20_000  # of an error's message, and of its traceback
 
 
 @dataclass(frozen=True)
@@ -26,19 +36,98 @@ class RankInfo:
     store: str = ""  # a file by which ranks that are all on one host find each other
 
 
+class Link:
+    """A rank's connection to its launcher. Starts a thread that handles messages whatever the rank is doing.
+
+    ``resumed_step`` is that of the checkpoint that the run resumes from; 0 without one, or if the job is still to come.
+    """
+
+    def __init__(self, pipe: Connection, resumed_step: int = 0) -> None:
+        self._pipe = pipe
+        self._sending = threading.Lock()
+        self._jobs: queue.SimpleQueue[tuple[bytes, str]] = queue.SimpleQueue()
+        self._addresses: queue.SimpleQueue[tuple[str, int]] = queue.SimpleQueue()
+        self._save: Callable[[], int] = lambda: resumed_step
+        threading.Thread(target=self._listen, name="launcher", daemon=True).start()
+
+    def send(self, kind: str, **values: Any) -> None:
+        """Send the launcher a message, from any thread; wait, without a limit, until the pipe has taken it.
+
+        Does nothing if the launcher is gone. An exception would replace the error that the rank is reporting, and the
+        listening thread ends this process anyway.
+        """
+        with self._sending, suppress(OSError):
+            self._pipe.send({"kind": kind, **values})
+
+    def report_error(self, error: BaseException) -> None:
+        """Send the launcher the error that this rank failed with."""
+        self.send(**describe_error(error))
+
+    def receive_job(self) -> Any:
+        """Wait for the Job, without a limit, and return it.
+
+        Sets gloo's and NCCL's variables of the environment to the network interface that the launcher names.
+        """
+        pickled, network = self._jobs.get()
+        if network:
+            set_network_interface(network)
+        return pickle.loads(pickled)  # in the main thread: two threads that import at once may deadlock
+
+    def receive_address(self, timeout: float) -> tuple[str, int]:
+        """Wait for host and port of rank 0's store, which the launcher passes on, and return them.
+
+        Raises CollectiveTimeoutError if nothing has come within ``timeout`` seconds.
+        """
+        try:
+            return self._addresses.get(timeout=timeout)
+        except queue.Empty:
+            raise CollectiveTimeoutError(f"rank 0 did not say within {timeout:g} s where the ranks meet") from None
+
+    def set_save_function(self, save: Callable[[], int]) -> None:
+        """Set the function that writes a checkpoint and returns its step.
+
+        It is called in the listening thread when the launcher asks for a checkpoint.
+        """
+        self._save = save
+
+    def _listen(self) -> None:
+        """Handle messages until the connection ends; then end this process, after an exception with a report of it."""
+        try:
+            while True:
+                self.handle_message(self._pipe.recv())
+        except (EOFError, OSError):
+            self.handle_lost_launcher()
+        except Exception as error:  # nobody else would notice that this rank hears nothing any more
+            self.report_error(error)
+            os._exit(1)
+
+    def handle_message(self, message: dict[str, Any]) -> None:
+        """Keep the job or rank 0's address that the launcher has sent, or write the checkpoint that it asks for."""
+        if message["kind"] == "job":
+            resumed_step: int = message["saved"]
+            self._save = lambda: resumed_step
+            self._jobs.put((message["job"], message["network"]))
+        elif message["kind"] == "address":
+            self._addresses.put((message["host"], message["port"]))
+        elif message["kind"] == "save":
+            self.send("saved", step=self._save())
+
+    def handle_lost_launcher(self) -> None:
+        """End this process with exit code 1. On Linux the kernel has killed it already, with its launcher."""
+        os._exit(1)
+
+
 def start_rank(info: RankInfo, pipe: Connection, stacks: Connection) -> None:
     """Run the rank and exit; the first function of its process, which is called with SIGNALS blocked.
 
-    Receives the job by the pipe: the process imports torch before there is a job. On SIGTERM it asks the launcher to
-    stop all ranks; it ignores SIGINT. Linux kills the process when its parent ends.
-
-    Args:
-        pipe: connection to the launcher.
-        stacks: pipe to which Python's stack is written on SIGUSR1, even while the rank is in C code.
+    Waits for the job from the launcher at ``pipe``: the process imports torch before there is a job. Writes the Python
+    stack to ``stacks`` on SIGUSR1, even in C code, asks the launcher to stop all ranks on SIGTERM, and ignores SIGINT.
+    Linux kills the process when its parent ends.
     """
     die_with_parent()
     set_process_name(f"rank {info.rank}")
-    silence_torch_warnings()
+    # Silences DDP's warning that all parameters were used; the `ddp` strategy makes it look for unused ones.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     faulthandler.register(signal.SIGUSR1, file=stacks.fileno(), all_threads=False)
     link = Link(pipe)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to all processes of a terminal, the launcher among them
@@ -51,7 +140,7 @@ def start_rank(info: RankInfo, pipe: Connection, stacks: Connection) -> None:
 
 
 def run_and_report(info: RankInfo, link: Link) -> int:
-    """Run the rank, report to the launcher that it has completed or failed, and return the exit code (0 or 1)."""
+    """Run the rank, tell the launcher that it has completed or failed, flush output, and return the exit code."""
     try:
         from flyte_ddp.launch.supervise.rank import run_rank
 
@@ -65,16 +154,56 @@ def run_and_report(info: RankInfo, link: Link) -> int:
     return 0
 
 
-def silence_torch_warnings() -> None:
-    """Set an environment variable that silences torch's C++ warnings; has an effect before torch is imported.
-
-    Without it DDP warns that all parameters were used, because the ``ddp`` strategy makes it look for unused ones.
-    """
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-
-
 def flush_output() -> None:
     """Flush stdout and stderr; ignore errors."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):  # nobody may be listening any more
             stream.flush()
+
+
+def describe_error(error: BaseException) -> dict[str, Any]:
+    """Return the message that reports a failure: time, cause, type, text and traceback; the last two are shortened."""
+    raised = error.__cause__ if type(error) is CollectiveError and error.__cause__ else error  # torch's own error
+    return {
+        "kind": "error",
+        "time": time.monotonic(),
+        "cause": classify_failure(error),
+        "type": type(raised).__name__,
+        "message": exception_message(raised),
+        "traceback": shorten("".join(traceback.format_exception(error))),
+    }
+
+
+def exception_message(error: BaseException) -> str:
+    """Return the text of an exception, shortened to MAX_CHARACTERS; a placeholder if its ``__str__`` raises."""
+    return shorten(str(traceback.TracebackException.from_exception(error)))
+
+
+def shorten(text: str) -> str:
+    """Return a text unchanged, or the head and the tail of a text of more than MAX_CHARACTERS."""
+    if len(text) <= MAX_CHARACTERS:
+        return text
+    half = MAX_CHARACTERS // 2
+    return f"{text[:half]}\n... ({len(text) - 2 * half:,} characters left out) ...\n{text[-half:]}"
+
+
+def classify_failure(error: BaseException) -> str:
+    """Return the cause of a rank's failure, by the types of its exception and of those it was raised from.
+
+    ``mistake`` is a UserError, ``unreachable`` an UnreachableError, ``timeout`` a collective operation that has waited
+    for FLYTE_DDP_TIMEOUT, ``peer`` one that failed earlier, ``own`` anything else. Imports no torch.
+    """
+    if isinstance(error, UserError):
+        return "unreachable" if isinstance(error, UnreachableError) else "mistake"
+    # NCCL and torch's stores raise DistError. Without torch there is none, and CollectiveError stands in.
+    of_torch = getattr(sys.modules.get("torch.distributed"), "DistError", CollectiveError)
+    origin: BaseException | None = error
+    seen: set[int] = set()  # `raise error from error` is its own cause
+    while origin is not None and id(origin) not in seen:
+        seen.add(id(origin))
+        if isinstance(origin, CollectiveTimeoutError):
+            return "timeout"
+        if isinstance(origin, (CollectiveError, of_torch)):
+            return "peer"
+        origin = origin.__cause__
+    return "own"

@@ -17,16 +17,15 @@ OVER = 0  # no signal has this number: it ends a thread that waits for numbers o
 
 @contextmanager
 def call_on_signals(numbers: Collection[signal.Signals], function: Callable[[], None]) -> Iterator[None]:
-    """Call a function in a thread whenever one of these signals comes during the block; signals do nothing else then.
+    """Call a function in a new thread each time one of these signals comes during the block, in place of its effect.
 
-    A thread, because Python runs its own handlers in the main thread, and that may sit in a collective operation for
-    minutes. Restores handlers and ``signal.set_wakeup_fd`` at the end. Must be used in the main thread.
+    A thread, because Python runs handlers in the main thread, which may sit in a collective operation for minutes. Must
+    be used in the main thread. Restores the handlers and ``signal.set_wakeup_fd`` at the end.
     """
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
 
     def listen() -> None:
-        """Call the function for each number that comes through the pipe, until OVER comes."""
         while (number := os.read(reader, 1)[0]) != OVER:
             if number in numbers:  # Python writes the number of each signal that it handles
                 function()
@@ -45,17 +44,8 @@ def call_on_signals(numbers: Collection[signal.Signals], function: Callable[[], 
         os.close(reader)
 
 
-def stop_error(number: signal.Signals, step: int | None) -> BaseException:
-    """Return KeyboardInterrupt for SIGINT, else StoppedError.
-
-    Args:
-        step: of the newest checkpoint; 0: there is none; None: not known.
-    """
-    return KeyboardInterrupt() if number == signal.SIGINT else StoppedError(number.name, step)
-
-
 class StopRequest:
-    """A request to stop, by a signal or a rank. ``reader`` becomes ready for ``connection.wait`` when it is made."""
+    """A request to stop. ``signal`` is None until it is made; then ``reader`` is ready for ``connection.wait``."""
 
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
@@ -68,32 +58,35 @@ class StopRequest:
             self._writer.send(int(number))
 
     def wait_for_request(self) -> bool:
-        """Wait for the request or for :meth:`end_waiting`, without a limit; return whether it was the request."""
+        """Wait, without a limit, for the request or for :meth:`end_waiting`; return whether it was the request."""
         return bool(self.reader.recv() != OVER)
 
     def end_waiting(self) -> None:
         """Make a thread return from :meth:`wait_for_request`."""
         self._writer.send(OVER)
 
-    def make_error(self, step: int | None) -> BaseException:
-        """Return the exception for a run that this request has stopped; ``step`` as for :func:`stop_error`."""
-        assert self.signal is not None
-        return stop_error(self.signal, step)
-
 
 @contextmanager
 def catch_stop_signals() -> Iterator[StopRequest]:
-    """Yield a StopRequest. The first SIGTERM or Ctrl-C makes the request; a second Ctrl-C raises KeyboardInterrupt.
+    """Yield a StopRequest, which the first SIGTERM or Ctrl-C makes; a later Ctrl-C raises KeyboardInterrupt.
 
-    Restores the handlers at the end. Does nothing outside the main thread, where Python lets no handler be set.
+    Restores the handlers at the end. Outside the main thread, where Python lets no handler be set, signals make no
+    request.
     """
     stop = StopRequest()
 
     def handle(number: int, _: FrameType | None) -> None:
-        """Request a stop, or raise KeyboardInterrupt for Ctrl-C after a request; the signals' handler."""
         if stop.signal is not None and number == signal.SIGINT:
             raise KeyboardInterrupt
         stop.make_request(signal.Signals(number))
 
     with signal_handlers(dict.fromkeys(SIGNALS, handle)):
         yield stop
+
+
+def stop_error(number: signal.Signals, step: int | None) -> BaseException:
+    """Return KeyboardInterrupt for SIGINT, else a StoppedError with the step of the newest checkpoint.
+
+    Step 0 means that there is no checkpoint, None that it is not known whether there is one.
+    """
+    return KeyboardInterrupt() if number == signal.SIGINT else StoppedError(number.name, step)

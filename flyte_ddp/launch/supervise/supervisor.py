@@ -1,19 +1,15 @@
 """Supervision of a worker group: its launcher listens to all ranks, and ends all of them when one has failed."""
 
-from __future__ import annotations
-
 import signal
 import time
 from collections.abc import Sequence
 from multiprocessing import connection
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from flyte_ddp.launch.supervise.failures import first_failure, root_cause_is_known, start_timeout_error
+from flyte_ddp.errors import RankLostError
+from flyte_ddp.launch.supervise.failures import NO_STACK, find_root_cause, first_failure
 from flyte_ddp.launch.supervise.rank_handle import RankHandle
-from flyte_ddp.launch.supervise.stopping import StopRequest
-
-if TYPE_CHECKING:
-    from flyte_ddp.runs.job import Job
+from flyte_ddp.launch.supervise.stopping import StopRequest, stop_error
 
 SETTLE_SECONDS = 0.2  # to wait for reports of other ranks after a failure that is a root cause
 LONGEST_SETTLE_SECONDS = 2.0  # to wait for a root cause after failures that look like consequences of another one
@@ -21,39 +17,39 @@ SAVE_SECONDS = 8.0  # for a checkpoint after a failure, when rank 0 may wait for
 START_SECONDS = 300.0  # for all ranks to start: importing torch takes long from a network's file system
 
 
-def supervise_ranks(group: Sequence[RankHandle], stop: StopRequest, job: Job) -> None:
-    """Handle the ranks' messages until all ranks have completed.
+def supervise_ranks(group: Sequence[RankHandle], stop: StopRequest, timeout: float, save_seconds: float) -> None:
+    """Handle the ranks' messages until all ranks have completed. Kills no rank.
 
     When a rank has failed or a stop was requested, asks rank 0 for a checkpoint before it raises. Waits for that up to
-    SAVE_SECONDS after a failure, and up to ``job.settings.save_seconds`` (FLYTE_DDP_SAVE_SECONDS) for a stop. Kills no
-    rank.
+    SAVE_SECONDS after a failure, and up to ``save_seconds`` for a stop. ``timeout`` is how many seconds ranks wait for
+    one another, for the error's text.
 
-    Raises:
-        UserError, RankError: the error of the rank that failed first.
-        RankError: a rank has not started within START_SECONDS.
-        StoppedError: this process or a rank got SIGTERM.
-        KeyboardInterrupt: this process got Ctrl-C.
+    Raises UserError or RankError for the rank that failed first or has not started within START_SECONDS, StoppedError
+    if this process or a rank got SIGTERM, KeyboardInterrupt if this process got Ctrl-C.
     """
     deadline = time.monotonic() + START_SECONDS
     while not all(handle.completed for handle in group):
         late = next((handle for handle in group if not handle.has_started()), None)
         handle_messages(group, stop, max(0.0, deadline - time.monotonic()) if late else None)
-        if any(handle.has_failed() for handle in group):
+        if any(handle.failed for handle in group):
             # A checkpoint first: rank 0 reports a failure of its own after it has saved.
             request_checkpoint(group, stop, SAVE_SECONDS)
             wait_for_root_cause(group, stop)
-            raise first_failure(group, job.settings.timeout)
+            raise first_failure(group, timeout)
         if stop.signal is not None:
-            raise stop.make_error(request_checkpoint(group, stop, job.settings.save_seconds))
+            raise stop_error(stop.signal, request_checkpoint(group, stop, save_seconds))
         if late and not late.has_started() and time.monotonic() >= deadline:
-            raise start_timeout_error(late, START_SECONDS)
+            raise RankLostError(
+                f"rank {late.rank} did not begin within {START_SECONDS:g} s",
+                details=f"its process is at:\n{late.read_stack() or NO_STACK}",
+                recoverable=True,
+            )
 
 
 def handle_messages(group: Sequence[RankHandle], stop: StopRequest, seconds: float | None = None) -> None:
     """Wait until a rank sends or ends, a stop is requested, or ``seconds`` have passed; handle the messages so far.
 
-    Args:
-        seconds: None waits without a limit.
+    Without ``seconds`` the wait has no limit.
     """
     waitables = [waitable for handle in group for waitable in handle.waitables()]
     connection.wait([*waitables, *([] if stop.signal else [stop.reader])], seconds)
@@ -66,7 +62,7 @@ def handle_messages(group: Sequence[RankHandle], stop: StopRequest, seconds: flo
 
 
 def handle_message(message: dict[str, Any], handle: RankHandle, group: Sequence[RankHandle], stop: StopRequest) -> None:
-    """Set the handle's attributes by a message of its rank; request a stop, or pass on rank 0's port to other ranks."""
+    """Set the handle's attributes by a message of its rank; request a stop, or send rank 0's port to other ranks."""
     kind = message["kind"]
     if kind == "error":
         handle.error = {**message, "time": message["time"] + handle.clock_behind}
@@ -87,17 +83,17 @@ def wait_for_root_cause(group: Sequence[RankHandle], stop: StopRequest) -> None:
     Returns when all ranks have failed, SETTLE_SECONDS after a root cause is known, or after LONGEST_SETTLE_SECONDS.
     """
     begin = time.monotonic()
-    while not all(handle.has_failed() for handle in group):
-        if time.monotonic() - begin > (SETTLE_SECONDS if root_cause_is_known(group) else LONGEST_SETTLE_SECONDS):
+    while not all(handle.failed for handle in group):
+        if time.monotonic() - begin > (SETTLE_SECONDS if find_root_cause(group) else LONGEST_SETTLE_SECONDS):
             break
         handle_messages(group, stop, 0.1)
 
 
 def request_checkpoint(group: Sequence[RankHandle], stop: StopRequest, seconds: float) -> int | None:
-    """Ask rank 0 to write a checkpoint, and wait for its answer for up to ``seconds``; handle all ranks' messages.
+    """Ask rank 0 to write a checkpoint, wait for its answer for up to ``seconds``, and return the checkpoint's step.
 
-    Returns:
-        The step of the newest checkpoint; 0 if there is none; None if rank 0 has ended or has not answered in time.
+    Handles all ranks' messages meanwhile. Returns 0 if there is no checkpoint, and None if rank 0 has ended or has not
+    answered in time. A rank 0 that has not started is not asked: the step is that from which the run resumes.
     """
     leader = group[0]
     if not leader.has_started():

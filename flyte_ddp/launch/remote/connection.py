@@ -1,0 +1,223 @@
+"""Connections between a launcher and its agents on other hosts, or workers of Elastic: both ends, and what proves them.
+
+Strangers at the launcher's port cannot delay agents, and nothing of theirs is unpickled.
+"""
+
+import hmac
+import os
+import pickle
+import secrets
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, Self
+
+from flyte_ddp.code_digest import package_digest
+from flyte_ddp.launch.remote.file_sync import write_piece
+from flyte_ddp.launch.supervise.network import is_loopback
+from flyte_ddp.launch.supervise.rank_process import RankInfo
+from flyte_ddp.runs.job import Job
+
+CONNECT_SECONDS = 10.0  # for a TCP connection to one of the launcher's addresses, and again for the proofs
+HELLO_SECONDS = 10.0  # in all, for an agent to prove that it knows the key and to send its first message
+MOST_AT_ONCE = 64  # connections; more wait in the socket's queue until one of those is accepted or refused
+WAIT_SECONDS, POLL_SECONDS = 0.1, 0.01
+LAUNCHER, AGENT = b"launcher", b"agent"  # roles in the proof
+# A host that is gone is noticed in 30 s, also if it does not confirm what it was sent (TCP_USER_TIMEOUT, milliseconds).
+KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4, "TCP_USER_TIMEOUT": 30_000}
+
+
+@dataclass(frozen=True)
+class JoinTicket:
+    """What an agent must know to join a run."""
+
+    info: RankInfo
+    hosts: tuple[str, ...]  # addresses at which the launcher may be reached, the likeliest first
+    port: int
+    key: bytes = field(repr=False)  # the run's: both sides of a connection prove that they know it
+    run_folder: Path  # the launcher's
+    mark: str  # name of a file in the run folder: an agent that finds it sees that folder
+
+    def to_stdin(self) -> bytes:
+        """Return an agent's stdin: the pickled RankInfo, with which it starts its rank, and the pickled ticket."""
+        return pickle.dumps(self.info) + pickle.dumps(self)
+
+
+class RunOverError(Exception):
+    """The run has ended before this rank got a job. ``outcome`` is the run's error, None if it has completed."""
+
+    def __init__(self, outcome: BaseException | None) -> None:
+        super().__init__(outcome)
+        self.outcome = outcome
+
+
+@contextmanager
+def open_local_run_folder(ticket: JoinTicket) -> Iterator[Path]:
+    """Yield the run folder if this host sees it, else a new temporary folder, which is deleted at the end."""
+    if (ticket.run_folder / ticket.mark).exists():
+        yield ticket.run_folder
+        return
+    with tempfile.TemporaryDirectory(prefix="flyte-ddp-run-", ignore_cleanup_errors=True) as own:
+        yield Path(own)
+
+
+def connect_to_launcher(ticket: JoinTicket, folder: Path) -> Connection:
+    """Connect to the launcher for a rank of this host, and return the pipe after both sides have proved the key.
+
+    Tells the launcher that this host keeps the run's files in ``folder``. Tries the ticket's addresses in turn, each
+    for up to twice CONNECT_SECONDS. Unpickles nothing from a peer that does not know the key. Raises the error of the
+    last address (OSError, EOFError, AuthenticationError) if none leads to the launcher.
+    """
+    failure: Exception = OSError("the launcher has no address")
+    for host in ticket.hosts:
+        try:
+            with socket.create_connection((host, ticket.port), timeout=CONNECT_SECONDS) as connected:
+                connected.settimeout(None)
+                own_folder = None if folder == ticket.run_folder else folder
+                hello = {"rank": ticket.info.rank, "host": connected.getsockname()[0], "folder": own_folder}
+                with authenticated_pipe(connected, ticket.key, AGENT, CONNECT_SECONDS) as pipe:
+                    pipe.send({**hello, "code": package_digest(), "clock": time.monotonic()})
+                    return pipe
+        except (OSError, EOFError, AuthenticationError) as error:
+            failure = error
+    raise failure
+
+
+def receive_job(pipe: Connection, folder: Path) -> tuple[Job, str]:
+    """Wait, without a limit, for the job; return it and the address by which other ranks reach this host.
+
+    Writes the files that the launcher sends before it into the folder. Raises RunOverError if the run has ended,
+    EOFError or OSError if the launcher is gone, and UserError if a file cannot be written.
+    """
+    while (message := pipe.recv())["kind"] != "job":
+        if message["kind"] == "over":
+            raise RunOverError(message["error"])
+        if message["kind"] == "file":
+            write_piece(folder, message)
+            if message["last"]:
+                pipe.send({"kind": "stored"})  # from now on other agents of this host may read it
+    return pickle.loads(message["job"]), message["network"]
+
+
+@dataclass(frozen=True)
+class WorkerConnection:
+    """A connection from an agent that has proved that it knows the run's key."""
+
+    rank: int
+    host: str  # the agent's address as the agent sees it
+    folder: Path | None  # where it keeps the run's files; None: it sees the launcher's run folder
+    code: str  # digest of the agent's library
+    clock: float  # ``time.monotonic()`` of its host when it sent these values
+    pipe: Connection
+    seen_at: str  # its address as the launcher sees it
+    reached_at: str  # the launcher's address that it connected to
+    received_at: float  # ``time.monotonic()`` of the launcher when it received these values
+
+    @property
+    def is_on_launcher_host(self) -> bool:
+        """Whether the agent is on the launcher's host, by the connection's two addresses."""
+        return is_loopback(self.seen_at) or self.seen_at == self.reached_at
+
+
+class AuthenticatedListener:
+    """Accepts agents at a listening socket, each in a thread of its own, so that a slow peer delays no other.
+
+    A context manager. Its end closes all connections that new_connections has not returned; the socket stays open, and
+    non-blocking.
+    """
+
+    def __init__(self, server: socket.socket, key: bytes) -> None:
+        server.setblocking(False)
+        self.server, self.key = server, key
+        self.pool = ThreadPoolExecutor(MOST_AT_ONCE, thread_name_prefix="agent")
+        self.unproved: dict[Future[WorkerConnection], socket.socket] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for connected in self.unproved.values():
+            shut_connection(connected)  # so that its thread, which is reading from it, ends
+        self.pool.shutdown()
+        for connection in self._take_proved():
+            connection.pipe.close()
+
+    def new_connections(self) -> list[WorkerConnection]:
+        """Return the agents that have proved the key since the last call; wait up to WAIT_SECONDS for the first.
+
+        Accepts connections of the socket while fewer than MOST_AT_ONCE are unproved. Drops those that fail.
+        """
+        deadline = time.monotonic() + WAIT_SECONDS
+        proved: list[WorkerConnection] = []
+        while not proved and time.monotonic() < deadline:
+            with suppress(OSError):  # nobody is waiting, or too many files are open
+                while len(self.unproved) < MOST_AT_ONCE:
+                    connected, _ = self.server.accept()
+                    self.unproved[self.pool.submit(self._authenticate, connected)] = connected
+            time.sleep(POLL_SECONDS)
+            proved = self._take_proved()
+        return proved
+
+    def _take_proved(self) -> list[WorkerConnection]:
+        """Forget the connections whose proof has ended, and return those that have proved the key."""
+        done = [future for future in self.unproved if future.done()]
+        for future in done:
+            self.unproved.pop(future).close()
+        return [future.result() for future in done if future.exception() is None]
+
+    def _authenticate(self, connected: socket.socket) -> WorkerConnection:
+        """Exchange proofs of the key, and return the connection with the agent's first message; in a thread."""
+        connected.setblocking(True)
+        with authenticated_pipe(connected, self.key, LAUNCHER, HELLO_SECONDS) as pipe:
+            hello: dict[str, Any] = pipe.recv()  # unpickled only after the peer's proof
+            addresses = {"seen_at": connected.getpeername()[0], "reached_at": connected.getsockname()[0]}
+            return WorkerConnection(**hello, **addresses, pipe=pipe, received_at=time.monotonic())
+
+
+@contextmanager
+def authenticated_pipe(connected: socket.socket, key: bytes, role: bytes, seconds: float) -> Iterator[Connection]:
+    """Yield a pipe to a peer, after both sides have proved that they know the key by an HMAC of random bytes.
+
+    ``role`` is this side's, LAUNCHER or AGENT. Unpickles nothing. Ends the connection if proof and block take longer
+    than ``seconds`` in all, however slowly the peer sends. The pipe stays open after the block; it is closed if proof
+    or block raises. The kernel ends the connection when the other host has been silent for 30 s.
+
+    Raises AuthenticationError if the peer's proof is wrong, and EOFError or OSError if the peer has left, sends more
+    than 64 bytes, or the time is over.
+    """
+    connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in KEEPALIVE.items():
+        if hasattr(socket, name):
+            connected.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    timer = threading.Timer(seconds, shut_connection, [connected])
+    timer.daemon = True
+    timer.start()
+    pipe = Connection(os.dup(connected.fileno()))
+    try:
+        challenge = secrets.token_bytes(32)
+        pipe.send_bytes(challenge)
+        pipe.send_bytes(hmac.digest(key, role + pipe.recv_bytes(64), "sha256"))
+        # The roles differ, so that a peer cannot send back the proof that it was sent.
+        expected = hmac.digest(key, (AGENT if role == LAUNCHER else LAUNCHER) + challenge, "sha256")
+        if not hmac.compare_digest(pipe.recv_bytes(64), expected):
+            raise AuthenticationError("the peer does not know the run's key")  # noqa: TRY301 (closes the pipe)
+        yield pipe
+    except BaseException:
+        pipe.close()
+        raise
+    finally:
+        timer.cancel()
+
+
+def shut_connection(connected: socket.socket) -> None:
+    """End a connection in both directions; a thread that reads from it gets the end. Ignores errors."""
+    with suppress(OSError):
+        connected.shutdown(socket.SHUT_RDWR)
