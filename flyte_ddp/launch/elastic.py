@@ -1,9 +1,12 @@
 """Launches ranks as workers of torch Elastic, which this process, ``torchrun`` or Flyte's plugin starts.
 
 Elastic starts workers, gives each its rank, ends the workers of a host when one has failed, and restarts all as often
-as it may. elastic_rank.py holds what ranks do in its workers.
+as it may. It only reports that some worker on each host has exited, and a follow-up failure can be recorded before the
+root cause. So a thread of rank 0 supervises the ranks as other launchers do. It sends the run's outcome to all ranks,
+and each raises it, so that every host reports the same error.
 """
 
+import json
 import logging
 import os
 import pickle
@@ -11,43 +14,53 @@ import secrets
 import signal
 import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from datetime import timedelta
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 from flyte_ddp import hardware as machine
 from flyte_ddp.config import Hyperparameters
-from flyte_ddp.errors import RankError, StoppedError, UserError
+from flyte_ddp.errors import RankError, StoppedError, UnreachableError, UserError
 from flyte_ddp.hardware import Hardware
 from flyte_ddp.launch import capacity
-from flyte_ddp.launch.elastic_rank import (
-    ERROR_SUFFIX,
-    KEY_VARIABLE,
-    POLL_SECONDS,
-    RUN_ID,
-    follow,
-    is_leader,
-    pickle_exception,
-    train_as_rank_0,
-)
-from flyte_ddp.launch.remote.rendezvous import resume_from_newest_checkpoint
-from flyte_ddp.launch.supervise.failures import killed_rank_error
+from flyte_ddp.launch.remote import connection, rendezvous
+from flyte_ddp.launch.remote.file_sync import FileSender
+from flyte_ddp.launch.remote.host_data import find_or_fetch_data
+from flyte_ddp.launch.supervise.failures import OWN, killed_rank_error
+from flyte_ddp.launch.supervise.network import host_addresses, set_network_interface
 from flyte_ddp.launch.supervise.processes import hide_main_script
-from flyte_ddp.launch.supervise.stopping import stop_error
-from flyte_ddp.process import count_out_of_memory_kills, kill_new_descendants_at_end, signal_handlers
+from flyte_ddp.launch.supervise.rank_process import Link, RankInfo, classify_failure
+from flyte_ddp.launch.supervise.stopping import SIGNALS, call_on_signals, stop_error
+from flyte_ddp.process import (
+    count_out_of_memory_kills,
+    kill_descendants,
+    kill_new_descendants_at_end,
+    set_process_name,
+    signal_handlers,
+)
 from flyte_ddp.runs import checkpoint
 from flyte_ddp.runs.job import Job
 
-__all__ = [
-    "first_worker_error",
-    "follow",
-    "hardware",
-    "is_leader",
-    "launch",
-    "pickle_exception",
-    "silence_elastic_logs",
-]
+RUN_ID = "TORCHELASTIC_RUN_ID"  # variable that is set in the processes that Elastic starts
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # variable with the path at which Elastic expects a worker's error as text
+ERROR_SUFFIX = ".pickle"  # of the file beside it that holds the exception
+KEY_VARIABLE = "FLYTE_DDP_ELASTIC_KEY"
+TICKET = "flyte-ddp ticket"  # key in Elastic's store
+LOOPBACK = "127.0.0.1"
+OUTCOME_SECONDS = 45.0  # for the run's outcome to come: more than the kernel needs to notice that a host is gone
+RANK_0_SECONDS = 3600.0  # for rank 0 to accept other ranks: it may have to fetch the data first
+UNWIND_SECONDS = (2.0, 10.0)  # for a rank, and for rank 0, to raise an exception after the run has failed
+NOTICE_SECONDS = 1.0  # for Elastic to find a worker that was killed, before other workers exit
+POLL_SECONDS = 0.1
 
 
 def hardware(hp: Hyperparameters) -> Hardware:
@@ -98,7 +111,7 @@ def launch(job: Job, *, num_ranks: int, max_restarts: int = 0) -> None:
             rdzv_backend="c10d",
             rdzv_endpoint="localhost:0",
             run_id=secrets.token_hex(8),
-            local_addr="127.0.0.1",
+            local_addr=LOOPBACK,
             max_restarts=max_restarts,
             monitor_interval=POLL_SECONDS,
             logs_specs=DefaultLogsSpecs(log_dir=logs),
@@ -110,41 +123,6 @@ def launch(job: Job, *, num_ranks: int, max_restarts: int = 0) -> None:
             raise first_worker_error(error, memory_kills) from None
         except SignalException as stopped:
             raise stop_error(stopped.sigval, checkpoint.newest_step(job.run_folder)) from None
-
-
-def train_in_worker(job: Job, key: str) -> None:
-    """Train in a worker that launch started, as rank 0 or another rank; the worker's first function.
-
-    Sets FLYTE_DDP_ELASTIC_KEY to ``key``. A restarted rank 0 resumes from the newest checkpoint. An exception is
-    pickled for :func:`first_worker_error`.
-    """
-    os.environ[KEY_VARIABLE] = key
-    with pickle_exception():
-        if not is_leader():
-            follow()
-            return
-        if os.environ["TORCHELASTIC_RESTART_COUNT"] != "0":
-            job = resume_from_newest_checkpoint(job, "Elastic has started all ranks again")
-        train_as_rank_0(job)
-
-
-def first_worker_error(error: Any, memory_kills: int) -> BaseException:
-    """Return the exception of the worker that failed first, or an error that says how the worker ended.
-
-    ``error`` is Elastic's ChildFailedError, ``memory_kills`` what count_out_of_memory_kills returned before the workers
-    started. Unpickles the file that the worker has left beside Elastic's error file.
-    """
-    rank, first = error.get_first_failure()
-    if first.exitcode < 0:
-        out_of_memory = count_out_of_memory_kills() > memory_kills
-        return killed_rank_error(rank, signal.Signals(-first.exitcode), out_of_memory=out_of_memory)
-    try:
-        raised = pickle.loads(Path(first.error_file).with_suffix(ERROR_SUFFIX).read_bytes())
-    except Exception:  # unpickling a user's own exception may raise anything
-        raised = None
-    if isinstance(raised, (UserError, RankError, StoppedError)):
-        return raised
-    return RankError(f"rank {rank}: {first.message}")
 
 
 @contextmanager
@@ -173,3 +151,254 @@ def restore_process_state() -> Iterator[None]:
         for name in os.environ.keys() - names:
             if name.startswith(("TORCHELASTIC_", "TORCH_")):
                 del os.environ[name]
+
+
+def first_worker_error(error: Any, memory_kills: int) -> BaseException:
+    """Return the exception of the worker that failed first, or an error that says how the worker ended.
+
+    ``error`` is Elastic's ChildFailedError, ``memory_kills`` what count_out_of_memory_kills returned before the workers
+    started. Unpickles the file that the worker has left beside Elastic's error file.
+    """
+    rank, first = error.get_first_failure()
+    if first.exitcode < 0:
+        out_of_memory = count_out_of_memory_kills() > memory_kills
+        return killed_rank_error(rank, signal.Signals(-first.exitcode), out_of_memory=out_of_memory)
+    try:
+        raised = pickle.loads(Path(first.error_file).with_suffix(ERROR_SUFFIX).read_bytes())
+    except Exception:  # unpickling a user's own exception may raise anything
+        raised = None
+    if isinstance(raised, (UserError, RankError, StoppedError)):
+        return raised
+    return RankError(f"rank {rank}: {first.message}")
+
+
+def train_in_worker(job: Job, key: str) -> None:
+    """Train in a worker that launch started, as rank 0 or another rank; the worker's first function.
+
+    Sets FLYTE_DDP_ELASTIC_KEY to ``key``. A restarted rank 0 resumes from the newest checkpoint. An exception is
+    pickled for :func:`first_worker_error`.
+    """
+    os.environ[KEY_VARIABLE] = key
+    with pickle_exception():
+        if not is_leader():
+            follow()
+            return
+        if os.environ["TORCHELASTIC_RESTART_COUNT"] != "0":
+            job = rendezvous.resume_from_newest_checkpoint(job, "Elastic has started all ranks again")
+        train_as_rank_0(job)
+
+
+def is_leader() -> bool:
+    """Return whether this worker of Elastic's is rank 0."""
+    return os.environ["RANK"] == "0"
+
+
+def train_as_rank_0(job: Job) -> None:
+    """Train as rank 0 in this process, while a thread of it supervises all ranks; raise the run's outcome if it failed.
+
+    Publishes this process's address in Elastic's store. Kills at the end what this thread has started. Every rank
+    raises the same UserError, RankError, StoppedError or KeyboardInterrupt.
+    """
+    store, info = join_group(job.settings.timeout)
+    alone = info.world_size == int(os.environ["LOCAL_WORLD_SIZE"])  # then no other host need reach this one
+    hosts = (LOOPBACK,) if alone else host_addresses()
+
+    def supervise() -> None:
+        with suppress(UserError, RankError, StoppedError, KeyboardInterrupt):  # this rank raises it, too
+            meeting.run_ranks(info.world_size, lambda: None)
+
+    with rendezvous.open_rendezvous(
+        job, *hosts, listen=LOOPBACK if alone else "", secret=shared_secret(), only_once=True
+    ) as meeting:
+        ticket = meeting.make_ticket(info)
+        store.set(TICKET, json.dumps([ticket.hosts, ticket.port, str(ticket.run_folder), ticket.mark]))
+        thread = threading.Thread(target=supervise, name="launcher", daemon=True)
+        thread.start()
+        with connection.open_local_run_folder(ticket) as folder:
+            pipe = connection.connect_to_launcher(replace(ticket, hosts=(LOOPBACK,)), folder)
+            run_worker_rank(ticket, pipe, folder)
+        thread.join()
+
+
+def follow(fetch_into: Callable[[Path], object] | None = None, timeout: float = RANK_0_SECONDS) -> None:
+    """Connect to rank 0, receive the job, and train as another rank; raise the run's outcome if it failed.
+
+    Waits up to ``timeout`` seconds for rank 0, which may have to fetch the data first; then raises UnreachableError. On
+    a host without the prepared data, ``fetch_into`` puts it into a folder; None fetches it from its source. Every rank
+    raises the same UserError, RankError, StoppedError or KeyboardInterrupt.
+    """
+    store, info = join_group(timeout)
+    tried: set[str] = set()
+    deadline = time.monotonic() + timeout
+    while time.monotonic() < deadline:
+        if store.check([TICKET]):  # store.get alone would block in C++, where Python handles no signal
+            ticket = read_ticket(store.get(TICKET), info)
+            tried.update(ticket.hosts)
+            with connection.open_local_run_folder(ticket) as folder:
+                try:
+                    pipe = connection.connect_to_launcher(ticket, folder)
+                except (OSError, EOFError, AuthenticationError):
+                    pass  # the ticket is of the run before a restart, which the store has outlived
+                else:
+                    run_worker_rank(ticket, pipe, folder, fetch_into)
+                    return
+        time.sleep(POLL_SECONDS)
+    known = f"at none of {', '.join(sorted(tried))}" if tried else "rank 0 never published its address"
+    raise UnreachableError(
+        f"rank {info.rank} could not connect to rank 0 within {timeout:g} s: {known}; its host must be reachable "
+        f"from this one at any port, and {KEY_VARIABLE} the same on both, if it is set"
+    )
+
+
+def join_group(timeout: float) -> tuple[Any, RankInfo]:
+    """Connect to the store that Elastic runs for this group of workers; return it and this worker's RankInfo.
+
+    ``timeout`` is the limit of each of the store's operations, in seconds.
+    """
+    from torch.distributed import rendezvous as connect_to_store  # type: ignore[attr-defined]
+
+    info = RankInfo(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_RANK"]))
+    return next(iter(connect_to_store("env://", timeout=timedelta(seconds=timeout))))[0], info
+
+
+def shared_secret() -> bytes:
+    """Return the secret of the run's key: FLYTE_DDP_ELASTIC_KEY if set, else Elastic's run id."""
+    return (os.environ.get(KEY_VARIABLE) or os.environ[RUN_ID]).encode()  # the run id is also in Elastic's open store
+
+
+def read_ticket(text: bytes, info: RankInfo) -> connection.JoinTicket:
+    """Return this rank's ticket from the JSON that rank 0 has put into Elastic's store, and from the shared secret."""
+    hosts, port, run_folder, mark = json.loads(text)
+    # Ranks reach MASTER_ADDR, because the store is there. If it is not rank 0's host, nobody there knows the key.
+    reachable = tuple(dict.fromkeys((os.environ["MASTER_ADDR"], *hosts)))
+    key = rendezvous.derive_key(shared_secret(), mark)
+    return connection.JoinTicket(info, reachable, port, key, Path(run_folder), mark)
+
+
+def run_worker_rank(
+    ticket: connection.JoinTicket, pipe: Connection, folder: Path, fetch_into: Callable[[Path], object] | None = None
+) -> None:
+    """Receive the job, run this worker's rank, and wait until the run has ended; raise its outcome if it failed.
+
+    Waits without a limit. Fetches the prepared data with ``fetch_into`` if this host does not see it, and sends rank 0
+    the results of a host that does not see the run folder. SIGTERM and Ctrl-C make rank 0 stop all ranks. Kills at the
+    end what this thread has started; does not close the pipe.
+    """
+    from flyte_ddp.launch.supervise.rank import run_rank
+
+    set_process_name(f"rank {ticket.info.rank}")
+    try:
+        job, host = connection.receive_job(pipe, folder)
+    except connection.RunOverError as told:
+        raise (told.outcome or lost_rank_0_error()) from None
+    except (EOFError, OSError):
+        raise lost_rank_0_error() from None
+    set_network_interface(host)
+    link = WorkerLink(pipe, ticket.info.rank, job.checkpoint.step if job.checkpoint else 0)
+    # If this host does not see rank 0's run folder, its ranks write into the folder of one of them, which sends their
+    # results. Outputs are written by rank 0 only.
+    files = FileSender(folder, lambda piece: link.send(**piece), enabled=folder == job.run_folder != ticket.run_folder)
+    # Elastic sends SIGTERM as soon as another worker has failed. It must not end this process before its descendants.
+    with (
+        call_on_signals(SIGNALS, lambda: link.send("stop")),
+        kill_new_descendants_at_end(),
+        files.send_results_during(),
+    ):
+        try:
+            job = replace(job, data=find_or_fetch_data(job, fetch_into))
+            run_rank(job, ticket.info, link.set_save_function, link)
+            files.send_results()
+        except BaseException as error:
+            link.report_error(error)
+            files.send_results()
+            link.send("exit", code=1)
+            raise link.wait_for_outcome(error) or error from None
+        link.send("completed")
+        link.send("exit", code=0)
+        if (outcome := link.wait_for_outcome()) is not None:
+            raise outcome
+
+
+class WorkerLink(Link):
+    """The connection to rank 0 of a worker of Elastic's, which also receives the run's outcome.
+
+    Starts a thread that handles messages; must be made in the thread that trains.
+    """
+
+    def __init__(self, pipe: Connection, rank: int, resumed_step: int) -> None:
+        self.outcome: Future[BaseException | None] = Future()
+        self.main = threading.get_ident()
+        self.rank = rank
+        self.unwinding = threading.Event()
+        super().__init__(pipe, resumed_step)
+
+    def handle_message(self, message: dict[str, Any]) -> None:
+        """End this rank or send its stack if rank 0 asks for that; handle other messages as other ranks do."""
+        if message["kind"] == "over":
+            self.end_rank(message["error"])
+        elif message["kind"] == "stack":
+            frame = sys._current_frames().get(self.main)
+            self.send("stack", text="".join(traceback.format_stack(frame)).rstrip() if frame else "")
+        else:
+            super().handle_message(message)
+
+    def handle_lost_launcher(self) -> None:
+        """End this rank: the run's outcome is that the connection to rank 0 was lost."""
+        self.end_rank(lost_rank_0_error())
+
+    def end_rank(self, outcome: BaseException | None) -> None:
+        """Give the run's outcome to wait_for_outcome, once: after it, the end of the connection says nothing new.
+
+        If it is an error for which nobody waits within UNWIND_SECONDS, writes it for Elastic, kills all descendants,
+        and exits this process with 1. Sleeps NOTICE_SECONDS before a RankError.
+        """
+        if self.outcome.done():
+            return
+        if isinstance(outcome, RankError):
+            time.sleep(NOTICE_SECONDS)  # Elastic reports the worker that it sees exit first: the killed one should be
+        self.outcome.set_result(outcome)
+        if outcome is not None and not self.unwinding.wait(UNWIND_SECONDS[self.rank == 0]):
+            from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+            with suppress(OSError):
+                get_error_handler().record_exception(outcome)
+            write_exception(outcome)
+            kill_descendants()
+            os._exit(1)
+
+    def wait_for_outcome(self, own_error: BaseException | None = None) -> BaseException | None:
+        """Wait for the run's outcome and return it: the error, or None if the run has completed.
+
+        A rank with an error of its own waits up to OUTCOME_SECONDS, and then returns that error; if a collective
+        operation failed, it returns that rank 0 is lost, which is most likely gone, too. Else the wait has no limit.
+        """
+        self.unwinding.set()
+        if own_error is None:
+            return self.outcome.result()  # other hosts may still be sending results
+        with suppress(TimeoutError):
+            if (outcome := self.outcome.result(OUTCOME_SECONDS)) is not None:
+                return outcome
+        return own_error if classify_failure(own_error) in OWN else lost_rank_0_error()
+
+
+def lost_rank_0_error() -> RankError:
+    """Return the recoverable error for a connection to rank 0 that has ended before the run's outcome came."""
+    return RankError("lost the connection to rank 0; see the log of rank 0's host for the cause", recoverable=True)
+
+
+@contextmanager
+def pickle_exception() -> Iterator[None]:
+    """Pickle an exception of the block to a file beside Elastic's error file, where first_worker_error finds it."""
+    try:
+        yield
+    except BaseException as error:
+        write_exception(error)
+        raise
+
+
+def write_exception(error: BaseException) -> None:
+    """Pickle an exception to a file beside Elastic's error file, unless that file exists; ignore all exceptions."""
+    path = Path(os.environ[ERROR_FILE]).with_suffix(ERROR_SUFFIX)
+    with suppress(Exception):  # pickling a user's own exception may raise anything
+        if not path.exists():
+            path.write_bytes(pickle.dumps(error))

@@ -7,7 +7,7 @@ import os
 from contextlib import ExitStack
 
 from flyte_ddp.launch.supervise import fork_server, processes
-from flyte_ddp.launch.supervise.rank_handle import RankHandle
+from flyte_ddp.launch.supervise.processes import RankHandle
 from flyte_ddp.launch.supervise.rank_process import RankInfo
 from flyte_ddp.launch.supervise.stopping import catch_stop_signals
 from flyte_ddp.launch.supervise.supervisor import end_ranks, supervise_ranks

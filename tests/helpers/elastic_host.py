@@ -14,7 +14,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from flyte_ddp.config import Hyperparameters
-from flyte_ddp.launch import elastic, elastic_rank
+from flyte_ddp.launch import elastic
 from flyte_ddp.launch.remote import connection
 from flyte_ddp.run import run_training
 from flyte_ddp.settings import Settings
@@ -22,7 +22,7 @@ from flyte_ddp.settings import Settings
 
 def worker(hp: str, data: str, folder: str) -> None:
     connection.KEEPALIVE = {"TCP_KEEPIDLE": 1, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 3_000}
-    elastic_rank.UNWIND_SECONDS = (2.0, 3.0)
+    elastic.UNWIND_SECONDS = (2.0, 3.0)
     with elastic.pickle_exception():
         if elastic.is_leader():
             cache = Path(folder).parent / "cache"
@@ -57,4 +57,4 @@ def main(hp: str, data: str, folder: str, store: str, own: str, is_there: str) -
 
 
 if __name__ == "__main__":
-    (worker if elastic_rank.RUN_ID in os.environ else main)(*sys.argv[1:])
+    (worker if elastic.RUN_ID in os.environ else main)(*sys.argv[1:])

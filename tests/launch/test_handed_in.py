@@ -19,7 +19,7 @@ from flyte_ddp import results
 from flyte_ddp.errors import StoppedError, UserError
 from flyte_ddp.launch.remote import file_sync, proxy, rendezvous
 from flyte_ddp.launch.remote.file_sync import FileSender, write_piece
-from flyte_ddp.launch.supervise.rank_handle import RankHandle
+from flyte_ddp.launch.supervise.processes import RankHandle
 from flyte_ddp.launch.supervise.stopping import StopRequest
 from flyte_ddp.run import run_training
 from flyte_ddp.settings import Settings

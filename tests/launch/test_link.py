@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from flyte_ddp.errors import CollectiveError, CollectiveTimeoutError, PeerGoneError, RankError, UserError
-from flyte_ddp.launch import elastic_rank
-from flyte_ddp.launch.supervise import rank_handle
+from flyte_ddp.launch import elastic
+from flyte_ddp.launch.supervise import processes
 from flyte_ddp.launch.supervise.failures import first_failure
-from flyte_ddp.launch.supervise.rank_handle import RankHandle
+from flyte_ddp.launch.supervise.processes import RankHandle
 from flyte_ddp.launch.supervise.rank_process import Link, classify_failure, describe_error
 from flyte_ddp.parallel import distributed
 from flyte_ddp.parallel.collective_failures import translate_collective_errors
@@ -39,7 +39,7 @@ def test_before_training_the_newest_checkpoint_is_the_one_that_was_found() -> No
 
 def test_a_rank_that_sends_without_pause_leaves_time_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """However long each message takes, such as a piece of a file on a slow disk; of an ended rank all is read."""
-    monkeypatch.setattr(rank_handle, "READ_SECONDS", 0.05)
+    monkeypatch.setattr(processes, "READ_SECONDS", 0.05)
     ours, theirs = Pipe()
     handle = RankHandle(0, ours, "127.0.0.1")
     for number in range(250):
@@ -52,9 +52,9 @@ def test_a_rank_that_sends_without_pause_leaves_time_for_others(monkeypatch: pyt
 
 def test_a_rank_of_elastics_whose_rank_0_is_gone_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     """And not that its own connection is broken: a retry would save the job."""
-    monkeypatch.setattr(elastic_rank, "NOTICE_SECONDS", 0.0)
+    monkeypatch.setattr(elastic, "NOTICE_SECONDS", 0.0)
     ours, theirs = Pipe()
-    link = elastic_rank.WorkerLink(theirs, rank=1, resumed_step=0)
+    link = elastic.WorkerLink(theirs, rank=1, resumed_step=0)
     ours.close()
     link.report_error(CollectiveError("Connection closed by peer"))
     link.send("exit", code=1)
@@ -66,10 +66,10 @@ def test_a_rank_of_elastics_whose_rank_0_is_gone_says_so(monkeypatch: pytest.Mon
 
 def test_a_rank_of_elastics_that_hears_nothing_more(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its host is cut off from rank 0's, which neither has noticed yet."""
-    monkeypatch.setattr(elastic_rank, "OUTCOME_SECONDS", 0.0)
+    monkeypatch.setattr(elastic, "OUTCOME_SECONDS", 0.0)
     ours, theirs = Pipe()
     OPEN.append(ours)
-    link, own = elastic_rank.WorkerLink(theirs, rank=1, resumed_step=0), ArithmeticError("its own")
+    link, own = elastic.WorkerLink(theirs, rank=1, resumed_step=0), ArithmeticError("its own")
     assert link.wait_for_outcome(own) is own
     outcome = link.wait_for_outcome(CollectiveTimeoutError("rank 0 did not come"))
     assert isinstance(outcome, RankError)

@@ -19,13 +19,13 @@ from typing import Any
 import pytest
 
 from flyte_ddp.errors import OutOfMemoryError, RankError, RankLostError, StoppedError
-from flyte_ddp.launch import elastic_rank
+from flyte_ddp.launch import elastic
 from flyte_ddp.launch.remote import connection
 from flyte_ddp.launch.remote.connection import JoinTicket, WorkerConnection, connect_to_launcher, receive_job
 from flyte_ddp.launch.remote.rendezvous import RemoteHandle, Rendezvous, open_rendezvous
-from flyte_ddp.launch.supervise import rank_handle
+from flyte_ddp.launch.supervise import processes
 from flyte_ddp.launch.supervise.failures import first_failure
-from flyte_ddp.launch.supervise.rank_handle import RankHandle
+from flyte_ddp.launch.supervise.processes import RankHandle
 from flyte_ddp.launch.supervise.rank_process import RankInfo
 from flyte_ddp.launch.supervise.stopping import StopRequest
 from flyte_ddp.launch.supervise.supervisor import handle_messages
@@ -281,7 +281,7 @@ def test_files_that_a_slow_disk_takes_do_not_hold_up_other_hosts(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     written: list[object] = []
-    monkeypatch.setattr(rank_handle, "READ_SECONDS", 0.05)
+    monkeypatch.setattr(processes, "READ_SECONDS", 0.05)
     monkeypatch.setattr(
         "flyte_ddp.launch.remote.rendezvous.write_piece", lambda *piece: (time.sleep(0.02), written.append(piece))
     )
@@ -317,7 +317,7 @@ def test_of_a_rank_that_is_lost_on_the_launchers_host_memory_is_named(
 ) -> None:
     """Of Elastic's ranks no agent says how they have ended."""
     counted = [3]
-    monkeypatch.setattr(rank_handle, "count_out_of_memory_kills", lambda: counted[0])
+    monkeypatch.setattr(processes, "count_out_of_memory_kills", lambda: counted[0])
     pipe, theirs = Pipe()
     handle = RemoteHandle(worker(1, pipe, host), host, tmp_path, tmp_path)
     counted[0] += kills
@@ -332,11 +332,11 @@ def test_of_a_rank_that_is_lost_on_the_launchers_host_memory_is_named(
 def test_a_ticket_holds_no_key(rendezvous: Rendezvous, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor is another rendezvous's key the same, or that of a run whose user has given it a secret."""
     monkeypatch.setenv("MASTER_ADDR", "host")
-    monkeypatch.setenv(elastic_rank.RUN_ID, "run")
+    monkeypatch.setenv(elastic.RUN_ID, "run")
     info = RankInfo(1, 2, 0)
 
     def key(mark: str = "mark") -> bytes:
-        found = elastic_rank.read_ticket(f'[["10.0.0.1"], 1, "/run", "{mark}"]'.encode(), info)
+        found = elastic.read_ticket(f'[["10.0.0.1"], 1, "/run", "{mark}"]'.encode(), info)
         assert found == replace(
             rendezvous.make_ticket(info),
             hosts=("host", "10.0.0.1"),
@@ -348,5 +348,5 @@ def test_a_ticket_holds_no_key(rendezvous: Rendezvous, monkeypatch: pytest.Monke
         return found.key
 
     keys = [key(), key("other")]
-    monkeypatch.setenv(elastic_rank.KEY_VARIABLE, "secret")
+    monkeypatch.setenv(elastic.KEY_VARIABLE, "secret")
     assert len({*keys, key()}) == 3

@@ -11,7 +11,7 @@ from typing import Any
 from flyte_ddp.launch.remote import connection
 from flyte_ddp.launch.remote.file_sync import SEND_SECONDS, FileSender
 from flyte_ddp.launch.remote.host_data import find_or_fetch_data
-from flyte_ddp.launch.supervise.rank_handle import RankHandle
+from flyte_ddp.launch.supervise.processes import RankHandle
 from flyte_ddp.launch.supervise.rank_process import describe_error
 from flyte_ddp.launch.supervise.stopping import StopRequest, catch_stop_signals
 

@@ -23,7 +23,7 @@ from flyte_ddp.code_digest import package_digest
 from flyte_ddp.errors import RankError, UnreachableError, UserError
 from flyte_ddp.launch.remote.connection import AuthenticatedListener, JoinTicket, WorkerConnection
 from flyte_ddp.launch.remote.file_sync import METRICS, split_file, write_piece
-from flyte_ddp.launch.supervise.rank_handle import RankHandle
+from flyte_ddp.launch.supervise.processes import RankHandle
 from flyte_ddp.launch.supervise.rank_process import RankInfo
 from flyte_ddp.launch.supervise.stopping import StopRequest, catch_stop_signals, stop_error
 from flyte_ddp.launch.supervise.supervisor import end_ranks, supervise_ranks

@@ -1,9 +1,12 @@
-"""Ranks that are children of this process."""
+"""Ranks as their launcher sees them, and those that are children of this process."""
 
+import math
 import multiprocessing
 import os
+import pickle
 import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -13,13 +16,97 @@ from multiprocessing.context import SpawnContext
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-from flyte_ddp.launch.supervise.rank_handle import RankHandle
 from flyte_ddp.launch.supervise.rank_process import RankInfo, start_rank
 from flyte_ddp.launch.supervise.stopping import SIGNALS
+from flyte_ddp.process import count_out_of_memory_kills
 
 HOST = "127.0.0.1"
+READ_SECONDS = 0.1  # for messages of one rank, so that others and requests to stop are heard while it sends many
 JOIN_SECONDS = 10.0  # for a killed process to end, which one that sits in the kernel (NFS, a GPU's driver) does not
 STACK_SECONDS = 1.0
+
+
+class RankHandle:
+    """What a launcher knows of a rank, and how it talks to it; ``pipe`` leads to the rank or to its agent.
+
+    Subclasses differ in how the rank starts and ends.
+    """
+
+    def __init__(self, rank: int, pipe: Connection, host: str) -> None:
+        self.rank, self.pipe = rank, pipe
+        self.host = host  # the address at which other ranks reach the rank
+        self.network = ""  # address of the interface over which the rank should talk to other ranks; empty: any
+        self.sending = threading.Lock()
+        self.listening = True  # whether more may come through the pipe
+        self.sentinel: Any = None  # becomes ready when the process ends; None: an agent sends a message instead
+        self.exitcode: int | None = None  # of the rank's process; negative: a signal's number; None: not known yet
+        self.error: dict[str, Any] | None = None  # the rank's report, with "time" by the launcher's clock
+        self.completed = False  # whether the rank has said that it has completed
+        self.resumes_after = 0  # step of the checkpoint that the job resumes from
+        self.saved: int | None = None  # step of the checkpoint that the rank was asked for
+        self.clock_behind = 0.0  # seconds by which the host's ``time.monotonic()`` is behind the launcher's
+        self.memory_kills = count_out_of_memory_kills()  # on this host, before the rank's process can be one of them
+
+    def has_started(self) -> bool:
+        """Return whether the rank's process has started; before that it answers no message."""
+        return True
+
+    def poll_exit(self) -> bool:
+        """Set ``exitcode`` if the rank's process has ended; return whether it has."""
+        return self.exitcode is not None
+
+    @property
+    def lost(self) -> bool:
+        """Whether the connection to an agent has ended before the exit code came, so that it will never be known."""
+        return self.sentinel is None and not self.listening and self.exitcode is None
+
+    @property
+    def failed(self) -> bool:
+        """Whether the rank has reported an error, or has ended without having completed."""
+        return self.error is not None or (not self.completed and (self.exitcode is not None or self.lost))
+
+    def ran_out_of_memory(self) -> bool:
+        """Return whether the kernel has killed a process of this cgroup for lack of memory since the rank's start."""
+        return count_out_of_memory_kills() > self.memory_kills
+
+    def waitables(self) -> list[Any]:
+        """Return the objects for ``connection.wait`` that become ready when the rank sends something or ends."""
+        end = [self.sentinel] if self.sentinel is not None and self.exitcode is None else []
+        return [*end, *([self.pipe] if self.listening else [])]
+
+    def send_job(self, job: Any) -> None:
+        """Send the rank its Job, and set ``resumes_after``."""
+        self.resumes_after = job.checkpoint.step if job.checkpoint else 0
+        self.send("job", job=pickle.dumps(job), saved=self.resumes_after, network=self.network)
+
+    def send(self, kind: str, **values: Any) -> None:
+        """Send the rank a message, from any thread; do nothing if the rank is gone."""
+        with self.sending, suppress(OSError):
+            self.pipe.send({"kind": kind, **values})
+
+    def read_messages(self) -> Iterator[dict[str, Any]]:
+        """Yield the messages that have come from the rank; stop after READ_SECONDS, unless the rank has ended.
+
+        Clears ``listening`` when the pipe has ended.
+        """
+        deadline = time.monotonic() + READ_SECONDS if self.exitcode is None else math.inf
+        try:
+            while self.listening and time.monotonic() < deadline and self.pipe.poll():
+                yield self.pipe.recv()
+        except (EOFError, OSError):
+            self.listening = False
+
+    def read_stack(self) -> str:
+        """Ask the rank for its Python stack and return it as text; empty if none comes within a few seconds."""
+        raise NotImplementedError
+
+    def kill(self) -> None:
+        """Have the rank's process killed; do not wait for its end. May kill all ranks of the same group."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Wait up to 10 s for the end of the rank's process, which was killed, and close its pipes."""
+        raise NotImplementedError
 
 
 class ProcessHandle(RankHandle):

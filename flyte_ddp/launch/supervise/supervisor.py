@@ -8,7 +8,7 @@ from typing import Any
 
 from flyte_ddp.errors import RankLostError
 from flyte_ddp.launch.supervise.failures import NO_STACK, find_root_cause, first_failure
-from flyte_ddp.launch.supervise.rank_handle import RankHandle
+from flyte_ddp.launch.supervise.processes import RankHandle
 from flyte_ddp.launch.supervise.stopping import StopRequest, stop_error
 
 SETTLE_SECONDS = 0.2  # to wait for reports of other ranks after a failure that is a root cause
