@@ -31,10 +31,7 @@ def wait_for_hosts(count_hosts: Callable[[], int], wanted: int, hosts_name: str,
 
 
 def choose_device_type(backend: str, has_gpus: bool, lack: str) -> str:
-    """Return ``cuda`` if each rank can have a GPU and the backend is not gloo, else ``cpu``.
-
-    Raises UserError, with ``lack`` as the reason, if the backend is nccl and there are no GPUs.
-    """
+    """Return ``cuda`` or ``cpu`` for a backend; raise UserError, with ``lack`` as reason, for nccl without GPUs."""
     if backend == "nccl" and not has_gpus:
         raise UserError(f"backend='nccl': needs a GPU for each rank, but {lack}; use backend='gloo' or 'auto'")
     return "cuda" if has_gpus and backend != "gloo" else "cpu"

@@ -37,12 +37,11 @@ LESS_MONITORING = {
 def launch(job: Job, *, num_ranks: int, client: Any = None, retries: int = 0) -> None:
     """Run the job on ``num_ranks`` workers, on as few hosts as possible, and wait for its end.
 
-    Waits for the workers up to ``job.settings.timeout`` (FLYTE_DDP_TIMEOUT). Sends them this process's sources of the
-    library and of the user. Without a client, connects as :func:`connected` does. Dask starts a task again up to
-    ``retries`` times when it has failed; all ranks then resume from the newest checkpoint. Each rank stays on its
-    worker, so a lost worker ends the run. Cancels the tasks at the end, and waits up to JOIN_SECONDS for that.
-
-    Raises the error of the rank that failed first, or StoppedError or KeyboardInterrupt after a signal.
+    Waits for the workers up to FLYTE_DDP_TIMEOUT, and sends them this process's sources of the library and of the user.
+    Without a client, connects as :func:`connected` does. Dask starts a failed task again up to ``retries`` times; all
+    ranks then resume from the newest checkpoint. Each rank stays on its worker, so a lost worker ends the run. Cancels
+    the tasks at the end, for up to JOIN_SECONDS. Raises the error of the rank that failed first, or StoppedError or
+    KeyboardInterrupt after a signal.
     """
     with require_extra("dask"):
         from dask import annotate  # type: ignore[attr-defined]
@@ -84,10 +83,7 @@ def launch(job: Job, *, num_ranks: int, client: Any = None, retries: int = 0) ->
 
 
 def raise_if_task_failed(futures: Sequence[Any], workers: Sequence[str], living: Collection[str]) -> None:
-    """Raise UnreachableError if a task has failed for good, after Dask's retries, or if its worker is not living.
-
-    ``workers`` are the addresses of the tasks' workers, in the order of the futures.
-    """
+    """Raise UnreachableError if a task has failed for good, after Dask's retries, or if its worker is not living."""
     for future, worker in zip(futures, workers, strict=True):
         if future.status == "error":
             raise agent.start_error("a Dask worker", future.exception())
@@ -142,6 +138,7 @@ def request_workers(client: Any, wanted: int) -> Iterator[Callable[[], int]]:
     tasks: list[Any] = []
 
     def count_workers() -> int:
+        """Return the number of workers; while there are too few, submit tasks that none of them can run."""
         workers = worker_descriptions(client)
         threads = max((worker["nthreads"] for worker in workers.values()), default=1)
         more = range(len(tasks), wanted * threads * TASKS_PER_THREAD)
@@ -208,10 +205,7 @@ def refuse_version_mismatch(client: Any, workers: Iterable[str]) -> None:
 
 
 def worker_descriptions(client: Any) -> dict[str, Any]:
-    """Ask the scheduler for its descriptions of the workers, and return them by address, each with its ``tasks``.
-
-    Raises UnreachableError if the cluster does not answer.
-    """
+    """Ask the scheduler for descriptions of the workers, by address; raise UnreachableError if it does not answer."""
     with translate_cluster_errors(client):
         workers, tasks = client.sync(client.scheduler.identity, n_workers=-1)["workers"], client.processing()
     return {address: {**worker, "tasks": tasks.get(address, ())} for address, worker in workers.items()}

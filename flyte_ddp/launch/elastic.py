@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from flyte_ddp import hardware as machine
+from flyte_ddp import process
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import RankError, StoppedError, UnreachableError, UserError
 from flyte_ddp.hardware import Hardware
@@ -40,13 +41,6 @@ from flyte_ddp.launch.supervise.network import host_addresses, set_network_inter
 from flyte_ddp.launch.supervise.processes import hide_main_script
 from flyte_ddp.launch.supervise.rank_process import Link, RankInfo, classify_failure
 from flyte_ddp.launch.supervise.stopping import SIGNALS, call_on_signals, stop_error
-from flyte_ddp.process import (
-    count_out_of_memory_kills,
-    kill_descendants,
-    kill_new_descendants_at_end,
-    set_process_name,
-    signal_handlers,
-)
 from flyte_ddp.runs import checkpoint
 from flyte_ddp.runs.job import Job
 
@@ -84,10 +78,9 @@ def launch(job: Job, *, num_ranks: int, max_restarts: int = 0) -> None:
     """Run the job as rank 0 if this is a worker of Elastic's, else in ``num_ranks`` new workers on this machine.
 
     Elastic restarts new workers up to ``max_restarts`` times when one has failed; the run then resumes from its newest
-    checkpoint. Kills at the end what this thread has started, and restores signal handlers and environment variables
-    that Elastic changes. Elastic's logs are in a temporary folder, which is deleted.
-
-    Raises the error of the rank that failed first, or StoppedError or KeyboardInterrupt after a signal.
+    checkpoint. At the end kills what this thread has started, restores signal handlers and environment variables that
+    Elastic changes, and deletes Elastic's logs. Raises the error of the rank that failed first, or StoppedError or
+    KeyboardInterrupt after a signal.
     """
     if RUN_ID in os.environ:
         train_as_rank_0(job)
@@ -102,7 +95,7 @@ def launch(job: Job, *, num_ranks: int, max_restarts: int = 0) -> None:
         restore_process_state(),
         tempfile.TemporaryDirectory(prefix="flyte-ddp-elastic-") as logs,
         hide_main_script(),
-        kill_new_descendants_at_end(),
+        process.kill_new_descendants_at_end(),
     ):
         config = LaunchConfig(
             min_nodes=1,
@@ -116,7 +109,7 @@ def launch(job: Job, *, num_ranks: int, max_restarts: int = 0) -> None:
             monitor_interval=POLL_SECONDS,
             logs_specs=DefaultLogsSpecs(log_dir=logs),
         )
-        memory_kills = count_out_of_memory_kills()
+        memory_kills = process.count_out_of_memory_kills()
         try:
             elastic_launch(config, train_in_worker)(job, secrets.token_hex(32))
         except ChildFailedError as error:
@@ -141,11 +134,11 @@ def silence_elastic_logs() -> Iterator[None]:
 
 @contextmanager
 def restore_process_state() -> Iterator[None]:
-    """Restore at the end what Elastic changes in this process: signal handlers, and new TORCH_* variables."""
+    """Restore signal handlers at the end, and delete new TORCH_* and TORCHELASTIC_* variables: Elastic changes both."""
     names = {*os.environ}
     numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
     try:
-        with signal_handlers({number: signal.getsignal(number) for number in numbers}):
+        with process.signal_handlers({number: signal.getsignal(number) for number in numbers}):
             yield
     finally:
         for name in os.environ.keys() - names:
@@ -156,12 +149,12 @@ def restore_process_state() -> Iterator[None]:
 def first_worker_error(error: Any, memory_kills: int) -> BaseException:
     """Return the exception of the worker that failed first, or an error that says how the worker ended.
 
-    ``error`` is Elastic's ChildFailedError, ``memory_kills`` what count_out_of_memory_kills returned before the workers
-    started. Unpickles the file that the worker has left beside Elastic's error file.
+    ``error`` is Elastic's ChildFailedError, ``memory_kills`` what process.count_out_of_memory_kills returned before the
+    workers started. Unpickles the file that the worker has left beside Elastic's error file.
     """
     rank, first = error.get_first_failure()
     if first.exitcode < 0:
-        out_of_memory = count_out_of_memory_kills() > memory_kills
+        out_of_memory = process.count_out_of_memory_kills() > memory_kills
         return killed_rank_error(rank, signal.Signals(-first.exitcode), out_of_memory=out_of_memory)
     try:
         raised = pickle.loads(Path(first.error_file).with_suffix(ERROR_SUFFIX).read_bytes())
@@ -251,7 +244,7 @@ def follow(fetch_into: Callable[[Path], object] | None = None, timeout: float = 
 
 
 def join_group(timeout: float) -> tuple[Any, RankInfo]:
-    """Connect to the store that Elastic runs for this group of workers; return it and this worker's RankInfo.
+    """Connect to the store of this group of Elastic's workers; return it and this worker's RankInfo.
 
     ``timeout`` is the limit of each of the store's operations, in seconds.
     """
@@ -286,7 +279,7 @@ def run_worker_rank(
     """
     from flyte_ddp.launch.supervise.rank import run_rank
 
-    set_process_name(f"rank {ticket.info.rank}")
+    process.set_process_name(f"rank {ticket.info.rank}")
     try:
         job, host = connection.receive_job(pipe, folder)
     except connection.RunOverError as told:
@@ -301,7 +294,7 @@ def run_worker_rank(
     # Elastic sends SIGTERM as soon as another worker has failed. It must not end this process before its descendants.
     with (
         call_on_signals(SIGNALS, lambda: link.send("stop")),
-        kill_new_descendants_at_end(),
+        process.kill_new_descendants_at_end(),
         files.send_results_during(),
     ):
         try:
@@ -363,7 +356,7 @@ class WorkerLink(Link):
             with suppress(OSError):
                 get_error_handler().record_exception(outcome)
             write_exception(outcome)
-            kill_descendants()
+            process.kill_descendants()
             os._exit(1)
 
     def wait_for_outcome(self, own_error: BaseException | None = None) -> BaseException | None:

@@ -15,6 +15,7 @@ import pytest
 from cli import HELPERS
 from engines import AGENTS, DASK, ELASTIC, FRESH, SPAWN, Launch, set_environment
 from faulty_runs import INTRODUCED
+from trials import Trial
 
 from flyte_ddp.launch import elastic, spawn
 from flyte_ddp.launch.supervise import fork_server
@@ -32,8 +33,8 @@ sys.stdin.read()
 
 
 @pytest.fixture
-def quiet(tmp_path: Path) -> Settings:
-    return Settings(progress="off", wandb_mode="disabled", cache_folder=tmp_path / "cache")
+def trial(digits: Path, tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch) -> Trial:
+    return Trial(digits, tmp_path / "run", tmp_path / "marker", temporary, monkeypatch)
 
 
 @pytest.fixture(scope="session")
@@ -60,6 +61,17 @@ def dask_client() -> Iterator[object]:
         yield client
 
 
+@pytest.fixture
+def no_current_client(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dask takes one that could not connect for the current one, until it is collected."""
+    import distributed
+
+    def default_client() -> None:
+        raise ValueError("no clients found")
+
+    monkeypatch.setattr(distributed, "default_client", default_client)
+
+
 @pytest.fixture(scope="module")
 def ray_address() -> Iterator[str]:
     """Of a cluster with room for four ranks; it ends with the standard input of its head."""
@@ -75,28 +87,23 @@ def ray_address() -> Iterator[str]:
             ray.shutdown()
 
 
-@pytest.fixture(scope="module")
-def ray_environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A file of variables."""
-    return tmp_path_factory.mktemp("ray") / "environment.json"
-
-
 @pytest.fixture
-def launch(request: pytest.FixtureRequest, temporary: Path) -> Iterator[Launch]:
+def launch(
+    request: pytest.FixtureRequest,
+    temporary: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Launch:
     """The launcher that the test's parameter names; ranks have the test's environment."""
-    here = {SPAWN: spawn, AGENTS: agents, ELASTIC: elastic}
+    here = {SPAWN: spawn, FRESH: spawn, AGENTS: agents, ELASTIC: elastic}
+    if request.param == FRESH:
+        monkeypatch.setattr(fork_server, "TRIED_ON", ())
     if request.param in here:
-        yield here[request.param].launch
-    elif request.param == FRESH:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(fork_server, "TRIED_ON", ())
-            yield spawn.launch
-    elif request.param == DASK:
-        yield on_dask(request.getfixturevalue("dask_client"))
-    else:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("RAY_AUTH_MODE", "disabled")
-            yield on_ray(request.getfixturevalue("ray_address"), request.getfixturevalue("ray_environment"))
+        return here[request.param].launch
+    if request.param == DASK:
+        return on_dask(request.getfixturevalue("dask_client"))
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    return on_ray(request.getfixturevalue("ray_address"), tmp_path_factory.getbasetemp() / "ray_environment.json")
 
 
 def passed_on() -> dict[str, str]:

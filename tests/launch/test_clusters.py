@@ -12,7 +12,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import distributed
-import faults
 import pytest
 import ray as engine
 from dask import config
@@ -21,52 +20,39 @@ from faulty_runs import INTRODUCED as HP
 from faulty_runs import equal
 from ray._private import services
 from ray.cluster_utils import Cluster
+from trials import Trial, starts
 
 from flyte_ddp.cpu import Bf16
 from flyte_ddp.errors import UnreachableError, UserError
-from flyte_ddp.hardware import Hardware
-from flyte_ddp.json_lines import read_records
+from flyte_ddp.hardware import detect_hardware
 from flyte_ddp.launch import capacity, dask, ray
-from flyte_ddp.run import Result, run_training
-from flyte_ddp.settings import Settings
+from flyte_ddp.run import Result
 
 pytestmark = pytest.mark.usefixtures("temporary")
 
+EMPTY = {"n_workers": 0, "threads_per_worker": 1, "dashboard_address": ":0", "host": "127.0.0.1"}
 RETRIES = {AGENTS: "retries", DASK: "retries", RAY: "max_retries", ELASTIC: "max_restarts"}
 
 
 @pytest.mark.slow
 @on(AGENTS, exhaustive=(ELASTIC, DASK, RAY))
 def test_an_engine_tries_again_and_the_run_goes_on(
-    launch: Launch,
-    request: pytest.FixtureRequest,
-    expected: Result,
-    digits: Path,
-    tmp_path: Path,
-    quiet: Settings,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
+    launch: Launch, request: pytest.FixtureRequest, expected: Result, trial: Trial, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    faults.inject(monkeypatch, tmp_path / "marker", rank=1, at="training", kind="SIGKILL", **{"pass": 3})
-    option = RETRIES[request.node.callspec.params["launch"]]
-
-    def launch_with_retries(job: object, *, num_ranks: int) -> None:
-        launch(job, num_ranks=num_ranks, **{option: 1})
-
-    settings = replace(quiet, progress="lines")
-    found = run_training(HP, digits, tmp_path / "run", settings, launch=launch_with_retries)
-    assert equal(expected.run_folder, found.run_folder)
-    starts = [record for record in read_records(found.metrics) if record["kind"] == "start"]
-    assert [start["resumed_after_step"] for start in starts] == [0, 3]
+    trial.inject("SIGKILL")
+    again = {RETRIES[request.node.callspec.params["launch"]]: 1}
+    trial.train(HP, launch=functools.partial(launch, **again), progress="lines")
+    assert equal(expected.run_folder, trial.folder)
+    assert [start["resumed_after_step"] for start in starts(trial.folder)] == [0, 3]
     assert "going on after step 3\n" in capfd.readouterr().err
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("no_current_client")
 class TestDask:
     def test_the_cluster_of_an_address(
         self, dask_client: object, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        monkeypatch.setattr(distributed, "default_client", no_client)
         monkeypatch.setenv(dask.SCHEDULER, dask_client.scheduler.address)
         with dask.connected() as client:
             assert client.scheduler.address == dask_client.scheduler.address
@@ -88,25 +74,21 @@ class TestDask:
     def test_an_address_without_a_scheduler(
         self, monkeypatch: pytest.MonkeyPatch, address: str, words: str, kind: type[UserError]
     ) -> None:
-        monkeypatch.setattr(distributed, "default_client", no_client)
         monkeypatch.setenv(dask.SCHEDULER, address)
         monkeypatch.setattr(dask, "REACH_SECONDS", 1)
-        with pytest.raises(UserError, match=f"^DASK_SCHEDULER_ADDRESS={address}: {words}") as raised, dask.connected():
+        with pytest.raises(kind, match=f"^DASK_SCHEDULER_ADDRESS={address}: {words}") as raised, dask.connected():
             pass
         assert type(raised.value) is kind
 
     def test_an_adaptive_cluster_is_asked_for_workers(self) -> None:
         """It starts none before there is something to do."""
-        options = {"n_workers": 0, "threads_per_worker": 1, "dashboard_address": ":0", "host": "127.0.0.1"}
-        with distributed.LocalCluster(**options) as cluster, distributed.Client(cluster) as client:
+        with distributed.LocalCluster(**EMPTY) as cluster, distributed.Client(cluster) as client:
             cluster.adapt(minimum=0, maximum=2, interval="100ms")
-            found = dask.hardware(replace(HP, num_ranks=2), client, seconds=300)
-            assert found.num_ranks == 2
+            assert dask.hardware(replace(HP, num_ranks=2), client, seconds=300).num_ranks == 2
 
     def test_workers_that_come_later(self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
         """For as long as ranks wait for one another, unless the caller says how long."""
-        options = {"n_workers": 0, "threads_per_worker": 1, "dashboard_address": ":0", "host": "127.0.0.1"}
-        with distributed.LocalCluster(**options) as cluster, distributed.Client(cluster) as client:
+        with distributed.LocalCluster(**EMPTY) as cluster, distributed.Client(cluster) as client:
 
             def start_one(seconds: float) -> None:
                 cluster.scale(1)
@@ -118,91 +100,78 @@ class TestDask:
             monkeypatch.setenv("FLYTE_DDP_TIMEOUT", "1")
             assert dask.hardware(replace(HP, num_ranks=2), client).num_ranks == 1
 
-    def test_a_cluster_of_its_own(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_cluster_of_its_own(self) -> None:
         """Which leaves the processors to the ranks."""
 
         def watched() -> tuple[str, bool]:
             names = "distributed.admin.tick.interval", "distributed.worker.profile.enabled"
             return tuple(config.get(name) for name in names)
 
-        monkeypatch.setattr(distributed, "default_client", no_client)
         usual = watched()
         with dask.connected(num_ranks=1) as client:
             assert len(dask.worker_descriptions(client)) == 1
             found = dask.hardware(replace(HP, num_ranks=1), client)
             assert [*client.run(watched).values()] == [("1s", False)]
             assert watched() == usual
-        assert found == here(1)
+        assert found == detect_hardware(replace(HP, num_ranks=1))
 
 
-def no_client() -> None:
-    raise ValueError("no clients found")
+WORKERS = {f"tcp://{name}": {"host": name[0], "tasks": ()} for name in ("b:1", "a:1", "b:2", "c:1")}
 
 
-def here(num_ranks: int) -> Hardware:
-    """What one's own machine is found to have."""
-    from flyte_ddp.hardware import detect_hardware
-
-    return detect_hardware(replace(HP, num_ranks=num_ranks))
-
-
-WORKERS = {
-    f"tcp://{host}:{port}": {"host": host, "tasks": ()} for host, port in (("b", 1), ("a", 1), ("b", 2), ("c", 1))
-}
+def test_workers_are_on_as_few_hosts_as_possible_and_idle_ones_first() -> None:
+    assert dask.choose_workers(WORKERS, 2) == ["tcp://b:1", "tcp://b:2"]
+    assert dask.choose_workers(WORKERS, 3) == ["tcp://b:1", "tcp://b:2", "tcp://a:1"]
+    busy = {**WORKERS, "tcp://b:1": {"host": "b", "tasks": ("something",)}}
+    assert dask.choose_workers(busy, 2) == ["tcp://a:1", "tcp://b:2"]
+    assert len(dask.choose_workers(busy, 4)) == 4
+    with pytest.raises(UserError, match="num_ranks=5: the Dask cluster has 4 workers, and each takes one rank"):
+        dask.choose_workers(WORKERS, 5)
 
 
-class TestWorkers:
-    """Without a cluster."""
+@pytest.mark.parametrize(
+    ("visible", "expected"),
+    [
+        (("0,1", "0,1", "0"), [0, 1, 0]),  # as plain workers see them, on two hosts
+        (("0,1", "1,0", "0"), [0, 0, 0]),  # rotated
+        (("2", "3", "0"), [0, 0, 0]),  # one for each worker
+        ((None, None, None), [0, 1, 0]),  # not limited
+    ],
+)
+def test_each_rank_has_a_gpu_of_its_own(visible: tuple[str | None, ...], expected: list[int]) -> None:
+    workers = ["tcp://a:1", "tcp://a:2", "tcp://b:1"]
+    assert dask.choose_gpus(workers, dict(zip(workers, visible, strict=True))) == expected
 
-    def test_of_as_few_hosts_as_possible_and_idle_ones_first(self) -> None:
-        assert dask.choose_workers(WORKERS, 2) == ["tcp://b:1", "tcp://b:2"]
-        assert dask.choose_workers(WORKERS, 3) == ["tcp://b:1", "tcp://b:2", "tcp://a:1"]
-        busy = {**WORKERS, "tcp://b:1": {"host": "b", "tasks": ("something",)}}
-        assert dask.choose_workers(busy, 2) == ["tcp://a:1", "tcp://b:2"]
-        assert len(dask.choose_workers(busy, 4)) == 4
-        with pytest.raises(UserError, match="num_ranks=5: the Dask cluster has 4 workers, and each takes one rank"):
-            dask.choose_workers(WORKERS, 5)
 
-    @pytest.mark.parametrize(
-        ("visible", "expected"),
-        [
-            (("0,1", "0,1", "0"), [0, 1, 0]),  # as plain workers see them, on two hosts
-            (("0,1", "1,0", "0"), [0, 0, 0]),  # rotated
-            (("2", "3", "0"), [0, 0, 0]),  # one for each worker
-            ((None, None, None), [0, 1, 0]),  # not limited
-        ],
-    )
-    def test_each_rank_has_a_gpu_of_its_own(self, visible: tuple[str | None, ...], expected: list[int]) -> None:
-        workers = ["tcp://a:1", "tcp://a:2", "tcp://b:1"]
-        assert dask.choose_gpus(workers, dict(zip(workers, visible, strict=True))) == expected
+@pytest.fixture(scope="module")
+def late_cluster() -> Iterator[Cluster]:
+    """Its head has no CPU for ranks, as on Kubernetes, and there is no other node yet."""
+    with (
+        tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True) as short,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        (Path(short) / "ray").mkdir()
+        patch.setenv("RAY_TMPDIR", short)
+        patch.setenv("RAY_AUTH_MODE", "disabled")
+        head = {"num_cpus": 0, "include_dashboard": False, "object_store_memory": 100_000_000}
+        cluster = Cluster(initialize_head=True, head_node_args=head)
+        yield cluster
+        engine.shutdown()
+        cluster.shutdown()
 
 
 class TestRay:
     @pytest.fixture(autouse=True)
-    def disconnected(self) -> None:
+    def disconnected(self, monkeypatch: pytest.MonkeyPatch) -> None:
         engine.shutdown()
-
-    @pytest.mark.slow
-    def test_the_cluster_of_an_address(
-        self, ray_address: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-    ) -> None:
         monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
-        monkeypatch.setenv(ray.ADDRESS, ray_address)
-        with ray.connected():
-            assert ray.hardware(replace(HP, num_ranks=9)).num_ranks == 4
-            assert "num_ranks=9: the Ray cluster has 4 CPUs, so there will be 4\n" in capsys.readouterr().err
-            found = ray.hardware(replace(HP, num_ranks=2))
-            assert (found.num_ranks, found.threads) == (2, 2)
-            with pytest.raises(
-                UserError, match="backend='nccl': needs a GPU for each rank, but the Ray cluster has none"
-            ):
-                ray.hardware(replace(HP, backend="nccl"))
 
     @pytest.mark.slow
     def test_nodes_that_come_later(
         self, late_cluster: Cluster, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        """Its head has no CPU for ranks, as on Kubernetes; after the first look there is a node more."""
+        """After the first look there is a node more."""
+        engine.init(late_cluster.address)
         one_more = SimpleNamespace(monotonic=time.monotonic, sleep=lambda _: late_cluster.add_node(num_cpus=1))
         monkeypatch.setattr(capacity, "time", one_more)
         assert ray.hardware(replace(HP, num_ranks=0), 1, 60).num_ranks == 1
@@ -230,7 +199,8 @@ class TestRay:
         self, late_cluster: Cluster, monkeypatch: pytest.MonkeyPatch, hidden: str
     ) -> None:
         monkeypatch.setenv("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", hidden)
-        late_cluster.add_node(num_cpus=1, num_gpus=1)
+        engine.init(late_cluster.address)
+        node = late_cluster.add_node(num_cpus=1, num_gpus=1)
 
         class User:
             def visible(self) -> str:
@@ -249,58 +219,54 @@ class TestRay:
                 assert found.result(timeout=30) is Bf16.FASTER
             finally:
                 engine.kill(user)  # what waits for its GPU goes on
+        late_cluster.remove_node(node)
 
-    @pytest.fixture
-    def late_cluster(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
-        monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
-        with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True) as short:
-            (Path(short) / "ray").mkdir()
-            monkeypatch.setenv("RAY_TMPDIR", short)
-            head = {"num_cpus": 0, "include_dashboard": False, "object_store_memory": 100_000_000}
-            cluster = Cluster(initialize_head=True, head_node_args=head)
-            engine.init(cluster.address)
-            yield cluster
-            engine.shutdown()
-            cluster.shutdown()
+    @pytest.mark.slow
+    def test_the_cluster_of_an_address(
+        self, ray_address: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        monkeypatch.setenv(ray.ADDRESS, ray_address)
+        with ray.connected():
+            assert ray.hardware(replace(HP, num_ranks=9)).num_ranks == 4
+            assert "num_ranks=9: the Ray cluster has 4 CPUs, so there will be 4\n" in capsys.readouterr().err
+            found = ray.hardware(replace(HP, num_ranks=2))
+            assert (found.num_ranks, found.threads) == (2, 2)
+            words = "backend='nccl': needs a GPU for each rank, but the Ray cluster has none"
+            with pytest.raises(UserError, match=words):
+                ray.hardware(replace(HP, backend="nccl"))
 
     @pytest.mark.parametrize(
-        ("address", "why"),
+        ("address", "words"),
         [
-            ("127.0.0.1:9", "Connection refused"),
-            ("auto", "Connection refused"),  # of a cluster that has ended
-            ("nowhere", "Invalid address format: nowhere"),
+            ("127.0.0.1:9", "no cluster there .*Connection refused.*; start one, or correct the address$"),
+            ("auto", "no cluster there .*Connection refused"),  # of a cluster that has ended
+            ("nowhere", "no cluster there .*Invalid address format: nowhere"),
+            ("ray://127.0.0.1:10001", "ranks connect to this process, .* as host:port"),
         ],
     )
-    def test_no_cluster_at_an_address(
-        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, address: str, why: str
+    def test_an_address_without_a_cluster_for_ranks(
+        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, address: str, words: str
     ) -> None:
         (tmp_path / "ray").mkdir()
         (tmp_path / "ray/ray_current_cluster").write_text("127.0.0.1:9")
         monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
-        monkeypatch.setattr(
-            services, "find_gcs_addresses", functools.cache(set)
-        )  # there may be a cluster on this machine
+        monkeypatch.setattr(services, "find_gcs_addresses", functools.cache(set))  # this machine may have a cluster
         monkeypatch.setenv(ray.ADDRESS, address)
-        words = f"^RAY_ADDRESS={address}: no cluster there .*{why}.*; start one, or correct the address$"
-        with pytest.raises(UnreachableError, match=words), ray.connected():
+        with pytest.raises(UserError, match=f"^RAY_ADDRESS={address}: {words}") as raised, ray.connected():
             pass
+        assert isinstance(raised.value, UnreachableError) == words.startswith("no cluster")
 
     def test_a_cluster_that_refuses_to_be_used(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """It is there, and another address no help."""
 
         def init(*_: object, **__: object) -> None:
-            raise RuntimeError(
-                "Version mismatch: The cluster was started with:\n    Ray: 2.50.0\nThis process: 2.60.0\n"
-            )
+            raise RuntimeError("Version mismatch: The cluster was started with:\n    Ray: 2.50.0\n")
 
         monkeypatch.setattr(ray, "refuse_unanswered_address", lambda _: None)
         monkeypatch.setattr(engine, "init", init)
         monkeypatch.setenv(ray.ADDRESS, "127.0.0.1:9")
-        words = "Version mismatch: The cluster was started with: Ray: 2.50.0 This process: 2.60.0"
-        with (
-            pytest.raises(UserError, match=f"^RAY_ADDRESS=127.0.0.1:9: Ray refuses: {words}$") as raised,
-            ray.connected(),
-        ):
+        words = "^RAY_ADDRESS=127.0.0.1:9: Ray refuses: Version mismatch: The cluster was started with: Ray: 2.50.0$"
+        with pytest.raises(UserError, match=words) as raised, ray.connected():
             pass
         assert not isinstance(raised.value, UnreachableError)
 
@@ -324,13 +290,6 @@ class TestRay:
             with pytest.raises(UnreachableError, match=words), ray.connected():
                 pass
             answered.result()
-
-    @pytest.mark.parametrize("address", ["ray://127.0.0.1:10001", "http://127.0.0.1:8265"])
-    def test_an_address_that_ranks_cannot_use(self, monkeypatch: pytest.MonkeyPatch, address: str) -> None:
-        monkeypatch.setenv(ray.ADDRESS, address)
-        words = f"^RAY_ADDRESS={address}: ranks connect to this process, .* as host:port"
-        with pytest.raises(UserError, match=words), ray.connected():
-            pass
 
 
 @pytest.mark.parametrize(

@@ -22,11 +22,10 @@ from faulty_runs import INTRODUCED as HP
 from faulty_runs import when
 from image import make_commands
 from mounts import ALONE, need_mounts
+from trials import Trial
 
 from flyte_ddp.errors import RankError, UnreachableError, UserError
 from flyte_ddp.launch import dask
-from flyte_ddp.run import run_training
-from flyte_ddp.settings import Settings
 
 pytestmark = pytest.mark.usefixtures("temporary")
 
@@ -68,13 +67,7 @@ def commands(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def processes() -> list[subprocess.Popen[str]]:
-    """What has been started, in its order."""
-    return []
-
-
-@pytest.fixture
-def start(commands: Path, tmp_path: Path, processes: list[subprocess.Popen[str]]) -> Iterator[Start]:
+def start(commands: Path, tmp_path: Path) -> Iterator[Start]:
     """Starts one of them; what it says is in ``stderr.txt`` of its folder."""
     with ExitStack() as stack:
 
@@ -82,11 +75,9 @@ def start(commands: Path, tmp_path: Path, processes: list[subprocess.Popen[str]]
             folder = tmp_path / f"process-{len(list(tmp_path.glob('process-*')))}"
             folder.mkdir()
             log = stack.enter_context((folder / "stderr.txt").open("w"))
-            path = f"{commands}:{Path(sys.executable).parent}:{os.environ['PATH']}"
-            variables = {**os.environ, "PATH": path}
+            variables = {**os.environ, "PATH": f"{commands}:{Path(sys.executable).parent}:{os.environ['PATH']}"}
             command = [*prefix, commands / name, *arguments]
             process = subprocess.Popen(command, cwd=folder, env=variables, stderr=log, text=True)
-            processes.append(process)
             stack.callback(process.wait, 60)
             stack.callback(process.terminate)
             return process
@@ -95,20 +86,18 @@ def start(commands: Path, tmp_path: Path, processes: list[subprocess.Popen[str]]
 
 
 @pytest.fixture
-def address(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Of a scheduler without workers, to which all of a test connect; it takes another port if its own is taken."""
-    scheduler = start("dask-scheduler")
-    said = re.compile(r"Scheduler at: +(tcp://\S+)")
-    log = tmp_path / "process-0/stderr.txt"
-    while not (found := said.search(log.read_text())):
-        assert scheduler.poll() is None, log.read_text()
+def scheduler(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> subprocess.Popen[str]:
+    """Without workers, for all of a test to connect to; it takes another port if its own is taken."""
+    process, log = start("dask-scheduler"), tmp_path / "process-0/stderr.txt"
+    while not (found := re.search(r"Scheduler at: +(tcp://\S+)", log.read_text())):
+        assert process.poll() is None, log.read_text()
     monkeypatch.setenv(dask.SCHEDULER, found[1])
-    return found[1]
+    return process
 
 
 @pytest.fixture
-def client(address: str) -> Iterator[distributed.Client]:
-    with distributed.Client(address) as connected:
+def client(scheduler: subprocess.Popen[str]) -> Iterator[distributed.Client]:
+    with distributed.Client(os.environ[dask.SCHEDULER]) as connected:
         yield connected
 
 
@@ -126,6 +115,7 @@ def test_flytes_plugin_starts_workers_by_the_images_commands(client: distributed
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("no_current_client")
 def test_a_scheduler_that_starts_later(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
@@ -141,35 +131,26 @@ def test_a_scheduler_that_starts_later(start: Start, tmp_path: Path, monkeypatch
         assert found.result() == 0
 
 
-def train(client: distributed.Client, data: Path, folder: Path) -> None:
-    """For longer than any test; Dask would start the ranks again."""
-    long, quiet = replace(HP, epochs=1000, max_steps=0), Settings(progress="off", wandb_mode="disabled")
-    launch, hardware = partial(dask.launch, client=client, retries=2), dask.hardware(long, client)
-    run_training(long, data, folder, quiet, launch=launch, hardware=hardware)
-
-
 @pytest.mark.exhaustive  # 39 s, as workers whose scheduler is gone wait 30 s for what they are at
-def test_a_scheduler_that_dies(
-    address: str, start: Start, digits: Path, tmp_path: Path, processes: list[subprocess.Popen[str]]
-) -> None:
+def test_a_scheduler_that_dies(scheduler: subprocess.Popen[str], start: Start, trial: Trial) -> None:
     """Its workers end with it, and their ranks; there is no other try on this cluster, but by Flyte."""
     for name in ("one", "two"):
         start(*WORKER[:2], name, *WORKER[3:])
-    run = tmp_path / "run"
     with dask.connected() as client:
         client.wait_for_workers(2, timeout=60)
-        when(run / "unfinished/results/events.jsonl", processes[0].kill)  # of the model that introduces itself
+        when(trial.folder / "unfinished/results/events.jsonl", scheduler.kill)  # of the model that introduces itself
+        long = replace(HP, epochs=1000, max_steps=0)  # longer than any test; Dask would start the ranks again
         with pytest.raises((RankError, UnreachableError)) as raised:
-            train(client, digits, run)
-        assert processes[0].wait() == -signal.SIGKILL
+            trial.train(long, launch=partial(dask.launch, client=client, retries=2))
+        assert scheduler.wait() == -signal.SIGKILL
     assert isinstance(raised.value, UnreachableError) or raised.value.recoverable
 
 
 @pytest.mark.slow
-def test_a_scheduler_that_has_died(address: str, processes: list[subprocess.Popen[str]]) -> None:
+def test_a_scheduler_that_has_died(scheduler: subprocess.Popen[str]) -> None:
     """Whatever asks it says so, also when Dask has closed the client, which it does in some time."""
-    with distributed.Client(address, timeout=1) as client:
-        processes[0].kill()
+    with distributed.Client(os.environ[dask.SCHEDULER], timeout=1) as client:
+        scheduler.kill()
         for ask in (dask.worker_descriptions, partial(dask.run_on_workers, function=os.getpid)):
             with pytest.raises(UnreachableError, match=r"the Dask cluster of tcp://.* does not answer .*; run again"):
                 ask(client)
@@ -213,13 +194,12 @@ def test_runs_with_other_sources_at_once_on_workers_that_have_none(
     assert [*client.run(library).values()] == [None, None]
     running = []
     for bias in ("yes", "no"):
-        project = projects / bias
+        project, run = projects / bias, tmp_path / f"run-{bias}"
         shutil.copytree(ROOT / "flyte_ddp", project / "flyte_ddp", ignore=shutil.ignore_patterns("__pycache__"))
         (project / "flyte_ddp/of_this_run.py").write_text(f"# {bias}")
         (project / "mine.py").write_text(OWN_MODEL)
         (project / "of_this_project.py").write_text(f"bias = {bias == 'yes'}")
-        command = [sys.executable, "-c", TRAIN, str(digits), str(tmp_path / f"run-{bias}")]
-        environment = {**os.environ, "PYTHONPATH": str(project)}
+        command, environment = [sys.executable, "-c", TRAIN, digits, run], {**os.environ, "PYTHONPATH": str(project)}
         running.append(subprocess.Popen(command, cwd=project, env=environment))
     assert [process.wait(300) for process in running] == [0, 0]
     found = [torch.load(tmp_path / f"run-{bias}/model.pt", weights_only=True) for bias in ("yes", "no")]

@@ -1,40 +1,20 @@
 """Ranks that die, hang or are told to stop, at any point, where they are spawned: beyond what all launchers promise."""
 
-import os
 import re
 import signal
-import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
-import faults
 import pytest
-from faulty_runs import HP, in_spawned_processes, nothing_is_left, saved, when
+from faulty_runs import HP, in_spawned_processes, nothing_is_left, saved
+from trials import Trial
 
 from flyte_ddp.errors import RankError, StoppedError
 from flyte_ddp.launch.supervise import supervisor
-from flyte_ddp.run import run_training
-from flyte_ddp.settings import Settings
 
-pytestmark = pytest.mark.usefixtures("temporary")
-
-QUIET = Settings(progress="off", wandb_mode="disabled")
 RAISED = "ArithmeticError: the rank's own words"
 again = pytest.mark.exhaustive
-Train = Callable[..., None]
-
-
-@pytest.fixture
-def train(digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Train:
-    """Trains in the folder ``run``, with a fault of a rank's that leaves the file ``marker``."""
-
-    def run(rank: int, at: str, kind: str, after: int = 0, *, hp: object = HP, settings: Settings = QUIET) -> None:
-        faults.inject(monkeypatch, tmp_path / "marker", rank=rank, at=at, kind=kind, **{"pass": after})
-        run_training(hp, digits, tmp_path / "run", settings)
-
-    return run
 
 
 @pytest.mark.slow
@@ -51,53 +31,50 @@ def train(digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Trai
     ],
 )
 def test_a_rank_that_fails_is_named_and_takes_the_others_along(
-    train: Train, tmp_path: Path, temporary: Path, kind: str, at: str, rank: int, words: str, recoverable: bool
+    trial: Trial, kind: str, at: str, rank: int, words: str, recoverable: bool
 ) -> None:
+    trial.inject(kind, rank, at, after=0)
     with pytest.raises(RankError, match=f"(?s){words}") as caught:
-        train(rank, at, kind)
-    assert time.time() - float((tmp_path / "marker").read_text()) < 15
+        trial.train()
+    assert trial.seconds_since_fault() < 15
     assert caught.value.recoverable == recoverable
-    nothing_is_left(tmp_path / "run", temporary)
+    nothing_is_left(trial.folder, trial.temporary)
 
 
 @pytest.mark.cold
-def test_a_failed_import_is_told(digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_import_is_told(trial: Trial, tmp_path: Path) -> None:
     """Before there is a process group, or torch."""
     broken = tmp_path / "site"
     (broken / "torch").mkdir(parents=True)
     (broken / "torch/__init__.py").write_text("raise OSError('libcudart.so: cannot open shared object file')\n")
-    monkeypatch.syspath_prepend(broken)
+    trial.patch.syspath_prepend(broken)
     with pytest.raises(RankError, match=r"rank \d: OSError: libcudart.so: cannot open"):
-        run_training(HP, digits, tmp_path / "run", QUIET)
+        trial.train()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "kind"), [("shared_memory", "hang"), pytest.param("ddp", "hang in C", marks=again)]
 )
-def test_a_rank_that_hangs_is_named_with_its_stack(
-    train: Train, tmp_path: Path, temporary: Path, strategy: str, kind: str
-) -> None:
-    hp = replace(HP, strategy=strategy, num_ranks=3)
+def test_a_rank_that_hangs_is_named_with_its_stack(trial: Trial, strategy: str, kind: str) -> None:
+    trial.inject(kind)
     with pytest.raises(RankError) as caught:
-        train(1, "training", kind, 3, hp=hp, settings=replace(QUIET, timeout=3.0))
+        trial.train(replace(HP, strategy=strategy, num_ranks=3), timeout=3.0)
     assert caught.value.recoverable
     said = str(caught.value)
     assert re.match(r"rank 1 did not come where (ranks 0 and 2|rank [02]) waited for 3 s \(FLYTE_DDP_TIMEOUT\)", said)
     assert 'faults.py", line' in said
-    assert f"in {'hang_in_c' if kind == 'hang in C' else 'hang'}" in said
-    found = saved(tmp_path / "run")
-    assert found is not None
-    assert found.step == 3, "what was done before is saved"
-    nothing_is_left(tmp_path / "run", temporary)
+    assert f"in {kind.replace(' ', '_').lower()}" in said
+    assert saved(trial.folder).step == 3, "what was done before is saved"
+    nothing_is_left(trial.folder, trial.temporary)
 
 
 @pytest.mark.slow
-def test_a_users_own_collective_that_nobody_else_comes_to_is_a_hang(train: Train) -> None:
+def test_a_users_own_collective_that_nobody_else_comes_to_is_a_hang(trial: Trial) -> None:
     """The other rank waits for this one, in another place."""
-    hp = replace(HP, strategy="shared_memory")
+    trial.inject("own asynchronous collective", rank=0)
     with pytest.raises(RankError) as caught:
-        train(0, "training", "own asynchronous collective", 3, hp=hp, settings=replace(QUIET, timeout=2.0))
+        trial.train(replace(HP, strategy="shared_memory"), timeout=2.0)
     assert caught.value.recoverable
     all_waited = "all ranks waited for each other for 2 s, in different places"
     one_waited = r"rank [01] waited in vain for 2 s \(FLYTE_DDP_TIMEOUT\); rank [01] came too late, or waited elsewhere"
@@ -106,9 +83,10 @@ def test_a_users_own_collective_that_nobody_else_comes_to_is_a_hang(train: Train
 
 
 @pytest.mark.slow
-def test_a_users_own_collective_that_cannot_be_is_no_hang(train: Train) -> None:
+def test_a_users_own_collective_that_cannot_be_is_no_hang(trial: Trial) -> None:
+    trial.inject("own wrong collective", after=0)
     with pytest.raises(RankError, match=r"^rank 1: RuntimeError: Invalid scalar type") as caught:
-        train(1, "training", "own wrong collective")
+        trial.train()
     assert "in own_wrong_collective" in caught.value.details
     assert not caught.value.recoverable
 
@@ -126,17 +104,15 @@ rank_process.run_and_report = hang_at_the_start
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, pytest.param(1, marks=again)])
-def test_a_rank_that_hangs_before_there_is_a_process_group(
-    digits: Path, tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch, rank: int
-) -> None:
-    in_spawned_processes(monkeypatch, tmp_path, HANGS_EARLY)
-    monkeypatch.setenv("HANGS_EARLY", str(rank))
+def test_a_rank_that_hangs_before_there_is_a_process_group(trial: Trial, tmp_path: Path, rank: int) -> None:
+    in_spawned_processes(trial.patch, tmp_path, HANGS_EARLY)
+    trial.patch.setenv("HANGS_EARLY", str(rank))
     with pytest.raises(RankError) as caught:
-        run_training(HP, digits, tmp_path / "run", replace(QUIET, timeout=1.0))
+        trial.train(timeout=1.0)
     assert f"rank {rank} did not come where rank {1 - rank} waited for 1 s" in str(caught.value)
     assert "in hang_at_the_start" in str(caught.value)
     assert caught.value.recoverable
-    nothing_is_left(tmp_path / "run", temporary)
+    nothing_is_left(trial.folder, trial.temporary)
 
 
 @pytest.mark.slow
@@ -152,39 +128,29 @@ def test_a_rank_that_hangs_before_there_is_a_process_group(
     ],
 )
 def test_a_signal_saves_the_last_step_wherever_the_ranks_are(
-    train: Train,
-    tmp_path: Path,
-    temporary: Path,
-    at: str,
-    rank: int,
-    after: int,
-    step: int | None,
-    number: signal.Signals,
+    trial: Trial, at: str, rank: int, after: int, step: int | None, number: signal.Signals
 ) -> None:
     """A rank hangs, so that the others sit in a collective, when the signal comes."""
-    marker = tmp_path / "marker"
-    settings = replace(QUIET, save_seconds=1.0) if step is None else QUIET
-    told = when(marker, lambda: os.kill(os.getpid(), number))
-    with pytest.raises((StoppedError, KeyboardInterrupt)) as caught:
-        train(rank, at, "hang", after, settings=settings)
+    trial.inject("hang", rank, at, after)
+    told = trial.signal_when_failing(number)
+    with pytest.raises(StoppedError if number == signal.SIGTERM else KeyboardInterrupt) as caught:
+        trial.train(save_seconds=1.0 if step is None else 30.0)
     told.join()
-    assert caught.type is (StoppedError if number == signal.SIGTERM else KeyboardInterrupt)
-    assert time.time() - float(marker.read_text()) < 15
+    assert trial.seconds_since_fault() < 15
     if step is not None:
-        assert (saved(tmp_path / "run") or SimpleNamespace(step=0)).step == step
+        assert (saved(trial.folder) or SimpleNamespace(step=0)).step == step
     if step is not None and number == signal.SIGTERM:
         where = f"will go on after step {step}, which is saved" if step else "will restart from scratch, as there is no"
         assert where in str(caught.value)
-    nothing_is_left(tmp_path / "run", temporary)
+    nothing_is_left(trial.folder, trial.temporary)
 
 
 @pytest.mark.slow
-def test_the_last_checkpoint_has_the_time_that_there_is(
-    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_last_checkpoint_has_the_time_that_there_is(trial: Trial) -> None:
     """Which is another than after a failure, where rank 0 may wait for one that is gone."""
-    monkeypatch.setattr(supervisor, "SAVE_SECONDS", 0.01)
-    told = when(tmp_path / "marker", lambda: os.kill(os.getpid(), signal.SIGTERM))
+    trial.patch.setattr(supervisor, "SAVE_SECONDS", 0.01)
+    trial.inject("slow", rank=0, at="checkpoint", after=0)
+    told = trial.signal_when_failing()
     with pytest.raises(StoppedError, match=r"the same run will go on after step \d+, which is saved"):
-        train(0, "checkpoint", "slow")
+        trial.train()
     told.join()

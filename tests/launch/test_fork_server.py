@@ -4,20 +4,16 @@ import os
 import signal
 from pathlib import Path
 
-import faults
 import pytest
 from faulty_runs import HP, in_spawned_processes, nothing_is_left, when
+from trials import Trial
 
 from benchmarks.running import descendants, process_name
 from flyte_ddp.errors import RankError, StoppedError
 from flyte_ddp.launch.supervise import supervisor
 from flyte_ddp.launch.supervise.fork_server import SERVER
-from flyte_ddp.run import run_training
-from flyte_ddp.settings import Settings
 
-pytestmark = [pytest.mark.cold, pytest.mark.usefixtures("temporary")]
-
-QUIET = Settings(progress="off", wandb_mode="disabled")
+pytestmark = pytest.mark.cold
 
 FORKS = """
 fork, forks = os.fork, []
@@ -59,20 +55,18 @@ sys.meta_path.insert(0, Hang())
 
 
 @pytest.mark.slow
-def test_forks_are_what_fresh_processes_are(digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_forks_are_what_fresh_processes_are(trial: Trial, tmp_path: Path) -> None:
     """When the server forks, nothing goes on that a fork would not have; ranks have names and numbers of their own."""
-    noted = in_spawned_processes(monkeypatch, tmp_path, CALM)
-    monkeypatch.setenv("OPENBLAS_NUM_THREADS", "1")  # numpy's ends its threads itself
-    run_training(HP, digits, tmp_path / "run", QUIET)
+    noted = in_spawned_processes(trial.patch, tmp_path, CALM)
+    trial.patch.setenv("OPENBLAS_NUM_THREADS", "1")  # numpy's ends its threads itself
+    trial.train()
     lines = sorted(line.split(",") for line in noted.read_text().splitlines())
     assert [line[:2] for line in lines] == [["rank 0", "False"], ["rank 1", "False"], *[["threads", "1"]] * 2]
     assert len({number for line in lines[:2] for number in line[2:]}) == 4
 
 
 @pytest.mark.slow
-def test_a_killed_server_takes_its_ranks_along(
-    digits: Path, tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_killed_server_takes_its_ranks_along(trial: Trial) -> None:
     """Ranks that are stopped, so that none of them can end itself."""
     ranks: list[int] = []
 
@@ -84,49 +78,42 @@ def test_a_killed_server_takes_its_ranks_along(
             os.kill(rank, signal.SIGSTOP)
         os.kill(server, signal.SIGKILL)
 
-    faults.inject(monkeypatch, tmp_path / "marker", rank=1, at="training", kind="hang", **{"pass": 3})
-    killing = when(tmp_path / "marker", kill)
+    trial.inject("hang")
+    killing = trial.when_failing(kill)
     with pytest.raises(RankError, match="rank 0 was killed by SIGKILL") as caught:
-        run_training(HP, digits, tmp_path / "run", QUIET)
+        trial.train()
     killing.join()
     assert caught.value.recoverable
     assert len(ranks) == HP.num_ranks
     assert [pid for pid in ranks if process_name(pid).startswith("rank ")] == []
-    nothing_is_left(tmp_path / "run", temporary)
+    nothing_is_left(trial.folder, trial.temporary)
 
 
-def test_a_stop_while_torch_is_imported_does_not_wait_for_it(
-    digits: Path, tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    noted = in_spawned_processes(monkeypatch, tmp_path, IMPORT_HANGS)
+def test_a_stop_while_torch_is_imported_does_not_wait_for_it(trial: Trial, tmp_path: Path) -> None:
+    noted = in_spawned_processes(trial.patch, tmp_path, IMPORT_HANGS)
     told = when(noted, lambda: os.kill(os.getpid(), signal.SIGTERM))
     with pytest.raises(StoppedError) as caught:
-        run_training(HP, digits, tmp_path / "run", QUIET)
+        trial.train()
     told.join()
     assert caught.value.step == 0, "as is known without asking a rank, which takes SAVE_SECONDS and is in vain"
-    nothing_is_left(tmp_path / "run", temporary)
+    nothing_is_left(trial.folder, trial.temporary)
 
 
 @pytest.mark.slow
-def test_an_import_of_torch_that_hangs_is_named_with_its_stack(
-    digits: Path, tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    in_spawned_processes(monkeypatch, tmp_path, IMPORT_HANGS)
-    monkeypatch.setattr(supervisor, "START_SECONDS", 2.0)
-    with pytest.raises(
-        RankError, match=r"(?s)rank 0 did not begin within 2 s.*its process is at:.* in find_spec"
-    ) as caught:
-        run_training(HP, digits, tmp_path / "run", QUIET)
+def test_an_import_of_torch_that_hangs_is_named_with_its_stack(trial: Trial, tmp_path: Path) -> None:
+    in_spawned_processes(trial.patch, tmp_path, IMPORT_HANGS)
+    trial.patch.setattr(supervisor, "START_SECONDS", 2.0)
+    words = r"(?s)rank 0 did not begin within 2 s.*its process is at:.* in find_spec"
+    with pytest.raises(RankError, match=words) as caught:
+        trial.train()
     assert caught.value.recoverable
-    nothing_is_left(tmp_path / "run", temporary)
+    nothing_is_left(trial.folder, trial.temporary)
 
 
 @pytest.mark.slow
-def test_a_rank_for_which_there_is_no_process(
-    digits: Path, tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_for_which_there_is_no_process(trial: Trial, tmp_path: Path) -> None:
     """As where a container's number of processes is limited."""
-    in_spawned_processes(monkeypatch, tmp_path, FORKS)
+    in_spawned_processes(trial.patch, tmp_path, FORKS)
     with pytest.raises(RankError, match=r"rank 1: BlockingIOError: \[Errno 11\] Resource temporarily unavailable"):
-        run_training(HP, digits, tmp_path / "run", QUIET)
-    nothing_is_left(tmp_path / "run", temporary)
+        trial.train()
+    nothing_is_left(trial.folder, trial.temporary)

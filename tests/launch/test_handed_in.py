@@ -1,19 +1,15 @@
 """What users' code hands in reaches the launcher's run folder from any rank: whole, in order, and in nobody's way."""
 
 import json
-import os
 import random
-import signal
 import threading
-import time
 from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
-import faults
 import pytest
 from engines import AGENTS, ELASTIC, SPAWN, Launch, on
-from faulty_runs import HP, when
+from trials import Trial
 
 from flyte_ddp import results
 from flyte_ddp.errors import StoppedError, UserError
@@ -21,8 +17,6 @@ from flyte_ddp.launch.remote import file_sync, proxy, rendezvous
 from flyte_ddp.launch.remote.file_sync import FileSender, write_piece
 from flyte_ddp.launch.supervise.processes import RankHandle
 from flyte_ddp.launch.supervise.stopping import StopRequest
-from flyte_ddp.run import run_training
-from flyte_ddp.settings import Settings
 
 CONTENT = random.Random(1).randbytes(3 * 1000 + 5)
 
@@ -100,33 +94,26 @@ def test_a_checkpoint_does_not_wait_for_results(tmp_path: Path, monkeypatch: pyt
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("temporary")
 @on(SPAWN, exhaustive=(AGENTS, ELASTIC))
-def test_a_stop_while_a_rank_writes_to_a_slow_folder_saves_the_last_step(
-    launch: Launch, digits: Path, tmp_path: Path, quiet: Settings, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stop_while_a_rank_writes_to_a_slow_folder_saves_the_last_step(launch: Launch, trial: Trial) -> None:
     """Of the rank itself that saves, for which the other waits in a collective."""
-    faults.inject(monkeypatch, tmp_path / "marker", rank=0, at="training", kind="slow result", **{"pass": 3})
-    told = when(tmp_path / "marker", lambda: os.kill(os.getpid(), signal.SIGTERM))
+    trial.inject("slow result", rank=0)
+    told = trial.signal_when_failing()
     with pytest.raises(StoppedError, match="the same run will go on after step 3, which is saved"):
-        run_training(HP, digits, tmp_path / "run", quiet, launch=launch)
+        trial.train(launch=launch)
     told.join()
-    assert time.time() - float((tmp_path / "marker").read_text()) < 15
+    assert trial.seconds_since_fault() < 15
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("temporary")
 @on(AGENTS)
-def test_a_launcher_that_cannot_write_a_file_continues(
-    launch: Launch, digits: Path, tmp_path: Path, quiet: Settings, monkeypatch: pytest.MonkeyPatch, capfd: Any
-) -> None:
+def test_a_launcher_that_cannot_write_a_file_continues(launch: Launch, trial: Trial, capfd: Any) -> None:
     def take_what_is_no_result(folder: Path, message: dict[str, Any]) -> None:
         if message["name"].startswith(results.FOLDER):
             raise UserError("cannot write it")
         write_piece(folder, message)
 
-    monkeypatch.setattr(rendezvous, "write_piece", take_what_is_no_result)
-    faults.inject(monkeypatch, tmp_path / "marker", rank=1, at="training", kind="small result")
-    found = run_training(HP, digits, tmp_path / "run", quiet, launch=launch)
+    trial.patch.setattr(rendezvous, "write_piece", take_what_is_no_result)
+    trial.inject("small result", after=0)
+    assert trial.train(launch=launch).model.exists()
     assert "cannot write it; training continues without it" in capfd.readouterr().err
-    assert found.model.exists()

@@ -27,7 +27,7 @@ def load(source):
     images, labels = np.zeros((count, 4, 4), np.uint8), np.arange(count) % 2
     return image_arrays(images, labels, images, labels, ["a", "b"])
 """
-Ask = Callable[[str], Path]
+HostHas = Callable[..., Path]
 
 
 @pytest.fixture
@@ -43,49 +43,46 @@ def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.fixture
-def ask(sources: list[str], tmp_path: Path) -> Ask:
-    """Prepared data for a run whose launcher has fetched from this source, as a host with a cache has them."""
+def host_has(tmp_path: Path) -> HostHas:
+    """Finds the data of a run on a host with a cache; unless given, what the launcher has is fetched, too."""
 
-    def called(source: str) -> Path:
-        launcher = fetch("served_data:load", source, tmp_path / "launcher" / Path(source).name, progress="off")
-        return host_has(tmp_path, "served_data:load", source, launcher)
+    def find(source: str, dataset: str = "served_data:load", launcher: Path | None = None) -> Path:
+        folder = tmp_path / f"launcher {Path(source or dataset).name}"
+        job: Any = SimpleNamespace(
+            hp=Hyperparameters(dataset=dataset, data_source=source),
+            data=Path("/nowhere"),
+            settings=Settings(cache_folder=tmp_path / "cache"),
+            identity=SimpleNamespace(data=prepared_digest(launcher or fetch(dataset, source, folder, progress="off"))),
+        )
+        return find_or_fetch_data(job)
 
-    return called
-
-
-def host_has(tmp_path: Path, dataset: str, source: str, launcher: Path) -> Path:
-    job: Any = SimpleNamespace(
-        hp=Hyperparameters(dataset=dataset, data_source=source),
-        data=Path("/nowhere"),
-        settings=Settings(cache_folder=tmp_path / "cache"),
-        identity=SimpleNamespace(data=prepared_digest(launcher)),
-    )
-    return find_or_fetch_data(job)
+    return find
 
 
-def test_the_same_content_from_another_source(ask: Ask, sources: list[str]) -> None:
-    assert ask(sources[0]) == ask(sources[1])
+def test_the_same_content_from_another_source(host_has: HostHas, sources: list[str]) -> None:
+    assert host_has(sources[0]) == host_has(sources[1])
 
 
 @pytest.mark.parametrize("damage", ["train_images.npy", "dataset.json"])
-def test_what_is_damaged_is_fetched_again(ask: Ask, sources: list[str], damage: str) -> None:
-    folder = ask(sources[0])
-    whole = (folder / damage).read_bytes()
-    (folder / damage).write_bytes(whole[:20])
-    assert (ask(sources[0]) / damage).read_bytes() == whole
+def test_what_is_damaged_is_fetched_again(host_has: HostHas, sources: list[str], damage: str) -> None:
+    file = host_has(sources[0]) / damage
+    whole = file.read_bytes()
+    file.write_bytes(whole[:20])
+    assert host_has(sources[0]) == file.parent
+    assert file.read_bytes() == whole
 
 
-def test_a_source_that_had_other_content_for_a_while(ask: Ask, sources: list[str], tmp_path: Path) -> None:
+def test_a_source_that_had_other_content_for_a_while(host_has: HostHas, sources: list[str], tmp_path: Path) -> None:
     """What a host has fetched in that time does not stand in the way later."""
-    launcher = fetch("served_data:load", sources[0], tmp_path / "launcher" / "first", progress="off")
+    launcher = fetch("served_data:load", sources[0], tmp_path / "launcher", progress="off")
     (Path(sources[0]) / "count").write_text("6")
     with pytest.raises(UserError, match="what this host has fetched is not what the launcher has"):
-        host_has(tmp_path, "served_data:load", sources[0], launcher)
+        host_has(sources[0], launcher=launcher)
     (Path(sources[0]) / "count").write_text("4")
-    assert prepared_digest(host_has(tmp_path, "served_data:load", sources[0], launcher)) == prepared_digest(launcher)
+    assert prepared_digest(host_has(sources[0], launcher=launcher)) == prepared_digest(launcher)
 
 
-def test_encoded_images_are_read_where_this_run_has_them(tmp_path: Path) -> None:
+def test_encoded_images_are_read_where_this_run_has_them(host_has: HostHas, tmp_path: Path) -> None:
     """As what is prepared of them is a list of addresses."""
     for label in ("a", "b"):
         folder = tmp_path / "here" / label
@@ -94,8 +91,6 @@ def test_encoded_images_are_read_where_this_run_has_them(tmp_path: Path) -> None
             Image.fromarray(np.full((8, 8, 3), number, np.uint8)).save(folder / f"{number}.png")
     shutil.copytree(tmp_path / "here", tmp_path / "there")
     sets = [f"image_folder:{tmp_path / name}" for name in ("here", "there")]
-    launchers = [fetch(dataset, "", tmp_path / f"launcher-{dataset[-5:]}", progress="off") for dataset in sets]
-    assert prepared_digest(launchers[0]) == prepared_digest(launchers[1])
-    for dataset, launcher in zip(sets, launchers, strict=True):
-        found = host_has(tmp_path, dataset, "", launcher)
-        assert json.loads((found / "dataset.json").read_text())["name"] == dataset
+    found = [host_has("", dataset) for dataset in sets]
+    assert prepared_digest(found[0]) == prepared_digest(found[1])
+    assert [json.loads((folder / "dataset.json").read_text())["name"] for folder in found] == sets

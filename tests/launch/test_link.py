@@ -12,9 +12,7 @@ import torch
 
 from flyte_ddp.errors import CollectiveError, CollectiveTimeoutError, PeerGoneError, RankError, UserError
 from flyte_ddp.launch import elastic
-from flyte_ddp.launch.supervise import processes
 from flyte_ddp.launch.supervise.failures import first_failure
-from flyte_ddp.launch.supervise.processes import RankHandle
 from flyte_ddp.launch.supervise.rank_process import Link, classify_failure, describe_error
 from flyte_ddp.parallel import distributed
 from flyte_ddp.parallel.collective_failures import translate_collective_errors
@@ -22,32 +20,19 @@ from flyte_ddp.parallel.collective_failures import translate_collective_errors
 OPEN: list[Connection] = []  # a rank ends with its launcher's end of the pipe, and this process must not
 
 
-def make_link() -> tuple[Link, Connection]:
-    """A rank's end, and the launcher's."""
+def make_pipe() -> Connection:
+    """A rank's end; the launcher's is the last of OPEN."""
     ours, theirs = Pipe()
     OPEN.append(ours)
-    return Link(theirs), ours
+    return theirs
 
 
 def test_before_training_the_newest_checkpoint_is_the_one_that_was_found() -> None:
-    _, ours = make_link()
-    ours.send({"kind": "job", "job": b"", "saved": 7, "network": ""})
-    ours.send({"kind": "save"})
-    assert ours.poll(10)
-    assert ours.recv() == {"kind": "saved", "step": 7}
-
-
-def test_a_rank_that_sends_without_pause_leaves_time_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However long each message takes, such as a piece of a file on a slow disk; of an ended rank all is read."""
-    monkeypatch.setattr(processes, "READ_SECONDS", 0.05)
-    ours, theirs = Pipe()
-    handle = RankHandle(0, ours, "127.0.0.1")
-    for number in range(250):
-        theirs.send({"kind": "file", "number": number})
-    read = [(message["number"], time.sleep(0.02))[0] for message in handle.read_messages()]
-    assert 1 <= len(read) <= 3
-    handle.exitcode = 0
-    assert [*read, *(message["number"] for message in handle.read_messages())] == [*range(250)]
+    Link(make_pipe())
+    OPEN[-1].send({"kind": "job", "job": b"", "saved": 7, "network": ""})
+    OPEN[-1].send({"kind": "save"})
+    assert OPEN[-1].poll(10)
+    assert OPEN[-1].recv() == {"kind": "saved", "step": 7}
 
 
 def test_a_rank_of_elastics_whose_rank_0_is_gone_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,9 +41,10 @@ def test_a_rank_of_elastics_whose_rank_0_is_gone_says_so(monkeypatch: pytest.Mon
     ours, theirs = Pipe()
     link = elastic.WorkerLink(theirs, rank=1, resumed_step=0)
     ours.close()
-    link.report_error(CollectiveError("Connection closed by peer"))
+    error = CollectiveError("Connection closed by peer")
+    link.report_error(error)
     link.send("exit", code=1)
-    outcome = link.wait_for_outcome(CollectiveError("Connection closed by peer"))
+    outcome = link.wait_for_outcome(error)
     assert isinstance(outcome, RankError)
     assert outcome.message.startswith("lost the connection to rank 0; see the log of")
     assert outcome.recoverable
@@ -67,9 +53,7 @@ def test_a_rank_of_elastics_whose_rank_0_is_gone_says_so(monkeypatch: pytest.Mon
 def test_a_rank_of_elastics_that_hears_nothing_more(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its host is cut off from rank 0's, which neither has noticed yet."""
     monkeypatch.setattr(elastic, "OUTCOME_SECONDS", 0.0)
-    ours, theirs = Pipe()
-    OPEN.append(ours)
-    link, own = elastic.WorkerLink(theirs, rank=1, resumed_step=0), ArithmeticError("its own")
+    link, own = elastic.WorkerLink(make_pipe(), rank=1, resumed_step=0), ArithmeticError("its own")
     assert link.wait_for_outcome(own) is own
     outcome = link.wait_for_outcome(CollectiveTimeoutError("rank 0 did not come"))
     assert isinstance(outcome, RankError)
@@ -78,7 +62,7 @@ def test_a_rank_of_elastics_that_hears_nothing_more(monkeypatch: pytest.MonkeyPa
 
 def test_rank_0_that_does_not_come_is_not_waited_for_without_end() -> None:
     with pytest.raises(CollectiveTimeoutError, match=r"rank 0 did not say within 0.05 s"):
-        make_link()[0].receive_address(0.05)
+        Link(make_pipe()).receive_address(0.05)
 
 
 def raised_from(error: Exception, origin: Exception) -> Exception:
@@ -137,12 +121,11 @@ class MuteError(RuntimeError):
     ],
 )
 def test_an_error_of_any_kind_is_reported(error: BaseException, message: str) -> None:
-    link, ours = make_link()
     try:
         raise error
     except type(error):
-        link.report_error(error)
-    told = ours.recv()
+        Link(make_pipe()).report_error(error)
+    told = OPEN[-1].recv()
     assert (told["type"], told["cause"], told["message"]) == (type(error).__name__, "own", message)
     assert "in test_an_error_of_any_kind" in told["traceback"]
     assert len(told["traceback"]) < 30_000
@@ -160,6 +143,7 @@ def handle(rank: int, exit_code: int | None = None, kind: str = "", time: float 
     [
         ([handle(0, 1, "peer"), handle(1, -signal.SIGKILL)], "rank 1 was killed by SIGKILL"),
         ([handle(0, -signal.SIGABRT), handle(1, -signal.SIGSEGV)], "rank 1 was killed by SIGSEGV"),
+        ([handle(0, -signal.SIGABRT), handle(1, lost=True)], "rank 1 exited without reporting"),
         ([handle(0, -signal.SIGABRT), handle(1, 0)], "rank 1 ended with exit code 0"),
         ([handle(0, -signal.SIGABRT), handle(1, 1, "own")], "rank 1: E: of 1"),
         ([handle(0, 1, "peer"), handle(1, -signal.SIGABRT)], "rank 1 was killed by SIGABRT"),

@@ -5,23 +5,20 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
-import faults
 import offspring_models
 import pytest
 from engines import AGENTS, DASK, ELASTIC, FRESH, RAY, SPAWN, Launch, on
-from faulty_runs import HP, when
+from faulty_runs import HP
 from processes import processes_with, wait_until
+from trials import Trial
 
 from benchmarks.running import descendants
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import RankError
-from flyte_ddp.launch import single
-from flyte_ddp.run import run_training
-from flyte_ddp.settings import Settings
+from flyte_ddp.launch import elastic, single
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("temporary")]
+pytestmark = pytest.mark.slow
 
 PARENTAL = replace(HP, model="offspring_models:parental")
 ALONE = """
@@ -47,17 +44,18 @@ print("changed:", [name for name, value in mine().items() if value != before[nam
 """
 
 
-def survivors(temporary: Path) -> list[str]:
+def survivors(trial: Trial) -> list[str]:
     """Of those that models have started, of whom there are three for each rank."""
-    started = [int(path.name) for path in (temporary / "started").iterdir()]
+    started = [int(path.name) for path in (trial.temporary / "started").iterdir()]
     assert len(started) % 3 == 0
     assert started
     return [state for pid in started if (state := offspring_models.state(pid)) not in ("", "Z")]
 
 
-def alone(launcher: str, hp: Hyperparameters, data: Path, run: Path) -> subprocess.Popen[str]:
+def alone(launcher: str, trial: Trial, hp: Hyperparameters) -> subprocess.Popen[str]:
     """The same in a process where nobody else has children; it says what it has changed of itself."""
-    command = [sys.executable, "-c", ALONE, f"flyte_ddp.launch.{launcher}", hp.to_json(), str(data), str(run)]
+    arguments = [f"flyte_ddp.launch.{launcher}", hp.to_json(), str(trial.digits), str(trial.folder)]
+    command = [sys.executable, "-c", ALONE, *arguments]
     return subprocess.Popen(command, env={**os.environ, "PYTHONPATH": "."}, stdout=subprocess.PIPE, text=True)
 
 
@@ -70,17 +68,10 @@ def bystander() -> Iterator[subprocess.Popen[bytes]]:
 
 
 @on(SPAWN, exhaustive=(FRESH, AGENTS, ELASTIC, DASK, RAY))
-def test_after_a_good_end(
-    launch: Launch,
-    bystander: subprocess.Popen[bytes],
-    digits: Path,
-    tmp_path: Path,
-    temporary: Path,
-    quiet: Settings,
-) -> None:
+def test_after_a_good_end(launch: Launch, bystander: subprocess.Popen[bytes], trial: Trial) -> None:
     """Processes that others have started stay."""
-    run_training(PARENTAL, digits, tmp_path / "run", quiet, launch=launch)
-    wait_until(lambda: not survivors(temporary))  # agents see to it, after the launcher has heard of the end
+    trial.train(PARENTAL, launch=launch)
+    wait_until(lambda: not survivors(trial))  # agents see to it, after the launcher has heard of the end
     assert bystander.poll() is None
 
 
@@ -93,56 +84,44 @@ ALL = [(launcher, kind) for kind in ("ArithmeticError", "SIGKILL") for launcher 
     [pytest.param(*case, marks=[] if case in QUICK else pytest.mark.exhaustive) for case in ALL],
     indirect=["launch"],
 )
-def test_after_a_failure(
-    launch: Launch,
-    digits: Path,
-    tmp_path: Path,
-    temporary: Path,
-    quiet: Settings,
-    monkeypatch: pytest.MonkeyPatch,
-    kind: str,
-    request: pytest.FixtureRequest,
-) -> None:
-    faults.inject(monkeypatch, tmp_path / "marker", rank=1, at="training", kind=kind, **{"pass": 3})
-    if request.node.callspec.params["launch"] == ELASTIC and kind == "SIGKILL":
-        with alone("elastic", PARENTAL, digits, tmp_path / "run") as process:  # it takes in the killed rank's children
+def test_after_a_failure(launch: Launch, trial: Trial, kind: str) -> None:
+    trial.inject(kind)
+    if launch is elastic.launch and kind == "SIGKILL":
+        with alone("elastic", trial, PARENTAL) as process:  # it takes in the killed rank's children
             assert "RankLostError" in process.communicate()[0]
     else:
         with pytest.raises(RankError):
-            run_training(PARENTAL, digits, tmp_path / "run", quiet, launch=launch)
-    wait_until(lambda: not survivors(temporary))
+            trial.train(PARENTAL, launch=launch)
+    wait_until(lambda: not survivors(trial))
 
 
-def test_after_the_launcher_was_killed(
-    digits: Path, tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    faults.inject(monkeypatch, tmp_path / "marker", rank=1, at="training", kind="hang", **{"pass": 3})
-    with alone("spawn", PARENTAL, digits, tmp_path / "run") as launcher:
+def test_after_the_launcher_was_killed(trial: Trial) -> None:
+    trial.inject("hang")
+    with alone("spawn", trial, PARENTAL) as launcher:
         below: list[int] = []
 
         def kill() -> None:
             below.extend(descendants(launcher.pid))
             launcher.kill()
 
-        when(tmp_path / "marker", kill).join()
+        trial.when_failing(kill).join()
     wait_until(lambda: not any(offspring_models.state(pid) not in ("", "Z") for pid in below))
-    assert survivors(temporary) == []
-    assert processes_with(str(temporary)) == {}
-    assert [path.name for path in temporary.iterdir()] == ["started"]
+    assert survivors(trial) == []
+    assert processes_with(str(trial.temporary)) == {}
+    assert [path.name for path in trial.temporary.iterdir()] == ["started"]
 
 
-def test_one_rank_in_the_launching_process(digits: Path, tmp_path: Path, temporary: Path) -> None:
+def test_one_rank_in_the_launching_process(trial: Trial) -> None:
     """Also what has left its parent; nothing else stays as it was made for that."""
-    with alone("single", replace(PARENTAL, num_ranks=1), digits, tmp_path / "run") as process:
+    with alone("single", trial, replace(PARENTAL, num_ranks=1)) as process:
         assert process.communicate()[0].splitlines() == ["no error", "survivors: []", "changed: []"]
-    assert survivors(temporary) == []
+    assert survivors(trial) == []
 
 
-def test_one_rank_leaves_others_alone(
-    bystander: subprocess.Popen[bytes], digits: Path, tmp_path: Path, temporary: Path, quiet: Settings
-) -> None:
+def test_one_rank_leaves_others_alone(bystander: subprocess.Popen[bytes], trial: Trial) -> None:
     hp = replace(PARENTAL, num_ranks=1, model="offspring_models:parental_without_daemon")
-    run_training(hp, digits, tmp_path / "run", quiet, launch=single.launch)
+    trial.train(hp, launch=single.launch)
     assert bystander.poll() is None
     # Two of the model that was trained, and two of the one into which its file was loaded in the end.
-    assert [offspring_models.state(int(path.name)) for path in (temporary / "started").iterdir()] == ["Z"] * 4
+    started = (trial.temporary / "started").iterdir()
+    assert [offspring_models.state(int(path.name)) for path in started] == ["Z"] * 4

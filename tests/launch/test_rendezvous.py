@@ -8,9 +8,9 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
-from dataclasses import dataclass, replace
-from functools import partial
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from multiprocessing import AuthenticationError, Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -21,6 +21,7 @@ import pytest
 from flyte_ddp.errors import OutOfMemoryError, RankError, RankLostError, StoppedError
 from flyte_ddp.launch import elastic
 from flyte_ddp.launch.remote import connection
+from flyte_ddp.launch.remote import rendezvous as launcher
 from flyte_ddp.launch.remote.connection import JoinTicket, WorkerConnection, connect_to_launcher, receive_job
 from flyte_ddp.launch.remote.rendezvous import RemoteHandle, Rendezvous, open_rendezvous
 from flyte_ddp.launch.supervise import processes
@@ -46,29 +47,37 @@ class Job:
     initial_weights: Path | None = None
 
 
-@pytest.fixture
-def rendezvous(tmp_path: Path) -> Iterator[Rendezvous]:
-    job: Any = Job(tmp_path)
-    with open_rendezvous(job, "127.0.0.1") as found:
-        yield found
+@dataclass
+class Meeting:
+    """A rendezvous, and those who come to it."""
 
+    rendezvous: Rendezvous
+    connections: ExitStack  # closed in the end
 
-@pytest.fixture
-def connections() -> Iterator[ExitStack]:
-    """Closed in the end."""
-    with ExitStack() as stack:
-        yield stack
-
-
-def gather(rendezvous: Rendezvous, num_ranks: int, stop: StopRequest | None = None) -> list[RankHandle]:
-    """The ranks that came, closed."""
-    group: list[RankHandle] = []
-    try:
-        rendezvous.gather_agents(group, num_ranks, stop or StopRequest(), lambda: None)
-    finally:
+    def gather(self, num_ranks: int, stop: StopRequest | None = None) -> list[RankHandle]:
+        """The ranks that came, closed in the end."""
+        group: list[RankHandle] = []
+        self.rendezvous.gather_agents(group, num_ranks, stop or StopRequest(), lambda: None)
         for handle in group:
-            handle.pipe.close()
-    return group
+            self.connections.callback(handle.pipe.close)
+        return group
+
+    def agent(self, rank: int, folder: Path | None = None) -> Connection:
+        """Comes as an agent does; returns when it has said who it is."""
+        ticket = self.rendezvous.make_ticket(RankInfo(rank, 2, local_rank=0))
+        return self.connections.enter_context(connect_to_launcher(ticket, folder or ticket.run_folder))
+
+    def strangers(self, number: int) -> list[socket.socket]:
+        """They are in the queue before anybody else is, and say nothing."""
+        address = ("127.0.0.1", self.rendezvous.make_ticket(RankInfo(0, 1, 0)).port)
+        return [self.connections.enter_context(socket.create_connection(address)) for _ in range(number)]
+
+
+@pytest.fixture
+def meeting(tmp_path: Path) -> Iterator[Meeting]:
+    job: Any = Job(tmp_path)
+    with open_rendezvous(job, "127.0.0.1") as found, ExitStack() as stack:
+        yield Meeting(found, stack)
 
 
 def start_thread(action: Callable[[], object]) -> threading.Thread:
@@ -77,52 +86,34 @@ def start_thread(action: Callable[[], object]) -> threading.Thread:
     return thread
 
 
-def agent(rendezvous: Rendezvous, connections: ExitStack, rank: int, folder: Path | None = None) -> Connection:
-    """Comes as an agent does; returns when it has said who it is."""
-    ticket = rendezvous.make_ticket(RankInfo(rank, 2, local_rank=0))
-    return connections.enter_context(connect_to_launcher(ticket, folder or ticket.run_folder))
-
-
-def strangers(rendezvous: Rendezvous, connections: ExitStack, number: int) -> list[socket.socket]:
-    """They are in the queue before anybody else is, and say nothing."""
-    address = ("127.0.0.1", rendezvous.make_ticket(RankInfo(0, 1, 0)).port)
-    return [connections.enter_context(socket.create_connection(address)) for _ in range(number)]
-
-
 def is_turned_away(stranger: socket.socket | Connection) -> bool:
     """Waits until the other side has ended the connection."""
-    try:
+    with suppress(EOFError, ConnectionError):
         while stranger.recv(1 << 16) if isinstance(stranger, socket.socket) else stranger.recv_bytes():
             pass
-    except (EOFError, ConnectionError):
-        pass
     return True
 
 
 @pytest.mark.slow
-def test_slow_strangers_hold_nobody_up(
-    rendezvous: Rendezvous, connections: ExitStack, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_slow_strangers_hold_nobody_up(meeting: Meeting, monkeypatch: pytest.MonkeyPatch) -> None:
     """They send a byte now and then, so that no single wait is long; each is turned away after some time in all."""
     monkeypatch.setattr(connection, "HELLO_SECONDS", 0.8)
-    slow = strangers(rendezvous, connections, 3)
+    slow = meeting.strangers(3)
     for each in slow:
         each.send((60).to_bytes(4, "big"))  # bytes are to follow
     begin = time.monotonic()
     done = threading.Event()
 
     def talk() -> None:
-        while not done.wait(0.1):
-            for each in slow:
-                try:
+        with suppress(OSError):
+            while not done.wait(0.1):
+                for each in slow:
                     each.send(b"\0")
-                except OSError:
-                    return
 
     talking = start_thread(talk)
-    came = start_thread(lambda: agent(rendezvous, connections, 0))
-    late = start_thread(lambda: is_turned_away(slow[0]) and agent(rendezvous, connections, 1))
-    assert [handle.rank for handle in gather(rendezvous, 2)] == [0, 1]
+    came = start_thread(lambda: meeting.agent(0))
+    late = start_thread(lambda: is_turned_away(slow[0]) and meeting.agent(1))
+    assert [handle.rank for handle in meeting.gather(2)] == [0, 1]
     assert 0.5 < time.monotonic() - begin < 10
     done.set()
     for thread in (talking, came, late):
@@ -131,7 +122,7 @@ def test_slow_strangers_hold_nobody_up(
 
 @pytest.mark.parametrize("files_lack", [False, True])
 def test_more_strangers_than_are_listened_to_at_once(
-    rendezvous: Rendezvous, connections: ExitStack, monkeypatch: pytest.MonkeyPatch, files_lack: bool
+    meeting: Meeting, monkeypatch: pytest.MonkeyPatch, files_lack: bool
 ) -> None:
     """Also if there were too many open files for the first: that costs a connection and no place."""
     monkeypatch.setattr(connection, "HELLO_SECONDS", 0.2)
@@ -144,41 +135,39 @@ def test_more_strangers_than_are_listened_to_at_once(
         return dup(number)
 
     monkeypatch.setattr(os, "dup", dup_or_fail)
-    strangers(rendezvous, connections, 5)
-    came = start_thread(lambda: agent(rendezvous, connections, 0))
-    assert len(gather(rendezvous, 1)) == 1
+    meeting.strangers(5)
+    came = start_thread(lambda: meeting.agent(0))
+    assert len(meeting.gather(1)) == 1
     came.join()
 
 
-def test_a_request_to_stop_is_heard_while_a_stranger_says_nothing(
-    rendezvous: Rendezvous, connections: ExitStack
-) -> None:
-    (silent,) = strangers(rendezvous, connections, 1)
+def test_a_request_to_stop_is_heard_while_a_stranger_says_nothing(meeting: Meeting) -> None:
+    [silent] = meeting.strangers(1)
     stop = StopRequest()
     # As soon as the stranger has been asked for the key.
     start_thread(lambda: silent.recv(1) and stop.make_request(signal.SIGTERM))
     begin = time.monotonic()
     with pytest.raises(StoppedError):
-        gather(rendezvous, 1, stop)
+        meeting.gather(1, stop)
     assert time.monotonic() - begin < connection.HELLO_SECONDS / 2
     assert is_turned_away(silent)
 
 
-def test_of_two_agents_of_one_rank_the_later_counts(rendezvous: Rendezvous, connections: ExitStack) -> None:
+def test_of_two_agents_of_one_rank_the_later_counts(meeting: Meeting) -> None:
     """The engine has sent it because the other one is gone."""
     group: list[RankHandle] = []
     one_is_in = threading.Event()
     gone: list[bool] = []
 
     def three_come() -> None:
-        first = agent(rendezvous, connections, 1)
+        first = meeting.agent(1)
         one_is_in.wait()  # else the launcher may hear the second one's hello before the first one's
-        agent(rendezvous, connections, 1)
+        meeting.agent(1)
         gone.append(is_turned_away(first))
-        agent(rendezvous, connections, 0)
+        meeting.agent(0)
 
     came = start_thread(three_come)
-    rendezvous.gather_agents(group, 2, StopRequest(), lambda: one_is_in.set() if group else None)
+    meeting.rendezvous.gather_agents(group, 2, StopRequest(), lambda: one_is_in.set() if group else None)
     assert [handle.rank for handle in group] == [0, 1]
     came.join()
     assert gone == [True]
@@ -197,24 +186,22 @@ class Bomb:
 
 
 @pytest.mark.parametrize("padding", [0, 1 << 22])
-def test_what_a_stranger_says_is_not_unpickled(
-    rendezvous: Rendezvous, connections: ExitStack, tmp_path: Path, padding: int
-) -> None:
+def test_what_a_stranger_says_is_not_unpickled(meeting: Meeting, tmp_path: Path, padding: int) -> None:
     """Nor is a message read that is longer than a proof."""
 
     def two_come() -> None:
-        (stranger,) = strangers(rendezvous, connections, 1)
-        pipe = connections.enter_context(Connection(os.dup(stranger.fileno())))
+        [stranger] = meeting.strangers(1)
+        pipe = meeting.connections.enter_context(Connection(os.dup(stranger.fileno())))
         try:
             for _ in range(2):
                 pipe.send_bytes(pickle.dumps(Bomb(tmp_path / "unpickled")) + bytes(padding))
         except OSError:
             assert padding
         is_turned_away(pipe)
-        agent(rendezvous, connections, 0)
+        meeting.agent(0)
 
     came = start_thread(two_come)
-    gather(rendezvous, 1)
+    meeting.gather(1)
     came.join()
     assert not (tmp_path / "unpickled").exists()
 
@@ -237,40 +224,26 @@ def test_what_listens_in_the_launchers_place_is_not_unpickled_either(tmp_path: P
     assert not (tmp_path / "unpickled").exists()
 
 
-def test_files_are_sent_once_a_host(rendezvous: Rendezvous, connections: ExitStack, tmp_path: Path) -> None:
+def test_files_are_sent_once_a_host(meeting: Meeting, tmp_path: Path) -> None:
     """Ranks 0 and 1 are on a host that does not see the run folder, and rank 2 on one that does."""
     names = {"a.ckpt": b"checkpoint" * 1000, "weights.pt": b"weights", "metrics.jsonl": b"{}\n"}
     for name, content in names.items():
         (tmp_path / name).write_bytes(content)
-    rendezvous.job = Job(tmp_path, File(tmp_path / "a.ckpt"), tmp_path / "weights.pt")  # type: ignore[assignment]
+    job: Any = Job(tmp_path, File(tmp_path / "a.ckpt"), tmp_path / "weights.pt")
+    meeting.rendezvous.job = job
     folders = [tmp_path / "first", tmp_path / "second", None]
-    pipes: dict[int, Connection] = {}
-
-    def come(rank: int) -> None:
-        pipes[rank] = agent(rendezvous, connections, rank, folders[rank])
-
-    coming = [start_thread(partial(come, rank)) for rank in range(3)]
-    group: list[RankHandle] = []
-    rendezvous.gather_agents(group, 3, StopRequest(), lambda: None)
-    for thread in coming:
-        thread.join()
-    received: dict[int, Any] = {}
-
-    def receive() -> None:
-        for rank, folder in enumerate(folders):
-            received[rank], _ = receive_job(pipes[rank], folder or tmp_path)
-
-    receiving = start_thread(receive)
-    for handle in group:
-        handle.send_job(rendezvous.job)
-    receiving.join()
+    with ThreadPoolExecutor(3) as pool:
+        coming = [pool.submit(meeting.agent, rank, folder) for rank, folder in enumerate(folders)]
+        group = meeting.gather(3)
+        pipes = [each.result() for each in coming]
+        receiving = [pool.submit(receive_job, *ends) for ends in zip(pipes, [*folders[:2], tmp_path], strict=True)]
+        for handle in group:
+            handle.send_job(job)
+        received = [each.result()[0] for each in receiving]
     assert {path.name: path.read_bytes() for path in (tmp_path / "first").iterdir()} == names
     assert not (tmp_path / "second").exists()
-    for rank, place in enumerate(("first", "first", "")):
-        where = tmp_path / place
-        assert received[rank] == Job(where, File(where / "a.ckpt"), where / "weights.pt")
-    for handle in group:
-        handle.pipe.close()
+    for found, where in zip(received, [tmp_path / "first", tmp_path / "first", tmp_path], strict=True):
+        assert found == Job(where, File(where / "a.ckpt"), where / "weights.pt")
 
 
 def worker(rank: int, pipe: Connection, host: str = "127.0.0.1", clock: float = 0.0) -> WorkerConnection:
@@ -280,16 +253,24 @@ def worker(rank: int, pipe: Connection, host: str = "127.0.0.1", clock: float = 
 def test_files_that_a_slow_disk_takes_do_not_hold_up_other_hosts(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    written: list[object] = []
+    """Of an ended rank all is read."""
+    written: list[int] = []
+
+    def write_slowly(_: Path, message: dict[str, Any]) -> None:
+        time.sleep(0.02 if handle.exitcode is None else 0)
+        written.append(message["number"])
+
     monkeypatch.setattr(processes, "READ_SECONDS", 0.05)
-    monkeypatch.setattr(
-        "flyte_ddp.launch.remote.rendezvous.write_piece", lambda *piece: (time.sleep(0.02), written.append(piece))
-    )
+    monkeypatch.setattr(launcher, "write_piece", write_slowly)
     pipe, theirs = Pipe()
-    for _ in range(50):
-        theirs.send({"kind": "file", "name": "results/a"})
-    assert [*RemoteHandle(worker(0, pipe), "127.0.0.1", tmp_path, tmp_path).read_messages()] == []
+    for number in range(250):
+        theirs.send({"kind": "file", "name": "results/a", "number": number})
+    handle = RemoteHandle(worker(0, pipe), "127.0.0.1", tmp_path, tmp_path)
+    assert [*handle.read_messages()] == []
     assert 1 <= len(written) <= 3
+    handle.exitcode = 0
+    assert [*handle.read_messages()] == []
+    assert written == [*range(250)]
     pipe.close()
 
 
@@ -329,7 +310,7 @@ def test_of_a_rank_that_is_lost_on_the_launchers_host_memory_is_named(
     pipe.close()
 
 
-def test_a_ticket_holds_no_key(rendezvous: Rendezvous, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_ticket_holds_no_key(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor is another rendezvous's key the same, or that of a run whose user has given it a secret."""
     monkeypatch.setenv("MASTER_ADDR", "host")
     monkeypatch.setenv(elastic.RUN_ID, "run")
@@ -337,14 +318,7 @@ def test_a_ticket_holds_no_key(rendezvous: Rendezvous, monkeypatch: pytest.Monke
 
     def key(mark: str = "mark") -> bytes:
         found = elastic.read_ticket(f'[["10.0.0.1"], 1, "/run", "{mark}"]'.encode(), info)
-        assert found == replace(
-            rendezvous.make_ticket(info),
-            hosts=("host", "10.0.0.1"),
-            port=1,
-            key=found.key,
-            run_folder=Path("/run"),
-            mark=mark,
-        )
+        assert found == JoinTicket(info, ("host", "10.0.0.1"), 1, found.key, Path("/run"), mark)
         return found.key
 
     keys = [key(), key("other")]

@@ -13,6 +13,7 @@ import torch
 from cli import HELPERS
 from faulty_runs import HP as TWO_RANKS
 from faulty_runs import equal, saved
+from trials import Trial
 
 from flyte_ddp.errors import RankError, StoppedError, UserError
 from flyte_ddp.launch import single, spawn
@@ -21,8 +22,6 @@ from flyte_ddp.run import run_training
 from flyte_ddp.runs import checkpoint
 from flyte_ddp.runs.run_folder import OUTPUTS
 from flyte_ddp.settings import Settings
-
-pytestmark = pytest.mark.usefixtures("temporary")
 
 HP = replace(TWO_RANKS, num_ranks=1)
 
@@ -37,11 +36,11 @@ def draws() -> tuple[object, ...]:
     return drawn
 
 
-def in_this_process(monkeypatch: pytest.MonkeyPatch, marker: Path, kind: str) -> None:
-    """Injects a fault after three steps."""
-    fault = {"rank": 0, "at": "training", "kind": kind, "pass": 3, "marker": marker}
-    monkeypatch.setattr(faults, "FAULT", fault)
-    monkeypatch.setattr(faults, "passed", {})
+def inject_here(trial: Trial, kind: str) -> None:
+    """Let a fault happen in this process after three steps."""
+    fault = {"rank": 0, "at": "training", "kind": kind, "pass": 3, "marker": trial.marker}
+    trial.patch.setattr(faults, "FAULT", fault)
+    trial.patch.setattr(faults, "passed", {})
 
 
 @pytest.fixture(scope="module")
@@ -56,57 +55,45 @@ def expected(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-def test_the_same_weights_as_from_a_spawned_rank(expected: Path, digits: Path, tmp_path: Path, quiet: Settings) -> None:
+def test_the_same_weights_as_from_a_spawned_rank(expected: Path, trial: Trial) -> None:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     before = draws()
-    found = run_training(replace(HP, deterministic=True), digits, tmp_path / "run", quiet)
+    trial.train(replace(HP, deterministic=True))
     assert draws() == before
     assert torch.get_num_threads() == 1
     assert not torch.are_deterministic_algorithms_enabled()
     assert "CUBLAS_WORKSPACE_CONFIG" not in os.environ
     torch.set_num_threads(threads)
-    assert equal(expected, found.run_folder)
+    assert equal(expected, trial.folder)
 
 
 @pytest.mark.slow
-def test_nothing_is_saved_after_what_was_asked_for(
-    digits: Path, tmp_path: Path, quiet: Settings, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_is_saved_after_what_was_asked_for(trial: Trial) -> None:
     """Whoever asks is told a step and ends the run; the retry goes on from that step."""
     told: list[int] = []
     written: list[object] = []
     train = rank.train
-    monkeypatch.setattr(rank, "train", lambda job, _: train(job, lambda save: told.append(save())))
-    monkeypatch.setattr(checkpoint, "write_checkpoint", lambda *args: written.append(args))
-    run_training(HP, digits, tmp_path / "run", quiet)
+    trial.patch.setattr(rank, "train", lambda job, _: train(job, lambda save: told.append(save())))
+    trial.patch.setattr(checkpoint, "write_checkpoint", lambda *args: written.append(args))
+    trial.train(HP)
     assert told == [0]
     assert written == []
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_saves_and_stops(
-    expected: Path,
-    digits: Path,
-    tmp_path: Path,
-    quiet: Settings,
-    monkeypatch: pytest.MonkeyPatch,
-    number: signal.Signals,
-) -> None:
+def test_a_signal_saves_and_stops(expected: Path, trial: Trial, number: signal.Signals) -> None:
     before = signal.getsignal(number)
-    in_this_process(monkeypatch, tmp_path / "marker", "signal")
-    monkeypatch.setitem(faults.KINDS, "signal", lambda: os.kill(os.getpid(), number))
-    with pytest.raises((StoppedError, KeyboardInterrupt)) as caught:
-        run_training(HP, digits, tmp_path / "run", quiet)
-    assert caught.type is (StoppedError if number == signal.SIGTERM else KeyboardInterrupt)
+    inject_here(trial, "signal")
+    trial.patch.setitem(faults.KINDS, "signal", lambda: os.kill(os.getpid(), number))
+    with pytest.raises(StoppedError if number == signal.SIGTERM else KeyboardInterrupt):
+        trial.train(HP)
     assert signal.getsignal(number) is before
-    found = saved(tmp_path / "run")
-    assert found is not None
-    assert found.step >= 3
-    assert not [name for name in OUTPUTS if (tmp_path / "run" / name).exists()]
-    run_training(HP, digits, tmp_path / "run", quiet)
-    assert equal(expected, tmp_path / "run")
+    assert saved(trial.folder).step >= 3
+    assert not [name for name in OUTPUTS if (trial.folder / name).exists()]
+    trial.train(HP)
+    assert equal(expected, trial.folder)
 
 
 @pytest.mark.parametrize(
@@ -116,24 +103,16 @@ def test_a_signal_saves_and_stops(
         ("sys.exit", "rank 0 ended with exit code 0 before it had finished training", SystemExit),
     ],
 )
-def test_a_failure_is_told_with_its_cause(
-    digits: Path,
-    tmp_path: Path,
-    quiet: Settings,
-    monkeypatch: pytest.MonkeyPatch,
-    kind: str,
-    words: str,
-    cause: type[BaseException],
-) -> None:
-    in_this_process(monkeypatch, tmp_path / "marker", kind)
+def test_a_failure_is_told_with_its_cause(trial: Trial, kind: str, words: str, cause: type[BaseException]) -> None:
+    inject_here(trial, kind)
     with pytest.raises(RankError, match=words) as caught:
-        run_training(HP, digits, tmp_path / "run", quiet)
+        trial.train(HP)
     assert isinstance(caught.value.__cause__, cause)
 
 
-def test_a_mistake_stays_one(digits: Path, tmp_path: Path, quiet: Settings) -> None:
+def test_a_mistake_stays_one(trial: Trial) -> None:
     with pytest.raises(UserError, match=r"twelve_classes.*returned"):
-        run_training(replace(HP, model="user_models:twelve_classes"), digits, tmp_path / "run", quiet)
+        trial.train(replace(HP, model="user_models:twelve_classes"))
 
 
 def test_more_ranks_are_refused() -> None:

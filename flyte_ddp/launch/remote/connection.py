@@ -11,14 +11,14 @@ import socket
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from flyte_ddp.code_digest import package_digest
 from flyte_ddp.launch.remote.file_sync import write_piece
@@ -127,59 +127,52 @@ class WorkerConnection:
         return is_loopback(self.seen_at) or self.seen_at == self.reached_at
 
 
-class AuthenticatedListener:
-    """Accepts agents at a listening socket, each in a thread of its own, so that a slow peer delays no other.
+@contextmanager
+def accept_agents(server: socket.socket, key: bytes) -> Iterator[Callable[[], list[WorkerConnection]]]:
+    """Yield a function that returns the agents that have connected to a listening socket since it was last called.
 
-    A context manager. Its end closes all connections that new_connections has not returned; the socket stays open, and
-    non-blocking.
+    Each is served by a thread, so that a slow peer delays no other, up to MOST_AT_ONCE at once. Connections without a
+    proof of the key are dropped after HELLO_SECONDS. Makes the socket non-blocking and leaves it open; at the end
+    closes the connections that were not returned.
     """
+    server.setblocking(False)
+    pool = ThreadPoolExecutor(MOST_AT_ONCE, thread_name_prefix="agent")
+    unproved: dict[Future[WorkerConnection], socket.socket] = {}
 
-    def __init__(self, server: socket.socket, key: bytes) -> None:
-        server.setblocking(False)
-        self.server, self.key = server, key
-        self.pool = ThreadPoolExecutor(MOST_AT_ONCE, thread_name_prefix="agent")
-        self.unproved: dict[Future[WorkerConnection], socket.socket] = {}
+    def authenticate(connected: socket.socket) -> WorkerConnection:
+        connected.setblocking(True)
+        with authenticated_pipe(connected, key, LAUNCHER, HELLO_SECONDS) as pipe:
+            hello: dict[str, Any] = pipe.recv()  # unpickled only after the peer's proof
+            addresses = {"seen_at": connected.getpeername()[0], "reached_at": connected.getsockname()[0]}
+            return WorkerConnection(**hello, **addresses, pipe=pipe, received_at=time.monotonic())
 
-    def __enter__(self) -> Self:
-        return self
+    def take_proved() -> list[WorkerConnection]:
+        done = [future for future in unproved if future.done()]
+        for future in done:
+            unproved.pop(future).close()
+        return [future.result() for future in done if future.exception() is None]
 
-    def __exit__(self, *_: object) -> None:
-        for connected in self.unproved.values():
-            shut_connection(connected)  # so that its thread, which is reading from it, ends
-        self.pool.shutdown()
-        for connection in self._take_proved():
-            connection.pipe.close()
-
-    def new_connections(self) -> list[WorkerConnection]:
-        """Return the agents that have proved the key since the last call; wait up to WAIT_SECONDS for the first.
-
-        Accepts connections of the socket while fewer than MOST_AT_ONCE are unproved. Drops those that fail.
-        """
+    def new_connections() -> list[WorkerConnection]:
+        """Return the agents that have proved the key since the last call; wait up to WAIT_SECONDS for the first."""
         deadline = time.monotonic() + WAIT_SECONDS
         proved: list[WorkerConnection] = []
         while not proved and time.monotonic() < deadline:
             with suppress(OSError):  # nobody is waiting, or too many files are open
-                while len(self.unproved) < MOST_AT_ONCE:
-                    connected, _ = self.server.accept()
-                    self.unproved[self.pool.submit(self._authenticate, connected)] = connected
+                while len(unproved) < MOST_AT_ONCE:
+                    connected, _ = server.accept()
+                    unproved[pool.submit(authenticate, connected)] = connected
             time.sleep(POLL_SECONDS)
-            proved = self._take_proved()
+            proved = take_proved()
         return proved
 
-    def _take_proved(self) -> list[WorkerConnection]:
-        """Forget the connections whose proof has ended, and return those that have proved the key."""
-        done = [future for future in self.unproved if future.done()]
-        for future in done:
-            self.unproved.pop(future).close()
-        return [future.result() for future in done if future.exception() is None]
-
-    def _authenticate(self, connected: socket.socket) -> WorkerConnection:
-        """Exchange proofs of the key, and return the connection with the agent's first message; in a thread."""
-        connected.setblocking(True)
-        with authenticated_pipe(connected, self.key, LAUNCHER, HELLO_SECONDS) as pipe:
-            hello: dict[str, Any] = pipe.recv()  # unpickled only after the peer's proof
-            addresses = {"seen_at": connected.getpeername()[0], "reached_at": connected.getsockname()[0]}
-            return WorkerConnection(**hello, **addresses, pipe=pipe, received_at=time.monotonic())
+    try:
+        yield new_connections
+    finally:
+        for connected in unproved.values():
+            shut_connection(connected)  # so that its thread, which is reading from it, ends
+        pool.shutdown()
+        for connection in take_proved():
+            connection.pipe.close()
 
 
 @contextmanager
@@ -187,11 +180,9 @@ def authenticated_pipe(connected: socket.socket, key: bytes, role: bytes, second
     """Yield a pipe to a peer, after both sides have proved that they know the key by an HMAC of random bytes.
 
     ``role`` is this side's, LAUNCHER or AGENT. Unpickles nothing. Ends the connection if proof and block take longer
-    than ``seconds`` in all, however slowly the peer sends. The pipe stays open after the block; it is closed if proof
-    or block raises. The kernel ends the connection when the other host has been silent for 30 s.
-
-    Raises AuthenticationError if the peer's proof is wrong, and EOFError or OSError if the peer has left, sends more
-    than 64 bytes, or the time is over.
+    than ``seconds`` in all, however slowly the peer sends; the kernel ends it when the peer's host has been silent for
+    30 s. The pipe stays open after the block, unless proof or block raises. Raises AuthenticationError if the peer's
+    proof is wrong, and EOFError or OSError if the peer has left, sends more than 64 bytes, or the time is over.
     """
     connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in KEEPALIVE.items():

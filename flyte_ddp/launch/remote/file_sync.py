@@ -36,11 +36,11 @@ def split_file(path: Path, name: str, start: int = 0) -> Iterator[dict[str, Any]
 
 
 def write_piece(folder: Path, message: dict[str, Any]) -> None:
-    """Write one message of :func:`split_file` into a folder.
+    """Write one message of :func:`split_file` into a folder, and make folders below it.
 
-    A file gets its name with its last piece; until then it is hidden, ``.NAME.tmp``. METRICS and EVENTS grow with each
-    piece. For EVENTS, waits for the lock of whoever appends to them. Raises UserError if the file cannot be written,
-    for EVENTS OSError.
+    A file gets its name with its last piece; until then it is hidden, ``.NAME.tmp``. Only metrics.jsonl and
+    results/events.jsonl grow with each piece; for the latter waits for the lock of whoever appends to it. Raises
+    UserError if a file cannot be written, for events.jsonl OSError.
     """
     path = folder / message["name"]
     if message["name"] == EVENTS:
@@ -64,8 +64,8 @@ def write_piece(folder: Path, message: dict[str, Any]) -> None:
 class FileSender:
     """Sends the launcher the files that have changed in a host's run folder; sends nothing unless ``enabled``.
 
-    ``send`` sends the launcher a message, from several threads. METRICS and EVENTS that are there already count as
-    sent.
+    ``send`` sends a message, and is called from several threads. What metrics.jsonl and events.jsonl hold already
+    counts as sent.
     """
 
     def __init__(self, folder: Path, send: Callable[[dict[str, Any]], None], enabled: bool = True) -> None:
@@ -75,7 +75,7 @@ class FileSender:
         self.sending_results = threading.Lock()
 
     def send_outputs(self) -> None:
-        """Send new lines of METRICS, and those of OUTPUTS that are new or were replaced; from one thread only."""
+        """Send new lines of metrics.jsonl, and changed checkpoints, model and predictions; from one thread only."""
         if not self.enabled:
             return
         if (size := size_or_zero(self.folder / METRICS)) != self.metrics_sent:
@@ -86,7 +86,7 @@ class FileSender:
             self._send_if_changed(name)
 
     def send_results(self) -> None:
-        """Send new lines of EVENTS, and the files in ``results/`` that are new or were replaced; from any thread."""
+        """Send new lines of results/events.jsonl, under its lock, and changed files of results/; from any thread."""
         if not self.enabled:
             return
         events = self.folder / EVENTS
@@ -103,7 +103,7 @@ class FileSender:
                     self._send_if_changed(str(path.relative_to(self.folder)))
 
     def _send_if_changed(self, name: str) -> None:
-        """Send a file of the folder, if it exists and is another one than was sent last under this name."""
+        """Send a file of the folder, if it exists and is not the one that was sent last under this name."""
         with suppress(FileNotFoundError):
             found = (self.folder / name).stat()
             version = (found.st_ino, found.st_mtime_ns, found.st_size)
@@ -114,10 +114,10 @@ class FileSender:
 
     @contextmanager
     def send_results_during(self) -> Iterator[None]:
-        """Have a thread send new results every SEND_SECONDS during the block; wait for the thread at the end.
+        """Have a thread send new results every SEND_SECONDS during the block, and wait for the thread at the end.
 
-        So nothing else that the launcher must hear waits until a slow disk has taken all results. The thread ends early
-        if the connection fails.
+        So other messages need not wait until a slow disk has taken all results. The thread ends early if the connection
+        fails.
         """
         if not self.enabled:
             yield

@@ -21,7 +21,7 @@ from typing import Any
 from flyte_ddp import results
 from flyte_ddp.code_digest import package_digest
 from flyte_ddp.errors import RankError, UnreachableError, UserError
-from flyte_ddp.launch.remote.connection import AuthenticatedListener, JoinTicket, WorkerConnection
+from flyte_ddp.launch.remote.connection import JoinTicket, WorkerConnection, accept_agents
 from flyte_ddp.launch.remote.file_sync import METRICS, split_file, write_piece
 from flyte_ddp.launch.supervise.processes import RankHandle
 from flyte_ddp.launch.supervise.rank_process import RankInfo
@@ -79,12 +79,11 @@ class Rendezvous:
     def run_ranks(self, num_ranks: int, check_engine: Callable[[], None]) -> None:
         """Wait for all agents, send them the job, and return when all ranks have completed.
 
-        After a recoverable failure, waits for the engine to start agents again under its own retry policy, and resumes
-        the run from its newest checkpoint. Calls ``check_engine`` while agents connect; it raises if an agent will not
-        come. Catches SIGTERM and Ctrl-C. In the end sends all agents the outcome, and kills all ranks.
-
-        Raises the error of the rank that failed first if no retry follows, UnreachableError if agents have not
-        connected within GATHER_SECONDS, and StoppedError or KeyboardInterrupt if a stop was requested.
+        After a recoverable failure waits for the engine to start agents again by its own retry policy, and resumes the
+        run from its newest checkpoint. While agents connect calls ``check_engine``, which raises if one will not come.
+        Catches SIGTERM and Ctrl-C. In the end sends all agents the outcome, and kills all ranks. Raises the error of
+        the rank that failed first if no retry follows, UnreachableError if agents do not connect within GATHER_SECONDS,
+        and StoppedError or KeyboardInterrupt after a signal.
         """
         failure: BaseException | None = None
         with catch_stop_signals() as stop:
@@ -119,16 +118,13 @@ class Rendezvous:
     ) -> None:
         """Wait until all agents have connected; the group holds the handles of those that have, in the order of ranks.
 
-        If two agents claim the same rank, the later one wins: the engine starts a replacement when it has lost the
-        first, whose connection is closed.
-
-        Raises UnreachableError if an agent has not connected within GATHER_SECONDS, UserError if an agent runs another
-        version of this library, StoppedError or KeyboardInterrupt if a stop was requested, and what ``check_engine``
-        raises.
+        Of two agents that claim a rank the later counts: the engine has replaced the first, whose connection is closed.
+        Raises UnreachableError after GATHER_SECONDS, UserError if an agent runs another version of this library,
+        StoppedError or KeyboardInterrupt if a stop was requested, and what ``check_engine`` raises.
         """
         deadline = time.monotonic() + GATHER_SECONDS
         found: dict[int, WorkerConnection] = {}
-        with AuthenticatedListener(self.server, self.key) as listener:
+        with accept_agents(self.server, self.key) as new_connections:
             while len(found) < num_ranks:
                 if stop.signal is not None:
                     # A run before a retry may have saved a checkpoint.
@@ -141,7 +137,7 @@ class Rendezvous:
                         f"{GATHER_SECONDS:g} s: their hosts cannot reach this one, or the cluster has no capacity for "
                         "them; correct that and run again"
                     )
-                for worker in listener.new_connections():
+                for worker in new_connections():
                     if worker.code != package_digest():
                         worker.pipe.close()
                         raise UserError(
@@ -171,8 +167,8 @@ class Rendezvous:
 class RemoteHandle(RankHandle):
     """A rank on another host, or one of Elastic's; ``worker`` is the connection to its agent.
 
-    Other ranks reach the rank at ``host``. The launcher's files are in ``run_folder``; on the rank's host ``files_in``
-    holds the run's files, which is the run folder if the host sees it.
+    Other ranks reach it at ``host``. ``run_folder`` is the launcher's; ``files_in`` is the folder on the rank's host
+    with the run's files, which is the run folder if the host sees it.
     """
 
     def __init__(self, worker: WorkerConnection, host: str, run_folder: Path, files_in: Path) -> None:
@@ -183,10 +179,10 @@ class RemoteHandle(RankHandle):
         self.out_of_memory = self.results_failed = False
 
     def ran_out_of_memory(self) -> bool:
-        """Return whether the kernel has killed a process for lack of memory since the rank's start.
+        """Return whether the kernel has killed a process of the rank's host for lack of memory since the rank's start.
 
-        That is what the agent has found in its cgroup. Elastic's ranks have no agent: for a lost rank on the launcher's
-        host it is what the launcher finds in its own cgroup.
+        The agent finds that in its cgroup. Elastic's ranks have no agent: for a lost one on the launcher's host, the
+        launcher looks into its own cgroup.
         """
         return self.out_of_memory or (self.lost and self.worker.is_on_launcher_host and super().ran_out_of_memory())
 
@@ -238,10 +234,7 @@ class RemoteHandle(RankHandle):
         self.send("kill")
 
     def close(self) -> None:
-        """Wait up to JOIN_SECONDS for the agent to report the rank's exit, then close the connection.
-
-        Writes files that come meanwhile. Does not kill the rank.
-        """
+        """Write files until the rank's exit is reported, up to JOIN_SECONDS; close the connection. Kills nothing."""
         if self.exitcode is None:
             self._receive("exit", JOIN_SECONDS)
         self.pipe.close()

@@ -13,10 +13,11 @@ OWN = ("own", *MISTAKES)  # causes of a report that are no consequence of anothe
 
 
 def first_failure(group: Sequence[RankHandle], timeout: float) -> UserError | RankError:
-    """Return the error of the rank that failed first, for ranks that wait ``timeout`` seconds for one another.
+    """Return the error of the rank that failed first; ``timeout``, for which ranks wait for each other, is in its text.
 
-    That is a root cause if one is known, else a rank that SIGABRT has ended, as gloo and NCCL also abort when a peer is
-    gone, else a collective operation that failed; only then it asks ranks for their stacks, for seconds each.
+    A known root cause comes first, then SIGABRT, by which gloo and NCCL also end a rank when another is gone, then
+    collective operations that failed. Only in the last case asks the ranks that have not failed for their stacks, which
+    takes seconds for each.
     """
     if (error := find_root_cause(group)) is not None:
         return error
@@ -58,10 +59,7 @@ def find_root_cause(group: Sequence[RankHandle]) -> UserError | RankError | None
 
 
 def killed_rank_error(rank: int, by: signal.Signals, *, out_of_memory: bool) -> RankError:
-    """Return the recoverable error of a rank that a signal has ended.
-
-    ``out_of_memory`` says whether the kernel has killed a process for lack of memory; it matters for SIGKILL only.
-    """
+    """Return the recoverable error of a rank that a signal has ended; ``out_of_memory`` explains a SIGKILL."""
     message = f"rank {rank} was killed by {by.name}"
     if by != signal.SIGKILL:
         return RankError(message, recoverable=True)

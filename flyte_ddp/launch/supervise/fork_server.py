@@ -30,10 +30,7 @@ END = signal.SIGUSR2  # makes the server kill its ranks with all that they have 
 
 
 class ForkedHandle(ProcessHandle):
-    """A rank that is a child of the server, which is a child of this process.
-
-    The server sends the rank's process id through ``exit_pipe``, and later its exit code.
-    """
+    """A rank that is a child of the server, which sends its process id and then its exit code by ``exit_pipe``."""
 
     def __init__(
         self, rank: int, server: BaseProcess, pipe: Connection, stacks: Connection, exit_pipe: Connection
@@ -93,7 +90,7 @@ class RankPipes:
 
 
 def start_ranks(group: list[RankHandle], infos: Sequence[RankInfo], *, with_torch: bool) -> None:
-    """Start a server, which forks the ranks, and append their handles to the group. The ranks wait for their jobs.
+    """Start the server, which forks the ranks, and append their handles to the group. The ranks wait for their jobs.
 
     ``with_torch`` has the server import torch before it forks; else each rank does.
     """
@@ -108,7 +105,7 @@ def start_ranks(group: list[RankHandle], infos: Sequence[RankInfo], *, with_torc
 
 
 def run_rank_server(ranks: list[RankPipes], with_torch: bool) -> NoReturn:
-    """Fork the ranks, send their process ids and exit codes, and exit after the last; the server's first function.
+    """Fork the ranks, send the launcher their process ids and exit codes, and exit after the last; runs in the server.
 
     Is called with SIGNALS blocked. Linux ends the server when the launcher ends, and the ranks with the server. Orphans
     of the ranks become children of the server, which kills them before it exits.
@@ -159,10 +156,7 @@ def import_torch(ranks: list[RankPipes]) -> None:
 
 
 def fork_rank(own: RankPipes, ranks: list[RankPipes]) -> int:
-    """Fork this process, and return the fork's process id. The fork runs the rank and exits.
-
-    Raises OSError if there is no room for another process.
-    """
+    """Fork a process that runs the rank, and return its id; raise OSError if there is no room for another process."""
     server = os.getpid()
     pid = os.fork()
     if pid == 0:

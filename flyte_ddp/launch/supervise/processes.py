@@ -123,10 +123,7 @@ class ProcessHandle(RankHandle):
         return self.exitcode is not None
 
     def read_stack(self) -> str:
-        """Send the rank SIGUSR1, on which it writes its Python stack, even while it is in C code; return the stack.
-
-        Returns an empty string if the rank has ended, or nothing comes within STACK_SECONDS.
-        """
+        """Return the Python stack that the rank writes on SIGUSR1; empty if it has ended, or after STACK_SECONDS."""
         number = self.pid or self.process.pid
         if self.poll_exit() or number is None:
             return ""

@@ -32,13 +32,12 @@ M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # options of mallopt, from glibc's malloc
 def run_rank(
     job: Job, info: RankInfo, set_save_function: Callable[[Callable[[], int]], None], link: Link | None = None
 ) -> None:
-    """Run one rank: join the process group, train, and wait for the other ranks. All ranks must call it.
+    """Join the process group, train as one rank, and wait for the other ranks; all ranks must call it.
 
-    ``set_save_function`` gets the function that writes a checkpoint at once and returns its step. ``link`` is the
-    connection to the launcher, None for a single rank in the launcher's own process; no error is reported through it.
-
-    Sets torch's threads and determinism, random seeds, glibc's memory settings, the current GPU, faulthandler, and for
-    several ranks the type of errors of collectives, all in the whole process.
+    Passes a function that writes a checkpoint at once and returns its step to ``set_save_function``. ``link`` leads to
+    the launcher, None for a single rank in the launcher's own process; reports no error through it. Sets torch's
+    threads and determinism, random seeds, glibc's memory settings, the current GPU, faulthandler, and for several ranks
+    the type of errors of collectives, all in the whole process.
     """
     faulthandler.enable()
     torch.set_num_threads(job.hardware.threads)
@@ -91,7 +90,11 @@ def open_common_store(info: RankInfo, link: Link, timeout: timedelta) -> Store:
 
 
 def join_process_group(job: Job, info: RankInfo, store: Store, link: Link) -> None:
-    """Join the process group; all ranks must call it. On a GPU, also start a thread that reports too long a wait."""
+    """Join torch's process group, with the job's backend and timeout; waits for all ranks, which must all call it.
+
+    On a GPU, first starts a thread that reports to the launcher if a collective operation takes longer than the
+    timeout.
+    """
     on_gpu = job.hardware.device_type == "cuda"
     # NCCL ends a process that has waited too long by SIGABRT, and the launcher would blame this rank. So NCCL gets a
     # longer limit, and the report of the thread comes first.

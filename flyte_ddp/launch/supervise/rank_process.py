@@ -45,8 +45,7 @@ class Link:
     def __init__(self, pipe: Connection, resumed_step: int = 0) -> None:
         self._pipe = pipe
         self._sending = threading.Lock()
-        self._jobs: queue.SimpleQueue[tuple[bytes, str]] = queue.SimpleQueue()
-        self._addresses: queue.SimpleQueue[tuple[str, int]] = queue.SimpleQueue()
+        self._received: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()  # the job, then rank 0's address
         self._save: Callable[[], int] = lambda: resumed_step
         threading.Thread(target=self._listen, name="launcher", daemon=True).start()
 
@@ -68,26 +67,21 @@ class Link:
 
         Sets gloo's and NCCL's variables of the environment to the network interface that the launcher names.
         """
-        pickled, network = self._jobs.get()
-        if network:
-            set_network_interface(network)
-        return pickle.loads(pickled)  # in the main thread: two threads that import at once may deadlock
+        message = self._received.get()
+        if message["network"]:
+            set_network_interface(message["network"])
+        return pickle.loads(message["job"])  # in the main thread: two threads that import at once may deadlock
 
     def receive_address(self, timeout: float) -> tuple[str, int]:
-        """Wait for host and port of rank 0's store, which the launcher passes on, and return them.
-
-        Raises CollectiveTimeoutError if nothing has come within ``timeout`` seconds.
-        """
+        """Wait for host and port of rank 0's store; raise CollectiveTimeoutError after ``timeout`` seconds."""
         try:
-            return self._addresses.get(timeout=timeout)
+            message = self._received.get(timeout=timeout)
         except queue.Empty:
             raise CollectiveTimeoutError(f"rank 0 did not say within {timeout:g} s where the ranks meet") from None
+        return message["host"], message["port"]
 
     def set_save_function(self, save: Callable[[], int]) -> None:
-        """Set the function that writes a checkpoint and returns its step.
-
-        It is called in the listening thread when the launcher asks for a checkpoint.
-        """
+        """Set the function that writes a checkpoint and returns its step; the listening thread calls it when asked."""
         self._save = save
 
     def _listen(self) -> None:
@@ -104,11 +98,9 @@ class Link:
     def handle_message(self, message: dict[str, Any]) -> None:
         """Keep the job or rank 0's address that the launcher has sent, or write the checkpoint that it asks for."""
         if message["kind"] == "job":
-            resumed_step: int = message["saved"]
-            self._save = lambda: resumed_step
-            self._jobs.put((message["job"], message["network"]))
-        elif message["kind"] == "address":
-            self._addresses.put((message["host"], message["port"]))
+            self._save = lambda: int(message["saved"])
+        if message["kind"] in ("job", "address"):
+            self._received.put(message)
         elif message["kind"] == "save":
             self.send("saved", step=self._save())
 

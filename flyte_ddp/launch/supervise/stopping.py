@@ -85,8 +85,5 @@ def catch_stop_signals() -> Iterator[StopRequest]:
 
 
 def stop_error(number: signal.Signals, step: int | None) -> BaseException:
-    """Return KeyboardInterrupt for SIGINT, else a StoppedError with the step of the newest checkpoint.
-
-    Step 0 means that there is no checkpoint, None that it is not known whether there is one.
-    """
+    """Return KeyboardInterrupt for SIGINT, else StoppedError with ``step`` (0: no checkpoint, None: not known)."""
     return KeyboardInterrupt() if number == signal.SIGINT else StoppedError(number.name, step)

@@ -18,14 +18,12 @@ START_SECONDS = 300.0  # for all ranks to start: importing torch takes long from
 
 
 def supervise_ranks(group: Sequence[RankHandle], stop: StopRequest, timeout: float, save_seconds: float) -> None:
-    """Handle the ranks' messages until all ranks have completed. Kills no rank.
+    """Handle the ranks' messages until all have completed; kills none.
 
-    When a rank has failed or a stop was requested, asks rank 0 for a checkpoint before it raises. Waits for that up to
-    SAVE_SECONDS after a failure, and up to ``save_seconds`` for a stop. ``timeout`` is how many seconds ranks wait for
-    one another, for the error's text.
-
-    Raises UserError or RankError for the rank that failed first or has not started within START_SECONDS, StoppedError
-    if this process or a rank got SIGTERM, KeyboardInterrupt if this process got Ctrl-C.
+    When a rank has failed or a stop was requested, asks rank 0 for a checkpoint, for up to SAVE_SECONDS or, for a stop,
+    ``save_seconds``. Then raises UserError or RankError for the rank that failed first (``timeout``, for which ranks
+    wait for each other, is in its text), StoppedError if this process or a rank got SIGTERM, or KeyboardInterrupt if
+    this process got Ctrl-C. Raises RankLostError if a rank has not started within START_SECONDS.
     """
     deadline = time.monotonic() + START_SECONDS
     while not all(handle.completed for handle in group):
@@ -78,7 +76,7 @@ def handle_message(message: dict[str, Any], handle: RankHandle, group: Sequence[
 
 
 def wait_for_root_cause(group: Sequence[RankHandle], stop: StopRequest) -> None:
-    """Handle messages for a moment after the first known failure: the root cause may be reported after consequences.
+    """Handle messages after the first known failure, because the root cause may be reported after its consequences.
 
     Returns when all ranks have failed, SETTLE_SECONDS after a root cause is known, or after LONGEST_SETTLE_SECONDS.
     """
