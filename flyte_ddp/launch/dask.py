@@ -1,5 +1,6 @@
 """Launches ranks on the workers of a Dask cluster, one for each worker, as processes that the workers start."""
 
+import itertools
 import os
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -161,11 +162,10 @@ def choose_workers(workers: Mapping[str, Any], num_ranks: int) -> list[str]:
     than ranks. ``workers`` are of :func:`worker_descriptions`.
     """
     idle = [address for address in workers if not workers[address]["tasks"]]
-    hosts: dict[str, list[str]] = defaultdict(list)
-    for address in sorted(idle if len(idle) >= num_ranks else workers):
-        hosts[workers[address]["host"]].append(address)
-    by_size = sorted(hosts, key=lambda host: (-len(hosts[host]), host))
-    ordered = [address for host in by_size for address in hosts[host]]
+    candidates = idle if len(idle) >= num_ranks else [*workers]
+    host = {address: workers[address]["host"] for address in candidates}
+    on_host = Counter(host.values())
+    ordered = sorted(candidates, key=lambda address: (-on_host[host[address]], host[address], address))
     if len(ordered) < num_ranks:
         raise UnreachableError(
             f"num_ranks={num_ranks}: the Dask cluster has {len(ordered)} workers, and each takes one rank; "
@@ -180,13 +180,8 @@ def choose_gpus(workers: Sequence[str], visible: Mapping[str, str | None]) -> li
     ``visible`` has CUDA_VISIBLE_DEVICES by the workers' addresses. Workers of a host that see the same GPUs take 0, 1,
     2 and so on. dask-cuda rotates the list, so each takes 0.
     """
-    taken = Counter[tuple[str, str]]()
-    numbers = []
-    for worker in workers:
-        place = (worker.rpartition(":")[0], visible.get(worker) or "")
-        numbers.append(taken[place])
-        taken[place] += 1
-    return numbers
+    numbers: dict[tuple[str, str], Iterator[int]] = defaultdict(itertools.count)
+    return [next(numbers[worker.rpartition(":")[0], visible.get(worker) or ""]) for worker in workers]
 
 
 def refuse_version_mismatch(client: Any, workers: Iterable[str]) -> None:
