@@ -40,8 +40,8 @@ def choose_device_type(backend: str, has_gpus: bool, lack: str) -> str:
 def clamp_ranks(num_ranks: int, capacity: int, capacity_in_words: str, most: int, *, exact: bool = False) -> int:
     """Return the requested number of ranks (0 requests ``most``), or the capacity if that is smaller.
 
-    Prints to stderr if fewer ranks fit than ``num_ranks``. Raises UserError in place of that if ``exact``, as in a pod,
-    where nobody reads it; also raises UserError if no rank fits.
+    Prints to stderr if fewer ranks fit than ``num_ranks``; with ``exact``, as in a pod, where nobody reads that, raises
+    UserError instead. Also raises UserError if no rank fits.
     """
     if capacity < 1:
         raise UserError(

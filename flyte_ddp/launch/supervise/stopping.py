@@ -17,7 +17,7 @@ OVER = 0  # no signal has this number: it ends a thread that waits for numbers o
 
 @contextmanager
 def call_on_signals(numbers: Collection[signal.Signals], function: Callable[[], None]) -> Iterator[None]:
-    """Call a function in a new thread each time one of these signals comes during the block, in place of its effect.
+    """Call a function in a thread whenever one of these signals comes in the block; the signal has no other effect.
 
     A thread, because Python runs handlers in the main thread, which may sit in a collective operation for minutes. Must
     be used in the main thread. Restores the handlers and ``signal.set_wakeup_fd`` at the end.
@@ -68,7 +68,7 @@ class StopRequest:
 
 @contextmanager
 def catch_stop_signals() -> Iterator[StopRequest]:
-    """Yield a StopRequest, which the first SIGTERM or Ctrl-C makes; a later Ctrl-C raises KeyboardInterrupt.
+    """Yield a StopRequest that the first SIGTERM or Ctrl-C makes; a later Ctrl-C raises KeyboardInterrupt.
 
     Restores the handlers at the end. Outside the main thread, where Python lets no handler be set, signals make no
     request.
