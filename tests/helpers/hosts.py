@@ -25,10 +25,10 @@ class Host(link.Host):
         names: Path | None = None,
         resolver: Path | None = None,
     ) -> subprocess.Popen[bytes]:
-        """Start a command on this host, with the output on both streams in a log.
+        """Start a command on this host, with both of its output streams in the log.
 
-        For the command the folder ``hidden`` is empty, and ``names`` and ``resolver`` are in place of /etc/hosts and
-        /etc/resolv.conf; with ``names`` the hostname is the name of the namespace.
+        The folder ``hidden`` is empty for it. The files ``names`` and ``resolver`` are in place of /etc/hosts, with which
+        the hostname becomes the name of the namespace, and of /etc/resolv.conf.
         """
         mounts = [f'mount -t tmpfs none "{hidden}"'] if hidden else []
         mounts += [f'mount --bind "{names}" /etc/hosts', f'hostname "{self.name}"'] if names else []
