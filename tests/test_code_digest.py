@@ -18,8 +18,8 @@ DECIDES_NOTHING = {  # files at the root and of shards/ that are imported by tho
     "clock errors formatting json_lines progress results": "what is told, and how",
     "credentials files locks lookahead process": "how files, processes and threads are treated, not what they give",
     "code_digest user_code user_source": "which code there is",
-    "shards/cache shards/locks shards/parallel shards/verification": "where the bytes of shards come from",
-    "shards/epoch_plan shards/first_sample": "what is planned or refused before a run",
+    "shards/cache shards/locks shards/parallel": "where the bytes of shards come from",
+    "shards/inspection shards/planning": "what is planned or refused before a run",
     "shards/packing": "makes shards, which the fingerprint of the data covers",
 }
 

@@ -15,8 +15,8 @@ from flyte_ddp.errors import UserError
 from flyte_ddp.order import sampling
 from flyte_ddp.order.sampling import ListedOrder
 from flyte_ddp.order.shard_order import TEST_FRACTION, ShardOrder, ShardSplits, WholeShardSplits, shard_orders
-from flyte_ddp.shards.epoch_plan import sufficient_cache_bytes
 from flyte_ddp.shards.index import ShardIndex
+from flyte_ddp.shards.planning import sufficient_cache_bytes
 
 PreparedSet = ImageArrays | EncodedSet
 SampleOrder = ListedOrder | ShardOrder  # samples of a stream have no numbers, so StreamOrder is not one of these

@@ -1,13 +1,11 @@
 """The commands for shards: ``python -m flyte_ddp.shards --help``."""
 
-from __future__ import annotations
-
 import io
 import json
 import sys
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
@@ -16,14 +14,11 @@ from flyte_ddp.formatting import format_count
 from flyte_ddp.progress import MODES
 from flyte_ddp.shards.plan_request import PlanRequest
 
-if TYPE_CHECKING:
-    from flyte_ddp.shards.index import ShardIndex
-
 PROGRESS = click.option("--progress", type=click.Choice(MODES), default="auto")
 
 
-def format_counts(index: ShardIndex) -> str:
-    """Return the numbers of shards and samples in an index as text: "2 shards, 10 samples"."""
+def format_counts(index: Any) -> str:
+    """Return the numbers of shards and samples in a ShardIndex as text: "2 shards, 10 samples"."""
     return f"{format_count(len(index.shards), 'shard')}, {format_count(len(index), 'sample')}"
 
 

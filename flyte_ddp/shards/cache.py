@@ -1,4 +1,4 @@
-"""A folder of fetched shards that all ranks, workers and jobs of a machine share.
+"""Open shards: those of this machine in their place, remote ones in a folder that all processes of a machine share.
 
 A process that fetches a shard holds an exclusive lock of that shard. A reader holds a shared lock on the shard's file.
 Only files without a lock are evicted, least recently used first. A reader may keep a file open without a lock. Eviction
@@ -12,6 +12,7 @@ import hashlib
 import io
 import os
 import re
+import stat
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -25,14 +26,9 @@ from flyte_ddp.errors import UserError
 from flyte_ddp.files import DISK_FULL
 from flyte_ddp.locks import hold_lock
 from flyte_ddp.shards.index import Shard
-from flyte_ddp.shards.verification import (
-    has_wrong_size,
-    hash_open_file,
-    lock_name,
-    open_local_shard,
-    unusable_shard_error,
-)
+from flyte_ddp.shards.tar import DamagedShardError
 
+LOCKS = 1024  # number of lock files; two shards with the same lock are fetched one after the other
 WHOLE, PARTIAL = ".tar", ".part"
 CACHED_NAME = re.compile(rf"[0-9a-f]{{40}}({WHOLE}|{PARTIAL})")  # files with other names are never removed
 
@@ -43,32 +39,24 @@ class CacheFullError(UserError):
 
 @dataclass(frozen=True)
 class ShardCache:
-    """A folder of fetched shards.
+    """A folder of fetched shards."""
 
-    Args:
-        folder: path of the folder; made when it is first needed.
-        limit: maximum bytes of all its files; None for no limit but the disk's.
-        fetched: how often this process has fetched each shard, by the shard's address.
-    """
-
-    folder: Path
-    limit: int | None = None
+    folder: Path  # made when it is first needed
+    limit: int | None = None  # maximum bytes of all its files; None for no limit but the disk's
+    # How often this process has fetched each shard, by the shard's address.
     fetched: Counter[str] = field(default_factory=Counter, compare=False)
 
-    def open(self, shard: Shard) -> BinaryIO:
-        """Open a shard and return the open file; download a remote shard that is not in the cache.
+    def open_shard(self, shard: Shard) -> BinaryIO:
+        """Open a shard and return the open file; download a remote shard that is not in the cache, with retries.
 
-        The file has a shared lock, so it is not evicted until it is closed or unlocked. Waits while another process
-        downloads the shard. A shard that lies on this machine is opened in its own place.
-
-        Raises:
-            DamagedShardError: a shard on this machine has another size or digest than the index says.
-            CacheFullError: the cache has no room until readers have released other shards.
-            UserError: the shard cannot be fetched, differs from the index, or the cache's folder cannot be written.
+        Locks a cached file against eviction until it is closed or unlocked. Waits, without a limit, while another
+        process downloads the shard. Opens a shard of this machine in its own place. Raises DamagedShardError if such a
+        shard differs from the index, CacheFullError if the cache has no room until readers have released other shards,
+        UserError if the shard cannot be fetched, differs from the index, or the cache's folder cannot be written.
         """
         path = storage.local_path(shard.url)
         if path is not None:
-            return open_local_shard(path, shard, self.folder)
+            return self.open_local_shard(path, shard)
         with explain_unusable_folder(self.folder):
             file = self.open_fetched_shard(shard)
             if file is None:
@@ -76,8 +64,59 @@ class ShardCache:
             mark_as_used(file.fileno())
             return file
 
+    def open_local_shard(self, path: Path, shard: Shard) -> BinaryIO:
+        """Compare a file of this machine with the shard's size and digest in the index, open and return it.
+
+        Reads the whole file for the digest, as :meth:`verify_digest_once`. Raises DamagedShardError if size or digest
+        differ, UserError if the path is no regular file or cannot be read.
+        """
+        try:
+            status = path.stat()
+            if not stat.S_ISREG(status.st_mode):  # a device, or a pipe, may have no end
+                raise UserError(f"shard {shard.url}: is no plain file; check the address")
+            if shard.size not in (-1, status.st_size):
+                raise DamagedShardError(
+                    f"shard {shard.url}: has {status.st_size:,} bytes and not the {shard.size:,} that the index says; "
+                    "copy it again, or renew the index"
+                )
+            self.verify_digest_once(path, status, shard)
+            return path.open("rb")
+        except OSError as error:
+            raise unusable_shard_error(shard, error) from None
+
+    def verify_digest_once(self, path: Path, status: os.stat_result, shard: Shard) -> None:
+        """Read a file of this machine and compare its digest with the index; mark that by an empty file in the folder.
+
+        Does nothing if the index has no digest, or if there is a mark for this path, size, times and digest. Other
+        processes that open the shard wait for the result. Each call reads the file if the folder cannot be written.
+        Raises DamagedShardError if the digest differs from the index.
+        """
+        kind, wanted = shard.digest
+        # ctime too: copying tools set mtime to that of the original, but cannot set ctime.
+        identity = f"{path}\n{status.st_size}\n{status.st_mtime_ns}\n{status.st_ctime_ns}\n{wanted}"
+        mark = self.folder / "verified" / name_digest(identity)
+        if not wanted or mark.exists():
+            return
+        with ExitStack() as stack:
+            with suppress(OSError):
+                stack.enter_context(self.hold_lock(mark.name))
+                mark.parent.mkdir(exist_ok=True)
+            if not mark.exists():  # another process may have verified the shard while this one waited
+                with path.open("rb") as file:
+                    found = hash_open_file(file, kind)
+                if found != wanted:
+                    raise DamagedShardError(
+                        f"shard {shard.url}: its {kind} is {found} and not the {wanted} that the index says, so it is "
+                        "damaged, or another one; copy it again, or renew the index"
+                    )
+                with suppress(OSError):
+                    mark.touch()
+
     def open_fetched_shard(self, shard: Shard) -> BinaryIO | None:
-        """Open and lock a shard that is in the cache; return None if it is not there or has the wrong size."""
+        """Open a cached shard with a shared lock, and return the file; None if it is not there or has the wrong size.
+
+        Waits, without a limit, while another process evicts the shard.
+        """
         path = self.shard_path(shard)
         while True:
             try:
@@ -85,36 +124,32 @@ class ShardCache:
             except FileNotFoundError:
                 return None
             fcntl.flock(file, fcntl.LOCK_SH)
-            if is_still_at(file, path):
-                break
-            file.close()  # it was evicted between open and flock
-        if has_wrong_size(file, shard):
+            status = os.fstat(file.fileno())
+            if status.st_nlink and shard.size in (-1, status.st_size):
+                return file
             file.close()
-            return None
-        return file
+            if status.st_nlink:  # else it was evicted between open and flock, and there may be another one by now
+                return None
 
-    def holds(self, shard: Shard) -> bool:
+    def holds_shard(self, shard: Shard) -> bool:
         """Return whether the shard lies on this machine or in the cache; does not compare it with the index."""
         return storage.local_path(shard.url) is not None or self.shard_path(shard).exists()
 
-    def heal(self, shard: Shard, *, damaged: bool = False) -> bool:
+    def remove_damaged_shard(self, shard: Shard, *, unreadable: bool = False) -> bool:
         """Remove a damaged shard from the cache, even while it is read; return whether the next open fetches it again.
 
-        Reads the whole file to compute its digest. Removes nothing, and returns False, if the digest is right, if the
-        shard lies on this machine in its own place, or if the cache's folder cannot be written.
-
-        Args:
-            shard: the shard's entry in the index.
-            damaged: whether the shard could not be read; decides if the index has no digest.
+        Reads the whole file to compute its digest; if the index has no digest, ``unreadable`` decides. Waits for the
+        shard's lock. Removes nothing, and returns False, if the shard is undamaged, if it lies on this machine in its
+        own place, or if the cache's folder cannot be written.
         """
         if storage.local_path(shard.url) is not None or not os.access(self.folder, os.W_OK):
             return False
-        with explain_unusable_folder(self.folder), self.hold_lock(lock_name(self.shard_path(shard).stem)):
+        with explain_unusable_folder(self.folder), self.hold_lock(self.shard_path(shard).stem):
             file = self.open_fetched_shard(shard)
             if file is not None:
                 with file:
                     kind, wanted = shard.digest
-                    if hash_open_file(file, kind) == wanted if wanted else not damaged:
+                    if hash_open_file(file, kind) == wanted if wanted else not unreadable:
                         return False
             self.shard_path(shard).unlink(missing_ok=True)
             return True
@@ -122,21 +157,19 @@ class ShardCache:
     def shard_path(self, shard: Shard) -> Path:
         """Return the path of a shard in the cache; a shard with another address, size or digest has another path."""
         identity = f"{shard.url}\n{shard.size}\n{shard.digest[1]}"
-        return self.folder / f"{hashlib.sha256(identity.encode('utf-8', 'surrogatepass')).hexdigest()[:40]}{WHOLE}"
+        return self.folder / f"{name_digest(identity)}{WHOLE}"
 
     def fetch_shard(self, shard: Shard) -> BinaryIO:
-        """Download a shard into the cache with retries, and return its open file with a shared lock.
+        """Download a shard into the cache with up to 3 retries, and return its open file with a shared lock.
 
-        Waits for the shard's lock. Downloads nothing if another process has fetched the shard meanwhile. Evicts other
-        shards to make room. Counts the download in ``fetched``. Removes the partial file after a failure.
-
-        Raises:
-            CacheFullError: the cache has no room until readers have released other shards.
-            UserError: the shard cannot be fetched, or differs from the index.
+        Waits for the shard's lock, and downloads nothing if another process has fetched the shard meanwhile. Evicts
+        other shards to make room. Counts the download in ``fetched``. Removes the partial file after a failure. Raises
+        CacheFullError if the cache has no room until readers have released other shards, UserError if the shard cannot
+        be fetched or differs from the index.
         """
         path = self.shard_path(shard)
         part = path.with_suffix(PARTIAL)
-        with self.hold_lock(lock_name(path.stem)):
+        with self.hold_lock(path.stem):
             if file := self.open_fetched_shard(shard):
                 return file
             path.unlink(missing_ok=True)  # a copy with the wrong size
@@ -146,33 +179,24 @@ class ShardCache:
                         self.reserve_space(target, shard.size)
                     storage.retry(shard.url, lambda _: self.download_once(shard, target))
                     os.fsync(target.fileno())  # else a power cut could leave the final name without the content
-                self.fetched[shard.url] += 1
-                return self.publish_download(part, path)
             except storage.UnavailableError as failure:
                 raise unusable_shard_error(shard, failure) from None
+            else:
+                self.fetched[shard.url] += 1
+                file = part.open("rb")
+                fcntl.flock(file, fcntl.LOCK_SH)  # before the rename: nobody can evict the file under its final name
+                mark_as_used(file.fileno())
+                with self.hold_lock("room"):  # a process that sums up the files must not miss this one or see it twice
+                    part.rename(path)
+                return file
             finally:
                 part.unlink(missing_ok=True)
 
-    def publish_download(self, part: Path, path: Path) -> BinaryIO:
-        """Rename a complete download from ``part`` to ``path``; return its open file with a shared lock."""
-        with ExitStack() as on_failure:
-            file = on_failure.enter_context(part.open("rb"))
-            fcntl.flock(file, fcntl.LOCK_SH)  # before the rename: nobody can evict the file under its final name
-            mark_as_used(file.fileno())
-            with self.hold_lock("room"):  # a process that sums up the files must not see this one twice or not at all
-                part.rename(path)
-            on_failure.pop_all()
-        return file
-
     def download_once(self, shard: Shard, target: io.FileIO) -> None:
-        """Download a shard into an open file, and compare its size and digest with the index. Does not retry.
+        """Download a shard into an open file, from its start, and compare size and digest with the index. Tries once.
 
-        Overwrites the file from its start. Evicts other shards if the disk or the cache is full.
-
-        Raises:
-            AlteredError: the size or the digest differs from the index; transient.
-            UnavailableError: the shard cannot be read.
-            CacheFullError: the cache has no room until readers have released other shards.
+        Evicts other shards if the disk or the cache is full. Raises AlteredError, transient, if size or digest differ
+        from the index, UnavailableError if the shard cannot be read, and the errors of :meth:`reserve_space`.
         """
         kind, wanted = shard.digest
         digest = hashlib.new(kind, usedforsecurity=False)
@@ -212,11 +236,8 @@ class ShardCache:
     def reserve_space(self, file: io.FileIO, size: int) -> None:
         """Set an open file's size to ``size`` bytes, and evict unlocked shards until the folder is within its limit.
 
-        Also removes partial files of killed downloads. Waits for the lock ``room``.
-
-        Raises:
-            CacheFullError: shards in use and other downloads leave no room.
-            UserError: ``size`` is larger than the limit.
+        Also removes partial files of killed downloads. Waits for the lock ``room``. Raises CacheFullError if shards in
+        use and other downloads leave no room, UserError if ``size`` is larger than the limit.
         """
         if self.limit is not None and size > self.limit:
             raise UserError(
@@ -227,7 +248,7 @@ class ShardCache:
             for part in self.folder.glob(f"*{PARTIAL}"):
                 if CACHED_NAME.fullmatch(part.name):
                     # A download in progress holds its shard's lock; without a holder, the download was killed.
-                    with suppress(BlockingIOError), self.hold_lock(lock_name(part.stem), wait=False):
+                    with suppress(BlockingIOError), self.hold_lock(part.stem, wait=False):
                         part.unlink(missing_ok=True)
             if self.limit is not None:
                 entries = self.list_oldest_first()
@@ -257,33 +278,36 @@ class ShardCache:
         """Truncate and remove a cached shard, and return the freed bytes; return 0 if a reader holds its lock."""
         with suppress(FileNotFoundError, PermissionError), path.open("r+b") as file, suppress(BlockingIOError):
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if is_still_at(file, path):
-                size = os.fstat(file.fileno()).st_size
+            status = os.fstat(file.fileno())
+            if status.st_nlink:  # else another process has evicted it
                 path.unlink()
                 file.truncate(0)  # a reader may have the file open without a lock, which would keep its space
-                return size
+                return status.st_size
         return 0
 
     def hold_lock(self, name: str, *, wait: bool = True) -> AbstractContextManager[None]:
-        """Hold an exclusive lock of this folder in a block: ``room``, or the :func:`lock_name` of a shard.
+        """Hold an exclusive lock of this folder in a block: ``room``, or that of the shard with a hexadecimal name.
 
-        Raises BlockingIOError if another thread or process holds the lock and ``wait`` is false.
+        Waits without a limit, or raises BlockingIOError if another thread or process holds it and ``wait`` is false.
         """
+        name = name if name == "room" else f"{int(name, 16) % LOCKS:04d}"
         return hold_lock(self.folder / "locks", name, wait=wait)
+
+
+def name_digest(identity: str) -> str:
+    """Return 40 hexadecimal digits of the SHA-256 of a text, for a file's name."""
+    return hashlib.sha256(identity.encode("utf-8", "surrogatepass")).hexdigest()[:40]
+
+
+def hash_open_file(file: BinaryIO, kind: str) -> str:
+    """Read an open file from its position to its end, and return the digest (hex); ``kind`` is "md5" or "sha256"."""
+    return hashlib.file_digest(file, lambda: hashlib.new(kind, usedforsecurity=False)).hexdigest()  # type: ignore[arg-type]
 
 
 def mark_as_used(file: int) -> None:
     """Set the times of an open file (a descriptor) to now; do nothing if the file cannot be changed."""
     with suppress(OSError):  # the cache may be read-only
         os.utime(file, ns=(time.time_ns(),) * 2)  # the kernel's own clock for files goes in steps of milliseconds
-
-
-def is_still_at(file: BinaryIO, path: Path) -> bool:
-    """Return whether ``path`` still names the open file, and not another file or none."""
-    try:
-        return os.path.samestat(os.fstat(file.fileno()), path.stat())
-    except FileNotFoundError:
-        return False
 
 
 @contextmanager
@@ -296,3 +320,12 @@ def explain_unusable_folder(folder: Path) -> Iterator[None]:
         raise UserError(
             f"shard cache {folder}: {error.strerror}; {fix}, or set FLYTE_DDP_CACHE to another folder"
         ) from error
+
+
+def unusable_shard_error(shard: Shard, failure: Exception) -> UserError:
+    """Return the UserError about a shard that cannot be read or fetched because of an exception."""
+    reason = getattr(failure, "strerror", None) or str(failure)
+    if isinstance(failure, storage.AlteredError):
+        return UserError(f"shard {shard.url}: differs from the index: {reason}; copy it again, or renew the index")
+    message = f"shard {shard.url}: cannot be fetched ({reason}); check the address, and that it can be read"
+    return failure.to_user_error(message) if isinstance(failure, storage.UnavailableError) else UserError(message)

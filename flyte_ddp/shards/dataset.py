@@ -8,7 +8,7 @@ import os
 import threading
 import time
 import weakref
-from collections import OrderedDict
+import zlib
 from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -18,12 +18,11 @@ from typing import Any, BinaryIO
 from flyte_ddp import storage
 from flyte_ddp.errors import UserError
 from flyte_ddp.locks import unlock
-from flyte_ddp.shards.cache import CacheFullError, ShardCache, mark_as_used
+from flyte_ddp.shards.cache import CacheFullError, ShardCache, mark_as_used, unusable_shard_error
 from flyte_ddp.shards.decoding import decode_sample
 from flyte_ddp.shards.index import Shard, ShardIndex, read_index
-from flyte_ddp.shards.samples import SampleTable, read_table, tabulate
-from flyte_ddp.shards.tar import BLOCK, DamagedShardError, members
-from flyte_ddp.shards.verification import unusable_shard_error
+from flyte_ddp.shards.samples import SampleTable, read_table_or_none, tabulate_members
+from flyte_ddp.shards.tar import BLOCK, DamagedShardError, iterate_members
 
 MOST_OPEN = 32  # shards that one process keeps open, each with its table of samples
 FETCHED_AHEAD = 4  # shards that threads fetch before they are read, and at the same time
@@ -37,10 +36,6 @@ class OpenShard:
     """A shard and its table of samples, shared by the threads of a process; opened when a thread first uses it.
 
     While no thread uses the shard, the file stays open without a lock, so the shard may be evicted from the cache.
-
-    Args:
-        shard: the shard's entry in the index.
-        cache: the cache that opens or fetches the shard.
     """
 
     def __init__(self, shard: Shard, cache: ShardCache) -> None:
@@ -52,13 +47,9 @@ class OpenShard:
 
     @contextmanager
     def keep_open(self) -> Iterator[OpenShard]:
-        """Yield this shard, open and protected from eviction in the block; open or fetch it if necessary.
+        """Yield this shard, open and protected from eviction in the block; open or fetch it as :meth:`open_file` does.
 
-        Updates the time of last use of a cached shard, once a second. Waits up to 60 s for room in the cache.
-
-        Raises:
-            DamagedShardError: the shard is damaged.
-            UserError: the shard cannot be opened or fetched, or has another number of samples than the index says.
+        Updates the time of last use of a cached shard, once a second.
         """
         with self.lock:
             if self.close is None or (self.users == 0 and not self.lock_file()):
@@ -91,21 +82,19 @@ class OpenShard:
     def open_file(self) -> None:
         """Open the shard's file and read its table of samples; set ``file``, ``table`` and ``close``.
 
-        Closes the file that was open before. Fetches the shard if it is not in the cache, and waits for room there. If
-        there is no table beside the index, or it does not fit, reads the whole shard to make one.
-
-        Raises:
-            DamagedShardError: the shard is damaged.
-            UserError: the shard cannot be opened or fetched, or has another number of samples than the index says.
+        Closes the file that was open before. Fetches the shard if it is not in the cache; waits up to 60 s while the
+        cache is full. Reads the whole shard to make a table if there is none beside the index or it cannot be read.
+        Raises DamagedShardError if the shard is damaged, UserError if it cannot be opened or fetched, or has another
+        number of samples than the index says.
         """
         shard = self.shard
         if self.close is not None:
             self.close()
             self.close = None
-        with wait_for_room(shard, self.cache) as file:
+        with open_when_room(shard, self.cache) as file:
             try:
-                found = (member for member, _ in members(file, shard.url))
-                self.table = read_table_or_none(shard) or tabulate(found, shard.url)
+                members = (member for member, _ in iterate_members(file, shard.url))
+                self.table = read_table_or_none(shard) or tabulate_members(members, shard.url)
             except OSError as error:
                 raise unusable_shard_error(shard, error) from None
             if len(self.table) != shard.samples:
@@ -116,52 +105,50 @@ class OpenShard:
             self.file = os.dup(file.fileno())  # a descriptor of its own, as the block closes the file
             self.close = weakref.finalize(self, os.close, self.file)  # after the last reader has dropped this object
 
-    def read_sample(self, number: int, wanted: Container[str] | None = None) -> tuple[str, dict[str, bytes]]:
-        """Read a sample from the open file; return its key, and its members' contents by their extensions.
 
-        Args:
-            number: the sample's number in the shard.
-            wanted: extensions (lower case) of the members to read; None for all members.
+def open_when_room(shard: Shard, cache: ShardCache) -> BinaryIO:
+    """Open the shard's file, and return it; wait up to WAIT_FOR_ROOM (60 s) while the cache is full.
 
-        Raises:
-            DamagedShardError: a member is not where the table says.
-            UserError: the file cannot be read.
-        """
+    Other readers release their shards after each sample, so room normally appears soon. Raises CacheFullError if the
+    cache is still full, and the other errors of :meth:`ShardCache.open_shard` at once.
+    """
+    deadline, pause = time.monotonic() + WAIT_FOR_ROOM, 0.01
+    while True:
         try:
-            return read_members(self.shard, self.table, number, partial(read_at, self.file), wanted)
-        except OSError as error:
-            raise unusable_shard_error(self.shard, error) from None
+            return cache.open_shard(shard)
+        except CacheFullError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(pause)
+            pause = min(2 * pause, 1.0)
 
 
-def read_members(
+def read_sample_members(
     shard: Shard,
     table: SampleTable,
     sample: int,
     read_bytes: Callable[[int, int], bytes],
     wanted: Container[str] | None = None,
 ) -> tuple[str, dict[str, bytes]]:
-    """Read a sample of a shard; return its key, and its members' contents by their extensions.
+    """Read a sample of a shard by its number there; return its key, and its members' contents by their extensions.
 
-    Args:
-        shard: the shard's entry in the index, for errors.
-        table: the table of the shard's samples.
-        sample: the sample's number in the shard.
-        read_bytes: called with a first byte and a length; returns these bytes of the shard.
-        wanted: extensions (lower case) of the members to read, whose own case is ignored; None for all members.
-
-    Raises:
-        DamagedShardError: the shard has other bytes than the table says.
+    Calls ``read_bytes`` with the number of a first byte of the shard and a length. Reads only members whose extension
+    in lower case is in ``wanted``; None stands for all. Raises DamagedShardError if the shard has other bytes than
+    ``table`` says, UserError for an OSError.
     """
     contents = {}
     for member in table.sample_members(sample):
         if wanted is None or member.extension.lower() in wanted:
-            content = member.extract_content(read_bytes(member.offset - BLOCK, BLOCK + member.size))
-            if content is None:
+            try:
+                stored = read_bytes(member.offset - BLOCK, BLOCK + member.size)
+            except OSError as error:
+                raise unusable_shard_error(shard, error) from None
+            if len(stored) != BLOCK + member.size or zlib.crc32(stored[:BLOCK]) != member.header:
                 raise DamagedShardError(
                     f"shard {shard.url}: damaged at byte {member.offset:,}, where {member.key}{member.extension} "
                     "should be; copy it again, or renew the index"
                 )
-            contents[member.extension] = content
+            contents[member.extension] = stored[BLOCK:]
     return table.keys[sample], contents
 
 
@@ -180,7 +167,7 @@ class OpenShards:
     def __init__(self) -> None:
         self.process = os.getpid()
         self.lock = threading.Lock()
-        self.shards: OrderedDict[int, OpenShard] = OrderedDict()  # by their numbers; the one used last comes last
+        self.shards: dict[int, OpenShard] = {}  # by their numbers; the one used last comes last
         self.wanted: dict[int, None] = {}  # numbers of shards to fetch, in the order in which they will be read
         self.ahead: set[int] = set()  # numbers of shards that are being fetched or were fetched, and not read yet
         self.fetching = threading.Semaphore(FETCHED_AHEAD)
@@ -189,11 +176,8 @@ class OpenShards:
 class ShardReader:
     """Reads samples from shards and keeps the shards used last open. Threads may share a reader; it can be pickled.
 
-    Args:
-        index: the index of the shards.
-        cache: the cache for remote shards.
-        most_open: maximum number of shards that stay open.
-        most_ahead: maximum number of shards that are fetched before they are read; more would fill a small cache.
+    At most ``most_open`` shards stay open, and at most ``most_ahead`` are fetched before they are read: more would fill
+    a small cache.
     """
 
     def __init__(
@@ -213,55 +197,50 @@ class ShardReader:
         return self.open_shards
 
     def read_sample(self, sample: int, wanted: Container[str] | None = None) -> tuple[str, dict[str, bytes]]:
-        """Read a sample; return its key, and its members' contents by their extensions.
+        """Read a sample by its number in the index; return its key, and its members' contents by their extensions.
 
-        Fetches the sample's shard if it is not in the cache, and fetches it once more if it is damaged.
-
-        Args:
-            sample: the sample's number in the index.
-            wanted: extensions (lower case) of the members to read; None for all members.
-
-        Raises:
-            DamagedShardError: the shard is still damaged.
-            UserError: the shard cannot be opened or fetched.
+        Reads only members whose extension in lower case is in ``wanted``; None stands for all. Fetches the shard if it
+        is not in the cache, and once more if it is damaged; waits up to 60 s while the cache is full. Raises
+        DamagedShardError if the shard is still damaged, UserError if it cannot be opened or fetched.
         """
         number, inside = self.index.locate(sample)
-        try:
+
+        def read_once() -> tuple[str, dict[str, bytes]]:
+            """Open the shard and read the sample."""
             with self.open_shard(number) as shard:
-                return shard.read_sample(inside, wanted)
+                return read_sample_members(shard.shard, shard.table, inside, partial(read_at, shard.file), wanted)
+
+        try:
+            return read_once()
         except DamagedShardError:
-            self.remove_damaged_shard(sample, damaged=True)
-        with self.open_shard(number) as shard:  # also if this process removed nothing: another one may have
-            return shard.read_sample(inside, wanted)
+            self.remove_damaged_shard(sample, unreadable=True)
+        return read_once()  # also if this process removed nothing: another one may have
 
-    def remove_damaged_shard(self, sample: int, *, damaged: bool = False) -> bool:
-        """Remove the sample's shard from the cache if it is damaged; return whether the next read fetches it again.
+    def remove_damaged_shard(self, sample: int, *, unreadable: bool = False) -> bool:
+        """Remove a sample's shard from the cache if it is damaged; return whether the next read fetches it again.
 
-        Reads the whole shard to compute its digest, and closes the shard.
-
-        Args:
-            sample: the index's number of a sample that could not be read or decoded.
-            damaged: whether the shard could not be read; decides if the index has no digest.
+        Reads the whole shard to compute its digest; if the index has no digest, ``unreadable`` decides. Closes the
+        shard.
         """
         number, _ = self.index.locate(sample)
-        removed = self.cache.heal(self.index.shards[number], damaged=damaged)
+        removed = self.cache.remove_damaged_shard(self.index.shards[number], unreadable=unreadable)
         with self.own.lock:  # after the removal: before it, another thread could open the damaged shard again
             self.own.shards.pop(number, None)
         return removed
 
     @contextmanager
     def open_shard(self, number: int) -> Iterator[OpenShard]:
-        """Give the open shard of that number in the block; fetch it if necessary, and protect it from eviction.
+        """Give the open shard of that number in the block, protected from eviction; fetch it if it is not cached.
 
         Closes the shards that were not used for longest if more than ``most_open`` are open. Starts threads that fetch
-        the next wanted shards. Raises DamagedShardError or UserError if the shard cannot be opened.
+        the next wanted shards. Raises the errors of :meth:`OpenShard.open_file`.
         """
         own = self.own
         with own.lock:
-            shard = own.shards.setdefault(number, OpenShard(self.index.shards[number], self.cache))
-            own.shards.move_to_end(number)
+            shard = own.shards.pop(number, None) or OpenShard(self.index.shards[number], self.cache)
+            own.shards[number] = shard  # as the last one
             while len(own.shards) > self.most_open:
-                own.shards.popitem(last=False)  # weakref closes the file when its last reader drops the object
+                del own.shards[next(iter(own.shards))]  # weakref closes the file when its last reader drops the object
         with shard.keep_open():
             if number in own.ahead or number in own.wanted:
                 with own.lock:
@@ -273,10 +252,8 @@ class ShardReader:
     def prefetch_shards(self, numbers: Iterable[int]) -> None:
         """Start daemon threads that fetch shards into the cache, at most ``most_ahead`` before they are read.
 
-        Shards beyond that are remembered and fetched later. Errors are not reported: the read meets them again.
-
-        Args:
-            numbers: numbers of the shards, in the order in which they will be read; they follow those of earlier calls.
+        ``numbers`` are in the order in which the shards will be read, and follow those of earlier calls; what is beyond
+        the limit is fetched later. Errors are not reported: the read meets them again.
         """
         own = self.own
         with own.lock:
@@ -287,51 +264,23 @@ class ShardReader:
                 if number in own.shards:
                     continue
                 own.ahead.add(number)
-                if not self.cache.holds(self.index.shards[number]):
+                if not self.cache.holds_shard(self.index.shards[number]):
                     # A daemon: the process need not wait for it, because a download can be killed at any time.
                     name = f"prefetch {number}"
-                    threading.Thread(target=self.prefetch_shard, args=(own, number), name=name, daemon=True).start()
+                    threading.Thread(target=self.fetch_shard, args=(own, number), name=name, daemon=True).start()
 
-    def prefetch_shard(self, own: OpenShards, number: int) -> None:
+    def fetch_shard(self, own: OpenShards, number: int) -> None:
         """Fetch a shard into the cache and unlock it; ignore UserErrors, because the read meets them again.
 
         Waits until fewer than FETCHED_AHEAD threads of the process fetch.
         """
-        with own.fetching, suppress(UserError), self.cache.open(self.index.shards[number]) as file:
+        with own.fetching, suppress(UserError), self.cache.open_shard(self.index.shards[number]) as file:
             unlock(file.fileno())
 
     def close(self) -> None:
         """Close all open shards; a shard that a thread is reading is closed after that read."""
         with self.own.lock:
             self.own.shards.clear()
-
-
-def wait_for_room(shard: Shard, cache: ShardCache) -> BinaryIO:
-    """Open the shard's file, and return it; wait up to WAIT_FOR_ROOM (60 s) while the cache is full.
-
-    Other readers release their shards after each sample, so room normally appears soon. Raises CacheFullError if the
-    cache is still full, and the other errors of :meth:`ShardCache.open` at once.
-    """
-    deadline, pause = time.monotonic() + WAIT_FOR_ROOM, 0.01
-    while True:
-        try:
-            return cache.open(shard)
-        except CacheFullError:
-            if time.monotonic() > deadline:
-                raise
-            time.sleep(pause)
-            pause = min(2 * pause, 1.0)
-
-
-def read_table_or_none(shard: Shard) -> SampleTable | None:
-    """Read the shard's table of samples from the file beside the index; return None if there is none or it is damaged.
-
-    A caller can then make the table from the shard itself.
-    """
-    try:
-        return None if shard.table is None else read_table(shard)
-    except (storage.UnavailableError, ValueError):
-        return None
 
 
 class ShardDataset:
@@ -379,14 +328,7 @@ class ShardDataset:
 
 
 def make_sample(index: ShardIndex, number: int, key: str, contents: dict[str, bytes]) -> Sample:
-    """Return a sample as a dict: its members and wids' keys (``__key__``, ``__shard__`` and so on).
-
-    Args:
-        index: the index of the shards.
-        number: the sample's number in the index.
-        key: the sample's key.
-        contents: the members' contents by their extensions.
-    """
+    """Return sample ``number`` of an index as a dict: its members' contents, and wids' keys (``__key__`` and so on)."""
     shard_number, inside = index.locate(number)
     shard = index.shards[shard_number]
     return {

@@ -5,6 +5,8 @@ import json
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import numpy as np
+
 from flyte_ddp.catalog import IMAGES
 from flyte_ddp.errors import UserError
 
@@ -14,16 +16,10 @@ MOST_NAMED = 6  # members of a sample that an error lists
 
 
 def find_image_and_label(sample: str, extensions: Iterable[str]) -> tuple[str, str]:
-    """Return the extension of the image and the extension of the label that training reads from a sample.
+    """Return the extensions of the image and of the label that training reads, of all ``extensions`` of a sample.
 
-    Case is ignored, as in webdataset. If a sample has several images, ``TRAINED_ON`` ranks their kinds.
-
-    Args:
-        sample: name of the sample, for the error.
-        extensions: the extensions of all members of the sample, each with its dot.
-
-    Raises:
-        UserError: the sample has no image or no label.
+    Ignores case, as webdataset does. Of several images takes the kind that comes first in ``TRAINED_ON``. Raises
+    UserError, with the sample's name, if there is no image or no label.
     """
     found = {extension.lower(): extension for extension in extensions}
     image = next((found[kind] for kind in TRAINED_ON if kind in found and kind != LABEL), None)
@@ -58,14 +54,7 @@ def open_image(content: bytes) -> Any:
     try:
         return Image.open(io.BytesIO(content))
     except UnidentifiedImageError:
-        raise ValueError("an image of no known format") from None
-
-
-def decode_array(content: bytes) -> Any:
-    """Decode a ``.npy`` file and return the numpy array; unlike ``np.load``, refuse archives of arrays and pickles."""
-    import numpy as np
-
-    return np.lib.format.read_array(io.BytesIO(content), allow_pickle=False)
+        raise ValueError("an image of no known format") from None  # Pillow's text has the address of the BytesIO
 
 
 DECODERS: dict[str, Callable[[bytes], Any]] = {
@@ -73,13 +62,9 @@ DECODERS: dict[str, Callable[[bytes], Any]] = {
     **dict.fromkeys(("cls", "cls2"), int),
     **dict.fromkeys(("txt", "text"), bytes.decode),
     "json": json.loads,
-    "npy": decode_array,
+    # Unlike np.load, this refuses archives of arrays and pickles.
+    "npy": lambda content: np.lib.format.read_array(io.BytesIO(content), allow_pickle=False),
 }
-
-
-def is_image(extension: str) -> bool:
-    """Return whether a member with this extension is an image; of ``.seg.png`` the last part counts, as in wids."""
-    return extension.rpartition(".")[2].lower() in IMAGES
 
 
 def decode_sample(sample: dict[str, Any]) -> dict[str, Any]:
@@ -92,15 +77,9 @@ def decode_sample(sample: dict[str, Any]) -> dict[str, Any]:
 
 
 def decode_member(sample: Mapping[str, Any], name: str, content: Any) -> Any:
-    """Return the decoded value of one member of a sample; return ``content`` itself if there is no decoder for it.
+    """Return one decoded value of a sample; return ``content`` itself if ``name`` is no extension with a decoder.
 
-    Args:
-        sample: any mapping with ``__key__`` and ``__shard__``, for the error.
-        name: the member's extension; or a key of wids such as ``__index__``, which has no decoder.
-        content: the member's bytes; or the value of a key of wids.
-
-    Raises:
-        UserError: the content cannot be decoded.
+    Raises UserError, with ``__key__`` and ``__shard__`` of the sample, if the content cannot be decoded.
     """
     decoder = DECODERS.get(name.rpartition(".")[2].lower()) if name.startswith(".") else None
     if decoder is None:

@@ -60,37 +60,24 @@ class Part:
     weight: float = 1.0  # passes that an epoch makes through the data set; 0.5 for half of it
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class ShardIndex:
-    """All shards of a data set, in the order of the index."""
+    """All shards of a data set, in the order of the index, and what is counted from them."""
 
     name: str
     shards: Sequence[Shard]
     parts: tuple[Part, ...] = (Part(""),)
     classes: tuple[str, ...] = ()  # names in the order of the labels; empty if the index does not say
 
+    def __post_init__(self) -> None:
+        # Of each shard, [shards]:
+        self.counts = np.array([shard.samples for shard in self.shards], dtype=np.int64)  # samples
+        self.ends = np.cumsum(self.counts)  # samples up to and including the shard
+        self.sizes = np.array([shard.size for shard in self.shards], dtype=np.int64)  # bytes; -1 if unknown
+        self.weights = np.array([self.parts[shard.part].weight for shard in self.shards])  # of its part
+
     def __len__(self) -> int:
         return int(self.ends[-1])
-
-    @cached_property
-    def counts(self) -> NDArray[np.int64]:
-        """Number of samples of each shard, [shards]."""
-        return np.array([shard.samples for shard in self.shards], dtype=np.int64)
-
-    @cached_property
-    def sizes(self) -> NDArray[np.int64]:
-        """Bytes of each shard, -1 if unknown, [shards]."""
-        return np.array([shard.size for shard in self.shards], dtype=np.int64)
-
-    @cached_property
-    def ends(self) -> NDArray[np.int64]:
-        """Number of samples up to and including each shard, [shards]."""
-        return np.cumsum(self.counts)
-
-    @cached_property
-    def weights(self) -> NDArray[np.float64]:
-        """Weight of each shard's part, [shards]."""
-        return np.array([self.parts[shard.part].weight for shard in self.shards])
 
     @cached_property
     def remote(self) -> NDArray[np.bool_]:
@@ -149,11 +136,10 @@ def pause_garbage_collector() -> Iterator[None]:
 
 
 def read_index(address: str) -> ShardIndex:
-    """Read an index and the indexes that it refers to, and return it. Retries transient errors.
+    """Read an index and the indexes that it refers to, and return it. Retries transient errors up to 3 times.
 
-    Raises:
-        UserError: an index cannot be read or is malformed, or may not name one of its addresses; an index refers to an
-            index that refers to others; two indexes have different classes.
+    Raises UserError if an index cannot be read, is malformed or may not name one of its addresses, if it refers to an
+    index that refers to others, or if two indexes have different classes.
     """
     try:
         return build_index(address, load_index_json(address))
@@ -165,15 +151,10 @@ def read_index(address: str) -> ShardIndex:
 
 @pause_garbage_collector()
 def build_index(address: str, content: dict[str, Any]) -> ShardIndex:
-    """Return the index whose JSON is ``content``; reads the indexes that it refers to.
+    """Return the index whose JSON is ``content``; read the indexes that it refers to, as :func:`read_index` does.
 
-    Args:
-        address: address where the index is, or will be written; relative addresses start from its folder.
-        content: the parsed JSON.
-
-    Raises:
-        UserError: as :func:`read_index`.
-        LookupError, TypeError, ValueError, AttributeError: a field has a wrong type.
+    Relative addresses start from the folder of ``address``, where the index is or will be. Turns Python's garbage
+    collector off meanwhile. Raises UserError as :func:`read_index`, and one of WRONG_TYPES if a field has a wrong type.
     """
     sources = [(address, content, content)] if content.get("shardlist") else []
     sources += [resolve_part(address, content, entry) for entry in content.get("datasets") or []]
@@ -211,9 +192,9 @@ def shorten_repr(value: Any) -> str:
 
 
 def load_index_json(address: str) -> dict[str, Any]:
-    """Read an index and return its JSON as a dict. Retries transient errors.
+    """Read an index and return its JSON as a dict. Retries transient errors up to 3 times.
 
-    Raises UserError if the file cannot be read, is not JSON, or has neither shards nor parts.
+    Raises UserError if the file cannot be read, is not JSON, is of another kind, or has neither shards nor parts.
     """
     try:
         content = json.loads(storage.retry(address, storage.read_file))
@@ -233,15 +214,11 @@ def load_index_json(address: str) -> dict[str, Any]:
 
 
 def resolve_part(address: str, content: dict[str, Any], entry: Any) -> tuple[str, dict[str, Any], dict[str, Any]]:
-    """Return the address and JSON of the index that lists a part's shards, and the part's entry; read that index.
+    """Return the address and JSON of the index that lists a part's shards, and the part's ``entry`` in ``datasets``.
 
-    Args:
-        address: address of the index that has the part.
-        content: JSON of that index.
-        entry: the part's entry in ``datasets``: it lists shards itself, or names another index.
-
-    Raises:
-        UserError: the other index cannot be read, or refers to further indexes.
+    ``address`` and ``content`` are those of the index that has the part. An entry with ``source_url`` names another
+    index, which is read with retries; any other lists shards itself. Raises UserError if the other index cannot be read
+    or refers to further indexes.
     """
     if entry.get("source_url"):
         where = resolve_named_address(address, base_address(address, content), entry["source_url"])
@@ -268,16 +245,10 @@ def base_address(address: str, content: Mapping[str, Any]) -> str:
 
 
 def resolve_named_address(index: str, base: str, named: Any) -> str:
-    """Return the absolute form of an address in an index, if the index may name this address.
+    """Return the absolute form of an address in an index; a relative one starts from the folder or prefix ``base``.
 
-    Args:
-        index: address of the index.
-        base: folder or prefix that a relative address starts from.
-        named: the address in the index.
-
-    Raises:
-        UserError: ``named`` is not an address; or it is a file of this machine and the index is not; or the index is on
-            a web server, and ``named`` has another origin that FLYTE_DDP_ALLOWED_ADDRESSES does not list.
+    Raises UserError if ``named`` is no address; if it is a file of this machine and the index is not; or if the index
+    is on a web server, and ``named`` has another origin that FLYTE_DDP_ALLOWED_ADDRESSES does not list.
     """
     if not isinstance(named, str) or not named or "\0" in named:
         raise malformed_index_error(index, f"{shorten_repr(named)} is no address")
@@ -310,15 +281,9 @@ def require_encodable(index: str, named: str) -> str:
 
 
 def list_shards(address: str, content: Mapping[str, Any], part: int) -> Iterator[Shard]:
-    """Yield the shards in the ``shardlist`` of an index, with absolute addresses.
+    """Yield the shards of part number ``part`` in the ``shardlist`` of an index, with absolute addresses.
 
-    Args:
-        address: address of the index.
-        content: JSON of the index.
-        part: number of the part that the shards belong to.
-
-    Raises:
-        UserError: an entry is malformed, or the index may not name its address.
+    Raises UserError if an entry is malformed, or the index may not name its address.
     """
     base = base_address(address, content)
     folder = str(storage.local_path(base) or base.rstrip("/"))
@@ -332,8 +297,8 @@ def list_shards(address: str, content: Mapping[str, Any], part: int) -> Iterator
                 url=require_encodable(address, f"{folder}/{storage.encode_name(base, url)}")
                 if PLAIN_NAME.fullmatch(url)
                 else resolve_named_address(address, base, url),
-                samples=require_count(entry["nsamples"], 0, MOST_SAMPLES),
-                size=require_count(entry.get("filesize", -1), -1),
+                samples=require_count(entry["nsamples"], MOST_SAMPLES),
+                size=require_count(entry.get("filesize", -1), least=-1),
                 md5=str(entry.get("md5sum") or "").lower(),
                 sha256=str(entry.get("sha256") or "").lower(),
                 part=part,
@@ -349,7 +314,7 @@ def list_shards(address: str, content: Mapping[str, Any], part: int) -> Iterator
             raise UserError(f"index {address}: {problem}") from None
 
 
-def require_count(value: Any, least: int = 0, most: int = MOST_BYTES) -> int:
+def require_count(value: Any, most: int = MOST_BYTES, least: int = 0) -> int:
     """Return ``value`` if it is a whole number from ``least`` to ``most``; raise ValueError otherwise."""
     if type(value) is not int or not least <= value <= most:
         raise ValueError(f"{shorten_repr(value)} for a number of {least:,} to {most:,}")
@@ -359,25 +324,25 @@ def require_count(value: Any, least: int = 0, most: int = MOST_BYTES) -> int:
 def index_json(index: ShardIndex, folder: str, tables: str, *, packed: bool = False) -> bytes:
     """Return the JSON of an index of one part, with one shard in each line.
 
-    Args:
-        index: the index.
-        folder: folder that the index will be in; addresses of shards below it become relative.
-        tables: name of the file with the tables of samples, in the same folder.
-        packed: whether the shards were packed with the index; the next packing of this name may then remove them.
+    ``folder`` is the folder that the index will be in: addresses of shards below it become relative, and ``tables`` is
+    the name of a file in it. ``packed`` says that the shards were packed with the index, so that the next packing under
+    its name may remove them.
     """
     [part] = index.parts
     prefix = f"{folder.rstrip('/')}/"
     lines = []
     for shard in index.shards:
         url = shard.url.removeprefix(prefix)
-        entry: dict[str, Any] = {"url": url if PLAIN_NAME.fullmatch(url) else shard.url, "nsamples": shard.samples}
-        entry |= {"filesize": shard.size} if shard.size >= 0 else {}
-        entry |= {"md5sum": shard.md5} if shard.md5 else {}
-        entry |= {"sha256": shard.sha256} if shard.sha256 else {}
-        entry |= {"table": shard.table[1:]} if shard.table else {}
-        lines.append(json.dumps(entry))
+        entry = {
+            "url": url if PLAIN_NAME.fullmatch(url) else shard.url,
+            "nsamples": shard.samples,
+            "filesize": shard.size if shard.size >= 0 else None,
+            "md5sum": shard.md5 or None,
+            "sha256": shard.sha256 or None,
+            "table": shard.table[1:] if shard.table else None,
+        }
+        lines.append(json.dumps({field: value for field, value in entry.items() if value is not None}))
     head = {"__kind__": KIND, "wids_version": 1, "name": index.name}
     head |= {"weight": part.weight} if part.weight != 1 else {}
     head |= {EXTENSION: {"classes": index.classes, "tables": tables} | ({"packed": True} if packed else {})}
-    text = json.dumps(head)[:-1] + ', "shardlist": [\n' + ",\n".join(lines) + "\n]}\n"
-    return text.encode()
+    return (json.dumps(head)[:-1] + ', "shardlist": [\n' + ",\n".join(lines) + "\n]}\n").encode()

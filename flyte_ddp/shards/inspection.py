@@ -1,4 +1,4 @@
-"""Read single samples, if possible without reading their whole shards."""
+"""Read single samples of an index, if possible without reading their whole shards."""
 
 import tempfile
 from contextlib import suppress
@@ -8,22 +8,21 @@ from pathlib import Path
 from flyte_ddp import storage
 from flyte_ddp.errors import UserError
 from flyte_ddp.files import replace_file
-from flyte_ddp.shards.dataset import Sample, ShardDataset, make_sample, read_members, read_table_or_none
-from flyte_ddp.shards.index import read_index
+from flyte_ddp.shards.cache import unusable_shard_error
+from flyte_ddp.shards.dataset import Sample, ShardDataset, make_sample, read_sample_members
+from flyte_ddp.shards.decoding import LABEL, find_image_and_label, parse_class_number
+from flyte_ddp.shards.index import Shard, ShardIndex, read_index
+from flyte_ddp.shards.samples import read_table_or_none
+from flyte_ddp.shards.scanning import HashedStream
+from flyte_ddp.shards.tar import iterate_members
 
 
 def read_sample(address: str, number: int) -> Sample:
-    """Read one sample; return a dict of its members (bytes, by extension) and wids' keys (``__key__``, ...).
+    """Read one sample of the index at an address; return its members (bytes, by extension) and wids' keys in one dict.
 
-    Reads only the shard's table and the sample's members. If there is no table, or the server gives no parts of files,
-    fetches the whole shard into a temporary folder.
-
-    Args:
-        address: address of the index.
-        number: the sample's number in the index.
-
-    Raises:
-        UserError: there is no such sample, or the index or the shard cannot be read.
+    Reads only the index, the shard's table and the sample's members, with up to 3 retries. If there is no table, or the
+    server gives no parts of files, fetches the whole shard into a temporary folder. Raises UserError if there is no
+    such sample, or the index or the shard cannot be read.
     """
     index = read_index(address)
     if not 0 <= number < len(index):
@@ -38,7 +37,7 @@ def read_sample(address: str, number: int) -> Sample:
     table = read_table_or_none(shard)
     if table is not None and len(table) == shard.samples:
         with suppress(storage.UnavailableError):  # the server may give no parts of files
-            return make_sample(index, number, *read_members(shard, table, inside, read_bytes))
+            return make_sample(index, number, *read_sample_members(shard, table, inside, read_bytes))
     with tempfile.TemporaryDirectory() as folder:
         return ShardDataset(index, folder, decode=False)[number]
 
@@ -51,3 +50,41 @@ def write_members(key: str, members: dict[str, bytes], folder: Path) -> None:
     for extension, content in members.items():
         with replace_file(folder / f"{key}{extension}".replace("/", "_")) as file:
             file.write(content)
+
+
+def refuse_unfit_samples(index: ShardIndex, *, patient: bool = True) -> None:
+    """Read the first sample of each part of an index, and no more of its shard; return if training can read them all.
+
+    Retries transient errors up to 3 times if ``patient``. Raises UserError if a sample has no image or no label, or if
+    its shard cannot be read or is no tar file.
+    """
+    first_shards: dict[int, Shard] = {}
+    for shard in index.shards:
+        if shard.samples:
+            first_shards.setdefault(shard.part, shard)
+    for shard in first_shards.values():
+        try:
+            if patient:
+                storage.retry(shard.url, refuse_unfit_shard)
+            else:
+                refuse_unfit_shard(shard.url)
+        except storage.UnavailableError as failure:
+            raise unusable_shard_error(shard, failure) from None
+
+
+def refuse_unfit_shard(url: str) -> None:
+    """Read a shard until its first sample ends; raise UserError if the sample has no image or no label.
+
+    Raises UnavailableError if the shard cannot be read, DamagedShardError if it is no tar file.
+    """
+    key, found = None, dict[str, bytes | None]()
+    with storage.open_file(url) as file:
+        stream = HashedStream(file.chunks)
+        for member, content in iterate_members(stream, url, lambda extension: extension.lower() == LABEL):  # type: ignore[arg-type]
+            if key not in (None, member.key):
+                break
+            key = member.key
+            found[member.extension] = content
+    name = f"sample {key!r} in shard {url}"
+    _, label = find_image_and_label(name, found)
+    parse_class_number(name, found[label] or b"")

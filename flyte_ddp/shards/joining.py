@@ -15,17 +15,13 @@ from flyte_ddp.shards.scanning import resolve_index_output
 def join_indexes(
     addresses: Sequence[str], output: Path, *, weights: Sequence[float] = (), name: str = ""
 ) -> ShardIndex:
-    """Write an index that refers to other indexes (``datasets`` in wids' format), and return the joined index.
+    """Write an index that refers to two or more others (``datasets`` in wids' format), and return the joined index.
 
-    Args:
-        addresses: addresses of two or more indexes, which list their shards themselves.
-        output: path of the index to write; another index there is replaced.
-        weights: passes that an epoch makes through each data set, such as 2 or 0.5; empty for one pass through each.
-        name: name of the joined data set; by default the name of the output file.
-
-    Raises:
-        UserError: an index cannot be read, refers to other indexes, has other classes or is given twice; the weights
-            are not as many as the indexes, or not above 0; the output is one of the indexes, or a file of another kind.
+    Reads the indexes at ``addresses``, with retries. Each of ``weights`` is the passes that an epoch makes through one
+    data set, such as 2 or 0.5; none stands for one pass through each. Without a name, the data set has that of the
+    output file. Replaces another index at ``output``. Raises UserError if an index cannot be read, refers to other
+    indexes, has other classes or is given twice; if the weights are not as many as the indexes, or not above 0; if the
+    output is one of the indexes, or a file of another kind.
     """
     addresses = [str(storage.local_path(address) or address) for address in addresses]
     output = resolve_index_output(output, addresses)

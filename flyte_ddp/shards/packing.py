@@ -26,20 +26,19 @@ from flyte_ddp.progress import Progress
 from flyte_ddp.shards.index import EXTENSION, ShardIndex, read_index
 from flyte_ddp.shards.scanning import index_shards, resolve_index_output, tables_path
 
-SAMPLES_PER_SHARD = 1000
 AHEAD = 32  # threads that read samples
 
 Members = Mapping[str, bytes]  # by extension
 
 
 def pack_samples(
-    samples: Callable[[int], tuple[str, Members]],
+    make_sample: Callable[[int], tuple[str, Members]],
     count: int,
     folder: Path,
     *,
     classes: Sequence[str],
     name: str = "train",
-    per_shard: int = SAMPLES_PER_SHARD,
+    per_shard: int = 1000,
     seed: int | None = 0,
     progress: str = "auto",
 ) -> ShardIndex:
@@ -47,10 +46,12 @@ def pack_samples(
 
     The same samples make the same bytes. Shards and index of an earlier packing under this name are replaced when all
     new shards are complete; other files stay. If packing fails or is killed, the index refers to the complete old
-    shards or to the complete new ones. Prints progress to stderr.
+    shards or to the complete new ones. Delays SIGINT while it replaces them. Prints progress to stderr. Raises
+    UserError if there are no samples, a sample cannot be read, a class name is not UTF-8, the folder cannot be written,
+    another process is packing this index, or ``<name>.json`` exists and is no index.
 
     Args:
-        samples: called with a sample's number, in up to 32 threads; returns the sample's key and its members.
+        make_sample: called with numbers below ``count``, in up to 32 threads; returns a sample's key and its members.
         count: number of samples.
         folder: folder to write to; made if missing.
         classes: names of the classes, for the index.
@@ -59,10 +60,6 @@ def pack_samples(
         seed: seed of the random order of the samples; None keeps the order of their numbers. Training mixes only
             neighbouring shards, so samples that are sorted by class should be packed in random order.
         progress: auto, bar, lines or off.
-
-    Raises:
-        UserError: there are no samples; a sample cannot be read; a class name is not UTF-8; the folder cannot be
-            written; another process is packing this index; or ``<name>.json`` exists and is no index.
     """
     if count == 0:
         raise UserError(f"{name}: there is no sample to pack")
@@ -81,7 +78,7 @@ def pack_samples(
     track = Progress(progress).track("packing", count, "samples")
     with open_workspace(index) as workspace:
         paths = [workspace / f"{name}-{number:0{digits}d}.tar" for number in range(len(starts))]
-        with map_in_threads(samples, order.tolist(), AHEAD) as made, track as advance:
+        with map_in_threads(make_sample, order.tolist(), AHEAD) as made, track as advance:
             for path in paths:
                 write_shard(path, itertools.islice(made, per_shard), advance)
         urls = [str(path) for path in paths]
@@ -90,15 +87,28 @@ def pack_samples(
     return read_index(str(index))
 
 
+def write_shard(path: Path, samples: Iterable[tuple[str, Members]], advance: Callable[[int], object]) -> None:
+    """Write samples to a new tar file, and call ``advance(1)`` after each; raise UserError if writing fails."""
+    # For names that are long or not ASCII, wids reads GNU's format best.
+    with (
+        replace_file(path) as file,
+        tarfile.open(fileobj=file, mode="w", format=tarfile.GNU_FORMAT, encoding="utf-8") as tar,
+    ):
+        for key, members in samples:
+            for extension, content in members.items():
+                header = tarfile.TarInfo(f"{key}{extension}")
+                header.size = len(content)
+                tar.addfile(header, io.BytesIO(content))
+            advance(1)
+
+
 @contextmanager
 def open_workspace(index: Path) -> Iterator[Path]:
     """Make and lock an empty hidden folder beside the index, yield its path, and remove the folder after the block.
 
     If a killed packing of this index was being published, first finishes that. Keeps the folder after the block while
-    the index refers to shards in it.
-
-    Raises:
-        UserError: another process is packing this index, or the folder cannot be written.
+    the index refers to shards in it. Raises UserError if another process is packing this index, or the folder cannot be
+    written.
     """
     workspace = index.with_name(f".{index.stem}.packing")
     with ExitStack() as stack:
@@ -129,7 +139,7 @@ def publish_packed_shards(workspace: Path, index: Path) -> None:
     meanwhile. If the process is killed between (1) and (3), the next packing does the rest. Raises UserError if a file
     cannot be written.
     """
-    content = read_index_or_empty(workspace / index.name)
+    content = read_json_or_empty(workspace / index.name)
     content |= {"packed_in": workspace.name, "replaced": list_packed_shards(index)}
     for entry, key in (*((entry, "url") for entry in content["shardlist"]), (content[EXTENSION], "tables")):
         entry[key] = f"{workspace.name}/{entry[key]}"
@@ -143,7 +153,7 @@ def publish_packed_shards(workspace: Path, index: Path) -> None:
 
 def index_refers_to(workspace: Path, index: Path) -> bool:
     """Return whether the index refers to shards in the workspace: a packing is published in part."""
-    return (workspace / index.name).exists() and read_index_or_empty(index).get("packed_in") == workspace.name
+    return (workspace / index.name).exists() and read_json_or_empty(index).get("packed_in") == workspace.name
 
 
 def move_packed_shards(workspace: Path, index: Path) -> None:
@@ -155,7 +165,7 @@ def move_packed_shards(workspace: Path, index: Path) -> None:
     if not index_refers_to(workspace, index):
         return
     try:
-        for name in read_index_or_empty(index)["replaced"]:
+        for name in read_json_or_empty(index)["replaced"]:
             index.with_name(name).unlink(missing_ok=True)
         # Each shard keeps its name in the workspace as well, so the interim index is valid until it is replaced.
         for name in (*list_packed_shards(workspace / index.name), tables_path(index).name):
@@ -176,7 +186,7 @@ def link_or_copy_file(path: Path, target: Path) -> None:
         copy.replace(target)
 
 
-def read_index_or_empty(index: Path) -> dict[str, Any]:
+def read_json_or_empty(index: Path) -> dict[str, Any]:
     """Read an index and return its JSON; return {} if there is no such file."""
     content: dict[str, Any] = json.loads(index.read_bytes()) if index.is_file() else {}
     return content
@@ -184,23 +194,8 @@ def read_index_or_empty(index: Path) -> dict[str, Any]:
 
 def list_packed_shards(index: Path) -> list[str]:
     """Read an index; return the names of the shards that were packed with it, [] for an index of existing shards."""
-    content = read_index_or_empty(index)
+    content = read_json_or_empty(index)
     if not (content.get(EXTENSION) or {}).get("packed"):
         return []
     names = (str(entry["url"]) for entry in content["shardlist"])
     return [name for name in names if re.fullmatch(rf"{re.escape(index.stem)}-\d{{6,}}\.tar", name)]
-
-
-def write_shard(path: Path, samples: Iterable[tuple[str, Members]], advance: Callable[[int], object]) -> None:
-    """Write samples to a new tar file, and call ``advance(1)`` after each; raise UserError if writing fails."""
-    # For names that are long or not ASCII, wids reads GNU's format best.
-    with (
-        replace_file(path) as file,
-        tarfile.open(fileobj=file, mode="w", format=tarfile.GNU_FORMAT, encoding="utf-8") as tar,
-    ):
-        for key, members in samples:
-            for extension, content in members.items():
-                header = tarfile.TarInfo(f"{key}{extension}")
-                header.size = len(content)
-                tar.addfile(header, io.BytesIO(content))
-            advance(1)

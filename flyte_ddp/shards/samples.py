@@ -37,10 +37,6 @@ class SampleTable:
     def __len__(self) -> int:
         return len(self.keys)
 
-    def sample_extensions(self, sample: int) -> list[str]:
-        """Return the extensions of a sample's members, in the order of the shard."""
-        return [self.extensions[kind] for kind in self.kinds[self.starts[sample] : self.starts[sample + 1]].tolist()]
-
     def sample_members(self, sample: int) -> list[Member]:
         """Return the members of a sample, in the order of the shard."""
         rows = slice(int(self.starts[sample]), int(self.starts[sample + 1]))
@@ -68,11 +64,9 @@ class SampleTable:
 
 
 def read_table(shard: Shard) -> SampleTable:
-    """Read the shard's table from the file with all tables, and return it. ``shard.table`` must not be None.
+    """Read the shard's table from the file with all tables, and return it; ``shard.table`` must not be None.
 
-    Raises:
-        UnavailableError: the file cannot be read.
-        ValueError: the file holds no table there, or one with another digest.
+    Tries once. Raises UnavailableError if the file cannot be read, ValueError if it has no such table there.
     """
     assert shard.table is not None
     address, start, length, digest = shard.table
@@ -82,20 +76,27 @@ def read_table(shard: Shard) -> SampleTable:
     return SampleTable.from_bytes(content)
 
 
+def read_table_or_none(shard: Shard) -> SampleTable | None:
+    """Read and return the shard's table; return None if there is none, or it cannot be read or is damaged. Tries once.
+
+    A caller can then make the table from the shard itself.
+    """
+    try:
+        return None if shard.table is None else read_table(shard)
+    except (storage.UnavailableError, ValueError):
+        return None
+
+
 def table_digest(content: bytes) -> str:
     """Return the first 32 hex digits of the SHA-256 of a table's bytes."""
     return hashlib.sha256(content).hexdigest()[:32]
 
 
-def tabulate(members: Iterable[Member], shard: str) -> SampleTable:
-    """Group a shard's members into samples, and return the table of the samples.
+def tabulate_members(members: Iterable[Member], shard: str) -> SampleTable:
+    """Group all members of a shard, in its order, into samples; return the table of the samples.
 
-    Args:
-        members: all members of the shard, in its order.
-        shard: the shard's address, for errors.
-
-    Raises:
-        UserError: the members of a sample are not adjacent, or two of them have the same extension.
+    Raises UserError, with the shard's address, if the members of a sample are not adjacent, or two of them have the
+    same extension.
     """
     keys: dict[str, None] = {}
     extensions: dict[str, int] = {}

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from flyte_ddp import storage
+from flyte_ddp.catalog import IMAGES
 from flyte_ddp.class_names import class_names
 from flyte_ddp.errors import UserError
 from flyte_ddp.files import replace_file
@@ -16,10 +17,10 @@ from flyte_ddp.formatting import format_count
 from flyte_ddp.lookahead import map_in_threads
 from flyte_ddp.pictures import opaque_picture
 from flyte_ddp.progress import Progress
-from flyte_ddp.shards.decoding import LABEL, decode_member, find_image_and_label, is_image
+from flyte_ddp.shards.decoding import LABEL, decode_member, find_image_and_label
 from flyte_ddp.shards.index import Part, Shard, ShardIndex, index_json, load_index_json, read_index
-from flyte_ddp.shards.samples import SampleTable, read_table, table_digest, tabulate
-from flyte_ddp.shards.tar import Member, members
+from flyte_ddp.shards.samples import SampleTable, read_table, table_digest, tabulate_members
+from flyte_ddp.shards.tar import Member, iterate_members
 
 THREADS = 8  # shards that are read at the same time
 MOST_CLASSES = 1_000_000  # without given names; a higher label is probably no label
@@ -34,8 +35,7 @@ class ScannedShard(NamedTuple):
     table: SampleTable
     labels: int  # the highest class number in a ``.cls`` member, plus 1; 0 without such members
     damaged: list[str]  # a sentence about each image that cannot be decoded
-    unfit: int  # number of samples that training cannot read
-    reason: str  # why training cannot read the first of them
+    unfit: list[str]  # a sentence about each sample without an image or a label
 
 
 class HashedStream:
@@ -43,7 +43,7 @@ class HashedStream:
 
     def __init__(self, chunks: Iterator[bytes]) -> None:
         self.chunks = chunks
-        self.rest = memoryview(b"")
+        self.rest = bytearray()
         self.md5, self.sha256 = hashlib.md5(usedforsecurity=False), hashlib.sha256()
         self.count = 0
 
@@ -52,25 +52,22 @@ class HashedStream:
         return False
 
     def read(self, length: int) -> bytes:
-        """Return the next bytes, at most ``length``; return b"" at the end. Adds each new chunk to the digests."""
-        while not self.rest and (chunk := next(self.chunks, None)) is not None:
+        """Return the next ``length`` bytes, or fewer at the end. Adds each new chunk to the digests."""
+        while len(self.rest) < length and (chunk := next(self.chunks, None)) is not None:
             self.md5.update(chunk)
             self.sha256.update(chunk)
             self.count += len(chunk)
-            self.rest = memoryview(chunk)
-        piece, self.rest = bytes(self.rest[:length]), self.rest[length:]
+            self.rest += chunk
+        piece = bytes(self.rest[:length])
+        del self.rest[:length]
         return piece
 
 
 def scan_shard(url: str, *, decode: bool = False) -> ScannedShard:
-    """Read a whole shard and return its size, digests, samples and labels. Retries transient errors.
+    """Read a whole shard and return its size, digests, samples and labels; with ``decode``, decode its images too.
 
-    Args:
-        url: address of the shard.
-        decode: whether images are decoded, too; then ``damaged`` lists those that cannot be decoded.
-
-    Raises:
-        UserError: the shard cannot be read, is no tar file, or has a ``.cls`` member that is no class number.
+    Retries transient errors up to 3 times. Raises UserError if the shard cannot be read, is no tar file, or has a
+    ``.cls`` member that is no class number.
     """
 
     def scan_once(address: str) -> ScannedShard:
@@ -78,10 +75,12 @@ def scan_shard(url: str, *, decode: bool = False) -> ScannedShard:
         found, damaged, labels = list[Member](), list[str](), 0
         with storage.open_file(address) as file:
             stream = HashedStream(file.chunks)
-            for member, content in members(
+            for member, content in iterate_members(
                 stream,  # type: ignore[arg-type]
                 url,
-                lambda extension: extension.lower() == LABEL or (decode and is_image(extension)),
+                lambda extension: (
+                    extension.lower() == LABEL or (decode and extension.rpartition(".")[2].lower() in IMAGES)
+                ),
             ):
                 found.append(member)
                 if content is None:
@@ -92,12 +91,12 @@ def scan_shard(url: str, *, decode: bool = False) -> ScannedShard:
                     if label < 0:
                         raise UserError(f"sample {member.key!r} in {url}: label {label}; labels are 0, 1, 2 and so on")
                     labels = max(labels, label + 1)
-                elif problem := describe_damage(where, member.extension, content):
-                    damaged.append(problem)
+                else:
+                    damaged += describe_damage(where, member.extension, content)
         storage.check_length(stream.count, file.size, remote=storage.local_path(address) is None)
-        table = tabulate(found, url)
+        table = tabulate_members(found, url)
         shard = Shard(url, len(table), stream.count, stream.md5.hexdigest(), stream.sha256.hexdigest())
-        return ScannedShard(shard, table, labels, damaged, *count_unfit_samples(table, url))
+        return ScannedShard(shard, table, labels, damaged, describe_unfit_samples(table, url))
 
     try:
         return storage.retry(url, scan_once)
@@ -105,72 +104,57 @@ def scan_shard(url: str, *, decode: bool = False) -> ScannedShard:
         raise failure.to_user_error(f"shard {url}: cannot be read ({failure}); check the address") from None
 
 
-def count_unfit_samples(table: SampleTable, url: str) -> tuple[int, str]:
-    """Return the number of samples without an image or a label, and a sentence about the first; "" if there is none."""
-    count, reason = 0, ""
+def describe_unfit_samples(table: SampleTable, url: str) -> list[str]:
+    """Return a sentence about each sample of a shard that has no image or no label, so that training cannot read it."""
+    unfit = []
     for number, key in enumerate(table.keys):
         try:
-            find_image_and_label(f"sample {key!r} in shard {url}", table.sample_extensions(number))
+            extensions = (member.extension for member in table.sample_members(number))
+            find_image_and_label(f"sample {key!r} in shard {url}", extensions)
         except UserError as error:
-            count, reason = count + 1, reason or error.message
-    return count, reason
+            unfit.append(error.message)
+    return unfit
 
 
-def describe_damage(where: dict[str, str], extension: str, content: bytes) -> str:
-    """Decode an image as training does; return a sentence about the failure, or "" for success.
+def describe_damage(where: dict[str, str], extension: str, content: bytes) -> list[str]:
+    """Decode an image as training does; return a sentence about the failure in a list, or [] for success.
 
-    Args:
-        where: ``__key__`` and ``__shard__`` of the image's sample, for the sentence.
-        extension: the image's extension.
-        content: the encoded image.
+    ``where`` has ``__key__`` and ``__shard__`` of the image's sample, for the sentence.
     """
     try:
         image = decode_member(where, extension, content)
         image.load()
         opaque_picture(image)
     except UserError as error:
-        return error.message
+        return [error.message]
     except Exception as error:  # Pillow raises many kinds of errors
-        return f"sample {where['__key__']!r} in {where['__shard__']}: {extension} cannot be decoded ({error})"
-    return ""
+        return [f"sample {where['__key__']!r} in {where['__shard__']}: {extension} cannot be decoded ({error})"]
+    return []
 
 
-def expand_ranges(urls: Sequence[str]) -> list[str]:
-    """Return the addresses with each range such as ``{000..127}`` replaced by its numbers."""
-    found: list[str] = []
-    for url in urls:
-        if match := RANGE.search(url):
-            start, end = match.span()
-            numbers = range(int(match[1]), int(match[2]) + 1)
-            found += expand_ranges([f"{url[:start]}{n:0{len(match[1])}d}{url[end:]}" for n in numbers])
-        else:
-            found.append(url)
-    return found
+def expand_ranges(url: str) -> list[str]:
+    """Return the addresses that stand for ``url``: each range such as ``{000..127}`` is replaced by its numbers."""
+    match = RANGE.search(url)
+    if match is None:
+        return [url]
+    start, end = match.span()
+    numbers = (f"{number:0{len(match[1])}d}" for number in range(int(match[1]), int(match[2]) + 1))
+    return [whole for number in numbers for whole in expand_ranges(f"{url[:start]}{number}{url[end:]}")]
 
 
 def create_index(
     urls: Sequence[str], output: Path, *, name: str = "", classes: Sequence[str] = (), progress: str = "auto"
 ) -> ShardIndex:
-    """Read whole shards in 8 threads; write their index and a file with their tables of samples; return the index.
+    """Write the index of shards as :func:`index_shards` does, and return it; ``{000..127}`` in ``urls`` is a range.
 
-    Prints progress to stderr, and a warning if there are samples without an image or a label.
-
-    Args:
-        urls: addresses of the shards, local or remote; ``{000..127}`` stands for a range of numbers.
-        output: path of the index; the tables are written to the same path + ``.tables``.
-        name: name of the data set; by default the name of the output file.
-        classes: names of the classes in the order of the labels; by default "0", "1", "2" up to the highest label.
-        progress: auto, bar, lines or off.
-
-    Raises:
-        UserError: a shard cannot be read, is no tar file or is given twice; a label has no class; two classes have one
-            name, or a class has none; the output is a shard, or a file that is no index.
+    Also raises UserError if two classes have one name, or a class has none.
     """
     classes = class_names("classes", classes)
     for label, count in Counter(classes).items():
         if count > 1 or not label.strip():
             raise UserError(f"class {label!r} is named {format_count(count, 'time')}: each must have a name of its own")
-    return index_shards(expand_ranges(urls), output, name=name, classes=classes, progress=progress)
+    expanded = [whole for url in urls for whole in expand_ranges(url)]
+    return index_shards(expanded, output, name=name, classes=classes, progress=progress)
 
 
 def index_shards(
@@ -178,20 +162,17 @@ def index_shards(
 ) -> ShardIndex:
     """Read whole shards in 8 threads; write their index and a file with their tables of samples; return the index.
 
-    Prints progress to stderr, and a warning if there are samples without an image or a label. Unlike
-    :func:`create_index`, takes no ranges of numbers, and any names of classes.
+    Prints progress to stderr, and a warning if there are samples without an image or a label. Raises UserError if a
+    shard cannot be read, is no tar file or is given twice; if a label has no class; if the output is a shard, or a file
+    that is no index.
 
     Args:
-        urls: addresses of the shards.
+        urls: addresses of the shards, local or remote.
         output: path of the index; the tables are written to the same path + ``.tables``.
-        name: name of the data set; by default the name of the output file.
-        classes: names of the classes in the order of the labels; by default "0", "1", "2" up to the highest label.
+        name: name of the data set; "" for the name of the output file.
+        classes: names of the classes in the order of the labels; empty for "0", "1", "2" up to the highest label.
         progress: auto, bar, lines or off.
         packed: whether the shards were packed with the index; the next packing of this name may then remove them.
-
-    Raises:
-        UserError: a shard cannot be read, is no tar file or is given twice; a label has no class; the output is a
-            shard, or a file that is no index.
     """
     shards = [str(storage.local_path(url) or url) for url in urls]
     output = resolve_index_output(output, shards)
@@ -213,7 +194,7 @@ def index_shards(
             listed.append(found.shard._replace(table=(str(tables), start, len(content), table_digest(content))))
             start += len(content)
             labels = max(labels, found.labels)
-            unfit, reason = unfit + found.unfit, reason or found.reason
+            unfit, reason = unfit + len(found.unfit), reason or next(iter(found.unfit), "")
             advance(1)
             if classes and labels > len(classes):
                 raise UserError(
@@ -243,14 +224,10 @@ def tables_path(index: Path) -> Path:
 
 
 def resolve_index_output(path: Path, inputs: Iterable[str] = ()) -> Path:
-    """Return the absolute path of an index to write, after a check that no file but an index would be overwritten.
+    """Return the absolute path of an index to write, if no file but an index would be overwritten.
 
-    Args:
-        path: the path to write; an existing file there is read.
-        inputs: addresses of the files that the index is made from.
-
-    Raises:
-        UserError: the path is a remote address, one of the inputs, or an existing file that is no index.
+    Reads an existing file there. Raises UserError if the path is a remote address, one of the addresses ``inputs`` that
+    the index is made from, or an existing file that is no index.
     """
     if ADDRESS.match(str(path)):
         raise UserError(f"{path}: cannot be written to; choose a path on this machine, and copy it there afterwards")
@@ -271,15 +248,9 @@ def resolve_index_output(path: Path, inputs: Iterable[str] = ()) -> Path:
 def verify_index(address: str, *, decode: bool = False, progress: str = "auto") -> list[str]:
     """Read all shards of an index in 8 threads; return a sentence about each difference from the index.
 
-    A shard that cannot be read is such a difference. Prints progress to stderr.
-
-    Args:
-        address: address of the index.
-        decode: whether images are decoded, too, and samples without an image or a label are reported.
-        progress: auto, bar, lines or off.
-
-    Raises:
-        UserError: the index cannot be read.
+    A shard that cannot be read is such a difference. With ``decode``, also decodes images, and reports samples without
+    an image or a label. Retries transient errors; prints progress to stderr, as ``progress`` says (auto, bar, lines or
+    off). Raises UserError if the index cannot be read.
     """
     index = read_index(address)
     verify = partial(verify_shard, classes=len(index.classes), decode=decode)
@@ -293,12 +264,9 @@ def verify_index(address: str, *, decode: bool = False, progress: str = "auto") 
 
 
 def verify_shard(shard: Shard, classes: int, *, decode: bool) -> list[str]:
-    """Read a whole shard and its table in the index; return a sentence about each difference from the index.
+    """Read a whole shard and its table in the index, with retries; return a sentence about each difference.
 
-    Args:
-        shard: the shard's entry in the index.
-        classes: number of classes in the index; 0 if it does not say.
-        decode: whether images are decoded, too, and samples without an image or a label are reported.
+    ``classes`` is the number of classes in the index, 0 if it does not say. ``decode`` is as in :func:`verify_index`.
     """
     try:
         found = scan_shard(shard.url, decode=decode)
@@ -306,7 +274,7 @@ def verify_shard(shard: Shard, classes: int, *, decode: bool) -> list[str]:
         return [error.message]
     problems = found.damaged
     if decode and found.unfit:
-        problems.append(f"{found.reason}; in all {format_count(found.unfit, 'such sample')}")
+        problems.append(f"{found.unfit[0]}; in all {format_count(len(found.unfit), 'such sample')}")
     for what, here, said in (
         ("bytes", found.shard.size, shard.size if shard.size >= 0 else None),
         ("samples", found.shard.samples, shard.samples),

@@ -30,13 +30,7 @@ def format_range(numbers: Counts) -> str:
 
 
 def sum_by_reader(values: Counts, ranks: int, readers: int) -> Counts:
-    """Add up one value of each shard, [shards], over the shards of each reader; return the sums, [ranks, readers].
-
-    Args:
-        values: for example the samples of each shard.
-        ranks: number of ranks.
-        readers: number of readers of each rank.
-    """
+    """Add up one value of each shard, [shards], over the shards of each reader; return the sums, [ranks, readers]."""
     padded = np.pad(values, (0, -len(values) % (ranks * readers)))
     return np.asarray(padded.reshape(-1, readers, ranks).sum(axis=0).T)
 
@@ -45,18 +39,12 @@ def sum_by_reader(values: Counts, ranks: int, readers: int) -> Counts:
 class StreamPlan:
     """The batches that the loaders of all ranks give.
 
-    Args:
-        request: numbers of nodes, ranks and workers, and the loaders' options.
-        counts: samples of each shard, [shards], in the order of the list of shards.
-        sizes: bytes of each shard, [shards]; None if unknown.
-
-    Raises:
-        UserError: a reader would have no samples, where webdataset raises "No samples found in dataset".
+    Raises UserError if a reader would have no samples, where webdataset raises "No samples found in dataset".
     """
 
-    request: PlanRequest
-    counts: Counts
-    sizes: Counts | None = None
+    request: PlanRequest  # numbers of nodes, ranks and workers, and the loaders' options
+    counts: Counts  # [shards] samples of each shard, in the order of the list of shards
+    sizes: Counts | None = None  # [shards] bytes of each shard; None if unknown
 
     def __post_init__(self) -> None:
         shards, ranks, readers = len(self.counts), self.request.total_ranks, self.request.readers_per_rank

@@ -11,16 +11,16 @@ import re
 import tarfile
 import zlib
 from collections.abc import Callable, Iterator
-from typing import IO, NamedTuple
+from typing import IO, Any, NamedTuple
 
 from flyte_ddp.errors import UserError
 from flyte_ddp.storage.addresses import leads_out
 
 BLOCK = tarfile.BLOCKSIZE
 MOST_METADATA = 1 << 20  # bytes of a pax header or a long name, which tarfile reads into memory
-SAMPLE_NAME = re.compile(r"((?:.*/)?.*?)(\..*)", re.DOTALL)  # wids' rule: key, and extension with its dot
 MOST_BYTES = 1 << 60  # of a file
 METADATA = (b"x", b"X", b"g", b"L", b"K")  # types of headers that describe the next member: pax's and GNU's
+SAMPLE_NAME = re.compile(r"((?:.*/)?.*?)(\..*)", re.DOTALL)  # wids' rule: key, and extension with its dot
 # Exceptions of tarfile for malformed headers; RecursionError for a thousand metadata headers in a row.
 MALFORMED = (tarfile.TarError, ValueError, LookupError, OverflowError, RecursionError)
 
@@ -38,48 +38,38 @@ class Member(NamedTuple):
     size: int  # bytes of the content
     header: int  # CRC-32 of the 512-byte block before the content, to find out whether the shard has changed
 
-    def extract_content(self, stored: bytes) -> bytes | None:
-        """Return the member's content; return None if the header block differs or bytes are missing.
 
-        Args:
-            stored: bytes of the shard, from the block before the content to the content's end.
-        """
-        if len(stored) != BLOCK + self.size or zlib.crc32(stored[:BLOCK]) != self.header:
-            return None
-        return stored[BLOCK:]
-
-
-def members(
-    file: IO[bytes], shard: str, wanted: Callable[[str], bool] = lambda _: False
+def iterate_members(
+    file: IO[bytes], shard: str, is_wanted: Callable[[str], bool] = lambda _: False
 ) -> Iterator[tuple[Member, bytes | None]]:
-    """Yield the members of a shard in their order, each with its content (or None if the content is not wanted).
+    """Yield the members of a tar file in their order, each with its content if ``is_wanted(extension)``, else None.
 
-    Reads the file to its end. Skips folders and files without an extension, as wids does. Skips names that begin with
-    a dot, as webdataset does, and files such as ``._x.jpg`` of a Mac's tar.
-
-    Args:
-        file: the tar file at its start; it need not be seekable.
-        shard: the shard's address, for errors.
-        wanted: called with an extension; returns whether the content of such members is read.
-
-    Raises:
-        DamagedShardError: the file is not a tar file, is damaged or is cut short.
-        UserError: the shard has a link, a device, a sparse file, or a name that leads out of its folder.
+    Reads the file, which need not be seekable, to its end; its ``read`` may give less than asked only there. Skips
+    folders and files without an extension, as wids does; names that begin with a dot, as webdataset does; and
+    ``._x.jpg``, which a Mac's tar adds. Raises DamagedShardError, with the address ``shard``, if the file is no tar
+    file, is damaged or cut short; UserError if it has a link, a device, a sparse file, or a name that leads out of its
+    folder.
     """
     archive = Archive(file, shard)
     for header in archive.read_headers():
         if header.isdir() or (header.isreg() and header.name.endswith("/")):
             continue
-        archive.refuse_unsafe_member(header)
+        # No data set needs these members, and an attacker could use them.
+        if not header.isreg() or header.issparse():
+            fix = "a link, a device or a sparse file; pack plain files only (tar --dereference --hard-dereference)"
+            raise UserError(f"shard {shard}: has {header.name!r}, {fix}")
+        if leads_out(header.name):
+            fix = "leads out of its folder; pack with relative names"
+            raise UserError(f"shard {shard}: the name {header.name!r} {fix}")
+        if "\0" in header.name or not header.name:
+            raise archive.damage_error(f"the name {header.name!r}")
         match = SAMPLE_NAME.fullmatch(header.name)
-        if match and not is_hidden(*match.groups()):
-            member = Member(match[1], match[2], header.offset_data, header.size, header.crc)
-            yield member, archive.read(header.size) if wanted(member.extension) else None
-
-
-def is_hidden(key: str, extension: str) -> bool:
-    """Return whether a file belongs to no sample because its name begins with a dot."""
-    return not key.strip("./") or (key.endswith("/") and extension.startswith("._"))
+        if match is None:
+            continue
+        key, extension = match.groups()
+        if key.strip("./") and not (key.endswith("/") and extension.startswith("._")):
+            member = Member(key, extension, header.offset_data, header.size, header.crc)
+            yield member, archive.read(header.size) if is_wanted(extension) else None
 
 
 class Header(tarfile.TarInfo):
@@ -89,10 +79,9 @@ class Header(tarfile.TarInfo):
 
     @classmethod
     def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> Header:
-        """Parse a header block and return the header with its CRC-32. tarfile calls this.
+        """Parse a header block for tarfile, and return the header with its CRC-32.
 
-        Raises:
-            HeaderError: the block is no header, or has a size that would fill the memory.
+        Raises HeaderError if the block is no header, or has a size that would fill the memory.
         """
         header = super().frombuf(buf, encoding, errors)
         if not 0 <= header.size <= (MOST_METADATA if header.type in METADATA else MOST_BYTES):
@@ -113,20 +102,17 @@ class Archive:
     def read_headers(self) -> Iterator[Header]:
         """Yield the header of each member, and read the file to its end.
 
-        The caller may read a member's content with :meth:`read` before it asks for the next header.
-
-        Raises:
-            DamagedShardError: a header is damaged or missing, or bytes follow the archive's end mark.
+        The caller may read a member's content with :meth:`read` before it asks for the next header. Raises
+        DamagedShardError if a header is damaged or missing, or bytes follow the archive's end mark.
         """
         try:
             archive = tarfile.TarFile(fileobj=self, tarinfo=Header, encoding="utf-8", errors="surrogateescape")  # type: ignore[arg-type]
-            header = archive.next()
+            header: Any = archive.next()  # the first one, which the constructor has read
             while header is not None:
-                assert isinstance(header, Header)
-                if not 0 <= header.size <= MOST_BYTES:
+                if not 0 <= header.size <= MOST_BYTES:  # of a pax header, which replaces the one that was compared
                     raise self.damage_error("a header without a size")
                 yield header
-                self.skip_bytes(archive.offset - self.place)
+                self.skip_to(archive.offset)
                 header = Header.fromtarfile(archive)  # unlike next(), which takes a damaged header for the end
         except tarfile.EOFHeaderError:  # type: ignore[attr-defined]  # the end mark; not in tarfile's documentation
             pass
@@ -140,45 +126,26 @@ class Archive:
 
     def read(self, length: int) -> bytes:
         """Read and return the next ``length`` bytes; raise DamagedShardError if the file ends before."""
-        pieces, missing = [], length
-        while missing and (piece := self.file.read(missing)):
-            pieces.append(piece)
-            missing -= len(piece)
-        self.place += length - missing
-        if missing:
+        content = self.file.read(length)
+        self.place += len(content)
+        if len(content) < length:
             raise self.damage_error("cut short" if self.place else "empty")
-        return b"".join(pieces)
+        return content
 
     def tell(self) -> int:
         """Return the number of the next byte."""
         return self.place
 
-    def skip_bytes(self, length: int) -> None:
-        """Skip ``length`` bytes, by a seek if the file is seekable, else by reading them.
+    def skip_to(self, place: int) -> None:
+        """Go on to byte ``place``: seek in a seekable file, else read the bytes before it.
 
-        Raises DamagedShardError if the file ends before; after a seek, the next read raises it.
+        Raises DamagedShardError if the file ends before; after a seek, the next :meth:`read` raises it.
         """
         if self.file.seekable():
-            self.file.seek(length, 1)
-            self.place += length
-            return
-        while length:
-            length -= len(self.read(min(length, 1 << 20)))
-
-    def refuse_unsafe_member(self, header: Header) -> None:
-        """Raise UserError for a link, a device, a sparse file, or a name that leads out of its folder.
-
-        No data set needs such members, and an attacker could use them. Raises DamagedShardError for a name that is
-        empty or has a NUL byte.
-        """
-        if not header.isreg() or header.issparse():
-            fix = "a link, a device or a sparse file; pack plain files only (tar --dereference --hard-dereference)"
-            raise UserError(f"shard {self.shard}: has {header.name!r}, {fix}")
-        if leads_out(header.name):
-            fix = "leads out of its folder; pack with relative names"
-            raise UserError(f"shard {self.shard}: the name {header.name!r} {fix}")
-        if "\0" in header.name or not header.name:
-            raise self.damage_error(f"the name {header.name!r}")
+            self.file.seek(place - self.place, 1)
+            self.place = place
+        while self.place < place:
+            self.read(min(place - self.place, 1 << 20))
 
     def damage_error(self, problem: str) -> DamagedShardError:
         """Return the error for a damaged archive, with the problem and the number of the next byte."""
