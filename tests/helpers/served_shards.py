@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from typing import Any, NoReturn
@@ -69,7 +70,7 @@ def open_all(cache: ShardCache, shards: Sequence[Shard], threads: int, seed: int
     def read(thread: int) -> int:
         wrong = 0
         for shard in random.Random(f"{seed} {thread}").sample(list(shards), len(shards)):
-            with cache.open(shard) as file:
+            with cache.open_shard(shard) as file:
                 wrong += hashlib.sha256(file.read()).hexdigest() != shard.sha256
         return wrong
 
@@ -79,14 +80,23 @@ def open_all(cache: ShardCache, shards: Sequence[Shard], threads: int, seed: int
 
 def hold(cache: ShardCache, shard: Shard, pipe: Connection) -> None:
     """Keep a shard open until a message comes through the pipe."""
-    with cache.open(shard):
+    with cache.open_shard(shard):
         pipe.send("open")
         pipe.recv()
 
 
 def fetch_only(cache: ShardCache, shard: Shard) -> None:
     """Open a shard, which fetches it, and close it."""
-    cache.open(shard).close()
+    cache.open_shard(shard).close()
+
+
+def stalled_download(server: FileServer, cache: ShardCache, shard: Shard) -> SpawnProcess:
+    """Return a running process whose download of a shard has stalled halfway."""
+    server.faults[shard.url.rpartition("/")[2]] = ["stall"]
+    process = SPAWN.Process(target=fetch_only, args=(cache, shard), daemon=True)
+    process.start()
+    assert server.stalled.wait(DEADLINE)
+    return process
 
 
 def read_at_random(cache: ShardCache, index: ShardIndex, digests: Sequence[str], reads: int, seed: int) -> None:
@@ -131,7 +141,7 @@ def sizes_in(folder: Path) -> dict[str, int]:
 
 
 def content_of(cache: ShardCache, shard: Shard) -> bytes:
-    with cache.open(shard) as file:
+    with cache.open_shard(shard) as file:
         return file.read()
 
 

@@ -15,11 +15,10 @@ from flyte_ddp.errors import UserError
 from flyte_ddp.order import sampling
 from flyte_ddp.order.shard_order import ShardOrder, ShardSplits, shard_orders
 from flyte_ddp.shards.__main__ import shards as shards_command
-from flyte_ddp.shards.epoch_plan import EpochPlan
 from flyte_ddp.shards.index import read_index
 from flyte_ddp.shards.plan_request import PlanRequest
-from flyte_ddp.shards.planning import describe_plan
-from flyte_ddp.shards.stream_plan import StreamPlan
+from flyte_ddp.shards.planning import describe_epoch, describe_plan, shards_of_nodes
+from flyte_ddp.shards.stream_plan import StreamPlan, format_range
 
 # The shards of simdist.py are no longer to be had, nor are their lengths written anywhere. With these it prints the
 # counts it is known for, 36, 26 and 26, when run with its defaults.
@@ -42,7 +41,6 @@ def test_the_plan_of_an_epoch_is_what_happens(counts, nodes, ranks, batch_size, 
     splits, weights = ShardSplits(counts, 0.1, 0.2, 0), np.resize([1.0, weight], len(counts))
     order = ShardOrder(splits, "training", weights, seed, streams)
     assume(len(order) and batch_size >= nodes * ranks)
-    plan = EpochPlan(PlanRequest(nodes=nodes, ranks=ranks, batch_size=batch_size), order, sizes)
     shard_of = np.repeat(np.arange(len(counts)), counts)
     samples, read, steps = np.zeros(nodes * ranks, dtype=int), [set[int]() for _ in range(nodes)], 0
     for batch in order.batches(0, batch_size):
@@ -51,10 +49,13 @@ def test_the_plan_of_an_epoch_is_what_happens(counts, nodes, ranks, batch_size, 
             share = sampling.take_slice(batch, rank, nodes * ranks)
             samples[rank] += len(share)
             read[rank // ranks] |= set(shard_of[share].tolist())
-    assert plan.steps == steps
-    assert [plan.samples_of_rank(rank) for rank in range(nodes * ranks)] == samples.tolist()
-    assert [shards.tolist() for shards in plan.shards_read] == [sorted(shards) for shards in read]
-    assert plan.bytes_read.tolist() == [sum(int(sizes[shard]) for shard in shards) for shards in read]
+    planned = shards_of_nodes(order, batch_size, nodes=nodes, ranks=ranks)
+    assert [shards.tolist() for shards in planned] == [sorted(shards) for shards in read]
+    lines = "\n".join(describe_epoch(PlanRequest(nodes=nodes, ranks=ranks, batch_size=batch_size), order, sizes))
+    assert f"{steps:,} on every rank" in lines
+    assert f"{samples.sum():,} an epoch; {format_range(samples)} a rank" in lines
+    assert f" {format_range(np.array([len(shards) for shards in read]))} of an epoch" in lines
+    assert f" {format_range(np.array([sizes[list(shards)].sum() for shards in read]))} bytes a node" in lines
 
 
 @pytest.mark.parametrize(("test_dataset", "test_fraction"), [("", 0.1), ("shards:elsewhere", 0.0)])

@@ -8,7 +8,7 @@ import pytest
 from cli import HELPERS
 from file_server import FileServer
 from mounts import ALONE, need_mounts
-from served_shards import DEADLINE, SPAWN, blob, content_of, hold, serve, sizes_in
+from served_shards import DEADLINE, SPAWN, blob, content_of, hold, serve, sizes_in, stalled_download
 
 from flyte_ddp.errors import UserError
 from flyte_ddp.shards.cache import CacheFullError, ShardCache
@@ -16,22 +16,26 @@ from flyte_ddp.shards.index import Shard
 
 
 def kept(cache: ShardCache, shards: list[Shard]) -> list[bool]:
-    return [cache.holds(shard) for shard in shards]
+    return [cache.holds_shard(shard) for shard in shards]
+
+
+def fetch(cache: ShardCache, *shards: Shard) -> None:
+    for shard in shards:
+        cache.open_shard(shard).close()
 
 
 def test_what_was_not_used_for_longest_is_removed(server: FileServer, tmp_path: Path) -> None:
     cache = ShardCache(tmp_path, limit=70_000)
     (tmp_path / "gone.tar").symlink_to("nowhere")  # as a file is that another process removes at this moment
     a, b, c, d = shards = [serve(server, f"{seed}.tar", blob(seed)) for seed in range(4)]
-    for shard in (a, b, c, a):
-        cache.open(shard).close()
+    fetch(cache, a, b, c, a)
     assert kept(cache, shards) == [True, True, True, False]
-    cache.open(d).close()
+    fetch(cache, d)
     assert kept(cache, shards) == [True, False, True, True]
-    cache.open(b).close()
+    fetch(cache, b)
     assert kept(cache, shards) == [True, True, False, True]
     big = serve(server, "big.tar", blob(9, 69_999))
-    cache.open(big).close()
+    fetch(cache, big)
     assert kept(cache, [*shards, big]) == [False, False, False, False, True]
     assert server.counts == {"0.tar": 1, "1.tar": 2, "2.tar": 1, "3.tar": 1, "big.tar": 1}
 
@@ -44,25 +48,36 @@ def test_what_is_open_stays(server: FileServer, tmp_path: Path) -> None:
     process = SPAWN.Process(target=hold, args=(cache, held, theirs), daemon=True)
     process.start()
     assert ours.poll(DEADLINE)
-    with cache.open(here) as file:
-        cache.open(third).close()
-        cache.open(fourth).close()
+    with cache.open_shard(here) as file:
+        fetch(cache, third, fourth)
         assert kept(cache, shards) == [True, True, False, True]
-        with cache.open(fourth), pytest.raises(CacheFullError, match=r"too low by 20,000 for the shards .*CACHE_BYTES"):
-            cache.open(third)
+        said = r"too low by 20,000 for the shards .*CACHE_BYTES"
+        with cache.open_shard(fourth), pytest.raises(CacheFullError, match=said):
+            cache.open_shard(third)
         assert file.read() == blob(1)
     ours.send("close")
     process.join(DEADLINE)
-    with cache.open(fourth), cache.open(here):
-        cache.open(third).close()
+    with cache.open_shard(fourth), cache.open_shard(here):
+        fetch(cache, third)
     assert kept(cache, shards) == [False, True, True, True]
     assert sorted(sizes_in(tmp_path).values()) == [20_000] * 3
+
+
+def test_the_room_of_a_killed_download_is_given_back(server: FileServer, tmp_path: Path) -> None:
+    """To others, without the shard being fetched again."""
+    cache = ShardCache(tmp_path, limit=40_000)
+    killed, *others = [serve(server, f"{seed}.tar", blob(seed)) for seed in range(3)]
+    process = stalled_download(server, cache, killed)
+    process.kill()
+    process.join(DEADLINE)
+    with cache.open_shard(others[0]), cache.open_shard(others[1]):
+        assert sizes_in(tmp_path) == {cache.shard_path(shard).name: 20_000 for shard in others}
 
 
 def test_a_limit_below_one_shard_is_an_error_of_its_own(server: FileServer, tmp_path: Path) -> None:
     shard = serve(server, "x.tar", blob(0))
     with pytest.raises(UserError, match=f"shard cache {tmp_path}: its limit of 19,999 bytes is less than the 20,000"):
-        ShardCache(tmp_path, limit=19_999).open(shard)
+        ShardCache(tmp_path, limit=19_999).open_shard(shard)
     assert sizes_in(tmp_path) == {}
     assert server.requests == []
 
@@ -73,16 +88,15 @@ def test_the_limit_holds_for_shards_of_unknown_size(
     """Where neither the index nor the server says it, room is made as they come."""
     monkeypatch.setattr("flyte_ddp.storage.http.CHUNK_BYTES", 1000)
     a, b, c = shards = [serve(server, f"{seed}.tar", blob(seed), digest="") for seed in range(3)]
-    server.faults = {f"{seed}.tar": ["unannounced"] for seed in range(3)}
+    server.faults = {f"{seed}.tar": ["unannounced"] * 2 for seed in range(3)}
     cache = ShardCache(tmp_path, limit=50_000)
     assert [content_of(cache, shard) for shard in (a, b)] == [blob(0), blob(1)]
-    with cache.open(a):
+    with cache.open_shard(a):
         assert content_of(cache, c) == blob(2)
     assert kept(cache, shards) == [True, False, True]
     assert sorted(sizes_in(tmp_path).values()) == [20_000] * 2
-    server.faults["1.tar"] = ["unannounced"]
     with pytest.raises(UserError, match=r"limit of 15,500 bytes is less than the 16,000 of one shard"):
-        ShardCache(tmp_path, limit=15_500).open(b)
+        ShardCache(tmp_path, limit=15_500).open_shard(b)
 
 
 def test_what_others_keep_in_the_folder_stays(server: FileServer, tmp_path: Path) -> None:
@@ -91,9 +105,7 @@ def test_what_others_keep_in_the_folder_stays(server: FileServer, tmp_path: Path
     for name, content in theirs.items():
         (tmp_path / name).write_bytes(content)
     cache = ShardCache(tmp_path, limit=6000)
-    for number in range(3):
-        content = blob(number, 5000)
-        assert content_of(cache, serve(server, f"{number}.tar", content)) == content
+    fetch(cache, *(serve(server, f"{number}.tar", blob(number, 5000)) for number in range(3)))
     assert {name: (tmp_path / name).read_bytes() for name in theirs} == theirs
     assert len([path for path in tmp_path.iterdir() if path.is_file()]) == len(theirs) + 1
 
@@ -112,18 +124,18 @@ with file_server() as server:
     shards = [serve(server, f"{seed}.tar", blob(seed, 300_000)) for seed in range(5)]
     cache = ShardCache(folder / "cache")
     for seed, shard in enumerate(shards):
-        with cache.open(shard) as file:
+        with cache.open_shard(shard) as file:
             assert file.read() == blob(seed, 300_000)
-    print("kept", [cache.holds(shard) for shard in shards])
-    held = [cache.open(shard) for shard in shards[2:]]
+    print("kept", [cache.holds_shard(shard) for shard in shards])
+    held = [cache.open_shard(shard) for shard in shards[2:]]
     try:
-        cache.open(shards[0])
+        cache.open_shard(shards[0])
     except UserError as error:
         print(error.message, sorted(sizes_in(cache.folder).values()))
     subprocess.run(["mount", "-o", "remount,ro", folder], check=True)
-    print("read", cache.open(shards[2]).read() == blob(2, 300_000))
+    print("read", cache.open_shard(shards[2]).read() == blob(2, 300_000))
     try:
-        cache.open(shards[0])
+        cache.open_shard(shards[0])
     except UserError as error:
         print(error.message)
 """

@@ -48,5 +48,5 @@ def test_jobs_in_a_small_cache_read_what_is_right_within_the_limit(server: FileS
     assert [process.exitcode for process in running] == [0] * PROCESSES
     assert kills == []
     assert limit / 2 < most <= limit
-    with caches[0].open(served.index.shards[0]):
+    with caches[0].open_shard(served.index.shards[0]):
         assert {Path(name).suffix for name in sizes_in(tmp_path)} == {".tar"}

@@ -1,7 +1,6 @@
 """The map-style data set in several processes and threads, which share its open shards and the room of their cache."""
 
 import gc
-import multiprocessing
 import os
 import pickle
 import random
@@ -14,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch.utils.data
 from file_server import FileServer
-from served_shards import DEADLINE, LabelsAndSums, all_of, hold, serve_samples
+from served_shards import DEADLINE, SPAWN, LabelsAndSums, all_of, hold, serve_samples
 
 from flyte_ddp.shards import dataset as dataset_module
 from flyte_ddp.shards.cache import CacheFullError, ShardCache
@@ -32,14 +31,8 @@ def test_in_workers_of_a_data_loader(server: FileServer, tmp_path: Path, method:
     expected = [[i, int(found[".cls"]), sum(found[".bin"])] for i, (_, found) in enumerate(served.expected())]
     assert list(dataset[0]) == expected[0]
     order = random.Random(0).sample(range(120), 120)
-    loader = torch.utils.data.DataLoader(
-        dataset,  # type: ignore[arg-type]
-        batch_size=8,
-        sampler=order,
-        num_workers=2,
-        multiprocessing_context=method,
-        persistent_workers=True,
-    )
+    options = {"batch_size": 8, "sampler": order, "num_workers": 2, "persistent_workers": True}
+    loader = torch.utils.data.DataLoader(dataset, multiprocessing_context=method, **options)  # type: ignore[arg-type]
     for _ in range(2):
         rows = [list(row) for batch in loader for row in zip(*(column.tolist() for column in batch), strict=True)]
         assert rows == [expected[i] for i in order]
@@ -57,16 +50,13 @@ def test_threads_share_a_reader(server: FileServer, tmp_path: Path) -> None:
         found = list(pool.map(lambda numbers: [reader.read_sample(i) for i in numbers], order))
     assert found == [[expected[i] for i in numbers] for numbers in order]
     assert server.counts == {f"{shard}.tar": 1 for shard in range(6)}
-    assert open_files(tmp_path) == 2
+    assert len(open_files(tmp_path)) == 2
 
 
-def is_below(descriptor: Path, folder: Path) -> bool:
-    return descriptor.exists() and str(descriptor.readlink()).startswith(str(folder))
-
-
-def open_files(folder: Path) -> int:
-    """How many files of a cache this process has open."""
-    return sum(is_below(descriptor, folder) for descriptor in Path("/proc/self/fd").iterdir())
+def open_files(folder: Path) -> list[os.stat_result]:
+    """The files of a cache that this process has open."""
+    found = [path for path in Path("/proc/self/fd").iterdir() if path.exists()]
+    return [path.stat() for path in found if str(path.readlink()).startswith(str(folder))]
 
 
 @pytest.mark.slow
@@ -74,14 +64,14 @@ def test_files_are_closed(server: FileServer, tmp_path: Path) -> None:
     served = serve_samples(server, 3, 3)
     dataset = ShardDataset(served.index, tmp_path, decode=False)
     assert all_of(dataset) == served.expected()
-    assert open_files(tmp_path) == 2
+    assert len(open_files(tmp_path)) == 2
     dataset.close()
-    assert open_files(tmp_path) == 0
+    assert open_files(tmp_path) == []
     assert all_of(dataset) == served.expected()  # it opens them again
     dataset.itself = dataset  # type: ignore[attr-defined]  # a circle, of which Python takes apart what it likes first
     del dataset
     gc.collect()
-    assert open_files(tmp_path) == 0
+    assert open_files(tmp_path) == []
 
 
 def test_a_process_ends_without_a_word(server: FileServer, tmp_path: Path) -> None:
@@ -109,7 +99,7 @@ def test_shards_are_fetched_ahead(server: FileServer, tmp_path: Path) -> None:
         reader.prefetch_shards([0, 1, 2])
     for thread in [thread for thread in threading.enumerate() if thread.name.startswith("prefetch")]:
         thread.join(DEADLINE)
-    assert [reader.cache.holds(shard) for shard in served.index.shards] == [True, True, False]
+    assert [reader.cache.holds_shard(shard) for shard in served.index.shards] == [True, True, False]
     assert server.counts == {"0.tar": 1, "1.tar": 1, "2.tar": 1}
     assert [reader.read_sample(i) for i in range(9)] == served.expected()
     assert server.counts == {"0.tar": 1, "1.tar": 1, "2.tar": 2}
@@ -121,11 +111,10 @@ def test_a_cache_with_room_for_one_shard_is_enough(server: FileServer, tmp_path:
     cache = ShardCache(tmp_path, limit=int(served.index.sizes.max()))
     reader, other = (ShardReader(served.index, cache) for _ in range(2))
     expected = served.expected()
-    assert [reader.read_sample(i) for i in range(30)] == expected
-    assert [reader.read_sample(i) for i in range(30)] == expected
+    for _ in range(2):
+        assert [reader.read_sample(i) for i in range(30)] == expected
     assert other.read_sample(0) == expected[0]
-    kept_open = [path.stat() for path in Path("/proc/self/fd").iterdir() if is_below(path, tmp_path)]
-    assert {status.st_blocks for status in kept_open if not status.st_nlink} == {0}
+    assert {status.st_blocks for status in open_files(tmp_path) if not status.st_nlink} == {0}
     with ThreadPoolExecutor(3) as pool:
         assert list(pool.map(reader.read_sample, range(29, -1, -1))) == expected[::-1]
 
@@ -135,9 +124,8 @@ def test_room_that_other_processes_hold_is_waited_for(
 ) -> None:
     served = serve_samples(server, 5, 5)
     cache = ShardCache(tmp_path, limit=int(served.index.sizes.max()))
-    spawn = multiprocessing.get_context("spawn")
-    ours, theirs = spawn.Pipe()
-    process = spawn.Process(target=hold, args=(cache, served.index.shards[0], theirs), daemon=True)
+    ours, theirs = SPAWN.Pipe()
+    process = SPAWN.Process(target=hold, args=(cache, served.index.shards[0], theirs), daemon=True)
     process.start()
     assert ours.poll(DEADLINE)
     monkeypatch.setattr(dataset_module, "WAIT_FOR_ROOM", 0.1)
@@ -174,7 +162,7 @@ def test_a_forked_child_neither_waits_for_its_parents_locks_nor_gives_them_back(
         assert os.read(reading, 20) == b"same"
         assert os.waitpid(child, 0)[1] == 0
         assert cache.evict_file(path) == 0  # the parent's lock is still there
-        assert shard.read_sample(0) == first
+        assert reader.read_sample(0) == first
     assert cache.evict_file(path) > 0
     os.close(reading)
     os.close(writing)

@@ -13,6 +13,7 @@ import pytest
 import wids
 import wids.wids_index
 from file_server import FileServer
+from served_shards import all_of
 from tars import samples, shard_bytes, write_shards
 
 from flyte_ddp.errors import UserError
@@ -22,6 +23,7 @@ from flyte_ddp.shards.scanning import create_index
 
 Content = dict[str, Any]
 FIRST, SECOND = samples(5), samples(3, seed=1, prefix="é/")
+BOTH = [*FIRST.items(), *SECOND.items()]
 
 
 def entry(url: str, number: int = 5, **more: Any) -> Content:
@@ -47,18 +49,13 @@ def theirs(index: str, folder: Path) -> list[tuple[str, dict[str, bytes]]]:
 
 
 def ours(index: str, folder: Path) -> list[tuple[str, dict[str, bytes]]]:
-    dataset = ShardDataset(index, folder, decode=False)
-    found = [dataset[i] for i in range(len(dataset))]
-    return [(sample["__key__"], {k: v for k, v in sample.items() if k.startswith(".")}) for sample in found]
+    return all_of(ShardDataset(index, folder, decode=False))
 
 
 def test_wids_reads_what_we_write(tmp_path: Path) -> None:
     paths = write_shards(tmp_path / "shards", FIRST, SECOND)
     index = tmp_path / "shards" / "index.json"
     create_index([str(path) for path in paths], index, classes=list("abcdefg"), progress="off")
-    expected = [*FIRST.items(), *SECOND.items()]
-    assert ours(str(index), tmp_path / "cache") == expected
-    assert theirs(str(index), tmp_path / "wids") == expected
     content = json.loads(index.read_text())
     for path, found, count in zip(paths, content["shardlist"], (5, 3), strict=True):
         stored = path.read_bytes()
@@ -68,10 +65,10 @@ def test_wids_reads_what_we_write(tmp_path: Path) -> None:
             "sha256": hashlib.sha256(stored).hexdigest(),
             "table": found["table"],
         }
+    assert ours(str(index), tmp_path / "cache") == theirs(str(index), tmp_path / "wids") == BOTH
     # All of it can be moved to another place.
-    (tmp_path / "shards").rename(tmp_path / "moved")
-    assert ours(str(tmp_path / "moved" / "index.json"), tmp_path / "cache") == expected
-    assert theirs(str(tmp_path / "moved" / "index.json"), tmp_path / "wids-moved") == expected
+    index = (tmp_path / "shards").rename(tmp_path / "moved") / "index.json"
+    assert ours(str(index), tmp_path / "cache") == theirs(str(index), tmp_path / "wids-moved") == BOTH
 
 
 @pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")  # wids leaves shards to be collected
@@ -87,13 +84,12 @@ def test_we_read_what_wids_own_tool_writes(base: str | None, tmp_path: Path, mon
     assert (index.name, index.counts.tolist(), index.parts) == ("n", [5, 3], (Part("n"),))
     stored = [(tmp_path / "shards" / name).read_bytes() for name in ("0.tar", "1.tar")]
     assert [shard.md5 for shard in index.shards] == [hashlib.md5(content).hexdigest() for content in stored]
-    assert ours(str(output), tmp_path / "cache") == [*FIRST.items(), *SECOND.items()]
+    assert ours(str(output), tmp_path / "cache") == BOTH
 
 
 @pytest.mark.parametrize(
     ("base", "url", "expected"),
     [
-        (None, "x.tar", "{d}/x.tar"),
         (None, "../x.tar", "{up}/x.tar"),
         ("a", "x.tar", "{d}/a/x.tar"),
         ("../a", "x.tar", "{up}/a/x.tar"),
@@ -127,18 +123,18 @@ ODD = ("a#1.tar", "a?b=c.tar", "100%.tar", "a%20b.tar", "a b.tar", "écureuil �
 
 def test_names_that_mean_something_else_in_web_addresses(server: FileServer, tmp_path: Path) -> None:
     """They are those of the files, wherever the index is; addresses that are whole are as they are."""
-    paths = [tmp_path / "here" / name for name in ODD]
-    for seed, path in enumerate(paths):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(shard_bytes(samples(3, seed)))
-    create_index([str(path) for path in paths], tmp_path / "here" / "index.json", progress="off")
-    here = ours(str(tmp_path / "here" / "index.json"), tmp_path / "cache")
-    files = [path for path in (tmp_path / "here").rglob("*") if path.is_file()]
-    server.files = {f"d/{path.relative_to(tmp_path / 'here').as_posix()}": path.read_bytes() for path in files}
-    assert ours(f"{server.url}/d/index.json", tmp_path / "cache") == here
-    with_base = json.loads((tmp_path / "here" / "index.json").read_text())
-    server.files["index.json"] = json.dumps(with_base | {"base": "./d"}).encode()
-    assert ours(f"{server.url}/index.json", tmp_path / "cache") == here
+    folder = tmp_path / "here"
+    for seed, name in enumerate(ODD):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(shard_bytes(samples(3, seed)))
+    create_index([str(folder / name) for name in ODD], folder / "index.json", progress="off")
+    here = ours(str(folder / "index.json"), tmp_path / "cache")
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    server.files = {f"d/{path.relative_to(folder).as_posix()}": path.read_bytes() for path in files}
+    with_base = json.loads((folder / "index.json").read_text()) | {"base": "./d"}
+    server.files["index.json"] = json.dumps(with_base).encode()
+    for index in ("d/index.json", "index.json", "d/index.json?token=1/2#3"):
+        assert ours(f"{server.url}/{index}", tmp_path / "cache") == here
     create_index([f"{server.url}/d/a%231.tar"], tmp_path / "whole.json", progress="off")
     assert ours(str(tmp_path / "whole.json"), tmp_path / "cache") == here[:3]
 
@@ -167,15 +163,8 @@ def test_an_index_from_elsewhere_has_no_file_of_this_machine_read(
         assert len(read_index(written(tmp_path / "index.json", content))) == 5
 
 
-def test_an_index_behind_a_web_address_with_a_query(server: FileServer) -> None:
-    server.files["d/index.json"] = json.dumps(index_of(entry("x.tar"))).encode()
-    [shard] = read_index(f"{server.url}/d/index.json?token=1/2#3").shards
-    assert shard.url == f"{server.url}/d/x.tar"
-
-
 def test_data_sets_of_other_indexes(tmp_path: Path) -> None:
     """Inline and by their address, with weights, each with a base of its own."""
-    write_shards(tmp_path / "one" / "two", FIRST)
     written(tmp_path / "one" / "inner.json", index_of(entry("0.tar", filesize=9), base="two", name="inner", weight=7))
     outer = index_of(
         entry("0.tar"),
@@ -198,12 +187,6 @@ def test_data_sets_of_other_indexes(tmp_path: Path) -> None:
         Shard(f"{three}/3.tar", 5, part=2),
         Shard(f"{two}/0.tar", 5, size=9, part=3),
     ]
-    assert [read_index(str(tmp_path / "outer.json")).locate(i) for i in (0, 4, 5, 24)] == [
-        (0, 0),
-        (0, 4),
-        (1, 0),
-        (4, 4),
-    ]
     without_own = outer | {"shardlist": []}
     assert read_index(written(tmp_path / "outer.json", without_own)).parts == index.parts[1:]
 
@@ -218,11 +201,10 @@ def test_samples_are_found_also_among_empty_shards() -> None:
 
 def test_what_is_written_is_what_is_read(tmp_path: Path) -> None:
     random = np.random.default_rng(0)
+    urls = [f"{tmp_path}/{{}}.tar", f"{tmp_path}/./é {{}}", "s3://b/../{}.tar", "/else/{}.tar"]
     shards = [
         Shard(
-            url=str(
-                random.choice([f"{tmp_path}/{i}.tar", f"{tmp_path}/./é {i}", f"s3://b/../{i}.tar", f"/else/{i}.tar"])
-            ),
+            url=str(random.choice(urls)).format(i),
             samples=int(random.integers(0, 1000)),
             size=int(random.integers(-1, 1 << 40)),
             md5=random.bytes(16).hex() if i % 3 else "",
@@ -234,21 +216,21 @@ def test_what_is_written_is_what_is_read(tmp_path: Path) -> None:
     index = ShardIndex("näme", shards, (Part("näme", 0.25),), ("a", "ü"))
     (tmp_path / "i.json").write_bytes(index_json(index, str(tmp_path), "i.json.tables"))
     again = read_index(str(tmp_path / "i.json"))
-    as_resolved = [shard._replace(url=shard.url.replace("/./", "/")) for shard in shards]
     assert (again.name, again.parts, again.classes) == (index.name, index.parts, index.classes)
-    assert again.shards == as_resolved
+    assert again.shards == [shard._replace(url=shard.url.replace("/./", "/")) for shard in shards]
     assert replace(again, shards=shards).digest == index.digest
 
 
 def test_the_digest_changes_with_what_identifies_the_content(tmp_path: Path) -> None:
-    index = ShardIndex("n", [Shard("a.tar", 5, 9, "", "ab"), Shard("b.tar", 5)], classes=("x",))
-    moved = ShardIndex("other", [Shard("elsewhere.tar", 5, 9, "", "ab"), Shard("b.tar", 5)], classes=("x",))
+    one, two = Shard("a.tar", 5, 9, "", "ab"), Shard("b.tar", 5)
+    index = ShardIndex("n", [one, two], classes=("x",))
+    moved = replace(index, name="other", shards=[one._replace(url="elsewhere.tar"), two])
     assert moved.digest == index.digest  # content with a digest is the same wherever it is
     others = [
-        replace(index, shards=[Shard("a.tar", 5, 9, "", "cd"), Shard("b.tar", 5)]),
-        replace(index, shards=[Shard("a.tar", 5, 9, "", "ab"), Shard("c.tar", 5)]),
-        replace(index, shards=index.shards[::-1]),
-        replace(index, shards=[Shard("a.tar", 6, 9, "", "ab"), Shard("b.tar", 5)]),
+        replace(index, shards=[one._replace(sha256="cd"), two]),
+        replace(index, shards=[one, two._replace(url="c.tar")]),
+        replace(index, shards=[two, one]),
+        replace(index, shards=[one._replace(samples=6), two]),
         replace(index, classes=("y",)),
         replace(index, parts=(Part("", 2.0),)),
         replace(index, shards=[Shard(f"\udcff{tmp_path}", 5)]),  # a name that is no text can be in it, too
@@ -258,6 +240,10 @@ def test_the_digest_changes_with_what_identifies_the_content(tmp_path: Path) -> 
 
 def broken(**shard: Any) -> str:
     return json.dumps(index_of(entry("a.tar"), entry("b.tar") | shard, flyte_ddp={"classes": ["a"], "tables": "t"}))
+
+
+def only(**more: Any) -> str:
+    return json.dumps(index_of(entry("a"), **more))
 
 
 MALFORMED = {
@@ -271,14 +257,14 @@ MALFORMED = {
     '{"datasets": [{"name": "a"}]}': "has no shards",
     '{"datasets": [{"source_url": 5}]}': "5 is no address",
     '{"datasets": [{"shardlist": [{"url": "a", "nsamples": 1}], "datasets": [{}]}]}': "refers to other indexes",
-    json.dumps(index_of(entry("a"), wids_version=2)): "version 2",
-    json.dumps(index_of(entry("a"), __kind__="wids-shard-index-v2")): "of kind 'wids-shard-index-v2'",
-    json.dumps(index_of(entry("a"), base="ftp://h/x")): "must be a path, or start with",
-    json.dumps(index_of(entry("a"), base="s3://b/\udcff")): "is no address",
-    json.dumps(index_of(entry("a"), weight=0)): "weight=0",
-    json.dumps(index_of(entry("a"), weight="2")): "weight='2'",
-    json.dumps(index_of(entry("a"), flyte_ddp=[1])): "a wrong type",
-    json.dumps(index_of(entry("a"), flyte_ddp={"classes": "abc"})): "classes is 'abc'",
+    only(wids_version=2): "version 2",
+    only(__kind__="wids-shard-index-v2"): "of kind 'wids-shard-index-v2'",
+    only(base="ftp://h/x"): "must be a path, or start with",
+    only(base="s3://b/\udcff"): "is no address",
+    only(weight=0): "weight=0",
+    only(weight="2"): "weight='2'",
+    only(flyte_ddp=[1]): "a wrong type",
+    only(flyte_ddp={"classes": "abc"}): "classes is 'abc'",
     json.dumps(index_of("c.tar")): "shard 0 in its shardlist is 'c.tar'",
     json.dumps(index_of({"url": "a"})): "shard 0 in its shardlist has no 'nsamples'",
     broken(url=""): "'' is no address",
@@ -295,23 +281,21 @@ MALFORMED = {
 }
 
 
-@pytest.mark.parametrize("text", MALFORMED, ids=range(len(MALFORMED)))
 @pytest.mark.usefixtures("no_collection")
-def test_an_index_that_is_none(text: str, tmp_path: Path) -> None:
+def test_an_index_that_is_none(tmp_path: Path) -> None:
     path = tmp_path / "index.json"
-    path.write_text(text)
-    with pytest.raises(UserError, match=MALFORMED[text]) as caught:
-        read_index(str(path))
-    assert caught.value.message.startswith(f"index {path}: ")
-    assert len(caught.value.message.splitlines()) == 1
-    assert len(caught.value.message) < 600
+    for text, said in MALFORMED.items():
+        path.write_text(text)
+        with pytest.raises(UserError, match=rf"^index {path}: .*{said}.*$") as caught:
+            read_index(str(path))
+        assert len(caught.value.message) < 600
 
 
 def test_an_index_that_is_not_there(tmp_path: Path, server: FileServer) -> None:
     for address, said in {str(tmp_path / "no.json"): "no such file", f"{server.url}/no.json": "HTTP 404"}.items():
         with pytest.raises(UserError, match=f"^index {address}: cannot be read .*{said}.*check the (address|path)"):
             read_index(address)
-    server.files["i.json"] = json.dumps(index_of(entry("a.tar"))).encode()
+    server.files["i.json"] = only().encode()
     server.faults["i.json"] = [503, "truncate", "reset"]
     assert len(read_index(f"{server.url}/i.json")) == 5  # and one that is there the next time is read
     (tmp_path / "outer.json").write_text(json.dumps({"datasets": [{"source_url": "inner.json"}]}))

@@ -13,21 +13,21 @@ from flyte_ddp.shards.joining import join_indexes
 from flyte_ddp.shards.scanning import create_index
 
 
-def indexed(folder: Path, *shards: int, classes: tuple[str, ...] = ()) -> Path:
-    """An index of shards with so many samples."""
-    write_shards(folder, *(samples(number, prefix=f"{place}-") for place, number in enumerate(shards)))
-    urls = [str(folder / f"{place}.tar") for place in range(len(shards))]
+def indexed(folder: Path, *shards: int, classes: tuple[str, ...] = ()) -> str:
+    """The address of an index of shards with so many samples."""
+    paths = write_shards(folder, *(samples(number, prefix=f"{place}-") for place, number in enumerate(shards)))
+    urls = [str(path) for path in paths]
     create_index(urls, folder / "all.json", name=folder.name, classes=classes, progress="off")
-    return folder / "all.json"
+    return str(folder / "all.json")
 
 
 def test_the_shards_of_all_with_their_weights(tmp_path: Path) -> None:
     one, two = indexed(tmp_path / "here" / "one", 8, 9), indexed(tmp_path / "here" / "two", 7)
-    written = join_indexes([str(one), f"file://{two}"], tmp_path / "here" / "both.json", weights=[2, 0.5])
+    written = join_indexes([one, f"file://{two}"], tmp_path / "here" / "both.json", weights=[2, 0.5])
     index = read_index(str(tmp_path / "here" / "both.json"))
     assert (index.shards, index.parts, index.digest) == (written.shards, written.parts, written.digest)
     assert (index.name, index.parts, index.classes) == ("both", (Part("one", 2.0), Part("two", 0.5)), tuple("0123456"))
-    alone = [read_index(str(path)).shards for path in (one, two)]
+    alone = [read_index(address).shards for address in (one, two)]
     assert index.shards == [*alone[0], *(shard._replace(part=1) for shard in alone[1])]
     assert (index.summary()["part 0"], index.summary()["part 1"]) == ("weight 2, one", "weight 0.5, two")
     (tmp_path / "here").rename(tmp_path / "there")  # all of it goes with its folder
@@ -37,8 +37,7 @@ def test_the_shards_of_all_with_their_weights(tmp_path: Path) -> None:
 
 def test_wids_finds_the_same_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)  # which wids takes relative addresses to refer to
-    paths = [indexed(tmp_path / name, 7, 8) for name in ("a", "b")]
-    index = join_indexes([str(path) for path in paths], tmp_path / "both.json", weights=[1, 3])
+    index = join_indexes([indexed(tmp_path / name, 7, 8) for name in "ab"], tmp_path / "both.json", weights=[1, 3])
     found = wids_specs.load_dsdesc_and_resolve("both.json")["shardlist"]
     assert [(str(Path(entry["url"]).absolute()), entry["nsamples"], entry["weight"]) for entry in found] == [
         (shard.url, shard.samples, index.parts[shard.part].weight) for shard in index.shards
@@ -46,38 +45,36 @@ def test_wids_finds_the_same_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_what_it_is_made_of_is_kept(tmp_path: Path) -> None:
-    paths = [indexed(tmp_path / name, 7) for name in ("a", "b")]
+    addresses = [indexed(tmp_path / name, 7) for name in "ab"]
     (tmp_path / "link").symlink_to(tmp_path / "b")
-    before = [path.read_bytes() for path in paths]
-    for output in (paths[0], tmp_path / "link" / "all.json"):
+    before = [Path(address).read_bytes() for address in addresses]
+    for output in (Path(addresses[0]), tmp_path / "link" / "all.json"):
         with pytest.raises(UserError, match=r"would replace .*all\.json, which it is made from"):
-            join_indexes([str(path) for path in paths], output)
+            join_indexes(addresses, output)
     with pytest.raises(UserError, match=r"0\.tar: exists and is not an index"):
-        join_indexes([str(path) for path in paths], tmp_path / "a" / "0.tar")
-    assert [path.read_bytes() for path in paths] == before
+        join_indexes(addresses, tmp_path / "a" / "0.tar")
+    assert [Path(address).read_bytes() for address in addresses] == before
     for _ in range(2):
-        join_indexes([str(path) for path in paths], tmp_path / "both.json")
+        join_indexes(addresses, tmp_path / "both.json")
 
 
-MISTAKES: dict[str, tuple[Callable[[Path], list[str]], list[float], str]] = {
-    "one": (lambda f: [f"{f}/a/all.json"], [], "must be two or more"),
-    "the same": (lambda f: [f"{f}/a/all.json", f"file://{f}/a/all.json"], [], "each given once"),
-    "a weight too few": (lambda f: [f"{f}/a/all.json", f"{f}/b/all.json"], [1], "1 weights: must be one for each"),
-    "no weight": (lambda f: [f"{f}/a/all.json", f"{f}/b/all.json"], [1, 0], "weight=0; must be a number above 0"),
-    "gone": (lambda f: [f"{f}/a/all.json", f"{f}/gone.json"], [], "gone.json: cannot be read"),
-    "joined": (lambda f: [f"{f}/a/all.json", f"{f}/joined.json"], [], "refers to other indexes"),
-    "other classes": (lambda f: [f"{f}/a/all.json", f"{f}/c/all.json"], [], "c/all.json has the classes ['x',"),
-}
+MISTAKES: list[tuple[Callable[[str, str, str], list[str]], list[float], str]] = [
+    (lambda a, *_: [a], [], "must be two or more"),
+    (lambda a, *_: [a, f"file://{a}"], [], "each given once"),
+    (lambda a, b, _: [a, b], [1], "1 weights: must be one for each"),
+    (lambda a, b, _: [a, b], [1, 0], "weight=0; must be a number above 0"),
+    (lambda a, *_: [a, a.replace("all", "gone")], [], "gone.json: cannot be read"),
+    (lambda a, *_: [a, a.replace("a/all", "joined")], [], "refers to other indexes"),
+    (lambda a, _, c: [a, c], [], "c/all.json has the classes ['x',"),
+]
 
 
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_mistakes(mistake: str, tmp_path: Path) -> None:
-    for name in ("a", "b"):
-        indexed(tmp_path / name, 7)
-    indexed(tmp_path / "c", 7, classes=tuple("xyzuvwt"))
-    join_indexes([f"{tmp_path}/{name}/all.json" for name in ("a", "b")], tmp_path / "joined.json")
-    addresses, weights, words = MISTAKES[mistake]
-    with pytest.raises(UserError) as caught:
-        join_indexes(addresses(tmp_path), tmp_path / "out.json", weights=weights)
-    assert words in caught.value.message
-    assert not (tmp_path / "out.json").exists()
+def test_mistakes(tmp_path: Path) -> None:
+    a, b = (indexed(tmp_path / name, 7) for name in "ab")
+    c = indexed(tmp_path / "c", 7, classes=tuple("xyzuvwt"))
+    join_indexes([a, b], tmp_path / "joined.json")
+    for addresses, weights, said in MISTAKES:
+        with pytest.raises(UserError) as caught:
+            join_indexes(addresses(a, b, c), tmp_path / "out.json", weights=weights)
+        assert said in caught.value.message
+        assert not (tmp_path / "out.json").exists()

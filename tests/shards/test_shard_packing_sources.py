@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torchvision
 import wids
 from file_server import FileServer
 from image_folders import image_files, pixels_of, write_files
@@ -41,21 +42,17 @@ def files() -> dict[str, bytes]:
     return image_files(*NAMES)
 
 
-def packed_images(index: Path) -> list[tuple[str, bytes, int]]:
+def packed_images(index: Path) -> list[tuple[str, bytes, bytes]]:
     """Extension, content and label of each sample."""
-    found = []
-    for sample in contents(index):
-        [extension] = [name for name in sample if name.startswith(".") and name != ".cls"]
-        found.append((extension, sample[extension], int(sample[".cls"])))
-    return found
+    found = [[(name, content) for name, content in sample.items() if name[0] == "."] for sample in contents(index)]
+    return [(extension, content, label) for (extension, content), (_, label) in found]
 
 
-def expected_images(files: dict[str, bytes]) -> list[tuple[str, bytes, int]]:
+def expected_images(files: dict[str, bytes]) -> list[tuple[str, bytes, bytes]]:
     classes = sorted({name.partition("/")[0] for name in files})
-    return sorted(
-        (f".{name.rpartition('.')[2].lower()}", content, classes.index(name.partition("/")[0]))
-        for name, content in files.items()
-    )
+    labels = (b"%d" % classes.index(name.partition("/")[0]) for name in files)
+    extensions = (f".{name.rpartition('.')[2].lower()}" for name in files)
+    return sorted(zip(extensions, files.values(), labels, strict=True))
 
 
 def test_a_folder_of_images(files: dict[str, bytes], tmp_path: Path) -> None:
@@ -74,10 +71,8 @@ def test_a_folder_of_images(files: dict[str, bytes], tmp_path: Path) -> None:
     for shard in index.shards:
         content = Path(shard.url).read_bytes()
         assert (shard.size, shard.sha256) == (len(content), hashlib.sha256(content).hexdigest())
-    assert sorted(all_files(tmp_path / "out")) == [f"train-00000{i}.tar" for i in range(4)] + [
-        "train.json",
-        "train.json.tables",
-    ]
+    names = [*(f"train-00000{i}.tar" for i in range(4)), "train.json", "train.json.tables"]
+    assert sorted(all_files(tmp_path / "out")) == names
 
 
 def test_wids_reads_what_we_pack(files: dict[str, bytes], tmp_path: Path) -> None:
@@ -98,17 +93,14 @@ def test_the_same_files_make_the_same_bytes(files: dict[str, bytes], tmp_path: P
     first = write_files(tmp_path / "first", files)
     second = write_files(tmp_path / "second", dict(reversed(files.items())))
     os.utime(second / "ant/0.jpg", (1, 1))
-    for name, source in {"a": first, "b": second}.items():
-        pack_image_folder(str(source), tmp_path / name, per_shard=10, progress="off")
-    a, b = all_files(tmp_path / "a"), all_files(tmp_path / "b")
+    for name, source, seed in (("a", first, 0), ("b", second, 0), ("c", first, 1)):
+        pack_image_folder(str(source), tmp_path / name, per_shard=10, seed=seed, progress="off")
+    a, b, c = (all_files(tmp_path / name) for name in "abc")
     assert a == b
+    assert a["train-000000.tar"] != c["train-000000.tar"]
     # Known once and for all: what was packed before is to be the same in a year.
-    first_shard = pack_samples(
-        lambda i: (f"k{i}", {".a": b"%d" % i}), 5, tmp_path / "golden", classes=[], progress="off"
-    ).shards[0]
-    assert first_shard.sha256 == GOLDEN
-    pack_image_folder(str(first), tmp_path / "c", per_shard=10, seed=1, progress="off")
-    assert all_files(tmp_path / "c")["train-000000.tar"] != a["train-000000.tar"]
+    golden = pack_samples(lambda i: (f"k{i}", {".a": b"%d" % i}), 5, tmp_path / "golden", classes=[], progress="off")
+    assert golden.shards[0].sha256 == GOLDEN
 
 
 GOLDEN = "b0fef850427fa1f0750c6de7a13e97d2c452d6de762f871790d1460ababe6169"
@@ -180,6 +172,15 @@ def test_a_data_set_of_ones_own(tmp_path: Path) -> None:
         assert sample[".cls"] == int(label)
 
 
+def test_a_data_set_of_torchvision(tmp_path: Path) -> None:
+    images = torchvision.datasets.FakeData(6, (3, 4, 5), num_classes=2)
+    pack_images(images, tmp_path, classes=("a", "b"), seed=None, progress="off")
+    packed = list(ShardDataset(tmp_path / "train.json", tmp_path / "cache"))
+    for sample, (image, label) in zip(packed, (images[number] for number in range(6)), strict=True):
+        np.testing.assert_array_equal(np.asarray(sample[".png"]), np.asarray(image))
+        assert sample[".cls"] == label
+
+
 @pytest.mark.slow
 def test_a_data_set_by_its_name(tmp_path: Path, digits: Path) -> None:
     """The embedded digits, of which each part becomes a data set of shards."""
@@ -212,9 +213,8 @@ def test_what_a_callable_of_the_users_makes(tmp_path: Path, monkeypatch: pytest.
         pack_source("own_sets:one", tmp_path / "out", progress="off")
 
 
-@pytest.mark.parametrize("place", ["file", "http", "s3", "gs"])
 def test_hidden_files_and_folders_are_left_out_everywhere(
-    place: str, server: FileServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    server: FileServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     s3_environment(server.url, monkeypatch)
     monkeypatch.setenv("STORAGE_EMULATOR_HOST", server.url)
@@ -225,9 +225,9 @@ def test_hidden_files_and_folders_are_left_out_everywhere(
     server.files = {f"bucket/.d/{name}": content for name, content in files.items()}
     digest = hashlib.sha256(b"x").hexdigest()
     server.files["bucket/.d/SHA256SUMS"] = "".join(f"{digest}  ./{name}\n" for name in files).encode()
-    start = {"file": str(tmp_path), "http": server.url, "s3": "s3:/", "gs": "gs:/"}[place]
-    found = list_images(f"{start}/bucket/.d")
-    assert (list(found.names), found.classes) == (names, ("ant", "bee"))
+    for start in (str(tmp_path), server.url, "s3:/", "gs:/"):
+        found = list_images(f"{start}/bucket/.d")
+        assert (list(found.names), found.classes) == (names, ("ant", "bee"))
 
 
 def test_errors_of_image_folders(tmp_path: Path, server: FileServer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -243,10 +243,8 @@ def test_errors_of_image_folders(tmp_path: Path, server: FileServer, monkeypatch
         f"{server.url}/x": "cannot be listed .an HTTP server has no list",
         "ftp://h/x": "must be a path, or start with",
     }.items():
-        with pytest.raises(UserError, match=said) as caught:
+        with pytest.raises(UserError, match=f"{source}.*{said}.*$"):
             pack_image_folder(source, tmp_path / "out", progress="off")
-        assert source in caught.value.message
-        assert len(caught.value.message.splitlines()) == 1
     assert leftovers(tmp_path / "out") == []
 
 
@@ -275,9 +273,8 @@ def test_an_object_that_is_gone_or_has_changed_since_it_was_listed(
     ],
 )
 def test_errors_of_data_sets(tmp_path: Path, items: list[Any], said: str) -> None:
-    with pytest.raises(UserError, match=said) as caught:
+    with pytest.raises(UserError, match=f"^.*{said}.*$"):
         pack_images(Own(items), tmp_path / "out", progress="off")
-    assert len(caught.value.message.splitlines()) == 1
     assert leftovers(tmp_path / "out") == []
 
 
@@ -290,10 +287,12 @@ def test_lists_of_images_have_a_digest_that_changes_with_the_files(tmp_path: Pat
     assert list_images(str(again)).digest == before.digest
     assert [before.classes[label] for label in before.labels] == [name.partition("/")[0] for name in before.names]
     assert before.sizes.tolist() == [len(files[name]) for name in before.names]
-    os.utime(again / "ant/0.jpg", (2, 2))
-    digests = {before.digest, list_images(str(again)).digest}
-    (again / "ant/0.jpg").unlink()
-    digests.add(list_images(str(again)).digest)
-    write_files(again, {os.fsdecode(b"ant/not-utf-8-\xff.jpg"): b""})
-    digests.add(list_images(str(again)).digest)
+    digests = {before.digest}
+    for change in (
+        lambda: os.utime(again / "ant/0.jpg", (2, 2)),
+        (again / "ant/0.jpg").unlink,
+        lambda: write_files(again, {os.fsdecode(b"ant/not-utf-8-\xff.jpg"): b""}),
+    ):
+        change()
+        digests.add(list_images(str(again)).digest)
     assert len(digests) == 4

@@ -25,29 +25,42 @@ from flyte_ddp.shards.scanning import create_index, verify_index
 
 
 def one_bad(number: int) -> tuple[str, dict[str, bytes]]:
-    if number == 15:
-        raise UserError("sample 15 is bad")
+    if number == 19:
+        raise UserError("sample 19 is bad")
+    return str(number), {".a": b"x"}
+
+
+def interrupted(number: int) -> tuple[str, dict[str, bytes]]:
+    if number == 19:
+        raise KeyboardInterrupt
     return str(number), {".a": b"x"}
 
 
 def same_key(number: int) -> tuple[str, dict[str, bytes]]:
-    return str(number % 15), {".a": b"x"}
+    return str(number if number < 19 else 16), {".a": b"x"}
 
 
-@pytest.mark.parametrize(("samples", "said"), [(one_bad, "sample 15 is bad"), (same_key, "in two places")])
-def test_what_fails_leaves_all_as_it_was(tmp_path: Path, samples: Callable[[int], Any], said: str) -> None:
-    """Nothing in a new folder, and what was packed before in one that has it."""
-    options: dict[str, Any] = {"classes": [], "seed": None, "progress": "off"}
-    per_shard = 20 if samples is same_key else 4
-    with pytest.raises(UserError, match=said):
-        pack_samples(samples, 20, tmp_path / "new", per_shard=per_shard, **options)
-    assert leftovers(tmp_path / "new") == []
-    pack_samples(lambda number: (str(number), {".a": b"old"}), 20, tmp_path / "old", per_shard=4, **options)
+@pytest.mark.parametrize(
+    ("samples", "error", "said"),
+    [
+        (one_bad, UserError, "sample 19 is bad"),
+        (same_key, UserError, "in two places"),
+        (interrupted, KeyboardInterrupt, "^$"),
+    ],
+)
+def test_what_fails_leaves_all_as_it_was(
+    tmp_path: Path, samples: Callable[[int], Any], error: type[BaseException], said: str
+) -> None:
+    """Nothing in a new folder, and what was packed before, still of use, in one that has it."""
+    letters(9, tmp_path / "old")
     (tmp_path / "old" / "other.json").write_text("")
     before = all_files(tmp_path / "old")
-    with pytest.raises(UserError, match=said):
-        pack_samples(samples, 20, tmp_path / "old", per_shard=per_shard, **options)
+    for name in ("new", "old"):
+        with pytest.raises(error, match=said):
+            pack_samples(samples, 20, tmp_path / name, per_shard=16, classes=[], seed=None, progress="off")
+    assert leftovers(tmp_path / "new") == []
     assert all_files(tmp_path / "old") == before
+    assert packed_texts(tmp_path / "old" / "train.json") == "a" * 9
 
 
 def letters(count: int, folder: Path, *, letter: str = "a", name: str = "train") -> ShardIndex:

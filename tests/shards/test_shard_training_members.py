@@ -14,7 +14,6 @@ from flyte_ddp.errors import UserError
 from flyte_ddp.loading.shards import ShardImages
 from flyte_ddp.shards.cache import ShardCache
 from flyte_ddp.shards.dataset import ShardReader
-from flyte_ddp.shards.index import read_index
 from flyte_ddp.shards.plan_request import PlanRequest
 from flyte_ddp.shards.planning import describe_plan
 from flyte_ddp.shards.scanning import create_index, verify_index
@@ -32,16 +31,7 @@ UNFIT = {
         {f"2024.{day:02}": {".jpg": IMAGE, ".cls": b"1"} for day in range(9)},
         "'2024' in shard {} has no image: it has .00.jpg, .00.cls, .01.jpg, .01.cls, .02.jpg, .02.cls and 12 others",
     ),
-    "other": ({"x": {".bin": b"1", ".cls": b"1"}}, "'x' in shard {} has no image: it has .bin, .cls"),
 }
-unfit = pytest.mark.parametrize(("samples", "said"), UNFIT.values(), ids=UNFIT)
-
-
-def theirs(folder: Path, *shards: Path, **entry: int) -> Path:
-    """An index as wids' own tool writes it, which looks at numbers of samples only."""
-    listed = [{"url": path.name, "nsamples": count} for path, count in zip(shards, entry.values(), strict=True)]
-    (folder / "theirs.json").write_text(json.dumps({"wids_version": 1, "shardlist": listed}))
-    return folder / "theirs.json"
 
 
 def refused_by_training(index: Path, folder: Path) -> str:
@@ -72,7 +62,7 @@ def test_the_case_of_extensions_is_ignored_as_in_webdataset(tmp_path: Path) -> N
     fetch(f"shards:{tmp_path / 'index.json'}", "", tmp_path / "prepared", progress="off")
 
 
-@unfit
+@pytest.mark.parametrize(("samples", "said"), UNFIT.values(), ids=UNFIT)
 def test_what_training_refuses_is_said_when_the_index_is_made(
     samples: Samples, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -88,10 +78,12 @@ def test_what_training_refuses_is_said_when_the_index_is_made(
     # The first sample is looked at again where no other command was asked.
     create_index([str(second)], output, progress="off")
     assert refused_by_training(output, tmp_path).startswith(said + NAMES)
-    assert refused_by_training(theirs(tmp_path, second, n=1), tmp_path).startswith(said + NAMES)
     [*_, last] = describe_plan(PlanRequest(index=str(output), validation_fraction=0.0, test_fraction=0.0, batch_size=1))
     assert last.startswith(f"warning: {said}{NAMES}")
     assert "create" not in last
+    # As wids' own tool writes it, which looks at numbers of samples only.
+    output.write_text(json.dumps({"wids_version": 1, "shardlist": [{"url": second.name, "nsamples": 1}]}))
+    assert refused_by_training(output, tmp_path).startswith(said + NAMES)
 
 
 def test_of_a_remote_shard_the_first_sample_is_read(server: FileServer, tmp_path: Path) -> None:
@@ -99,16 +91,13 @@ def test_of_a_remote_shard_the_first_sample_is_read(server: FileServer, tmp_path
     large = {f"{number}": {".png": bytes(5_000_000), ".cls": b"cat"} for number in range(4)}
     server.files["0.tar"] = shard_bytes(large)
     server.files["index.json"] = json.dumps({"shardlist": [{"url": "0.tar", "nsamples": 4}]}).encode()
-    with pytest.raises(
-        UserError, match=r"sample '0' in shard .*0.tar: its .cls is b'cat'; must be the number of a class"
-    ):
+    with pytest.raises(UserError, match=r"sample '0' in shard .*0.tar: its .cls is b'cat'; must be the number of a"):
         fetch(f"shards:{server.url}/index.json", "", tmp_path / "prepared", progress="off")
     assert server.counts["0.tar"] == 1
     assert [path.name for path in tmp_path.iterdir()] == []
     server.files["0.tar"] = shard_bytes(GOOD)
     server.faults["0.tar"] = [503]  # which passes
     fetch(f"shards:{server.url}/index.json", "", tmp_path / "prepared", progress="off")
-    assert read_index(f"{server.url}/index.json").shards[0].url == f"{server.url}/0.tar"
 
 
 def test_a_plan_of_shards_that_cannot_be_read_says_so(server: FileServer, tmp_path: Path) -> None:
