@@ -123,9 +123,8 @@ def pack(
 ) -> None:
     """Pack SOURCE into shards and an index in FOLDER.
 
-    SOURCE is a folder or prefix of images (class/name.jpg; a path, s3://, gs:// or az://), the name of a data set
-    (digits, mnist, fashion_mnist, cifar10), or package.module:callable for a pair (train, test) of torch-style data
-    sets.
+    SOURCE is a folder or prefix of images (class/name.jpg; a path, s3://, gs:// or az://), a data set by its name
+    (digits, mnist, fashion_mnist, cifar10), or package.module:callable for a pair (train, test) of map-style ones.
     """
     from flyte_ddp.datasets.packing import pack_source
 
@@ -137,8 +136,7 @@ def pack(
 def plan(**options: Any) -> None:
     """Print how many batches each rank gets, what each node reads and caches, and whether DDP would hang.
 
-    INDEX is the address of an index; only a first sample of its shards is read. Without an index, give --shards,
-    --samples and --size.
+    INDEX is the address of an index; only first samples of shards are read. Or give --shards, --samples and --size.
     """
     from flyte_ddp.shards.planning import describe_plan
 

@@ -51,18 +51,14 @@ class ShardCache:
 
         Locks a cached file against eviction until it is closed or unlocked. Waits, without a limit, while another
         process downloads the shard. Opens a shard of this machine in its own place. Raises DamagedShardError if such a
-        shard differs from the index, CacheFullError if the cache has no room until readers have released other shards,
-        UserError if the shard cannot be fetched, differs from the index, or the cache's folder cannot be written.
+        shard differs from the index, CacheFullError if shards in use leave no room in the cache, UserError if the shard
+        cannot be fetched, differs from the index, or the cache's folder cannot be written.
         """
         path = storage.local_path(shard.url)
         if path is not None:
             return self.open_local_shard(path, shard)
         with explain_unusable_folder(self.folder):
-            file = self.open_fetched_shard(shard)
-            if file is None:
-                return self.fetch_shard(shard)
-            mark_as_used(file.fileno())
-            return file
+            return self.open_fetched_shard(shard) or self.fetch_shard(shard)
 
     def open_local_shard(self, path: Path, shard: Shard) -> BinaryIO:
         """Compare a file of this machine with the shard's size and digest in the index, open and return it.
@@ -115,7 +111,7 @@ class ShardCache:
     def open_fetched_shard(self, shard: Shard) -> BinaryIO | None:
         """Open a cached shard with a shared lock, and return the file; None if it is not there or has the wrong size.
 
-        Waits, without a limit, while another process evicts the shard.
+        Sets the file's time of last use. Waits, without a limit, while another process evicts the shard.
         """
         path = self.shard_path(shard)
         while True:
@@ -126,6 +122,7 @@ class ShardCache:
             fcntl.flock(file, fcntl.LOCK_SH)
             status = os.fstat(file.fileno())
             if status.st_nlink and shard.size in (-1, status.st_size):
+                mark_as_used(file.fileno())
                 return file
             file.close()
             if status.st_nlink:  # else it was evicted between open and flock, and there may be another one by now
@@ -164,8 +161,7 @@ class ShardCache:
 
         Waits for the shard's lock, and downloads nothing if another process has fetched the shard meanwhile. Evicts
         other shards to make room. Counts the download in ``fetched``. Removes the partial file after a failure. Raises
-        CacheFullError if the cache has no room until readers have released other shards, UserError if the shard cannot
-        be fetched or differs from the index.
+        CacheFullError if shards in use leave no room, UserError if it cannot be fetched or differs from the index.
         """
         path = self.shard_path(shard)
         part = path.with_suffix(PARTIAL)
@@ -317,9 +313,8 @@ def explain_unusable_folder(folder: Path) -> Iterator[None]:
         yield
     except OSError as error:
         fix = "free some space" if error.errno in DISK_FULL else "make it writable"
-        raise UserError(
-            f"shard cache {folder}: {error.strerror}; {fix}, or set FLYTE_DDP_CACHE to another folder"
-        ) from error
+        where = f"shard cache {folder}: {error.strerror}"
+        raise UserError(f"{where}; {fix}, or set FLYTE_DDP_CACHE to another folder") from error
 
 
 def unusable_shard_error(shard: Shard, failure: Exception) -> UserError:

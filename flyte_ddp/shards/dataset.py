@@ -84,8 +84,8 @@ class OpenShard:
 
         Closes the file that was open before. Fetches the shard if it is not in the cache; waits up to 60 s while the
         cache is full. Reads the whole shard to make a table if there is none beside the index or it cannot be read.
-        Raises DamagedShardError if the shard is damaged, UserError if it cannot be opened or fetched, or has another
-        number of samples than the index says.
+        Raises DamagedShardError if the shard is damaged, UserError if it cannot be opened or has another number of
+        samples than the index says.
         """
         shard = self.shard
         if self.close is not None:
@@ -176,8 +176,7 @@ class OpenShards:
 class ShardReader:
     """Reads samples from shards and keeps the shards used last open. Threads may share a reader; it can be pickled.
 
-    At most ``most_open`` shards stay open, and at most ``most_ahead`` are fetched before they are read: more would fill
-    a small cache.
+    At most ``most_open`` shards stay open; at most ``most_ahead`` are fetched before they are read (for small caches).
     """
 
     def __init__(
@@ -219,8 +218,7 @@ class ShardReader:
     def remove_damaged_shard(self, sample: int, *, unreadable: bool = False) -> bool:
         """Remove a sample's shard from the cache if it is damaged; return whether the next read fetches it again.
 
-        Reads the whole shard to compute its digest; if the index has no digest, ``unreadable`` decides. Closes the
-        shard.
+        Closes the shard. Reads all of it to compute its digest; if the index has no digest, ``unreadable`` decides.
         """
         number, _ = self.index.locate(sample)
         removed = self.cache.remove_damaged_shard(self.index.shards[number], unreadable=unreadable)
@@ -286,17 +284,10 @@ class ShardReader:
 class ShardDataset:
     """A map-style data set, for example for ``torch.utils.data.DataLoader``.
 
-    A sample is a dict with the sample's members by their extensions (``.jpg``, ``.cls``), decoded by
-    :func:`flyte_ddp.shards.decoding.decode_sample`, and with ``__key__``, ``__shard__``, ``__shardindex__``,
-    ``__index__`` and ``__dataset__`` as in wids.
-
-    Args:
-        index: an index or its address.
-        cache: a cache or its folder, for remote shards.
-        decode: whether members are decoded; otherwise they are bytes.
-
-    Raises:
-        UserError: the index cannot be read, or is no index.
+    A sample is a dict with the sample's members by their extensions (``.jpg``, ``.cls``) and with ``__key__``,
+    ``__shard__``, ``__shardindex__``, ``__index__`` and ``__dataset__`` as in wids. Members are decoded by
+    :func:`flyte_ddp.shards.decoding.decode_sample`, or are bytes if not ``decode``. ``index`` is an index or its
+    address; ``cache`` is a cache or its folder, for remote shards. Raises UserError if the index cannot be read.
     """
 
     def __init__(self, index: ShardIndex | Path | str, cache: ShardCache | Path | str, *, decode: bool = True) -> None:

@@ -217,8 +217,7 @@ def resolve_part(address: str, content: dict[str, Any], entry: Any) -> tuple[str
     """Return the address and JSON of the index that lists a part's shards, and the part's ``entry`` in ``datasets``.
 
     ``address`` and ``content`` are those of the index that has the part. An entry with ``source_url`` names another
-    index, which is read with retries; any other lists shards itself. Raises UserError if the other index cannot be read
-    or refers to further indexes.
+    index, which is read with retries. Raises UserError if that cannot be read or refers to further indexes.
     """
     if entry.get("source_url"):
         where = resolve_named_address(address, base_address(address, content), entry["source_url"])
@@ -325,8 +324,7 @@ def index_json(index: ShardIndex, folder: str, tables: str, *, packed: bool = Fa
     """Return the JSON of an index of one part, with one shard in each line.
 
     ``folder`` is the folder that the index will be in: addresses of shards below it become relative, and ``tables`` is
-    the name of a file in it. ``packed`` says that the shards were packed with the index, so that the next packing under
-    its name may remove them.
+    the name of a file in it. ``packed`` says that the next packing under this name may remove the shards.
     """
     [part] = index.parts
     prefix = f"{folder.rstrip('/')}/"

@@ -107,8 +107,7 @@ def open_workspace(index: Path) -> Iterator[Path]:
     """Make and lock an empty hidden folder beside the index, yield its path, and remove the folder after the block.
 
     If a killed packing of this index was being published, first finishes that. Keeps the folder after the block while
-    the index refers to shards in it. Raises UserError if another process is packing this index, or the folder cannot be
-    written.
+    the index refers to it. Raises UserError if another process is packing this index or the folder cannot be written.
     """
     workspace = index.with_name(f".{index.stem}.packing")
     with ExitStack() as stack:
@@ -135,9 +134,8 @@ def publish_packed_shards(workspace: Path, index: Path) -> None:
     """Replace the index and its shards with those in the workspace.
 
     (1) Rename an index into place that refers to the shards in the workspace: the commit point. (2) Remove the old
-    shards and move the new shards to their final names. (3) Rename the final index into place. SIGINT is delayed
-    meanwhile. If the process is killed between (1) and (3), the next packing does the rest. Raises UserError if a file
-    cannot be written.
+    shards and move the new shards to their final names. (3) Rename the final index into place. Delays SIGINT. If the
+    process is killed between (1) and (3), the next packing does the rest. Raises UserError if writing fails.
     """
     content = read_json_or_empty(workspace / index.name)
     content |= {"packed_in": workspace.name, "replaced": list_packed_shards(index)}
@@ -157,10 +155,9 @@ def index_refers_to(workspace: Path, index: Path) -> bool:
 
 
 def move_packed_shards(workspace: Path, index: Path) -> None:
-    """Move shards and index from the workspace to their final places, if the index refers to shards in the workspace.
+    """If the index refers to shards in the workspace, move these and their index to their final places.
 
-    Removes the shards that they replace. May be called again after a kill at any line. Raises UserError if a file
-    cannot be written.
+    Removes the shards that they replace. May be called again after a kill at any line. UserError if writing fails.
     """
     if not index_refers_to(workspace, index):
         return

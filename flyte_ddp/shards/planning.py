@@ -121,8 +121,7 @@ def shards_of_nodes(order: ShardOrder, batch_size: int, *, nodes: int, ranks: in
 def sufficient_cache_bytes(sizes: Counts, shuffle_streams: int, parts: int, *, ranks: int, nodes: int = 1) -> int:
     """Return the bytes that are always enough for a node's cache, so that training fetches no shard twice in an epoch.
 
-    This is the room for the shards that each of the node's ``ranks`` reads from, and for as many that are being
-    fetched. ``sizes`` has the bytes of each shard; a batch is drawn from ``shuffle_streams`` shards, in ``parts``
-    micro-batches.
+    It has room for the shards that each of the node's ``ranks`` reads from, and for as many that are being fetched. A
+    batch is drawn from ``shuffle_streams`` shards, in ``parts`` micro-batches; ``sizes`` has the bytes of each shard.
     """
     return 2 * ranks * count_rank_streams(shuffle_streams, nodes * ranks, parts) * int(sizes.max())

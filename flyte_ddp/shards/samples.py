@@ -95,8 +95,7 @@ def table_digest(content: bytes) -> str:
 def tabulate_members(members: Iterable[Member], shard: str) -> SampleTable:
     """Group all members of a shard, in its order, into samples; return the table of the samples.
 
-    Raises UserError, with the shard's address, if the members of a sample are not adjacent, or two of them have the
-    same extension.
+    Raises UserError, with the shard's address, if members of a sample are not adjacent or have the same extension.
     """
     keys: dict[str, None] = {}
     extensions: dict[str, int] = {}

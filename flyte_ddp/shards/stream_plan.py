@@ -90,10 +90,9 @@ class StreamPlan:
     def suggest_options(self) -> list[dict[str, int]]:
         """Return changes of options, such as {"workers": 3}; each gives all ranks the same number of batches.
 
-        The changes are: the largest ``nbatches`` that every rank reaches; the ``nbatches`` of the longest rank, with
-        the smallest ``dsrepeat`` with which all ranks reach it; the nearest number of ``workers`` below and above, up
-        to twice as many; the nearest numbers of ``shards`` below and above that can be dealt out evenly, if all shards
-        have as many samples.
+        These are: the largest ``nbatches`` that every rank reaches; the ``nbatches`` of the longest rank, with the
+        smallest ``dsrepeat`` with which all ranks reach it; the nearest ``workers`` below and above, up to twice as
+        many; the nearest ``shards`` below and above that can be dealt out evenly, if all have as many samples.
         """
         least, most = int(self.batches.min()), int(self.batches.max())
         changes = [{"nbatches": least}] if least else []

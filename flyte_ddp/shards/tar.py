@@ -46,9 +46,8 @@ def iterate_members(
 
     Reads the file, which need not be seekable, to its end; its ``read`` may give less than asked only there. Skips
     folders and files without an extension, as wids does; names that begin with a dot, as webdataset does; and
-    ``._x.jpg``, which a Mac's tar adds. Raises DamagedShardError, with the address ``shard``, if the file is no tar
-    file, is damaged or cut short; UserError if it has a link, a device, a sparse file, or a name that leads out of its
-    folder.
+    ``._x.jpg``, which a Mac's tar adds. Raises DamagedShardError, with the address ``shard``, if the file is no whole
+    tar file; UserError if it has a link, a device, a sparse file, or a name that leads out of its folder.
     """
     archive = Archive(file, shard)
     for header in archive.read_headers():
