@@ -87,37 +87,6 @@ def test_we_read_what_wids_own_tool_writes(base: str | None, tmp_path: Path, mon
     assert ours(str(output), tmp_path / "cache") == BOTH
 
 
-@pytest.mark.parametrize(
-    ("base", "url", "expected"),
-    [
-        (None, "../x.tar", "{up}/x.tar"),
-        ("a", "x.tar", "{d}/a/x.tar"),
-        ("../a", "x.tar", "{up}/a/x.tar"),
-        ("s3://other/a", "x.tar", "s3://other/a/x.tar"),
-        ("http://other/a?b", "http://third/x.tar", "http://third/x.tar"),
-        (None, "gs://other/x.tar", "gs://other/x.tar"),
-        (None, "/a/x.tar", "{root}/a/x.tar"),
-    ],
-)
-def test_what_addresses_in_an_index_refer_to(
-    base: str | None, url: str, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("FLYTE_DDP_ALLOWED_ADDRESSES", "s3://other,http://other,http://third,gs://other")
-    content = index_of(entry(url), **({"base": base} if base else {}))
-    for folder in ["http://h:1/d", "s3://bucket/a//b#?", str(tmp_path / "d"), f"file://{tmp_path}/d"]:
-        if "://" in folder and not folder.startswith("file"):
-            monkeypatch.setattr("flyte_ddp.storage.read_file", lambda _: json.dumps(content).encode())
-            root = "/".join(folder.split("/")[:3])
-            places = {"d": folder, "up": folder.rpartition("/")[0], "root": root}
-        else:
-            monkeypatch.undo()
-            written(tmp_path / "d" / "index.json", content)
-            places = {"d": tmp_path / "d", "up": tmp_path, "root": ""}
-        [shard] = read_index(f"{folder}/index.json").shards
-        whole = expected.format(**places)
-        assert shard.url == (whole.replace(" ", "%20") if whole.startswith("http") else whole)
-
-
 ODD = ("a#1.tar", "a?b=c.tar", "100%.tar", "a%20b.tar", "a b.tar", "écureuil 名.tar", "a+b&c=d;e:f@g.tar", "x/#/y.tar")
 
 

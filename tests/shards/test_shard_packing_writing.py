@@ -18,7 +18,6 @@ from tars import shard_bytes
 from flyte_ddp.datasets.packing import pack_image_folder, pack_images, pack_source
 from flyte_ddp.errors import UserError
 from flyte_ddp.shards import packing
-from flyte_ddp.shards.dataset import ShardDataset
 from flyte_ddp.shards.index import ShardIndex
 from flyte_ddp.shards.packing import pack_samples
 from flyte_ddp.shards.scanning import create_index, verify_index
@@ -83,19 +82,16 @@ def test_packing_anew_removes_the_shards_that_are_no_longer_named(tmp_path: Path
     letters(3, tmp_path, letter="b")
     gone = [f"train-00000{number}.tar" for number in (2, 3, 4)]
     assert leftovers(tmp_path) == [name for name in before if name not in gone]
-    assert [sample[".txt"] for sample in ShardDataset(tmp_path / "train.json", tmp_path / "cache")] == ["b"] * 3
-    assert verify_index(str(tmp_path / "train.json"), progress="off") == []
+    assert packed_texts(tmp_path / "train.json") == "bbb"
 
 
 def test_shards_of_ones_own_are_not_removed(tmp_path: Path) -> None:
     """Shards that were only indexed here were made by somebody else, whatever they are called."""
-    own = [tmp_path / f"train-00000{number}.tar" for number in range(5)]
-    for number, path in enumerate(own):
-        path.write_bytes(shard_bytes({f"{number}": {".cls": b"0"}}))
-    create_index([str(path) for path in own], tmp_path / "train.json", progress="off")
+    own = [f"train-00000{number}.tar" for number in range(5)]
+    write_files(tmp_path, {name: shard_bytes({name[:12]: {".cls": b"0"}}) for name in own})
+    create_index([str(tmp_path / name) for name in own], tmp_path / "train.json", progress="off")
     letters(2, tmp_path)
-    assert [path.exists() for path in own] == [True] * 5
-    assert leftovers(tmp_path) == sorted([*(path.name for path in own), "train.json", "train.json.tables"])
+    assert leftovers(tmp_path) == [*own, "train.json", "train.json.tables"]
 
 
 def packed_texts(index: Path) -> str:

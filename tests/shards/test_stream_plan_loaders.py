@@ -3,8 +3,7 @@
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -24,86 +23,71 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:This DataLoader will create 3 worker processes:UserWarning"),  # of few cores
 ]
 
-Key = str
-Splitter = Callable[[Iterable[dict[str, str]]], Iterator[dict[str, str]]]
+Batches = list[list[str]]  # keys of samples
+Shards = Callable[[list[int]], list[str]]
 
 
-@dataclass(frozen=True)
-class Shards:
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> Shards:
     """Tiny shards, written when first asked for; no two places in a list share a file, nor samples a key."""
+    folder = tmp_path_factory.mktemp("shards")
 
-    folder: Path
-
-    def __call__(self, samples: list[int]) -> list[str]:
-        return [self.written(place, number) for place, number in enumerate(samples)]
-
-    def written(self, place: int, number: int) -> str:
-        path = self.folder / f"{place:02d}-{number}.tar"
+    def write(place: int, number: int) -> str:
+        path = folder / f"{place:02d}-{number}.tar"
         if not path.exists():
             with wds.TarWriter(str(path)) as writer:
                 for sample in range(number):
                     writer.write({"__key__": f"{place}-{sample}", "cls": "1"})
         return str(path)
 
-
-@pytest.fixture(scope="module")
-def shards(tmp_path_factory: pytest.TempPathFactory) -> Shards:
-    return Shards(tmp_path_factory.mktemp("shards"))
+    return lambda samples: [write(place, number) for place, number in enumerate(samples)]
 
 
-def every(part: int, parts: int) -> Splitter:
+def every(part: int, parts: int) -> Callable[[Iterable[Any]], Iterator[Any]]:
     """simdist.py's way of splitting, ``urls[part::parts]``."""
     return lambda urls: itertools.islice(urls, part, None, parts)
 
 
-def dataset(urls: list[str], rank: int, request: PlanRequest, by_worker: Splitter) -> Any:
+def dataset(urls: list[str], rank: int, request: PlanRequest, by_worker: Callable[..., Any]) -> Any:
     """simdist.py's dataset, which gives keys in place of images."""
-    made = (
-        wds.WebDataset(
-            urls, shardshuffle=False, nodesplitter=every(rank, request.total_ranks), workersplitter=by_worker
-        )
-        .shuffle(10)
-        .to_tuple("__key__")
-        .batched(request.batch_size, partial=request.partial)
-    )
+    by_node = every(rank, request.total_ranks)
+    read = wds.WebDataset(urls, shardshuffle=False, nodesplitter=by_node, workersplitter=by_worker)
+    made = read.shuffle(10).to_tuple("__key__").batched(request.batch_size, partial=request.partial)
     return made.repeat(request.dsrepeat) if request.dsrepeat > 1 else made
 
 
-def loaded(urls: list[str], rank: int, request: PlanRequest) -> list[list[Key]]:
+def load_in_processes(urls: list[str], rank: int, request: PlanRequest) -> Batches:
     """A rank's batches, from simdist.py's loader with its worker processes."""
-    loader = wds.WebLoader(
-        dataset(urls, rank, request, wds.split_by_worker), num_workers=request.workers, batch_size=None
-    )
+    made = dataset(urls, rank, request, wds.split_by_worker)
+    loader = wds.WebLoader(made, num_workers=request.workers, batch_size=None)
     if request.repeat > 1:
         loader = loader.repeat(nepochs=request.repeat)
     return [keys for [keys] in itertools.islice(loader, request.nbatches or None)]
 
 
-def dealt(urls: list[str], rank: int, request: PlanRequest) -> list[list[Key]]:
+def load_here(urls: list[str], rank: int, request: PlanRequest) -> Batches:
     """The same without processes: each worker's dataset is read here; their batches are dealt as the loader does."""
-    streams = [
-        dataset(urls, rank, request, every(reader, request.readers_per_rank))
-        for reader in range(request.readers_per_rank)
-    ]
+    readers = request.readers_per_rank
+    streams = [dataset(urls, rank, request, every(reader, readers)) for reader in range(readers)]
 
-    def one_pass() -> Iterator[list[Key]]:
+    def one_pass() -> Iterator[list[str]]:
         turns = itertools.zip_longest(*([keys for (keys,) in stream] for stream in streams))
         yield from (batch for turn in turns for batch in turn if batch is not None)
 
     return list(itertools.islice(wds.DataPipeline(one_pass).repeat(request.repeat), request.nbatches or None))
 
 
-def check_against(plan: StreamPlan, batches_of: Callable[[int], list[list[Key]]]) -> None:
+def check_against(plan: StreamPlan, urls: list[str], load: Callable[[list[str], int, PlanRequest], Batches]) -> None:
     """Compare the plan with what ranks get: numbers of batches, and with whole passes the samples in them."""
     request = plan.request
     for rank in range(request.total_ranks):
-        batches = batches_of(rank)
+        batches = load(urls, rank, request)
         assert plan.batches[rank] == len(batches)
         assert {len(batch) for batch in batches} <= {request.batch_size} or request.partial
         if request.partial and not request.nbatches:
-            times = set(Counter(key for batch in batches for key in batch).values())
-            assert times <= {request.repeat * request.dsrepeat}
-            assert len({key for batch in batches for key in batch}) == plan.samples[rank].sum()
+            times = Counter(key for batch in batches for key in batch)
+            assert set(times.values()) <= {request.repeat * request.dsrepeat}
+            assert len(times) == plan.samples[rank].sum()
 
 
 @pytest.mark.slow
@@ -124,8 +108,10 @@ def test_the_plan_is_what_loaders_give(shards: Shards, data: st.DataObject) -> N
     readers = request.total_ranks * request.readers_per_rank
     counts = draw(st.lists(st.integers(1, 7), min_size=readers, max_size=readers))
     counts += draw(st.lists(st.integers(0, 7), max_size=6))  # each reader has a sample, but there may be empty shards
-    urls = shards(counts)
-    check_against(StreamPlan(request, np.array(counts)), lambda rank: dealt(urls, rank, request))
+    check_against(StreamPlan(request, np.array(counts)), shards(counts), load_here)
+
+
+CUT_OFF = {"ranks": 2, "batch_size": 2, "workers": 2, "partial": True, "repeat": 3, "nbatches": 17}
 
 
 @pytest.mark.slow
@@ -135,20 +121,15 @@ def test_the_plan_is_what_loaders_give(shards: Shards, data: st.DataObject) -> N
         pytest.param(PUBLISHED, {}, id="published"),
         pytest.param(PUBLISHED, {"nbatches": 36, "dsrepeat": 2}, id="published fix"),
         pytest.param([5, 4, 7, 3, 9], {"ranks": 2, "batch_size": 2, "workers": 0, "repeat": 2}, id="no workers"),
-        pytest.param(
-            [9, 8, 7, 6, 9, 3],
-            {"ranks": 2, "batch_size": 2, "workers": 2, "partial": True, "repeat": 3, "nbatches": 17},
-            id="cut off",
-        ),
+        pytest.param([9, 8, 7, 6, 9, 3], CUT_OFF, id="cut off"),
     ],
 )
 def test_processes_give_what_is_planned(shards: Shards, counts: list[int], options: dict[str, Any]) -> None:
     """What the many cases above rest on: worker processes give just what is dealt here without them."""
-    request = replace(SIMDIST, **options)
-    plan, urls = StreamPlan(request, np.array(counts)), shards(counts)
+    plan = StreamPlan(replace(SIMDIST, **options), np.array(counts))
     if counts is PUBLISHED:
         assert plan.batches.tolist() == ([36] * 3 if options else [36, 26, 26])
-    check_against(plan, lambda rank: loaded(urls, rank, request))
+    check_against(plan, shards(counts), load_in_processes)
 
 
 @pytest.mark.parametrize(
@@ -166,4 +147,4 @@ def test_a_worker_without_samples_is_an_error_as_it_is_in_webdataset(
     with pytest.raises(UserError, match=message):
         StreamPlan(request, np.array(counts))
     with pytest.raises(ValueError, match="No samples found in dataset; perhaps you have fewer shards than workers"):
-        dealt(shards(counts), ranks - 1, request)
+        load_here(shards(counts), ranks - 1, request)
