@@ -12,13 +12,18 @@ import click
 from flyte_ddp.errors import UserError
 from flyte_ddp.formatting import format_count
 from flyte_ddp.progress import MODES
+from flyte_ddp.shards.index import ShardIndex, read_index
+from flyte_ddp.shards.inspection import read_sample, write_members
+from flyte_ddp.shards.joining import join_indexes
 from flyte_ddp.shards.plan_request import PlanRequest
+from flyte_ddp.shards.planning import describe_plan
+from flyte_ddp.shards.scanning import create_index, verify_index
 
 PROGRESS = click.option("--progress", type=click.Choice(MODES), default="auto")
 
 
-def format_counts(index: Any) -> str:
-    """Return the numbers of shards and samples in a ShardIndex as text: "2 shards, 10 samples"."""
+def format_counts(index: ShardIndex) -> str:
+    """Return the numbers of shards and samples in an index as text: "2 shards, 10 samples"."""
     return f"{format_count(len(index.shards), 'shard')}, {format_count(len(index), 'sample')}"
 
 
@@ -37,25 +42,18 @@ def shards() -> None:
 @PROGRESS
 def create(urls: tuple[str, ...], output: Path, name: str, classes: Path | None, progress: str) -> None:
     """Read shards (paths, s3://, gs://, az://, http://; {000..127} stands for a range) and write their index."""
-    from flyte_ddp.shards.scanning import create_index
-
     index = create_index(urls, output, name=name, classes=read_class_names(classes), progress=progress)
-    click.echo(
-        f"{output}: {format_counts(index)}, {len(index.classes):,} class{'' if len(index.classes) == 1 else 'es'}"
-    )
+    plural = "" if len(index.classes) == 1 else "es"
+    click.echo(f"{output}: {format_counts(index)}, {len(index.classes):,} class{plural}")
 
 
 @shards.command()
 @click.argument("indexes", nargs=-1, required=True)
 @click.option("--output", "-o", type=Path, default=Path("joined.json"), help="The index to write.")
-@click.option(
-    "--weight", "weights", type=float, multiple=True, help="Passes of an epoch through each index in turn; default 1."
-)
+@click.option("--weight", "weights", type=float, multiple=True, help="Passes of an epoch through each index in turn.")
 @click.option("--name", default="", help="Name of the joined data set; by default the name of the output file.")
 def join(indexes: tuple[str, ...], output: Path, weights: tuple[float, ...], name: str) -> None:
     """Write one index that refers to several indexes, each with a weight: its passes in an epoch."""
-    from flyte_ddp.shards.joining import join_indexes
-
     index = join_indexes(indexes, output, weights=weights, name=name)
     click.echo(f"{output}: {format_count(len(index.parts), 'data set')}, {format_counts(index)}")
 
@@ -66,8 +64,6 @@ def join(indexes: tuple[str, ...], output: Path, weights: tuple[float, ...], nam
 @PROGRESS
 def verify(index: str, decode: bool, progress: str) -> None:
     """Read all shards of an index and list what differs from it; exit with status 1 if anything differs."""
-    from flyte_ddp.shards.scanning import verify_index
-
     problems = verify_index(index, decode=decode, progress=progress)
     for problem in problems:
         click.echo(problem)
@@ -81,8 +77,6 @@ def verify(index: str, decode: bool, progress: str) -> None:
 @click.option("--shards", "list_shards", is_flag=True, help="List the shards, too.")
 def show(index: str, list_shards: bool) -> None:
     """Print a summary of an index; no shard is opened."""
-    from flyte_ddp.shards.index import read_index
-
     content = read_index(index)
     for key, value in content.summary().items():
         click.echo(f"{key:<16} {value}")
@@ -97,8 +91,6 @@ def show(index: str, list_shards: bool) -> None:
 @click.option("--to", type=click.Path(file_okay=False, path_type=Path), help="Write the members into this folder.")
 def sample(index: str, number: int, to: Path | None) -> None:
     """Print one sample of an index; reads only this sample of a remote shard if the index has tables of samples."""
-    from flyte_ddp.shards.inspection import read_sample, write_members
-
     shown = read_sample(index, number)
     members = {name: value for name, value in shown.items() if isinstance(value, bytes)}
     for name, value in members.items():
@@ -126,7 +118,7 @@ def pack(
     SOURCE is a folder or prefix of images (class/name.jpg; a path, s3://, gs:// or az://), a data set by its name
     (digits, mnist, fashion_mnist, cifar10), or package.module:callable for a pair (train, test) of map-style ones.
     """
-    from flyte_ddp.datasets.packing import pack_source
+    from flyte_ddp.datasets.packing import pack_source  # a room above this one, which only this command uses
 
     options = {"per_shard": samples_per_shard, "seed": seed if order == "mixed" else None, "progress": progress}
     index = pack_source(source, folder, split=split, name=name, **options)
@@ -138,8 +130,6 @@ def plan(**options: Any) -> None:
 
     INDEX is the address of an index; only first samples of shards are read. Or give --shards, --samples and --size.
     """
-    from flyte_ddp.shards.planning import describe_plan
-
     for line in describe_plan(PlanRequest(**options)):
         click.echo(line)
 

@@ -63,8 +63,8 @@ class ShardCache:
     def open_local_shard(self, path: Path, shard: Shard) -> BinaryIO:
         """Compare a file of this machine with the shard's size and digest in the index, open and return it.
 
-        Reads the whole file for the digest, as :meth:`verify_digest_once`. Raises DamagedShardError if size or digest
-        differ, UserError if the path is no regular file or cannot be read.
+        Reads the whole file for the digest, once, as :meth:`verify_digest_once` does. Raises DamagedShardError if size
+        or digest differ, UserError if the path is no regular file or cannot be read.
         """
         try:
             status = path.stat()
@@ -81,7 +81,7 @@ class ShardCache:
             raise unusable_shard_error(shard, error) from None
 
     def verify_digest_once(self, path: Path, status: os.stat_result, shard: Shard) -> None:
-        """Read a file of this machine and compare its digest with the index; mark that by an empty file in the folder.
+        """Read a file of this machine and compare its digest with the index; mark that by an empty file in the cache.
 
         Does nothing if the index has no digest, or if there is a mark for this path, size, times and digest. Other
         processes that open the shard wait for the result. Each call reads the file if the folder cannot be written.
@@ -200,7 +200,7 @@ class ShardCache:
             expected = shard.size if shard.size >= 0 else file.size
             if file.size not in (None, expected):
                 raise storage.AlteredError(f"{file.size:,} bytes instead of {expected:,}", transient=True)
-            target.seek(0)
+            target.seek(0)  # an earlier try may have written a part of the shard
             for chunk in file.chunks:
                 end = target.tell() + len(chunk)
                 if expected is not None and end > expected:
@@ -212,7 +212,7 @@ class ShardCache:
         storage.check_length(target.tell(), expected, remote=True)
         if wanted and digest.hexdigest() != wanted:
             raise storage.AlteredError(f"{kind} {digest.hexdigest()} instead of {wanted}", transient=True)
-        target.truncate()
+        target.truncate()  # an earlier try may have written more
 
     def write_chunk(self, file: io.FileIO, chunk: bytes) -> None:
         """Write all bytes to a file. If the disk is full, evict the least recently used unlocked shard and go on.
@@ -249,6 +249,7 @@ class ShardCache:
             if self.limit is not None:
                 entries = self.list_oldest_first()
                 used = sum(size for _, size, _ in entries)
+                # The file itself is in the sum, with the size that it has now.
                 excess = used + size - os.fstat(file.fileno()).st_size - self.limit
                 for _, _, path in entries:
                     if excess > 0 and path.suffix == WHOLE:

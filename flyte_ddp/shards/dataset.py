@@ -49,7 +49,7 @@ class OpenShard:
     def keep_open(self) -> Iterator[OpenShard]:
         """Yield this shard, open and protected from eviction in the block; open or fetch it as :meth:`open_file` does.
 
-        Updates the time of last use of a cached shard, once a second.
+        Updates the time of last use of a cached shard, at most once a second.
         """
         with self.lock:
             if self.close is None or (self.users == 0 and not self.lock_file()):
@@ -228,7 +228,7 @@ class ShardReader:
 
     @contextmanager
     def open_shard(self, number: int) -> Iterator[OpenShard]:
-        """Give the open shard of that number in the block, protected from eviction; fetch it if it is not cached.
+        """Yield the open shard of that number, protected from eviction in the block; fetch it if it is not cached.
 
         Closes the shards that were not used for longest if more than ``most_open`` are open. Starts threads that fetch
         the next wanted shards. Raises the errors of :meth:`OpenShard.open_file`.

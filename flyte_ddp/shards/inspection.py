@@ -20,9 +20,9 @@ from flyte_ddp.shards.tar import iterate_members
 def read_sample(address: str, number: int) -> Sample:
     """Read one sample of the index at an address; return its members (bytes, by extension) and wids' keys in one dict.
 
-    Reads only the index, the shard's table and the sample's members, with up to 3 retries. If there is no table, or the
-    server gives no parts of files, fetches the whole shard into a temporary folder. Raises UserError if there is no
-    such sample, or the index or the shard cannot be read.
+    Reads only the index and the sample's members, with up to 3 retries, and the shard's table, without. If there is no
+    table, or the server gives no parts of files, fetches the whole shard into a temporary folder. Raises UserError if
+    there is no such sample, or the index or the shard cannot be read.
     """
     index = read_index(address)
     if not 0 <= number < len(index):
@@ -53,10 +53,10 @@ def write_members(key: str, members: dict[str, bytes], folder: Path) -> None:
 
 
 def refuse_unfit_samples(index: ShardIndex, *, patient: bool = True) -> None:
-    """Read the first sample of each part of an index, and no more of its shard; return if training can read them all.
+    """Read the first sample of each data set in an index; return if training can read all of these samples.
 
-    Retries transient errors up to 3 times if ``patient``. Raises UserError if a sample has no image or no label, or if
-    its shard cannot be read or is no tar file.
+    Opens one shard of each data set. Retries transient errors up to 3 times if ``patient``. Raises UserError if a
+    sample has no image or no label, or if its shard cannot be read or is no tar file.
     """
     first_shards: dict[int, Shard] = {}
     for shard in index.shards:

@@ -74,7 +74,7 @@ def pack_samples(
     if seed is not None:
         order = sampling.make_generator(sampling.PACKING, seed).permutation(order)
     starts = range(0, count, per_shard)
-    digits = max(6, len(str(len(starts) - 1)))
+    digits = max(6, len(str(len(starts) - 1)))  # as many for all shards, so that their names are in order
     track = Progress(progress).track("packing", count, "samples")
     with open_workspace(index) as workspace:
         paths = [workspace / f"{name}-{number:0{digits}d}.tar" for number in range(len(starts))]
@@ -157,7 +157,7 @@ def index_refers_to(workspace: Path, index: Path) -> bool:
 def move_packed_shards(workspace: Path, index: Path) -> None:
     """If the index refers to shards in the workspace, move these and their index to their final places.
 
-    Removes the shards that they replace. May be called again after a kill at any line. UserError if writing fails.
+    Removes the shards that they replace. Can go on after a kill at any line. Raises UserError if writing fails.
     """
     if not index_refers_to(workspace, index):
         return
