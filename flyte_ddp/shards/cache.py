@@ -71,10 +71,8 @@ class ShardCache:
             if not stat.S_ISREG(status.st_mode):  # a device, or a pipe, may have no end
                 raise UserError(f"shard {shard.url}: is no plain file; check the address")
             if shard.size not in (-1, status.st_size):
-                raise DamagedShardError(
-                    f"shard {shard.url}: has {status.st_size:,} bytes and not the {shard.size:,} that the index says; "
-                    "copy it again, or renew the index"
-                )
+                problem = f"has {status.st_size:,} bytes and not the {shard.size:,} that the index says"
+                raise DamagedShardError(f"shard {shard.url}: {problem}; copy it again, or renew the index")
             self.verify_digest_once(path, status, shard)
             return path.open("rb")
         except OSError as error:
@@ -101,10 +99,9 @@ class ShardCache:
                 with path.open("rb") as file:
                     found = hash_open_file(file, kind)
                 if found != wanted:
-                    raise DamagedShardError(
-                        f"shard {shard.url}: its {kind} is {found} and not the {wanted} that the index says, so it is "
-                        "damaged, or another one; copy it again, or renew the index"
-                    )
+                    problem = f"its {kind} is {found} and not the {wanted} that the index says"
+                    fix = "so it is damaged, or another one; copy it again, or renew the index"
+                    raise DamagedShardError(f"shard {shard.url}: {problem}, {fix}")
                 with suppress(OSError):
                     mark.touch()
 
@@ -236,10 +233,8 @@ class ShardCache:
         use and other downloads leave no room, UserError if ``size`` is larger than the limit.
         """
         if self.limit is not None and size > self.limit:
-            raise UserError(
-                f"shard cache {self.folder}: its limit of {self.limit:,} bytes is less than the {size:,} of one shard; "
-                "raise FLYTE_DDP_CACHE_BYTES"
-            )
+            problem = f"its limit of {self.limit:,} bytes is less than the {size:,} of one shard"
+            raise UserError(f"shard cache {self.folder}: {problem}; raise FLYTE_DDP_CACHE_BYTES")
         with self.hold_lock("room"):
             for part in self.folder.glob(f"*{PARTIAL}"):
                 if CACHED_NAME.fullmatch(part.name):
@@ -255,10 +250,9 @@ class ShardCache:
                     if excess > 0 and path.suffix == WHOLE:
                         excess -= self.evict_file(path)
                 if excess > 0:
-                    raise CacheFullError(
-                        f"shard cache {self.folder}: its limit of {self.limit:,} bytes is too low by {excess:,} for "
-                        "the shards that are read at the same time; raise FLYTE_DDP_CACHE_BYTES"
-                    )
+                    problem = f"its limit of {self.limit:,} bytes is too low by {excess:,}"
+                    fix = "for the shards that are read at the same time; raise FLYTE_DDP_CACHE_BYTES"
+                    raise CacheFullError(f"shard cache {self.folder}: {problem} {fix}")
             os.ftruncate(file.fileno(), size)
 
     def list_oldest_first(self) -> list[tuple[int, int, Path]]:

@@ -29,6 +29,8 @@ FETCHED_AHEAD = 4  # shards that threads fetch before they are read, and at the 
 WAIT_FOR_ROOM = 60.0  # seconds that a reader waits for other readers to release shards in a full cache
 MARKED_EVERY = 1.0  # seconds between two updates of the time of last use of a shard that is being read
 
+Wanted = Container[str] | None  # extensions, in lower case, of the members to read; None for all
+StoredSample = tuple[str, dict[str, bytes]]  # its key, and its members' contents by their extensions
 Sample = dict[str, Any]
 
 
@@ -98,10 +100,8 @@ class OpenShard:
             except OSError as error:
                 raise unusable_shard_error(shard, error) from None
             if len(self.table) != shard.samples:
-                raise UserError(
-                    f"shard {shard.url}: has {len(self.table):,} samples and not the {shard.samples:,} that the index "
-                    "says; renew the index: python -m flyte_ddp.shards create"
-                )
+                problem = f"has {len(self.table):,} samples and not the {shard.samples:,} that the index says"
+                raise UserError(f"shard {shard.url}: {problem}; renew the index: python -m flyte_ddp.shards create")
             self.file = os.dup(file.fileno())  # a descriptor of its own, as the block closes the file
             self.close = weakref.finalize(self, os.close, self.file)  # after the last reader has dropped this object
 
@@ -124,17 +124,13 @@ def open_when_room(shard: Shard, cache: ShardCache) -> BinaryIO:
 
 
 def read_sample_members(
-    shard: Shard,
-    table: SampleTable,
-    sample: int,
-    read_bytes: Callable[[int, int], bytes],
-    wanted: Container[str] | None = None,
-) -> tuple[str, dict[str, bytes]]:
+    shard: Shard, table: SampleTable, sample: int, read_bytes: Callable[[int, int], bytes], wanted: Wanted = None
+) -> StoredSample:
     """Read a sample of a shard by its number there; return its key, and its members' contents by their extensions.
 
-    Calls ``read_bytes`` with the number of a first byte of the shard and a length. Reads only members whose extension
-    in lower case is in ``wanted``; None stands for all. Raises DamagedShardError if the shard has other bytes than
-    ``table`` says, UserError for an OSError.
+    Calls ``read_bytes`` with the number of a first byte of the shard and a length. Reads only the members ``wanted``
+    (extensions in lower case; None for all). Raises DamagedShardError if the shard has other bytes than ``table`` says,
+    UserError for an OSError.
     """
     contents = {}
     for member in table.sample_members(sample):
@@ -144,10 +140,8 @@ def read_sample_members(
             except OSError as error:
                 raise unusable_shard_error(shard, error) from None
             if len(stored) != BLOCK + member.size or zlib.crc32(stored[:BLOCK]) != member.header:
-                raise DamagedShardError(
-                    f"shard {shard.url}: damaged at byte {member.offset:,}, where {member.key}{member.extension} "
-                    "should be; copy it again, or renew the index"
-                )
+                problem = f"damaged at byte {member.offset:,}, where {member.key}{member.extension} should be"
+                raise DamagedShardError(f"shard {shard.url}: {problem}; copy it again, or renew the index")
             contents[member.extension] = stored[BLOCK:]
     return table.keys[sample], contents
 
@@ -195,16 +189,16 @@ class ShardReader:
             self.open_shards = OpenShards()
         return self.open_shards
 
-    def read_sample(self, sample: int, wanted: Container[str] | None = None) -> tuple[str, dict[str, bytes]]:
+    def read_sample(self, sample: int, wanted: Wanted = None) -> StoredSample:
         """Read a sample by its number in the index; return its key, and its members' contents by their extensions.
 
-        Reads only members whose extension in lower case is in ``wanted``; None stands for all. Fetches the shard if it
-        is not in the cache, and once more if it is damaged; waits up to 60 s while the cache is full. Raises
-        DamagedShardError if the shard is still damaged, UserError if it cannot be opened or fetched.
+        Reads only the members ``wanted`` (extensions in lower case; None for all). Fetches the shard if it is not in
+        the cache, and once more if it is damaged; waits up to 60 s while the cache is full. Raises DamagedShardError if
+        the shard is still damaged, UserError if it cannot be opened or fetched.
         """
         number, inside = self.index.locate(sample)
 
-        def read_once() -> tuple[str, dict[str, bytes]]:
+        def read_once() -> StoredSample:
             """Open the shard and read the sample."""
             with self.open_shard(number) as shard:
                 return read_sample_members(shard.shard, shard.table, inside, partial(read_at, shard.file), wanted)

@@ -29,11 +29,10 @@ def find_image_and_label(sample: str, extensions: Iterable[str]) -> tuple[str, s
     named = ", ".join(names[:MOST_NAMED])
     named += f" and {len(names) - MOST_NAMED} others" if len(names) > MOST_NAMED else ""
     first, *others, _ = TRAINED_ON
-    raise UserError(
-        f"{sample} has no {'image' if image is None else 'label'}: it has {named}; training reads KEY{first} (or "
-        f"{', '.join(others)}) and KEY{LABEL}, the number of the class, and a key ends at the first dot of a file's "
-        "name; pack the shard again with such names"
-    )
+    problem = f"has no {'image' if image is None else 'label'}: it has {named}"
+    rule = f"training reads KEY{first} (or {', '.join(others)}) and KEY{LABEL}, the number of the class"
+    fix = "and a key ends at the first dot of a file's name; pack the shard again with such names"
+    raise UserError(f"{sample} {problem}; {rule}, {fix}")
 
 
 def parse_class_number(sample: str, content: bytes) -> int:

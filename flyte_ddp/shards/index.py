@@ -172,10 +172,8 @@ def build_index(address: str, content: dict[str, Any]) -> ShardIndex:
     classes.pop((), None)
     if len(classes) > 1:
         (first, one), (second, other), *_ = classes.items()
-        raise UserError(
-            f"index {address}: {other} has the classes {shorten_repr(list(second))}, and {one} has "
-            f"{shorten_repr(list(first))}; join only data sets with the same classes in the same order"
-        )
+        problem = f"{other} has the classes {shorten_repr(list(second))}, and {one} has {shorten_repr(list(first))}"
+        raise UserError(f"index {address}: {problem}; join only data sets with the same classes in the same order")
     return ShardIndex(str(content.get("name") or ""), shards, tuple(parts), next(iter(classes), ()))
 
 
@@ -249,23 +247,20 @@ def resolve_named_address(index: str, base: str, named: Any) -> str:
     Raises UserError if ``named`` is no address; if it is a file of this machine and the index is not; or if the index
     is on a web server, and ``named`` has another origin that FLYTE_DDP_ALLOWED_ADDRESSES does not list.
     """
+    shown = shorten_repr(named)
     if not isinstance(named, str) or not named or "\0" in named:
-        raise malformed_index_error(index, f"{shorten_repr(named)} is no address")
+        raise malformed_index_error(index, f"{shown} is no address")
     whole = require_encodable(index, storage.resolve(base, named))
     try:
         is_local = storage.local_path(whole) is not None
     except UserError as error:
         raise UserError(f"index {index}: {error.message}") from None
     if is_local and storage.local_path(index) is None:
-        raise UserError(
-            f"index {index}: names {shorten_repr(named)}, a file of this machine; an index from elsewhere may not "
-            "name it; copy the index here if it should"
-        )
+        fix = "an index from elsewhere may not name it; copy the index here if it should"
+        raise UserError(f"index {index}: names {shown}, a file of this machine; {fix}")
     if not is_local and storage.scheme(index) in ("http", "https") and not storage.may_be_named(whole, index):
-        raise UserError(
-            f"index {index}: names {shorten_repr(named)}, which is not on {storage.origin_of(index)}; set "
-            f"{ALLOWED}={storage.origin_of(whole)} if it may be read, or copy the index here"
-        )
+        fix = f"set {ALLOWED}={storage.origin_of(whole)} if it may be read, or copy the index here"
+        raise UserError(f"index {index}: names {shown}, which is not on {storage.origin_of(index)}; {fix}")
     return whole
 
 
@@ -287,10 +282,10 @@ def list_shards(address: str, content: Mapping[str, Any], part: int) -> Iterator
     base = base_address(address, content)
     folder = str(storage.local_path(base) or base.rstrip("/"))
     tables = (content.get(EXTENSION) or {}).get("tables")
-    tables = resolve_named_address(address, storage.parent(address), tables) if tables else None
+    tables = resolve_named_address(address, storage.parent(address), tables) if tables else ""
     for number, entry in enumerate(content.get("shardlist") or []):
         try:
-            url, place = entry["url"], entry.get("table")
+            url, place = entry["url"], entry.get("table") if tables else None
             yield Shard(
                 # A fast path: an index may have 100,000 shards, and most have plain names.
                 url=require_encodable(address, f"{folder}/{storage.encode_name(base, url)}")
@@ -301,9 +296,7 @@ def list_shards(address: str, content: Mapping[str, Any], part: int) -> Iterator
                 md5=str(entry.get("md5sum") or "").lower(),
                 sha256=str(entry.get("sha256") or "").lower(),
                 part=part,
-                table=(tables, require_count(place[0]), require_count(place[1]), place[2])
-                if tables and place
-                else None,
+                table=(tables, require_count(place[0]), require_count(place[1]), place[2]) if place else None,
             )
         except UserError:
             raise

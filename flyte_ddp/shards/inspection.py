@@ -80,7 +80,7 @@ def refuse_unfit_shard(url: str) -> None:
     key, found = None, dict[str, bytes | None]()
     with storage.open_file(url) as file:
         stream = HashedStream(file.chunks)
-        for member, content in iterate_members(stream, url, lambda extension: extension.lower() == LABEL):  # type: ignore[arg-type]
+        for member, content in iterate_members(stream, url, lambda extension: extension.lower() == LABEL):
             if key not in (None, member.key):
                 break
             key = member.key

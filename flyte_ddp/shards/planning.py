@@ -65,10 +65,8 @@ def describe_epoch(request: PlanRequest, order: ShardOrder, sizes: Counts | None
     if not samples:
         raise UserError("the shards have no samples for training; lower validation_fraction, or take other shards")
     if batch_size < ranks:
-        raise UserError(
-            f"batch_size={batch_size}: must be at least the number of ranks, {ranks:,}, so that each has a sample; "
-            "raise it or take fewer ranks"
-        )
+        rule = f"must be at least the number of ranks, {ranks:,}, so that each has a sample"
+        raise UserError(f"batch_size={batch_size}: {rule}; raise it or take fewer ranks")
     full, ragged = divmod(samples, batch_size)
     steps = f"{sampling.steps_per_epoch(samples, batch_size):,} on every rank"
     rank_samples = full * slice_lengths(batch_size, ranks) + slice_lengths(ragged, ranks)

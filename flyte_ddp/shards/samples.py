@@ -105,19 +105,15 @@ def tabulate_members(members: Iterable[Member], shard: str) -> SampleTable:
     for member in members:
         if member.key != last_key:
             if member.key in keys:
-                raise UserError(
-                    f"shard {shard}: the members of sample {member.key!r} are in two places, or two samples have that "
-                    f"name, as {member.key + member.extension!r} says; pack the members of a sample next to each "
-                    "other, under a name of its own"
-                )
+                problem = f"the members of sample {member.key!r} are in two places, or two samples have that name"
+                fix = "pack the members of a sample next to each other, under a name of its own"
+                raise UserError(f"shard {shard}: {problem}, as {member.key + member.extension!r} says; {fix}")
             keys[member.key] = None
             starts.append(len(rows))
             last_key, sample_extensions = member.key, set()
         if member.extension in sample_extensions:
-            raise UserError(
-                f"shard {shard}: sample {member.key!r} has two members {member.extension}; "
-                "pack the shard again with one of each kind"
-            )
+            problem = f"sample {member.key!r} has two members {member.extension}"
+            raise UserError(f"shard {shard}: {problem}; pack the shard again with one of each kind")
         sample_extensions.add(member.extension)
         kind = extensions.setdefault(member.extension, len(extensions))
         rows.append((kind, member.offset, member.size, member.header))

@@ -70,18 +70,16 @@ def scan_shard(url: str, *, decode: bool = False) -> ScannedShard:
     ``.cls`` member that is no class number.
     """
 
+    def is_wanted(extension: str) -> bool:
+        """Return whether the content of such members is read."""
+        return extension.lower() == LABEL or (decode and extension.rpartition(".")[2].lower() in IMAGES)
+
     def scan_once(address: str) -> ScannedShard:
         """Read the whole shard and return what was found; raise UnavailableError if it cannot be read."""
         found, damaged, labels = list[Member](), list[str](), 0
         with storage.open_file(address) as file:
             stream = HashedStream(file.chunks)
-            for member, content in iterate_members(
-                stream,  # type: ignore[arg-type]
-                url,
-                lambda extension: (
-                    extension.lower() == LABEL or (decode and extension.rpartition(".")[2].lower() in IMAGES)
-                ),
-            ):
+            for member, content in iterate_members(stream, url, is_wanted):
                 found.append(member)
                 if content is None:
                     continue
@@ -197,24 +195,20 @@ def index_shards(
             unfit, reason = unfit + len(found.unfit), reason or next(iter(found.unfit), "")
             advance(1)
             if classes and labels > len(classes):
-                raise UserError(
-                    f"shard {found.shard.url}: has label {labels - 1}, and with {len(classes)} classes labels are "
-                    f"0..{len(classes) - 1}; fix the sample, or the list of classes"
-                )
+                problem = f"has label {labels - 1}, and with {len(classes)} classes labels are 0..{len(classes) - 1}"
+                raise UserError(f"shard {found.shard.url}: {problem}; fix the sample, or the list of classes")
         if not any(shard.samples for shard in listed):
             raise UserError(f"shard {shards[0]}: has no samples, and there are none in the others; check the addresses")
         if not classes and labels > MOST_CLASSES:
-            raise UserError(
-                f"a label is {labels - 1:,}: with more than {MOST_CLASSES:,} classes give their names (--classes)"
-            )
+            rule = f"with more than {MOST_CLASSES:,} classes give their names (--classes)"
+            raise UserError(f"a label is {labels - 1:,}: {rule}")
     names = tuple(classes) or tuple(str(label) for label in range(labels))
     index = ShardIndex(name or output.stem, listed, (Part(name or output.stem),), names)
     with replace_file(output) as file:
         file.write(index_json(index, str(output.parent), tables.name, packed=packed))
     if unfit:
-        Progress(progress).print_note(
-            f"warning: {unfit:,} of {format_count(len(index), 'sample')} cannot be trained on: {reason}"
-        )
+        counted = f"{unfit:,} of {format_count(len(index), 'sample')}"
+        Progress(progress).print_note(f"warning: {counted} cannot be trained on: {reason}")
     return index
 
 
@@ -293,7 +287,6 @@ def verify_shard(shard: Shard, classes: int, *, decode: bool) -> list[str]:
         except storage.UnavailableError as failure:
             return [*problems, f"tables of samples {shard.table[0]}: cannot be read, and were not compared ({failure})"]
         if not same:
-            problems.append(
-                f"shard {shard.url}: the table of samples beside the index is missing or belongs to another shard"
-            )
+            problem = "the table of samples beside the index is missing or belongs to another shard"
+            problems.append(f"shard {shard.url}: {problem}")
     return problems

@@ -21,6 +21,7 @@ from flyte_ddp.errors import UserError
 from flyte_ddp.shards.plan_request import PlanRequest
 
 Counts = NDArray[np.int64]
+NO_SAMPLES = "webdataset ends with an error in a worker without samples"
 
 
 def format_range(numbers: Counts) -> str:
@@ -50,15 +51,11 @@ class StreamPlan:
         shards, ranks, readers = len(self.counts), self.request.total_ranks, self.request.readers_per_rank
         if shards < ranks * readers:
             fix = f"at most {shards // ranks} workers" if shards >= ranks else f"at most {shards:,} ranks"
-            raise UserError(
-                f"{shards:,} shards for ranks x workers = {ranks:,} x {readers}: webdataset ends with an error in a "
-                f"worker without samples; take {fix}, or at least {ranks * readers:,} shards"
-            )
+            where = f"{shards:,} shards for ranks x workers = {ranks:,} x {readers}"
+            raise UserError(f"{where}: {NO_SAMPLES}; take {fix}, or at least {ranks * readers:,} shards")
         for rank, reader in np.argwhere(self.samples == 0):
-            raise UserError(
-                f"all shards of rank {rank}'s worker {reader} are empty: webdataset ends with an error in a worker "
-                "without samples; leave out empty shards, or take fewer workers"
-            )
+            where = f"all shards of rank {rank}'s worker {reader} are empty"
+            raise UserError(f"{where}: {NO_SAMPLES}; leave out empty shards, or take fewer workers")
 
     @cached_property
     def samples(self) -> Counts:
@@ -120,10 +117,9 @@ class StreamPlan:
     def refuse_hang(self) -> None:
         """Raise UserError, with suggested options, if ranks get different numbers of batches or none gets a batch."""
         if not self.batches.any():
-            raise UserError(
-                f"batch_size={self.request.batch_size}: no worker has more than {self.samples.max():,} samples, and "
-                "smaller batches are dropped; lower batch_size or workers, or keep partial batches"
-            )
+            problem = f"no worker has more than {self.samples.max():,} samples, and smaller batches are dropped"
+            fix = "lower batch_size or workers, or keep partial batches"
+            raise UserError(f"batch_size={self.request.batch_size}: {problem}; {fix}")
         if self.hangs:
             batches = format_range(self.batches)
             raise UserError(f"the ranks get {batches} batches: DDP hangs unless all get the same number; {self.advice}")
@@ -131,15 +127,14 @@ class StreamPlan:
     def format_lines(self, limit: int = 8) -> Iterator[str]:
         """Yield the plan as lines of text: a table of the first ``limit`` ranks, bytes, and whether DDP would hang."""
         request, samples = self.request, self.samples.sum(axis=1)
-        yield (
-            f"{len(self.counts):,} shards with {samples.sum():,} samples; nodes x ranks x workers = {request.nodes:,} "
-            f"x {request.ranks:,} x {request.workers:,}; batches of {request.batch_size:,}"
-        )
+        workers = f"nodes x ranks x workers = {request.nodes:,} x {request.ranks:,} x {request.workers:,}"
+        shards = f"{len(self.counts):,} shards with {samples.sum():,} samples"
+        yield f"{shards}; {workers}; batches of {request.batch_size:,}"
         row = "{:>6}{:>10}{:>14}{:>11}".format
         yield row("rank", "shards", "samples", "batches")
         for rank in range(min(limit, request.total_ranks)):
-            shards = len(range(rank, len(self.counts), request.total_ranks))
-            yield row(rank, f"{shards:,}", f"{samples[rank]:,}", f"{self.batches[rank]:,}")
+            own = len(range(rank, len(self.counts), request.total_ranks))
+            yield row(rank, f"{own:,}", f"{samples[rank]:,}", f"{self.batches[rank]:,}")
         if (others := self.batches[limit:]).size:
             yield f"and {others.size:,} more with {format_range(others)} batches each"
         if self.sizes is not None:

@@ -11,7 +11,7 @@ import re
 import tarfile
 import zlib
 from collections.abc import Callable, Iterator
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from flyte_ddp.errors import UserError
 from flyte_ddp.storage.addresses import leads_out
@@ -40,7 +40,7 @@ class Member(NamedTuple):
 
 
 def iterate_members(
-    file: IO[bytes], shard: str, is_wanted: Callable[[str], bool] = lambda _: False
+    file: Any, shard: str, is_wanted: Callable[[str], bool] = lambda _: False
 ) -> Iterator[tuple[Member, bytes | None]]:
     """Yield the members of a tar file in their order, each with its content if ``is_wanted(extension)``, else None.
 
@@ -95,7 +95,7 @@ class Archive:
     tarfile reads through this object, so ``read`` and ``tell`` have the names of a file's methods.
     """
 
-    def __init__(self, file: IO[bytes], shard: str) -> None:
+    def __init__(self, file: Any, shard: str) -> None:
         self.file, self.shard, self.place = file, shard, 0
 
     def read_headers(self) -> Iterator[Header]:
@@ -125,7 +125,7 @@ class Archive:
 
     def read(self, length: int) -> bytes:
         """Read and return the next ``length`` bytes; raise DamagedShardError if the file ends before."""
-        content = self.file.read(length)
+        content: bytes = self.file.read(length)
         self.place += len(content)
         if len(content) < length:
             raise self.damage_error("cut short" if self.place else "empty")
