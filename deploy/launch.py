@@ -46,7 +46,7 @@ class CommandWithShortErrors(click.Command):
     """A command that shows each known error as one sentence, as ``pyflyte`` does with this package's workflows."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse the command line, after checking the files that it names for inputs."""
+        """Parse the command line, after reading the files that it names for inputs; UserError if one is wrong."""
         with show_errors_in_panels(ctx):
             check_input_files(args)
             return super().parse_args(ctx, args)
@@ -98,15 +98,23 @@ def launch(*, name: str, hp: Hyperparameters | None, config: str, version: str |
             f"flytectl --config {config} delete execution {execution.id.name} -p {plan.id.project} -d {plan.id.domain}"
         ) from None
     if not execution.is_successful:
-        raise click.ClickException(f"{explain_failure(execution)}\nthe whole error is at {where}")
+        phase, closure = WorkflowExecutionPhase.enum_to_string(execution.closure.phase), execution.closure
+        cause = closure.abort_metadata.cause if closure.abort_metadata else "no reason is given"
+        reason = extract_sentence(closure.error.message) if closure.error else cause
+        raise click.ClickException(f"the execution has {phase}: {reason}\nthe whole error is at {where}")
     outputs = remote.sync_execution(execution).outputs.literals
-    print_outputs(outputs)
+    if (accuracies := outputs.get("epoch_accuracies")) and accuracies.collection.literals:
+        click.echo(f"test accuracy {accuracies.collection.literals[-1].scalar.primitive.value:.2%}")
+    for output in sorted(outputs, key=[*FILES, *sorted(outputs)].index):
+        if outputs[output].scalar is not None and outputs[output].scalar.blob is not None:
+            click.echo(f"  {output:12} {outputs[output].scalar.blob.uri}")
     if folder is not None:
         download_outputs(remote, outputs, folder)
+        click.echo(f"downloaded {', '.join(FILES.values())} to {folder}")
 
 
 def read_config(path: str) -> Config:
-    """Return the configuration in a file; UserError if it does not name a cluster's address."""
+    """Read flytekit's configuration from a file and return it; UserError if it does not name a cluster's address."""
     with suppress(Exception):  # the file may hold anything
         if yaml.safe_load(Path(path).read_text(encoding="utf-8"))["admin"]["endpoint"]:
             return Config.auto(path)
@@ -114,10 +122,10 @@ def read_config(path: str) -> Config:
 
 
 def fetch_launch_plan(remote: FlyteRemote, name: str, version: str | None) -> FlyteLaunchPlan:
-    """Return the launch plan of this version; without a version the active one, else the newest.
+    """Return the cluster's launch plan of this version; without a version the active one, else the newest.
 
-    Raises:
-        UserError: there is no such project, launch plan or version, or nothing is registered; it lists the choices.
+    Raises a UserError that lists the choices if there is no such project, launch plan or version, or if nothing is
+    registered.
     """
     project, domain = remote.default_project, remote.default_domain
     try:
@@ -140,34 +148,33 @@ def fetch_launch_plan(remote: FlyteRemote, name: str, version: str | None) -> Fl
 
 
 def check_launch_plan(plan: FlyteLaunchPlan, hp: Hyperparameters | None, folder: Path | None) -> None:
-    """Check that the registered version takes ``hp`` and makes the files to download; create the folder for them.
+    """Raise a UserError if the registered version cannot take ``hp``, or does not make the files to download.
 
-    Raises:
-        UserError: it does not, or the folder cannot be created.
+    Creates the folder for these files; a UserError if that fails.
     """
     what = f"{plan.id.name} of version {plan.id.version}"
     inputs, outputs = plan.interface.inputs, plan.interface.outputs
-    if hp is not None and "hp" not in inputs:
-        raise UserError(f"--hp: {what} takes none, but {', '.join(sorted(inputs)) or 'nothing'}; leave it out")
-    known = (inputs["hp"].type.metadata or {}).get("properties") if hp is not None else None
-    newer = [field.name for field in dataclasses.fields(Hyperparameters) if field.name not in known] if known else []
-    if newer:
-        raise UserError(
-            f"--hp: {what} is older than these sources, and does not know {', '.join(newer)}; give a newer --version, "
-            "register one with deploy/register.sh, or check out the sources of that one"
-        )
-    if folder is None:
-        return
-    if missing := [output for output in FILES if output not in outputs]:
-        raise UserError(f"--download: {what} does not make {', '.join(missing)}; leave the option out")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"--download {folder}: {error.strerror}; choose another folder") from None
+    if hp is not None:
+        if "hp" not in inputs:
+            raise UserError(f"--hp: {what} takes none, but {', '.join(sorted(inputs)) or 'nothing'}; leave it out")
+        known = (inputs["hp"].type.metadata or {}).get("properties")
+        newer = [field.name for field in dataclasses.fields(hp) if known and field.name not in known]
+        if newer:
+            raise UserError(
+                f"--hp: {what} is older than these sources, and does not know {', '.join(newer)}; give a newer "
+                "--version, register one with deploy/register.sh, or check out the sources of that one"
+            )
+    if folder is not None:
+        if missing := [output for output in FILES if output not in outputs]:
+            raise UserError(f"--download: {what} does not make {', '.join(missing)}; leave the option out")
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"--download {folder}: {error.strerror}; choose another folder") from None
 
 
 class ExecutionWatch:
-    """Waits for an execution, and prints what changes in it."""
+    """Waits for an execution, and prints to stdout what changes in it."""
 
     def __init__(self, remote: FlyteRemote, execution: FlyteWorkflowExecution, plan: FlyteLaunchPlan) -> None:
         self.client, self.execution = remote.client, execution
@@ -178,7 +185,8 @@ class ExecutionWatch:
     def wait_until_done(self) -> None:
         """Query the execution until it ends, at first every second, later every PAUSE_SECONDS; print changes.
 
-        The cluster may be unreachable for AWAY_SECONDS; then flytekit's exception is raised.
+        Sets the execution's closure to what the cluster answers. If the cluster is unreachable for AWAY_SECONDS, prints
+        to stderr and raises flytekit's exception.
         """
         while True:
             try:
@@ -204,7 +212,10 @@ class ExecutionWatch:
                     yield from self.iterate_nodes(node.id.node_id)
 
     def print_changes(self, node: Any) -> None:
-        """Print what is new of a node: each attempt's phase and error, and the metrics of a running training."""
+        """Query a node's attempts, and print what is new: phase and error of each, metrics of a running training.
+
+        Reads the metrics from the node's deck, at most every PAUSE_SECONDS, and ignores errors of that.
+        """
         name = self.names.get(node.id.node_id, node.id.node_id).rpartition(".")[2]
         for attempt in iterate_task_executions(self.client, node.id):
             name = attempt.id.task_id.name.rpartition(".")[2]
@@ -218,35 +229,22 @@ class ExecutionWatch:
         running = node.closure.phase == NodeExecutionPhase.RUNNING and node.closure.deck_uri
         if running and time.monotonic() - self.read_deck_at > PAUSE_SECONDS:
             with suppress(Exception), scoped_grpc_deadline(CALL_SECONDS / 3):  # waiting works without metrics, too
-                self.print_if_new("metrics", f"{name}: {format_last_record(self.read_deck(node.id))}")
+                self.print_if_new("metrics", f"{name}: {self.read_figures(node.id)}")
             self.read_deck_at = time.monotonic()
 
-    def read_deck(self, node: Any) -> str:
-        """Return the HTML of a node's deck, from an address that the cluster signs."""
+    def read_figures(self, node: Any) -> str:
+        """Read a training's deck from an address that the cluster signs; return its last record of metrics as text."""
         run = self.execution.id
         address = self.client.get_download_artifact_signed_url(node.node_id, run.project, run.domain, run.name)
-        return storage.read_file(address.signed_url[0]).decode()
+        record = parse_last_record(storage.read_file(address.signed_url[0]).decode())
+        figures = [FIGURES[key].format(record[key]) for key in FIGURES if key in record]
+        return ", ".join([f"step {record['step']:,}", *figures])
 
     def print_if_new(self, topic: object, line: str) -> None:
         """Print the time and a line, unless the line is the last one printed on this topic."""
         if self.printed.get(topic) != line:
             click.echo(f"{time.strftime('%H:%M:%S')} {line}")
         self.printed[topic] = line
-
-
-def format_last_record(deck: str) -> str:
-    """Return the last record of metrics in the HTML of a training's deck, as text."""
-    record = parse_last_record(deck)
-    return ", ".join(
-        [f"step {record['step']:,}", *(FIGURES[key].format(record[key]) for key in FIGURES if key in record)]
-    )
-
-
-def explain_failure(execution: FlyteWorkflowExecution) -> str:
-    """Return phase and error of an execution that has not succeeded, as a sentence."""
-    phase, closure = WorkflowExecutionPhase.enum_to_string(execution.closure.phase), execution.closure
-    cause = closure.abort_metadata.cause if closure.abort_metadata else "no reason is given"
-    return f"the execution has {phase}: {extract_sentence(closure.error.message) if closure.error else cause}"
 
 
 def extract_sentence(message: str) -> str:
@@ -256,21 +254,19 @@ def extract_sentence(message: str) -> str:
     return ERROR_PREFIX.sub("", lines[0 if mark else -1]).partition(", cause=")[0]
 
 
-def print_outputs(outputs: dict[str, Any]) -> None:
-    """Print the last accuracy, and the names and addresses of the output files."""
-    if (accuracies := outputs.get("epoch_accuracies")) and accuracies.collection.literals:
-        click.echo(f"test accuracy {accuracies.collection.literals[-1].scalar.primitive.value:.2%}")
-    for name in sorted(outputs, key=[*FILES, *sorted(outputs)].index):
-        if outputs[name].scalar is not None and outputs[name].scalar.blob is not None:
-            click.echo(f"  {name:12} {outputs[name].scalar.blob.uri}")
-
-
 def download_outputs(remote: FlyteRemote, outputs: dict[str, Any], folder: Path) -> None:
     """Download all of FILES or none, from addresses that the cluster signs, so that no key of its store is needed.
 
-    Raises:
-        UserError: a file cannot be downloaded or written.
+    Replaces files of these names. Raises a UserError if a file cannot be downloaded, after up to 4 tries, or written.
     """
+
+    def download_file(address: str, file: BinaryIO) -> None:
+        """Replace the content of an open file by what is at an address."""
+        file.seek(0)
+        file.truncate()
+        with storage.open_file(address) as content:
+            storage.check_length(sum(map(file.write, content.chunks)), content.size, remote=True)
+
     with ExitStack() as files:
         for output, name in FILES.items():
             address = outputs[output].scalar.blob.uri
@@ -283,15 +279,6 @@ def download_outputs(remote: FlyteRemote, outputs: dict[str, Any], folder: Path)
                 raise UserError(
                     f"{name} cannot be downloaded from {server}: {error}; fetch {address} yourself"
                 ) from None
-    click.echo(f"downloaded {', '.join(FILES.values())} to {folder}")
-
-
-def download_file(address: str, file: BinaryIO) -> None:
-    """Replace the content of an open file by what is at an address."""
-    file.seek(0)
-    file.truncate()
-    with storage.open_file(address) as content:
-        storage.check_length(sum(map(file.write, content.chunks)), content.size, remote=True)
 
 
 if __name__ == "__main__":

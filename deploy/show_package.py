@@ -13,41 +13,35 @@ from flyteidl.admin.launch_plan_pb2 import LaunchPlan
 from flyteidl.admin.task_pb2 import TaskSpec
 from google.protobuf.json_format import MessageToDict
 
-COLUMNS = ("CPU", "MEMORY", "GPU", "EPHEMERAL_STORAGE")
-KUBERNETES = {
-    "cpu": "CPU",
-    "memory": "MEMORY",
-    "gpu": "GPU",
-    "nvidia.com/gpu": "GPU",
-    "ephemeral-storage": "EPHEMERAL_STORAGE",
-}
+# The names of each resource: Kubernetes' and those of Dask's plugin.
+RESOURCES = (
+    ("cpu", "CPU"),
+    ("memory", "MEMORY"),
+    ("gpu", "nvidia.com/gpu", "GPU"),
+    ("ephemeral-storage", "EPHEMERAL_STORAGE"),
+)
 
 
 def main(archive: str) -> None:
-    """Print a table of a package's launch plans, and a table of the pods of its tasks."""
-    plans, tasks = read_package(archive)
+    """Read a package; print a table of its launch plans, and a table of the pods of its tasks."""
+    plans, tasks = list[LaunchPlan](), list[tuple[str, TaskSpec]]()
+    with tarfile.open(archive) as tar:
+        for member in tar:
+            file = tar.extractfile(member)
+            if file is not None and member.name.endswith("_1.pb"):  # the last digit of a file's name is its kind
+                task = TaskSpec.FromString(file.read())
+                tasks.append((task.template.id.name.rpartition(".")[2], task))
+            elif file is not None and member.name.endswith("_3.pb"):
+                plans.append(LaunchPlan.FromString(file.read()))
+    plans.sort(key=lambda plan: str(plan.id.name))
     # Flyte makes a launch plan for each workflow, with the workflow's name and the defaults of its inputs.
     defaults = {plan.id.name: default_inputs(plan) for plan in plans if plan.id.name == plan.spec.workflow_id.name}
     rows = [plan_row(plan, defaults[plan.spec.workflow_id.name]) for plan in plans if plan.id.name not in defaults]
     print("Launch plans (each workflow has one more, of its own name, without a schedule):")
-    columns = ("name", "workflow", "schedule", "data set", "model", "epochs", "besides")
-    print(*align_columns([columns, *rows]), sep="\n")
+    print_table([("name", "workflow", "schedule", "data set", "model", "epochs", "besides"), *rows])
     print("\nPods of each task (requests to limits, where these differ):")
-    rows = [row for task in sorted(tasks, key=short_name) for row in pod_rows(task)]
-    print(*align_columns([("task", "pods", "cpu", "memory", "gpu", "disk"), *rows]), sep="\n")
-
-
-def read_package(archive: str) -> tuple[list[LaunchPlan], list[TaskSpec]]:
-    """Return launch plans, sorted by name, and tasks of a package; the last digit of a file's name is its kind."""
-    plans, tasks = [], []
-    with tarfile.open(archive) as tar:
-        for member in tar:
-            file = tar.extractfile(member)
-            if file is not None and member.name.endswith("_1.pb"):
-                tasks.append(TaskSpec.FromString(file.read()))
-            elif file is not None and member.name.endswith("_3.pb"):
-                plans.append(LaunchPlan.FromString(file.read()))
-    return sorted(plans, key=lambda plan: str(plan.id.name)), tasks
+    pods = [row for name, task in sorted(tasks, key=lambda each: each[0]) for row in pod_rows(name, task)]
+    print_table([("task", "pods", "cpu", "memory", "gpu", "disk"), *pods])
 
 
 def plan_row(plan: LaunchPlan, defaults: Mapping[str, Any]) -> tuple[str, ...]:
@@ -55,9 +49,9 @@ def plan_row(plan: LaunchPlan, defaults: Mapping[str, Any]) -> tuple[str, ...]:
     schedule = plan.spec.entity_metadata.schedule
     when = f"{schedule.cron_schedule.schedule} (UTC)" if schedule.HasField("cron_schedule") else "none"
     inputs = default_inputs(plan)
-    columns = {name: str(inputs.pop(name)) for name in ("dataset", "model", "epochs")}
+    columns = [str(inputs.pop(name)) for name in ("dataset", "model", "epochs")]
     besides = ", ".join(f"{name}={value}" for name, value in inputs.items() if value != defaults.get(name))
-    return plan.id.name, plan.spec.workflow_id.name.rpartition(".")[2], when, *columns.values(), besides or "-"
+    return plan.id.name, plan.spec.workflow_id.name.rpartition(".")[2], when, *columns, besides or "-"
 
 
 def default_inputs(plan: LaunchPlan) -> dict[str, Any]:
@@ -72,15 +66,12 @@ def default_inputs(plan: LaunchPlan) -> dict[str, Any]:
     return found
 
 
-def pod_rows(task: TaskSpec) -> Iterator[tuple[str, ...]]:
+def pod_rows(name: str, task: TaskSpec) -> Iterator[tuple[str, ...]]:
     """Yield a row for a task's own pod, and rows for the pods that Elastic, Dask or Ray set up for it."""
-    template = task.template
-    custom = MessageToDict(template.custom)
-    [primary] = MessageToDict(template.k8s_pod.pod_spec)["containers"]
+    custom = MessageToDict(task.template.custom)  # numbers in an engine's specification are doubles
     elastic = custom.get("elasticConfig", {"minReplicas": 1, "maxReplicas": 1})
-    # Numbers are doubles in an engine's specification.
     number = format_range(int(elastic["minReplicas"]), int(elastic["maxReplicas"]))
-    yield short_name(task), number, *resource_cells(*rename_resources(primary["resources"]))
+    yield name, number, *container_cells(MessageToDict(task.template.k8s_pod.pod_spec))
     for part in ("scheduler", "workers") if "workers" in custom else ():  # Dask's
         given = custom[part]["resources"]
         found = ({each["name"]: each["value"] for each in given[kind]} for kind in ("requests", "limits"))
@@ -88,17 +79,20 @@ def pod_rows(task: TaskSpec) -> Iterator[tuple[str, ...]]:
     if "rayCluster" in custom:
         [nodes] = custom["rayCluster"]["workerGroupSpec"]
         for part, group in (("head", custom["rayCluster"]["headGroupSpec"]), ("nodes", nodes)):
-            [container] = group["k8sPod"]["podSpec"]["containers"]
-            yield (
-                f"  {part}",
-                str(int(group.get("replicas", 1))),
-                *resource_cells(*rename_resources(container["resources"])),
-            )
+            yield f"  {part}", str(int(group.get("replicas", 1))), *container_cells(group["k8sPod"]["podSpec"])
 
 
-def short_name(task: TaskSpec) -> str:
-    """Return a task's name without its module."""
-    return str(task.template.id.name).rpartition(".")[2]
+def container_cells(pod: Mapping[str, Any]) -> Iterator[str]:
+    """Return the texts for the resources of a pod's only container."""
+    [container] = pod["containers"]
+    return resource_cells(container["resources"]["requests"], container["resources"]["limits"])
+
+
+def resource_cells(requests: Mapping[str, str], limits: Mapping[str, str]) -> Iterator[str]:
+    """Yield a text for each of RESOURCES, such as "2 to 4" for a request of 2 and a limit of 4, or "-" for none."""
+    for names in RESOURCES:
+        least, most = (next((given[name] for name in names if name in given), "-") for given in (requests, limits))
+        yield format_range(least, most)
 
 
 def format_range(least: object, most: object) -> str:
@@ -106,22 +100,11 @@ def format_range(least: object, most: object) -> str:
     return f"{least}" if least == most else f"{least} to {most}"
 
 
-def rename_resources(resources: Mapping[str, Mapping[str, str]]) -> Iterator[dict[str, str]]:
-    """Yield a container's requests, then its limits, both by the names in COLUMNS in place of Kubernetes' names."""
-    for kind in ("requests", "limits"):
-        yield {KUBERNETES[key]: value for key, value in resources[kind].items()}
-
-
-def resource_cells(requests: Mapping[str, str], limits: Mapping[str, str]) -> Iterator[str]:
-    """Return a text for each of COLUMNS, such as "2 to 4" for a request of 2 and a limit of 4."""
-    return (format_range(requests.get(name, "-"), limits.get(name, "-")) for name in COLUMNS)
-
-
-def align_columns(rows: list[tuple[str, ...]]) -> Iterator[str]:
-    """Yield each row as a line, with all columns aligned."""
+def print_table(rows: list[tuple[str, ...]]) -> None:
+    """Print each row as a line, with all columns aligned."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
-        yield "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        print("  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
 
 
 if __name__ == "__main__":

@@ -33,12 +33,8 @@ def audit_registry(name: str, registry: str, files: bool) -> None:
 def find_faults(registry: Registry, *, files: bool = False) -> Iterator[str]:
     """Read a model's whole log, champion.json and the manifests of the log's versions; yield a line for each fault.
 
-    Args:
-        registry: of the model.
-        files: whether to read all files of these versions whole, too, and compare their SHA-256 with the manifest's.
-
-    Raises:
-        UserError: the registry cannot be read.
+    With ``files`` also reads all files of these versions whole, and compares their SHA-256 with the manifest's. Raises
+    a UserError if the registry cannot be read.
     """
     entries, faults = registry.inspect_log()
     yield from faults

@@ -1,9 +1,8 @@
 """The checks of a judgement: each function returns a Check, which holds value, limit and reason as text."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,17 +24,12 @@ class PairedCounts:
 
     gained: int
     lost: int
-    samples: int
+    samples: int  # all of them
 
     @classmethod
-    def count(cls, mine: NDArray[np.bool_], theirs: NDArray[np.bool_]) -> PairedCounts:
-        """Count the samples that only one model gets right; ``mine`` and ``theirs`` [N] say which ones each does."""
+    def count(cls, mine: NDArray[np.bool_], theirs: NDArray[np.bool_]) -> Self:
+        """Return the counts for two models; ``mine`` and ``theirs`` [N] say which samples each gets right."""
         return cls(int((mine & ~theirs).sum()), int((theirs & ~mine).sum()), len(mine))
-
-    @property
-    def discordant(self) -> int:
-        """Number of samples that only one of the two gets right."""
-        return self.gained + self.lost
 
     @property
     def difference(self) -> float:
@@ -53,20 +47,20 @@ def format_points(share: float) -> str:
     return f"{100 * share:+.2f} points"
 
 
-def check_same_task(challenger: Sequence[str], champion: Sequence[str], takes: Sequence[str]) -> Check:
+def check_same_task(challenger: Sequence[str], champion: Sequence[str], inputs: Sequence[str]) -> Check:
     """Check that both models have the same classes, in the same order, and the same input.
 
-    ``takes`` are the inputs of challenger and champion, as text.
+    ``challenger`` and ``champion`` are their classes, and ``inputs`` their inputs in the same order, as text.
     """
-    classes, alike = list(challenger) == list(champion), takes[0] == takes[1]
-    changed = "classes" if not classes else "" if alike else "input"
+    changed = "" if inputs[0] == inputs[1] else "input"
+    changed = changed if list(challenger) == list(champion) else "classes"
     reason = f"the {changed} changed, so whoever uses it must change too: promote it by hand" if changed else ""
-    value, limit = f"{len(challenger)} classes, {takes[0]}", f"{len(champion)} classes, {takes[1]}"
+    value, limit = f"{len(challenger)} classes, {inputs[0]}", f"{len(champion)} classes, {inputs[1]}"
     return Check("same classes and input", not changed, value, limit, reason)
 
 
 def check_finite_logits(challenger: Evaluation) -> Check:
-    """Check that no logit is NaN or infinite."""
+    """Check that no logit is NaN or infinite; the reason names the first sample that has one."""
     bad = np.flatnonzero(~challenger.finite)
     reason = f"sample {challenger.ids[bad[0]] if challenger.ids else bad[0]} gives NaN or infinity" if len(bad) else ""
     return Check("finite", not len(bad), f"{format_count(len(bad), 'sample')} with NaN or infinity", "none", reason)
@@ -107,10 +101,7 @@ def check_superior(pair: PairedCounts, alpha: float) -> Check:
 
 
 def check_not_worse(name: str, pair: PairedCounts, margin: float, alpha: float) -> Check:
-    """Check by Tango's test that the challenger is worse than another model by less than ``margin``.
-
-    ``name`` is the other model's: champion, or best version ever.
-    """
+    """Check by Tango's test that the challenger's accuracy is less than ``margin`` below that of the model ``name``."""
     bound = statistics.lower_bound_of_difference(pair.gained, pair.lost, pair.samples, alpha)
     least, needed = format_points(bound), format_points(-margin)
     reason = f"{pair.describe()}; at least {least} against the {name}, and more than {needed} are needed"
@@ -122,15 +113,9 @@ def check_parts(
 ) -> tuple[Check, list[Check]]:
     """Check that no class, or no slice, loses accuracy; return the check over all of them, and a check for each.
 
-    A check fails if the loss is above the policy's ``class_loss`` and significant: by McNemar's test with Holm's
-    correction. Parts of fewer than LEAST_SAMPLES samples always pass.
-
-    Args:
-        kind: class or slice.
-        members: the positions of each part's samples, by the part's name.
-        challenger: its evaluation.
-        champion: its evaluation on the same samples.
-        policy: has the limits.
+    A part fails if its loss is above the policy's ``class_loss`` and significant: by McNemar's test with Holm's
+    correction. Parts of fewer than LEAST_SAMPLES samples pass. ``kind`` is class or slice, and ``members`` holds the
+    positions of each part's samples, by the part's name.
     """
     pairs = {
         name: PairedCounts.count(challenger.correct[part], champion.correct[part]) for name, part in members.items()
@@ -143,19 +128,18 @@ def check_parts(
     limit = f"above {format_points(-policy.class_loss)}, or p above {policy.alpha:g}"
     rows = []
     for name, pair in pairs.items():
-        p = p_values.get(name)
-        passed = p is None or p > policy.alpha or -pair.difference <= policy.class_loss
-        value = f"{format_points(pair.difference)}, " + (f"p = {p:.3g}" if p is not None else "not tested")
-        few = f"only {pair.samples} samples" if p is None else ""
-        rows.append(Check(name, passed, value, limit, few if passed else f"{kind} {name!r} loses: {pair.describe()}"))
-    vetoes = [row for row in rows if not row.passed]
+        p, passed, value, reason = p_values.get(name), True, "not tested", f"only {pair.samples} samples"
+        if p is not None:
+            passed = p > policy.alpha or -pair.difference <= policy.class_loss
+            value, reason = f"p = {p:.3g}", "" if passed else f"{kind} {name!r} loses: {pair.describe()}"
+        rows.append(Check(name, passed, f"{format_points(pair.difference)}, {value}", limit, reason))
+    vetoes = [row.reason for row in rows if not row.passed]
     value = f"no {kind} has {LEAST_SAMPLES} samples"
     if tested:
         worst = min(tested, key=lambda name: tested[name].difference)
         value = f"worst: {worst}, {format_points(tested[worst].difference)}, p = {p_values[worst]:.3g}"
-    reason = "; ".join(row.reason for row in vetoes[:3])
     plural = "classes" if kind == "class" else "slices"
-    return Check(f"no {plural} lost", not vetoes, value, limit, reason), rows
+    return Check(f"no {plural} lost", not vetoes, value, limit, "; ".join(vetoes[:3])), rows
 
 
 def group_by_class(challenger: Evaluation, classes: Sequence[str]) -> dict[str, NDArray[np.int64]]:
@@ -172,7 +156,7 @@ def check_loss_rise(
 ) -> Check:
     """Check that the mean of a loss does not rise by more than the limit; a rise that may be chance passes.
 
-    ``challenger`` and ``champion`` hold the loss of each sample: [N].
+    ``challenger`` and ``champion`` [N] hold the loss of each sample. The significance is that of a bootstrap.
     """
     rise = float((challenger - champion).mean())
     bound = statistics.lower_bound_of_mean(challenger - champion, alpha)
@@ -182,22 +166,16 @@ def check_loss_rise(
     return Check(name, passed, value, f"a rise of {limit:g}, or by chance", reason)
 
 
-def show_calibration(challenger: Evaluation, champion: Evaluation | None) -> Check:
-    """Return a check that always passes and shows the calibration errors, whose estimates depend on the bins."""
-    errors = [
-        statistics.calibration_error(model.scores.confidence, model.correct)
-        for model in (champion, challenger)
-        if model is not None
-    ]
+def show_calibration(*models: Evaluation) -> Check:
+    """Return a check that always passes and shows the models' calibration errors, which depend on the bins."""
+    errors = [statistics.calibration_error(model.scores.confidence, model.correct) for model in models]
     return Check("calibration error", True, " to ".join(f"{error:.4f}" for error in errors), "", "")
 
 
 def check_export(found: Comparison | str, *, required: bool) -> Check:
     """Check that there is an ONNX with torch's logits; passes in any case if the policy does not require one.
 
-    Args:
-        found: how far the ONNX's logits are from torch's, or the reason why there is no ONNX.
-        required: whether the policy requires one.
+    ``found`` says how far the ONNX's logits are from torch's, or why there is no ONNX.
     """
     limit = "as torch" if required else ""
     if isinstance(found, str):

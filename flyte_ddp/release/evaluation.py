@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import compress
 from typing import NamedTuple, Self
@@ -19,7 +19,7 @@ from flyte_ddp.predict.saved_model import SavedModel
 
 
 class SampleScores(NamedTuple):
-    """What the probabilities of N samples are worth: [N] each."""
+    """Scores of the probabilities of N samples: [N] each."""
 
     confidence: NDArray[np.float64]  # the probability of the prediction
     nll: NDArray[np.float64]  # the negative log-likelihood of the label, in nats
@@ -38,15 +38,14 @@ class Evaluation:
     finite: NDArray[np.bool_]  # [N] whether all logits of a sample are numbers
     scores: SampleScores
     spread: float  # the largest of all logits minus the smallest
-    ids: Sequence[str] = field(default_factory=list)  # of the N samples
-    undecoded: Sequence[str] = field(default_factory=list)  # ids of the samples that cannot be decoded: not among the N
+    ids: Sequence[str] = ()  # of the N samples
+    undecoded: Sequence[str] = ()  # ids of the samples that cannot be decoded: not among the N
 
     @classmethod
     def from_batches(cls, batches: Iterable[tuple[Tensor, Tensor]]) -> Self:
-        """Return the evaluation of all samples of at least one batch; its ids are empty.
+        """Return the evaluation of all samples of one or more batches: logits [n, classes] and labels [n] on the CPU.
 
-        Args:
-            batches: logits [n, classes] and labels [n], on the CPU.
+        Its ids are empty.
         """
         columns, lowest, highest = [], math.inf, -math.inf
         for logits, labels in batches:
@@ -73,9 +72,8 @@ class Evaluation:
 def evaluate_split(model: SavedModel, data: PreparedSet) -> Evaluation:
     """Read the test split of a data set, and return the model's evaluation on its decodable samples.
 
-    Raises:
-        UserError: the split has a class that the model does not know, images that the model does not take, too many
-            that cannot be decoded, or none that can.
+    Raises a UserError if the split has a class that the model does not know, images that the model does not take, more
+    undecodable images than the model may meet, or no decodable one.
     """
     places = {name: place for place, name in enumerate(model.classes)}
     ids, undecoded = list[str](), list[str]()

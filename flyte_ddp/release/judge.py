@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
-from typing import Any, Self
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from flyte_ddp.export.exporting import Comparison, NotExportedError, TorchLogits
 from flyte_ddp.formatting import format_count
 from flyte_ddp.predict.prediction_batches import read_test_split
 from flyte_ddp.predict.saved_model import SavedModel
-from flyte_ddp.release import checks, looks, statistics, versions
+from flyte_ddp.release import checks, statistics, versions
 from flyte_ddp.release.checks import PairedCounts
 from flyte_ddp.release.evaluation import Evaluation, compute_logits_of_split, evaluate_split
 from flyte_ddp.release.policy import NOT_WORSE, OFF, REQUIRED, Policy
@@ -50,12 +50,14 @@ class Judgement:
     model: SavedModel  # the challenger
     split: PreparedSet
     test_digest: str
-    counts: bool  # whether the verdict may lead to a promotion
+    may_promote: bool
     exports: Path | None  # the folder for the challenger's ONNX; None: no export
-    challenger: Evaluation | None = None  # None where the verdict did not need it
+    challenger: Evaluation | None = None  # None where the verdict did not need it, or a logit is not finite
     champion: Evaluation | None = None  # None where nothing was compared
     checks: list[Check] = field(default_factory=list)
     parts: dict[str, list[Check]] = field(default_factory=dict)  # for "class" and "slice": a check for each of them
+    look: int = 0  # number of this judgement among those on the test split; 0: it is not format_count
+    alpha: float = 0.0  # this judgement's share of the policy's alpha; 0: nothing was decided by it
     verdict: Verdict = field(init=False)  # missing until it is set
 
     def add_check(self, check: Check) -> bool:
@@ -63,69 +65,47 @@ class Judgement:
         self.checks.append(check)
         return check.passed
 
-    def claim_look(self) -> tuple[int, float]:
-        """Return the number of this look at the test split, and its share of alpha; writes the look to the registry.
+    def claim_look(self) -> float:
+        """Count this judgement among those on the test split, set ``look`` and ``alpha``, and return ``alpha``.
 
-        A judgement that does not count writes nothing: number 0, and the first look's share.
+        Writes two files as Registry.claim_look does; a judgement that may not promote writes nothing, keeps look 0, and
+        has the alpha of a first one.
         """
-        if not self.counts:
-            return 0, statistics.alpha_of_look(self.policy.alpha, 1)
-        champion = self.before.version if self.before else NO_CHAMPION
-        rule = f"{self.policy.rule} {self.policy.margin!r} {self.policy.alpha!r}"
-        number = looks.claim_look(self.registry, self.test_digest, self.model.digest, champion, rule)
-        return number, statistics.alpha_of_look(self.policy.alpha, number)
+        if self.may_promote:
+            champion = self.before.version if self.before else NO_CHAMPION
+            rule = f"{self.policy.rule} {self.policy.margin!r} {self.policy.alpha!r}"
+            self.look = self.registry.claim_look(self.test_digest, self.model.digest, champion, rule)
+        self.alpha = statistics.alpha_of_look(self.policy.alpha, max(1, self.look))
+        return self.alpha
 
-    def export_challenger(self, evaluation: Evaluation) -> None:
-        """Write the challenger's exports to the folder for them, and add the check of its ONNX.
+    def conclude(self, reason: str = "", decision: str = "", *, best: str = "", power: str = "") -> Self:
+        """Export the challenger if its logits were finite, set the verdict, and return this judgement.
 
-        Does nothing without such a folder, or if the policy says off. Also runs where the verdict is to keep the
-        champion, as a person may promote the model later.
+        Without a decision, a check that failed keeps the champion, with the reasons of all that failed; else the
+        challenger is promoted, for ``reason``. ``best`` is the best version from now on; empty: the one so far.
         """
-        if self.exports is None or self.policy.export == OFF:
-            return
-        device, settings = self.model.device.type, self.model.settings
-        rows = compute_logits_of_split(self.model, self.split)
-        logits = TorchLogits(rows, len(evaluation.labels), evaluation.spread)
-        found: Comparison | str
-        try:
-            found = export_model(self.model.files, self.split, logits, self.exports, device=device, settings=settings)
-        except NotExportedError as error:
-            found = str(error)
-        self.add_check(checks.check_export(found, required=self.policy.export == REQUIRED))
-
-    def set_verdict_by_checks(self, reason: str = "", **values: Any) -> Self:
-        """Set the verdict and return this judgement: promote if all checks passed, else keep, with their reasons.
-
-        Args:
-            reason: of a promotion.
-            values: further fields of the verdict: ``best``, ``look``, ``alpha`` and ``power``.
-        """
-        failures = [check.reason for check in self.checks if not check.passed]
-        return self.set_verdict(KEPT if failures else PROMOTED, "; ".join(failures) or reason, **values)
-
-    def set_verdict(self, decision: str, reason: str, **values: Any) -> Self:
-        """Set the verdict, and return this judgement.
-
-        Args:
-            decision: PROMOTED, KEPT or NO_COMPARISON.
-            reason: of the decision.
-            values: further fields of the verdict: ``best`` (by default the best version so far), and after a look
-                ``look``, ``alpha`` and ``power``.
-        """
+        if self.challenger is not None and self.exports is not None and self.policy.export != OFF:
+            self.checks.append(export_challenger(self.model, self.split, self.challenger, self.exports, self.policy))
+        if not decision:
+            failures = [check.reason for check in self.checks if not check.passed]
+            decision, reason = (KEPT, "; ".join(failures)) if failures else (PROMOTED, reason)
         challenger, champion, before = self.challenger, self.champion, self.before
         self.verdict = Verdict(
             decision=decision,
             reason=reason,
             challenger=self.model.digest,
             champion=before.version if before else "",
+            best=best or (before.best if before else ""),
             log_number=before.number if before else 0,
             test_digest=self.test_digest,
             samples=len(challenger.labels) if challenger else 0,
             challenger_accuracy=challenger.accuracy if challenger else 0.0,
             champion_accuracy=champion.accuracy if champion else 0.0,
+            look=self.look,
+            alpha=self.alpha,
+            power=power,
             time=f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}",
             checks=self.checks,
-            **{"look": 0, "alpha": 0.0, "power": "", "best": before.best if before else "", **values},
         )
         return self
 
@@ -138,88 +118,69 @@ def judge_challenger(
     policy: Policy,
     *,
     settings: Settings | None = None,
-    counts: bool = True,
+    may_promote: bool = True,
     exports: Path | None = None,
 ) -> Judgement:
     """Compare a model with the champion, or judge it alone if there is no champion; return the judgement.
 
-    Evaluates both models on the whole test split. Writes the look at the test split to the registry if it counts.
-    A champion that cannot be loaded or evaluated gives a verdict that compares nothing, with the error as its reason;
-    the traceback of an error that is no UserError goes to stderr.
+    Downloads the champion and evaluates both models on the whole test split. A champion that cannot be loaded or
+    evaluated gives a verdict that compares nothing, with the error as its reason; the traceback of an error that is no
+    UserError goes to stderr. Raises a UserError if the challenger, the data or the registry cannot be read, or if the
+    test split lacks a class.
 
     Args:
         weights: ``model.pt`` of the challenger's run.
         sidecar: ``model.json`` of the same run.
-        data: a prepared data set's folder, whose test split decides.
-        registry: where the champion is.
+        data: folder of a prepared data set, whose test split decides.
+        registry: registry of the champion.
         policy: what the challenger must show.
-        settings: for shards: where they are cached, and how many threads decode.
-        counts: whether the judgement may lead to a promotion, and so is one of the looks at the test split.
-        exports: a folder for the ONNX and other exports; None: none are made.
-
-    Raises:
-        UserError: the challenger, the data or the registry cannot be read, or the test split lacks a class.
+        settings: for encoded images: where shards are cached, and how many threads decode.
+        may_promote: whether the verdict may lead to a promotion. Then the judgement is counted among those on this test
+            split, in two files of the registry.
+        exports: existing folder for the ONNX and other exports; None: none are made.
     """
     before, test_digest = registry.champion(), read_description(data).get(TEST_DIGEST)
     if test_digest is None:
         raise UserError(f"{data}: was prepared by an older version, without {TEST_DIGEST}; fetch it again")
     model, split = SavedModel(weights, sidecar, settings or Settings()), open_prepared(data)
-    judgement = Judgement(registry, policy, before, model, split, str(test_digest), counts, exports)
-    if before is None:
-        return judge_first_model(judgement)
-    if before.version == model.digest:
-        if not counts:
-            found = judgement.challenger = evaluate_split(model, split)
-            if judgement.add_check(checks.check_finite_logits(found)):
-                judgement.checks += [checks.check_accuracy(found, policy), checks.show_calibration(found, None)]
-        return judgement.set_verdict(KEPT, "it has the champion's weights")
+    judgement = Judgement(registry, policy, before, model, split, str(test_digest), may_promote, exports)
+    is_champion = before is not None and before.version == model.digest
+    if may_promote and is_champion:
+        return judgement.conclude("it has the champion's weights", KEPT)
     # Only a version that is in the registry already may have been rolled back, which the whole log tells.
-    if counts and versions.find_version(registry, model.digest):
-        back = replay_promotions(registry.history()).taken_back.get(model.digest)
-        if back is not None:
-            return judgement.set_verdict(
-                KEPT, f"{back.by} took it back ({back.reason}); only a person can promote it again"
-            )
+    if may_promote and before is not None and versions.find_version(registry, model.digest):
+        _, taken_back = replay_promotions(registry.history())
+        if back := taken_back.get(model.digest):
+            said = f"{back.by} took it back ({back.reason}); only a person can promote it again"
+            return judgement.conclude(said, KEPT)
     ours = evaluate_split(model, split)
     if not judgement.add_check(checks.check_finite_logits(ours)):
-        return judgement.set_verdict_by_checks()
+        return judgement.conclude()
     judgement.challenger = ours
+    if before is None:
+        checks.group_by_class(ours, model.classes)
+        alpha = judgement.claim_look()
+        judgement.checks += [checks.check_accuracy(ours, policy), checks.check_above_majority(ours, alpha)]
+        judgement.add_check(checks.show_calibration(ours))
+        reason = "there is no champion yet, and it is better than the most frequent class"
+        return judgement.conclude(reason, best=model.digest)
+    if is_champion:
+        judgement.checks += [checks.check_accuracy(ours, policy), checks.show_calibration(ours)]
+        return judgement.conclude("it has the champion's weights", KEPT)
     try:
         champion = load_stored_model(registry, before.version, before.manifest, model)
-        return compare_with_champion(judgement, ours, champion, before.best)
+        compare_with_champion(judgement, ours, champion, before.best)
     except IncomparableError as failure:
-        judgement.export_challenger(ours)
-        return judgement.set_verdict(NO_COMPARISON, str(failure))
-
-
-def judge_first_model(judgement: Judgement) -> Judgement:
-    """Evaluate a model where there is no champion, run the checks of it alone, and return the finished judgement."""
-    model, policy = judgement.model, judgement.policy
-    found = judgement.challenger = evaluate_split(model, judgement.split)
-    checks.group_by_class(found, model.classes)
-    if not judgement.add_check(checks.check_finite_logits(found)):
-        return judgement.set_verdict_by_checks(best=model.digest, alpha=policy.alpha)
-    number, alpha = judgement.claim_look()
-    judgement.checks += [
-        checks.check_accuracy(found, policy),
-        checks.check_above_majority(found, alpha),
-        checks.show_calibration(found, None),
-    ]
-    judgement.export_challenger(found)
-    reason = "there is no champion yet, and it is better than the most frequent class"
-    return judgement.set_verdict_by_checks(reason, best=model.digest, look=number, alpha=alpha)
+        judgement.conclude(str(failure), NO_COMPARISON)
+    return judgement
 
 
 def compare_with_champion(judgement: Judgement, ours: Evaluation, champion: SavedModel, best: str) -> Judgement:
     """Evaluate the champion, run all checks of the challenger beside it, and return the finished judgement.
 
-    Raises an IncomparableError if the champion, or with ``not_worse`` the best version, cannot be evaluated.
-
-    Args:
-        judgement: to be finished.
-        ours: the challenger's evaluation.
-        champion: the champion's model.
-        best: the version with the best accuracy so far.
+    ``ours`` is the challenger's evaluation, and ``best`` the version with the best accuracy so far, which is downloaded
+    and evaluated, too. Raises an IncomparableError if the champion, or with the rule not_worse the best version, cannot
+    be evaluated.
     """
     policy, model, split = judgement.policy, judgement.model, judgement.split
     groups = {"class": checks.group_by_class(ours, model.classes)}
@@ -227,8 +188,7 @@ def compare_with_champion(judgement: Judgement, ours: Evaluation, champion: Save
         groups["slice"] = group_by_slice(policy.slices, ours.ids, ours.undecoded)
     inputs = model.describe_input(), champion.describe_input()
     if not judgement.add_check(checks.check_same_task(model.classes, champion.classes, inputs)):
-        judgement.export_challenger(ours)
-        return judgement.set_verdict_by_checks()
+        return judgement.conclude()
     theirs = evaluate_stored_model(champion, split)
     others = {"champion": theirs}
     if best not in (champion.digest, model.digest):
@@ -244,16 +204,13 @@ def compare_with_champion(judgement: Judgement, ours: Evaluation, champion: Save
         checks.check_ratio("latency", measure_latency_ratio(model, champion, split), policy.latency_ratio),
         checks.check_accuracy(ours, policy),
     ]
-    pair = PairedCounts.count(ours.correct, theirs.correct)
-    if not pair.discordant:
-        judgement.export_challenger(ours)
-        return judgement.set_verdict(KEPT, "both models get the same samples right")
-    number, alpha = judgement.claim_look()
+    pairs = {name: PairedCounts.count(ours.correct, other.correct) for name, other in others.items()}
+    pair = pairs["champion"]
+    if not pair.gained and not pair.lost:
+        return judgement.conclude("both models get the same samples right", KEPT)
+    alpha = judgement.claim_look()
     if policy.rule == NOT_WORSE:
-        decisive = [
-            checks.check_not_worse(name, PairedCounts.count(ours.correct, other.correct), policy.margin, alpha)
-            for name, other in others.items()
-        ]
+        decisive = [checks.check_not_worse(name, pairs[name], policy.margin, alpha) for name in pairs]
     else:
         decisive = [checks.check_superior(pair, alpha)]
     judgement.checks += decisive
@@ -264,18 +221,29 @@ def compare_with_champion(judgement: Judgement, ours: Evaluation, champion: Save
     judgement.checks += [
         checks.check_loss_rise("negative log-likelihood", mine.nll, before.nll, policy.nll_rise, policy.alpha),
         checks.check_loss_rise("Brier score", mine.brier, before.brier, policy.brier_rise, policy.alpha),
-        checks.show_calibration(ours, theirs),
+        checks.show_calibration(theirs, ours),
     ]
-    judgement.export_challenger(ours)
-    values = {"best": model.digest if ours.accuracy > max(other.accuracy for other in others.values()) else best}
-    power = describe_power(pair, policy, alpha)
-    return judgement.set_verdict_by_checks(decisive[0].reason, look=number, alpha=alpha, power=power, **values)
+    best = model.digest if ours.accuracy > max(other.accuracy for other in others.values()) else best
+    return judgement.conclude(decisive[0].reason, best=best, power=describe_power(pair, policy, alpha))
+
+
+def export_challenger(
+    model: SavedModel, split: PreparedSet, evaluation: Evaluation, folder: Path, policy: Policy
+) -> Check:
+    """Write a model's exports to a folder as export_model does, and return the check of its ONNX."""
+    logits = TorchLogits(compute_logits_of_split(model, split), len(evaluation.labels), evaluation.spread)
+    found: Comparison | str
+    try:
+        found = export_model(model.files, split, logits, folder, device=model.device.type, settings=model.settings)
+    except NotExportedError as error:
+        found = str(error)
+    return checks.check_export(found, required=policy.export == REQUIRED)
 
 
 def describe_power(pair: PairedCounts, policy: Policy, alpha: float) -> str:
     """Return the clause that says how large a difference the policy's rule finds on so many samples, or how often."""
     samples = format_count(pair.samples, "sample")
-    discordant = pair.discordant / pair.samples
+    discordant = (pair.gained + pair.lost) / pair.samples
     if policy.rule == NOT_WORSE:
         share = statistics.pass_probability(pair.samples, discordant, policy.margin, alpha)
         return f"on {samples} a model of the same accuracy passes a comparison in {share:.0%} of cases"
@@ -285,7 +253,7 @@ def describe_power(pair: PairedCounts, policy: Policy, alpha: float) -> str:
 
 
 def load_stored_model(registry: Registry, name: str, manifest: str, challenger: SavedModel) -> SavedModel:
-    """Download a version's files, and return its model; the files are removed again.
+    """Download a version's files, load its model and return it; the files are removed again.
 
     The model may meet as many undecodable images as the challenger. Raises an IncomparableError if the version cannot
     be downloaded or loaded.
@@ -296,7 +264,7 @@ def load_stored_model(registry: Registry, name: str, manifest: str, challenger: 
 
 
 def evaluate_stored_model(model: SavedModel, split: PreparedSet) -> Evaluation:
-    """Evaluate a version on the whole test split; raise an IncomparableError if that fails or a logit is not finite."""
+    """Return a version's evaluation on the test split; IncomparableError if that fails or a logit is not finite."""
     with translate_model_errors(model.digest, "evaluated"):
         found = evaluate_split(model, split)
     if not checks.check_finite_logits(found).passed:
@@ -309,11 +277,8 @@ def translate_model_errors(version: str, action: str) -> Iterator[None]:
     """Turn each error in the block, but NOT_THE_MODELS, into an IncomparableError.
 
     The model may be the user's own code, so that errors of any class are the model's. The traceback of an error that is
-    no UserError goes to stderr, as the verdict holds only its message.
-
-    Args:
-        version: the SHA-256 of its weights.
-        action: what the block does with it, as a participle for the message.
+    no UserError goes to stderr, as the verdict holds only its message. ``version`` is the SHA-256 of the weights, and
+    ``action`` a participle for the message.
     """
     try:
         yield
@@ -336,18 +301,14 @@ def measure_latency_ratio(challenger: SavedModel, champion: SavedModel, split: P
     for model in (challenger, champion):
         with closing(read_test_split(model, split, LATENCY_BATCH)) as batches:
             inputs[model] = next(batch.inputs for batch in batches if len(batch.inputs))
-
-    def measure_seconds(model: SavedModel) -> float:
-        """Return the seconds that a model takes for its batch."""
-        began = time.perf_counter()
-        model.compute_logits(inputs[model])
-        if model.device.type == "cuda":
-            torch.cuda.synchronize(model.device)
-        return time.perf_counter() - began
-
     ratios = []
     for number in range(LATENCY_ROUNDS + 1):
-        order = (challenger, champion) if number % 2 else (champion, challenger)
-        taken = {model: measure_seconds(model) for model in order}
-        ratios.append(taken[challenger] / taken[champion])
+        seconds = {}
+        for model in (challenger, champion) if number % 2 else (champion, challenger):
+            began = time.perf_counter()
+            model.compute_logits(inputs[model])
+            if model.device.type == "cuda":
+                torch.cuda.synchronize(model.device)
+            seconds[model] = time.perf_counter() - began
+        ratios.append(seconds[challenger] / seconds[champion])
     return median(ratios[1:])  # the first round warms up

@@ -4,14 +4,11 @@ from contextlib import closing
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
 from flyte_ddp.confusions import count_confusions
-from flyte_ddp.datasets.prepared import PreparedSet
 from flyte_ddp.formatting import format_percent
 from flyte_ddp.predict.predict import images_from_inputs
 from flyte_ddp.predict.prediction_batches import read_test_split
-from flyte_ddp.predict.saved_model import SavedModel
 from flyte_ddp.release.judge import Judgement
 from flyte_ddp.report.figures import Picture, confusion_section
 from flyte_ddp.report.page import render_template, write_html
@@ -20,12 +17,12 @@ PICTURED = 12  # samples of each kind
 
 
 def write_page(judgement: Judgement, name: str, path: Path) -> Path:
-    """Write the HTML page of a judgement to a path, and return the path; may read the test split again for pictures.
+    """Write the HTML page of a judgement of the model ``name`` to a path, replacing a file there; return the path.
 
-    Replaces a file there is already. ``name`` is the model's in the registry.
+    Reads the test split again, for pictures, if the verdict compared the predictions of two models.
     """
-    answers = {"Challenger": judgement.challenger, "Champion": judgement.champion}
-    models = {title: model for title, model in answers.items() if model is not None}
+    evaluations = {"Challenger": judgement.challenger, "Champion": judgement.champion}
+    models = {title: model for title, model in evaluations.items() if model is not None}
     page = render_template(
         "verdict.html",
         name=name,
@@ -44,42 +41,31 @@ def write_page(judgement: Judgement, name: str, path: Path) -> Path:
 def picture_differences(judgement: Judgement) -> dict[str, list[Picture]]:
     """Return pictures by headline: the first PICTURED samples that only challenger, or only champion, gets right.
 
-    Reads the test split for their images. Empty if the verdict did not need both models' predictions.
+    Reads the test split up to the last of them. Empty if the verdict did not need both models' predictions.
     """
-    mine, theirs = judgement.challenger, judgement.champion
+    mine, theirs, names = judgement.challenger, judgement.champion, judgement.model.classes
+    found: dict[str, list[Picture]] = {}
     if mine is None or theirs is None:
-        return {}
-    wanted = {
-        f"Only the {right} is right; the {wrong} predicts": (np.flatnonzero(apart)[:PICTURED], answers)
-        for right, wrong, apart, answers in (
-            ("challenger", "champion", mine.correct & ~theirs.correct, theirs),
-            ("champion", "challenger", theirs.correct & ~mine.correct, mine),
-        )
-    }
-    images = read_images(judgement.model, judgement.split, {place for found, _ in wanted.values() for place in found})
-    names, found = judgement.model.classes, dict[str, list[Picture]]()
-    for headline, (places, wrong) in wanted.items():
-        for place in places.tolist():
-            prediction, truth = names[wrong.predictions[place]], names[wrong.labels[place]]
-            score = float(wrong.scores.confidence[place])
-            picture = Picture(f"sample {wrong.ids[place]}", images[place], prediction, truth, score)
-            found.setdefault(headline, []).append(picture)
-    return found
-
-
-def read_images(model: SavedModel, split: PreparedSet, places: set[int]) -> dict[int, NDArray[np.uint8]]:
-    """Read the test split up to the last of these places; return the model's inputs there as uint8 [H, W, C], by place.
-
-    A place is a position among the samples that can be decoded, from 0.
-    """
-    found: dict[int, NDArray[np.uint8]] = {}
-    place = 0
-    with closing(read_test_split(model, split)) as batches:
+        return found
+    wanted = {}
+    for right, wrong, better, worse in (
+        ("challenger", "champion", mine, theirs),
+        ("champion", "challenger", theirs, mine),
+    ):
+        pictures: list[Picture] = []
+        for place in np.flatnonzero(better.correct & ~worse.correct)[:PICTURED].tolist():
+            wanted[place] = worse, found.setdefault(f"Only the {right} is right; the {wrong} predicts", pictures)
+    start = 0  # number of the batch's first sample among those that can be decoded
+    with closing(read_test_split(judgement.model, judgement.split)) as batches:
         for batch in batches:
-            if place > max(places, default=-1):
+            if start > max(wanted, default=-1):
                 break
-            wanted = [row for row in range(len(batch.inputs)) if place + row in places]
-            for row, image in zip(wanted, images_from_inputs(batch.inputs[wanted], model.spec), strict=True):
-                found[place + row] = image
-            place += len(batch.inputs)
+            places = [place for place in range(start, start + len(batch.inputs)) if place in wanted]
+            inputs = batch.inputs[[place - start for place in places]]
+            for place, image in zip(places, images_from_inputs(inputs, judgement.model.spec), strict=True):
+                model, pictures = wanted[place]
+                prediction, truth = names[model.predictions[place]], names[model.labels[place]]
+                score = float(model.scores.confidence[place])
+                pictures.append(Picture(f"sample {model.ids[place]}", image, prediction, truth, score))
+            start += len(batch.inputs)
     return found

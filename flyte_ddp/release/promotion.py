@@ -14,9 +14,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from flyte_ddp.errors import UnreachableError, UserError
 from flyte_ddp.files import file_digest
 from flyte_ddp.release import versions
-from flyte_ddp.release.card import render_model_card
-from flyte_ddp.release.lineage import lineage_event
-from flyte_ddp.release.registry import PROMOTE, ROLLBACK, Entry, LostError, Registry, replay_promotions
+from flyte_ddp.release.documents import lineage_event, render_model_card
+from flyte_ddp.release.registry import (
+    DAMAGED,
+    PROMOTE,
+    ROLLBACK,
+    Entry,
+    LostError,
+    Registry,
+    content_digest,
+    replay_promotions,
+)
 from flyte_ddp.release.verdict import Verdict
 from flyte_ddp.validation.profile import DataProfile
 
@@ -28,7 +36,7 @@ PROFILE = "data_profile.json"
 
 
 class Outcome(NamedTuple):
-    """What carrying out a verdict has changed."""
+    """What became of a verdict."""
 
     version: str  # the SHA-256 of the judged model's weights
     champion: str  # the version that is champion now; empty if there is none
@@ -44,36 +52,30 @@ def store_version(
     *,
     by: str,
 ) -> versions.Version:
-    """Upload a judged model with verdict, lineage and card to the registry, so that a person can promote it later.
+    """Upload a judged model with its verdict, lineage and card, and return the version; promote nothing.
 
-    Also records the verdict beside its look at the test split. Makes nothing the champion.
-
-    Args:
-        registry: of the model.
-        weights: ``model.pt`` of its run.
-        sidecar: ``model.json`` of the same run.
-        verdict: on this model.
-        beside: further files of the version by their names, such as the page of the verdict.
-        by: the Flyte execution, or the user, that trained the model.
-
-    Returns:
-        The new version, or the stored one where the weights were stored before and the verdict does not promote.
-
-    Raises:
-        UserError: the registry cannot be written to, the verdict is on another model, or the same weights are stored
-            with another model name, classes or input.
+    ``weights`` and ``sidecar`` are ``model.pt`` and ``model.json`` of one run, ``beside`` further files by their names,
+    and ``by`` the Flyte execution, or the user, that trained the model. If the same weights were stored before and the
+    verdict does not promote, returns the stored version. In any case writes the verdict among those on the test split,
+    if it was counted there. Raises a UserError if the verdict is on another model, or if the same weights are stored
+    with another model name, classes or input.
     """
     verdict_file, about = verdict.to_json(indent=1).encode() + b"\n", json.loads(sidecar.read_bytes())
     name = file_digest(weights)
     if verdict.challenger != name:
         raise UserError(f"verdict: is on version {verdict.challenger[:12]}, not on {name[:12]}; give what was judged")
     if verdict.look:
-        file = f"verdicts/{verdict.look:08}-{versions.content_digest(verdict_file)[:12]}.json"
-        with registry.explain_failures("written"):
-            versions.create_or_compare_file(registry.at("judgements", verdict.test_digest, file), verdict_file)
+        file = f"verdicts/{verdict.look:08}-{content_digest(verdict_file)[:12]}.json"
+        registry.create_file(registry.at("judgements", verdict.test_digest, file), verdict_file)
     stored = versions.find_version(registry, name)
     if stored is not None:
-        refuse_other_task(read_sidecar(registry, stored), about, name)
+        stored_about = json.loads(versions.read_version_file(registry, stored, versions.SIDECAR))
+        for field in ("model", "classes", "input"):
+            if stored_about.get(field) != about.get(field):
+                raise UserError(
+                    f"version {name[:12]} is in the registry already, with another {field}: equal weights are one "
+                    "version; train with another seed"
+                )
         if not verdict.promotes:
             return stored
     files: Mapping[str, Path | bytes] = {
@@ -87,41 +89,17 @@ def store_version(
     return versions.write_version(registry, files)
 
 
-def refuse_other_task(stored: Mapping[str, Any], about: Mapping[str, Any], version: str) -> None:
-    """Raise a UserError if two sidecars of the same weights differ in model, classes or input.
-
-    ``stored`` is the sidecar in the registry, ``about`` the new one, and ``version`` the SHA-256 of the weights.
-    """
-    for field in ("model", "classes", "input"):
-        if stored.get(field) != about.get(field):
-            raise UserError(
-                f"version {version[:12]} is in the registry already, with another {field}: equal weights are one "
-                "version; train with another seed"
-            )
-
-
 def apply_verdict(registry: Registry, version: versions.Version, verdict: Verdict, *, by: str) -> Outcome:
-    """Append the log entry that makes a version the champion, if its verdict promotes; return the outcome.
+    """Append the log entry that makes a stored version the champion, if its verdict promotes; return the outcome.
 
-    Writes nothing but champion.json if an earlier try has appended the entry, and nothing at all if another version was
-    promoted since the judgement: the outcome names that one.
-
-    Args:
-        registry: of the model.
-        version: as it was stored.
-        verdict: on this version.
-        by: the Flyte execution, or the user, that promotes.
+    Then rewrites champion.json: only that if an earlier try of ``by``, the Flyte execution or user, has appended the
+    entry. Writes nothing if another version was promoted since the judgement: the outcome's reason names that one.
     """
     if not verdict.promotes:
         champion = registry.champion()
         return Outcome(version.name, champion.version if champion else "", f"kept: {verdict.reason}")
     history = registry.history(at_least=verdict.log_number)
-    if later := history[verdict.log_number :]:
-        winner = later[0]
-        if (winner.version, winner.by) == (version.name, by):  # an earlier try of this task, which was killed
-            registry.renew_copy(winner.number)
-            return Outcome(version.name, history[-1].version, f"promoted: {winner.reason}")
-    else:
+    if len(history) == verdict.log_number:
         values = {"version": version.name, "manifest": version.manifest, "best": verdict.best}
         before = history[-1] if history else None
         try:
@@ -129,23 +107,21 @@ def apply_verdict(registry: Registry, version: versions.Version, verdict: Verdic
             return Outcome(version.name, version.name, f"promoted: {verdict.reason}")
         except LostError as lost:
             winner = lost.winner
+    else:
+        winner = history[verdict.log_number]
+        if (winner.version, winner.by) == (version.name, by):  # an earlier try of this task, which was killed
+            registry.renew_copy(winner.number)
+            return Outcome(version.name, history[-1].version, f"promoted: {winner.reason}")
     return Outcome(version.name, registry.history()[-1].version, f"not promoted: {LostError(winner).message}")
 
 
 def promote_version(registry: Registry, version: str, reason: str, *, by: str, once: bool = False) -> Entry:
     """Append the log entry that makes a version the champion because a person says so, and return the entry.
 
-    Reads all files of the version whole before. Rewrites champion.json.
-
-    Args:
-        registry: of the model.
-        version: the SHA-256 of its weights.
-        reason: why, in the person's words.
-        by: the Flyte execution, or the user, that promotes.
-        once: whether ``by`` promotes this version only once: then its entry is of an earlier try, and is returned.
-
-    Raises:
-        UserError: there is no such version, it is the champion, no reason is given, or somebody was faster.
+    Reads the whole log and all files of the version before, and rewrites champion.json. With ``once``, for a task that
+    may be tried again, an entry for this version that ``by``, the Flyte execution or user, has written before is
+    returned instead. Raises a UserError if there is no such version, it is the champion, the reason is blank, or
+    somebody else was faster.
     """
     history = registry.history()
     if once and (earlier := find_earlier_try(registry, history, by, PROMOTE, version)):
@@ -156,40 +132,34 @@ def promote_version(registry: Registry, version: str, reason: str, *, by: str, o
     versions.verify_files(registry, found)
     best = before.best if before and has_classes_and_input_of(registry, before.best, found) else version
     values = {"version": version, "manifest": found.manifest, "best": best}
-    return registry.append_entry(before, by=by, action=PROMOTE, reason=require_reason(reason), **values)
+    return registry.append_entry(before, by=by, action=PROMOTE, reason=reason, **values)
 
 
 def roll_back_champion(registry: Registry, reason: str, *, by: str, once: bool = False) -> Entry:
     """Append the log entry that makes the previous champion the champion again, and return the entry.
 
-    Reads all files of that version whole before. Rewrites champion.json. The best version is again what it was when
-    that champion was promoted: later models are not compared with one that was taken back.
-
-    Args:
-        registry: of the model.
-        reason: why, in the person's words.
-        by: the Flyte execution, or the user, that rolls back.
-        once: whether ``by`` rolls back only once: then its entry is of an earlier try, and is returned.
-
-    Raises:
-        UserError: there was no champion before, no reason is given, or somebody was faster.
+    Reads the whole log and all files of that version before, and rewrites champion.json. The best version is again what
+    it was when that champion was promoted: later models are not compared with one that was taken back. With ``once``,
+    for a task that may be tried again, a rollback that ``by``, the Flyte execution or user, has written before is
+    returned instead. Raises a UserError if there was no champion before, the reason is blank, or somebody else was
+    faster.
     """
     history = registry.history()
     if once and (earlier := find_earlier_try(registry, history, by, ROLLBACK)):
         return earlier
-    standing = replay_promotions(history).standing
+    standing, _ = replay_promotions(history)
     if len(standing) < 2:
         raise UserError(f"model {registry.name!r}: there is no champion before the present one; nothing was changed")
     target = standing[-2]
     versions.verify_files(registry, versions.read_version(registry, target.version, target.manifest))
     values = {"version": target.version, "manifest": target.manifest, "best": target.best}
-    return registry.append_entry(history[-1], by=by, action=ROLLBACK, reason=require_reason(reason), **values)
+    return registry.append_entry(history[-1], by=by, action=ROLLBACK, reason=reason, **values)
 
 
 def find_earlier_try(registry: Registry, history: list[Entry], by: str, action: str, version: str = "") -> Entry | None:
-    """Return the entry that an execution wrote before it was killed; None if it wrote none.
+    """Return the first entry of a log with this author, action and version, or None; an empty version is any.
 
-    Rewrites champion.json if there is such an entry. An empty ``version`` stands for any version.
+    Rewrites champion.json if there is such an entry, as its author may have been killed before that.
     """
     for entry in history:
         if (entry.by, entry.action) == (by, action) and version in ("", entry.version):
@@ -201,7 +171,10 @@ def find_earlier_try(registry: Registry, history: list[Entry], by: str, action: 
 def has_classes_and_input_of(registry: Registry, best: str, version: versions.Version) -> bool:
     """Return whether a version has the classes and input of version ``best``; False if that is missing or altered."""
     try:
-        one, other = (read_sidecar(registry, found) for found in (versions.read_version(registry, best), version))
+        one, other = (
+            json.loads(versions.read_version_file(registry, found, versions.SIDECAR))
+            for found in (versions.read_version(registry, best), version)
+        )
     except UnreachableError:
         raise
     except UserError:
@@ -209,36 +182,17 @@ def has_classes_and_input_of(registry: Registry, best: str, version: versions.Ve
     return (one.get("classes"), one.get("input")) == (other.get("classes"), other.get("input"))
 
 
-def require_reason(reason: str) -> str:
-    """Return a reason without blanks around it; raise a UserError if nothing is left."""
-    if not reason.strip():
-        raise UserError("reason='': must say why; it is kept in the registry's log")
-    return reason.strip()
-
-
-def read_sidecar(registry: Registry, version: versions.Version) -> dict[str, Any]:
-    """Download a version's ``model.json``, and return its content."""
-    with TemporaryDirectory() as folder:
-        versions.fetch_files(registry, version, Path(folder), (versions.SIDECAR,))
-        found: dict[str, Any] = json.loads(Path(folder, versions.SIDECAR).read_bytes())
-        return found
-
-
 def download_version(registry: Registry, version: str, folder: Path, manifest: str = "") -> tuple[Path, Path]:
-    """Download a version's weights and sidecar into a folder, and return their paths; UserError if one is missing.
+    """Download weights and sidecar of a version into an existing folder, and return their paths; UserError if missing.
 
-    Args:
-        registry: of the model.
-        version: the SHA-256 of its weights.
-        folder: an existing folder.
-        manifest: the SHA-256 of the manifest of one revision; empty: the newest revision.
+    ``version`` is the SHA-256 of its weights, ``manifest`` that of one revision's manifest; empty: the newest revision.
     """
     versions.fetch_files(registry, versions.read_version(registry, version, manifest), folder)
     return folder / versions.WEIGHTS, folder / versions.SIDECAR
 
 
 def download_champion(registry: Registry, folder: Path) -> tuple[Path, Path]:
-    """Download the champion's weights and sidecar into a folder, and return their paths; UserError if it is missing."""
+    """Download weights and sidecar of the champion into an existing folder; return their paths; UserError if none."""
     entry = registry.champion()
     if entry is None:
         raise UserError(f"registry {registry.address!r}: {registry.name} has no champion; promote a version first")
@@ -246,16 +200,15 @@ def download_champion(registry: Registry, folder: Path) -> tuple[Path, Path]:
 
 
 def download_champion_profile(registry: Registry, entry: Entry) -> DataProfile | None:
-    """Download the profile of an entry's training data, and return it; None if the version has no profile."""
+    """Read the profile of the data that an entry's version was trained on, and return it; None if it has no profile."""
     version = versions.read_version(registry, entry.version, entry.manifest)
     if PROFILE not in version.files:
         return None
-    with TemporaryDirectory() as folder:
-        versions.fetch_files(registry, version, Path(folder), (PROFILE,))
-        try:
-            return DataProfile.from_json(Path(folder, PROFILE).read_text(encoding="utf-8"))
-        except (KeyError, TypeError, ValueError):
-            raise UserError(f"{PROFILE} of version {version.name[:12]}: is another release's of this library") from None
+    content = versions.read_version_file(registry, version, PROFILE)
+    try:
+        return DataProfile.from_json(content)
+    except DAMAGED:
+        raise UserError(f"{PROFILE} of version {version.name[:12]}: is another release's of this library") from None
 
 
 def load_champion(address: str, name: str, device: str = "cpu") -> tuple[nn.Module, dict[str, Any]]:

@@ -3,10 +3,13 @@
     ADDRESS/NAME/log/00000001.json          an entry: who became champion, why, and the digest of the entry before
     ADDRESS/NAME/champion.json              a copy of the last entry, perhaps late: from there readers go on in the log
     ADDRESS/NAME/versions/DIGEST/           a model, by the SHA-256 of its weights; see versions.py
-    ADDRESS/NAME/judgements/TEST_DIGEST/    what has been judged on a test split; see looks.py
+    ADDRESS/NAME/judgements/TEST_DIGEST/    judgements on a test split: they are counted, each is a look at the split
+        looks/00000007.json                 the seventh look: which two models were compared, and by which rule
+        pairs/DIGEST.json                   the look of two models by a rule: by it they may be compared again
+        verdicts/00000007-DIGEST.json       what came of the seventh look
 
-Every file but the copy is written once and never again. So there is nothing to lock, and nothing half done to repair:
-of two who want to write the next entry one succeeds, and the other is told so.
+Every file but champion.json is written once and never again. So there is nothing to lock, and nothing half done to
+repair: of two writers of the next entry one succeeds, and the other gets a LostError.
 """
 
 from __future__ import annotations
@@ -23,10 +26,12 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any, NamedTuple, Self
+from pathlib import Path
+from typing import Self
 
 from flyte_ddp import storage
 from flyte_ddp.errors import UserError
+from flyte_ddp.files import file_digest
 from flyte_ddp.storage import ExistsError, MissingError, UnavailableError
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
@@ -34,7 +39,8 @@ PROMOTE, ROLLBACK = "promote", "rollback"
 ENTRY = re.compile(r"[0-9]{8}\.json")
 READERS = 16  # threads that read entries
 CHAMPION = "champion.json"
-PROBE = ".creates-once"  # no model's name; a file that is written to find out whether the store can do that
+PROBE = ".creates-once"  # no model's name; a file that is written to find out whether the storage can do that
+DAMAGED = (ValueError, TypeError, KeyError)  # errors of parsing JSON that is not what was written
 
 
 class LogError(UserError):
@@ -69,8 +75,8 @@ class Entry:
 
     @classmethod
     def from_file(cls, content: bytes) -> Self:
-        """Parse the content of an entry's file, and return the entry; ValueError, TypeError or KeyError if damaged."""
-        values = {**json.loads(content), "digest": hashlib.sha256(content).hexdigest()}
+        """Parse the content of an entry's file and return the entry; raise one of DAMAGED if it is no entry."""
+        values = {**json.loads(content), "digest": content_digest(content)}
         found = {field.name: values[field.name] for field in dataclasses.fields(cls)}
         if any(type(found[field.name]).__name__ != field.type for field in dataclasses.fields(cls)):
             raise ValueError("a value of another type")
@@ -85,12 +91,20 @@ def check_model_name(name: str) -> None:
         )
 
 
+def content_digest(content: Path | bytes) -> str:
+    """Return the SHA-256 of bytes, or of the file at a path, which is read whole."""
+    return file_digest(content) if isinstance(content, Path) else hashlib.sha256(content).hexdigest()
+
+
 class Registry:
-    """The registry of one model. Every method raises a UserError if the store cannot be read or written.
+    """The registry of one model, in a folder or bucket that many models share.
+
+    A request that fails is repeated up to 3 times, after pauses of up to 1, 2 and 4 s, if another try may help. Then,
+    but for renew_copy, every method raises a UserError that names the registry.
 
     Args:
-        address: of all registries: a path, or an address of S3, Google Cloud Storage or Azure Blob Storage.
-        name: of the model; a UserError if it cannot be a folder's name.
+        address: a path, or an address of S3, Google Cloud Storage or Azure Blob Storage; a UserError for another kind.
+        name: name of the model; a UserError if it cannot be a folder's name.
 
     """
 
@@ -101,38 +115,81 @@ class Registry:
         self.address, self.name = address, name
 
     def at(self, *parts: str) -> str:
-        """Return the address of a file or folder in the registry; ``parts`` are the names of its path."""
+        """Return the address of a file or folder of this model; ``parts`` are the names of its path."""
         return storage.join(self.address, "/".join((self.name, *parts)))
 
     def entry_address(self, number: int) -> str:
         """Return the address of the log's entry with that number."""
-        return self.at("log", entry_file_name(number))
+        return self.at("log", f"{number:08}.json")
 
-    def refuse_overwriting_storage(self) -> None:
-        """Raise a UserError if the store replaces an existing file when asked to create it.
+    @contextmanager
+    def explain_failures(self, action: str) -> Iterator[None]:
+        """Turn an UnavailableError in the block into a UserError with the action: read, listed or written."""
+        try:
+            yield
+        except UnavailableError as failure:
+            said = f"{self.name} cannot be {action}: {failure}; check the address and the rights"
+            raise failure.to_user_error(f"registry {self.address!r}: {said}") from None
 
-        In such a store two promotions at the same time could both succeed. Writes a probe file of random content to the
-        registry's address, and where there was none yet tries to write it a second time.
-        """
-        probe = storage.join(self.address, PROBE)
-        if all(self.create_if_absent(probe, secrets.token_bytes(16)) for _ in range(2)):
-            raise UserError(
-                f"registry {self.address!r}: its store ignores If-None-Match, so that two promotions at the same "
-                "time could both succeed; take one that knows it, such as S3, Google's, Azure's, or a folder"
-            )
+    def read_file(self, address: str) -> bytes | None:
+        """Read a file into memory and return its content; None if it is missing."""
+        with self.explain_failures("read"):
+            try:
+                return storage.retry(address, storage.read_file)
+            except MissingError:
+                return None
 
-    def create_if_absent(self, address: str, content: bytes) -> bool:
-        """Write a file; return False, and write nothing, if there is a file with other content.
+    def hash_file(self, address: str) -> str:
+        """Read a file in pieces and return its SHA-256; "" if it is missing."""
 
-        The content must be unlike any other writer's: if the store's reply to a write is lost, the next try meets the
-        file, and tells by the content that it is its own.
+        def hash_chunks(address: str) -> str:
+            digest = hashlib.sha256()
+            with storage.open_file(address) as found:
+                for chunk in found.chunks:
+                    digest.update(chunk)
+            return digest.hexdigest()
+
+        with self.explain_failures("read"):
+            try:
+                return storage.retry(address, hash_chunks)
+            except MissingError:
+                return ""
+
+    def list_files(self, folder: str) -> list[str]:
+        """Return the sorted paths of all files below a folder, relative to it; none if the folder is missing."""
+        with self.explain_failures("listed"):
+            try:
+                return [entry.name for entry in storage.retry(folder, lambda of: [*storage.list_files(of)])]
+            except MissingError:
+                if storage.local_path(folder) is None:  # the bucket is missing: an empty prefix is no error
+                    raise
+                return []
+
+    def create_file(self, address: str, content: bytes | Path) -> bool:
+        """Write a file if there is none at the address; return whether the file there has this content now.
+
+        Reads a file that is there already, to compare its SHA-256: an earlier try, whose response was lost, may have
+        written it. So content by which two writers compete must differ between them.
         """
         with self.explain_failures("written"):
             try:
                 storage.retry(address, lambda to: storage.create_file(to, content))
             except ExistsError:
-                return storage.retry(address, storage.read_file) == content
+                return self.hash_file(address) == content_digest(content)
         return True
+
+    def refuse_overwriting_storage(self) -> None:
+        """Raise a UserError if the storage replaces an existing file when asked to create it.
+
+        In such a storage two promotions at the same time could both succeed. Writes a file of random content to the
+        registry's address if there is none, and then tries to create it once more.
+        """
+        probe = storage.join(self.address, PROBE)
+        if all(self.create_file(probe, secrets.token_bytes(16)) for _ in range(2)):
+            raise UserError(
+                f"registry {self.address!r}: its store ignores If-None-Match, so that two promotions at the same "
+                "time could both succeed; take one that knows it, such as S3, Google's, Azure's, or a folder"
+            )
 
     def champion(self) -> Entry | None:
         """Return the last entry of the log, or None if nothing was promoted.
@@ -149,15 +206,15 @@ class Registry:
         return last
 
     def read_copy(self) -> Entry | None:
-        """Return the entry in champion.json; None if that file is missing or damaged.
+        """Read champion.json and return the entry in it; None if that file is missing or damaged.
 
         Raises a LogError if the log has another entry of that number, but not if the log has none.
         """
-        with self.explain_failures("read"):
-            try:
-                copy = Entry.from_file(storage.retry(self.at(CHAMPION), storage.read_file))
-            except (MissingError, ValueError, TypeError, KeyError):
-                return None
+        content = self.read_file(self.at(CHAMPION)) or b""
+        try:
+            copy = Entry.from_file(content)
+        except DAMAGED:
+            return None
         entry = self.find_entry(copy.number)
         if entry is not None and entry.digest != copy.digest:
             raise LogError(
@@ -167,10 +224,9 @@ class Registry:
         return copy
 
     def history(self, at_least: int = 0) -> list[Entry]:
-        """Read the whole log, and return its entries, oldest first; LogError if one is missing, damaged or altered.
+        """Read the whole log and return its entries, oldest first.
 
-        Args:
-            at_least: number of entries that the log is known to have; fewer are a LogError.
+        Raises a LogError if an entry is missing, damaged or altered, or if there are fewer than ``at_least`` entries.
         """
         entries, faults = self.inspect_log(at_least)
         if faults:
@@ -180,7 +236,7 @@ class Registry:
     def inspect_log(self, at_least: int = 0) -> tuple[list[Entry], list[str]]:
         """Read champion.json and the whole log; return the readable entries, oldest first, and a line for each fault.
 
-        ``at_least`` is the number of entries that the log is known to have.
+        ``at_least`` is the number of entries that the log is known to have. READERS threads read the entries.
         """
         faults, entries = list[str](), dict[int, Entry]()
         try:
@@ -189,15 +245,14 @@ class Registry:
         except LogError as error:
             faults.append(error.message)
         numbers = self.entry_numbers()
-        for before, number in itertools.pairwise([0, *numbers, max([at_least, *numbers]) + 1]):
-            if number > before + 1:
-                faults.append(self.missing_entry_error(before + 1).message)
+        neighbours = itertools.pairwise([0, *numbers, max([at_least, *numbers]) + 1])
+        gaps = [before + 1 for before, number in neighbours if number > before + 1]
         with ThreadPoolExecutor(READERS) as pool:
-            reading = {number: pool.submit(self.read_entry, number) for number in numbers}
+            reading = {number: pool.submit(self.read_entry, number) for number in (*gaps, *numbers)}
         for number, found in reading.items():
             try:
                 entries[number] = found.result()
-            except LogError as error:
+            except LogError as error:  # in a gap, the error that the entry is missing
                 faults.append(error.message)
                 continue
             preceding = entries.get(number - 1)
@@ -207,61 +262,48 @@ class Registry:
         return [*entries.values()], faults
 
     def entry_numbers(self) -> list[int]:
-        """List the log's folder, and return the ascending numbers of its entries."""
-        folder = self.at("log")
-        with self.explain_failures("listed"):
-            try:
-                names = [entry.name for entry in storage.retry(folder, lambda of: [*storage.list_files(of)])]
-            except MissingError:
-                if storage.local_path(folder) is None:  # the bucket is missing: an empty prefix is no error
-                    raise
-                names = []
-        return [int(name.removesuffix(".json")) for name in sorted(filter(ENTRY.fullmatch, names))]
+        """List the log's folder and return the ascending numbers of its entries."""
+        return [int(name.removesuffix(".json")) for name in self.list_files(self.at("log")) if ENTRY.fullmatch(name)]
 
     def read_entry(self, number: int) -> Entry:
         """Read and return the log's entry with that number; raise a LogError if it is missing or damaged."""
         if (entry := self.find_entry(number)) is None:
-            raise self.missing_entry_error(number)
+            raise LogError(f"{self.entry_address(number)} is missing; restore it, as no entry may be deleted")
         return entry
 
     def find_entry(self, number: int) -> Entry | None:
         """Read and return the log's entry with that number; None if it is missing. LogError if it is damaged."""
         address = self.entry_address(number)
-        with self.explain_failures("read"):
-            try:
-                content = storage.retry(address, storage.read_file)
-            except MissingError:
-                return None
-        with suppress(ValueError, TypeError, KeyError):
+        if (content := self.read_file(address)) is None:
+            return None
+        with suppress(*DAMAGED):
             entry = Entry.from_file(content)
             if entry.number == number:
                 return entry
         raise LogError(f"{address} is damaged; restore it, as no entry of the log may be altered")
 
-    def missing_entry_error(self, number: int) -> LogError:
-        """Return the error that says that the log's entry with that number is missing."""
-        return LogError(f"{self.entry_address(number)} is missing; restore it, as no entry may be deleted")
+    def append_entry(self, before: Entry | None, *, by: str, reason: str, **values: str) -> Entry:
+        """Write the entry after ``before``, the last one, to the log, rewrite champion.json, and return the new entry.
 
-    def append_entry(self, before: Entry | None, *, by: str, **values: Any) -> Entry:
-        """Write the entry after ``before`` to the log, rewrite champion.json, and return the new entry.
-
-        Writes a probe file before, to find out whether the store replaces files.
-
-        Args:
-            before: the last entry when this one was decided; None for an empty log.
-            by: who writes it: a Flyte execution, or user@host.
-            values: the entry's ``action``, ``version``, ``manifest``, ``best`` and ``reason``.
-
-        Raises:
-            LostError: somebody else has written the entry of that number.
-            UserError: the store replaces files that exist, so that two promotions at the same time could both succeed.
+        ``before`` is None for an empty log. ``by`` is the Flyte execution, or user@host, that writes; ``values`` are
+        the entry's ``action``, ``version``, ``manifest`` and ``best``. Raises a LostError if somebody else
+        has written the entry of that number, and a UserError if the reason is blank. First writes as
+        refuse_overwriting_storage does, and raises its error.
         """
+        if not reason.strip():
+            raise UserError("reason='': must say why; it is kept in the registry's log")
         self.refuse_overwriting_storage()
         number = before.number + 1 if before else 1
         about = {"by": by, "time": f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}", "nonce": secrets.token_hex(16)}
-        entry = {"number": number, **values, **about, "previous": before.digest if before else ""}
+        entry = {
+            "number": number,
+            "reason": reason.strip(),
+            **values,
+            **about,
+            "previous": before.digest if before else "",
+        }
         content = json.dumps(entry, indent=1).encode() + b"\n"
-        if not self.create_if_absent(self.entry_address(number), content):
+        if not self.create_file(self.entry_address(number), content):
             raise LostError(self.read_entry(number))
         self.renew_copy(number)
         return Entry.from_file(content)
@@ -282,38 +324,44 @@ class Registry:
         except (UnavailableError, OSError) as error:
             print(f"{self.at(CHAMPION)}: not renewed: {error}; the log counts, which has entry {number}", flush=True)
 
-    @contextmanager
-    def explain_failures(self, action: str) -> Iterator[None]:
-        """Turn an UnavailableError in the block into a UserError that names the registry.
+    def claim_look(self, test_digest: str, challenger: str, champion: str, rule: str) -> int:
+        """Return the number, from 1, of the comparison of two models by a rule among all on this test split.
 
-        ``action`` is what the block does, for the message: read, listed or written.
+        The same two models by the same rule have one number, however often they are compared. Writes two files to the
+        registry if the comparison is new: the first claims the number. A process that is killed between the two has
+        spent a number for nothing, which only makes later comparisons stricter. The models are given by the SHA-256 of
+        their weights. Raises a UserError if the file of this comparison is damaged.
         """
-        try:
-            yield
-        except UnavailableError as failure:
-            said = f"{self.name} cannot be {action}: {failure}; check the address and the rights"
-            raise failure.to_user_error(f"registry {self.address!r}: {said}") from None
+        folder = self.at("judgements", test_digest)
+        compared = {"challenger": challenger, "champion": champion, "rule": rule}
+        pair = storage.join(folder, f"pairs/{content_digest(json.dumps(compared).encode())}.json")
+        if (content := self.read_file(pair)) is not None:
+            try:
+                return int(json.loads(content)["look"])
+            except DAMAGED:
+                raise UserError(f"{pair}: is damaged; restore it, or delete it to spend another look") from None
+        number = 1 + len(self.list_files(storage.join(folder, "looks")))
+        values = {**compared, "nonce": secrets.token_hex(16)}  # unlike any other judge's
+        while not self.create_file(
+            storage.join(folder, f"looks/{number:08}.json"), json.dumps({"look": number, **values}, indent=1).encode()
+        ):
+            number += 1
+        # Two who judge the same pair at the same time have two looks: the first one's counts for both from now on.
+        self.create_file(pair, json.dumps({"look": number}).encode())
+        return number
 
 
-def entry_file_name(number: int) -> str:
-    """Return the file name of the log's entry with that number, such as 00000007.json."""
-    return f"{number:08}.json"
+def replay_promotions(history: list[Entry]) -> tuple[list[Entry], dict[str, Entry]]:
+    """Return the promotions in a whole log that stand, oldest first, and the rollbacks that undid others, by version.
 
-
-class Promotions(NamedTuple):
-    """Promotions that a log leaves standing. A rollback undoes the last one, a second rollback the one before it."""
-
-    standing: list[Entry]  # promotions that no rollback undid, oldest first
-    taken_back: dict[str, Entry]  # version: the rollback that undid its promotion; without those promoted again
-
-
-def replay_promotions(history: list[Entry]) -> Promotions:
-    """Return which promotions in a whole log stand, and which were taken back."""
-    found = Promotions([], {})
+    A rollback undoes the last promotion, a second rollback the one before it. Versions that became champion again are
+    not among those that were undone.
+    """
+    standing, taken_back = list[Entry](), dict[str, Entry]()
     for entry in history:
         if entry.action == PROMOTE:
-            found.standing.append(entry)
+            standing.append(entry)
         else:
-            found.taken_back[found.standing.pop().version] = entry
-        found.taken_back.pop(entry.version, None)
-    return found
+            taken_back[standing.pop().version] = entry
+        taken_back.pop(entry.version, None)
+    return standing, taken_back

@@ -1,6 +1,8 @@
 """Statistical tests of two models on the same samples, and how small a difference these tests can find.
 
-``gained`` are the samples that only the first model gets right, ``lost`` those that only the second one does.
+``gained`` are the samples that only the first model classifies correctly, ``lost`` those that only the second one does,
+and ``samples`` is the number of all. ``discordant`` is the share of samples that only one of the two gets right.
+``alpha`` is the significance level of a test.
 """
 
 import math
@@ -21,14 +23,10 @@ Counts = NDArray[np.integer[Any]]
 
 
 def alpha_of_look(alpha: float, look: int) -> float:
-    """Return the significance level of one look at the same samples; the levels of all looks sum up to ``alpha``.
+    """Return the significance level of the look number ``look``, from 1, at the same samples.
 
-    So the probability of a false alarm in any look is at most ``alpha`` (Bonferroni's bound; the sum of 1 / k^2 is
-    pi^2 / 6).
-
-    Args:
-        alpha: the significance level of all looks together.
-        look: the number of this look, from 1.
+    The levels of all looks sum up to ``alpha``, so the probability of a false alarm in any of them is at most ``alpha``
+    (Bonferroni's bound; the sum of 1 / k^2 is pi^2 / 6).
     """
     return alpha * 6 / (math.pi * look) ** 2
 
@@ -38,7 +36,7 @@ def mcnemar_p_value(gained: int, lost: int) -> float:
 
     McNemar, "Note on the sampling error of the difference between correlated proportions", Psychometrika 12 (1947).
     """
-    return float(stats.binomtest(gained, gained + lost, 0.5, alternative="greater").pvalue) if gained + lost else 1.0
+    return binomial_p_value(gained, gained + lost, 0.5) if gained + lost else 1.0
 
 
 def binomial_p_value(correct: int, samples: int, share: float) -> float:
@@ -65,12 +63,6 @@ def lower_bound_of_difference(gained: int, lost: int, samples: int, alpha: float
     """Return the lower end of the one-sided 1 - ``alpha`` confidence interval of the difference in accuracy.
 
     The difference is the first model's accuracy minus the second's; the interval inverts Tango's test.
-
-    Args:
-        gained: number of samples that only the first model classifies correctly.
-        lost: number of samples that only the second model classifies correctly.
-        samples: number of all samples.
-        alpha: significance level.
     """
     wanted, lowest, highest = stats.norm.isf(alpha), -1 + 1e-12, (gained - lost) / samples - 1e-12
 
@@ -96,14 +88,11 @@ def correct_p_values(p_values: Sequence[float]) -> list[float]:
 
 
 def lower_bound_of_mean(values: Floats, alpha: float) -> float:
-    """Return the lower confidence bound, at 1 - ``alpha``, of a mean: a studentised bootstrap with a fixed seed.
+    """Return the lower confidence bound, at 1 - ``alpha``, of the mean of ``values`` [N].
 
-    Efron and Tibshirani, "An introduction to the bootstrap" (1993), section 12.5. Percentiles of the means themselves
-    would miss the truth more often where a few values are far from the others, as those of likelihoods are.
-
-    Args:
-        values: the difference between two models for each sample: [N].
-        alpha: 1 minus the confidence.
+    By a studentised bootstrap with a fixed seed: Efron and Tibshirani, "An introduction to the bootstrap" (1993),
+    section 12.5. Percentiles of the means themselves would miss the truth more often where a few values are far from
+    the others, as those of likelihoods are.
     """
     mean, error = float(values.mean()), float(values.std())
     if error <= 1e-12 * abs(mean):
@@ -122,11 +111,6 @@ def detectable_difference(samples: int, discordant: float, alpha: float) -> floa
     """Return the true difference in accuracy that McNemar's test finds with a probability of POWER; None if none is.
 
     The probability is exact: a sum over the number of samples that only one model gets right.
-
-    Args:
-        samples: number of samples.
-        discordant: the share of samples that only one of the models gets right.
-        alpha: significance level of the test.
     """
 
     def missing_power(difference: float) -> float:
@@ -142,15 +126,9 @@ def detectable_difference(samples: int, discordant: float, alpha: float) -> floa
 
 
 def pass_probability(samples: int, discordant: float, margin: float, alpha: float) -> float:
-    """Return the probability that a model of the same accuracy passes the test of being worse by less than ``margin``.
+    """Return the probability that a model of the same accuracy passes Tango's test of losing less than ``margin``.
 
     Simulates SIMULATED comparisons with a fixed seed.
-
-    Args:
-        samples: number of samples.
-        discordant: the share of samples that only one of the models gets right.
-        margin: largest loss of accuracy that is accepted.
-        alpha: significance level of the test.
     """
     random = np.random.default_rng(0)
     apart = random.binomial(samples, discordant, size=SIMULATED)
@@ -159,17 +137,13 @@ def pass_probability(samples: int, discordant: float, margin: float, alpha: floa
     return float((passed & (apart > 0)).mean())  # a model that gets the same samples right is kept
 
 
-def calibration_error(confidence: NDArray[np.float64], correct: NDArray[np.bool_], bins: int = 15) -> float:
+def calibration_error(confidence: Floats, correct: NDArray[np.bool_], bins: int = 15) -> float:
     """Return the expected calibration error: the mean distance of confidence and accuracy over bins of equal width.
 
-    Bins are weighted by their number of samples.
+    ``confidence`` [N] is the probability that the model gives to each of its predictions, and ``correct`` [N] whether
+    the prediction is right. Bins are weighted by their number of samples.
 
     Guo et al., "On calibration of modern neural networks", ICML 2017.
-
-    Args:
-        confidence: the probability that the model gives to each of its predictions: [N].
-        correct: whether each prediction is right: [N].
-        bins: their number.
     """
     places = np.minimum((confidence * bins).astype(np.int64), bins - 1)
     apart = np.bincount(places, confidence - correct, minlength=bins)

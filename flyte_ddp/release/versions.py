@@ -7,7 +7,6 @@ became champion by the SHA-256 of its manifest. Every function raises a UserErro
 written.
 """
 
-import hashlib
 import json
 import re
 from collections.abc import Iterator, Mapping
@@ -17,8 +16,7 @@ from typing import NamedTuple
 from flyte_ddp import storage
 from flyte_ddp.errors import UserError
 from flyte_ddp.files import file_digest, replace_file
-from flyte_ddp.release.registry import Registry
-from flyte_ddp.storage import ExistsError, MissingError
+from flyte_ddp.release.registry import DAMAGED, Registry, content_digest
 
 WEIGHTS, SIDECAR, MANIFEST = "model.pt", "model.json", "manifest.json"
 DIGEST = re.compile(r"[0-9a-f]{64}")
@@ -35,77 +33,34 @@ class Version(NamedTuple):
 
 
 def write_version(registry: Registry, files: Mapping[str, Path | bytes]) -> Version:
-    """Upload the files of a version that are missing, its manifest last, and return the version.
+    """Upload the files of a version that are missing, its manifest last, and return the version. Replaces no file.
 
-    Writes a new revision if the registry has these weights with other files. Replaces no file.
-
-    Args:
-        registry: of the model.
-        files: contents or paths by name, ``model.pt`` among them. The first file must differ between judgements: by
-            this file a writer sees that a folder is another judgement's.
-
-    Raises:
-        UserError: the stored weights are damaged, or the registry cannot be written to.
+    Writes a new revision if the registry has these weights with other files. ``files`` are contents or paths by name,
+    ``model.pt`` among them; the first one must differ between judgements, so that its writer sees at once that a folder
+    is another judgement's. Raises a UserError if the stored weights are damaged.
     """
     digests = {file: content_digest(content) for file, content in files.items()}
     manifest = json.dumps({"files": dict(sorted(digests.items()))}, indent=1).encode() + b"\n"
-    contents, name, number = {**files, MANIFEST: manifest}, digests[WEIGHTS], 1
+    name, number = digests[WEIGHTS], 1
     while True:
         folder = revision_folder(name, number)
-        for file, content in contents.items():
-            with registry.explain_failures("written"):
-                if create_or_compare_file(registry.at(folder, file), content):
-                    continue
-            if file == WEIGHTS:
-                raise damaged_file_error(registry.at(folder, WEIGHTS))
-            break
+        for file, content in {**files, MANIFEST: manifest}.items():
+            if not registry.create_file(registry.at(folder, file), content):
+                if file == WEIGHTS:
+                    raise damaged_file_error(registry.at(folder, WEIGHTS))
+                break
         else:
             return Version(name, folder, content_digest(manifest), digests)
         number += 1
 
 
 def revision_folder(name: str, number: int) -> str:
-    """Return the folder of a version's revision, from the registry's; revision 1 is in the version's folder itself."""
+    """Return the folder of a version's revision in the registry; revision 1 is in the version's folder itself."""
     return f"versions/{name}" if number == 1 else f"versions/{name}/{number}"
 
 
-def create_or_compare_file(address: str, content: Path | bytes) -> bool:
-    """Write a file if it is missing, else read the stored one whole; return whether it has this content now."""
-    try:
-        storage.retry(address, lambda to: storage.create_file(to, content))
-    except ExistsError:  # by an earlier try, or by somebody with the same weights
-        return read_digest(address) == content_digest(content)
-    return True
-
-
-def read_digest(address: str) -> str:
-    """Read a whole file, wherever it is, and return its SHA-256; empty if the file is missing."""
-
-    def hash_file(address: str) -> str:
-        """Read a file whole, and return its SHA-256."""
-        digest = hashlib.sha256()
-        with storage.open_file(address) as found:
-            for chunk in found.chunks:
-                digest.update(chunk)
-        return digest.hexdigest()
-
-    try:
-        return storage.retry(address, hash_file)
-    except MissingError:
-        return ""
-
-
-def content_digest(content: Path | bytes) -> str:
-    """Return the SHA-256 of bytes, or of the file at a path."""
-    return file_digest(content) if isinstance(content, Path) else hashlib.sha256(content).hexdigest()
-
-
 def read_version(registry: Registry, name: str, manifest: str = "") -> Version:
-    """Return a version of the registry; raise a UserError if it is missing, incomplete or altered.
-
-    Reads only manifests. ``name`` is the SHA-256 of the weights, and ``manifest`` that of the manifest of one revision;
-    empty: the newest revision.
-    """
+    """Return a version as find_version does, but raise a UserError if it is missing or incomplete."""
     if (found := find_version(registry, name, manifest)) is None:
         raise UserError(
             f"registry {registry.address!r}: {registry.name} has no complete version {name}: there is no {MANIFEST} "
@@ -115,41 +70,29 @@ def read_version(registry: Registry, name: str, manifest: str = "") -> Version:
 
 
 def find_version(registry: Registry, name: str, manifest: str = "") -> Version | None:
-    """Return a version of the registry, or None if it is missing or incomplete.
+    """Return the version with these weights' SHA-256, or None if it is missing or incomplete.
 
-    Lists its folder and reads manifests, but no other file.
-
-    Args:
-        registry: of the model.
-        name: the SHA-256 of its weights.
-        manifest: the SHA-256 of the manifest of the revision; empty: the newest revision. Manifests are read from the
-            newest one on, until it is found.
-
-    Raises:
-        UserError: the manifest was altered, or a file is missing.
+    ``manifest`` is the SHA-256 of one revision's manifest; empty: the newest revision. Lists the version's folder and
+    reads manifests, from the newest one on, but no other file. Raises a UserError if ``name`` is no SHA-256, if the
+    manifest was altered, or if a file in it is missing.
     """
     if not DIGEST.fullmatch(name):
         raise UserError(f"version {name!r}: must be the SHA-256 of its weights, 64 hexadecimal digits")
-    place = registry.at(revision_folder(name, 1))
-    with registry.explain_failures("read"):
-        try:
-            there = {entry.name for entry in storage.retry(place, lambda of: [*storage.list_files(of)])}
-        except MissingError:
-            return None
-    numbers = sorted((int(found[1] or 1) for found in map(LISTED.fullmatch, there) if found), reverse=True)
+    place = registry.at("versions", name)
+    names = registry.list_files(place)
+    numbers = sorted((int(found[1] or 1) for found in map(LISTED.fullmatch, names) if found), reverse=True)
     for number in numbers:
         folder = revision_folder(name, number)
-        with registry.explain_failures("read"):
-            content = storage.retry(registry.at(folder, MANIFEST), storage.read_file)
+        content = registry.read_file(registry.at(folder, MANIFEST)) or b""
         if manifest in ("", content_digest(content)):
             try:
                 files = {str(file): str(digest) for file, digest in json.loads(content)["files"].items()}
-            except (ValueError, KeyError, TypeError, AttributeError):
+            except (*DAMAGED, AttributeError):
                 files = {}
             if files.get(WEIGHTS) != name or SIDECAR not in files:
                 raise damaged_file_error(registry.at(folder, MANIFEST))
             for file in files:
-                if ("" if number == 1 else f"{number}/") + file not in there:
+                if ("" if number == 1 else f"{number}/") + file not in names:
                     raise UserError(f"{registry.at(folder, file)}: is missing; restore it, or promote another version")
             return Version(name, folder, content_digest(content), files)
     if not numbers:
@@ -164,9 +107,7 @@ def find_damaged_files(registry: Registry, version: Version) -> Iterator[UserErr
     """Read all files of a version whole, and yield an error for each that is missing or was altered."""
     for file, digest in version.files.items():
         address = registry.at(version.folder, file)
-        with registry.explain_failures("read"):
-            found = read_digest(address)
-        if found != digest:
+        if registry.hash_file(address) != digest:
             yield damaged_file_error(address)
 
 
@@ -174,6 +115,15 @@ def verify_files(registry: Registry, version: Version) -> None:
     """Read all files of a version whole; raise a UserError if one is missing or was altered."""
     for error in find_damaged_files(registry, version):
         raise error
+
+
+def read_version_file(registry: Registry, version: Version, file: str) -> bytes:
+    """Read a file of a version into memory and return its content; UserError if it is missing or was altered."""
+    address = registry.at(version.folder, file)
+    content = registry.read_file(address)
+    if content is None or content_digest(content) != version.files[file]:
+        raise damaged_file_error(address)
+    return content
 
 
 def fetch_files(
@@ -185,12 +135,11 @@ def fetch_files(
 
         def download(source: str, target: Path = folder / file) -> None:
             with storage.open_file(source) as found, replace_file(target, durable=False) as local:
-                for chunk in found.chunks:
-                    local.write(chunk)
+                local.writelines(found.chunks)
 
         with registry.explain_failures("read"):
             storage.retry(address, download)
-        if file_digest(folder / file) != version.files.get(file):
+        if file_digest(folder / file) != version.files[file]:
             raise damaged_file_error(address)
 
 

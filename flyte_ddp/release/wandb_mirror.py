@@ -21,33 +21,33 @@ UPLOAD = 20  # times the timeout of wandb's answers: the limit of an upload
 def copy_champion_to_wandb(registry: Registry, version: str, settings: Settings) -> None:
     """Upload the champion to wandb if it is this version and wandb is online; print how that ended; raise nothing.
 
-    Waits up to UPLOAD + 2 times the timeout of wandb. Uploads the next champion, too, if there is another one by then.
+    Uploads the next champion, too, if there is another one by then. Waits for each upload for up to UPLOAD + 2 times
+    the timeout of wandb.
     """
     if settings.wandb_mode != "online":
         return
     try:
         sent_last, champion = None, registry.champion()
         while champion is not None and champion != sent_last and (sent_last or champion.version == version):
-            ended = mirror_entry(registry, champion, settings)
+            ended = upload_entry(registry, champion, settings)
             print(f"wandb: champion {champion.number} of {registry.name} {ended}", flush=True)
             sent_last, champion = champion, registry.champion()  # of two at the same time the last one has the alias
     except Exception as error:  # whatever it is: the promotion stands
         print(f"wandb: champion of {registry.name} not mirrored ({error})", flush=True)
 
 
-def mirror_entry(registry: Registry, entry: Entry, settings: Settings) -> str:
-    """Download a version's files, and upload them to wandb in a process of its own; return how that ended, as text.
+def upload_entry(registry: Registry, entry: Entry, settings: Settings) -> str:
+    """Download the files of an entry's version, and upload them to wandb in a new process; return how that ended.
 
     Kills the process with its descendants after UPLOAD + 2 times the timeout of wandb.
     """
     seconds = settings.wandb_timeout
-    quiet = {"console": "off", "disable_git": True, "disable_code": True, "silent": True}
-    about = {name: getattr(entry, name) for name in ("number", "version", "reason", "by", "time")}
     with TemporaryDirectory(ignore_cleanup_errors=True) as name:  # wandb's own processes may still write there
         folder, files = Path(name), Path(name, "files")
         version = versions.read_version(registry, entry.version, entry.manifest)
         files.mkdir()
         versions.fetch_files(registry, version, files, tuple(version.files))
+        quiet = {"console": "off", "disable_git": True, "disable_code": True, "silent": True}
         run = {
             "project": settings.wandb_project,
             "entity": settings.wandb_entity or None,
@@ -57,6 +57,7 @@ def mirror_entry(registry: Registry, entry: Entry, settings: Settings) -> str:
             "dir": name,
             "settings": {**quiet, "init_timeout": seconds, "finish_timeout": UPLOAD * seconds},
         }
+        about = {name: getattr(entry, name) for name in ("number", "version", "reason", "by", "time")}
         artifact = {"name": registry.name, "type": "model", "description": entry.reason, "metadata": about}
         request = json.dumps({"run": run, "artifact": artifact, "aliases": ["champion", entry.version[:12]]})
         output = folder / "output.txt"  # no pipe, which a process that wandb leaves behind would keep open
@@ -79,14 +80,14 @@ def mirror_entry(registry: Registry, entry: Entry, settings: Settings) -> str:
         return f"is {last}" if process.returncode == 0 else f"not mirrored ({last})"
 
 
-def upload_artifact(what: str, files: str) -> None:
+def upload_artifact(request: str, files: str) -> None:
     """Upload a folder as an artifact to wandb, wait for it, and print its name; or print the error, and exit with 1.
 
-    ``what`` is JSON: the run, the artifact and its aliases, as wandb takes them.
+    ``request`` is JSON: the run, the artifact and its aliases, as wandb takes them.
     """
     import wandb
 
-    asked = json.loads(what)
+    asked = json.loads(request)
     try:
         with wandb.init(**asked["run"]) as run:
             artifact = wandb.Artifact(**asked["artifact"])

@@ -1,7 +1,7 @@
 """Compute the profile of a data set from all its samples."""
 
 import hashlib
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Generator
 from contextlib import closing
 from pathlib import Path
 from typing import NamedTuple
@@ -52,29 +52,73 @@ def compute_profile(folder: Path, settings: Settings | None = None) -> DataProfi
     data set is damaged, or a sample cannot be read, has no image or has no label.
     """
     data, settings = open_prepared(folder), settings or Settings()
-    result = DataProfile([*data.classes], SplitProfile(), SplitProfile(), 0, 0, [], {}, [], [])
+    profile = DataProfile([*data.classes], SplitProfile(), SplitProfile(), 0, 0, [], {}, [], [])
+    training, test = (count_samples(data, split, profile, settings) for split in ("training", "test"))
+    numbers, labels, digests = (np.concatenate(pair) for pair in zip(training, test, strict=True))
+    in_test = np.arange(len(numbers)) >= len(training.numbers)
+    _, group, sizes = np.unique(digests, return_inverse=True, return_counts=True)
+    profile.equal = int(max(sizes, default=0))
+    shared = np.flatnonzero(sizes[group] > 1)
+    shared = shared[np.lexsort((shared, group[shared]))]  # grouped by pixels; in a group training comes first
+    starts = np.flatnonzero(np.diff(group[shared], prepend=-1))
 
-    def read_sample_name(split: str, number: int) -> str:
-        """Read one sample of a split and return its name."""
-        with closing(measure_samples(data, split, np.array([number]), settings)) as one:
+    def read_name(place: int) -> str:
+        """Read one sample again, and return its name."""
+        split, number = "test" if in_test[place] else "training", numbers[place : place + 1]
+        with closing(measure_samples(data, split, number, settings)) as one:
             return next(one).name
 
-    training, test = (
-        add_samples_to_profile(measure_samples(data, split, numbers, settings), split, numbers, result)
-        for split, numbers in sample_numbers(data).items()
-    )
-    add_equal_pixels_to_profile(training, test, result, read_sample_name)
-    return result
+    for same in np.split(shared, starts[1:]) if len(shared) else []:
+        first, last = int(same[0]), int(same[-1])
+        if not in_test[first] and in_test[last]:
+            profile.duplicates += int(in_test[same].sum())
+            if len(profile.duplicated) < FEW:
+                profile.duplicated.append(f"{read_name(last)} and {read_name(first)}")
+        other = same[labels[same] != labels[first]]
+        if len(other):
+            profile.conflicts += len(same)
+            if len(profile.conflicting) < FEW:
+                pair = (first, int(other[0]))
+                profile.conflicting.append(
+                    " and ".join(f"{read_name(place)} (label {labels[place]})" for place in pair)
+                )
+    return profile
 
 
-def sample_numbers(data: PreparedSet) -> dict[str, Indices]:
-    """Return the samples of the splits "training" and "test", each once. Training includes validation."""
-    test = order_of_tests(data)
-    tests = test.samples(slice(0, len(test)))
+def count_samples(data: PreparedSet, split: str, profile: DataProfile, settings: Settings) -> DecodedSamples:
+    """Add all samples of a split to the profile's counts and examples in place; return those that can be decoded."""
+    numbers, counts = sample_numbers(data, split), getattr(profile, split)
+    labels, digests = np.zeros(len(numbers), dtype=np.int64), np.zeros(len(numbers), dtype=np.uint64)
+    good = np.zeros(len(numbers), dtype=np.bool_)
+    for place, sample in enumerate(measure_samples(data, split, numbers, settings)):
+        labels[place], digests[place], good[place] = sample.label, sample.digest, not sample.failure
+        counts.samples += 1
+        if not 0 <= sample.label < len(profile.classes):
+            profile.labelled.setdefault(str(sample.label), sample.name)
+        if sample.failure:
+            counts.undecodable += 1
+            profile.bad += [f"{sample.name} ({sample.failure})"] if len(profile.bad) < FEW else []
+            continue
+        for counted, value in (
+            (counts.labels, sample.label),
+            (counts.modes, sample.mode),
+            (counts.sizes, sample.size),
+            (counts.brightness, sample.brightness),
+        ):
+            counted[str(value)] = counted.get(str(value), 0) + 1
+    return DecodedSamples(numbers[good], labels[good], digests[good])
+
+
+def sample_numbers(data: PreparedSet, split: str) -> Indices:
+    """Return the numbers of the samples of the split "training", which includes validation, or "test", each once."""
+    order = order_of_tests(data)
+    tests = order.samples(slice(0, len(order)))
+    if split == "test":
+        return tests
     if isinstance(data, ImageArrays):
-        return {"training": np.arange(len(data.train_labels)), "test": tests}
+        return np.arange(len(data.train_labels))
     numbers = np.arange(int(data.train.counts.sum()) if isinstance(data.train, ShardIndex) else len(data.train.names))
-    return {"training": np.setdiff1d(numbers, tests) if data.test is None else numbers, "test": tests}
+    return np.setdiff1d(numbers, tests) if data.test is None else numbers
 
 
 def measure_samples(
@@ -87,11 +131,9 @@ def measure_samples(
             pixels, labels = (data.test_images, data.test_labels)
         mode = MODES.get(pixels.shape[3], f"{pixels.shape[3]} channels")
         for number in numbers.tolist():
-            yield measure_pixels(
-                SampleFacts(f"{split} sample {number}", int(labels[number]), mode=mode), pixels[number]
-            )
+            sample = SampleFacts(f"{split} sample {number}", int(labels[number]), mode=mode)
+            yield measure_pixels(sample, pixels[number])
         return
-    images = data.test_source if split == "test" else data.train
 
     def decode_and_measure(number: int, encoded: Encoded) -> SampleFacts:
         """Decode a sample and return its facts, or the reason why it cannot be decoded."""
@@ -102,7 +144,7 @@ def measure_samples(
         except DecodingError as error:
             return SampleFacts(encoded.name, encoded.label, failure=str(error))
 
-    with closing(open_reader(images, settings)) as source:
+    with closing(open_reader(data.test_source if split == "test" else data.train, settings)) as source:
         yield from map_samples(source, numbers, settings.loader_threads or count_cores(), decode_and_measure, AHEAD)
 
 
@@ -116,64 +158,3 @@ def measure_pixels(sample: SampleFacts, pixels: Pixels) -> SampleFacts:
         brightness=int(pixels.mean() * BRIGHTNESSES / 256),
         digest=int.from_bytes(digest.digest(), "little"),
     )
-
-
-def add_samples_to_profile(
-    samples: Iterable[SampleFacts], split: str, numbers: Indices, result: DataProfile
-) -> DecodedSamples:
-    """Add the samples of a split to the profile's counts and examples; return those that can be decoded.
-
-    ``numbers`` holds the samples' numbers, in the order of ``samples``.
-    """
-    counts: SplitProfile = getattr(result, split)
-    labels, digests = np.zeros(len(numbers), dtype=np.int64), np.zeros(len(numbers), dtype=np.uint64)
-    good = np.zeros(len(numbers), dtype=np.bool_)
-    for place, sample in enumerate(samples):
-        labels[place], digests[place], good[place] = sample.label, sample.digest, not sample.failure
-        counts.samples += 1
-        if not 0 <= sample.label < len(result.classes):
-            result.labelled.setdefault(str(sample.label), sample.name)
-        if sample.failure:
-            counts.undecodable += 1
-            result.bad += [f"{sample.name} ({sample.failure})"] if len(result.bad) < FEW else []
-            continue
-        for counted, value in (
-            (counts.labels, sample.label),
-            (counts.modes, sample.mode),
-            (counts.sizes, sample.size),
-            (counts.brightness, sample.brightness),
-        ):
-            counted[str(value)] = counted.get(str(value), 0) + 1
-    return DecodedSamples(numbers[good], labels[good], digests[good])
-
-
-def add_equal_pixels_to_profile(
-    training: DecodedSamples, test: DecodedSamples, result: DataProfile, sample_name: Callable[[str, int], str]
-) -> None:
-    """Count samples with equal pixels, and add counts and examples to the profile.
-
-    ``sample_name`` returns the name of a sample, given its split and number.
-    """
-    numbers, labels, digests = (np.concatenate(pair) for pair in zip(training, test, strict=True))
-    in_test = np.arange(len(numbers)) >= len(training.numbers)
-    _, group, sizes = np.unique(digests, return_inverse=True, return_counts=True)
-    result.equal = int(max(sizes, default=0))
-    shared = np.flatnonzero(sizes[group] > 1)
-    shared = shared[np.lexsort((shared, group[shared]))]  # grouped by pixels; in a group training comes first
-    starts = np.flatnonzero(np.diff(group[shared], prepend=-1))
-
-    def name(place: int) -> str:
-        return sample_name("test" if in_test[place] else "training", int(numbers[place]))
-
-    for same in np.split(shared, starts[1:]) if len(shared) else []:
-        first, last = int(same[0]), int(same[-1])
-        if not in_test[first] and in_test[last]:
-            result.duplicates += int(in_test[same].sum())
-            if len(result.duplicated) < FEW:
-                result.duplicated.append(f"{name(last)} and {name(first)}")
-        other = same[labels[same] != labels[first]]
-        if len(other):
-            result.conflicts += len(same)
-            if len(result.conflicting) < FEW:
-                pair = (first, int(other[0]))
-                result.conflicting.append(" and ".join(f"{name(place)} (label {labels[place]})" for place in pair))

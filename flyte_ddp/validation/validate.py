@@ -21,22 +21,18 @@ STATISTICS = {"labels": "classes", "modes": "colour modes", "sizes": "sizes", "b
 def check_profile(profile: DataProfile, hp: Hyperparameters, *, max_duplicates: float, max_conflicts: float) -> None:
     """Raise a UserError if a data set should not be trained on: one line for each problem, with examples and a remedy.
 
-    Args:
-        profile: profile of the data set.
-        hp: hyperparameters of the training.
-        max_duplicates: allowed share of test samples that have the pixels of a training sample.
-        max_conflicts: allowed share of samples that have the pixels of a sample with another label.
+    ``max_duplicates`` is the allowed share of test samples that have the pixels of a training sample, and
+    ``max_conflicts`` that of samples that have the pixels of a sample with another label.
     """
-    problems = [*sample_problems(profile, hp), *equal_pixel_problems(profile, max_duplicates, max_conflicts)]
+    problems = [*find_problems(profile, hp, max_duplicates, max_conflicts)]
     if problems:
         raise UserError("\n".join(f"dataset={hp.dataset!r}: {problem}" for problem in problems))
 
 
-def sample_problems(profile: DataProfile, hp: Hyperparameters) -> Iterator[str]:
-    """Yield a sentence with a remedy for each problem of samples and classes.
-
-    Raises a UserError if the class names are unknown.
-    """
+def find_problems(
+    profile: DataProfile, hp: Hyperparameters, max_duplicates: float, max_conflicts: float
+) -> Iterator[str]:
+    """Yield a sentence with a remedy for each problem of a data set; UserError if its class names are unknown."""
     names = resolve_class_names(profile.classes, hp)
     bad = profile.training.undecodable + profile.test.undecodable
     if bad > hp.bad_samples:
@@ -53,14 +49,10 @@ def sample_problems(profile: DataProfile, hp: Hyperparameters) -> Iterator[str]:
         if empty:
             remedy = "add some" if split == "training" or hp.test_dataset else "give a test_dataset that has some"
             yield f"no decodable {split} sample is of class {join_few(empty)}; {remedy}, or remove the class"
-
-
-def equal_pixel_problems(profile: DataProfile, max_duplicates: float, max_conflicts: float) -> Iterator[str]:
-    """Yield a sentence with a remedy for too many duplicates between the splits, and for too many conflicts."""
     if profile.duplicates > max_duplicates * profile.test.samples:
         yield (
-            f"{profile.duplicates:,} of {format_count(profile.test.samples, 'test sample')} have the pixels of a training "
-            f"sample, more than max_duplicates={max_duplicates:g} of them, such as "
+            f"{profile.duplicates:,} of {format_count(profile.test.samples, 'test sample')} have the pixels of a "
+            f"training sample, more than max_duplicates={max_duplicates:g} of them, such as "
             f"{'; '.join(profile.duplicated)}; remove them from one of the two"
         )
     samples = profile.training.samples + profile.test.samples
@@ -69,8 +61,9 @@ def equal_pixel_problems(profile: DataProfile, max_duplicates: float, max_confli
         if profile.equal > samples / 2:
             remedy = f"{profile.equal:,} are one and the same picture: look at it, as decoding may lose what it shows"
         yield (
-            f"{profile.conflicts:,} of {format_count(samples, 'sample')} have the pixels of another one with another label, "
-            f"more than max_conflicts={max_conflicts:g} of them, such as {'; '.join(profile.conflicting)}; {remedy}"
+            f"{profile.conflicts:,} of {format_count(samples, 'sample')} have the pixels of another one with another "
+            f"label, more than max_conflicts={max_conflicts:g} of them, such as {'; '.join(profile.conflicting)}; "
+            f"{remedy}"
         )
 
 
@@ -81,11 +74,11 @@ def describe_differences(profile: DataProfile, champion: DataProfile) -> Iterato
     have to change to make them equal. Warns from SHIFT on, if the p-value of Pearson's chi-squared test is below
     SIGNIFICANCE.
     """
+    statistics = dict(STATISTICS)
     if profile.classes != champion.classes:
         yield "the classes are not the champion's"
-    for split, (statistic, name) in itertools.product(("training", "test"), STATISTICS.items()):
-        if statistic == "labels" and profile.classes != champion.classes:
-            continue
+        del statistics["labels"]
+    for split, (statistic, name) in itertools.product(("training", "test"), statistics.items()):
         counts = [getattr(getattr(each, split), statistic) for each in (profile, champion)]
         values = sorted({*counts[0], *counts[1]})
         table = np.array([[of_values.get(value, 0) for value in values] for of_values in counts])

@@ -7,12 +7,14 @@
 
 import json
 import os
+import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from flyte_ddp import storage
-from flyte_ddp.release import looks, versions
+from flyte_ddp.release import versions
 from flyte_ddp.release.promotion import apply_verdict, store_version
 from flyte_ddp.release.registry import LostError, Registry
 from flyte_ddp.release.verdict import Verdict
@@ -39,7 +41,7 @@ def race(address: str, who: str, rounds: str) -> None:
 def look(address: str, who: str, rounds: str) -> None:
     """Claim a look for a new pair in each round; print the numbers of the looks."""
     for number in range(int(rounds)):
-        print(looks.claim_look(Registry(address, "model"), "t", f"{who} {number}", "champion", "superior"))
+        print(Registry(address, "model").claim_look("t", f"{who} {number}", "champion", "superior"))
 
 
 def release_model(address: str, folder: str) -> str:
@@ -47,13 +49,11 @@ def release_model(address: str, folder: str) -> str:
     verdict = Verdict.from_json(Path(folder, "verdict.json").read_text())
     registry = Registry(address, "model")
     files = (Path(folder, name) for name in (versions.WEIGHTS, versions.SIDECAR))
-    version = store_version(
-        registry, *files, verdict, {"page.html": Path(folder, "page.html")}, by="the same execution"
-    )
-    return apply_verdict(registry, version, verdict, by="the same execution").reason
+    version = store_version(registry, *files, verdict, {"page.html": Path(folder, "page.html")}, by="one execution")
+    return apply_verdict(registry, version, verdict, by="one execution").reason
 
 
-def killed_at(number: int, *, after: bool) -> None:
+def kill_at_write(number: int, *, after: bool) -> None:
     """Make this process exit at a write, as by SIGKILL: nothing is tidied up."""
     left = [number]
 
@@ -72,8 +72,22 @@ def killed_at(number: int, *, after: bool) -> None:
         setattr(storage, name, killing(getattr(storage, name)))
 
 
+def start(*arguments: str, **environment: str) -> subprocess.Popen[bytes]:
+    """Start this file as a process."""
+    variables = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), **environment}
+    return subprocess.Popen([sys.executable, __file__, *arguments], env=variables, stdout=subprocess.PIPE)
+
+
+def run_at_once(command: str, address: str, names: Sequence[str], rounds: int) -> list[list[Any]]:
+    """Run a process for each name at the same time; return the JSON lines that each has printed."""
+    running = [start(command, address, name, str(rounds)) for name in names]
+    said = [[json.loads(line) for line in process.communicate()[0].splitlines()] for process in running]
+    assert [process.returncode for process in running] == [0] * len(names)
+    return said
+
+
 if __name__ == "__main__":
     if at := os.environ.get("KILL_AT"):
         place, _, when = at.partition(" ")
-        killed_at(int(place), after=when == "after")
+        kill_at_write(int(place), after=when == "after")
     print({"race": race, "look": look, "release": release_model}[sys.argv[1]](*sys.argv[2:]) or "", end="")

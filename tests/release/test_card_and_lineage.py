@@ -10,9 +10,8 @@ import yaml
 from flyte_ddp import storage
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import fetch
-from flyte_ddp.release.card import render_model_card
+from flyte_ddp.release.documents import lineage_event, render_model_card
 from flyte_ddp.release.judge import judge_challenger
-from flyte_ddp.release.lineage import lineage_event
 from flyte_ddp.release.page import write_page
 from flyte_ddp.release.policy import Policy
 from flyte_ddp.release.promotion import apply_verdict, store_version

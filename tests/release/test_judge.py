@@ -5,7 +5,7 @@ import json
 import math
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,12 +30,15 @@ from flyte_ddp.release.judge import Judgement, judge_challenger
 from flyte_ddp.release.page import write_page
 from flyte_ddp.release.policy import Policy
 from flyte_ddp.release.promotion import apply_verdict, load_champion, promote_version, roll_back_champion, store_version
-from flyte_ddp.release.registry import Registry
+from flyte_ddp.release.registry import Entry, Registry
 from flyte_ddp.run import Result, run_training
 from flyte_ddp.settings import Settings
 
 QUIET = Settings(progress="off", wandb_mode="disabled", checkpoint_seconds=0.0)
 PATIENT = Policy(latency_ratio=1000)  # where time is not what the test is about
+
+
+Judge = Callable[..., Judgement]
 
 
 @pytest.fixture(scope="module")
@@ -55,16 +58,27 @@ def registry(tmp_path: Path) -> Registry:
 
 
 @pytest.fixture
-def judged(registry: Registry, digits: Path, tmp_path: Path) -> Callable[..., Judgement]:
+def judge(registry: Registry, digits: Path, tmp_path: Path) -> Judge:
+    """Judges a model, with ``exports`` in a folder of that name, and changes nothing but looks."""
+    (tmp_path / "exports").mkdir()
+
+    def one(model: Result | Path, data: Path = digits, policy: Policy = PATIENT, **options: Any) -> Judgement:
+        folder = model if isinstance(model, Path) else model.run_folder
+        given = {"registry": registry, "settings": QUIET, **options}
+        return judge_challenger(folder / "model.pt", folder / "model.json", data, policy=policy, **given)
+
+    return one
+
+
+@pytest.fixture
+def judged(judge: Judge, registry: Registry, tmp_path: Path) -> Judge:
     """Judges a model, and does what its verdict says."""
 
-    def one(model: Result | Path, data: Path = digits, policy: Policy = PATIENT) -> Judgement:
-        folder = model if isinstance(model, Path) else model.run_folder
-        files = folder / "model.pt", folder / "model.json"
-        found = judge_challenger(*files, data, registry, policy, settings=QUIET)
+    def one(*arguments: Any, **options: Any) -> Judgement:
+        found = judge(*arguments, **options)
         if found.verdict.promotes:
             page = write_page(found, "digits", tmp_path / "page.html")
-            version = store_version(registry, *files, found.verdict, {page.name: page}, by="x")
+            version = store_version(registry, *found.model.files, found.verdict, {page.name: page}, by="x")
             apply_verdict(registry, version, found.verdict, by="x")
         return found
 
@@ -85,24 +99,29 @@ def scale(weights: dict[str, Any], _: dict[str, Any]) -> None:
         weights[name] *= 2
 
 
-def with_tests(digits: Path, folder: Path, chosen: np.ndarray) -> Path:
-    """The digits with some of their test samples only."""
+def with_tests(digits: Path, folder: Path, chosen: Any = slice(None), classes: Sequence[str] = ()) -> Path:
+    """The digits with some of their test samples only, or with other names of classes."""
     found = open_arrays(digits)
-    tests = found.test_images[chosen], found.test_labels[chosen]
+    arrays = found.train_images, found.train_labels, found.test_images[chosen], found.test_labels[chosen]
     folder.mkdir()
-    write_arrays(image_arrays(found.train_images, found.train_labels, *tests, found.classes, name="digits"), folder, {})
+    write_arrays(image_arrays(*arrays, classes or found.classes, name="digits"), folder, {})
     return folder
 
 
+def make_champion(registry: Registry, version: Entry, best: str = "") -> Entry:
+    """Append an entry by which a version is champion again."""
+    values = {"version": version.version, "manifest": version.manifest, "best": best or version.best}
+    return registry.append_entry(registry.history()[-1], by="x", action="promote", reason="again", **values)
+
+
 def test_a_promotion_and_what_follows_it(
-    judged: Callable[..., Judgement], models: dict[str, Result], registry: Registry, digits: Path, tmp_path: Path
+    judged: Judge, models: dict[str, Result], registry: Registry, digits: Path, tmp_path: Path
 ) -> None:
     first = judged(models["weak"]).verdict
     assert first.promotes
     assert first.reason == "there is no champion yet, and it is better than the most frequent class"
     assert first.challenger_accuracy == pytest.approx(models["weak"].test_accuracy)
-    better = judged(models["good"])
-    verdict = better.verdict
+    verdict = judged(models["good"]).verdict
     assert verdict.promotes, verdict.reason
     assert (verdict.look, verdict.samples, verdict.champion) == (2, 297, first.challenger)
     assert verdict.best == verdict.challenger
@@ -122,42 +141,37 @@ def test_a_promotion_and_what_follows_it(
     again = judged(models["good"]).verdict
     assert (again.decision, again.reason) == ("keep", "it has the champion's weights")
     kept = judged(models["other"]).verdict
-    assert kept.decision == "keep"
+    assert (kept.decision, kept.look) == ("keep", 3)
     assert "samples gained" in kept.reason
-    assert kept.look == 3
     assert judged(models["other"]).verdict.look == 3, "the same two models"
     assert [entry.version for entry in registry.history()] == [first.challenger, verdict.challenger]
     page = (tmp_path / "page.html").read_text()
     assert "Only the challenger is right" in page
     assert page.count("<svg") == 2
-    assert "Digits" not in page
     assert "digits: Promote" in page
 
 
 def test_a_look_at_the_champion_itself(
-    judged: Callable[..., Judgement], models: dict[str, Result], registry: Registry, digits: Path, tmp_path: Path
+    judge: Judge, judged: Judge, models: dict[str, Result], registry: Registry, tmp_path: Path
 ) -> None:
     """Which decides nothing, and so is none that counts."""
     judged(models["good"])
-    model = models["good"].model, models["good"].sidecar
-    found = judge_challenger(*model, digits, registry, PATIENT, settings=QUIET, counts=False)
+    found = judge(models["good"], may_promote=False)
     assert found.verdict.reason == "it has the champion's weights"
     assert found.verdict.challenger_accuracy == pytest.approx(models["good"].test_accuracy)
     assert write_page(found, "digits", tmp_path / "page.html").read_text().count("<svg") == 1
-    weak = models["weak"].model, models["weak"].sidecar
-    verdict = judge_challenger(*weak, digits, registry, PATIENT, settings=QUIET, counts=False).verdict
+    verdict = judge(models["weak"], may_promote=False).verdict
     assert verdict.look == 0
     assert verdict.alpha == pytest.approx(0.05 * 6 / math.pi**2), "as of a first look"
     assert judged(models["weak"]).verdict.look == 2
     [entry] = registry.history()
-    values = {"version": entry.version, "manifest": entry.manifest, "best": entry.best, "reason": "again"}
-    registry.append_entry(entry, by="x", action="promote", **values)
+    make_champion(registry, entry)
     Path(registry.at("log", "00000001.json")).unlink()
-    verdict = judge_challenger(*weak, digits, registry, PATIENT, settings=QUIET, counts=False).verdict
+    verdict = judge(models["weak"], may_promote=False).verdict
     assert verdict.champion == entry.version, "the last entry is enough"
     assert judged(models["weak"]).verdict.champion == entry.version
     elsewhere = Registry(str(tmp_path / "elsewhere"), "digits")
-    found = judge_challenger(*model, digits, elsewhere, PATIENT, settings=QUIET, counts=False)
+    found = judge(models["good"], registry=elsewhere, may_promote=False)
     assert found.verdict.describe().startswith("would be promoted: there is no champion yet")
     assert "digits: Would be promoted" in write_page(found, "digits", tmp_path / "page.html").read_text()
 
@@ -167,12 +181,7 @@ def test_a_look_at_the_champion_itself(
     [(0.0, True, "naming the most frequent class is right in"), (math.nan, False, "sample 0 gives NaN or infinity")],
 )
 def test_useless_weights_are_kept_back(
-    value: float,
-    first: bool,
-    said: str,
-    judged: Callable[..., Judgement],
-    models: dict[str, Result],
-    tmp_path: Path,
+    value: float, first: bool, said: str, judged: Judge, models: dict[str, Result], tmp_path: Path
 ) -> None:
     def spoil(weights: dict[str, Any], _: dict[str, Any]) -> None:
         for tensor in weights.values():
@@ -186,12 +195,12 @@ def test_useless_weights_are_kept_back(
     assert verdict.look == first, "nothing is decided by the test split where a logit is no number"
 
 
-@pytest.mark.parametrize("gone", ["model.pt", "manifest.json", "its code", "its answers"])
+@pytest.mark.parametrize("gone", ["model.pt", "its code", "its answers"])
 def test_a_champion_that_cannot_be_evaluated(
-    judged: Callable[..., Judgement],
+    judge: Judge,
+    judged: Judge,
     models: dict[str, Result],
     registry: Registry,
-    digits: Path,
     gone: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -215,21 +224,19 @@ def test_a_champion_that_cannot_be_evaluated(
         monkeypatch.setattr("flyte_ddp.release.judge.evaluate_split", failing)
     else:
         (version / gone).unlink()
-    (tmp_path / "exports").mkdir()
-    files = models["good"].model, models["good"].sidecar
-    verdict = judge_challenger(*files, digits, registry, PATIENT, settings=QUIET, exports=tmp_path / "exports").verdict
+    # The export, which a person who promotes the model needs, is a matter of one kind of failure.
+    exports = tmp_path / "exports" if gone == "model.pt" else None
+    verdict = judge(models["good"], exports=exports).verdict
     assert verdict.decision == "no_comparison"
     said = "evaluated: ZeroDivisionError: division by zero" if gone == "its answers" else "loaded: "
     assert verdict.reason.startswith(f"version {entry.version[:12]} cannot be {said}")
     assert ("in failing" in capfd.readouterr().err) == (gone == "its answers")
     assert (verdict.look, verdict.challenger_accuracy) == (0, pytest.approx(models["good"].test_accuracy))
-    assert (tmp_path / "exports/model.onnx").exists(), "for whom a person may promote"
+    assert (tmp_path / "exports/model.onnx").exists() == (gone == "model.pt")
     assert registry.champion() == entry
 
 
-def test_an_outage_is_no_verdict(
-    judged: Callable[..., Judgement], models: dict[str, Result], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_outage_is_no_verdict(judged: Judge, models: dict[str, Result], monkeypatch: pytest.MonkeyPatch) -> None:
     """Which another try may have; nothing is known of the champion."""
     judged(models["weak"])
 
@@ -241,9 +248,7 @@ def test_an_outage_is_no_verdict(
         judged(models["good"])
 
 
-def test_a_model_that_answers_as_the_champion_is_kept(
-    judged: Callable[..., Judgement], models: dict[str, Result], tmp_path: Path
-) -> None:
+def test_a_model_that_answers_as_the_champion_is_kept(judged: Judge, models: dict[str, Result], tmp_path: Path) -> None:
     """Other weights, and the same samples right: that is no look at the test split."""
     judged(models["good"])
     twin = altered(models["good"], tmp_path / "twin", scale)
@@ -254,25 +259,18 @@ def test_a_model_that_answers_as_the_champion_is_kept(
 
 
 @pytest.mark.parametrize("export", ["if_possible", "required", "off"])
-def test_a_model_without_an_export(
-    export: str, models: dict[str, Result], registry: Registry, digits: Path, tmp_path: Path
-) -> None:
-    (tmp_path / "exports").mkdir()
-    files = models["good"].model, models["good"].sidecar
+def test_a_model_without_an_export(export: str, judge: Judge, models: dict[str, Result], tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "onnxscript", None)
-        verdict = judge_challenger(
-            *files, digits, registry, Policy(export=export), settings=QUIET, exports=tmp_path / "exports"
-        ).verdict
+        verdict = judge(models["good"], policy=Policy(export=export), exports=tmp_path / "exports").verdict
     said = f"not exported: onnxscript is not installed: {install_hint('export')}"
     assert [check.reason for check in verdict.checks if check.name == "export"] == [said] * (export != "off")
-    assert (verdict.decision, verdict.reason == said) == (
-        ("keep", True) if export == "required" else ("promote", False)
-    )
+    assert verdict.decision == ("keep" if export == "required" else "promote")
+    assert (verdict.reason == said) == (export == "required")
     assert not [*(tmp_path / "exports").iterdir()]
 
 
-def test_both_models_may_meet_as_many_undecodable_images(registry: Registry, tmp_path: Path) -> None:
+def test_both_models_may_meet_as_many_undecodable_images(judge: Judge, registry: Registry, tmp_path: Path) -> None:
     """As the challenger's training: one that came later must not keep the champion for ever."""
     files = image_files(*(f"{name}/{number}.png" for name in ("cat", "dog") for number in range(40)))
     dataset = f"image_folder:{write_files(tmp_path / 'images', files)}"
@@ -282,18 +280,17 @@ def test_both_models_may_meet_as_many_undecodable_images(registry: Registry, tmp
         (tmp_path / "images/cat/0.png").write_bytes(b"damaged" if number else files["cat/0.png"])
         data = fetch(dataset, "", tmp_path / f"data{number}", test_dataset=dataset, progress="off")
         run = run_training(replace(hp, bad_samples=allowed, seed=number), data, tmp_path / str(number), settings)
-        verdict = judge_challenger(run.model, run.sidecar, data, registry, PATIENT, settings=settings).verdict
-        version = store_version(registry, run.model, run.sidecar, verdict, {}, by="x")
+        verdicts.append(judge(run, data, settings=settings).verdict)
         if not number:
+            version = store_version(registry, run.model, run.sidecar, verdicts[0], {}, by="x")
             promote_version(registry, version.name, "to begin", by="me")
-        verdicts.append(verdict)
     assert verdicts[1].decision != "no_comparison", verdicts[1].reason
     assert verdicts[1].samples == 79
     assert verdicts[1].champion_accuracy > 0
 
 
 def test_what_a_person_took_back_only_a_person_promotes_again(
-    judged: Callable[..., Judgement], models: dict[str, Result], registry: Registry
+    judged: Judge, models: dict[str, Result], registry: Registry
 ) -> None:
     """Though tonight's training gives the same bits, and they are still better than the champion."""
     weak = judged(models["weak"]).verdict.challenger
@@ -312,50 +309,31 @@ def test_what_a_person_took_back_only_a_person_promotes_again(
 
 
 def test_other_classes_are_for_a_person(
-    judged: Callable[..., Judgement], models: dict[str, Result], registry: Registry, digits: Path, tmp_path: Path
+    judge: Judge, judged: Judge, models: dict[str, Result], digits: Path, tmp_path: Path
 ) -> None:
     """Who finds an ONNX beside the weights all the same."""
     names = [f"digit {number}" for number in range(10)]
-
-    def rename(_: dict[str, Any], sidecar: dict[str, Any]) -> None:
-        sidecar["classes"] = names
-
     judged(models["weak"])
-    renamed, found, data = altered(models["good"], tmp_path / "renamed", rename), open_arrays(digits), tmp_path / "data"
-    data.mkdir()
-    arrays = found.train_images, found.train_labels, found.test_images, found.test_labels
-    write_arrays(image_arrays(*arrays, names, name="digits"), data, {})
-    (tmp_path / "exports").mkdir()
-    files = renamed / "model.pt", renamed / "model.json"
-    verdict = judge_challenger(*files, data, registry, PATIENT, settings=QUIET, exports=tmp_path / "exports").verdict
+    renamed = altered(models["good"], tmp_path / "renamed", lambda _, sidecar: sidecar.update(classes=names))
+    data = with_tests(digits, tmp_path / "data", classes=names)
+    verdict = judge(renamed, data, exports=tmp_path / "exports").verdict
     assert (verdict.decision, verdict.look) == ("keep", 0)
     assert verdict.reason == "the classes changed, so whoever uses it must change too: promote it by hand"
     assert (tmp_path / "exports/model.onnx").exists()
 
 
-def test_a_test_split_that_lacks_a_class(
-    judged: Callable[..., Judgement], models: dict[str, Result], registry: Registry, digits: Path, tmp_path: Path
-) -> None:
-    judged(models["weak"])
-    lacking = with_tests(digits, tmp_path / "lacking", np.flatnonzero(open_arrays(digits).test_labels != 4))
-    with pytest.raises(UserError, match="class '4': the test split has no sample of it; judge on one that has"):
-        judged(models["good"], lacking)
-    assert len(registry.history()) == 1
-
-
-def test_another_test_split_judges_anew(
-    judged: Callable[..., Judgement], models: dict[str, Result], digits: Path, tmp_path: Path
-) -> None:
+def test_another_test_split_judges_anew(judged: Judge, models: dict[str, Result], digits: Path, tmp_path: Path) -> None:
     judged(models["good"])
-    other = with_tests(digits, tmp_path / "other", np.arange(200))
+    other = with_tests(digits, tmp_path / "other", slice(200))
     first, second = judged(models["other"]).verdict, judged(models["other"], other).verdict
     assert first.test_digest != second.test_digest
     assert (first.look, second.look, second.samples) == (2, 1, 200)
+    lacking = with_tests(digits, tmp_path / "lacking", open_arrays(digits).test_labels != 4)
+    with pytest.raises(UserError, match="class '4': the test split has no sample of it; judge on one that has"):
+        judged(models["weak"], lacking)
 
 
-def test_a_slice_that_loses(
-    judged: Callable[..., Judgement], models: dict[str, Result], digits: Path, tmp_path: Path
-) -> None:
+def test_a_slice_that_loses(judged: Judge, models: dict[str, Result], tmp_path: Path) -> None:
     """Of the samples that the good model loses against the other one, made many by being of one slice."""
     judged(models["good"])
     found = judged(models["weak"])
@@ -364,31 +342,26 @@ def test_a_slice_that_loses(
     lost = np.flatnonzero(found.champion.correct & ~found.challenger.correct)[:30]
     table = tmp_path / "slices.csv"
     table.write_text("id,slice\n" + "".join(f"{number},hard\n" for number in lost))
-    policy = Policy(slices=str(table), latency_ratio=1000)
-    reason = judged(models["weak"], policy=policy).verdict.reason
+    reason = judged(models["weak"], policy=Policy(slices=str(table), latency_ratio=1000)).verdict.reason
     assert "slice 'hard' loses: -100.00 points: 0 samples gained and 30 lost of 30" in reason
 
 
 def test_not_worse_looks_at_the_best_version_ever(
-    judged: Callable[..., Judgement], models: dict[str, Result], registry: Registry, digits: Path, tmp_path: Path
+    judge: Judge, judged: Judge, models: dict[str, Result], registry: Registry, tmp_path: Path
 ) -> None:
     """The champion is a weak one by a person's word; what is better than that is still worse than the best."""
     lenient = Policy(rule="not_worse", margin=0.02, latency_ratio=1000)
     judged(models["weak"])
     judged(models["good"])
     weak, good = registry.history()
-    values = {"action": "promote", "version": weak.version, "manifest": weak.manifest, "best": good.version}
-    registry.append_entry(good, by="me", reason="to see", **values)
-    other = models["other"].model, models["other"].sidecar
-    verdict = judge_challenger(*other, digits, registry, lenient, settings=QUIET).verdict
-    names = [check.name for check in verdict.checks if check.name.startswith("not worse")]
-    assert names == ["not worse than the champion", "not worse than the best version ever"]
-    assert [check.passed for check in verdict.checks if check.name == names[0]] == [True]
+    make_champion(registry, weak, best=good.version)
+    checks = {check.name: check.passed for check in judge(models["other"], policy=lenient).verdict.checks}
+    assert checks["not worse than the champion"]
+    assert "not worse than the best version ever" in checks
     equal = Policy(rule="not_worse", margin=0.05, latency_ratio=1000, nll_rise=10.0, brier_rise=2.0)
-    twin = altered(models["good"], tmp_path / "twin", scale)
-    verdict = judge_challenger(twin / "model.pt", twin / "model.json", digits, registry, equal, settings=QUIET).verdict
+    verdict = judge(altered(models["good"], tmp_path / "twin", scale), policy=equal).verdict
     assert (verdict.promotes, verdict.best) == (True, good.version), verdict.reason
     shutil.rmtree(registry.at("versions", good.version))
-    verdict = judge_challenger(*other, digits, registry, lenient, settings=QUIET).verdict
+    verdict = judge(models["other"], policy=lenient).verdict
     assert verdict.decision == "no_comparison"
     assert verdict.reason.startswith(f"version {good.version[:12]} cannot be loaded")

@@ -1,20 +1,16 @@
 """Versions in the registry and promotions: nothing half written counts, and a person's word does."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import promoter
 import pytest
-from cli import HELPERS, ROOT
 
 from flyte_ddp import storage
 from flyte_ddp.errors import UserError
 from flyte_ddp.files import file_digest
-from flyte_ddp.release import looks, versions
+from flyte_ddp.release import versions
 from flyte_ddp.release.promotion import (
     apply_verdict,
     download_champion,
@@ -26,16 +22,6 @@ from flyte_ddp.release.registry import Entry, Registry, replay_promotions
 from flyte_ddp.release.verdict import Verdict
 
 
-def helper(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, str(HELPERS / "promoter.py"), *arguments],
-        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-
-
 def judged(model: Path, **values: Any) -> Verdict:
     """A verdict that promotes."""
     digest = file_digest(model / versions.WEIGHTS)
@@ -44,12 +30,12 @@ def judged(model: Path, **values: Any) -> Verdict:
     return Verdict(**{**about, **numbers, "test_digest": "t", "alpha": 0.05, "power": "", "time": "", **values})
 
 
-def trained(folder: Path, weights: bytes = b"weights") -> Path:
-    """Files that a registry takes for a model's, with the verdict and its page."""
+def trained(folder: Path, classes: str = "ab") -> Path:
+    """Files that a registry takes for a model's, with the verdict and its page; weights differ by the folder's name."""
     folder.mkdir()
-    (folder / versions.WEIGHTS).write_bytes(weights)
+    (folder / versions.WEIGHTS).write_text(folder.name)
     takes = {"channels": 1, "height": 8, "width": 8}
-    sidecar = {"model": "small_cnn", "classes": ["a", "b"], "input": takes, "digests": {"weights": "w"}}
+    sidecar = {"model": "small_cnn", "classes": [*classes], "input": takes, "digests": {"weights": "w"}}
     (folder / versions.SIDECAR).write_text(json.dumps(sidecar))
     (folder / "page.html").write_text("page")
     (folder / "verdict.json").write_text(judged(folder).to_json())
@@ -57,15 +43,32 @@ def trained(folder: Path, weights: bytes = b"weights") -> Path:
 
 
 def stored(registry: Registry, model: Path, **values: Any) -> tuple[versions.Version, Verdict]:
+    """The version that the files of a folder become, and the verdict."""
     verdict = judged(model, **values)
     files = model / versions.WEIGHTS, model / versions.SIDECAR
-    return store_version(registry, *files, verdict, {"page.html": model / "page.html"}, by="somebody"), verdict
+    beside = {name: model / name for name in ("page.html", "model.onnx") if (model / name).exists()}
+    return store_version(registry, *files, verdict, beside, by="somebody"), verdict
 
 
-def test_two_rivals(address: str, tmp_path: Path) -> None:
+@pytest.fixture
+def local(tmp_path: Path) -> Registry:
+    return Registry(str(tmp_path / "registry"), "model")
+
+
+@pytest.fixture
+def registry(address: str) -> Registry:
+    """One in a folder, and one on S3."""
+    return Registry(address, "model")
+
+
+def store_all(registry: Registry, tmp_path: Path, *names: str) -> list[str]:
+    """Store a version for each folder name; return the versions' names."""
+    return [stored(registry, trained(tmp_path / name))[0].name for name in names]
+
+
+def test_two_rivals(registry: Registry, tmp_path: Path) -> None:
     """Both were better than the champion of before; the second one's verdict does not count any more."""
-    registry = Registry(address, "model")
-    first, second = (stored(registry, trained(tmp_path / name, name.encode())) for name in ("one", "two"))
+    first, second = (stored(registry, trained(tmp_path / name)) for name in ("one", "two"))
     won = apply_verdict(registry, *first, by="one's execution")
     lost = apply_verdict(registry, *second, by="another execution")
     assert (won.champion, won.reason) == (first[0].name, "promoted: better")
@@ -80,7 +83,8 @@ def test_killed_at_every_write_a_second_try_ends_well(when: str, address: str, t
     model = trained(tmp_path / "trained")
     whole = file_digest(model / versions.WEIGHTS)
     for place in range(20):
-        killed = helper("release", f"{address}{place}", str(model), KILL_AT=f"{place} {when}")
+        killed = promoter.start("release", f"{address}{place}", str(model), KILL_AT=f"{place} {when}")
+        killed.communicate()
         registry = Registry(f"{address}{place}", "model")
         assert registry.champion() == next(reversed(registry.history()), None)
         for entry in registry.history():
@@ -91,39 +95,36 @@ def test_killed_at_every_write_a_second_try_ends_well(when: str, address: str, t
         assert json.loads(storage.read_file(registry.at("champion.json")))["version"] == whole
         if killed.returncode == 0:
             break
-        assert killed.returncode == 9, killed.stderr
+        assert killed.returncode == 9
     assert place == 12, "as many writes as there are"
 
 
-def test_what_was_kept_and_is_promoted_later_has_both_verdicts(address: str, tmp_path: Path) -> None:
+def test_what_was_kept_and_is_promoted_later_has_both_verdicts(registry: Registry, tmp_path: Path) -> None:
     """A version is a folder for all that was made with the judgement; the champion's is that of its promotion."""
-    registry, model = Registry(address, "model"), trained(tmp_path / "one")
+    model = trained(tmp_path / "one")
     kept, verdict = stored(registry, model, decision="keep", reason="worse")
     assert apply_verdict(registry, kept, verdict, by="x").reason == "kept: worse"
     assert not registry.history()
     assert stored(registry, model, decision="keep", reason="no better")[0] == kept, "nothing new is written for that"
     (model / "model.onnx").write_text("exported now")
-    files = model / versions.WEIGHTS, model / versions.SIDECAR
-    verdict = judged(model)
-    beside = {name: model / name for name in ("page.html", "model.onnx")}
-    version = store_version(registry, *files, verdict, beside, by="x")
-    assert store_version(registry, *files, verdict, beside, by="x") == version
+    version, verdict = stored(registry, model)
+    assert stored(registry, model)[0] == version
     assert (version.name, version.folder) == (kept.name, f"versions/{kept.name}/2")
     apply_verdict(registry, version, verdict, by="x")
     entry = registry.champion()
     assert entry is not None
     champion = versions.read_version(registry, entry.version, entry.manifest)
     assert champion == version == versions.read_version(registry, entry.version)
-    versions.fetch_files(registry, champion, tmp_path, ("model.onnx", "verdict.json", "README.md"))
-    assert json.loads((tmp_path / "verdict.json").read_text())["decision"] == "promote"
-    assert "`model.onnx`" in (tmp_path / "README.md").read_text()
+    contents = {name: versions.read_version_file(registry, champion, name) for name in champion.files}
+    assert json.loads(contents["verdict.json"])["decision"] == "promote"
+    assert contents["model.onnx"] == b"exported now"
+    assert b"`model.onnx`" in contents["README.md"]
     assert json.loads(storage.read_file(registry.at(kept.folder, "verdict.json")))["decision"] == "keep"
     assert "model.onnx" not in versions.read_version(registry, kept.name, kept.manifest).files
 
 
-def test_two_writers_of_other_files_have_a_revision_each(address: str) -> None:
+def test_two_writers_of_other_files_have_a_revision_each(registry: Registry) -> None:
     """Whoever comes second at the list of files: no list that is not in the store is ever handed on."""
-    registry = Registry(address, "model")
     files: dict[str, Path | bytes] = {"verdict.json": b"{}", "model.pt": b"weights", "model.json": b"{}"}
     create, others = storage.create_file, []
 
@@ -145,81 +146,70 @@ def test_two_writers_of_other_files_have_a_revision_each(address: str) -> None:
 
 
 @pytest.mark.parametrize("gone", [1, 2])
-def test_a_gap_in_the_log_is_promoted_over_by_nobody(gone: int, tmp_path: Path) -> None:
+def test_a_gap_in_the_log_is_promoted_over_by_nobody(gone: int, local: Registry, tmp_path: Path) -> None:
     """Neither before the entry that was judged against, nor after it."""
-    registry = Registry(str(tmp_path / "registry"), "model")
-    one, two, three = (trained(tmp_path / name, name.encode()) for name in ("one", "two", "three"))
-    apply_verdict(registry, *stored(registry, one), by="x")
-    late = stored(registry, three, log_number=1)
-    apply_verdict(registry, *stored(registry, two, log_number=1), by="y")
-    Path(registry.at("log", f"0000000{gone}.json")).unlink()
+    one, two, three = (trained(tmp_path / name) for name in ("one", "two", "three"))
+    apply_verdict(local, *stored(local, one), by="x")
+    late = stored(local, three, log_number=1)
+    apply_verdict(local, *stored(local, two, log_number=1), by="y")
+    Path(local.at("log", f"0000000{gone}.json")).unlink()
     with pytest.raises(UserError, match=rf"model/log/0000000{gone}.json is missing"):
-        apply_verdict(registry, *late, by="z")
-    Path(registry.at("champion.json")).unlink()
-    for entry in Path(registry.at("log")).iterdir():
+        apply_verdict(local, *late, by="z")
+    Path(local.at("champion.json")).unlink()
+    for entry in Path(local.at("log")).iterdir():
         entry.unlink()
     with pytest.raises(UserError, match=r"model/log/00000001.json is missing; restore it"):
-        apply_verdict(registry, *late, by="z")
-    assert not [*Path(registry.at("log")).iterdir()]
+        apply_verdict(local, *late, by="z")
+    assert not [*Path(local.at("log")).iterdir()]
 
 
 @pytest.mark.parametrize("file", ["model.pt", "manifest.json"])
-def test_an_altered_version_is_named(file: str, tmp_path: Path) -> None:
-    registry = Registry(str(tmp_path), "model")
-    apply_verdict(registry, *stored(registry, trained(tmp_path / "trained")), by="x")
-    version = registry.history()[0].version
-    path = tmp_path / "model/versions" / version / file
+def test_an_altered_version_is_named(file: str, local: Registry, tmp_path: Path) -> None:
+    apply_verdict(local, *stored(local, trained(tmp_path / "trained")), by="x")
+    version = local.history()[0].version
+    path = Path(local.at("versions", version, file))
     path.write_bytes(path.read_bytes() + b" ")
     said = f"{version}: has no manifest.json with the SHA-256 " if file == "manifest.json" else f"{file}: is damaged or"
     with pytest.raises(UserError, match=said):
-        download_champion(registry, tmp_path / "fetched")
+        download_champion(local, tmp_path / "fetched")
     path.unlink()
     said = "has no complete version" if file == "manifest.json" else f"{file}: is missing; restore it, or promote"
     with pytest.raises(UserError, match=said):
-        download_champion(registry, tmp_path / "again")
+        download_champion(local, tmp_path / "again")
     assert not [*(tmp_path / "again").glob("*.pt")]
 
 
-def test_a_person_can_promote_only_what_is_whole(tmp_path: Path) -> None:
+def test_a_person_can_promote_only_what_is_whole(local: Registry, tmp_path: Path) -> None:
     """Nor go back to it; an altered file that is no weights counts, too."""
-    registry = Registry(str(tmp_path / "registry"), "model")
-    names = [stored(registry, trained(tmp_path / name, name.encode()))[0].name for name in ("one", "two")]
+    names = store_all(local, tmp_path, "one", "two")
     for name in names:
-        promote_version(registry, name, "why", by="me")
-    Path(registry.at("versions", names[0], "page.html")).write_text("altered")
-    for decide in (
-        lambda: promote_version(registry, names[0], "why", by="me"),
-        lambda: roll_back_champion(registry, "why", by="me"),
-    ):
-        with pytest.raises(UserError, match=r"page.html: is damaged or was altered; restore it"):
-            decide()
-    Path(registry.at("versions", names[0], "model.pt")).unlink()
-    for decide in (
-        lambda: promote_version(registry, names[0], "why", by="me"),
-        lambda: roll_back_champion(registry, "why", by="me"),
-    ):
-        with pytest.raises(UserError, match=r"model.pt: is missing; restore it"):
-            decide()
-    assert len(registry.history()) == 2
+        promote_version(local, name, "why", by="me")
+    Path(local.at("versions", names[0], "page.html")).write_text("altered")
+    for said in (r"page.html: is damaged or was altered; restore it", r"model.pt: is missing; restore it"):
+        with pytest.raises(UserError, match=said):
+            promote_version(local, names[0], "why", by="me")
+        with pytest.raises(UserError, match=said):
+            roll_back_champion(local, "why", by="me")
+        Path(local.at("versions", names[0], "model.pt")).unlink(missing_ok=True)
+    assert len(local.history()) == 2
 
 
-def test_what_a_person_decides(address: str, tmp_path: Path) -> None:
-    registry = Registry(address, "model")
+def test_what_a_person_decides(registry: Registry, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="model has no champion; promote a version first"):
         download_champion(registry, tmp_path / "fetched")
     with pytest.raises(UserError, match=r"there is no champion before the present one; nothing was changed"):
         roll_back_champion(registry, "why", by="me")
-    names = [stored(registry, trained(tmp_path / name, name.encode()))[0].name for name in ("one", "two", "three")]
+    names = store_all(registry, tmp_path, "one", "two", "three")
     for name in names:
         promote_version(registry, name, "I say so", by="me")
-    with pytest.raises(UserError, match=r"is the champion already, since 20"):
-        promote_version(registry, names[2], "again", by="me")
-    with pytest.raises(UserError, match=r"reason='': must say why"):
-        promote_version(registry, names[0], " ", by="me")
-    with pytest.raises(UserError, match="must be the SHA-256 of its weights, 64 hexadecimal digits"):
-        promote_version(registry, "latest", "why", by="me")
-    with pytest.raises(UserError, match=f"has no complete version {'0' * 64}: there is no manifest.json"):
-        promote_version(registry, "0" * 64, "why", by="me")
+    for version, reason, said in (
+        (names[2], "again", "is the champion already, since 20"),
+        (names[0], " ", "reason='': must say why"),
+        ("latest", "why", "must be the SHA-256 of its weights, 64 hexadecimal digits"),
+        ("0" * 64, "why", f"has no complete version {'0' * 64}: there is no manifest.json"),
+    ):
+        with pytest.raises(UserError, match=said):
+            promote_version(registry, version, reason, by="me")
     assert roll_back_champion(registry, "too slow", by="me").version == names[1]
     assert roll_back_champion(registry, "too slow", by="me").version == names[0]
     with pytest.raises(UserError, match="there is no champion before"):
@@ -231,27 +221,24 @@ def test_what_a_person_decides(address: str, tmp_path: Path) -> None:
     assert weights.read_bytes() == b"one"
 
 
-def test_what_stands_and_what_was_taken_back() -> None:
-    """By hand: who becomes champion by a rollback was not taken back, whatever was before."""
-
-    def after(*log: str) -> tuple[list[str], set[str]]:
-        entries = [
-            Entry(number, "promote" if name.isupper() else "rollback", name.upper(), *["x"] * 7)
-            for number, name in enumerate(log, 1)
-        ]
-        found = replay_promotions(entries)
-        return [entry.version for entry in found.standing], {*found.taken_back}
-
-    assert after("A", "B", "C") == (["A", "B", "C"], set())
-    assert after("A", "B", "C", "b", "a") == (["A"], {"B", "C"})
-    assert after("A", "B", "a", "B") == (["A", "B"], set())
-    assert after("A", "B", "A", "b", "a") == (["A"], {"B"})
+@pytest.mark.parametrize(
+    ("log", "standing", "taken_back"),
+    [("ABC", "ABC", ""), ("ABCba", "A", "BC"), ("ABaB", "AB", ""), ("ABAba", "A", "B")],
+)
+def test_what_stands_and_what_was_taken_back(log: str, standing: str, taken_back: str) -> None:
+    """By hand, rollbacks in small letters: who becomes champion by one was not taken back, whatever was before."""
+    entries = [
+        Entry(number, "promote" if name.isupper() else "rollback", name.upper(), *["x"] * 7)
+        for number, name in enumerate(log, 1)
+    ]
+    promotions, rollbacks = replay_promotions(entries)
+    assert "".join(entry.version for entry in promotions) == standing
+    assert {*rollbacks} == {*taken_back}
 
 
-def test_a_pod_that_tries_again_decides_once(address: str, tmp_path: Path) -> None:
+def test_a_pod_that_tries_again_decides_once(registry: Registry, tmp_path: Path) -> None:
     """An execution wants something once: what an earlier try of it has written is its own."""
-    registry = Registry(address, "model")
-    names = [stored(registry, trained(tmp_path / name, name.encode()))[0].name for name in ("one", "two", "three")]
+    names = store_all(registry, tmp_path, "one", "two", "three")
     for name in names:
         first = promote_version(registry, name, "why", by=f"p/d/{name}", once=True)
         assert promote_version(registry, name, "why", by=f"p/d/{name}", once=True) == first
@@ -269,48 +256,36 @@ def test_a_pod_that_tries_again_decides_once(address: str, tmp_path: Path) -> No
     assert len(registry.history()) == 6
 
 
-def test_other_weights_and_other_classes_are_refused(address: str, tmp_path: Path) -> None:
-    registry = Registry(address, "model")
-    stored(registry, trained(tmp_path / "one"))
+def test_other_weights_and_other_classes_are_refused(local: Registry, tmp_path: Path) -> None:
+    one = trained(tmp_path / "one")
+    stored(local, one)
     with pytest.raises(UserError, match=r"verdict: is on version aaaaaaaaaaaa, not on .*; give what was judged"):
-        stored(registry, tmp_path / "one", challenger="a" * 64)
-    other = trained(tmp_path / "two")
-    sidecar = other / versions.SIDECAR
-    sidecar.write_text(sidecar.read_text().replace('["a", "b"]', '["b", "a"]'))
+        stored(local, one, challenger="a" * 64)
+    (one / versions.SIDECAR).write_text((one / versions.SIDECAR).read_text().replace('["a", "b"]', '["b", "a"]'))
     with pytest.raises(UserError, match="is in the registry already, with another classes: equal weights are one"):
-        stored(registry, other)
+        stored(local, one)
 
 
-def test_the_best_version_is_one_that_can_be_compared(tmp_path: Path) -> None:
+def test_the_best_version_is_one_that_can_be_compared(local: Registry, tmp_path: Path) -> None:
     """After new classes, or when its files are gone, the best one so far is whom a person promotes."""
-    registry = Registry(str(tmp_path / "registry"), "model")
-    one, two, three = (trained(tmp_path / name, name.encode()) for name in ("one", "two", "three"))
-    sidecar = three / versions.SIDECAR
-    sidecar.write_text(sidecar.read_text().replace('["a", "b"]', '["a", "b", "c"]'))
-    names = [stored(registry, model)[0].name for model in (one, two, three)]
-    bests = [promote_version(registry, name, "why", by="me").best for name in (names[0], names[1], names[2], names[1])]
+    names = store_all(local, tmp_path, "one", "two")
+    names.append(stored(local, trained(tmp_path / "three", "abc"))[0].name)
+    bests = [promote_version(local, names[place], "why", by="me").best for place in (0, 1, 2, 1)]
     assert bests == [names[0], names[0], names[2], names[1]]
-    Path(registry.at("versions", names[1], versions.MANIFEST)).unlink()
-    assert promote_version(registry, names[0], "why", by="me").best == names[0]
+    Path(local.at("versions", names[1], versions.MANIFEST)).unlink()
+    assert promote_version(local, names[0], "why", by="me").best == names[0]
 
 
-def test_looks_are_numbered_and_the_same_two_models_have_one(address: str) -> None:
-    registry = Registry(address, "model")
-    numbers = [looks.claim_look(registry, "t", pair, "champion", "superior") for pair in ("a", "b", "a", "c")]
+def test_looks_are_numbered_and_the_same_two_models_have_one(registry: Registry) -> None:
+    numbers = [registry.claim_look("t", pair, "champion", "superior") for pair in ("a", "b", "a", "c")]
     assert numbers == [1, 2, 1, 3]
-    assert looks.claim_look(registry, "another test split", "a", "champion", "superior") == 1
-    assert looks.claim_look(registry, "t", "a", "another champion", "superior") == 4
-    assert looks.claim_look(registry, "t", "a", "champion", "not_worse 0.05") == 5, "another test is another look"
+    assert registry.claim_look("another test split", "a", "champion", "superior") == 1
+    assert registry.claim_look("t", "a", "another champion", "superior") == 4
+    assert registry.claim_look("t", "a", "champion", "not_worse 0.05") == 5, "another test is another look"
 
 
 @pytest.mark.slow
 def test_judges_at_the_same_time_have_a_look_each(address: str) -> None:
     """Also one who was killed before it had written down which: no look is two judges'."""
-    script = [sys.executable, str(HELPERS / "promoter.py"), "look", address]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    running = [
-        subprocess.Popen([*script, f"judge {number}", "5"], env=environment, stdout=subprocess.PIPE)
-        for number in range(4)
-    ]
-    said = [json.loads(line) for process in running for line in process.communicate()[0].splitlines()]
-    assert sorted(said) == [*range(1, 21)]
+    said = promoter.run_at_once("look", address, [f"judge {number}" for number in range(4)], 5)
+    assert sorted(number for numbers in said for number in numbers) == [*range(1, 21)]

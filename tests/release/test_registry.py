@@ -1,15 +1,11 @@
 """The registry's log: one winner for each number, whoever is killed and whatever is lost."""
 
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
+import promoter
 import pytest
-from cli import HELPERS, ROOT
 from click.testing import CliRunner
 from faulty_proxy import faulty_proxy
 from locking_proxy import Locking
@@ -20,40 +16,37 @@ from flyte_ddp.errors import UserError
 from flyte_ddp.release.__main__ import find_faults, release
 from flyte_ddp.release.promotion import download_champion
 from flyte_ddp.release.registry import Entry, LogError, LostError, Registry
-from flyte_ddp.release.versions import write_version
+from flyte_ddp.release.versions import Version, write_version
+
+ALTERED_COPY = "log/00000003.json is not what its copy champion.json is: one of the two was"
 
 
-def appended(registry: Registry, before: Entry | None, who: str = "somebody") -> Entry:
-    values: dict[str, Any] = {"version": who, "manifest": "m", "best": who, "reason": "why not"}
+def appended(registry: Registry, before: Entry | None, who: str = "somebody", manifest: str = "m") -> Entry:
+    values = {"version": who, "manifest": manifest, "best": who, "reason": "why not"}
     return registry.append_entry(before, by=who, action="promote", **values)
 
 
-def raced(address: str, processes: int, rounds: int) -> None:
-    """So many processes want to write each entry."""
-    script = [sys.executable, str(HELPERS / "promoter.py"), "race", address]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    running = [
-        subprocess.Popen([*script, f"process {number}", str(rounds)], env=environment, stdout=subprocess.PIPE)
-        for number in range(processes)
-    ]
-    said = [[json.loads(line) for line in process.communicate()[0].splitlines()] for process in running]
-    assert [process.returncode for process in running] == [0] * processes
-    log = Registry(address, "model").history()
-    assert Entry.from_file(storage.read_file(Registry(address, "model").at("champion.json"))) == log[-1]
-    assert [entry.number for entry in log] == [*range(1, rounds + 1)]
-    for number, entry in enumerate(log):
-        of_all = [lines[number] for lines in said]
-        assert [line["winner"] for line in of_all] == [entry.by] * processes
-        [winner] = [place for place, line in enumerate(of_all) if line["won"]]
-        assert f"process {winner}" == entry.by
-        losers = [line for line in of_all if not line["won"]]
-        assert all(line["said"].startswith(f"{entry.by} was faster: by entry {number + 1} ") for line in losers)
+def promoted(registry: Registry, weights: bytes, card: bytes) -> Version:
+    """A new version that is the champion."""
+    version = write_version(registry, {"README.md": card, "model.pt": weights, "model.json": b"{}"})
+    appended(registry, registry.champion(), version.name, version.manifest)
+    return version
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rounds", [3, pytest.param(50, marks=pytest.mark.exhaustive)])
 def test_of_many_who_want_the_next_entry_one_gets_it(rounds: int, address: str) -> None:
-    raced(address, 20, rounds)
+    names = [f"process {number}" for number in range(20)]
+    said = promoter.run_at_once("race", address, names, rounds)
+    log = Registry(address, "model").history()
+    assert Entry.from_file(storage.read_file(Registry(address, "model").at("champion.json"))) == log[-1]
+    assert [entry.number for entry in log] == [*range(1, rounds + 1)]
+    for number, entry in enumerate(log):
+        of_all = [lines[number] for lines in said]
+        assert {line["winner"] for line in of_all} == {entry.by}
+        assert [name for name, line in zip(names, of_all, strict=True) if line["won"]] == [entry.by]
+        losers = [line for line in of_all if not line["won"]]
+        assert all(line["said"].startswith(f"{entry.by} was faster: by entry {number + 1} ") for line in losers)
 
 
 def test_a_store_that_replaces_files_is_refused(
@@ -90,87 +83,67 @@ def test_a_copy_that_cannot_be_written_costs_a_message(tmp_path: Path, capsys: p
     assert "not renewed: Is a directory" in capsys.readouterr().out
 
 
-def change_log(registry: Registry, server: S3Server, **files: bytes | None) -> None:
-    """Replace files of a registry, or delete those that are None; ``entry2`` is the second entry of the log."""
-    for name, content in files.items():
-        parts = ("log", f"0000000{name[5:]}.json") if name.startswith("entry") else ("champion.json",)
-        address = registry.at(*parts)
+class ThreeEntries:
+    """A registry in a folder or on S3 whose log has three entries; ``contents`` are its files, "3" the third entry."""
+
+    def __init__(self, address: str, server: S3Server) -> None:
+        self.registry, self.server, before = Registry(address, "model"), server, None
+        for who in ("one", "two", "three"):
+            before = appended(self.registry, before, who)
+        self.addresses = {str(number): self.registry.entry_address(number) for number in (1, 2, 3)}
+        self.addresses["champion"] = self.registry.at("champion.json")
+        self.contents = {name: storage.read_file(address) for name, address in self.addresses.items()}
+
+    def change(self, name: str, content: bytes | None) -> None:
+        """Replace a file, or delete it."""
+        address = self.addresses[name]
         if content is None:
-            (storage.local_path(address) or server.folder / address.removeprefix("s3://")).unlink()
+            (storage.local_path(address) or self.server.folder / address.removeprefix("s3://")).unlink()
         else:
             storage.write_file(address, content)
 
 
 @pytest.fixture
-def three(address: str) -> tuple[Registry, dict[str, bytes]]:
-    """A registry with three entries, and their contents."""
-    registry, before = Registry(address, "model"), None
-    for who in ("one", "two", "three"):
-        before = appended(registry, before, who)
-    return registry, {
-        f"entry{number}": storage.read_file(registry.at("log", f"0000000{number}.json")) for number in (1, 2, 3)
-    }
+def three(address: str, s3: tuple[S3Server, Locking]) -> ThreeEntries:
+    return ThreeEntries(address, s3[0])
 
 
-@pytest.mark.parametrize("copy", ["entry1", "{", "[]", "{}", '"number": "3"', None])
-def test_a_copy_that_is_late_damaged_or_missing_changes_no_champion(
-    copy: str | None, three: tuple[Registry, dict[str, bytes]], s3: tuple[S3Server, Locking]
-) -> None:
+@pytest.mark.parametrize("copy", ["1", "{", "[]", "{}", '"number": "3"', None])
+def test_a_copy_that_is_late_damaged_or_missing_changes_no_champion(copy: str | None, three: ThreeEntries) -> None:
     """From an older entry a reader goes on in the log; without one it lists the log."""
-    registry, entries = three
-    content = entries.get(copy, copy.encode()) if copy else None
+    content = three.contents.get(copy, copy.encode()) if copy else None
     if copy and "number" in copy:
-        content = entries["entry3"].replace(b'"number": 3', copy.encode())
-    change_log(registry, s3[0], champion=content)
-    assert [entry.version for entry in registry.history()] == ["one", "two", "three"]
-    assert registry.champion() == registry.history()[-1]
-    assert not [*find_faults(registry)][3:], "but for three versions that there are not, nothing is wrong"
+        content = three.contents["3"].replace(b'"number": 3', copy.encode())
+    three.change("champion", content)
+    assert [entry.version for entry in three.registry.history()] == ["one", "two", "three"]
+    assert three.registry.champion() == three.registry.history()[-1]
+    assert not [*find_faults(three.registry)][3:], "but for three versions that there are not, nothing is wrong"
 
 
-@pytest.mark.parametrize("gone", [1, 2, 3])
-def test_a_lost_entry_stops_promotions_and_no_prediction(
-    gone: int, three: tuple[Registry, dict[str, bytes]], s3: tuple[S3Server, Locking]
-) -> None:
-    registry, _ = three
-    last = registry.champion()
-    change_log(registry, s3[0], **{f"entry{gone}": None})
-    assert registry.champion() == last
+@pytest.mark.parametrize("gone", ["1", "2", "3"])
+def test_a_lost_entry_stops_promotions_and_no_prediction(gone: str, three: ThreeEntries) -> None:
+    last = three.registry.champion()
+    three.change(gone, None)
+    assert three.registry.champion() == last
     with pytest.raises(LogError, match=rf"model/log/0000000{gone}.json is missing; restore it, as no entry may be"):
-        registry.history()
+        three.registry.history()
 
 
 @pytest.mark.parametrize(
-    ("changed", "of_champion", "said"),
+    ("name", "content", "of_champion", "said"),
     [
-        (
-            {"entry1": "altered"},
-            "",
-            "log/00000002.json does not follow the entry before it: one of the two was altered",
-        ),
-        ({"entry1": "{"}, "", "log/00000001.json is damaged; restore it"),
-        ({"entry3": "altered"}, "copy", "log/00000003.json is not what its copy champion.json is: one of the two was"),
-        ({"entry3": "{"}, "damaged", "log/00000003.json is damaged; restore it"),
-        (
-            {"champion": "altered"},
-            "copy",
-            "log/00000003.json is not what its copy champion.json is: one of the two was",
-        ),
+        ("1", "", "", "log/00000002.json does not follow the entry before it: one of the two was altered"),
+        ("1", "{", "", "log/00000001.json is damaged; restore it"),
+        ("3", "", "copy", ALTERED_COPY),
+        ("3", "{", "damaged", "log/00000003.json is damaged; restore it"),
+        ("champion", "", "copy", ALTERED_COPY),
     ],
 )
-def test_what_was_altered_is_named(
-    changed: dict[str, str],
-    of_champion: str,
-    said: str,
-    three: tuple[Registry, dict[str, bytes]],
-    s3: tuple[S3Server, Locking],
-) -> None:
+def test_what_was_altered_is_named(name: str, content: str, of_champion: str, said: str, three: ThreeEntries) -> None:
     """By promotions and audits all of it; by who reads the champion only what that one has to read."""
-    registry, entries = three
+    registry = three.registry
     last = registry.champion()
-    contents = {**entries, "champion": entries["entry3"]}
-    for name, how in changed.items():
-        content = contents[name].replace(b"why not", b"because") if how == "altered" else how.encode()
-        change_log(registry, s3[0], **{name: content})
+    three.change(name, content.encode() or three.contents[name].replace(b"why not", b"because"))
     with pytest.raises(LogError, match=said):
         registry.history()
     assert re.search(said, next(find_faults(registry)))
@@ -182,52 +155,41 @@ def test_what_was_altered_is_named(
 
 
 def test_an_audit_names_each_fault(tmp_path: Path) -> None:
-    registry, before, names = Registry(str(tmp_path), "model"), None, []
-    for number in range(5):
-        version = write_version(registry, {"model.pt": bytes([number]), "model.json": b"{}", "README.md": b"card"})
-        values = {"version": version.name, "manifest": version.manifest, "best": version.name, "reason": "why not"}
-        before = registry.append_entry(before, by="me", action="promote", **values)
-        names.append(version.name)
+    registry = Registry(str(tmp_path), "model")
+    names = [promoted(registry, bytes([number]), b"card").name for number in range(5)]
 
-    def command(*options: str) -> tuple[int, list[str]]:
+    def audit(*options: str) -> tuple[int, list[str]]:
         found = CliRunner().invoke(release, ["audit", "model", "--registry", str(tmp_path), *options])
-        return found.exit_code, found.output.splitlines()
+        return found.exit_code, [line.removeprefix(str(tmp_path / "model")) for line in found.output.splitlines()]
 
-    assert command("--files") == command() == (0, ["model: nothing is wrong"])
+    assert audit("--files") == audit() == (0, ["model: nothing is wrong"])
     versions = tmp_path / "model/versions"
     (versions / names[0] / "README.md").write_text("altered")
-    assert command() == (0, ["model: nothing is wrong"])
+    assert audit() == (0, ["model: nothing is wrong"])
     (versions / names[1] / "manifest.json").write_text("{}")
     (versions / names[2] / "model.pt").unlink()
     (tmp_path / "model/log/00000004.json").unlink()
-    code, lines = command("--files")
-    assert code == 1
-    assert [line.partition(str(tmp_path))[2] for line in lines] == [
-        "/model/log/00000004.json is missing; restore it, as no entry may be deleted",
-        f"/model/versions/{names[0]}/README.md: is damaged or was altered; restore it, or promote another version",
-        *(line.partition(str(tmp_path))[2] for line in lines[2:]),
-    ]
-    assert f"{names[1]}: has no manifest.json with the SHA-256" in lines[2]
-    assert f"{names[2]}/model.pt: is missing" in lines[3]
-    assert len(lines) == 4
+    code, (lost, altered, manifest, missing) = audit("--files")
+    assert (code, lost) == (1, "/log/00000004.json is missing; restore it, as no entry may be deleted")
+    assert (
+        altered == f"/versions/{names[0]}/README.md: is damaged or was altered; restore it, or promote another version"
+    )
+    assert f"{names[1]}: has no manifest.json with the SHA-256" in manifest
+    assert f"{names[2]}/model.pt: is missing" in missing
 
 
 def test_the_log_is_not_listed_and_one_manifest_is_read(
     s3: tuple[S3Server, Locking], bucket: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """What a prediction asks the store for, however long the log is."""
-    registry, before = Registry(bucket, "model"), None
-    for card in (b"one", b"two"):
-        version = write_version(registry, {"README.md": card, "model.pt": b"weights", "model.json": b"{}"})
-        values = {"version": version.name, "manifest": version.manifest, "best": version.name, "reason": "why not"}
-        before = registry.append_entry(before, by="me", action="promote", **values)
+    registry = Registry(bucket, "model")
+    version = [promoted(registry, b"weights", card) for card in (b"one", b"two")][1]
     with faulty_proxy(s3[0].endpoint) as proxy:
         monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
         download_champion(registry, tmp_path)
     model = f"{bucket.removeprefix('s3://')}/model"
-    folder = f"{model}/versions/{version.name}/2"
     log = [f"{model}/{name}" for name in ("champion.json", "log/00000002.json", "log/00000003.json")]
-    files = [f"{folder}/{name}" for name in ("manifest.json", "model.pt", "model.json")]
+    files = [f"{model}/versions/{version.name}/2/{name}" for name in ("manifest.json", "model.pt", "model.json")]
     assert [name for name in proxy.requests if name.startswith(model)] == [*log, *files]
 
 
@@ -237,11 +199,10 @@ def test_a_right_that_is_missing_is_named(
     """It is not taken for a file that is not there: champion.json, which protects the log's end, would be left out."""
     registry = Registry(bucket, "model")
     entry = appended(registry, None)
-    name = bucket.removeprefix("s3://")
     with faulty_proxy(s3[0].endpoint) as proxy:
         monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
         assert registry.champion() == entry
-        proxy.denied = (f"{name}/model/champion.json",)
+        proxy.denied = (f"{bucket.removeprefix('s3://')}/model/champion.json",)
         said = r"model cannot be read: HTTP 403 AccessDenied: the right to read it \(s3:GetObject\) is missing; check"
         with pytest.raises(UserError, match=said):
             registry.champion()
@@ -261,22 +222,15 @@ def test_names_and_addresses_that_are_no_registry(tmp_path: Path) -> None:
         assert appended(Registry(str(tmp_path), name), None).number == 1
 
 
-def test_a_path_that_the_system_refuses(tmp_path: Path) -> None:
-    registry = Registry(str(tmp_path / ("long" * 80)), "model")
-    with pytest.raises(UserError, match=r"model cannot be read: File name too long; check the address"):
-        registry.history()
-    with pytest.raises(storage.UnavailableError, match="File name too long"):
-        storage.stat_file(registry.address)
-
-
 def test_a_registry_that_cannot_be_reached(bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = tmp_path / "file"
-    file.write_text("")
-    for registry in (Registry(str(file), "model"), Registry("s3://no-such-bucket-here", "model")):
+    (tmp_path / "file").touch()
+    for registry in (Registry(str(tmp_path / "file"), "model"), Registry("s3://no-such-bucket-here", "model")):
         with pytest.raises(UserError, match=r"registry '.*': model cannot be written: .*; check the address"):
             appended(registry, None)
     with pytest.raises(UserError, match=r"model cannot be listed: .*; check the address and the rights"):
         Registry("s3://no-such-bucket-here", "model").history()
+    with pytest.raises(UserError, match=r"model cannot be read: File name too long; check the address"):
+        Registry(str(tmp_path / ("long" * 80)), "model").history()
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
     with pytest.raises(UserError, match=r"model cannot be read: .*Connection refused"):
         Registry(bucket, "model").history()

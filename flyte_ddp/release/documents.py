@@ -1,0 +1,124 @@
+"""The documents of a version: its model card and its lineage, both from the sidecar ``model.json`` and the verdict.
+
+The card is README.md in the form that the Hugging Face Hub reads: Mitchell et al., "Model cards for model reporting",
+FAT* 2019. The lineage is an event of OpenLineage, enough to train the version again.
+"""
+
+import json
+import uuid
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+import flyte_ddp
+from flyte_ddp.release.verdict import Verdict
+
+UNKNOWN = "not stated"
+SPEC = "https://openlineage.io/spec/2-0-2/OpenLineage.json#/$defs"
+VERSION_FACET = (
+    "https://openlineage.io/spec/facets/1-0-1/DatasetVersionDatasetFacet.json#/$defs/DatasetVersionDatasetFacet"
+)
+PRODUCER = f"urn:flyte-ddp:{flyte_ddp.__version__}"
+
+
+def render_model_card(name: str, sidecar: Mapping[str, Any], verdict: Verdict, files: Collection[str]) -> bytes:
+    """Return the model card as Markdown in UTF-8, from the template card.md; unknown facts read "not stated".
+
+    ``name`` is the model's in the registry, and ``files`` are the names of the version's other files.
+    """
+    import jinja2
+
+    hp, takes, metrics = (sidecar.get(key, {}) for key in ("hyperparameters", "input", "metrics"))
+    classes = [str(each) for each in sidecar["classes"]]
+    trained_on = hp.get("dataset", UNKNOWN)
+    tested_on = hp.get("test_dataset") or trained_on
+    measured = {"accuracy": "test_accuracy", "loss": "test_loss"}
+    results = {
+        "task": {"type": "image-classification", "name": "Image classification"},
+        "dataset": {"type": tested_on, "name": tested_on, "split": "test"},
+        "metrics": [{"type": kind, "value": metrics[key]} for kind, key in measured.items() if key in metrics],
+    }
+    metadata = {  # that the Hub's programs read
+        "library_name": "pytorch",
+        "pipeline_tag": "image-classification",
+        "tags": ["flyte-ddp"],
+        "datasets": [trained_on],
+        "metrics": ["accuracy"],
+        "model-index": [{"name": name, "results": [results]}],
+    }
+    facts = {
+        "Version (SHA-256 of the weights)": sidecar["digests"]["weights"],
+        "Model": sidecar["model"],
+        "Input": f"{takes['channels']} x {takes['height']} x {takes['width']}",
+        "Classes": f"{len(classes)}: {', '.join([*classes[:20], *(['...'] if len(classes) > 20 else [])])}",
+        "Data set": trained_on,
+        "Test set": hp.get("test_dataset") or "a part of it",
+        "Source of the data": hp.get("data_source") or UNKNOWN,
+        "Started from": hp.get("init_from") or "random weights",
+        "Test accuracy": metrics.get("test_accuracy", UNKNOWN),
+        "Test loss": metrics.get("test_loss", UNKNOWN),
+        **dict.fromkeys(("License", "Intended use", "Limitations"), UNKNOWN),
+    }
+    environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True)  # noqa: S701
+    environment.filters["cell"] = lambda value: " ".join(str(value).split()).replace("|", "\\|")
+    template = environment.from_string(Path(__file__).with_name("card.md").read_text(encoding="utf-8"))
+    front = yaml.safe_dump(metadata, sort_keys=False, allow_unicode=True)
+    values = {"name": name, "front": front, "facts": facts, "verdict": verdict, "files": files}
+    return template.render(hyperparameters=hp, **values).encode()
+
+
+def lineage_event(address: str, name: str, sidecar: Mapping[str, Any], verdict: Verdict, *, by: str) -> bytes:
+    """Return the OpenLineage event of a version as JSON: what it was trained from, and how it was judged.
+
+    ``address`` and ``name`` are those of the registry and the model in it; ``by`` is the Flyte execution, or the user,
+    that trained the model. Facets of our own begin with ``flyteDdp``.
+    """
+    hp, digests = sidecar.get("hyperparameters", {}), sidecar["digests"]
+    trained_on, started_from = hp.get("dataset", ""), hp.get("init_from")
+    inputs = [
+        dataset_entry("data", trained_on, digests.get("data", ""), source=hp.get("data_source", "")),
+        dataset_entry("data", hp.get("test_dataset") or trained_on, verdict.test_digest, split="test"),
+        *([dataset_entry("weights", started_from, digests.get("init_from", ""))] if started_from else []),
+        *([dataset_entry(address, name, verdict.champion)] if verdict.champion else []),
+    ]
+    training = {
+        "hyperparameters": hp,
+        "num_ranks": sidecar.get("num_ranks"),
+        "threads_per_rank": sidecar.get("threads_per_rank"),
+        "code": digests.get("code", ""),
+        "userCode": digests.get("user_code", ""),
+        "versions": sidecar.get("versions", {}),
+    }
+    facets = {
+        "flyteDdpExecution": make_facet(launchedAs=by),
+        "flyteDdpTraining": make_facet(**training),
+        "flyteDdpVerdict": make_facet(**verdict.to_dict()),
+    }
+    event = {
+        "eventType": "COMPLETE",
+        "eventTime": verdict.time,
+        "producer": PRODUCER,
+        "schemaURL": f"{SPEC}/RunEvent",
+        "job": {"namespace": "flyte-ddp", "name": name},
+        "run": {"runId": str(uuid.uuid5(uuid.NAMESPACE_URL, f"{by} {digests['weights']}")), "facets": facets},
+        "inputs": inputs,
+        "outputs": [dataset_entry(address, name, digests["weights"])],
+    }
+    return json.dumps(event, indent=1, ensure_ascii=False).encode() + b"\n"
+
+
+def dataset_entry(namespace: str, name: str, digest: str, **about: str) -> dict[str, Any]:
+    """Return an input or output of an OpenLineage event: a data set or a model, with the SHA-256 of its content.
+
+    ``namespace`` is data, weights, or the address of a registry. An empty digest is left out. ``about`` are more facts.
+    """
+    facets = {"version": {**make_facet(datasetVersion=digest), "_schemaURL": VERSION_FACET}} if digest else {}
+    facets |= {"flyteDdpData": make_facet(**about)} if about else {}
+    return {"namespace": namespace, "name": name, "facets": facets}
+
+
+def make_facet(**values: Any) -> dict[str, Any]:
+    """Return a facet of OpenLineage: the values, with the producer and the schema that every facet must name."""
+    return {"_producer": PRODUCER, "_schemaURL": f"{SPEC}/BaseFacet", **values}
