@@ -43,10 +43,7 @@ class Evaluation:
 
     @classmethod
     def from_batches(cls, batches: Iterable[tuple[Tensor, Tensor]]) -> Self:
-        """Return the evaluation of all samples of one or more batches: logits [n, classes] and labels [n] on the CPU.
-
-        Its ids are empty.
-        """
+        """Return the evaluation, without ids, of at least one batch of logits [n, classes] and labels [n] on the CPU."""
         columns, lowest, highest = [], math.inf, -math.inf
         for logits, labels in batches:
             logs = torch.log_softmax(logits, dim=1, dtype=torch.float64)

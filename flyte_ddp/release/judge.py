@@ -123,21 +123,12 @@ def judge_challenger(
 ) -> Judgement:
     """Compare a model with the champion, or judge it alone if there is no champion; return the judgement.
 
-    Downloads the champion and evaluates both models on the whole test split. A champion that cannot be loaded or
-    evaluated gives a verdict that compares nothing, with the error as its reason; the traceback of an error that is no
-    UserError goes to stderr. Raises a UserError if the challenger, the data or the registry cannot be read, or if the
-    test split lacks a class.
-
-    Args:
-        weights: ``model.pt`` of the challenger's run.
-        sidecar: ``model.json`` of the same run.
-        data: folder of a prepared data set, whose test split decides.
-        registry: registry of the champion.
-        policy: what the challenger must show.
-        settings: for encoded images: where shards are cached, and how many threads decode.
-        may_promote: whether the verdict may lead to a promotion. Then the judgement is counted among those on this test
-            split, in two files of the registry.
-        exports: existing folder for the ONNX and other exports; None: none are made.
+    ``weights`` and ``sidecar`` are the challenger's ``model.pt`` and ``model.json``, and ``data`` is the folder of a
+    prepared data set. Downloads the champion, and evaluates both models on the whole test split. With ``may_promote``
+    the registry counts the judgement among those on this test split, in two files. Writes an ONNX and other exports to
+    the folder ``exports``; None: makes none. A champion that cannot be loaded or evaluated gives a verdict that
+    compares nothing, with the error as its reason; the traceback of an error that is no UserError goes to stderr.
+    Raises a UserError if the challenger, the data or the registry cannot be read, or if the test split lacks a class.
     """
     before, test_digest = registry.champion(), read_description(data).get(TEST_DIGEST)
     if test_digest is None:
@@ -178,9 +169,8 @@ def judge_challenger(
 def compare_with_champion(judgement: Judgement, ours: Evaluation, champion: SavedModel, best: str) -> Judgement:
     """Evaluate the champion, run all checks of the challenger beside it, and return the finished judgement.
 
-    ``ours`` is the challenger's evaluation, and ``best`` the version with the best accuracy so far, which is downloaded
-    and evaluated, too. Raises an IncomparableError if the champion, or with the rule not_worse the best version, cannot
-    be evaluated.
+    Also downloads and evaluates ``best``, the version with the best accuracy so far. Raises an IncomparableError if the
+    champion, or with the rule not_worse the best version, cannot be evaluated.
     """
     policy, model, split = judgement.policy, judgement.model, judgement.split
     groups = {"class": checks.group_by_class(ours, model.classes)}
@@ -274,11 +264,10 @@ def evaluate_stored_model(model: SavedModel, split: PreparedSet) -> Evaluation:
 
 @contextmanager
 def translate_model_errors(version: str, action: str) -> Iterator[None]:
-    """Turn each error in the block, but NOT_THE_MODELS, into an IncomparableError.
+    """Turn each error in the block, but NOT_THE_MODELS, into the IncomparableError that a version cannot be ``action``.
 
     The model may be the user's own code, so that errors of any class are the model's. The traceback of an error that is
-    no UserError goes to stderr, as the verdict holds only its message. ``version`` is the SHA-256 of the weights, and
-    ``action`` a participle for the message.
+    no UserError goes to stderr, as the verdict holds only its message.
     """
     try:
         yield

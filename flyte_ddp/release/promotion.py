@@ -31,8 +31,7 @@ from flyte_ddp.validation.profile import DataProfile
 if TYPE_CHECKING:
     from torch import nn
 
-VERDICT, LINEAGE, CARD = "verdict.json", "lineage.json", "README.md"
-PROFILE = "data_profile.json"
+VERDICT, LINEAGE, CARD, PROFILE = "verdict.json", "lineage.json", "README.md", "data_profile.json"
 
 
 class Outcome(NamedTuple):
@@ -119,9 +118,8 @@ def promote_version(registry: Registry, version: str, reason: str, *, by: str, o
     """Append the log entry that makes a version the champion because a person says so, and return the entry.
 
     Reads the whole log and all files of the version before, and rewrites champion.json. With ``once``, for a task that
-    may be tried again, an entry for this version that ``by``, the Flyte execution or user, has written before is
-    returned instead. Raises a UserError if there is no such version, it is the champion, the reason is blank, or
-    somebody else was faster.
+    may be tried again, returns the entry for this version that ``by`` has written before, if there is one. Raises a
+    UserError if there is no such version, it is the champion, the reason is blank, or somebody else was faster.
     """
     history = registry.history()
     if once and (earlier := find_earlier_try(registry, history, by, PROMOTE, version)):
@@ -140,9 +138,8 @@ def roll_back_champion(registry: Registry, reason: str, *, by: str, once: bool =
 
     Reads the whole log and all files of that version before, and rewrites champion.json. The best version is again what
     it was when that champion was promoted: later models are not compared with one that was taken back. With ``once``,
-    for a task that may be tried again, a rollback that ``by``, the Flyte execution or user, has written before is
-    returned instead. Raises a UserError if there was no champion before, the reason is blank, or somebody else was
-    faster.
+    for a task that may be tried again, returns the rollback that ``by`` has written before, if there is one. Raises a
+    UserError if there was no champion before, the reason is blank, or somebody else was faster.
     """
     history = registry.history()
     if once and (earlier := find_earlier_try(registry, history, by, ROLLBACK)):
@@ -159,7 +156,7 @@ def roll_back_champion(registry: Registry, reason: str, *, by: str, once: bool =
 def find_earlier_try(registry: Registry, history: list[Entry], by: str, action: str, version: str = "") -> Entry | None:
     """Return the first entry of a log with this author, action and version, or None; an empty version is any.
 
-    Rewrites champion.json if there is such an entry, as its author may have been killed before that.
+    If there is one rewrites champion.json, as its author may have been killed before that.
     """
     for entry in history:
         if (entry.by, entry.action) == (by, action) and version in ("", entry.version):

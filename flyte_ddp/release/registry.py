@@ -99,13 +99,9 @@ def content_digest(content: Path | bytes) -> str:
 class Registry:
     """The registry of one model, in a folder or bucket that many models share.
 
-    A request that fails is repeated up to 3 times, after pauses of up to 1, 2 and 4 s, if another try may help. Then,
-    but for renew_copy, every method raises a UserError that names the registry.
-
-    Args:
-        address: a path, or an address of S3, Google Cloud Storage or Azure Blob Storage; a UserError for another kind.
-        name: name of the model; a UserError if it cannot be a folder's name.
-
+    A request that fails is repeated up to 3 times, after pauses of up to 1, 2 and 4 s, if another try may help. Then
+    every method but renew_copy raises a UserError. So does a new instance if the address is neither a path nor of S3,
+    Google Cloud Storage or Azure, or if the model's name cannot be a folder's.
     """
 
     def __init__(self, address: str, name: str) -> None:
@@ -166,10 +162,9 @@ class Registry:
                 return []
 
     def create_file(self, address: str, content: bytes | Path) -> bool:
-        """Write a file if there is none at the address; return whether the file there has this content now.
+        """Write a file if there is none at the address, else read it; return whether it has this content now.
 
-        Reads a file that is there already, to compare its SHA-256: an earlier try, whose response was lost, may have
-        written it. So content by which two writers compete must differ between them.
+        An earlier try, whose response was lost, may have written it. So the contents of rival writers must differ.
         """
         with self.explain_failures("written"):
             try:
@@ -179,10 +174,9 @@ class Registry:
         return True
 
     def refuse_overwriting_storage(self) -> None:
-        """Raise a UserError if the storage replaces an existing file when asked to create it.
+        """Create a small file at the registry's address, and again if that succeeds; UserError if both succeed.
 
-        In such a storage two promotions at the same time could both succeed. Writes a file of random content to the
-        registry's address if there is none, and then tries to create it once more.
+        In a storage that so replaces a file two promotions at the same time could both succeed.
         """
         probe = storage.join(self.address, PROBE)
         if all(self.create_file(probe, secrets.token_bytes(16)) for _ in range(2)):
@@ -195,8 +189,7 @@ class Registry:
         """Return the last entry of the log, or None if nothing was promoted.
 
         Reads champion.json, the entry of which that is a copy, and later entries until one is missing: the copy may be
-        late. Lists the log only if champion.json is missing or damaged. Raises a LogError if an entry that it reads is
-        damaged or altered; does not read the others.
+        late. Lists the log only if champion.json is missing or damaged. LogError if an entry that it reads is damaged.
         """
         last = self.read_copy()
         if last is None and (numbers := self.entry_numbers()):
@@ -285,10 +278,9 @@ class Registry:
     def append_entry(self, before: Entry | None, *, by: str, reason: str, **values: str) -> Entry:
         """Write the entry after ``before``, the last one, to the log, rewrite champion.json, and return the new entry.
 
-        ``before`` is None for an empty log. ``by`` is the Flyte execution, or user@host, that writes; ``values`` are
-        the entry's ``action``, ``version``, ``manifest`` and ``best``. Raises a LostError if somebody else
-        has written the entry of that number, and a UserError if the reason is blank. First writes as
-        refuse_overwriting_storage does, and raises its error.
+        ``before`` is None for an empty log, ``by`` a Flyte execution or user@host, and ``values`` are the other fields:
+        ``action``, ``version``, ``manifest`` and ``best``. Raises a LostError if somebody else has written the entry of
+        that number, and a UserError if the reason is blank or the storage overwrites files, which it tries before.
         """
         if not reason.strip():
             raise UserError("reason='': must say why; it is kept in the registry's log")
@@ -327,10 +319,9 @@ class Registry:
     def claim_look(self, test_digest: str, challenger: str, champion: str, rule: str) -> int:
         """Return the number, from 1, of the comparison of two models by a rule among all on this test split.
 
-        The same two models by the same rule have one number, however often they are compared. Writes two files to the
-        registry if the comparison is new: the first claims the number. A process that is killed between the two has
-        spent a number for nothing, which only makes later comparisons stricter. The models are given by the SHA-256 of
-        their weights. Raises a UserError if the file of this comparison is damaged.
+        The same models, given by the SHA-256 of their weights, and rule have one number, however often they are
+        compared. Writes two files if the comparison is new: a process that is killed between the two has spent a number
+        for nothing, which only makes later ones stricter. Raises a UserError if the comparison's file is damaged.
         """
         folder = self.at("judgements", test_digest)
         compared = {"challenger": challenger, "champion": champion, "rule": rule}

@@ -21,8 +21,7 @@ UPLOAD = 20  # times the timeout of wandb's answers: the limit of an upload
 def copy_champion_to_wandb(registry: Registry, version: str, settings: Settings) -> None:
     """Upload the champion to wandb if it is this version and wandb is online; print how that ended; raise nothing.
 
-    Uploads the next champion, too, if there is another one by then. Waits for each upload for up to UPLOAD + 2 times
-    the timeout of wandb.
+    Uploads the next champion, too, if there is one by then. An upload may take UPLOAD + 2 times the timeout of wandb.
     """
     if settings.wandb_mode != "online":
         return

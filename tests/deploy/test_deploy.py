@@ -95,39 +95,16 @@ def fake_pyflyte(clone: Path) -> None:
         path.chmod(stat.S_IRWXU)
 
 
-def version(clone: Path, *arguments: str, **environment: str) -> str:
-    ended = register(clone, *(arguments or COMPLETE), **environment)
-    found = re.search(r"^called: .* --version (\S+) ", ended.output, re.MULTILINE)
+def version(clone: Path, *options: str, copy: str = "all", **environment: str) -> str:
+    """Register by a pyflyte that does nothing; return the version."""
+    ended = register(clone, *COMPLETE, *options, **environment)
+    found = re.search(rf"^called: .* --version (\S+) --copy {copy} ", ended.output, re.MULTILINE)
     assert found, ended.output
     return found[1]
 
 
 @pytest.mark.slow
-def test_a_dry_run_packs_all_sources_of_the_commit(clone: Path, tmp_path: Path) -> None:
-    ended = register(clone, *COMPLETE, "--dry-run")
-    assert ended.exit_code == 0, ended.output
-    [archive] = (clone / "build").glob("flyte-package-*.tgz")
-    assert archive.name.startswith(f"flyte-package-{git(clone, 'rev-parse', '--short=12', 'HEAD')}-sandbox-")
-    package = packaged.read(archive, tmp_path / "package")
-    assert package.sources is not None
-    files = packaged.names(package.sources)
-    assert files == sources_of(clone)
-    data = {
-        "flyte_ddp/report/templates/report.css",
-        "flyte_ddp/report/templates/report.html",
-        "flyte_ddp/variables.toml",
-    }
-    assert {*data, "flyte_ddp/training/train.py", "config/schedules.yaml", "tasks/pods.py"} <= files
-    [variables] = [
-        packaged.container(task.template).env for name, task in package.tasks.items() if name.endswith("train_model")
-    ]
-    registered = {pair.key: pair.value for pair in variables}
-    assert registered["FLYTE_DDP_PROFILE"] == "sandbox"
-    assert registered["FLYTE_DDP_CODE"] == package_digest(clone / "flyte_ddp") != package_digest()
-
-
-@pytest.mark.slow
-def test_a_dry_run_lists_what_would_be_trained_and_on_what(clone: Path) -> None:
+def test_a_dry_run_packs_all_sources_and_lists_what_would_be_trained_and_on_what(clone: Path, tmp_path: Path) -> None:
     with (clone / "config/schedules.yaml").open("a") as file:
         file.write(
             """
@@ -143,24 +120,30 @@ def test_a_dry_run_lists_what_would_be_trained_and_on_what(clone: Path) -> None:
     environment = {"FLYTE_DDP_NODES": "2:4", "FLYTE_DDP_REGISTRY": "s3://bucket/models"}
     ended = register(clone, *COMPLETE, "--profile", "gpu", "--dry-run", **environment)
     assert ended.exit_code == 0, ended.output
+    [archive] = (clone / "build").glob("flyte-package-*.tgz")
+    assert archive.name.startswith(f"flyte-package-{git(clone, 'rev-parse', '--short=12', 'HEAD')}-gpu-")
+    package = packaged.read(archive, tmp_path / "package")
+    assert package.sources is not None
+    files = packaged.names(package.sources)
+    assert files == sources_of(clone)
+    assert {"flyte_ddp/report/templates/report.css", "flyte_ddp/variables.toml", "config/schedules.yaml"} <= files
+    variables = packaged.container(package.tasks["tasks.training.train_model"].template).env
+    registered = {pair.key: pair.value for pair in variables}
+    assert registered["FLYTE_DDP_PROFILE"] == "gpu"
+    assert registered["FLYTE_DDP_CODE"] == package_digest(clone / "flyte_ddp") != package_digest()
     [command] = [line for line in ended.output.splitlines() if "To register: " in line]
     settings = "FLYTE_DDP_NODES=2:4 FLYTE_DDP_REGISTRY=s3://bucket/models"
     assert f"To register: env FLYTE_DDP_PROFILE=gpu {settings} " in command, "as its version says"
     found = [re.split(" {2,}", line.strip()) for line in ended.output.splitlines()]
     defaults = ["digits", "small_cnn", "10"]
-    for plan in (
+    of_weekly = ["fashion_mnist", "small_cnn", "3", "seed=7, model_name=pets, rule=not_worse"]
+    gpu_node = ["8", "30Gi", "2", "20Gi"]
+    for row in (
         ["nightly_release", "release_wf", "0 4 * * * (UTC)", *defaults, "model_name=nightly"],
         ["nightly_retraining", "retraining_wf", "0 3 * * * (UTC)", *defaults, "-"],
         ["retraining_on_change", "training_wf", "0 * * * * (UTC)", *defaults, "-"],
         ["training_on_demand", "training_wf", "none", *defaults, "-"],
-        [
-            *("weekly_release", "release_wf", "30 4 * * 0 (UTC)", "fashion_mnist", "small_cnn", "3"),
-            "seed=7, model_name=pets, rule=not_worse",
-        ],
-    ):
-        assert plan in found
-    gpu_node = ["8", "30Gi", "2", "20Gi"]
-    for pods in (
+        ["weekly_release", "release_wf", "30 4 * * 0 (UTC)", *of_weekly],
         ["train_model", "1", *gpu_node],
         ["check_inputs", "1", "500m to 2", "1Gi to 4Gi", "-", "4Gi"],
         ["train_on_elastic", "2 to 4", *gpu_node],
@@ -171,7 +154,7 @@ def test_a_dry_run_lists_what_would_be_trained_and_on_what(clone: Path) -> None:
         ["scheduler", "1", "500m", "512Mi", "-", "1Gi"],
         ["workers", "8", "4", "15360Mi", "1", "20Gi"],
     ):
-        assert pods in found
+        assert row in found
     assert found[-1][0].startswith("Schedules are left as they are: add --activate")
 
 
@@ -183,56 +166,35 @@ def cluster_at(endpoint: str, clone: Path, folder: Path, **admin: str) -> tuple[
     return "--config", str(folder / "cluster.yaml"), "--image", "flyte-ddp:1", "--profile", "gpu"
 
 
+def refusal(clone: Path, *arguments: str) -> str:
+    """Register, which must fail with one panel; return the panel."""
+    ended = register(clone, *arguments)
+    assert ended.exit_code == 1
+    assert "Traceback" not in ended.output
+    return ended.panel
+
+
 @pytest.mark.slow
 def test_a_cluster_that_is_not_there_is_one_panel(clone: Path, tmp_path: Path) -> None:
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))  # taken, so that nobody else can listen there, and not listened on
         address = f"127.0.0.1:{closed.getsockname()[1]}"
-        ended = register(clone, *cluster_at(address, clone, tmp_path))
-    assert ended.exit_code == 1
-    assert "Traceback" not in ended.output
-    assert " ".join(ended.panel.split()).startswith(f"nothing answers at {address}: Connection refused; start the")
+        said = refusal(clone, *cluster_at(address, clone, tmp_path))
+    assert said.startswith(f"nothing answers at {address}: Connection refused; start the")
 
 
 @pytest.mark.slow
 @pytest.mark.exhaustive
-def test_a_project_that_is_not_there_is_one_panel(clone: Path, tmp_path: Path) -> None:
+def test_what_a_cluster_refuses_is_one_panel(clone: Path, tmp_path: Path) -> None:
     words = "failed to validate that project [nowhere] and domain [development] are registered"
     with fake_flyte_admin() as admin:
+        login = cluster_at(admin.endpoint, clone, tmp_path, authType="ClientSecret", clientId="flyte-ddp")
+        said = refusal(clone, *login)
+        assert said.startswith(f"{admin.endpoint} asks for a login, which failed: Client ID and Client SECRET both")
+        assert not admin.uploads
         admin.faults["CreateTask"] = refused(grpc.StatusCode.INVALID_ARGUMENT, words)
-        ended = register(clone, *cluster_at(admin.endpoint, clone, tmp_path), "--project", "nowhere")
-    assert ended.exit_code == 1
-    assert "Traceback" not in ended.output
-    assert ended.panel == f"{admin.endpoint} refuses what it was asked for: {words}"
-
-
-@pytest.mark.slow
-@pytest.mark.exhaustive
-def test_a_login_that_fails_is_one_panel(clone: Path, tmp_path: Path) -> None:
-    with fake_flyte_admin() as admin:
-        arguments = cluster_at(admin.endpoint, clone, tmp_path, authType="ClientSecret", clientId="flyte-ddp")
-        ended = register(clone, *arguments)
-    assert ended.exit_code == 1
-    assert "Traceback" not in ended.output
-    assert ended.panel.startswith(f"{admin.endpoint} asks for a login, which failed: Client ID and Client SECRET both")
-    assert not admin.uploads
-
-
-@pytest.mark.parametrize("option", [(), ("--dry-run",)])
-def test_the_placeholder_address_is_refused(clone: Path, option: tuple[str, ...]) -> None:
-    ended = register(clone, *COMPLETE, "--config", "deploy/production.yaml", *option)
-    assert ended.exit_code == 1
-    assert ended.output == (
-        "Error: --config deploy/production.yaml: 'endpoint: dns:///flyte.example.com' is an example: put your "
-        "cluster's address there\n"
-    )
-
-
-@pytest.mark.parametrize("image", ["ubuntu", "a b:1", "localhost:5000/flyte-ddp", "flyte-ddp:"])
-def test_an_image_without_a_tag_is_refused(clone: Path, image: str) -> None:
-    ended = register(clone, *COMPLETE, "--image", image, "--dry-run")
-    assert ended.exit_code == 1
-    assert ended.output.startswith(f"Error: --image '{image}': must end with a tag or a digest, such as ")
+        said = refusal(clone, *cluster_at(admin.endpoint, clone, tmp_path), "--project", "nowhere")
+        assert said == f"{admin.endpoint} refuses what it was asked for: {words}"
 
 
 @pytest.mark.slow
@@ -279,29 +241,32 @@ def test_a_tree_that_differs_from_its_commit_is_refused(clone: Path, change: str
     assert changed.endswith(change)
 
 
-@pytest.mark.parametrize("missing", REQUIRED)
-def test_nothing_that_matters_has_a_default(clone: Path, missing: str) -> None:
-    arguments = [word for pair in REQUIRED.items() if pair[0] != missing for word in pair]
-    ended = register(clone, *arguments, FLYTE_DDP_PROFILE="gpu")
-    assert ended.exit_code == 1
-    assert ended.output.startswith(f"Error: {missing} is missing: ")
-    assert len(ended.output.splitlines()) == 1
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--profil", "gpu"], "unknown argument '--profil': see deploy/register.sh --help"),
         (["--image"], "--image: a value must follow; see deploy/register.sh --help"),
+        ([*COMPLETE, "--config", "deploy/no.yaml"], "--config deploy/no.yaml: there is no such file; choose deploy/"),
         (
-            [*COMPLETE, "--config", "deploy/nowhere.yaml"],
-            "--config deploy/nowhere.yaml: there is no such file; choose deploy/sandbox.yaml or deploy/production.yaml",
+            [*COMPLETE, "--config", "deploy/production.yaml"],
+            "--config deploy/production.yaml: 'endpoint: dns:///flyte.example.com' is an example: put your cluster's",
+        ),
+        *(
+            ([*COMPLETE, "--image", image], f"--image '{image}': must end with a tag or a digest, such as ")
+            for image in ("ubuntu", "a b:1", "localhost:5000/flyte-ddp", "flyte-ddp:")
+        ),
+        *(
+            ([word for pair in REQUIRED.items() if pair[0] != missing for word in pair], f"{missing} is missing: ")
+            for missing in REQUIRED
         ),
     ],
 )
-def test_bad_arguments_are_refused_in_one_line(clone: Path, arguments: list[str], message: str) -> None:
-    ended = register(clone, *arguments)
-    assert (ended.exit_code, ended.output) == (1, f"Error: {message}\n")
+def test_bad_arguments_are_refused_in_one_line(committed: Path, arguments: list[str], message: str) -> None:
+    for option in ((), ("--dry-run",)):
+        ended = register(committed, *option, *arguments, FLYTE_DDP_PROFILE="gpu")
+        assert ended.exit_code == 1
+        [line] = ended.output.splitlines()
+        assert line.startswith(f"Error: {message}")
 
 
 @pytest.mark.slow
@@ -332,10 +297,10 @@ def test_the_version_names_commit_profile_and_settings(clone: Path) -> None:
     others = [
         version(clone, FLYTE_DDP_NOTIFY="a@example.com"),
         version(clone, WANDB_PROJECT="digits"),
-        version(clone, *COMPLETE, "--image", "flyte-ddp:2"),
-        version(clone, *COMPLETE, "--profile", "gpu"),
-        version(clone, *COMPLETE, "--sources-in-image"),
-        version(clone, *COMPLETE, "--service-account", "trainer"),
+        version(clone, "--image", "flyte-ddp:2"),
+        version(clone, "--profile", "gpu"),
+        version(clone, "--sources-in-image", copy="none"),
+        version(clone, "--service-account", "trainer"),
     ]
     assert len({plain, *others}) == 7
     git(clone, "tag", "v1.0")
@@ -354,12 +319,6 @@ def test_secrets_are_not_printed(clone: Path) -> None:
     assert refused.exit_code == 1
     assert refused.output.startswith("Error: WANDB_BASE_URL='https://***@wandb.example.com': has a user name or a")
     assert "hidden" not in refused.output
-
-
-def test_sources_in_the_image_are_not_sent(clone: Path) -> None:
-    fake_pyflyte(clone)
-    assert " --copy all " in register(clone, *COMPLETE).output
-    assert " --copy none " in register(clone, *COMPLETE, "--sources-in-image").output
 
 
 def test_no_configuration_holds_a_secret() -> None:
@@ -411,20 +370,12 @@ def test_no_secret_can_get_into_a_layer() -> None:
     assert variables == ["PYTHONPATH=/root PYTHONUNBUFFERED=1", "PYTHONPATH=/sources"]
     copied = {text.split()[-1] for name, text in instructions if name == "COPY"}
     assert copied == {name.rstrip("/") for name in SOURCES}
-
-
-def test_the_image_finds_what_registration_unpacks() -> None:
-    unpacked, baked = re.findall(r"^WORKDIR (\S+)$", DOCKERFILE, re.MULTILINE)
-    assert f"PYTHONPATH={unpacked} " in DOCKERFILE
-    assert unpacked == "/root"  # where flytekit unpacks sources, unless told otherwise
-    assert f"PYTHONPATH={baked}\n" in DOCKERFILE
-
-
-def test_folders_of_a_pods_own_hide_no_baked_sources() -> None:
-    _, baked = re.findall(r"^WORKDIR (\S+)$", DOCKERFILE, re.MULTILINE)
+    folders = [text for name, text in instructions if name == "WORKDIR"]
+    assert folders == ["/root", "/sources"], "the first is where flytekit unpacks sources, unless told otherwise"
     for template in yaml.safe_load_all((ROOT / "deploy/pod-template-read-only.yaml").read_text()):
         [container] = template["template"]["spec"]["containers"]
-        assert not [each for each in container["volumeMounts"] if Path(baked).is_relative_to(each["mountPath"])]
+        hidden = [each for each in container["volumeMounts"] if Path("/sources").is_relative_to(each["mountPath"])]
+        assert not hidden, "folders of a pod's own hide no baked sources"
 
 
 def test_a_download_without_git_packs_no_rubbish_either() -> None:

@@ -6,15 +6,23 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.simulated_models import answers, changed_model, equal_model
+from benchmarks.simulated_models import Correct, answers, changed_model, equal_model
 from flyte_ddp.errors import UserError
 from flyte_ddp.release import checks, statistics
 from flyte_ddp.release.checks import PairedCounts
 from flyte_ddp.release.evaluation import Evaluation
 from flyte_ddp.release.policy import Policy
+from flyte_ddp.release.verdict import Check
 
 LABELS = np.arange(10_000) % 10
 NAMES = [f"class {number}" for number in range(10)]
+
+
+def check_classes(
+    challenger: Correct, champion: Correct, labels: np.ndarray, names: list[str], **policy: float
+) -> tuple[Check, list[Check]]:
+    one, other = (answers(correct, labels, len(names)) for correct in (challenger, champion))
+    return checks.check_parts("class", checks.group_by_class(one, names), one, other, Policy(**policy))
 
 
 def test_equal_challengers_are_hardly_ever_promoted_in_a_lifetime() -> None:
@@ -28,9 +36,8 @@ def test_equal_challengers_are_hardly_ever_promoted_in_a_lifetime() -> None:
             challenger = equal_model(random, 1000, 0.12)
             naive += challenger.sum() > winner.sum()
             winner = challenger if challenger.sum() > winner.sum() else winner
-            if checks.check_superior(
-                PairedCounts.count(challenger, champion), statistics.alpha_of_look(alpha, look)
-            ).passed:
+            pair = PairedCounts.count(challenger, champion)
+            if checks.check_superior(pair, statistics.alpha_of_look(alpha, look)).passed:
                 champion, promotions = challenger, promotions + 1
         fooled += promotions > 0
     assert fooled / lifetimes <= alpha + 3 * math.sqrt(alpha * (1 - alpha) / lifetimes)
@@ -45,19 +52,17 @@ def test_a_class_that_loses_is_a_veto_that_names_it() -> None:
     challenger[of_three] = True
     challenger[of_three[:100]] = False  # 10 points of 1,000 samples
     challenger[(LABELS == 3) & ~champion] = False
-    one, other = answers(challenger, LABELS), answers(champion, LABELS)
-    assert checks.check_superior(PairedCounts.count(one.correct, other.correct), 0.05).passed
-    found, rows = checks.check_parts("class", checks.group_by_class(one, NAMES), one, other, Policy())
+    assert checks.check_superior(PairedCounts.count(challenger, champion), 0.05).passed
+    found, rows = check_classes(challenger, champion, LABELS, NAMES)
     assert not found.passed
     assert found.reason.startswith("class 'class 3' loses: -10.00 points")
     assert [row.name for row in rows if not row.passed] == ["class 3"]
-    assert checks.check_parts("class", checks.group_by_class(one, NAMES), one, other, Policy(class_loss=0.11))[0].passed
+    assert check_classes(challenger, champion, LABELS, NAMES, class_loss=0.11)[0].passed
 
 
 def test_a_class_of_few_samples_is_only_shown() -> None:
     labels = np.array([0] * 29 + [1] * 40)
-    one, other = answers(labels == 1, labels, 2), answers(np.ones(69, dtype=bool), labels, 2)
-    found, rows = checks.check_parts("class", checks.group_by_class(one, ["a", "b"]), one, other, Policy())
+    found, rows = check_classes(labels == 1, np.ones(69, dtype=bool), labels, ["a", "b"])
     assert found.passed
     assert rows[0].reason == "only 29 samples"
     assert rows[0].value.endswith("not tested")
@@ -65,24 +70,22 @@ def test_a_class_of_few_samples_is_only_shown() -> None:
 
 def test_small_losses_that_add_up_are_stopped_by_the_best_version_ever() -> None:
     """Each is within the margin of the champion before it."""
-    random, policy = np.random.default_rng(4), Policy(rule="not_worse", margin=0.01)
-    best = champion = np.ones(10_000, dtype=bool)
-    without_anchor, with_anchor = champion, champion
-    drifted, stopped = 0, 0
-    for _ in range(50):
-        worse = changed_model(random, without_anchor, 0.0, 0.004)
-        if checks.check_not_worse("champion", PairedCounts.count(worse, without_anchor), policy.margin, 0.05).passed:
-            without_anchor, drifted = worse, drifted + 1
-        worse = changed_model(random, with_anchor, 0.0, 0.004)
-        anchored = [PairedCounts.count(worse, with_anchor), PairedCounts.count(worse, best)]
-        if all(checks.check_not_worse("x", pair, policy.margin, 0.05).passed for pair in anchored):
-            with_anchor = worse
-        else:
-            stopped += 1
-    assert drifted == 50
-    assert np.mean(without_anchor) < 0.85
-    assert stopped > 40
-    assert np.mean(with_anchor) > 0.99
+    random, best = np.random.default_rng(4), np.ones(10_000, dtype=bool)
+
+    def degrade(*, anchored: bool) -> tuple[int, float]:
+        """How many of 50 slightly worse models are promoted, and the accuracy of the last champion."""
+        champion, promotions = best, 0
+        for _ in range(50):
+            worse = changed_model(random, champion, 0.0, 0.004)
+            pairs = [PairedCounts.count(worse, other) for other in ((champion, best) if anchored else (champion,))]
+            if all(checks.check_not_worse("x", pair, 0.01, 0.05).passed for pair in pairs):
+                champion, promotions = worse, promotions + 1
+        return promotions, float(np.mean(champion))
+
+    promotions, accuracy = degrade(anchored=False)
+    assert (promotions, accuracy < 0.85) == (50, True)
+    promotions, accuracy = degrade(anchored=True)
+    assert (promotions < 10, accuracy > 0.99) == (True, True)
 
 
 def test_accuracy_and_the_most_frequent_class() -> None:
