@@ -17,8 +17,7 @@ from flyte_ddp.release.promotion import download_champion_profile
 from flyte_ddp.release.registry import Registry
 from flyte_ddp.release.slices import read_slices
 from flyte_ddp.settings import read_settings
-from flyte_ddp.validation.page import render_profile
-from flyte_ddp.validation.profile import DataProfile
+from flyte_ddp.validation.profile import DataProfile, render_profile
 from tasks import pods
 from tasks.flyte import report_refused_inputs, translate_errors_for_flyte
 

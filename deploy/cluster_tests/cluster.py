@@ -20,7 +20,7 @@ from flytekit.configuration import Config, Image, ImageConfig, SerializationSett
 from flytekit.models.core.execution import WorkflowExecutionPhase
 from flytekit.models.literals import Binary, Literal, Scalar
 from flytekit.remote import FlyteRemote
-from flytekit.remote.executions import FlyteNodeExecution, FlyteWorkflowExecution
+from flytekit.remote.executions import FlyteWorkflowExecution
 from google.protobuf.struct_pb2 import Struct
 
 from flyte_ddp.config import Hyperparameters
@@ -60,24 +60,21 @@ class Cluster:
         found = self.kubectl("get", "namespace", self.namespace, check=False) if shutil.which("kubectl") else None
         self.has_kubectl = found is not None and found.returncode == 0
 
-    def command_environment(self, **more: str) -> dict[str, str]:
-        """Return the environment of commands: with a home folder and a profile of this run's own, and ``more``."""
+    def pyflyte(self, *arguments: str, **environment: str) -> str:
+        """Run pyflyte in the copy of the sources, with a home folder of this run's own; check that it succeeds.
+
+        Waits up to DEADLINE. Returns its output.
+        """
         home = self.folder / "home"
         home.mkdir(exist_ok=True)
-        return {**os.environ, "HOME": str(home), "FLYTE_DDP_PROFILE": self.profile, "WANDB_MODE": "offline", **more}
-
-    def pyflyte(self, *arguments: str, **environment: str) -> str:
-        """Run pyflyte in the copy of the sources, for up to DEADLINE; check its exit status and return its output."""
-        command = [str(PYFLYTE), "--config", str(self.config), *arguments]
-        kept = {"KUBECONFIG": os.environ.get("KUBECONFIG", str(Path.home() / ".kube/config"))}
+        own = {"HOME": str(home), "FLYTE_DDP_PROFILE": self.profile, "WANDB_MODE": "offline"}
+        own["KUBECONFIG"] = os.environ.get("KUBECONFIG", str(Path.home() / ".kube/config"))
+        command, variables = (
+            [str(PYFLYTE), "--config", str(self.config), *arguments],
+            {**os.environ, **own, **environment},
+        )
         ended = subprocess.run(
-            command,
-            cwd=self.sources,
-            env=self.command_environment(**kept, **environment),
-            capture_output=True,
-            text=True,
-            timeout=DEADLINE,
-            check=False,
+            command, cwd=self.sources, env=variables, capture_output=True, text=True, timeout=DEADLINE, check=False
         )
         assert ended.returncode == 0, ended.stdout + ended.stderr
         return ended.stdout + ended.stderr
@@ -131,20 +128,16 @@ class Cluster:
         assert execution.error is not None, f"{name} has not failed"
         return str(execution.error.message)
 
-    def find_node(self, execution: FlyteWorkflowExecution, task: str) -> FlyteNodeExecution:
-        """Return the node that ran a task, or found its result in the cache; else the last node."""
-        for found in execution.node_executions.values():
-            tasks = found.task_executions
-            if any(each.id.task_id.name.endswith(f".{task}") for each in tasks):
-                return found
-            if found.closure.task_node_metadata is not None and not tasks and task in str(found.metadata.spec_node_id):
-                return found
-        last = max(name for name in execution.node_executions if name.startswith("n"))
-        return execution.node_executions[last]
-
     def is_from_cache(self, execution: FlyteWorkflowExecution) -> bool:
-        """Return whether the training's result came from the cache."""
-        metadata = self.find_node(execution, "train_model").closure.task_node_metadata
+        """Return whether the result came from the cache, of the node that ran train_model; else of the last node."""
+        node = execution.node_executions[max(name for name in execution.node_executions if name.startswith("n"))]
+        for found in execution.node_executions.values():
+            tasks, metadata = found.task_executions, found.closure.task_node_metadata
+            cached = metadata is not None and not tasks and "train_model" in str(found.metadata.spec_node_id)
+            if cached or any(each.id.task_id.name.endswith(".train_model") for each in tasks):
+                node = found
+                break
+        metadata = node.closure.task_node_metadata
         return metadata is not None and metadata.cache_status == CatalogCacheStatus.Value("CACHE_HIT")
 
     def read_deck(self, name: str, node: str) -> str:
@@ -176,10 +169,9 @@ class Cluster:
             return subprocess.run(command, capture_output=True, text=True, timeout=30, check=check)
         return subprocess.run(command, capture_output=True, text=True, timeout=60, check=check)
 
-    def list_pods(self, name: str, node: str = "") -> list[dict[str, Any]]:
-        """Return the pods of an execution, or of one of its nodes, as kubectl's objects."""
-        labels = f"execution-id={name}" + (f",node-id={node}" if node else "")
-        found: dict[str, Any] = json.loads(self.kubectl("get", "pods", "-l", labels, "-o", "json").stdout)
+    def list_pods(self, name: str) -> list[dict[str, Any]]:
+        """Return the pods of an execution as kubectl's objects."""
+        found = json.loads(self.kubectl("get", "pods", "-l", f"execution-id={name}", "-o", "json").stdout)
         return list(found["items"])
 
     def wait_for_training_log(self, name: str, words: str, lost: str = "") -> str:

@@ -43,7 +43,7 @@ class Evaluation:
 
     @classmethod
     def from_batches(cls, batches: Iterable[tuple[Tensor, Tensor]]) -> Self:
-        """Return the evaluation, without ids, of at least one batch of logits [n, classes] and labels [n] on the CPU."""
+        """Return the evaluation, without ids, of one or more batches of logits [n, classes] and labels [n]."""
         columns, lowest, highest = [], math.inf, -math.inf
         for logits, labels in batches:
             logs = torch.log_softmax(logits, dim=1, dtype=torch.float64)
@@ -76,7 +76,7 @@ def evaluate_split(model: SavedModel, data: PreparedSet) -> Evaluation:
     ids, undecoded = list[str](), list[str]()
 
     def logits_and_labels() -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield logits and labels of each batch, and note the ids of its samples."""
+        """Yield logits and labels of each batch, and append its samples to ``ids`` or ``undecoded``."""
         for batch in read_test_split(model, data):
             truths = [*compress(batch.truths or (), batch.decoded)]
             if unknown := [name for name in truths if name not in places]:

@@ -65,11 +65,11 @@ class Judgement:
         self.checks.append(check)
         return check.passed
 
-    def claim_look(self) -> float:
-        """Count this judgement among those on the test split, set ``look`` and ``alpha``, and return ``alpha``.
+    def claim_alpha(self) -> float:
+        """Count this judgement among those on the test split, and return its share of the policy's alpha.
 
-        Writes two files as Registry.claim_look does; a judgement that may not promote writes nothing, keeps look 0, and
-        has the alpha of a first one.
+        Sets ``look``, its number, and ``alpha``. Writes two files as Registry.claim_look does. A judgement that may not
+        promote writes nothing, keeps look 0, and has the share of a first one.
         """
         if self.may_promote:
             champion = self.before.version if self.before else NO_CHAMPION
@@ -79,17 +79,27 @@ class Judgement:
         return self.alpha
 
     def conclude(self, reason: str = "", decision: str = "", *, best: str = "", power: str = "") -> Self:
-        """Export the challenger if its logits were finite, set the verdict, and return this judgement.
+        """Write the challenger's exports as export_model does, set the verdict, and return this judgement.
 
-        Without a decision, a check that failed keeps the champion, with the reasons of all that failed; else the
-        challenger is promoted, for ``reason``. ``best`` is the best version from now on; empty: the one so far.
+        Nothing is exported without a folder, if the policy says off, or where the challenger was not evaluated. Without
+        a decision, a check that failed keeps the champion, with the reasons of all that failed; else the challenger is
+        promoted, for ``reason``. ``best`` is the best version from now on; empty: the one so far.
         """
-        if self.challenger is not None and self.exports is not None and self.policy.export != OFF:
-            self.checks.append(export_challenger(self.model, self.split, self.challenger, self.exports, self.policy))
+        challenger, champion, before = self.challenger, self.champion, self.before
+        if challenger is not None and self.exports is not None and self.policy.export != OFF:
+            model, required = self.model, self.policy.export == REQUIRED
+            rows = compute_logits_of_split(model, self.split)
+            logits = TorchLogits(rows, len(challenger.labels), challenger.spread)
+            found: Comparison | str
+            try:
+                device, settings = model.device.type, model.settings
+                found = export_model(model.files, self.split, logits, self.exports, device=device, settings=settings)
+            except NotExportedError as error:
+                found = str(error)
+            self.checks.append(checks.check_export(found, required=required))
         if not decision:
             failures = [check.reason for check in self.checks if not check.passed]
             decision, reason = (KEPT, "; ".join(failures)) if failures else (PROMOTED, reason)
-        challenger, champion, before = self.challenger, self.champion, self.before
         self.verdict = Verdict(
             decision=decision,
             reason=reason,
@@ -150,7 +160,7 @@ def judge_challenger(
     judgement.challenger = ours
     if before is None:
         checks.group_by_class(ours, model.classes)
-        alpha = judgement.claim_look()
+        alpha = judgement.claim_alpha()
         judgement.checks += [checks.check_accuracy(ours, policy), checks.check_above_majority(ours, alpha)]
         judgement.add_check(checks.show_calibration(ours))
         reason = "there is no champion yet, and it is better than the most frequent class"
@@ -167,7 +177,7 @@ def judge_challenger(
 
 
 def compare_with_champion(judgement: Judgement, ours: Evaluation, champion: SavedModel, best: str) -> Judgement:
-    """Evaluate the champion, run all checks of the challenger beside it, and return the finished judgement.
+    """Evaluate the champion, run all checks of the challenger against it, conclude the judgement and return it.
 
     Also downloads and evaluates ``best``, the version with the best accuracy so far. Raises an IncomparableError if the
     champion, or with the rule not_worse the best version, cannot be evaluated.
@@ -198,7 +208,7 @@ def compare_with_champion(judgement: Judgement, ours: Evaluation, champion: Save
     pair = pairs["champion"]
     if not pair.gained and not pair.lost:
         return judgement.conclude("both models get the same samples right", KEPT)
-    alpha = judgement.claim_look()
+    alpha = judgement.claim_alpha()
     if policy.rule == NOT_WORSE:
         decisive = [checks.check_not_worse(name, pairs[name], policy.margin, alpha) for name in pairs]
     else:
@@ -217,21 +227,8 @@ def compare_with_champion(judgement: Judgement, ours: Evaluation, champion: Save
     return judgement.conclude(decisive[0].reason, best=best, power=describe_power(pair, policy, alpha))
 
 
-def export_challenger(
-    model: SavedModel, split: PreparedSet, evaluation: Evaluation, folder: Path, policy: Policy
-) -> Check:
-    """Write a model's exports to a folder as export_model does, and return the check of its ONNX."""
-    logits = TorchLogits(compute_logits_of_split(model, split), len(evaluation.labels), evaluation.spread)
-    found: Comparison | str
-    try:
-        found = export_model(model.files, split, logits, folder, device=model.device.type, settings=model.settings)
-    except NotExportedError as error:
-        found = str(error)
-    return checks.check_export(found, required=policy.export == REQUIRED)
-
-
 def describe_power(pair: PairedCounts, policy: Policy, alpha: float) -> str:
-    """Return the clause that says how large a difference the policy's rule finds on so many samples, or how often."""
+    """Return a clause that says which difference the policy's rule finds, or how often an equal model passes it."""
     samples = format_count(pair.samples, "sample")
     discordant = (pair.gained + pair.lost) / pair.samples
     if policy.rule == NOT_WORSE:
@@ -243,7 +240,7 @@ def describe_power(pair: PairedCounts, policy: Policy, alpha: float) -> str:
 
 
 def load_stored_model(registry: Registry, name: str, manifest: str, challenger: SavedModel) -> SavedModel:
-    """Download a version's files, load its model and return it; the files are removed again.
+    """Download a version's weights and sidecar into a temporary folder, load the model and return it.
 
     The model may meet as many undecodable images as the challenger. Raises an IncomparableError if the version cannot
     be downloaded or loaded.

@@ -15,16 +15,7 @@ from flyte_ddp.errors import UnreachableError, UserError
 from flyte_ddp.files import file_digest
 from flyte_ddp.release import versions
 from flyte_ddp.release.documents import lineage_event, render_model_card
-from flyte_ddp.release.registry import (
-    DAMAGED,
-    PROMOTE,
-    ROLLBACK,
-    Entry,
-    LostError,
-    Registry,
-    content_digest,
-    replay_promotions,
-)
+from flyte_ddp.release.registry import PROMOTE, ROLLBACK, Entry, LostError, Registry, content_digest, replay_promotions
 from flyte_ddp.release.verdict import Verdict
 from flyte_ddp.validation.profile import DataProfile
 
@@ -91,8 +82,8 @@ def store_version(
 def apply_verdict(registry: Registry, version: versions.Version, verdict: Verdict, *, by: str) -> Outcome:
     """Append the log entry that makes a stored version the champion, if its verdict promotes; return the outcome.
 
-    Then rewrites champion.json: only that if an earlier try of ``by``, the Flyte execution or user, has appended the
-    entry. Writes nothing if another version was promoted since the judgement: the outcome's reason names that one.
+    Also rewrites champion.json, and only that if ``by``, the Flyte execution or user, has appended the entry before.
+    Writes nothing if another version was promoted since the judgement: the outcome's reason names that one.
     """
     if not verdict.promotes:
         champion = registry.champion()
@@ -166,7 +157,10 @@ def find_earlier_try(registry: Registry, history: list[Entry], by: str, action: 
 
 
 def has_classes_and_input_of(registry: Registry, best: str, version: versions.Version) -> bool:
-    """Return whether a version has the classes and input of version ``best``; False if that is missing or altered."""
+    """Read ``model.json`` of two versions, and return whether classes and input are the same.
+
+    False if the version ``best`` is missing or was altered.
+    """
     try:
         one, other = (
             json.loads(versions.read_version_file(registry, found, versions.SIDECAR))
@@ -197,14 +191,17 @@ def download_champion(registry: Registry, folder: Path) -> tuple[Path, Path]:
 
 
 def download_champion_profile(registry: Registry, entry: Entry) -> DataProfile | None:
-    """Read the profile of the data that an entry's version was trained on, and return it; None if it has no profile."""
+    """Read the profile of the data that an entry's version was trained on, and return it; None if it has no profile.
+
+    Raises a UserError if the profile is of another release of this library.
+    """
     version = versions.read_version(registry, entry.version, entry.manifest)
     if PROFILE not in version.files:
         return None
     content = versions.read_version_file(registry, version, PROFILE)
     try:
         return DataProfile.from_json(content)
-    except DAMAGED:
+    except (KeyError, TypeError, ValueError):
         raise UserError(f"{PROFILE} of version {version.name[:12]}: is another release's of this library") from None
 
 

@@ -75,7 +75,7 @@ class Entry:
 
     @classmethod
     def from_file(cls, content: bytes) -> Self:
-        """Parse the content of an entry's file and return the entry; raise one of DAMAGED if it is no entry."""
+        """Parse the content of an entry's file and return the entry; raise one of DAMAGED if it is none."""
         values = {**json.loads(content), "digest": content_digest(content)}
         found = {field.name: values[field.name] for field in dataclasses.fields(cls)}
         if any(type(found[field.name]).__name__ != field.type for field in dataclasses.fields(cls)):
@@ -120,7 +120,7 @@ class Registry:
 
     @contextmanager
     def explain_failures(self, action: str) -> Iterator[None]:
-        """Turn an UnavailableError in the block into a UserError with the action: read, listed or written."""
+        """Turn an error of the storage in the block into the UserError that the registry cannot be ``action``."""
         try:
             yield
         except UnavailableError as failure:
@@ -174,9 +174,10 @@ class Registry:
         return True
 
     def refuse_overwriting_storage(self) -> None:
-        """Create a small file at the registry's address, and again if that succeeds; UserError if both succeed.
+        """Raise a UserError if the storage replaces an existing file when it is asked to create that file.
 
-        In a storage that so replaces a file two promotions at the same time could both succeed.
+        Two promotions at the same time could both succeed there. Creates a small file at the registry's address and, if
+        that succeeds, tries to create it once more.
         """
         probe = storage.join(self.address, PROBE)
         if all(self.create_file(probe, secrets.token_bytes(16)) for _ in range(2)):
@@ -229,7 +230,8 @@ class Registry:
     def inspect_log(self, at_least: int = 0) -> tuple[list[Entry], list[str]]:
         """Read champion.json and the whole log; return the readable entries, oldest first, and a line for each fault.
 
-        ``at_least`` is the number of entries that the log is known to have. READERS threads read the entries.
+        Faults are entries that are damaged, altered or missing, also where the log has fewer than ``at_least``. READERS
+        threads read the entries.
         """
         faults, entries = list[str](), dict[int, Entry]()
         try:
@@ -301,7 +303,7 @@ class Registry:
         return Entry.from_file(content)
 
     def renew_copy(self, number: int) -> None:
-        """Copy the entry with that number, and then each later one, to champion.json.
+        """Copy the log's entry with that number, and then each later one, to champion.json.
 
         Each writer goes on until there is no later entry, so that of many writers the last entry remains. Prints a line
         to stdout, and raises nothing, if the registry cannot be read or written.
@@ -317,11 +319,11 @@ class Registry:
             print(f"{self.at(CHAMPION)}: not renewed: {error}; the log counts, which has entry {number}", flush=True)
 
     def claim_look(self, test_digest: str, challenger: str, champion: str, rule: str) -> int:
-        """Return the number, from 1, of the comparison of two models by a rule among all on this test split.
+        """Count a comparison of two models on a test split; return its number, from 1, among all on this split.
 
-        The same models, given by the SHA-256 of their weights, and rule have one number, however often they are
-        compared. Writes two files if the comparison is new: a process that is killed between the two has spent a number
-        for nothing, which only makes later ones stricter. Raises a UserError if the comparison's file is damaged.
+        The same models, given by the SHA-256 of their weights, keep their number by the same rule. Else writes two
+        files: a process that is killed between the two has spent a number for nothing, which only makes later
+        comparisons stricter. Raises a UserError if the file of the two models is damaged.
         """
         folder = self.at("judgements", test_digest)
         compared = {"challenger": challenger, "champion": champion, "rule": rule}
@@ -343,9 +345,9 @@ class Registry:
 
 
 def replay_promotions(history: list[Entry]) -> tuple[list[Entry], dict[str, Entry]]:
-    """Return the promotions in a whole log that stand, oldest first, and the rollbacks that undid others, by version.
+    """Return the promotions in a whole log that stand, oldest first; and by version the rollbacks that undid others.
 
-    A rollback undoes the last promotion, a second rollback the one before it. Versions that became champion again are
+    A rollback undoes the last promotion, a second rollback the one before it. A version that became champion again is
     not among those that were undone.
     """
     standing, taken_back = list[Entry](), dict[str, Entry]()

@@ -1,8 +1,7 @@
 """Statistical tests of two models on the same samples, and how small a difference these tests can find.
 
-``gained`` are the samples that only the first model classifies correctly, ``lost`` those that only the second one does,
-and ``samples`` is the number of all. ``discordant`` is the share of samples that only one of the two gets right.
-``alpha`` is the significance level of a test.
+Only the first model gets ``gained`` samples right, only the second one ``lost`` of all ``samples``; ``discordant`` is
+the share of samples that only one of the two gets right, and ``alpha`` the significance level of a test.
 """
 
 import math
@@ -23,16 +22,18 @@ Counts = NDArray[np.integer[Any]]
 
 
 def alpha_of_look(alpha: float, look: int) -> float:
-    """Return the significance level of the look number ``look``, from 1, at the same samples.
+    """Return the significance level of the test number ``look``, from 1, of all tests on the same samples.
 
-    The levels of all looks sum up to ``alpha``, so the probability of a false alarm in any of them is at most ``alpha``
+    The levels of all tests sum up to ``alpha``, so the probability of a false alarm in any of them is at most ``alpha``
     (Bonferroni's bound; the sum of 1 / k^2 is pi^2 / 6).
     """
     return alpha * 6 / (math.pi * look) ** 2
 
 
 def mcnemar_p_value(gained: int, lost: int) -> float:
-    """Return the one-sided p-value of McNemar's exact test that the first model is better; 1 if no sample differs.
+    """Return the one-sided p-value of McNemar's exact test that the first of two models is better; 1 if none differs.
+
+    Only the first model gets ``gained`` samples right, only the second one ``lost``.
 
     McNemar, "Note on the sampling error of the difference between correlated proportions", Psychometrika 12 (1947).
     """
@@ -47,7 +48,8 @@ def binomial_p_value(correct: int, samples: int, share: float) -> float:
 def tango_statistic(gained: Counts, lost: Counts, samples: int, difference: float) -> Floats:
     """Return Tango's statistic for a supposed difference in accuracy, first minus second model.
 
-    The statistic is standard normal if the supposed difference is the true one. Counts may be arrays of one shape.
+    The statistic is standard normal if the supposed difference is the true one. Only the first model gets ``gained``
+    samples right, only the second one ``lost``; both may be arrays of one shape.
 
     Tango, "Equivalence test and confidence interval for the difference in proportions for the paired-sample design",
     Statistics in Medicine 17 (1998).
@@ -62,7 +64,8 @@ def tango_statistic(gained: Counts, lost: Counts, samples: int, difference: floa
 def lower_bound_of_difference(gained: int, lost: int, samples: int, alpha: float) -> float:
     """Return the lower end of the one-sided 1 - ``alpha`` confidence interval of the difference in accuracy.
 
-    The difference is the first model's accuracy minus the second's; the interval inverts Tango's test.
+    The difference is the first model's accuracy minus the second's; the interval inverts Tango's test. Only the first
+    model gets ``gained`` samples right, only the second one ``lost``.
     """
     wanted, lowest, highest = stats.norm.isf(alpha), -1 + 1e-12, (gained - lost) / samples - 1e-12
 
@@ -110,11 +113,12 @@ def lower_bound_of_mean(values: Floats, alpha: float) -> float:
 def detectable_difference(samples: int, discordant: float, alpha: float) -> float | None:
     """Return the true difference in accuracy that McNemar's test finds with a probability of POWER; None if none is.
 
-    The probability is exact: a sum over the number of samples that only one model gets right.
+    ``discordant`` is the share of samples that only one of the two models gets right, and ``alpha`` the significance
+    level. The probability is exact: a sum over the number of such samples.
     """
 
     def missing_power(difference: float) -> float:
-        """Return the probability of finding a difference, minus POWER."""
+        """Return the probability that the test finds a true difference, minus POWER."""
         share = max(discordant, difference)
         low, high = stats.binom.interval(1 - 1e-9, samples, share)
         apart = np.arange(int(low), int(high) + 1)
@@ -128,7 +132,8 @@ def detectable_difference(samples: int, discordant: float, alpha: float) -> floa
 def pass_probability(samples: int, discordant: float, margin: float, alpha: float) -> float:
     """Return the probability that a model of the same accuracy passes Tango's test of losing less than ``margin``.
 
-    Simulates SIMULATED comparisons with a fixed seed.
+    Simulates SIMULATED comparisons with a fixed seed, in which only one of the two models gets the share ``discordant``
+    of the samples right.
     """
     random = np.random.default_rng(0)
     apart = random.binomial(samples, discordant, size=SIMULATED)

@@ -60,7 +60,7 @@ def revision_folder(name: str, number: int) -> str:
 
 
 def read_version(registry: Registry, name: str, manifest: str = "") -> Version:
-    """Return a version as find_version does, but raise a UserError if it is missing or incomplete."""
+    """Find a version as find_version does, and return it; raise a UserError if it is missing or incomplete."""
     if (found := find_version(registry, name, manifest)) is None:
         raise UserError(
             f"registry {registry.address!r}: {registry.name} has no complete version {name}: there is no {MANIFEST} "
@@ -70,7 +70,7 @@ def read_version(registry: Registry, name: str, manifest: str = "") -> Version:
 
 
 def find_version(registry: Registry, name: str, manifest: str = "") -> Version | None:
-    """Return the version with these weights' SHA-256, or None if it is missing or incomplete.
+    """Return the version whose weights have the SHA-256 ``name``, or None if it is missing or incomplete.
 
     ``manifest`` is the SHA-256 of one revision's manifest; empty: the newest revision. Lists the version's folder and
     reads manifests, from the newest one on, but no other file. Raises a UserError if ``name`` is no SHA-256, if the

@@ -36,7 +36,7 @@ def copy_champion_to_wandb(registry: Registry, version: str, settings: Settings)
 
 
 def upload_entry(registry: Registry, entry: Entry, settings: Settings) -> str:
-    """Download the files of an entry's version, and upload them to wandb in a new process; return how that ended.
+    """Download the files of an entry's version, upload them to wandb in a new process, and return how that ended.
 
     Kills the process with its descendants after UPLOAD + 2 times the timeout of wandb.
     """

@@ -1,9 +1,12 @@
-"""The profile of a data set: counts of its classes and images, and examples of bad samples."""
+"""The profile of a data set: counts of its classes and images, examples of bad samples, and the page that shows it."""
 
 # No "from __future__ import annotations" here: flytekit derives the type of a task's output from real types.
 from dataclasses import dataclass, field
 
 from dataclasses_json import DataClassJsonMixin
+
+from flyte_ddp.formatting import format_count
+from flyte_ddp.report.page import render_template
 
 
 @dataclass
@@ -32,3 +35,17 @@ class DataProfile(DataClassJsonMixin):
     duplicated: list[str]  # examples of duplicates
     conflicting: list[str]  # examples of conflicts
     equal: int = 0  # size of the largest group of samples with equal pixels
+
+
+def render_profile(profile: DataProfile, dataset: str, warnings: list[str]) -> str:
+    """Return the HTML page of a data set's profile, in one file. It begins with the warnings."""
+    facts = [("Warning", warning) for warning in warnings]
+    for name, split in {"Training": profile.training, "Test": profile.test}.items():
+        numbers = sorted(split.labels.values())
+        classes = f"{len(numbers):,} classes of {numbers[0]:,} to {numbers[-1]:,}"
+        modes = ", ".join(f"{mode} {number:,}" for mode, number in split.modes.items())
+        unusable = f"; {split.undecodable:,} cannot be decoded" if split.undecodable else ""
+        facts.append((name, f"{format_count(split.samples, 'sample')} in {classes}; {modes}{unusable}"))
+    facts.append(("Test samples that are training samples, too", f"{profile.duplicates:,}"))
+    facts.append(("Samples with equal pixels and different labels", f"{profile.conflicts:,}"))
+    return render_template("preview.html", title=dataset, heading="What the data set is like", facts=facts)

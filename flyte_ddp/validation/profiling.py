@@ -37,14 +37,6 @@ class SampleFacts(NamedTuple):
     digest: int = 0  # 64 bits of shape and pixels; two of a million samples collide with probability 3e-8
 
 
-class DecodedSamples(NamedTuple):
-    """Number, label and digest of the samples of a split that can be decoded, [n] each."""
-
-    numbers: Indices
-    labels: Indices
-    digests: Indices
-
-
 def compute_profile(folder: Path, settings: Settings | None = None) -> DataProfile:
     """Read and decode all samples of a prepared data set, and return its profile.
 
@@ -55,7 +47,7 @@ def compute_profile(folder: Path, settings: Settings | None = None) -> DataProfi
     profile = DataProfile([*data.classes], SplitProfile(), SplitProfile(), 0, 0, [], {}, [], [])
     training, test = (count_samples(data, split, profile, settings) for split in ("training", "test"))
     numbers, labels, digests = (np.concatenate(pair) for pair in zip(training, test, strict=True))
-    in_test = np.arange(len(numbers)) >= len(training.numbers)
+    in_test = np.arange(len(numbers)) >= len(training[0])
     _, group, sizes = np.unique(digests, return_inverse=True, return_counts=True)
     profile.equal = int(max(sizes, default=0))
     shared = np.flatnonzero(sizes[group] > 1)
@@ -85,8 +77,13 @@ def compute_profile(folder: Path, settings: Settings | None = None) -> DataProfi
     return profile
 
 
-def count_samples(data: PreparedSet, split: str, profile: DataProfile, settings: Settings) -> DecodedSamples:
-    """Add all samples of a split to the profile's counts and examples in place; return those that can be decoded."""
+def count_samples(
+    data: PreparedSet, split: str, profile: DataProfile, settings: Settings
+) -> tuple[Indices, Indices, Indices]:
+    """Add all samples of a split to the profile's counts and examples, in place.
+
+    Returns number, label and digest of each sample that can be decoded: [n] each.
+    """
     numbers, counts = sample_numbers(data, split), getattr(profile, split)
     labels, digests = np.zeros(len(numbers), dtype=np.int64), np.zeros(len(numbers), dtype=np.uint64)
     good = np.zeros(len(numbers), dtype=np.bool_)
@@ -99,14 +96,11 @@ def count_samples(data: PreparedSet, split: str, profile: DataProfile, settings:
             counts.undecodable += 1
             profile.bad += [f"{sample.name} ({sample.failure})"] if len(profile.bad) < FEW else []
             continue
-        for counted, value in (
-            (counts.labels, sample.label),
-            (counts.modes, sample.mode),
-            (counts.sizes, sample.size),
-            (counts.brightness, sample.brightness),
-        ):
+        values = {"labels": sample.label, "modes": sample.mode, "sizes": sample.size, "brightness": sample.brightness}
+        for statistic, value in values.items():
+            counted = getattr(counts, statistic)
             counted[str(value)] = counted.get(str(value), 0) + 1
-    return DecodedSamples(numbers[good], labels[good], digests[good])
+    return numbers[good], labels[good], digests[good]
 
 
 def sample_numbers(data: PreparedSet, split: str) -> Indices:
@@ -126,9 +120,8 @@ def measure_samples(
 ) -> Generator[SampleFacts, None, None]:
     """Yield the facts about the samples ``numbers`` of a split, in order. Decodes encoded images in threads."""
     if isinstance(data, ImageArrays):
-        pixels, labels = (data.train_images, data.train_labels)
-        if split == "test":
-            pixels, labels = (data.test_images, data.test_labels)
+        tests, training = (data.test_images, data.test_labels), (data.train_images, data.train_labels)
+        pixels, labels = tests if split == "test" else training
         mode = MODES.get(pixels.shape[3], f"{pixels.shape[3]} channels")
         for number in numbers.tolist():
             sample = SampleFacts(f"{split} sample {number}", int(labels[number]), mode=mode)

@@ -1,6 +1,5 @@
 """The registry's log: one winner for each number, whoever is killed and whatever is lost."""
 
-import json
 import re
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from flyte_ddp import storage
 from flyte_ddp.errors import UserError
 from flyte_ddp.release.__main__ import find_faults, release
 from flyte_ddp.release.promotion import download_champion
-from flyte_ddp.release.registry import Entry, LogError, LostError, Registry
+from flyte_ddp.release.registry import Entry, LogError, Registry
 from flyte_ddp.release.versions import Version, write_version
 
 ALTERED_COPY = "log/00000003.json is not what its copy champion.json is: one of the two was"
@@ -65,15 +64,6 @@ def test_a_lost_answer_or_a_conflict_is_no_defeat(fault: str, s3: tuple[S3Server
     paths.append(f"{bucket.removeprefix('s3://')}/model/log/00000001.json")
     assert appended(Registry(bucket, "model"), None).number == 1
     assert not paths
-
-
-def test_the_winner_is_named(address: str) -> None:
-    registry = Registry(address, "model")
-    first = appended(registry, None, "one")
-    with pytest.raises(LostError, match=r"one was faster: by entry 1 of the log version one is the champion \(why not"):
-        appended(registry, None, "other")
-    assert registry.champion() == first
-    assert json.loads(storage.read_file(registry.at("champion.json")))["version"] == "one"
 
 
 def test_a_copy_that_cannot_be_written_costs_a_message(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
