@@ -15,7 +15,7 @@ from flyte_ddp.release.evaluation import Evaluation
 from flyte_ddp.release.policy import Policy
 from flyte_ddp.release.verdict import Check
 
-LEAST_SAMPLES = 30  # that a class or a slice must have to be tested
+LEAST_SAMPLES = 30  # that a class or a slice must have to be tested: with fewer, 5 points are one sample
 
 
 @dataclass(frozen=True)

@@ -56,7 +56,7 @@ class Judgement:
     champion: Evaluation | None = None  # None where nothing was compared
     checks: list[Check] = field(default_factory=list)
     parts: dict[str, list[Check]] = field(default_factory=dict)  # for "class" and "slice": a check for each of them
-    look: int = 0  # number of this judgement among those on the test split; 0: it is not format_count
+    look: int = 0  # number of this judgement among those on the test split; 0: it is not counted
     alpha: float = 0.0  # this judgement's share of the policy's alpha; 0: nothing was decided by it
     verdict: Verdict = field(init=False)  # missing until it is set
 

@@ -6,7 +6,7 @@ import math
 import shutil
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,11 +38,49 @@ QUIET = Settings(progress="off", wandb_mode="disabled", checkpoint_seconds=0.0)
 PATIENT = Policy(latency_ratio=1000)  # where time is not what the test is about
 
 
-Judge = Callable[..., Judgement]
+@dataclass
+class Gate:
+    """A registry, and models that are judged against its champion: runs by name, or folders with a model's files."""
+
+    runs: dict[str, Result]
+    registry: Registry
+    digits: Path
+    folder: Path
+
+    def judge(self, model: str | Path, data: Path | None = None, policy: Policy = PATIENT, **options: Any) -> Judgement:
+        """Judge a model, and change nothing but looks."""
+        folder = self.runs[model].run_folder if isinstance(model, str) else model
+        given = {"registry": self.registry, "settings": QUIET, **options}
+        return judge_challenger(folder / "model.pt", folder / "model.json", data or self.digits, policy=policy, **given)
+
+    def release(self, model: str | Path, data: Path | None = None, policy: Policy = PATIENT) -> Judgement:
+        """Judge a model, and do what its verdict says."""
+        found = self.judge(model, data, policy)
+        if found.verdict.promotes:
+            page = write_page(found, "digits", self.folder / "page.html")
+            version = store_version(self.registry, *found.model.files, found.verdict, {page.name: page}, by="x")
+            apply_verdict(self.registry, version, found.verdict, by="x")
+        return found
+
+    def alter(self, change: Callable[[dict[str, Any], dict[str, Any]], object]) -> Path:
+        """Another model than the good one, of which weights or sidecar differ."""
+        model, folder = self.runs["good"], self.folder / "altered"
+        weights, sidecar = torch.load(model.model, weights_only=True), json.loads(model.sidecar.read_text())
+        change(weights, sidecar)
+        save_model(folder, weights, sidecar)
+        return folder
+
+    def change_data(self, name: str, chosen: Any = slice(None), classes: Sequence[str] = ()) -> Path:
+        """The digits with some of their test samples only, or with other names of classes."""
+        found, folder = open_arrays(self.digits), self.folder / name
+        arrays = found.train_images, found.train_labels, found.test_images[chosen], found.test_labels[chosen]
+        folder.mkdir()
+        write_arrays(image_arrays(*arrays, classes or found.classes, name="digits"), folder, {})
+        return folder
 
 
 @pytest.fixture(scope="module")
-def models(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]:
+def runs(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]:
     """A weak one, a good one and another good one."""
     folder = tmp_path_factory.mktemp("models")
     settings = {"weak": {"epochs": 3}, "good": {"epochs": 10}, "other": {"epochs": 10, "seed": 1}}
@@ -53,44 +91,9 @@ def models(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
 
 
 @pytest.fixture
-def registry(tmp_path: Path) -> Registry:
-    return Registry(str(tmp_path / "registry"), "digits")
-
-
-@pytest.fixture
-def judge(registry: Registry, digits: Path, tmp_path: Path) -> Judge:
-    """Judges a model, with ``exports`` in a folder of that name, and changes nothing but looks."""
+def gate(runs: dict[str, Result], digits: Path, tmp_path: Path) -> Gate:
     (tmp_path / "exports").mkdir()
-
-    def one(model: Result | Path, data: Path = digits, policy: Policy = PATIENT, **options: Any) -> Judgement:
-        folder = model if isinstance(model, Path) else model.run_folder
-        given = {"registry": registry, "settings": QUIET, **options}
-        return judge_challenger(folder / "model.pt", folder / "model.json", data, policy=policy, **given)
-
-    return one
-
-
-@pytest.fixture
-def judged(judge: Judge, registry: Registry, tmp_path: Path) -> Judge:
-    """Judges a model, and does what its verdict says."""
-
-    def one(*arguments: Any, **options: Any) -> Judgement:
-        found = judge(*arguments, **options)
-        if found.verdict.promotes:
-            page = write_page(found, "digits", tmp_path / "page.html")
-            version = store_version(registry, *found.model.files, found.verdict, {page.name: page}, by="x")
-            apply_verdict(registry, version, found.verdict, by="x")
-        return found
-
-    return one
-
-
-def altered(model: Result, folder: Path, change: Callable[[dict[str, Any], dict[str, Any]], None]) -> Path:
-    """Another model, of which weights or sidecar differ."""
-    weights, sidecar = torch.load(model.model, weights_only=True), json.loads(model.sidecar.read_text())
-    change(weights, sidecar)
-    save_model(folder, weights, sidecar)
-    return folder
+    return Gate(runs, Registry(str(tmp_path / "registry"), "digits"), digits, tmp_path)
 
 
 def scale(weights: dict[str, Any], _: dict[str, Any]) -> None:
@@ -99,97 +102,84 @@ def scale(weights: dict[str, Any], _: dict[str, Any]) -> None:
         weights[name] *= 2
 
 
-def with_tests(digits: Path, folder: Path, chosen: Any = slice(None), classes: Sequence[str] = ()) -> Path:
-    """The digits with some of their test samples only, or with other names of classes."""
-    found = open_arrays(digits)
-    arrays = found.train_images, found.train_labels, found.test_images[chosen], found.test_labels[chosen]
-    folder.mkdir()
-    write_arrays(image_arrays(*arrays, classes or found.classes, name="digits"), folder, {})
-    return folder
-
-
 def make_champion(registry: Registry, version: Entry, best: str = "") -> Entry:
     """Append an entry by which a version is champion again."""
     values = {"version": version.version, "manifest": version.manifest, "best": best or version.best}
     return registry.append_entry(registry.history()[-1], by="x", action="promote", reason="again", **values)
 
 
-def test_a_promotion_and_what_follows_it(
-    judged: Judge, models: dict[str, Result], registry: Registry, digits: Path, tmp_path: Path
-) -> None:
-    first = judged(models["weak"]).verdict
+def test_a_promotion_and_what_follows_it(gate: Gate) -> None:
+    first = gate.release("weak").verdict
     assert first.promotes
     assert first.reason == "there is no champion yet, and it is better than the most frequent class"
-    assert first.challenger_accuracy == pytest.approx(models["weak"].test_accuracy)
-    verdict = judged(models["good"]).verdict
+    assert first.challenger_accuracy == pytest.approx(gate.runs["weak"].test_accuracy)
+    verdict = gate.release("good").verdict
     assert verdict.promotes, verdict.reason
     assert (verdict.look, verdict.samples, verdict.champion) == (2, 297, first.challenger)
     assert verdict.best == verdict.challenger
-    assert verdict.champion_accuracy == pytest.approx(models["weak"].test_accuracy)
+    assert verdict.champion_accuracy == pytest.approx(gate.runs["weak"].test_accuracy)
     tables = {}
     for name in ("weak", "good"):
-        files, table = (models[name].model, models[name].sidecar), tmp_path / f"{name}.csv"
-        with write_prediction_table(*files, images=None, dataset=digits, output=table, settings=QUIET).open() as file:
+        files, table = (gate.runs[name].model, gate.runs[name].sidecar), gate.folder / f"{name}.csv"
+        with write_prediction_table(
+            *files, images=None, dataset=gate.digits, output=table, settings=QUIET
+        ).open() as file:
             tables[name] = [row["prediction"] == row["truth"] for row in csv.DictReader(file)]
     pairs = [*zip(tables["good"], tables["weak"], strict=True)]
     gained, lost = pairs.count((True, False)), pairs.count((False, True))
     assert f"{gained} samples gained and {lost} lost of 297" in verdict.reason
-    champion, sidecar = load_champion(registry.address, "digits")
+    champion, sidecar = load_champion(gate.registry.address, "digits")
     assert sidecar["digests"]["weights"] == verdict.challenger
-    weights = torch.load(models["good"].model, weights_only=True)
+    weights = torch.load(gate.runs["good"].model, weights_only=True)
     assert all(torch.equal(tensor, weights[key]) for key, tensor in champion.state_dict().items())
-    again = judged(models["good"]).verdict
+    again = gate.release("good").verdict
     assert (again.decision, again.reason) == ("keep", "it has the champion's weights")
-    kept = judged(models["other"]).verdict
+    kept = gate.release("other").verdict
     assert (kept.decision, kept.look) == ("keep", 3)
     assert "samples gained" in kept.reason
-    assert judged(models["other"]).verdict.look == 3, "the same two models"
-    assert [entry.version for entry in registry.history()] == [first.challenger, verdict.challenger]
-    page = (tmp_path / "page.html").read_text()
+    assert gate.release("other").verdict.look == 3, "the same two models"
+    assert [entry.version for entry in gate.registry.history()] == [first.challenger, verdict.challenger]
+    page = (gate.folder / "page.html").read_text()
     assert "Only the challenger is right" in page
     assert page.count("<svg") == 2
     assert "digits: Promote" in page
 
 
-def test_a_look_at_the_champion_itself(
-    judge: Judge, judged: Judge, models: dict[str, Result], registry: Registry, tmp_path: Path
-) -> None:
+def test_a_look_at_the_champion_itself(gate: Gate) -> None:
     """Which decides nothing, and so is none that counts."""
-    judged(models["good"])
-    found = judge(models["good"], may_promote=False)
+    gate.release("good")
+    found = gate.judge("good", may_promote=False)
     assert found.verdict.reason == "it has the champion's weights"
-    assert found.verdict.challenger_accuracy == pytest.approx(models["good"].test_accuracy)
-    assert write_page(found, "digits", tmp_path / "page.html").read_text().count("<svg") == 1
-    verdict = judge(models["weak"], may_promote=False).verdict
+    assert found.verdict.challenger_accuracy == pytest.approx(gate.runs["good"].test_accuracy)
+    assert write_page(found, "digits", gate.folder / "page.html").read_text().count("<svg") == 1
+    verdict = gate.judge("weak", may_promote=False).verdict
     assert verdict.look == 0
     assert verdict.alpha == pytest.approx(0.05 * 6 / math.pi**2), "as of a first look"
-    assert judged(models["weak"]).verdict.look == 2
-    [entry] = registry.history()
-    make_champion(registry, entry)
-    Path(registry.at("log", "00000001.json")).unlink()
-    verdict = judge(models["weak"], may_promote=False).verdict
+    assert gate.release("weak").verdict.look == 2
+    [entry] = gate.registry.history()
+    make_champion(gate.registry, entry)
+    Path(gate.registry.at("log", "00000001.json")).unlink()
+    verdict = gate.judge("weak", may_promote=False).verdict
     assert verdict.champion == entry.version, "the last entry is enough"
-    assert judged(models["weak"]).verdict.champion == entry.version
-    elsewhere = Registry(str(tmp_path / "elsewhere"), "digits")
-    found = judge(models["good"], registry=elsewhere, may_promote=False)
+    assert gate.release("weak").verdict.champion == entry.version
+    elsewhere = Registry(str(gate.folder / "elsewhere"), "digits")
+    found = gate.judge("good", registry=elsewhere, may_promote=False)
     assert found.verdict.describe().startswith("would be promoted: there is no champion yet")
-    assert "digits: Would be promoted" in write_page(found, "digits", tmp_path / "page.html").read_text()
+    assert "digits: Would be promoted" in write_page(found, "digits", gate.folder / "page.html").read_text()
 
 
 @pytest.mark.parametrize(
     ("value", "first", "said"),
     [(0.0, True, "naming the most frequent class is right in"), (math.nan, False, "sample 0 gives NaN or infinity")],
 )
-def test_useless_weights_are_kept_back(
-    value: float, first: bool, said: str, judged: Judge, models: dict[str, Result], tmp_path: Path
-) -> None:
+def test_useless_weights_are_kept_back(gate: Gate, value: float, first: bool, said: str) -> None:
     def spoil(weights: dict[str, Any], _: dict[str, Any]) -> None:
         for tensor in weights.values():
             tensor.fill_(value)
 
     if not first:
-        judged(models["weak"])
-    verdict = judged(altered(models["good"], tmp_path / "useless", spoil)).verdict
+        gate.release("weak")
+    verdict = gate.release(gate.alter(spoil)).verdict
     assert verdict.decision == "keep"
     assert said in verdict.reason
     assert verdict.look == first, "nothing is decided by the test split where a logit is no number"
@@ -197,25 +187,18 @@ def test_useless_weights_are_kept_back(
 
 @pytest.mark.parametrize("gone", ["model.pt", "its code", "its answers"])
 def test_a_champion_that_cannot_be_evaluated(
-    judge: Judge,
-    judged: Judge,
-    models: dict[str, Result],
-    registry: Registry,
-    gone: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
+    gate: Gate, gone: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Nobody takes its place without a person's word; the cause is in the verdict, and its traceback on stderr."""
-    judged(models["weak"])
-    entry = registry.champion()
+    gate.release("weak")
+    entry = gate.registry.champion()
     assert entry is not None
-    version = Path(registry.at("versions", entry.version))
+    version = Path(gate.registry.at("versions", entry.version))
     if gone == "its code":
         sidecar = version / "model.json"
         sidecar.write_text(sidecar.read_text().replace('"small_cnn"', '"failing_module:model"'))
-        (tmp_path / "failing_module.py").write_text("def model(*_): raise ZeroDivisionError('the cause')")
-        monkeypatch.syspath_prepend(tmp_path)
+        (gate.folder / "failing_module.py").write_text("def model(*_): raise ZeroDivisionError('the cause')")
+        monkeypatch.syspath_prepend(gate.folder)
     elif gone == "its answers":
 
         def failing(model: SavedModel, split: PreparedSet) -> Evaluation:
@@ -225,143 +208,137 @@ def test_a_champion_that_cannot_be_evaluated(
     else:
         (version / gone).unlink()
     # The export, which a person who promotes the model needs, is a matter of one kind of failure.
-    exports = tmp_path / "exports" if gone == "model.pt" else None
-    verdict = judge(models["good"], exports=exports).verdict
+    exports = gate.folder / "exports" if gone == "model.pt" else None
+    verdict = gate.judge("good", exports=exports).verdict
     assert verdict.decision == "no_comparison"
     said = "evaluated: ZeroDivisionError: division by zero" if gone == "its answers" else "loaded: "
     assert verdict.reason.startswith(f"version {entry.version[:12]} cannot be {said}")
     assert ("in failing" in capfd.readouterr().err) == (gone == "its answers")
-    assert (verdict.look, verdict.challenger_accuracy) == (0, pytest.approx(models["good"].test_accuracy))
-    assert (tmp_path / "exports/model.onnx").exists() == (gone == "model.pt")
-    assert registry.champion() == entry
+    assert (verdict.look, verdict.challenger_accuracy) == (0, pytest.approx(gate.runs["good"].test_accuracy))
+    assert (gate.folder / "exports/model.onnx").exists() == (gone == "model.pt")
+    assert gate.registry.champion() == entry
 
 
-def test_an_outage_is_no_verdict(judged: Judge, models: dict[str, Result], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_outage_is_no_verdict(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
     """Which another try may have; nothing is known of the champion."""
-    judged(models["weak"])
+    gate.release("weak")
 
     def failing(*_: object) -> None:
         raise UnreachableError("HTTP 503")
 
     monkeypatch.setattr(versions, "fetch_files", failing)
     with pytest.raises(UnreachableError, match="HTTP 503"):
-        judged(models["good"])
+        gate.release("good")
 
 
-def test_a_model_that_answers_as_the_champion_is_kept(judged: Judge, models: dict[str, Result], tmp_path: Path) -> None:
+def test_a_model_that_answers_as_the_champion_is_kept(gate: Gate) -> None:
     """Other weights, and the same samples right: that is no look at the test split."""
-    judged(models["good"])
-    twin = altered(models["good"], tmp_path / "twin", scale)
+    gate.release("good")
+    twin = gate.alter(scale)
     for rule in ("superior", "not_worse"):
-        verdict = judged(twin, policy=Policy(rule=rule, latency_ratio=1000)).verdict
+        verdict = gate.release(twin, policy=Policy(rule=rule, latency_ratio=1000)).verdict
         assert (verdict.decision, verdict.reason) == ("keep", "both models get the same samples right")
-        assert (verdict.look, verdict.champion_accuracy) == (0, pytest.approx(models["good"].test_accuracy))
+        assert (verdict.look, verdict.champion_accuracy) == (0, pytest.approx(gate.runs["good"].test_accuracy))
 
 
 @pytest.mark.parametrize("export", ["if_possible", "required", "off"])
-def test_a_model_without_an_export(export: str, judge: Judge, models: dict[str, Result], tmp_path: Path) -> None:
+def test_a_model_without_an_export(gate: Gate, export: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "onnxscript", None)
-        verdict = judge(models["good"], policy=Policy(export=export), exports=tmp_path / "exports").verdict
+        verdict = gate.judge("good", policy=Policy(export=export), exports=gate.folder / "exports").verdict
     said = f"not exported: onnxscript is not installed: {install_hint('export')}"
     assert [check.reason for check in verdict.checks if check.name == "export"] == [said] * (export != "off")
     assert verdict.decision == ("keep" if export == "required" else "promote")
     assert (verdict.reason == said) == (export == "required")
-    assert not [*(tmp_path / "exports").iterdir()]
+    assert not [*(gate.folder / "exports").iterdir()]
 
 
-def test_both_models_may_meet_as_many_undecodable_images(judge: Judge, registry: Registry, tmp_path: Path) -> None:
+def test_both_models_may_meet_as_many_undecodable_images(gate: Gate) -> None:
     """As the challenger's training: one that came later must not keep the champion for ever."""
     files = image_files(*(f"{name}/{number}.png" for name in ("cat", "dog") for number in range(40)))
-    dataset = f"image_folder:{write_files(tmp_path / 'images', files)}"
+    dataset = f"image_folder:{write_files(gate.folder / 'images', files)}"
     hp = Hyperparameters(dataset=dataset, test_dataset=dataset, image_size=16, num_ranks=1, epochs=1)
-    settings, verdicts = quiet(tmp_path), []
+    settings, verdicts = quiet(gate.folder), []
     for number, allowed in enumerate((0, 1)):
-        (tmp_path / "images/cat/0.png").write_bytes(b"damaged" if number else files["cat/0.png"])
-        data = fetch(dataset, "", tmp_path / f"data{number}", test_dataset=dataset, progress="off")
-        run = run_training(replace(hp, bad_samples=allowed, seed=number), data, tmp_path / str(number), settings)
-        verdicts.append(judge(run, data, settings=settings).verdict)
+        (gate.folder / "images/cat/0.png").write_bytes(b"damaged" if number else files["cat/0.png"])
+        data = fetch(dataset, "", gate.folder / f"data{number}", test_dataset=dataset, progress="off")
+        run = run_training(replace(hp, bad_samples=allowed, seed=number), data, gate.folder / str(number), settings)
+        verdicts.append(gate.judge(run.run_folder, data, settings=settings).verdict)
         if not number:
-            version = store_version(registry, run.model, run.sidecar, verdicts[0], {}, by="x")
-            promote_version(registry, version.name, "to begin", by="me")
+            version = store_version(gate.registry, run.model, run.sidecar, verdicts[0], {}, by="x")
+            promote_version(gate.registry, version.name, "to begin", by="me")
     assert verdicts[1].decision != "no_comparison", verdicts[1].reason
     assert verdicts[1].samples == 79
     assert verdicts[1].champion_accuracy > 0
 
 
-def test_what_a_person_took_back_only_a_person_promotes_again(
-    judged: Judge, models: dict[str, Result], registry: Registry
-) -> None:
+def test_what_a_person_took_back_only_a_person_promotes_again(gate: Gate) -> None:
     """Though tonight's training gives the same bits, and they are still better than the champion."""
-    weak = judged(models["weak"]).verdict.challenger
-    good = judged(models["good"]).verdict.challenger
-    back = roll_back_champion(registry, "it hallucinates", by="ann")
+    weak = gate.release("weak").verdict.challenger
+    good = gate.release("good").verdict.challenger
+    back = roll_back_champion(gate.registry, "it hallucinates", by="ann")
     assert (back.version, back.best) == (weak, weak), "the best version is taken back, too"
-    verdict = judged(models["good"]).verdict
+    verdict = gate.release("good").verdict
     assert (verdict.decision, verdict.look) == ("keep", 0)
     assert verdict.reason == "ann took it back (it hallucinates); only a person can promote it again"
-    assert promote_version(registry, good, "it does not", by="bob").version == good
-    assert judged(models["good"]).verdict.reason == "it has the champion's weights"
-    roll_back_champion(registry, "it does", by="ann")
-    assert "took it back (it does)" in judged(models["good"]).verdict.reason
-    other = judged(models["other"]).verdict
+    assert promote_version(gate.registry, good, "it does not", by="bob").version == good
+    assert gate.release("good").verdict.reason == "it has the champion's weights"
+    roll_back_champion(gate.registry, "it does", by="ann")
+    assert "took it back (it does)" in gate.release("good").verdict.reason
+    other = gate.release("other").verdict
     assert (other.promotes, other.best) == (True, other.challenger)
 
 
-def test_other_classes_are_for_a_person(
-    judge: Judge, judged: Judge, models: dict[str, Result], digits: Path, tmp_path: Path
-) -> None:
+def test_other_classes_are_for_a_person(gate: Gate) -> None:
     """Who finds an ONNX beside the weights all the same."""
     names = [f"digit {number}" for number in range(10)]
-    judged(models["weak"])
-    renamed = altered(models["good"], tmp_path / "renamed", lambda _, sidecar: sidecar.update(classes=names))
-    data = with_tests(digits, tmp_path / "data", classes=names)
-    verdict = judge(renamed, data, exports=tmp_path / "exports").verdict
+    gate.release("weak")
+    renamed = gate.alter(lambda _, sidecar: sidecar.update(classes=names))
+    data = gate.change_data("data", classes=names)
+    verdict = gate.judge(renamed, data, exports=gate.folder / "exports").verdict
     assert (verdict.decision, verdict.look) == ("keep", 0)
     assert verdict.reason == "the classes changed, so whoever uses it must change too: promote it by hand"
-    assert (tmp_path / "exports/model.onnx").exists()
+    assert (gate.folder / "exports/model.onnx").exists()
 
 
-def test_another_test_split_judges_anew(judged: Judge, models: dict[str, Result], digits: Path, tmp_path: Path) -> None:
-    judged(models["good"])
-    other = with_tests(digits, tmp_path / "other", slice(200))
-    first, second = judged(models["other"]).verdict, judged(models["other"], other).verdict
+def test_another_test_split_judges_anew(gate: Gate) -> None:
+    gate.release("good")
+    other = gate.change_data("other", slice(200))
+    first, second = gate.release("other").verdict, gate.release("other", other).verdict
     assert first.test_digest != second.test_digest
     assert (first.look, second.look, second.samples) == (2, 1, 200)
-    lacking = with_tests(digits, tmp_path / "lacking", open_arrays(digits).test_labels != 4)
+    lacking = gate.change_data("lacking", open_arrays(gate.digits).test_labels != 4)
     with pytest.raises(UserError, match="class '4': the test split has no sample of it; judge on one that has"):
-        judged(models["weak"], lacking)
+        gate.release("weak", lacking)
 
 
-def test_a_slice_that_loses(judged: Judge, models: dict[str, Result], tmp_path: Path) -> None:
+def test_a_slice_that_loses(gate: Gate) -> None:
     """Of the samples that the good model loses against the other one, made many by being of one slice."""
-    judged(models["good"])
-    found = judged(models["weak"])
+    gate.release("good")
+    found = gate.release("weak")
     assert found.challenger is not None
     assert found.champion is not None
     lost = np.flatnonzero(found.champion.correct & ~found.challenger.correct)[:30]
-    table = tmp_path / "slices.csv"
+    table = gate.folder / "slices.csv"
     table.write_text("id,slice\n" + "".join(f"{number},hard\n" for number in lost))
-    reason = judged(models["weak"], policy=Policy(slices=str(table), latency_ratio=1000)).verdict.reason
+    reason = gate.release("weak", policy=Policy(slices=str(table), latency_ratio=1000)).verdict.reason
     assert "slice 'hard' loses: -100.00 points: 0 samples gained and 30 lost of 30" in reason
 
 
-def test_not_worse_looks_at_the_best_version_ever(
-    judge: Judge, judged: Judge, models: dict[str, Result], registry: Registry, tmp_path: Path
-) -> None:
+def test_not_worse_looks_at_the_best_version_ever(gate: Gate) -> None:
     """The champion is a weak one by a person's word; what is better than that is still worse than the best."""
     lenient = Policy(rule="not_worse", margin=0.02, latency_ratio=1000)
-    judged(models["weak"])
-    judged(models["good"])
-    weak, good = registry.history()
-    make_champion(registry, weak, best=good.version)
-    checks = {check.name: check.passed for check in judge(models["other"], policy=lenient).verdict.checks}
+    gate.release("weak")
+    gate.release("good")
+    weak, good = gate.registry.history()
+    make_champion(gate.registry, weak, best=good.version)
+    checks = {check.name: check.passed for check in gate.judge("other", policy=lenient).verdict.checks}
     assert checks["not worse than the champion"]
     assert "not worse than the best version ever" in checks
     equal = Policy(rule="not_worse", margin=0.05, latency_ratio=1000, nll_rise=10.0, brier_rise=2.0)
-    verdict = judge(altered(models["good"], tmp_path / "twin", scale), policy=equal).verdict
+    verdict = gate.judge(gate.alter(scale), policy=equal).verdict
     assert (verdict.promotes, verdict.best) == (True, good.version), verdict.reason
-    shutil.rmtree(registry.at("versions", good.version))
-    verdict = judge(models["other"], policy=lenient).verdict
+    shutil.rmtree(gate.registry.at("versions", good.version))
+    verdict = gate.judge("other", policy=lenient).verdict
     assert verdict.decision == "no_comparison"
     assert verdict.reason.startswith(f"version {good.version[:12]} cannot be loaded")

@@ -23,11 +23,6 @@ def test_all_looks_together_spend_alpha() -> None:
     assert 0.04999 < spent < 0.05
 
 
-def test_better_than_a_share() -> None:
-    """Eight heads of ten, from the binomial table."""
-    assert statistics.binomial_p_value(8, 10, 0.5) == pytest.approx(56 / 1024)
-
-
 def likeliest(gained: int, lost: int, samples: int, difference: float) -> float:
     """The likeliest share of what is lost, if that is the true difference, found by search."""
 
@@ -53,13 +48,14 @@ def test_the_bound_is_where_the_score_test_begins_to_refuse(gained: int, lost: i
     assert bound < (gained - lost) / samples
 
 
-def test_a_bound_where_all_is_lost_or_nothing_differs() -> None:
-    assert statistics.lower_bound_of_difference(0, 10, 10, 0.05) == -1.0
-    assert statistics.lower_bound_of_difference(0, 0, 10**6, 0.4999) == pytest.approx(0, abs=1e-9)
-
-
-def test_holm_by_hand() -> None:
-    """The example has 0.01 x 4, 0.02 x 3, 0.03 x 2 and 0.04, none of which may be less than the one before."""
+def test_by_hand() -> None:
+    """Holm's example has 0.01 x 4, 0.02 x 3, 0.03 x 2 and 0.04, none of which may be less than the one before."""
+    assert statistics.binomial_p_value(8, 10, 0.5) == pytest.approx(56 / 1024), "eight heads of ten, from a table"
+    assert statistics.lower_bound_of_difference(0, 10, 10, 0.05) == -1.0, "all is lost"
+    assert statistics.lower_bound_of_difference(0, 0, 10**6, 0.4999) == pytest.approx(0, abs=1e-9), "nothing differs"
+    assert statistics.detectable_difference(2, 0.06, 0.05) is None, "few samples find nothing"
+    error = statistics.calibration_error(np.array([0.95, 0.95, 0.55, 0.55]), np.array([True, False, True, True]))
+    assert error == pytest.approx((0.45 + 0.45) / 2), "two bins: 0.95 said and half right, 0.55 said and all right"
     assert statistics.correct_p_values([0.03, 0.01, 0.04, 0.02]) == pytest.approx([0.06, 0.04, 0.06, 0.06])
     assert statistics.correct_p_values([0.9, 0.8]) == [1.0, 1.0]
     assert statistics.correct_p_values([]) == []
@@ -70,9 +66,6 @@ def test_the_bound_of_a_mean_is_nearly_the_normal_one() -> None:
     normal = values.mean() - 1.6449 * values.std() / math.sqrt(len(values))
     assert statistics.lower_bound_of_mean(values, 0.05) == pytest.approx(normal, abs=0.005)
     assert statistics.lower_bound_of_mean(values, 0.05) == statistics.lower_bound_of_mean(values, 0.05)
-
-
-def test_the_bound_of_one_value() -> None:
     assert statistics.lower_bound_of_mean(np.full(5, 0.25), 0.05) == 0.25
     assert statistics.lower_bound_of_mean(np.full(700, 0.1), 0.05) == pytest.approx(0.1)
     assert statistics.lower_bound_of_mean(np.array([-1.0] + [0.0] * 99), 0.05) >= -1
@@ -104,10 +97,6 @@ def test_what_is_said_to_be_found_is_found_in_80_percent(samples: int, discordan
     assert abs(np.average(found, weights=counts) - 0.8) < 4 * math.sqrt(0.8 * 0.2 / 20_000)
 
 
-def test_few_samples_find_nothing() -> None:
-    assert statistics.detectable_difference(2, 0.06, 0.05) is None
-
-
 @pytest.mark.parametrize(
     ("samples", "discordant", "margin"), [(2000, 0.04, 0.01), (297, 0.01, 0.03), (100, 0.05, 0.05)]
 )
@@ -122,9 +111,3 @@ def test_how_often_an_equal_model_passes(samples: int, discordant: float, margin
     passed = [bound > -margin and gained + lost > 0 for bound, (gained, lost, _) in zip(bounds, draws, strict=True)]
     expected = np.average(passed, weights=counts)
     assert abs(expected - statistics.pass_probability(samples, discordant, margin, 0.05)) < 4 * math.sqrt(0.25 / 4000)
-
-
-def test_calibration_by_hand() -> None:
-    """Two bins: 0.95 said and half right, 0.55 said and all right."""
-    error = statistics.calibration_error(np.array([0.95, 0.95, 0.55, 0.55]), np.array([True, False, True, True]))
-    assert error == pytest.approx((0.45 + 0.45) / 2)
