@@ -122,7 +122,7 @@ def read_config(path: str) -> Config:
 
 
 def fetch_launch_plan(remote: FlyteRemote, name: str, version: str | None) -> FlyteLaunchPlan:
-    """Return the cluster's launch plan of this version; without a version the active one, else the newest.
+    """Query the cluster, and return the launch plan of this version; without a version the active one, else the newest.
 
     Raises a UserError that lists the choices if there is no such project, launch plan or version, or if nothing is
     registered.
@@ -204,7 +204,7 @@ class ExecutionWatch:
             time.sleep(min(PAUSE_SECONDS, 1 + (time.monotonic() - self.began) / 30))
 
     def iterate_nodes(self, parent: str | None = None) -> Iterator[Any]:
-        """Yield the executions of the nodes that have begun, below a parent node's or the workflow's, recursively."""
+        """Query the cluster, and yield the nodes that have begun, below a parent node or the workflow, recursively."""
         for node in iterate_node_executions(self.client, self.execution.id, unique_parent_id=parent):
             if not node.id.node_id.endswith(("start-node", "end-node")):
                 yield node

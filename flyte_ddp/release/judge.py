@@ -50,7 +50,7 @@ class Judgement:
     model: SavedModel  # the challenger
     split: PreparedSet
     test_digest: str
-    may_promote: bool
+    counts: bool  # whether the verdict may lead to a promotion
     exports: Path | None  # the folder for the challenger's ONNX; None: no export
     challenger: Evaluation | None = None  # None where the verdict did not need it, or a logit is not finite
     champion: Evaluation | None = None  # None where nothing was compared
@@ -71,7 +71,7 @@ class Judgement:
         Sets ``look``, its number, and ``alpha``. Writes two files as Registry.claim_look does. A judgement that may not
         promote writes nothing, keeps look 0, and has the share of a first one.
         """
-        if self.may_promote:
+        if self.counts:
             champion = self.before.version if self.before else NO_CHAMPION
             rule = f"{self.policy.rule} {self.policy.margin!r} {self.policy.alpha!r}"
             self.look = self.registry.claim_look(self.test_digest, self.model.digest, champion, rule)
@@ -128,28 +128,29 @@ def judge_challenger(
     policy: Policy,
     *,
     settings: Settings | None = None,
-    may_promote: bool = True,
+    counts: bool = True,
     exports: Path | None = None,
 ) -> Judgement:
     """Compare a model with the champion, or judge it alone if there is no champion; return the judgement.
 
     ``weights`` and ``sidecar`` are the challenger's ``model.pt`` and ``model.json``, and ``data`` is the folder of a
-    prepared data set. Downloads the champion, and evaluates both models on the whole test split. With ``may_promote``
-    the registry counts the judgement among those on this test split, in two files. Writes an ONNX and other exports to
-    the folder ``exports``; None: makes none. A champion that cannot be loaded or evaluated gives a verdict that
-    compares nothing, with the error as its reason; the traceback of an error that is no UserError goes to stderr.
-    Raises a UserError if the challenger, the data or the registry cannot be read, or if the test split lacks a class.
+    prepared data set. Downloads the champion, and evaluates both models on the whole test split. If the verdict may
+    lead to a promotion (``counts``), the judgement is counted among those on this test split, in two files of the
+    registry. Writes an ONNX and other exports to the folder ``exports``; None: makes none. A champion that cannot be
+    loaded or evaluated gives a verdict that compares nothing, with the error as its reason; the traceback of an error
+    that is no UserError goes to stderr. Raises a UserError if the challenger, the data or the registry cannot be read,
+    or if the test split lacks a class.
     """
     before, test_digest = registry.champion(), read_description(data).get(TEST_DIGEST)
     if test_digest is None:
         raise UserError(f"{data}: was prepared by an older version, without {TEST_DIGEST}; fetch it again")
     model, split = SavedModel(weights, sidecar, settings or Settings()), open_prepared(data)
-    judgement = Judgement(registry, policy, before, model, split, str(test_digest), may_promote, exports)
+    judgement = Judgement(registry, policy, before, model, split, str(test_digest), counts, exports)
     is_champion = before is not None and before.version == model.digest
-    if may_promote and is_champion:
+    if counts and is_champion:
         return judgement.conclude("it has the champion's weights", KEPT)
     # Only a version that is in the registry already may have been rolled back, which the whole log tells.
-    if may_promote and before is not None and versions.find_version(registry, model.digest):
+    if counts and before is not None and versions.find_version(registry, model.digest):
         _, taken_back = replay_promotions(registry.history())
         if back := taken_back.get(model.digest):
             said = f"{back.by} took it back ({back.reason}); only a person can promote it again"

@@ -243,7 +243,7 @@ class Registry:
         neighbours = itertools.pairwise([0, *numbers, max([at_least, *numbers]) + 1])
         gaps = [before + 1 for before, number in neighbours if number > before + 1]
         with ThreadPoolExecutor(READERS) as pool:
-            reading = {number: pool.submit(self.read_entry, number) for number in (*gaps, *numbers)}
+            reading = {number: pool.submit(self.read_entry, number) for number in sorted([*gaps, *numbers])}
         for number, found in reading.items():
             try:
                 entries[number] = found.result()

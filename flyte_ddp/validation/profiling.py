@@ -118,7 +118,10 @@ def sample_numbers(data: PreparedSet, split: str) -> Indices:
 def measure_samples(
     data: PreparedSet, split: str, numbers: Indices, settings: Settings
 ) -> Generator[SampleFacts, None, None]:
-    """Yield the facts about the samples ``numbers`` of a split, in order. Decodes encoded images in threads."""
+    """Read and decode the samples ``numbers`` of a split, encoded images in threads, and yield facts of each, in order.
+
+    The facts of an image that cannot be decoded say why. Raises a UserError if a sample cannot be read.
+    """
     if isinstance(data, ImageArrays):
         tests, training = (data.test_images, data.test_labels), (data.train_images, data.train_labels)
         pixels, labels = tests if split == "test" else training

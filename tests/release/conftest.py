@@ -33,7 +33,7 @@ def bucket(s3: tuple[S3Server, Locking], monkeypatch: pytest.MonkeyPatch) -> str
     return f"s3://{folder.name}"
 
 
-@pytest.fixture(params=["folder", "S3"])
+@pytest.fixture(params=["folder", pytest.param("S3", marks=pytest.mark.exhaustive)])
 def address(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     """Of a registry, each kind once."""
     return str(tmp_path / "registry") if request.param == "folder" else f"{request.getfixturevalue('bucket')}/models"

@@ -148,22 +148,22 @@ def test_a_promotion_and_what_follows_it(gate: Gate) -> None:
 def test_a_look_at_the_champion_itself(gate: Gate) -> None:
     """Which decides nothing, and so is none that counts."""
     gate.release("good")
-    found = gate.judge("good", may_promote=False)
+    found = gate.judge("good", counts=False)
     assert found.verdict.reason == "it has the champion's weights"
     assert found.verdict.challenger_accuracy == pytest.approx(gate.runs["good"].test_accuracy)
     assert write_page(found, "digits", gate.folder / "page.html").read_text().count("<svg") == 1
-    verdict = gate.judge("weak", may_promote=False).verdict
+    verdict = gate.judge("weak", counts=False).verdict
     assert verdict.look == 0
     assert verdict.alpha == pytest.approx(0.05 * 6 / math.pi**2), "as of a first look"
     assert gate.release("weak").verdict.look == 2
     [entry] = gate.registry.history()
     make_champion(gate.registry, entry)
     Path(gate.registry.at("log", "00000001.json")).unlink()
-    verdict = gate.judge("weak", may_promote=False).verdict
+    verdict = gate.judge("weak", counts=False).verdict
     assert verdict.champion == entry.version, "the last entry is enough"
     assert gate.release("weak").verdict.champion == entry.version
     elsewhere = Registry(str(gate.folder / "elsewhere"), "digits")
-    found = gate.judge("good", registry=elsewhere, may_promote=False)
+    found = gate.judge("good", registry=elsewhere, counts=False)
     assert found.verdict.describe().startswith("would be promoted: there is no champion yet")
     assert "digits: Would be promoted" in write_page(found, "digits", gate.folder / "page.html").read_text()
 

@@ -66,6 +66,7 @@ def store_all(registry: Registry, tmp_path: Path, *names: str) -> list[str]:
     return [stored(registry, trained(tmp_path / name))[0].name for name in names]
 
 
+@pytest.mark.parametrize("address", ["folder", "S3"], indirect=True)
 def test_two_rivals(registry: Registry, tmp_path: Path) -> None:
     """Both were better than the champion of before; the second one's verdict does not count any more."""
     first, second = (stored(registry, trained(tmp_path / name)) for name in ("one", "two"))

@@ -33,6 +33,7 @@ def promoted(registry: Registry, weights: bytes, card: bytes) -> Version:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("address", ["folder", "S3"], indirect=True)
 @pytest.mark.parametrize("rounds", [3, pytest.param(50, marks=pytest.mark.exhaustive)])
 def test_of_many_who_want_the_next_entry_one_gets_it(rounds: int, address: str) -> None:
     names = [f"process {number}" for number in range(20)]
