@@ -188,13 +188,6 @@ class Cluster:
 
         return str(self.wait_until(found, f"{words!r} in the log of {name}"))
 
-    def wait_for_log(self, name: str, words: str) -> None:
-        """Wait until any pod of the execution has logged these words."""
-        everywhere = ("logs", "-l", f"execution-id={name}", "--tail=-1")
-        self.wait_until(
-            lambda: words in self.kubectl(*everywhere, check=False).stdout, f"{words!r} in the logs of {name}"
-        )
-
     def activate_launch_plan(self, plan: LaunchPlan) -> None:
         """Register a launch plan and make it active."""
         images = ImageConfig(Image.look_up_image_info("default", self.image))

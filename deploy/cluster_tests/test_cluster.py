@@ -202,7 +202,7 @@ def test_a_secret_that_is_there_and_one_that_is_not(kubectl: Cluster) -> None:
         kubectl.wait_for_training_log(execution, words)
 
 
-def test_an_aborted_run_launched_again_goes_on(kubectl: Cluster) -> None:
+def test_an_aborted_run_leaves_no_pod_and_launched_again_goes_on(kubectl: Cluster) -> None:
     hp = {**LONG, "seed": unused_seed(kubectl)}
     first = kubectl.launch_training(**hp)
     kubectl.wait_for_training_log(first, "loss")
@@ -332,7 +332,8 @@ def test_an_engine(kubectl: Cluster, engine: str, resource: str, ranks: str) -> 
     kubectl.register(version, f"workflows/{engine}_training.py", FLYTE_DDP_NODES="2")
     hp = Hyperparameters(epochs=800, num_ranks=2, eval_interval=100, seed=unused_seed(kubectl))
     name = kubectl.launch(f"workflows.{engine}_training.{engine}_training_wf", {"hp": hp}, version)
-    kubectl.wait_for_log(name, "epoch 100/800")
+    logs = ("logs", "-l", f"execution-id={name}", "--tail=-1")
+    kubectl.wait_until(lambda: "epoch 100/800" in kubectl.kubectl(*logs, check=False).stdout, f"epoch 100 of {name}")
     lost = kubectl.kubectl("get", "pods", "-l", f"execution-id={name},{ranks}", "-o", "name").stdout.split()[-1]
     kubectl.kubectl("delete", lost, "--wait=false")
     execution = kubectl.wait_for_success(name)
@@ -343,10 +344,3 @@ def test_an_engine(kubectl: Cluster, engine: str, resource: str, ranks: str) -> 
     assert starts[-1]["resumed_after_step"] > 0
     sidecar = json.loads(kubectl.read_blob(output_address(execution, "sidecar")))
     assert (sidecar["num_ranks"], sidecar["num_nodes"]) == (2, 2)
-
-
-def test_an_abort_leaves_no_pod(kubectl: Cluster) -> None:
-    name = kubectl.launch_training(**LONG, seed=unused_seed(kubectl))
-    kubectl.wait_for_training_log(name, "loss")
-    kubectl.abort(name)
-    kubectl.wait_until(lambda: not kubectl.list_pods(name), "the end of its pods", 150)

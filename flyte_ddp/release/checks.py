@@ -168,7 +168,7 @@ def check_loss_rise(
 
 def show_calibration(*models: Evaluation) -> Check:
     """Return a check that always passes and shows the models' calibration errors, which depend on the bins."""
-    errors = [statistics.calibration_error(model.scores.confidence, model.correct) for model in models]
+    errors = [statistics.calibration_error(model.confidence, model.correct) for model in models]
     return Check("calibration error", True, " to ".join(f"{error:.4f}" for error in errors), "", "")
 
 

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import compress
-from typing import NamedTuple, Self
+from typing import Self
 
 import numpy as np
 import torch
@@ -18,25 +18,19 @@ from flyte_ddp.predict.prediction_batches import read_test_split
 from flyte_ddp.predict.saved_model import SavedModel
 
 
-class SampleScores(NamedTuple):
-    """Scores of the probabilities of N samples: [N] each."""
-
-    confidence: NDArray[np.float64]  # the probability of the prediction
-    nll: NDArray[np.float64]  # the negative log-likelihood of the label, in nats
-    brier: NDArray[np.float64]  # from 0 to 2; Brier, Monthly Weather Review 78 (1950)
-
-
 @dataclass
 class Evaluation:
-    """A model's predictions and scores on N samples.
+    """A model's predictions and scores on N samples: arrays [N].
 
     The logits [N, classes] are not kept: with thousands of classes they would fill the memory.
     """
 
-    predictions: NDArray[np.int64]  # [N]
-    labels: NDArray[np.int64]  # [N]
-    finite: NDArray[np.bool_]  # [N] whether all logits of a sample are numbers
-    scores: SampleScores
+    predictions: NDArray[np.int64]
+    labels: NDArray[np.int64]
+    finite: NDArray[np.bool_]  # whether all logits of a sample are numbers
+    confidence: NDArray[np.float64]  # the probability of the prediction
+    nll: NDArray[np.float64]  # the negative log-likelihood of the label, in nats
+    brier: NDArray[np.float64]  # from 0 to 2; Brier, Monthly Weather Review 78 (1950)
     spread: float  # the largest of all logits minus the smallest
     ids: Sequence[str] = ()  # of the N samples
     undecoded: Sequence[str] = ()  # ids of the samples that cannot be decoded: not among the N
@@ -49,11 +43,11 @@ class Evaluation:
             logs = torch.log_softmax(logits, dim=1, dtype=torch.float64)
             of_label, confidence = logs.gather(1, labels[:, None])[:, 0], logs.max(dim=1).values.exp()
             brier = logs.exp_().square_().sum(dim=1) - 2 * of_label.exp() + 1
-            scores_of_batch = confidence, -of_label, brier
-            columns.append([logits.argmax(dim=1), labels, logits.isfinite().all(dim=1), *scores_of_batch])
+            finite = logits.isfinite().all(dim=1)
+            columns.append([logits.argmax(dim=1), labels, finite, confidence, -of_label, brier])
             lowest, highest = min(lowest, logits.min().item()), max(highest, logits.max().item())
-        predictions, truth, finite, *scores = (torch.cat(each).numpy() for each in zip(*columns, strict=True))
-        return cls(predictions, truth, finite, SampleScores(*scores), highest - lowest)
+        arrays = [torch.cat(each).numpy() for each in zip(*columns, strict=True)]
+        return cls(*arrays, spread=highest - lowest)
 
     @cached_property
     def correct(self) -> NDArray[np.bool_]:

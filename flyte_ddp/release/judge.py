@@ -33,7 +33,6 @@ from flyte_ddp.settings import Settings
 
 LATENCY_BATCH, LATENCY_ROUNDS = 64, 15  # images of a batch, and how often both models compute one
 NOT_THE_MODELS = (UnreachableError, MemoryError, torch.OutOfMemoryError)  # errors that another try may not meet
-NO_CHAMPION = "none"  # stands for the champion in the look of a first model
 
 
 class IncomparableError(Exception):
@@ -72,7 +71,7 @@ class Judgement:
         promote writes nothing, keeps look 0, and has the share of a first one.
         """
         if self.counts:
-            champion = self.before.version if self.before else NO_CHAMPION
+            champion = self.before.version if self.before else "none"
             rule = f"{self.policy.rule} {self.policy.margin!r} {self.policy.alpha!r}"
             self.look = self.registry.claim_look(self.test_digest, self.model.digest, champion, rule)
         self.alpha = statistics.alpha_of_look(self.policy.alpha, max(1, self.look))
@@ -218,10 +217,9 @@ def compare_with_champion(judgement: Judgement, ours: Evaluation, champion: Save
     for kind, members in groups.items():
         check, judgement.parts[kind] = checks.check_parts(kind, members, ours, theirs, policy)
         judgement.add_check(check)
-    mine, before = ours.scores, theirs.scores
     judgement.checks += [
-        checks.check_loss_rise("negative log-likelihood", mine.nll, before.nll, policy.nll_rise, policy.alpha),
-        checks.check_loss_rise("Brier score", mine.brier, before.brier, policy.brier_rise, policy.alpha),
+        checks.check_loss_rise("negative log-likelihood", ours.nll, theirs.nll, policy.nll_rise, policy.alpha),
+        checks.check_loss_rise("Brier score", ours.brier, theirs.brier, policy.brier_rise, policy.alpha),
         checks.show_calibration(theirs, ours),
     ]
     best = model.digest if ours.accuracy > max(other.accuracy for other in others.values()) else best

@@ -65,7 +65,7 @@ def picture_differences(judgement: Judgement) -> dict[str, list[Picture]]:
             for place, image in zip(places, images_from_inputs(inputs, judgement.model.spec), strict=True):
                 model, pictures = wanted[place]
                 prediction, truth = names[model.predictions[place]], names[model.labels[place]]
-                score = float(model.scores.confidence[place])
+                score = float(model.confidence[place])
                 pictures.append(Picture(f"sample {model.ids[place]}", image, prediction, truth, score))
             start += len(batch.inputs)
     return found

@@ -22,7 +22,7 @@ from flyte_ddp.validation.profile import DataProfile
 if TYPE_CHECKING:
     from torch import nn
 
-VERDICT, LINEAGE, CARD, PROFILE = "verdict.json", "lineage.json", "README.md", "data_profile.json"
+PROFILE = "data_profile.json"
 
 
 class Outcome(NamedTuple):
@@ -69,12 +69,12 @@ def store_version(
         if not verdict.promotes:
             return stored
     files: Mapping[str, Path | bytes] = {
-        VERDICT: verdict_file,
+        "verdict.json": verdict_file,
         versions.WEIGHTS: weights,
         versions.SIDECAR: sidecar,
         **beside,
-        LINEAGE: lineage_event(registry.address, registry.name, about, verdict, by=by),
-        CARD: render_model_card(registry.name, about, verdict, beside),
+        "lineage.json": lineage_event(registry.address, registry.name, about, verdict, by=by),
+        "README.md": render_model_card(registry.name, about, verdict, beside),
     }
     return versions.write_version(registry, files)
 

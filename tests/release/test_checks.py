@@ -111,9 +111,9 @@ def test_likelihoods_and_scores_are_those_of_their_definitions() -> None:
     assert found.spread == np.ptp(logits)
     scores = np.exp(logits.astype(float)) / np.exp(logits.astype(float)).sum(axis=1, keepdims=True)
     truth = np.eye(4)[labels]
-    np.testing.assert_allclose(found.scores.nll, -np.log((scores * truth).sum(axis=1)))
-    np.testing.assert_allclose(found.scores.brier, ((scores - truth) ** 2).sum(axis=1))
-    np.testing.assert_allclose(found.scores.confidence, scores.max(axis=1))
+    np.testing.assert_allclose(found.nll, -np.log((scores * truth).sum(axis=1)))
+    np.testing.assert_allclose(found.brier, ((scores - truth) ** 2).sum(axis=1))
+    np.testing.assert_allclose(found.confidence, scores.max(axis=1))
 
 
 def test_a_rise_counts_where_it_is_large_and_no_chance() -> None:

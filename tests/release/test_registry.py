@@ -74,75 +74,61 @@ def test_a_copy_that_cannot_be_written_costs_a_message(tmp_path: Path, capsys: p
     assert "not renewed: Is a directory" in capsys.readouterr().out
 
 
-class ThreeEntries:
-    """A registry in a folder or on S3 whose log has three entries; ``contents`` are its files, "3" the third entry."""
-
-    def __init__(self, address: str, server: S3Server) -> None:
-        self.registry, self.server, before = Registry(address, "model"), server, None
-        for who in ("one", "two", "three"):
-            before = appended(self.registry, before, who)
-        self.addresses = {str(number): self.registry.entry_address(number) for number in (1, 2, 3)}
-        self.addresses["champion"] = self.registry.at("champion.json")
-        self.contents = {name: storage.read_file(address) for name, address in self.addresses.items()}
-
-    def change(self, name: str, content: bytes | None) -> None:
-        """Replace a file, or delete it."""
-        address = self.addresses[name]
-        if content is None:
-            (storage.local_path(address) or self.server.folder / address.removeprefix("s3://")).unlink()
-        else:
-            storage.write_file(address, content)
-
-
 @pytest.fixture
-def three(address: str, s3: tuple[S3Server, Locking]) -> ThreeEntries:
-    return ThreeEntries(address, s3[0])
+def three(tmp_path: Path) -> Registry:
+    """A registry in a folder whose log has three entries."""
+    registry, before = Registry(str(tmp_path / "registry"), "model"), None
+    for who in ("one", "two", "three"):
+        before = appended(registry, before, who)
+    return registry
 
 
-@pytest.mark.parametrize("copy", ["1", "{", "[]", "{}", '"number": "3"', None])
-def test_a_copy_that_is_late_damaged_or_missing_changes_no_champion(copy: str | None, three: ThreeEntries) -> None:
+@pytest.mark.parametrize("copy", ["entry 1", "{", "[]", "{}", "number", None])
+def test_a_copy_that_is_late_damaged_or_missing_changes_no_champion(copy: str | None, three: Registry) -> None:
     """From an older entry a reader goes on in the log; without one it lists the log."""
-    content = three.contents.get(copy, copy.encode()) if copy else None
-    if copy and "number" in copy:
-        content = three.contents["3"].replace(b'"number": 3', copy.encode())
-    three.change("champion", content)
-    assert [entry.version for entry in three.registry.history()] == ["one", "two", "three"]
-    assert three.registry.champion() == three.registry.history()[-1]
-    assert not [*find_faults(three.registry)][3:], "but for three versions that there are not, nothing is wrong"
+    path = Path(three.at("champion.json"))
+    if copy is None:
+        path.unlink()
+    elif copy == "entry 1":
+        shutil.copy(three.entry_address(1), path)
+    else:
+        path.write_text(path.read_text().replace('"number": 3', '"number": "3"') if copy == "number" else copy)
+    assert [entry.version for entry in three.history()] == ["one", "two", "three"]
+    assert three.champion() == three.history()[-1]
+    assert not [*find_faults(three)][3:], "but for three versions that there are not, nothing is wrong"
 
 
-@pytest.mark.parametrize("gone", ["1", "2", "3"])
-def test_a_lost_entry_stops_promotions_and_no_prediction(gone: str, three: ThreeEntries) -> None:
-    last = three.registry.champion()
-    three.change(gone, None)
-    assert three.registry.champion() == last
+@pytest.mark.parametrize("gone", [1, 2, 3])
+def test_a_lost_entry_stops_promotions_and_no_prediction(gone: int, three: Registry) -> None:
+    last = three.champion()
+    Path(three.entry_address(gone)).unlink()
+    assert three.champion() == last
     with pytest.raises(LogError, match=rf"model/log/0000000{gone}.json is missing; restore it, as no entry may be"):
-        three.registry.history()
+        three.history()
 
 
 @pytest.mark.parametrize(
     ("name", "content", "of_champion", "said"),
     [
-        ("1", "", "", "log/00000002.json does not follow the entry before it: one of the two was altered"),
-        ("1", "{", "", "log/00000001.json is damaged; restore it"),
-        ("3", "", "copy", ALTERED_COPY),
-        ("3", "{", "damaged", "log/00000003.json is damaged; restore it"),
-        ("champion", "", "copy", ALTERED_COPY),
+        ("log/00000001.json", "", "", "log/00000002.json does not follow the entry before it: one of the two was"),
+        ("log/00000001.json", "{", "", "log/00000001.json is damaged; restore it"),
+        ("log/00000003.json", "", "copy", ALTERED_COPY),
+        ("log/00000003.json", "{", "damaged", "log/00000003.json is damaged; restore it"),
+        ("champion.json", "", "copy", ALTERED_COPY),
     ],
 )
-def test_what_was_altered_is_named(name: str, content: str, of_champion: str, said: str, three: ThreeEntries) -> None:
+def test_what_was_altered_is_named(name: str, content: str, of_champion: str, said: str, three: Registry) -> None:
     """By promotions and audits all of it; by who reads the champion only what that one has to read."""
-    registry = three.registry
-    last = registry.champion()
-    three.change(name, content.encode() or three.contents[name].replace(b"why not", b"because"))
+    last, path = three.champion(), Path(three.at(name))
+    path.write_text(content or path.read_text().replace("why not", "because"))
     with pytest.raises(LogError, match=said):
-        registry.history()
-    assert re.search(said, next(find_faults(registry)))
+        three.history()
+    assert re.search(said, next(find_faults(three)))
     if of_champion:
         with pytest.raises(LogError, match=of_champion):
-            registry.champion()
+            three.champion()
     else:
-        assert registry.champion() == last
+        assert three.champion() == last
 
 
 def test_an_audit_names_each_fault(tmp_path: Path) -> None:
