@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
 from itertools import compress
 from typing import Self
@@ -31,6 +31,7 @@ class Evaluation:
     confidence: NDArray[np.float64]  # the probability of the prediction
     nll: NDArray[np.float64]  # the negative log-likelihood of the label, in nats
     brier: NDArray[np.float64]  # from 0 to 2; Brier, Monthly Weather Review 78 (1950)
+    _: KW_ONLY
     spread: float  # the largest of all logits minus the smallest
     ids: Sequence[str] = ()  # of the N samples
     undecoded: Sequence[str] = ()  # ids of the samples that cannot be decoded: not among the N

@@ -1,6 +1,7 @@
 """The registry's log: one winner for each number, whoever is killed and whatever is lost."""
 
 import re
+import shutil
 from pathlib import Path
 
 import promoter
