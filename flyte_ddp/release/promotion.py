@@ -34,13 +34,7 @@ class Outcome(NamedTuple):
 
 
 def store_version(
-    registry: Registry,
-    weights: Path,
-    sidecar: Path,
-    verdict: Verdict,
-    beside: Mapping[str, Path | bytes],
-    *,
-    by: str,
+    registry: Registry, weights: Path, sidecar: Path, verdict: Verdict, beside: Mapping[str, Path | bytes], *, by: str
 ) -> versions.Version:
     """Upload a judged model with its verdict, lineage and card, and return the version; promote nothing.
 

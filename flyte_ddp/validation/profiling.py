@@ -127,8 +127,7 @@ def measure_samples(
         pixels, labels = tests if split == "test" else training
         mode = MODES.get(pixels.shape[3], f"{pixels.shape[3]} channels")
         for number in numbers.tolist():
-            sample = SampleFacts(f"{split} sample {number}", int(labels[number]), mode=mode)
-            yield measure_pixels(sample, pixels[number])
+            yield measure_pixels(f"{split} sample {number}", int(labels[number]), mode, pixels[number])
         return
 
     def decode_and_measure(number: int, encoded: Encoded) -> SampleFacts:
@@ -136,7 +135,7 @@ def measure_samples(
         try:
             pixels, encoded = decode_or_refetch(source, number, encoded)
             with open_with_pillow(encoded.content) as image:
-                return measure_pixels(SampleFacts(encoded.name, encoded.label, mode=image.mode), pixels)
+                return measure_pixels(encoded.name, encoded.label, image.mode, pixels)
         except DecodingError as error:
             return SampleFacts(encoded.name, encoded.label, failure=str(error))
 
@@ -144,13 +143,10 @@ def measure_samples(
         yield from map_samples(source, numbers, settings.loader_threads or count_cores(), decode_and_measure, AHEAD)
 
 
-def measure_pixels(sample: SampleFacts, pixels: Pixels) -> SampleFacts:
-    """Return the sample with size, brightness and digest of its pixels uint8 [H, W, C]."""
+def measure_pixels(name: str, label: int, mode: str, pixels: Pixels) -> SampleFacts:
+    """Return the facts of a sample from its pixels uint8 [H, W, C]."""
     height, width, _ = pixels.shape
     digest = hashlib.blake2b(str(pixels.shape).encode(), digest_size=8)
     digest.update(np.ascontiguousarray(pixels).data)
-    return sample._replace(
-        size=(height * width).bit_length() - 1,
-        brightness=int(pixels.mean() * BRIGHTNESSES / 256),
-        digest=int.from_bytes(digest.digest(), "little"),
-    )
+    size, brightness = (height * width).bit_length() - 1, int(pixels.mean() * BRIGHTNESSES / 256)
+    return SampleFacts(name, label, "", mode, size, brightness, int.from_bytes(digest.digest(), "little"))

@@ -22,35 +22,28 @@ def check_profile(profile: DataProfile, hp: Hyperparameters, *, max_duplicates: 
     """Raise a UserError if a data set should not be trained on: one line for each problem, with examples and a remedy.
 
     ``max_duplicates`` is the allowed share of test samples that have the pixels of a training sample, and
-    ``max_conflicts`` that of samples that have the pixels of a sample with another label.
+    ``max_conflicts`` that of samples that have the pixels of a sample with another label. Also raises a UserError if
+    the class names are unknown.
     """
-    problems = [*find_problems(profile, hp, max_duplicates, max_conflicts)]
-    if problems:
-        raise UserError("\n".join(f"dataset={hp.dataset!r}: {problem}" for problem in problems))
-
-
-def find_problems(
-    profile: DataProfile, hp: Hyperparameters, max_duplicates: float, max_conflicts: float
-) -> Iterator[str]:
-    """Yield a sentence with a remedy for each problem of a data set; UserError if its class names are unknown."""
-    names = resolve_class_names(profile.classes, hp)
+    names, problems = resolve_class_names(profile.classes, hp), list[str]()
     bad = profile.training.undecodable + profile.test.undecodable
     if bad > hp.bad_samples:
-        yield (
+        problems.append(
             f"{format_count(bad, 'image')} cannot be decoded, more than bad_samples={hp.bad_samples}: "
             f"{join_few(profile.bad)}; fix or remove them, or raise bad_samples"
         )
     outside = {label: sample for label, sample in profile.labelled.items() if not 0 <= int(label) < len(names)}
     if outside:
         examples = join_few(f"{sample} has label {label}" for label, sample in outside.items())
-        yield f"{examples}: must be 0..{len(names) - 1} with {len(names)} classes; correct them, or set num_classes"
+        limits = f"must be 0..{len(names) - 1} with {len(names)} classes; correct them, or set num_classes"
+        problems.append(f"{examples}: {limits}")
     for split, counts in {"training": profile.training, "test": profile.test}.items():
         empty = [name for number, name in enumerate(names) if not counts.labels.get(str(number))]
         if empty:
             remedy = "add some" if split == "training" or hp.test_dataset else "give a test_dataset that has some"
-            yield f"no decodable {split} sample is of class {join_few(empty)}; {remedy}, or remove the class"
+            problems.append(f"no decodable {split} sample is of class {join_few(empty)}; {remedy}, or remove the class")
     if profile.duplicates > max_duplicates * profile.test.samples:
-        yield (
+        problems.append(
             f"{profile.duplicates:,} of {format_count(profile.test.samples, 'test sample')} have the pixels of a "
             f"training sample, more than max_duplicates={max_duplicates:g} of them, such as "
             f"{'; '.join(profile.duplicated)}; remove them from one of the two"
@@ -60,11 +53,13 @@ def find_problems(
         remedy = "correct the labels"
         if profile.equal > samples / 2:
             remedy = f"{profile.equal:,} are one and the same picture: look at it, as decoding may lose what it shows"
-        yield (
+        problems.append(
             f"{profile.conflicts:,} of {format_count(samples, 'sample')} have the pixels of another one with another "
             f"label, more than max_conflicts={max_conflicts:g} of them, such as {'; '.join(profile.conflicting)}; "
             f"{remedy}"
         )
+    if problems:
+        raise UserError("\n".join(f"dataset={hp.dataset!r}: {problem}" for problem in problems))
 
 
 def describe_differences(profile: DataProfile, champion: DataProfile) -> Iterator[str]:

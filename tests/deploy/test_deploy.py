@@ -180,8 +180,7 @@ def test_a_cluster_that_is_not_there_is_one_panel(clone: Path, tmp_path: Path) -
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "option",
-    [pytest.param((), marks=pytest.mark.exhaustive), ("--activate", "--service-account", "trainer")],
+    "option", [pytest.param((), marks=pytest.mark.exhaustive), ("--activate", "--service-account", "trainer")]
 )
 def test_registration_sends_everything_and_activates_what_it_is_told_to(
     clone: Path, tmp_path: Path, option: tuple[str, ...]
