@@ -1,7 +1,8 @@
 """Flyte tasks. Each resolves its inputs to paths, calls a function of the library, and wraps the results."""
 
-from tasks import command_line, input_form
+from tasks import command_line, flyte, input_form
 
 __all__ = ["input_form"]  # its import registers the forms
 
+flyte.leave_pod_of_person()
 command_line.set_up_command()

@@ -37,7 +37,6 @@ from flyte_ddp.errors import RankError, StoppedError, UnreachableError, UserErro
 from flyte_ddp.pods import environment
 from flyte_ddp.settings import check_wandb
 from tasks import engines
-from tasks.schedules import unreadable_reason
 
 if TYPE_CHECKING:
     from flytekit.clis.sdk_in_container.run import RunLevelParams
@@ -51,27 +50,26 @@ def set_up_command() -> None:
 
     For run, register and package: translates errors, and removes flytekit's temporary folders at exit. For run: reads
     the files of inputs. For pods: checks the settings, and prints to stderr which of them stay here. For run --remote:
-    sets the time limit of calls, and changes what is sent.
-
-    Raises:
-        UserError: a file of inputs cannot be read, or a setting that pods get is wrong.
+    sets the time limit of calls, and changes what is sent. Raises UserError if a file of inputs cannot be read, or a
+    setting that pods get is wrong.
     """
     context = click.get_current_context(silent=True)
     command = None if context is None else context.find_root().invoked_subcommand
-    if context is not None and command in ("run", "register", "package"):
-        context.with_resource(show_errors_in_panels(context))
-        remove_temporary_folders_at_exit()
-        if command == "run":
-            check_input_files(sys.argv)
-        is_remote = getattr(context.obj, "is_remote", False)
-        if is_remote or command != "run":  # a registration copies settings to pods
-            environment.check_registration()
-            check_wandb()
-        if is_remote:
-            from flytekit.clients.grpc_utils.deadline_interceptor import scoped_grpc_deadline
+    if context is None or command not in ("run", "register", "package"):
+        return
+    context.with_resource(show_errors_in_panels(context))
+    remove_temporary_folders_at_exit()
+    if command == "run":
+        check_input_files(sys.argv)
+    is_remote = getattr(context.obj, "is_remote", False)
+    if is_remote or command != "run":  # a registration copies settings to pods
+        environment.check_registration()
+        check_wandb()
+    if is_remote:
+        from flytekit.clients.grpc_utils.deadline_interceptor import scoped_grpc_deadline
 
-            context.with_resource(scoped_grpc_deadline(CALL_SECONDS))
-            change_remote_run(context.obj)
+        context.with_resource(scoped_grpc_deadline(CALL_SECONDS))
+        change_remote_run(context.obj)
 
 
 def change_remote_run(parameters: RunLevelParams) -> None:
@@ -88,12 +86,64 @@ def change_remote_run(parameters: RunLevelParams) -> None:
         parameters.envvars = {**(parameters.envvars or {}), environment.FROM_SCRATCH_VARIABLE: "yes"}
 
 
+def remove_temporary_folders_at_exit() -> None:
+    """Register the removal of flytekit's temporary folders at the exit of this process; they hold no output of ours.
+
+    Uses multiprocessing's Finalize, as processes that multiprocessing starts do not run ``atexit`` functions.
+    """
+    sandbox = Path(FlyteContextManager.current_context().file_access.local_sandbox_dir).parent
+    for folder in {Path(flyte_tmp_dir), Path(Config.local_sandbox_path), sandbox}:
+        if folder.parent == Path(tempfile.gettempdir()) and folder.name.startswith("flyte"):
+            Finalize(None, shutil.rmtree, (folder,), {"ignore_errors": True}, exitpriority=0)
+
+
+def check_input_files(arguments: Sequence[str]) -> None:
+    """Read and parse the files after --hp, --policy and --inputs-file on a command line, as flytekit does later.
+
+    Raises UserError if a file cannot be read or is neither JSON nor YAML, or if --inputs-file holds no object.
+    """
+    for option, example in EXAMPLES.items():
+        value = word_after_option(arguments, option)
+        if option not in arguments or (value or "").lstrip().startswith(("{", "[", "'")):  # flytekit's words are enough
+            continue
+        if value is None:
+            raise UserError(f"{option}: a file must follow")
+        try:
+            text = Path(value).read_text(encoding="utf-8")
+            held = json.loads(text) if option != "--inputs-file" and value.endswith(".json") else yaml.safe_load(text)
+            reason = "" if isinstance(held, dict) or option != "--inputs-file" else "holds no object of inputs by names"
+        except FileNotFoundError:
+            reason = "there is no such file"
+        except (OSError, ValueError, yaml.YAMLError) as error:
+            reason = unreadable_reason(error)
+        if reason:
+            must = f"it must be a JSON object such as {example}, or a file of JSON or YAML that holds one"
+            raise UserError(f"{option} {value}: {reason}; {must}")
+
+
+def unreadable_reason(error: Exception) -> str:
+    """Return a short reason why a file of JSON or YAML cannot be read, from the exception of reading or parsing it."""
+    if isinstance(error, OSError):
+        return error.strerror or str(error)
+    if isinstance(error, UnicodeDecodeError):
+        return f"is not text in UTF-8 (byte {error.start:,})"
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
+        where = f"line {error.problem_mark.line + 1}, column {error.problem_mark.column + 1}"
+        return f"is not valid YAML: {error.problem}, {where}"
+    return f"is not valid {'YAML' if isinstance(error, yaml.YAMLError) else 'JSON'}: {error}"
+
+
+def word_after_option(arguments: Sequence[str], option: str) -> str | None:
+    """Return the word after an option; None if the option or the word is missing."""
+    rest = arguments[arguments.index(option) + 1 :] if option in arguments else []
+    return rest[0] if rest else None
+
+
 @contextmanager
 def show_errors_in_panels(context: click.Context) -> Iterator[None]:
     """Replace exceptions that a person can fix by a click exception, shown as a panel; other exceptions pass.
 
-    Args:
-        context: click's context of the command.
+    ``context`` is click's context of the command.
     """
     try:
         yield
@@ -114,39 +164,11 @@ def show_errors_in_panels(context: click.Context) -> Iterator[None]:
 
 def unknown_entity_error(context: click.Context) -> UserError:
     """Return the error for the name of a workflow, task or launch plan that is not in the file of the command."""
-    arguments = sys.argv[sys.argv.index(str(context.info_name)) + 1 :] if context.info_name in sys.argv else []
-    name = next(iter(arguments), "")
+    name = word_after_option(sys.argv, str(context.info_name)) or ""
     if name in engines.left_out:
         return UserError(engines.left_out[name])
     assert isinstance(context.command, click.Group)
     return unknown_name_error("workflow, task or launch plan", name, context.command.list_commands(context))
-
-
-def check_input_files(arguments: Sequence[str]) -> None:
-    """Read and parse the files of inputs on a command line, as flytekit does later, to raise a UserError.
-
-    Args:
-        arguments: Words of the command. A file follows --hp, --policy or --inputs-file.
-
-    Raises:
-        UserError: a file cannot be read or is neither JSON nor YAML, or --inputs-file holds no object.
-    """
-    for option, example in EXAMPLES.items():
-        value = word_after_option(arguments, option)
-        if option not in arguments or (value or "").lstrip().startswith(("{", "[", "'")):  # flytekit's words are enough
-            continue
-        if value is None:
-            raise UserError(f"{option}: a file must follow")
-        try:
-            text = Path(value).read_text(encoding="utf-8")
-            held = json.loads(text) if option != "--inputs-file" and value.endswith(".json") else yaml.safe_load(text)
-            reason = "" if isinstance(held, dict) or option != "--inputs-file" else "holds no object of inputs by names"
-        except (OSError, ValueError, yaml.YAMLError) as error:
-            missing = isinstance(error, FileNotFoundError)
-            reason = "there is no such file" if missing else unreadable_reason(error)
-        if reason:
-            must = f"it must be a JSON object such as {example}, or a file of JSON or YAML that holds one"
-            raise UserError(f"{option} {value}: {reason}; {must}")
 
 
 def path_error(error: BaseException | None) -> UserError | None:
@@ -164,17 +186,6 @@ def path_error(error: BaseException | None) -> UserError | None:
     return None
 
 
-def cache_error(error: Exception) -> UserError | None:
-    """Return the error for a local cache of flytekit that cannot be used; None if the exception has another cause."""
-    folder = str(Path(local_cache.CACHE_LOCATION).expanduser())
-    if not isinstance(error, sqlite3.Error) and not (isinstance(error, OSError) and folder in str(error)):
-        return None
-    return UserError(
-        f"Flyte's local cache {folder}: {getattr(error, 'strerror', None) or error}; make it writable or free some "
-        "space, set HOME to another folder, or set FLYTE_LOCAL_CACHE_ENABLED=false and train without it"
-    )
-
-
 def option_error(error: Exception) -> UserError | None:
     """Return the error for an unknown option or an unknown key of --inputs-file; None where click's text is enough."""
     if not isinstance(error, click.NoSuchOption):
@@ -190,18 +201,21 @@ def option_error(error: Exception) -> UserError | None:
     return UserError(f"{source}: {unknown_name_error('input', name, inputs).message}")
 
 
-def word_after_option(arguments: Sequence[str], option: str) -> str | None:
-    """Return the word after an option; None if the option or the word is missing."""
-    rest = arguments[arguments.index(option) + 1 :] if option in arguments else []
-    return rest[0] if rest else None
+def cache_error(error: Exception) -> UserError | None:
+    """Return the error for a local cache of flytekit that cannot be used; None if the exception has another cause."""
+    folder = str(Path(local_cache.CACHE_LOCATION).expanduser())
+    if not isinstance(error, sqlite3.Error) and not (isinstance(error, OSError) and folder in str(error)):
+        return None
+    return UserError(
+        f"Flyte's local cache {folder}: {getattr(error, 'strerror', None) or error}; make it writable or free some "
+        "space, set HOME to another folder, or set FLYTE_LOCAL_CACHE_ENABLED=false and train without it"
+    )
 
 
 def call_error(error: BaseException | None, config: str) -> UserError | None:
     """Return the error for a failed call to a Flyte cluster, by the call's status; None if the exception is another.
 
-    Args:
-        error: Exception of a failed call, or one that it caused.
-        config: Path of the configuration that names the cluster. Empty takes flytekit's default.
+    ``config`` is the path of the configuration that names the cluster; "" takes flytekit's default.
     """
     from flytekit.configuration import PlatformConfig
     from flytekit.exceptions.system import FlyteSystemException
@@ -234,14 +248,3 @@ def call_error(error: BaseException | None, config: str) -> UserError | None:
     else:
         what = f"refuses what it was asked for: {details}"
     return UserError(f"{endpoint} {what}")
-
-
-def remove_temporary_folders_at_exit() -> None:
-    """Register the removal of flytekit's temporary folders at the exit of this process; they hold no output of ours.
-
-    Uses multiprocessing's Finalize, as processes that multiprocessing starts do not run ``atexit`` functions.
-    """
-    sandbox = Path(FlyteContextManager.current_context().file_access.local_sandbox_dir).parent
-    for folder in {Path(flyte_tmp_dir), Path(Config.local_sandbox_path), sandbox}:
-        if folder.parent == Path(tempfile.gettempdir()) and folder.name.startswith("flyte"):
-            Finalize(None, shutil.rmtree, (folder,), {"ignore_errors": True}, exitpriority=0)

@@ -1,5 +1,6 @@
 """The training task on torch Elastic, in one pod or several (Kubeflow's PyTorchJob); its body runs in every rank."""
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,21 +16,17 @@ from flyte_ddp.config import Hyperparameters
 from flyte_ddp.hardware import detect_hardware
 from flyte_ddp.launch.supervise.processes import hide_main_script
 from flyte_ddp.launch.supervise.stopping import stop_error
-from flyte_ddp.pods.elastic import (
-    add_step_to_error,
-    end_after_rank_0,
-    meet_seconds,
-    refuse_unresolvable_host_name,
-    set_up_workers,
-)
+from flyte_ddp.pods import elastic as elastic_pods
+from flyte_ddp.pods.live_page import publish_report_while_training
+from flyte_ddp.pods.paths import resolve_folder
 from flyte_ddp.pods.platforms import is_in_pod
 from flyte_ddp.pods.profiles import elastic_ranks_per_node, node_range
 from flyte_ddp.process import count_out_of_memory_kills
 from flyte_ddp.run import Result, run_training
 from flyte_ddp.runs import run_lock
-from flyte_ddp.settings import Settings
+from flyte_ddp.settings import Settings, read_whole_number
 from tasks import command_line, pods
-from tasks.flyte import report_refused_inputs, translate_errors_for_flyte
+from tasks.flyte import PLATFORM, report_refused_inputs, translate_errors_for_flyte
 from tasks.training import TrainingOutputs, read_finished_run, train_in_run_folder, training_outputs
 
 ROOT = Path(__file__).parents[1]
@@ -61,6 +58,8 @@ class ElasticTrainingTask(PytorchElasticFunctionTask):  # type: ignore[misc]
     def _execute(self, **inputs: Any) -> Any:
         """Start this node's workers, wait for their end, and return rank 0's outputs, or those of a finished local run.
 
+        In a pod with rank 0, publishes the console's page meanwhile: Flyte's decks are of this process, not of workers.
+
         Raises:
             IgnoreOutputs: this node has no rank 0, and so no outputs.
             RankError, StoppedError, UserError: a worker failed, or SIGTERM came. Flyte's recoverable error in their
@@ -70,17 +69,29 @@ class ElasticTrainingTask(PytorchElasticFunctionTask):  # type: ignore[misc]
 
         from flyte_ddp.launch.elastic import first_worker_error, silence_elastic_logs
 
-        result = read_finished_run(inputs["run_version"])
+        version = inputs["run_version"]
+        result = read_finished_run(version)
         if result is not None:  # before workers are started, which would wait for their rank 0
             return training_outputs(result)
         if not is_in_pod():  # then there is one node, and no profile limits the number of ranks
-            refuse_unresolvable_host_name()
+            elastic_pods.refuse_unresolvable_host_name()
             self.min_nodes = self.max_nodes = 1
             self.task_config.nproc_per_node = detect_hardware(inputs["hp"]).num_ranks
         memory_kills = count_out_of_memory_kills()
-        with translate_errors_for_flyte(), add_step_to_error(inputs["run_version"]):
+        with (
+            translate_errors_for_flyte(),
+            publish_report_while_training(PLATFORM, resolve_folder(version))
+            if elastic_pods.has_rank_0()
+            else nullcontext(),
+            elastic_pods.add_step_to_error(version),
+        ):
             try:
-                with set_up_workers(ROOT), hide_main_script(), silence_elastic_logs(), end_after_rank_0(IgnoreOutputs):
+                with (
+                    elastic_pods.set_up_workers(ROOT),
+                    hide_main_script(),
+                    silence_elastic_logs(),
+                    elastic_pods.end_after_rank_0(IgnoreOutputs),
+                ):
                     result = super()._execute(**inputs)
             except FlyteUserRuntimeException as error:
                 raise first_worker_error(error.value, memory_kills) from None
@@ -100,13 +111,14 @@ TaskPlugins.register_pythontask_plugin(ElasticTraining, ElasticTrainingTask)
 def elastic_config() -> ElasticTraining:
     """Return Elastic's configuration for the nodes of FLYTE_DDP_NODES and the profile's ranks on each."""
     least, most = node_range()
+    seconds = read_whole_number(elastic_pods.MEET_VARIABLE)
     return ElasticTraining(
         nnodes=most if least == most else f"{least}:{most}",
         nproc_per_node=elastic_ranks_per_node(),
         max_restarts=pods.ENGINE_RETRIES if most > 1 else 0,  # a single pod that fails is Flyte's to retry
         monitor_interval=1,
         increase_shared_mem=False,  # the task's shared_memory says the size
-        rdzv_configs=dict.fromkeys(("timeout", "join_timeout", "read_timeout"), meet_seconds()),
+        rdzv_configs=dict.fromkeys(("timeout", "join_timeout", "read_timeout"), seconds),
         # Pods that have ended keep their logs. The limit is for containers, so that one that ends at once is not
         # restarted for ever: Flyte then makes another attempt.
         run_policy=RunPolicy(clean_pod_policy=CleanPodPolicy.RUNNING, backoff_limit=pods.ENGINE_RETRIES * most),
@@ -126,7 +138,8 @@ def train_on_elastic(hp: Hyperparameters, data: FlyteDirectory, run_version: str
         command_line.remove_temporary_folders_at_exit()
     with elastic.pickle_exception():
         if elastic.is_leader():
-            return train_in_run_folder(hp, data, run_version, launch_as_leader)  # type: ignore[return-value]  # see _execute
+            # _execute makes outputs of the result.
+            return train_in_run_folder(hp, data, run_version, launch_as_leader, page=False)  # type: ignore[return-value]
         with translate_errors_for_flyte():
             elastic.follow(lambda folder: download_data(data, folder))
     return None  # type: ignore[return-value]  # the plugin takes rank 0's outputs

@@ -1,4 +1,4 @@
-"""Optional engines: the modules that each one needs, and the message if one is not installed."""
+"""Optional engines: the module that each one needs, and the message if it is not installed."""
 
 import importlib.util
 import sys
@@ -6,20 +6,12 @@ from contextlib import suppress
 
 from flyte_ddp.errors import install_hint
 
-NEEDED = {
-    "elastic": "flytekitplugins.kfpytorch",
-    "ray": "flytekitplugins.ray",
-    "dask": "flytekitplugins.dask",
-}
+NEEDED = {"elastic": "flytekitplugins.kfpytorch", "ray": "flytekitplugins.ray", "dask": "flytekitplugins.dask"}
 left_out: dict[str, str] = {}  # message that says what to install, by the name of the workflow
 
 
 def is_engine_installed(name: str) -> bool:
-    """Return whether an engine is installed; if not, print to stderr how to install it and put that into left_out.
-
-    Args:
-        name: elastic, ray or dask: the name of the engine and of our extra.
-    """
+    """Return whether elastic, ray or dask is installed; if not, print to stderr how to install it, and set left_out."""
     with suppress(ModuleNotFoundError):  # no plugin of flytekit is installed
         if importlib.util.find_spec(NEEDED[name]) is not None:  # a plugin needs its engine, so that is installed too
             return True

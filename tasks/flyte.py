@@ -1,7 +1,13 @@
-"""Flyte as the platform that runs tasks: an implementation of flyte_ddp.pods.platforms.Platform with flytekit."""
+"""Flyte as the platform that runs tasks: an implementation of flyte_ddp.pods.platforms.Platform, and types of outputs.
+
+Import PythonPickledFile from here for an input or output of a task. With python-magic installed, flytekit looks into
+local files and accepts only libmagic's MIME type of bare pickles. This module replaces flytekit's transformer of the
+type by one that also accepts torch's zip format.
+"""
 
 import os
 import sys
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -9,17 +15,33 @@ from typing import Any, TypeVar
 from flytekit import Deck, FlyteContextManager
 from flytekit.configuration import LocalConfig
 from flytekit.core.base_task import PythonTask
+from flytekit.core.context_manager import ExecutionState
+from flytekit.core.type_engine import AsyncTypeTransformer, TypeEngine
 from flytekit.exceptions.system import FlyteNonRecoverableSystemException
 from flytekit.exceptions.user import FlyteRecoverableException, FlyteUserRuntimeException
 from flytekit.types.directory import FlyteDirectory
-from flytekit.types.file import FlyteFile
+from flytekit.types.file import FlyteFile, PythonPickledFile
+from flytekit.types.file.file import FlyteFilePathTransformer
 
 from flyte_ddp.errors import UserError
 from flyte_ddp.pods import retries
-from flyte_ddp.pods.platforms import is_in_pod
+from flyte_ddp.pods.platforms import EXECUTION_ID, is_in_pod
 
+__all__ = ["PythonPickledFile"]  # others import it from here
 AnyTask = TypeVar("AnyTask", bound=PythonTask)
 FileType = TypeVar("FileType", bound=FlyteFile)
+
+
+def leave_pod_of_person() -> None:
+    """Remove the execution's id from the environment, by which is_in_pod() is True, unless Flyte executes a task here.
+
+    A person in a pod, such as a workspace in the cluster, wants local runs of ``pyflyte run`` and of notebooks. Flyte
+    imports this package when its command ``pyflyte-execute`` has set the mode TASK_EXECUTION. flytekit sets that mode
+    in Elastic's workers in any case; they inherit the environment of the process that starts them.
+    """
+    state = FlyteContextManager.current_context().execution_state
+    if state is None or state.mode is not ExecutionState.Mode.TASK_EXECUTION:
+        os.environ.pop(EXECUTION_ID, None)
 
 
 class ReplaceablePage(Deck):  # type: ignore[misc]  # which flytekit leaves untyped
@@ -37,7 +59,7 @@ class Flyte:
     """Facts about the Flyte task that runs now, and Flyte's ways to take over a page and an error."""
 
     def disk_limit(self) -> str:
-        """Return this task's limit of ephemeral storage; empty for tasks of engines, whose operators make the pods."""
+        """Return this task's limit of ephemeral storage; "" for tasks of engines, whose operators make the pods."""
         module, _, name = os.environ.get("FLYTE_INTERNAL_TASK_NAME", "").rpartition(".")
         task = getattr(sys.modules.get(module), name, None)
         return "" if task is None or task.task_type != "python-task" else str(task.resources.limits.ephemeral_storage)
@@ -52,12 +74,18 @@ class Flyte:
         return str(FlyteContextManager.current_context().file_access.raw_output_prefix)
 
     def publish_page(self, title: str, html: str) -> None:
-        """Replace the page of this task's deck of that title, or add the deck; then upload all decks of the task."""
-        decks = FlyteContextManager.current_context().user_space_params.decks
-        replaceable = [deck for deck in decks if isinstance(deck, ReplaceablePage) and deck.name == title]
-        deck = replaceable[0] if replaceable else ReplaceablePage(title)
-        deck.page = html
-        Deck.publish()
+        """Replace the page of this task's deck of that title, or add the deck; then upload all decks of the task.
+
+        flytekit publishes no deck of a dynamic task, so a context is set in which any task looks like an ordinary one.
+        """
+        context = FlyteContextManager.current_context()
+        state = context.execution_state.with_params(mode=ExecutionState.Mode.TASK_EXECUTION)
+        with FlyteContextManager.with_context(context.with_execution_state(state)):
+            decks = context.user_space_params.decks
+            replaceable = [deck for deck in decks if isinstance(deck, ReplaceablePage) and deck.name == title]
+            deck = replaceable[0] if replaceable else ReplaceablePage(title)
+            deck.page = html
+            Deck.publish()
 
     def retryable_error(self, message: str) -> Exception:
         """Return a FlyteRecoverableException, the one exception after which Flyte starts another attempt."""
@@ -66,7 +94,6 @@ class Flyte:
 
 PLATFORM = Flyte()
 translate_errors_for_flyte = partial(retries.translate_errors, PLATFORM)  # Flyte counts any other exception as final
-sync_checkpoints = partial(retries.sync_checkpoints, PLATFORM)
 
 
 def report_refused_inputs(task: AnyTask) -> AnyTask:
@@ -93,11 +120,9 @@ def report_refused_inputs(task: AnyTask) -> AnyTask:
 
 
 def output_file(kind: type[FileType], path: Path) -> FileType:
-    """Return a file as a task's output. Locally the file stays; in a pod flytekit uploads it at the task's end.
+    """Return a file as a task's output, of type FlyteFile or PythonPickledFile.
 
-    Args:
-        kind: FlyteFile or PythonPickledFile.
-        path: Path of the file.
+    Locally the file stays; in a pod flytekit uploads it at the task's end.
     """
     return kind(str(path)) if is_in_pod() else kind(str(path), remote_path=False)
 
@@ -105,3 +130,18 @@ def output_file(kind: type[FileType], path: Path) -> FileType:
 def output_folder(path: Path) -> FlyteDirectory:
     """Return a folder as a task's output. Locally the folder stays; in a pod flytekit uploads it at the task's end."""
     return FlyteDirectory(str(path)) if is_in_pod() else FlyteDirectory(str(path), remote_directory=False)
+
+
+class PickledFileTransformer(FlyteFilePathTransformer):  # type: ignore[misc]  # which flytekit leaves untyped
+    """Flytekit's transformer of PythonPickledFile, which also accepts zip files."""
+
+    def __init__(self) -> None:
+        AsyncTypeTransformer.__init__(self, name="PythonPickledFile", t=PythonPickledFile)
+
+    def get_mime_type_from_extension(self, extension: str) -> str | Sequence[str]:
+        """Return the MIME types that a local file with this extension may have: flytekit's and zip's."""
+        known = super().get_mime_type_from_extension(extension)
+        return [known, "application/zip"] if isinstance(known, str) else [*known, "application/zip"]
+
+
+TypeEngine.register(PickledFileTransformer())

@@ -50,29 +50,27 @@ def prefill_form(parameter: Parameter, values: CheckedFields) -> Parameter:
 
 
 def form_metadata(values: CheckedFields) -> dict[str, Any]:
-    """Return the metadata of a type in which the console finds its schema, with these values as defaults."""
-    name = type(values).__name__
-    return {"$ref": f"#/definitions/{name}", "definitions": {name: form_schema(values)}}
-
-
-def form_schema(values: CheckedFields) -> dict[str, Any]:
-    """Return the JSON schema (draft 7) of a dataclass, with these values as defaults, fields in the dataclass's order.
+    """Return the metadata of a dataclass's type, with a JSON schema (draft 7) for the console and these values in it.
 
     Flyte keeps the schema as a protobuf Struct, which keeps the order of lists but not of objects. So each field is a
     schema of its own in a list. Without a title the console would turn the list into an object.
     """
-    fields = dataclasses.fields(values)  # type: ignore[arg-type]
-    in_order = [{"properties": {field.name: field_schema(field, getattr(values, field.name))}} for field in fields]
-    return {"title": type(values).__name__, "type": "object", "allOf": in_order}
-
-
-def field_schema(field: "dataclasses.Field[Any]", default: object) -> dict[str, Any]:
-    """Return the JSON schema of one field: type, label, default, help and choices."""
-    assert isinstance(field.type, type)
-    kind = KINDS[field.type]
-    texts = {"title": f"{field.name} ({kind})", "description": field.metadata["doc"]}
-    choices = field.metadata["choices"]
-    return {"type": kind, "default": default, **texts, **({"enum": [*choices]} if choices else {})}
+    name, fields = type(values).__name__, []
+    for field in dataclasses.fields(values):  # type: ignore[arg-type]
+        assert isinstance(field.type, type)
+        kind, choices = KINDS[field.type], field.metadata["choices"]
+        schema = {
+            "type": kind,
+            "default": getattr(values, field.name),
+            "title": f"{field.name} ({kind})",
+            "description": field.metadata["doc"],
+            **({"enum": [*choices]} if choices else {}),
+        }
+        fields.append({"properties": {field.name: schema}})
+    return {
+        "$ref": f"#/definitions/{name}",
+        "definitions": {name: {"title": name, "type": "object", "allOf": fields}},
+    }
 
 
 for filled_in in (Hyperparameters, Policy):

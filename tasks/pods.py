@@ -9,13 +9,7 @@ from flytekit import Cache, PodTemplate, Resources, Secret
 from flytekit.extras.accelerators import GPUAccelerator
 
 from flyte_ddp.code_digest import library_digest
-from flyte_ddp.pods.environment import (
-    cache_limit_variable,
-    pod_environment,
-    registry_environment,
-    training_environment,
-    wandb_secret_id,
-)
+from flyte_ddp.pods import environment
 from flyte_ddp.pods.profiles import Size, chosen_profile, split_size
 from flyte_ddp.settings import REQUESTED_GPUS, read_number, read_text, read_whole_number
 
@@ -23,16 +17,14 @@ if TYPE_CHECKING:
     from kubernetes.client import V1PodSpec
 
 WITH_DECK: dict[str, Any] = {"enable_deck": True, "deck_fields": ()}  # without the pages that flytekit would add
-Variables = Optional[dict[str, str]]
+Variables = Optional[dict[str, str]]  # of a pod's environment, besides those of every pod
 ENGINE_RETRIES = 2  # an engine's own retries, on the hosts that it has; Flyte's would set up another cluster
 
 
 def light_pod(variables: Variables = None, disk: str = "") -> dict[str, Any]:
     """Return the options of a task that checks inputs or reads an index: a small pod without GPUs.
 
-    Args:
-        variables: Variables of the pod's environment besides those of every pod.
-        disk: Limit and request of disk. Empty takes the profile's for light pods.
+    ``disk`` is its request and limit of disk; "" takes the profile's for light pods.
     """
     limits = chosen_profile().light
     limits = replace(limits, ephemeral_storage=disk or limits.ephemeral_storage)
@@ -41,21 +33,18 @@ def light_pod(variables: Variables = None, disk: str = "") -> dict[str, Any]:
 
 def checking_pod() -> dict[str, Any]:
     """Return the options of a task that checks a training or a release: a light pod with the registry and a deck."""
-    return {**light_pod(registry_environment()), **WITH_DECK}
+    return {**light_pod(environment.registry_variable()), **WITH_DECK}
 
 
 def storing_pod(variables: Variables = None) -> dict[str, Any]:
-    """Return the options of a task that puts a version into the registry: a light pod with a large disk.
-
-    Args:
-        variables: Variables of the pod's environment besides the registry and those of every pod.
-    """
-    return light_pod(registry_environment() | (variables or {}), disk=chosen_profile().data.ephemeral_storage)
+    """Return the options of a task that puts a version into the registry: a light pod with a large disk."""
+    variables = environment.registry_variable() | (variables or {})
+    return light_pod(variables, disk=chosen_profile().data.ephemeral_storage)
 
 
 def promoting_pod() -> dict[str, Any]:
     """Return the options of a task that makes a version the champion: a storing pod with wandb's settings and key."""
-    wandb = {name: value for name, value in training_environment().items() if "WANDB" in name}
+    wandb = {name: value for name, value in environment.training_environment().items() if "WANDB" in name}
     return {**storing_pod(wandb), "secret_requests": secret_requests()}
 
 
@@ -70,7 +59,8 @@ def prediction_pod() -> dict[str, Any]:
     Without GPUs the pod has the profile's whole size.
     """
     profile = chosen_profile()
-    variables = cache_limit_variable() | registry_environment() | {REQUESTED_GPUS: str(min(1, profile.gpus))}
+    gpus = {REQUESTED_GPUS: str(min(1, profile.gpus))}
+    variables = environment.cache_limit_variable() | environment.registry_variable() | gpus
     options = pod_options(split_size(profile, max(1, profile.gpus)), variables, template=profile.pod_template)
     return {**options, "accelerator": gpu_type(), **WITH_DECK}
 
@@ -82,14 +72,10 @@ def training_pod() -> dict[str, Any]:
 
 
 def launching_pod(size: Size) -> dict[str, Any]:
-    """Return the options of a training task that launches its ranks in other pods.
-
-    Args:
-        size: Size of the task's own pod.
-    """
+    """Return the options of a training task whose own pod has this size; it launches its ranks there or in others."""
     profile = chosen_profile()
     return {
-        **pod_options(size, training_environment(), template=profile.pod_template),
+        **pod_options(size, environment.training_environment(), template=profile.pod_template),
         "secret_requests": secret_requests(),
         "interruptible": profile.interruptible,
         # Attempts without progress end earlier: CheckpointStore.refuse_futile_attempt.
@@ -108,21 +94,18 @@ def pod_options(
     template: Optional[str] = None,
     hours: float = 0,
 ) -> dict[str, Any]:
-    """Return the options that every task has.
+    """Return the options that every task has, for a pod whose limits are ``size``.
 
-    Args:
-        size: Limits of the pod.
-        variables: Variables of the pod's environment besides those of every pod.
-        requests: Requests of the pod. None requests the limits, so that the pod is not evicted for memory.
-        template: Name of a pod template in the cluster. None takes FLYTE_DDP_POD_TEMPLATE.
-        hours: Time limit of an attempt. 0 takes FLYTE_DDP_HOURS.
+    Without ``requests`` the pod requests its limits, so that it is not evicted for memory. Without ``template``, the
+    name of a pod template in the cluster, takes FLYTE_DDP_POD_TEMPLATE; without ``hours``, the time limit of an
+    attempt, FLYTE_DDP_HOURS.
     """
     return {
         "requests": flytekit_resources(requests or size),
         "limits": flytekit_resources(size),
         "pod_template": RestrictedPod(),
         "pod_template_name": template or read_text("FLYTE_DDP_POD_TEMPLATE") or None,
-        "environment": pod_environment() | (variables or {}),
+        "environment": environment.pod_environment() | (variables or {}),
         "timeout": timedelta(hours=hours or read_number("FLYTE_DDP_HOURS")),
         "retries": 2,
     }
@@ -147,16 +130,14 @@ def gpu_type() -> Optional[GPUAccelerator]:
 
 def secret_requests() -> list[Secret]:
     """Return the request for the secret with wandb's key, as an environment variable; [] if pods get no secret."""
-    names = wandb_secret_id()
+    names = environment.wandb_secret_id()
     return [Secret(*names, mount_requirement=Secret.MountType.ENV_VAR)] if names else []
 
 
 def cache_by_content(ignored_inputs: tuple[str, ...] = (), code: str = "") -> Cache:
     """Return a cache by inputs and sources; of equal executions at the same time, one runs and the others wait.
 
-    Args:
-        ignored_inputs: Names of inputs that are not part of the cache key.
-        code: Digest of sources. Empty takes those that training may import.
+    ``code`` is a digest of sources; "" takes that of all that training may import.
     """
     return Cache(version=code or library_digest(), ignored_inputs=ignored_inputs, serialize=True)
 

@@ -16,8 +16,7 @@ from flyte_ddp.release.promotion import download_champion
 from flyte_ddp.release.registry import Registry
 from flyte_ddp.settings import read_settings
 from tasks import pods
-from tasks.flyte import output_file, translate_errors_for_flyte
-from tasks.pickled_file import PythonPickledFile
+from tasks.flyte import PythonPickledFile, output_file, translate_errors_for_flyte
 
 
 class Predictions(NamedTuple):
@@ -57,17 +56,16 @@ def predict_images(
         else:
             given = "the name of a model in the registry, or model_state and sidecar of a run"
             raise UserError(f"model_name={model_name!r}: give either {given}")
-        prepared = fetch_data_set(dataset, data_source, test_dataset) if dataset else None
         table = write_prediction_table(
             *model,
             images=Path(images.download()) if images is not None else None,
-            dataset=prepared,
+            dataset=fetch_data_set(dataset, data_source, test_dataset) if dataset else None,
             output=folder / "predictions.csv",
             bad_samples=bad_samples,
             settings=read_settings(),
         )
-    shown = table.with_suffix(".html")
-    Deck("First predictions", shown.read_text(encoding="ascii"))
-    files = {table: "one row for each image", shown: "the first ones, to open in a browser"}
+    page = table.with_suffix(".html")
+    Deck("First predictions", page.read_text(encoding="ascii"))
+    files = {table: "one row for each image", page: "the first ones, to open in a browser"}
     paths.print_files("predictions made in", files)
     return Predictions(table=output_file(FlyteFile, table))

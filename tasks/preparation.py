@@ -4,8 +4,7 @@ from contextlib import suppress
 from datetime import datetime
 from typing import NamedTuple, Optional
 
-from flytekit import Deck, FlyteContextManager, dynamic, task
-from flytekit.core.context_manager import ExecutionState
+from flytekit import dynamic, task
 from flytekit.types.directory import FlyteDirectory
 
 from flyte_ddp.config import Hyperparameters
@@ -54,7 +53,11 @@ def check_inputs(
     start from, or the kickoff time of a schedule that retrains at every tick.
     """
     if model_name is not None:
-        refuse_release_without_registry(model_name)
+        from flyte_ddp.release.registry import Registry
+
+        if not model_name:
+            raise UserError("model_name is empty: give the name of the model in the registry, such as digits")
+        Registry(paths.registry_address(), model_name)  # refuses a bad name
     run_version, data_version = check_and_identify_run(PLATFORM, hp, engine, kickoff_time)
     data_inputs = (hp.dataset, hp.data_source, hp.test_dataset, data_version)
     if is_quickly_prepared(hp.dataset):
@@ -66,26 +69,5 @@ def check_inputs(
         from flyte_ddp.report import previews
 
         with suppress(Exception):  # an error of the page must not fail the run
-            publish_page_of_dynamic("What is trained", previews.render_run_preview(hp, folder, run_version))
+            PLATFORM.publish_page("What is trained", previews.render_run_preview(hp, folder, run_version))
     return CheckedInputs(hp=hp, data=data, data_version=data_version, run_version=run_version)
-
-
-def refuse_release_without_registry(model_name: str) -> None:
-    """Raise UserError if a release has no valid model name, or this pod was given no registry; write nothing."""
-    from flyte_ddp.release.registry import Registry
-
-    if not model_name:
-        raise UserError("model_name is empty: give the name of the model in the registry, such as digits")
-    Registry(paths.registry_address(), model_name)
-
-
-def publish_page_of_dynamic(title: str, html: str) -> None:
-    """Add a page to the decks of the dynamic task that runs, and upload the decks.
-
-    flytekit publishes no deck of a dynamic task, so this sets a context in which the task looks like an ordinary one.
-    """
-    context = FlyteContextManager.current_context()
-    state = context.execution_state.with_params(mode=ExecutionState.Mode.TASK_EXECUTION)
-    with FlyteContextManager.with_context(context.with_execution_state(state)):
-        Deck(title, html)
-        Deck.publish()

@@ -31,20 +31,18 @@ def node_template() -> PodTemplate:
     """
     profile = chosen_profile()
     resources = {"cpu": profile.cpu, "memory": profile.memory, "ephemeral-storage": profile.ephemeral_storage}
-    spec: dict[str, Any] = {}
     if profile.gpus:
         resources["nvidia.com/gpu"] = str(profile.gpus)
+    container = {
+        "name": "ray-worker",
+        "resources": {"requests": resources, "limits": resources},
+        "volumeMounts": [{"name": "shm", "mountPath": "/dev/shm"}],  # noqa: S108 (no file of ours)
+    }
+    volume = {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": profile.shared_memory}}
+    spec: dict[str, Any] = {"containers": [container], "volumes": [volume]}
     if profile.gpu_type:  # as Flyte does for pods of tasks
         taint = {"key": GPU_LABEL, "operator": "Equal", "value": profile.gpu_type, "effect": "NoSchedule"}
-        spec = {"nodeSelector": {GPU_LABEL: profile.gpu_type}, "tolerations": [taint]}
-    spec["volumes"] = [{"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": profile.shared_memory}}]
-    spec["containers"] = [
-        {
-            "name": "ray-worker",
-            "resources": {"requests": resources, "limits": resources},
-            "volumeMounts": [{"name": "shm", "mountPath": "/dev/shm"}],  # noqa: S108 (no file of ours)
-        }
-    ]
+        spec |= {"nodeSelector": {GPU_LABEL: profile.gpu_type}, "tolerations": [taint]}
     return PodTemplate(spec, labels={"inject-flyte-secrets": "false"})
 
 

@@ -21,8 +21,7 @@ from flyte_ddp.release.wandb_mirror import copy_champion_to_wandb
 from flyte_ddp.settings import read_settings
 from flyte_ddp.validation.profile import DataProfile
 from tasks import pods
-from tasks.flyte import PLATFORM, output_folder, report_refused_inputs, translate_errors_for_flyte
-from tasks.pickled_file import PythonPickledFile
+from tasks.flyte import PLATFORM, PythonPickledFile, output_folder, report_refused_inputs, translate_errors_for_flyte
 
 
 class Judged(NamedTuple):
@@ -58,7 +57,8 @@ def judge_model(
     """
     model = Path(model_state.download()), Path(sidecar.download())
     with paths.make_dated_folder("verdicts") as folder:
-        judged = judge_in_folder(model, Path(data.download()), open_registry(model_name), policy, folder, counts=True)
+        registry, prepared = open_registry(model_name), Path(data.download())
+        judged = judge_in_folder(model, prepared, registry, policy, folder, counts=True)
         (folder / promotion.PROFILE).write_text(profile.to_json(indent=1), encoding="utf-8")
         return judged
 
@@ -95,7 +95,7 @@ def promote_challenger(
 
     Writes the model's files and an entry of the log to the registry, and copies the champion to wandb.
     """
-    return carry_out_verdict(model_state, sidecar, verdict, files, open_registry(model_name))
+    return carry_out_verdict(model_state, sidecar, verdict, files, model_name)
 
 
 @task(**pods.storing_pod())
@@ -107,7 +107,7 @@ def keep_champion(
 
     Writes the model's files to the registry.
     """
-    return carry_out_verdict(model_state, sidecar, verdict, files, open_registry(model_name))
+    return carry_out_verdict(model_state, sidecar, verdict, files, model_name)
 
 
 @task(**pods.promoting_pod())
@@ -117,8 +117,9 @@ def promote_version(model_name: str, version: str, reason: str) -> Released:
 
     Writes an entry of the log with the reason and the author to the registry, and copies the champion to wandb.
     """
-    registry, by, once = open_registry(model_name), author_name(), is_in_pod()
-    return announce_champion(registry, promotion.promote_version(registry, version, reason, by=by, once=once))
+    registry = open_registry(model_name)
+    entry = promotion.promote_version(registry, version, reason, by=author_name(), once=is_in_pod())
+    return announce_champion(registry, entry)
 
 
 @task(**pods.promoting_pod())
@@ -128,8 +129,10 @@ def roll_back_champion(model_name: str, reason: str) -> Released:
 
     Writes an entry of the log with the reason and the author to the registry, and copies the champion to wandb.
     """
-    registry, by, once = open_registry(model_name), author_name(), is_in_pod()
-    return announce_champion(registry, promotion.roll_back_champion(registry, reason, by=by, once=once))
+    registry = open_registry(model_name)
+    return announce_champion(
+        registry, promotion.roll_back_champion(registry, reason, by=author_name(), once=is_in_pod())
+    )
 
 
 def open_registry(model_name: str) -> Registry:
@@ -140,44 +143,41 @@ def open_registry(model_name: str) -> Registry:
 def judge_in_folder(
     model: tuple[Path, Path], data: Path, registry: Registry, policy: Policy, folder: Path, *, counts: bool
 ) -> Judged:
-    """Compare a model with the champion and return the verdict; write its page, and exports if it counts, to a folder.
+    """Compare a model (weights and sidecar) with the registry's champion on a prepared data set; return the verdict.
 
-    Publishes the page as a deck; prints the folder in a local run.
-
-    Args:
-        model: Weights and sidecar of the model.
-        data: Folder of the prepared data set.
-        registry: Registry of the champion.
-        policy: Checks that the model must pass.
-        folder: Folder for the page and the exports.
-        counts: Whether the verdict is for a promotion.
-
-    Raises:
-        UserError: this pod sees another number of GPUs than requested, or the judgement refuses its inputs.
+    Writes the verdict's page to ``folder``, with exports if the verdict counts for a promotion. Publishes the page as a
+    deck; prints the folder in a local run. Raises UserError if this pod sees another number of GPUs than requested, or
+    if the judgement refuses its inputs.
     """
     from flyte_ddp.release.judge import judge_challenger
     from flyte_ddp.release.page import write_page
 
     hardware.check_expected_gpus(hardware.count_gpus())
-    settings, exports = read_settings(), folder if counts else None
-    judgement = judge_challenger(*model, data, registry, policy, settings=settings, counts=counts, exports=exports)
+    judgement = judge_challenger(
+        *model,
+        data,
+        registry,
+        policy,
+        settings=read_settings(),
+        counts=counts,
+        exports=folder if counts else None,
+    )
     page = write_page(judgement, registry.name, folder / "verdict.html")
     Deck("Verdict", page.read_text(encoding="ascii"))
-    headline = f"{judgement.verdict.describe()}; made in"
-    paths.print_files(headline, {page: "all checks, to open in a browser"})
+    paths.print_files(f"{judgement.verdict.describe()}; made in", {page: "all checks, to open in a browser"})
     return Judged(judgement.verdict.promotes, judgement.verdict, output_folder(folder))
 
 
 def carry_out_verdict(
-    model_state: PythonPickledFile, sidecar: FlyteFile, verdict: Verdict, files: FlyteDirectory, registry: Registry
+    model_state: PythonPickledFile, sidecar: FlyteFile, verdict: Verdict, files: FlyteDirectory, model_name: str
 ) -> Released:
     """Store a model as a version in the registry, promote it if the verdict says so, and return the outcome.
 
     Downloads the files first. Copies a champion to wandb, and prints the outcome in a local run.
     """
+    registry, by = open_registry(model_name), author_name()
     model = Path(model_state.download()), Path(sidecar.download())
     beside = {path.name: path for path in sorted(Path(files.download()).iterdir())}
-    by = author_name()
     version = promotion.store_version(registry, *model, verdict, beside, by=by)
     released = Released(*promotion.apply_verdict(registry, version, verdict, by=by))
     return announce_release(registry, released, promoted=verdict.promotes)
@@ -193,7 +193,8 @@ def announce_champion(registry: Registry, entry: Entry) -> Released:
 def announce_release(registry: Registry, released: Released, *, promoted: bool) -> Released:
     """Return the outcome; copy a promoted version to wandb, and print the outcome in a local run."""
     if promoted:
-        copy_champion_to_wandb(registry, released.version, read_run_settings(PLATFORM, f"{registry.name}-champion"))
+        settings = read_run_settings(PLATFORM, f"{registry.name}-champion")
+        copy_champion_to_wandb(registry, released.version, settings)
     if not is_in_pod():
         print(f"{released.outcome}; champion {released.champion[:12] or 'none'}", flush=True)
     return released

@@ -20,11 +20,11 @@ from tasks import pods
 from tasks.flyte import output_folder, translate_errors_for_flyte
 
 
-def index_output(folder: Path, name: str, headline: str) -> FlyteDirectory:
-    """Return a folder with an index NAME.json as a task's output; in a local run, print where the index is."""
-    index = folder / f"{name}.json"
-    paths.print_files(headline, {index: f"the index, a data set: shards:{index}"})
-    return output_folder(folder)
+class PackedShards(NamedTuple):
+    """The folder of shards, and its name as a data set: the value of the hyperparameter ``dataset``."""
+
+    shards: FlyteDirectory
+    dataset: str
 
 
 @task(**pods.data_pod())
@@ -84,6 +84,13 @@ def join_shards(indexes: List[str], weights: Optional[List[float]] = None, name:
     return index_output(folder, name, "joined in")
 
 
+def index_output(folder: Path, name: str, headline: str) -> FlyteDirectory:
+    """Return a folder with an index NAME.json as a task's output; in a local run, print where the index is."""
+    index = folder / f"{name}.json"
+    paths.print_files(headline, {index: f"the index, a data set: shards:{index}"})
+    return output_folder(folder)
+
+
 @task(**pods.data_pod())
 @translate_errors_for_flyte()
 def verify_shards(index: str, decode: bool = False) -> str:
@@ -93,13 +100,6 @@ def verify_shards(index: str, decode: bool = False) -> str:
     """
     refuse_damaged_shards(index, decode=decode)
     return f"{index}: no shard differs from it"
-
-
-class PackedShards(NamedTuple):
-    """The folder of shards, and its name as a data set: the value of the hyperparameter ``dataset``."""
-
-    shards: FlyteDirectory
-    dataset: str
 
 
 @task(**pods.data_pod(), **pods.WITH_DECK)
@@ -119,11 +119,9 @@ def verify_packed(packed: FlyteDirectory, name: str = "train") -> PackedShards:
 
 
 def refuse_damaged_shards(index: str, *, decode: bool) -> None:
-    """Read all shards of an index and print the progress; raise UserError with the first 20 differences.
+    """Read all shards of an index, decode each image if asked to, and print the progress.
 
-    Args:
-        index: Path or address of the index.
-        decode: Whether to decode each image too.
+    Raises UserError with the first 20 differences from the index.
     """
     from flyte_ddp.shards.scanning import verify_index
 

@@ -1,6 +1,7 @@
 """The training task: one pod, one rank for each of its GPUs."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import List, NamedTuple
 
@@ -13,13 +14,13 @@ from flyte_ddp.errors import shorten_path
 from flyte_ddp.pods import paths
 from flyte_ddp.pods.live_page import publish_report_while_training
 from flyte_ddp.pods.platforms import is_in_pod
+from flyte_ddp.pods.retries import sync_checkpoints
 from flyte_ddp.pods.wandb_settings import read_run_settings, upload_unsent_wandb
 from flyte_ddp.run import Result, read_result, run_training
 from flyte_ddp.runs.run_folder import is_finished
 from flyte_ddp.settings import Settings
 from tasks import pods
-from tasks.flyte import PLATFORM, output_file, report_refused_inputs, sync_checkpoints, translate_errors_for_flyte
-from tasks.pickled_file import PythonPickledFile
+from tasks.flyte import PLATFORM, PythonPickledFile, output_file, report_refused_inputs, translate_errors_for_flyte
 
 
 class TrainingOutputs(NamedTuple):
@@ -47,26 +48,24 @@ def train_model(hp: Hyperparameters, data: FlyteDirectory, run_version: str) -> 
     return training_outputs(train_in_run_folder(hp, data, run_version, run_training))
 
 
-def train_in_run_folder(hp: Hyperparameters, data: FlyteDirectory, run_version: str, train: Train) -> Result:
+def train_in_run_folder(
+    hp: Hyperparameters, data: FlyteDirectory, run_version: str, train: Train, *, page: bool = True
+) -> Result:
     """Download the data, train in the run's folder, and return the result; do not train if a local run has its result.
 
-    In a pod, downloads the run's newest checkpoint and uploads new ones, publishes the console's page while training,
-    and uploads what wandb could not send. Failures that may not happen again become Flyte's recoverable error.
-
-    Args:
-        hp: Hyperparameters of the run.
-        data: Folder of the prepared data set.
-        run_version: Name of the run, locally followed by @ and the token of its folder.
-        train: Function that launches the ranks and returns the result.
+    ``train`` launches the ranks and returns the result. ``run_version`` is the run's name, locally with @ and a token.
+    In a pod, downloads the run's newest checkpoint and uploads new ones, uploads what wandb could not send, and
+    publishes the console's page while training, unless another process does (``page`` is False). Failures that may not
+    happen again become Flyte's recoverable error.
     """
     with translate_errors_for_flyte():
         result = read_finished_run(run_version)
         if result is None:
             folder = paths.resolve_folder(run_version)
             with (
-                publish_report_while_training(PLATFORM, folder),
+                publish_report_while_training(PLATFORM, folder) if page else nullcontext(),
                 upload_unsent_wandb(PLATFORM, folder),
-                sync_checkpoints(folder) as record_start,
+                sync_checkpoints(PLATFORM, folder) as record_start,
             ):
                 prepared = Path(data.download())
                 record_start()
@@ -78,10 +77,7 @@ def read_finished_run(run_version: str) -> Result | None:
     """Return the result of a finished local run and print that; None in a pod, or if retraining was requested.
 
     Flyte's cache does not know a run whose launching process was killed at the very end, or that another launcher
-    trained.
-
-    Args:
-        run_version: Name of the run, followed by @ and the token of its folder.
+    trained. ``run_version`` is the run's name, followed by @ and the token of its folder.
     """
     folder = paths.resolve_folder(run_version)
     if is_in_pod() or PLATFORM.is_retraining_requested() or not is_finished(folder):
@@ -92,18 +88,16 @@ def read_finished_run(run_version: str) -> Result | None:
 
 def training_outputs(result: Result) -> TrainingOutputs:
     """Return a result as a training task's outputs; in a local run, print where the files are."""
-    headline = f"test accuracy {result.test_accuracy:.2%}; made in"
     files = {
         result.model: "the weights, a bare state_dict",
         result.sidecar: "what makes them usable: classes, normalisation, metrics",
         result.report: "the report, to open in a browser",
         result.metrics: "all metrics, one JSON object a line",
     }
-    paths.print_files(headline, files)
+    paths.print_files(f"test accuracy {result.test_accuracy:.2%}; made in", files)
+    model, *others = files
     return TrainingOutputs(
-        epoch_accuracies=result.epoch_accuracies,
-        model_state=output_file(PythonPickledFile, result.model),
-        sidecar=output_file(FlyteFile, result.sidecar),
-        report=output_file(FlyteFile, result.report),
-        metrics=output_file(FlyteFile, result.metrics),
+        result.epoch_accuracies,
+        output_file(PythonPickledFile, model),
+        *(output_file(FlyteFile, path) for path in others),
     )

@@ -65,12 +65,11 @@ def validate_dataset(
     # A registry that cannot be written to, or whose log has a gap, must not be noticed only after training.
     registry.refuse_overwriting_storage()
     history = registry.history()
-    champion = history[-1] if history else None
     if policy.slices:
         read_slices(policy.slices)
     warnings = [HELD_OUT] if encoded_kind(hp.dataset) and not hp.test_dataset else []
     try:
-        champions = download_champion_profile(registry, champion) if champion is not None else None
+        champions = download_champion_profile(registry, history[-1]) if history else None
         warnings += [*describe_differences(profile, champions)] if champions is not None else []
     except UnreachableError:
         raise

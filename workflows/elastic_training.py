@@ -16,13 +16,13 @@ if is_engine_installed("elastic"):
 
     @workflow
     def elastic_training_wf(hp: Hyperparameters = Hyperparameters()) -> TrainingOutputs:
-        """Train an image classifier on torch Elastic; what has been trained before is answered from the cache.
+        """Train an image classifier on torch Elastic. A run that was trained before is answered from the cache.
 
-        In and out as of training_wf. The nodes and their size are those of the registration (FLYTE_DDP_NODES and
-        FLYTE_DDP_PROFILE), or of the cluster that it runs on.
+        Returns what training_wf returns. The registration sets the number of nodes (FLYTE_DDP_NODES) and their size
+        (FLYTE_DDP_PROFILE).
 
         Args:
-            hp: What to train, on which data and how; what is left out has its default.
+            hp: What to train, on which data, and how. Fields that are left out have their defaults.
         """
         checked = check_inputs(hp=hp, engine="elastic")
         return train_on_elastic(hp=checked.hp, data=checked.data, run_version=checked.run_version)

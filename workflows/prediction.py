@@ -23,19 +23,17 @@ def predict_wf(
     test_dataset: str = "",
     bad_samples: Optional[int] = None,
 ) -> Predictions:
-    """Classify a folder of images, or the test split of a data set, with a trained model and its sidecar.
+    """Classify a folder of images, or the test split of a data set, with a trained model.
 
-    In: model_state and sidecar as training_wf returns them, or model_name, whose champion in the registry
-    (FLYTE_DDP_REGISTRY) is taken; and either images, a folder such as s3://bucket/images, or
-    a data set, such as fashion_mnist or shards:s3://bucket/val.json. So many images may be impossible to decode as
-    bad_samples says, and if it is not given, as many as in training. Out: a table (CSV) with a row for each image.
+    Give the model as model_state and sidecar, or as model_name. Give the images as images or as dataset. Returns a
+    table (CSV) with one row for each image.
 
     Args:
-        model_state: Weights (model.pt) that a training returned. Give sidecar too, or give model_name instead of both.
+        model_state: Weights (model.pt) that a training returned. Give sidecar too.
         sidecar: The sidecar (model.json) that the same training returned.
-        model_name: Name of a model in the registry, whose champion predicts. Empty if model_state is given.
-        images: Folder of images to classify, such as s3://bucket/images. Give this or dataset.
-        dataset: Data set whose test split is classified, as in the hyperparameters. Empty if images is given.
+        model_name: Name of a model in the registry (FLYTE_DDP_REGISTRY), whose champion predicts.
+        images: Folder of images to classify, such as s3://bucket/images.
+        dataset: Data set whose test split is classified, such as fashion_mnist or shards:s3://bucket/val.json.
         data_source: Where the files of dataset are, as in the hyperparameters. Empty for the usual places.
         test_dataset: Data set to classify in place of the tenth of dataset that is held out.
         bad_samples: How many images may be impossible to decode. None allows as many as in training.

@@ -34,18 +34,16 @@ def release_wf(
     policy: Policy = Policy(),
     kickoff_time: datetime = NO_SCHEDULE,
 ) -> Released:
-    """Train an image classifier, judge it against the champion of that name, and promote it if the verdict says so.
+    """Train an image classifier, judge it against the champion of that name, and promote it if it passes all checks.
 
-    In: hp as of training_wf; model_name, which names a model in the registry (FLYTE_DDP_REGISTRY); policy, what a
-    challenger must show; kickoff_time, which a schedule fills in (by hand it stays 1 January 1970, which means now).
-    Out: the version that was trained, the champion's, and what was decided and why; the deck of judge_model is the
-    verdict's page.
+    Returns the version that was trained, the champion's version, and what was decided and why. The deck of judge_model
+    is a page with all checks.
 
     Args:
-        model_name: Name of the model in the registry, such as digits. Must be given: without it nothing is trained.
-        hp: What to train, on which data and how; what is left out has its default.
-        policy: What the data must be like and what a challenger must show; what is left out has its default.
-        kickoff_time: A schedule's tick, which the schedule fills in. Leave 1 January 1970, which means now.
+        model_name: Name of the model in the registry (FLYTE_DDP_REGISTRY), such as digits. Must be given.
+        hp: What to train, on which data, and how. Fields that are left out have their defaults.
+        policy: What the data must be like, and what the new model must show. Fields that are left out have defaults.
+        kickoff_time: The time of a schedule's start, which the schedule fills in. Leave 1 January 1970: it means now.
     """
     checked = check_inputs(hp=hp, kickoff_time=kickoff_time, model_name=model_name)
     profile = profile_dataset(data=checked.data, data_version=checked.data_version)
@@ -53,21 +51,9 @@ def release_wf(
         data=checked.data, profile=profile, hp=checked.hp, model_name=model_name, policy=policy
     )
     trained = train_model(hp=checked.hp, data=validated.data, run_version=checked.run_version)
-    judged = judge_model(
-        model_state=trained.model_state,
-        sidecar=trained.sidecar,
-        data=validated.data,
-        profile=profile,
-        model_name=model_name,
-        policy=policy,
-    )
-    challenger = {
-        "model_state": trained.model_state,
-        "sidecar": trained.sidecar,
-        "verdict": judged.verdict,
-        "files": judged.files,
-        "model_name": model_name,
-    }
+    model = {"model_state": trained.model_state, "sidecar": trained.sidecar, "model_name": model_name}
+    judged = judge_model(**model, data=validated.data, profile=profile, policy=policy)
+    challenger = {**model, "verdict": judged.verdict, "files": judged.files}
     return (
         conditional("gate")
         .if_(judged.promotes.is_true())
@@ -79,14 +65,14 @@ def release_wf(
 
 @workflow
 def promote_wf(model_name: str, version: str, reason: str) -> Released:
-    """Make a stored version the champion: whoever launches this approves it, and Flyte and the log record that.
+    """Make a stored version the champion. The log of the registry records who launched this, and the reason.
 
-    In: the version, the SHA-256 of its weights, as release_wf returns it; and why. Out: the version and the champion.
+    Returns the version, which is the champion from now on.
 
     Args:
         model_name: Name of the model in the registry.
-        version: SHA-256 of the weights to promote, as release_wf returns it.
-        reason: Why; the log keeps it.
+        version: Version to promote, as release_wf returns it: the SHA-256 of its weights.
+        reason: Why, in your words.
     """
     return promote_version(model_name=model_name, version=version, reason=reason)
 
@@ -95,11 +81,11 @@ def promote_wf(model_name: str, version: str, reason: str) -> Released:
 def rollback_wf(model_name: str, reason: str) -> Released:
     """Take the last promotion back: the champion before it is the champion again.
 
-    In: why. Out: the version that is champion from now on.
+    Returns the version that is the champion from now on.
 
     Args:
         model_name: Name of the model in the registry.
-        reason: Why; the log keeps it.
+        reason: Why, in your words; the log of the registry keeps it.
     """
     return roll_back_champion(model_name=model_name, reason=reason)
 
@@ -113,18 +99,17 @@ def evaluate_wf(
     test_dataset: str = "",
     policy: Policy = Policy(),
 ) -> Judged:
-    """Judge a stored version against the champion on the test split of any data set; nothing is promoted.
+    """Judge a stored version against the champion on the test split of any data set. Nothing is promoted.
 
-    In: the version (empty: the champion itself), and the data set as in the hyperparameters. Out: the verdict, as of a
-    first look at these data, and its page.
+    Returns the verdict, as for a first judgement on these data, and a page with all checks.
 
     Args:
         model_name: Name of the model in the registry.
         dataset: Data set on whose test split both models are judged, as in the hyperparameters.
-        version: SHA-256 of the weights to judge, as release_wf returns it. Empty judges the champion.
+        version: Version to judge, as release_wf returns it: the SHA-256 of its weights. Empty judges the champion.
         data_source: Where the files of dataset are, as in the hyperparameters. Empty for the usual places.
         test_dataset: Data set to judge on in place of the tenth of dataset that is held out.
-        policy: What the version must show; what is left out has its default.
+        policy: What the version must show. Fields that are left out have their defaults.
     """
     return evaluate_version(
         model_name=model_name,

@@ -16,14 +16,13 @@ from workflows.schedules import make_launch_plans
 
 @workflow
 def training_wf(hp: Hyperparameters = Hyperparameters()) -> TrainingOutputs:
-    """Train an image classifier; a run with the same hyperparameters, data and code is answered from the cache.
+    """Train an image classifier. A run with the same hyperparameters, data and code is answered from the cache.
 
-    In: hp, of which what is left out has its default, as in {"dataset": "fashion_mnist", "epochs": 3}. Out: the test
-    accuracy after each epoch, the weights (a bare state_dict), a JSON sidecar that makes them usable, the report, an
-    HTML page that is also the deck of train_model, and all metrics, a JSON object a line.
+    Returns the test accuracy after each epoch, the weights (a bare state_dict), a JSON sidecar that makes them usable,
+    the report (one HTML page, also the deck of train_model), and all metrics (one JSON object a line).
 
     Args:
-        hp: What to train, on which data and how; what is left out has its default.
+        hp: What to train, on which data, and how. Fields that are left out have their defaults.
     """
     checked = check_inputs(hp=hp)
     return train_model(hp=checked.hp, data=checked.data, run_version=checked.run_version)
@@ -33,12 +32,11 @@ def training_wf(hp: Hyperparameters = Hyperparameters()) -> TrainingOutputs:
 def retraining_wf(hp: Hyperparameters = Hyperparameters(), kickoff_time: datetime = NO_SCHEDULE) -> TrainingOutputs:
     """Train an image classifier again for each kickoff time, even if nothing else has changed.
 
-    In: hp as of training_wf; kickoff_time, which a schedule fills in. Started by hand it stays 1 January 1970, which
-    means now. Out: as of training_wf.
+    Returns what training_wf returns.
 
     Args:
-        hp: What to train, on which data and how; what is left out has its default.
-        kickoff_time: A schedule's tick, which the schedule fills in. Leave 1 January 1970, which means now.
+        hp: What to train, on which data, and how. Fields that are left out have their defaults.
+        kickoff_time: The time of a schedule's start, which the schedule fills in. Leave 1 January 1970: it means now.
     """
     checked = check_inputs(hp=hp, kickoff_time=kickoff_time)
     return train_model(hp=checked.hp, data=checked.data, run_version=checked.run_version)

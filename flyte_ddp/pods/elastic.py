@@ -20,6 +20,7 @@ from flyte_ddp.runs.failed_run import add_failure_details, newest_step
 from flyte_ddp.settings import read_whole_number
 
 STORE_VARIABLE = "PET_RDZV_ENDPOINT"  # host:port of Elastic's store, set by the operator in pods of a PyTorchJob
+MEET_VARIABLE = "FLYTE_DDP_MEET_SECONDS"  # how many seconds pods wait for each other
 UPLOAD_SECONDS = 600.0  # for rank 0's pod to upload its outputs
 
 
@@ -35,12 +36,18 @@ def refuse_unresolvable_host_name() -> None:
         ) from None
 
 
+def has_rank_0() -> bool:
+    """Return whether this pod has rank 0: it is the job's only pod, or the one in which Elastic's store is."""
+    host, _, _ = os.environ.get(STORE_VARIABLE, "").rpartition(":")
+    return host in ("", socket.gethostname())
+
+
 @contextmanager
 def add_step_to_error(run_version: str) -> Iterator[None]:
-    """Add to an exception of a local run the step of its newest checkpoint, after which the same run would go on.
+    """Add to an exception of a local run the step of its newest checkpoint, after which the same run would resume.
 
     Elastic's launcher and the workers other than rank 0 do not know the step. Reads the headers of checkpoints in the
-    run folder. Does nothing in a pod.
+    run folder, and writes the details of a RankError to a file there. Does nothing in a pod.
     """
     try:
         yield
@@ -77,16 +84,11 @@ def set_up_workers(root: Path) -> Iterator[None]:
 def end_after_rank_0(ended_without_outputs: type[BaseException]) -> Iterator[None]:
     """Make this pod end after rank 0's pod, whose end makes the operator delete the other pods; nothing for one pod.
 
-    An exception in a pod without rank 0 lets this process wait at its exit, for up to UPLOAD_SECONDS, until it is
-    deleted: rank 0's pod may still upload. If this pod gets SIGTERM, or Elastic's store is gone, the process ends at
-    once without an error for the platform, and the operator starts another pod in its place. For the block, replaces a
-    method of torch's by :func:`publish_address_each_time`.
-
-    Args:
-        ended_without_outputs: Type of the exception that ends the block in a pod without outputs.
-
-    Raises:
-        UnreachableError: the other pods did not join within FLYTE_DDP_MEET_SECONDS.
+    An exception in a pod without rank 0, such as ``ended_without_outputs``, lets this process wait at its exit for up
+    to UPLOAD_SECONDS until it is deleted: rank 0's pod may still upload. If this pod gets SIGTERM, or Elastic's store
+    is gone, the process ends at once without an error for the platform, and the operator starts another pod in its
+    place. Replaces a method of torch's for the block: see :func:`publish_address_each_time`. Raises UnreachableError if
+    the other pods do not join within FLYTE_DDP_MEET_SECONDS.
     """
     from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -106,20 +108,15 @@ def end_after_rank_0(ended_without_outputs: type[BaseException]) -> Iterator[Non
         raise
     except RendezvousTimeoutError:
         raise UnreachableError(
-            f"the pods that are needed did not all come to {store} within {meet_seconds()} s: see which of them is not "
-            "running, and why; the same run will try again"
+            f"the pods that are needed did not all come to {store} within {read_whole_number(MEET_VARIABLE)} s: see "
+            "which of them is not running, and why; the same run will try again"
         ) from None
     except (RendezvousError, DistError) as lost:
         exit_for_replacement(f"Elastic's store at {store} is gone ({type(lost).__name__})", 1)
     except BaseException:
-        if store.rpartition(":")[0] != socket.gethostname():  # rank 0 and the store are both in the first pod
+        if not has_rank_0():
             atexit.register(wait_for_deletion)  # rank 0's pod may still upload a checkpoint
         raise
-
-
-def meet_seconds() -> int:
-    """Return FLYTE_DDP_MEET_SECONDS: how many seconds pods wait for each other."""
-    return read_whole_number("FLYTE_DDP_MEET_SECONDS")
 
 
 @contextmanager

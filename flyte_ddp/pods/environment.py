@@ -38,7 +38,7 @@ def pod_environment() -> dict[str, str]:
         PROFILE_VARIABLE: read_text(PROFILE_VARIABLE),
         REQUESTED_GPUS: str(chosen_profile().gpus),
         NODES_VARIABLE: read_text(NODES_VARIABLE),
-        **settings_for_pods(ALL_PODS),
+        **registered_settings(ALL_PODS),
     }
 
 
@@ -55,7 +55,7 @@ def training_environment() -> dict[str, str]:
         "FLYTE_DDP_SAVE_SECONDS": str(grace // 2),
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(grace - REPORT_SECONDS),
         SECRET_VARIABLE: "/".join(wandb_secret_id() or ("off",)),
-        **settings_for_pods(TRAINING_PODS),
+        **registered_settings(TRAINING_PODS),
     }
 
 
@@ -65,32 +65,25 @@ def cache_limit_variable() -> dict[str, str]:
     return {CACHE_VARIABLE: os.environ.get(CACHE_VARIABLE) or str(disk // 2)}
 
 
-def registry_environment() -> dict[str, str]:
+def registry_variable() -> dict[str, str]:
     """Return FLYTE_DDP_REGISTRY, the address of the registry of models: as set at registration, or empty."""
     return {REGISTRY_VARIABLE: read_text(REGISTRY_VARIABLE)}
 
 
-def settings_for_pods(where: str) -> dict[str, str]:
-    """Return the settings in this environment that a registration gives to a kind of pods, by their names.
+def registered_settings(kind: str = "") -> dict[str, str]:
+    """Return the settings in this environment that a registration gives to pods, ordered by name.
 
-    Args:
-        where: ALL_PODS or TRAINING_PODS of flyte_ddp.settings.
+    ``kind`` is one of the kinds of pods in flyte_ddp.settings, such as ALL_PODS, whose settings are returned; ""
+    returns those of all kinds. Raises UserError if a setting is an address with a user name or a password, which
+    anybody who sees the pod could read.
     """
-    variables = read_variable_table()
-    return {name: value for name, value in registered_settings().items() if variables[name].where == where}
-
-
-def registered_settings() -> dict[str, str]:
-    """Return the settings in this environment that a registration copies to pods, ordered by name.
-
-    Raises:
-        UserError: a setting is an address with a user name or a password, which anybody who sees the pod could read.
-    """
-    left_here = list_settings_left_here()
-    names = sorted(read_variable_table())
-    settings = {name: os.environ[name] for name in names if os.environ.get(name) and name not in left_here}
-    for name, value in settings.items():
-        refuse_credentials(name, value)
+    left_here, settings = list_settings_left_here(), {}
+    for name, variable in sorted(read_variable_table().items()):
+        value = os.environ.get(name)
+        if value and name not in left_here:
+            refuse_credentials(name, value)
+            if kind in ("", variable.where):
+                settings[name] = value
     return settings
 
 
@@ -103,10 +96,9 @@ def list_settings_left_here() -> list[str]:
 
 
 def check_registration() -> None:
-    """Check this environment before tasks are registered, and print to stderr which settings no pod is given.
+    """Print to stderr which settings in this environment no pod is given; raise UserError for an unknown variable.
 
-    Raises:
-        UserError: a variable that begins with FLYTE_DDP_ is unknown.
+    Unknown is a variable that begins with FLYTE_DDP_ and is not in variables.toml.
     """
     known = [name for name in read_variable_table() if name.startswith("FLYTE_DDP_")]
     for name in sorted(os.environ):
@@ -126,11 +118,8 @@ def settings_digest() -> dict[str, str]:
 def wandb_secret_id() -> tuple[str, str] | None:
     """Return group and key of the platform's secret that holds wandb's key; None if pods get no secret.
 
-    FLYTE_DDP_WANDB_SECRET names the secret, or is ``off``. Without the variable only pods with GPUs get the secret
-    wandb/api_key: pods without GPUs are mostly for trials.
-
-    Raises:
-        UserError: the variable has another form than group/key.
+    FLYTE_DDP_WANDB_SECRET names the secret, or is ``off``; raises UserError if it has another form than group/key.
+    Without the variable only pods with GPUs get the secret wandb/api_key: pods without GPUs are mostly for trials.
     """
     name = read_text(SECRET_VARIABLE) or (DEFAULT_SECRET if chosen_profile().gpus else "off")
     if name == "off":
@@ -141,13 +130,11 @@ def wandb_secret_id() -> tuple[str, str] | None:
     return group, key
 
 
-def check_pod_code() -> None:
-    """In a pod, compare the digest of the library's sources with the registered digest; hashes all sources.
+def refuse_unregistered_code() -> None:
+    """Raise UserError if the digest of this pod's library is not the registered one, as in an image with a stale copy.
 
-    A difference would put results of other code into the platform's cache.
-
-    Raises:
-        UserError: the digests differ, as in an image with a stale copy of the library.
+    Otherwise results of other code would get into the platform's cache. Reads all sources of the library. Does nothing
+    if no digest was registered.
     """
     registered = os.environ.get(CODE_VARIABLE)
     if registered is not None and registered != (here := package_digest()):

@@ -22,21 +22,17 @@ from flyte_ddp.settings import read_text, runs_folder
 
 
 def resolve_folder(name: str) -> Path:
-    """Return the folder for the name of a run or a data set: in the runs folder locally, in the pod's folder else.
+    """Return the folder of a run or a data set: in the runs folder locally, else in the pod's folder; do not make it.
 
-    Does not make the folder.
-
-    Args:
-        name: Name of the folder. A token after an @ is ignored.
+    A token after an @ in the name is ignored.
     """
     return (pod_folder() if is_in_pod() else runs_folder()) / name.partition("@")[0]
 
 
 def registry_address() -> str:
-    """Return the address of the registry of models.
+    """Return the address of the registry of models: FLYTE_DDP_REGISTRY, or locally a folder in the runs folder.
 
-    Raises:
-        UserError: this is a pod, and FLYTE_DDP_REGISTRY is no address that all pods reach.
+    Raises UserError in a pod where the variable is no address that all pods reach.
     """
     address = read_text(REGISTRY_VARIABLE)
     if not is_in_pod():
@@ -69,16 +65,10 @@ def reserve_run(platform: Platform, name: str) -> str:
 
 
 def add_token(name: str, *, complete: bool) -> str:
-    """Return NAME@TOKEN for a local folder; in a pod return the name only.
+    """Return NAME@TOKEN for a local folder of that name; in a pod return the name only.
 
-    The token is in a file of ``.tokens`` in the runs folder. Writes a new one if there is none.
-
-    Args:
-        name: Name of a folder.
-        complete: Whether all files are there to which cached results point. False replaces the token.
-
-    Raises:
-        UserError: the runs folder cannot be written to.
+    The token is in a file of ``.tokens`` in the runs folder. Writes a new one if there is none, or if the folder is not
+    ``complete``: files are missing to which cached results point. Raises UserError if the file cannot be written.
     """
     if is_in_pod():
         return name
@@ -92,10 +82,9 @@ def add_token(name: str, *, complete: bool) -> str:
 
 @contextmanager
 def make_dated_folder(prefix: str) -> Iterator[Path]:
-    """Make a folder PREFIX-TIME-RANDOM for the block, and remove it afterwards if it is empty.
+    """Make a folder PREFIX-TIME-RANDOM for the block, and remove it after the block if it is empty.
 
-    Raises:
-        UserError: the folder cannot be made.
+    Raises UserError if the folder cannot be made.
     """
     folder = resolve_folder(f"{prefix}-{datetime.now(UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(2)}")
     with explain_unwritable_runs_folder():
@@ -105,21 +94,6 @@ def make_dated_folder(prefix: str) -> Iterator[Path]:
     finally:
         with suppress(OSError):  # the folder holds files
             folder.rmdir()
-
-
-def print_files(headline: str, files: Mapping[Path, str]) -> None:
-    """Print a headline with the folder of a local run's files, and a line for each file; print nothing in a pod.
-
-    Args:
-        headline: Text before the folder.
-        files: What each file holds, by its path. All files are in one folder.
-    """
-    if not is_in_pod():
-        [folder] = {path.parent for path in files}
-        width = max(len(path.name) for path in files)
-        print(f"\n{headline} {shorten_path(folder)}")
-        for path, content in files.items():
-            print(f"  {path.name:<{width}}  {content}", flush=True)
 
 
 @contextmanager
@@ -132,3 +106,16 @@ def explain_unwritable_runs_folder() -> Iterator[None]:
             f"runs folder {runs_folder()}: {error.strerror}; it must be writable, so fix its permissions or set "
             "FLYTE_DDP_RUNS to another folder"
         ) from None
+
+
+def print_files(headline: str, files: Mapping[Path, str]) -> None:
+    """Print a headline with the folder of a local run's files, and a line for each file; print nothing in a pod.
+
+    ``files`` says what each file holds, by its path; all files are in one folder.
+    """
+    if not is_in_pod():
+        [folder] = {path.parent for path in files}
+        width = max(len(path.name) for path in files)
+        print(f"\n{headline} {shorten_path(folder)}")
+        for path, content in files.items():
+            print(f"  {path.name:<{width}}  {content}", flush=True)

@@ -1,7 +1,7 @@
-"""What the pods room needs to know of the platform that runs tasks, such as Flyte.
+"""What this room needs to know of the platform that runs tasks, such as Flyte.
 
-``Platform`` is the interface that a front implements; tasks/flyte.py is the one implementation. The other facts are in
-variables of a pod's environment, which Flyte 1 and Flyte 2 set alike.
+A front implements ``Platform``; tasks/flyte.py is the one implementation. The other facts are in variables of a pod's
+environment, which Flyte 1 and Flyte 2 set alike.
 """
 
 import getpass
@@ -20,7 +20,7 @@ class Platform(Protocol):
     """Facts about the task that runs now, and the platform's ways to take over a page and an error."""
 
     def disk_limit(self) -> str:
-        """Return this pod's limit of ephemeral storage as a Kubernetes quantity; empty if it is not known."""
+        """Return this pod's limit of ephemeral storage as a Kubernetes quantity; "" if it is not known."""
 
     def is_retraining_requested(self) -> bool:
         """Return whether this local command is to train even if the run's result is there."""
@@ -36,8 +36,19 @@ class Platform(Protocol):
 
 
 def is_in_pod() -> bool:
-    """Return whether a platform started this process for an execution; False where a person started it."""
+    """Return whether a platform started this process, or the process that started it, to execute a task in a pod.
+
+    False for a person's process, also inside a pod: its front has called :func:`leave_pod`.
+    """
     return EXECUTION_ID in os.environ
+
+
+def leave_pod() -> None:
+    """Remove the id of the execution from the environment of this process, for which is_in_pod() is False then.
+
+    For a process that a person starts inside a pod, such as a workspace in the cluster: its runs are local runs.
+    """
+    os.environ.pop(EXECUTION_ID, None)
 
 
 def pod_folder() -> Path:

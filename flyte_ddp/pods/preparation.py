@@ -18,26 +18,17 @@ NO_SCHEDULE = datetime(1970, 1, 1, tzinfo=UTC)  # kickoff time of a retraining t
 def check_and_identify_run(
     platform: Platform, hp: Hyperparameters, engine: str, kickoff_time: datetime | None
 ) -> tuple[str, str]:
-    """Check the hyperparameters against the hardware to come, reserve a local run's folder, and name run and data.
+    """Check hyperparameters against the hardware to come, reserve a local run's folder, and name the run and its data.
 
-    Asks the data's origin for the version of the data. Locally also checks wandb's settings; those of pods were checked
-    at registration.
+    Returns the names of the folders of run and data set, each followed locally by @ and the folder's token. Asks the
+    data's origin for the version of the data. Raises UserError if a hyperparameter or a setting is wrong, locally also
+    of wandb's, or if the origin does not answer.
 
-    Args:
-        platform: The platform that runs this task.
-        hp: Hyperparameters of the run.
-        engine: elastic, ray or dask. Empty for training in one pod.
-        kickoff_time: Tick of a schedule that retrains each time. NO_SCHEDULE stands for now. None for other runs.
-
-    Returns:
-        The name of the run, which is also that of its folder, and the name of the data set's folder. Locally each is
-        followed by @ and the token of the folder.
-
-    Raises:
-        UserError: a hyperparameter or a setting is wrong, or the data's origin does not answer.
+    ``engine`` is elastic, ray, dask, or "" for training in one pod. ``kickoff_time`` is the tick of a schedule that
+    retrains each time; NO_SCHEDULE stands for now; None is for other runs.
     """
     if not is_in_pod():
-        check_wandb()
+        check_wandb()  # settings of pods were checked at registration
     identity.check_known_image_size(hp)
     hardware.check_requested(hp, *training_limits(engine))
     fingerprint = datasets.fingerprint(hp.dataset, hp.data_source, hp.test_dataset)
@@ -50,15 +41,10 @@ def check_and_identify_run(
 
 
 def fetch_data_set(dataset: str, data_source: str, test_dataset: str, data_version: str = "") -> Path:
-    """Return the folder of a data set. Download, verify and prepare the data set if the folder is not complete.
+    """Return the folder of a data set; download, verify and prepare the data set if the folder is not complete.
 
-    Prints the progress.
-
-    Args:
-        dataset: Name of the data set, as in the hyperparameters.
-        data_source: Where the files of the data set are, as in the hyperparameters.
-        test_dataset: Data set to test on, as in the hyperparameters.
-        data_version: Name of the folder. A token after an @ is ignored. Empty asks the data's origin for the version.
+    The first three arguments are hyperparameters. ``data_version`` is the folder's name, with or without @ and its
+    token; "" asks the data's origin for the version of the data. Prints the progress.
     """
     name = data_version or f"datasets/{datasets.fingerprint(dataset, data_source, test_dataset)}"
     folder, progress = paths.resolve_folder(name), read_settings().progress

@@ -34,25 +34,15 @@ class Size:
 
 @dataclass(frozen=True, kw_only=True)
 class Profile(Size):
-    """The size of a training pod, and the sizes of other pods.
+    """The size of a training pod, and the sizes of other pods."""
 
-    Args:
-        shared_memory: Size of /dev/shm, through which NCCL copies between GPUs without a direct link.
-        data: Size of pods that fetch, pack and check data. The disk must hold a whole data set.
-        light: Limits of pods that check inputs or read an index. Such pods request half a CPU and 1 GiB.
-        gpu_type: Value of the nodes' label for their GPU, such as nvidia-l4. Empty takes any type.
-        pod_template: Name of a pod template in the cluster (deploy/pod-template.yaml): tolerations, grace period.
-        grace_seconds: Seconds from SIGTERM to SIGKILL: the template's terminationGracePeriodSeconds, or Kubernetes' 30.
-        interruptible: True trains on nodes that may be taken away. None leaves that to the launch.
-    """
-
-    shared_memory: str
-    data: Size
-    light: Size
-    gpu_type: str = ""
-    pod_template: str | None = None
-    grace_seconds: int = 30
-    interruptible: bool | None = None
+    shared_memory: str  # size of /dev/shm, through which NCCL copies between GPUs without a direct link
+    data: Size  # of pods that fetch, pack and check data; the disk must hold a whole data set
+    light: Size  # limits of pods that check inputs or read an index, which request half a CPU and 1 GiB
+    gpu_type: str = ""  # value of the nodes' label for their GPU, such as nvidia-l4; "" takes any type
+    pod_template: str | None = None  # a template in the cluster (deploy/pod-template.yaml): tolerations, grace period
+    grace_seconds: int = 30  # from SIGTERM to SIGKILL: the template's terminationGracePeriodSeconds, or Kubernetes' 30
+    interruptible: bool | None = None  # True trains on nodes that may be taken away; None leaves that to the launch
 
 
 PROFILES: dict[str, Profile] = {
@@ -101,11 +91,7 @@ PROFILES: dict[str, Profile] = {
 
 
 def chosen_profile() -> Profile:
-    """Return the profile that FLYTE_DDP_PROFILE names.
-
-    Raises:
-        UserError: there is no profile of that name.
-    """
+    """Return the profile that FLYTE_DDP_PROFILE names; raise UserError if there is no profile of that name."""
     name = read_text(PROFILE_VARIABLE)
     if name not in PROFILES:
         raise unknown_name_error(PROFILE_VARIABLE, name, PROFILES)
@@ -113,12 +99,7 @@ def chosen_profile() -> Profile:
 
 
 def split_size(size: Size, parts: int) -> Size:
-    """Return a size with a fraction of the CPUs, the memory and the GPUs, and the whole disk.
-
-    Args:
-        size: Size to divide.
-        parts: Number of equal parts.
-    """
+    """Return a size with one of ``parts`` equal parts of the CPUs, the memory and the GPUs, and with the whole disk."""
     thousandths = max(1, int(parse_quantity(size.cpu) / parts * 1000))
     return Size(
         cpu=f"{thousandths}m" if thousandths % 1000 else f"{thousandths // 1000}",
@@ -131,8 +112,7 @@ def split_size(size: Size, parts: int) -> Size:
 def node_range() -> tuple[int, int]:
     """Return the least and the highest number of nodes (pods of the profile's size) of a training on an engine.
 
-    Raises:
-        UserError: FLYTE_DDP_NODES is neither a number nor a range such as 2:4.
+    Raises UserError if FLYTE_DDP_NODES is neither a number above 0 nor a range such as 2:4.
     """
     text = read_text(NODES_VARIABLE)
     least, _, most = text.partition(":")
@@ -152,17 +132,10 @@ def elastic_ranks_per_node() -> int:
 
 
 def training_limits(engine: str) -> tuple[int, int, int]:
-    """Return the limits of a training on an engine.
+    """Return the highest number of nodes of a training, the number of its ranks, and its highest number of CPU ranks.
 
-    Args:
-        engine: elastic, ray or dask. Empty for training in one pod.
-
-    Returns:
-        The highest number of nodes; the number of ranks, or 0 if the hyperparameter num_ranks decides; and the highest
-        number of ranks without GPUs, or 0 for no limit.
-
-    Raises:
-        UserError: the engine is another one, or FLYTE_DDP_NODES is wrong.
+    ``engine`` is elastic, ray, dask, or "" for training in one pod. 0 ranks: the hyperparameter num_ranks decides. 0
+    CPU ranks: there is no limit. Raises UserError if the engine is another one, or FLYTE_DDP_NODES is wrong.
     """
     if not engine:
         return 1, 0, 0
@@ -176,8 +149,7 @@ def training_limits(engine: str) -> tuple[int, int, int]:
 def parse_quantity(text: str) -> Decimal:
     """Return the number that a Kubernetes quantity, such as 20Gi, 3500m or 1.5e9, stands for.
 
-    Raises:
-        UserError: the text is no quantity, or the number is not positive.
+    Raises UserError if the text is no quantity, or the number is not positive.
     """
     found = re.fullmatch(r"(\d+\.?\d*|\.\d+)(?:([eE][+-]?\d+)|([KMGTPE]i|[numkMGTPE])?)", text)
     if found is None or not Decimal(found[1]):

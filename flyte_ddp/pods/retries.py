@@ -4,18 +4,19 @@ import contextvars
 import os
 import posixpath
 import signal
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 from flyte_ddp.errors import RankError, StoppedError, UnreachableError
 from flyte_ddp.pods import environment
 from flyte_ddp.pods.checkpoint_store import TRAINED, CheckpointStore
-from flyte_ddp.pods.eviction import eviction_reason
 from flyte_ddp.pods.platforms import Platform, execution_names, is_in_pod, storage_address
-from flyte_ddp.pods.profiles import PROFILE_VARIABLE, chosen_profile
+from flyte_ddp.pods.profiles import PROFILE_VARIABLE, chosen_profile, parse_bytes
 from flyte_ddp.process import postpone_signal, signal_handlers
 from flyte_ddp.runs.checkpoint import FOLDER, SLOTS, Checkpoint
 from flyte_ddp.runs.run_folder import METRICS, UNFINISHED
@@ -23,8 +24,9 @@ from flyte_ddp.runs.run_lock import release_reserved_folders
 from flyte_ddp.settings import Settings, read_number, read_settings, read_text
 from flyte_ddp.storage import ForbiddenError
 
-POLL_SECONDS = 0.5
+POLL_SECONDS = 0.5  # between two looks for new checkpoints
 SWEEP_SECONDS = 30.0  # limit for deleting abandoned files at the end of a pod that has its result
+COUNT_SECONDS = 0.3  # limit for adding up files: an evicted pod has one second
 START = b'"kind": "start"'  # in metrics.jsonl: training begins, for the first time or again
 
 
@@ -42,16 +44,13 @@ def translate_errors(platform: Platform) -> Iterator[None]:
     """In a pod, replace an exception of the block that may not occur again by the platform's retryable error.
 
     Such exceptions are an UnreachableError, SIGTERM, and a RankError with ``recoverable``. In the main thread, sets a
-    handler of SIGTERM for the block. First compares the pod's code with the registered code. After any exception,
-    unlocks the run folders that this thread has reserved.
-
-    Raises:
-        StoppedError: SIGTERM, in a local run.
-        UserError: the registered library is another one than the pod's.
+    handler of SIGTERM for the block. After any exception, unlocks the run folders that this thread has reserved. Raises
+    StoppedError for SIGTERM in a local run, and UserError in a pod whose library is not the registered one.
     """
     with signal_handlers({signal.SIGTERM: raise_sigterm}):
         try:
-            environment.check_pod_code()
+            if is_in_pod():
+                environment.refuse_unregistered_code()
             yield
         except BaseException as error:
             release_reserved_folders()  # no training will follow
@@ -64,25 +63,46 @@ def translate_errors(platform: Platform) -> Iterator[None]:
             raise platform.retryable_error(f"{failure}{evicted}") from error
 
 
+def eviction_reason(limit: str) -> str:
+    """Return a clause for an error that says that Kubernetes evicts this pod, as its files exceed its disk limit.
+
+    Kubernetes gives such a pod only SIGTERM, a second before SIGKILL. Returns "" if ``limit`` (a Kubernetes quantity)
+    is empty, or if the files below the working directory and the temporary folder do not exceed it.
+    """
+    if not limit or not exceed_disk_limit({Path.cwd(), Path(tempfile.gettempdir())}, parse_bytes(limit)):
+        return ""
+    return (
+        f"; its files take more than its {limit} of disk (ephemeral-storage), so Kubernetes evicts it: take a profile "
+        "with more (flyte_ddp/pods/profiles.py)"
+    )
+
+
+def exceed_disk_limit(folders: set[Path], limit: int) -> bool:
+    """Return whether the files below the folders take more bytes of disk than ``limit``; False after COUNT_SECONDS."""
+    deadline, taken = time.monotonic() + COUNT_SECONDS, 0
+    for folder in folders:
+        for place, _, files in os.walk(folder):
+            for file in files:
+                with suppress(FileNotFoundError):  # removed since the folder was listed
+                    taken += os.lstat(f"{place}/{file}").st_blocks * 512  # st_blocks counts units of 512 bytes
+                if taken > limit:
+                    return True
+            if time.monotonic() > deadline:
+                return False
+    return False
+
+
 @contextmanager
 def sync_checkpoints(platform: Platform, run_folder: Path) -> Iterator[Callable[[], None]]:
     """In a pod, download the run's newest checkpoint, and upload new checkpoints during the block; do nothing locally.
 
-    SIGTERM is deferred during the download. A thread looks for new checkpoints every POLL_SECONDS; the end of the block
-    uploads the last one and records how the attempt ended. After a block without an exception, deletes files of the
-    project's runs that nobody will continue, for up to SWEEP_SECONDS.
+    Yields a function to call when the data are there and before ranks are launched: it records the start in the blob
+    store. SIGTERM is deferred during the download. A thread looks for new checkpoints every POLL_SECONDS. The end of
+    the block uploads the last one and records how the attempt ended; after a block without an exception it deletes
+    files of the project's runs that nobody will continue, for up to SWEEP_SECONDS.
 
-    Args:
-        platform: The platform that runs this task.
-        run_folder: Folder of the run.
-
-    Yields:
-        A function to call when the data are there and before ranks are launched. It records the start in the store, and
-        raises UnreachableError if the store does not answer in several tries.
-
-    Raises:
-        UserError: the store may not be read, none of its checkpoints can be read, or earlier attempts made no progress.
-        UnreachableError: the store does not answer in several tries, or its checkpoints were replaced meanwhile.
+    Raises what CheckpointStore.download_newest raises; the yielded function raises UnreachableError if the blob store
+    does not answer.
     """
     if not is_in_pod():
         yield lambda: None
@@ -95,7 +115,7 @@ def sync_checkpoints(platform: Platform, run_folder: Path) -> Iterator[Callable[
     uploader = CheckpointUploader(store, folder, read_settings(), newest)
 
     def record_start() -> None:
-        """Record in the store that ranks are launched; print if the store may not be written to."""
+        """Record in the blob store that ranks are launched; print a refusal to write instead of raising it."""
         try:
             store.record_start(newest.step if newest else 0)
         except ForbiddenError as error:
@@ -113,17 +133,19 @@ def sync_checkpoints(platform: Platform, run_folder: Path) -> Iterator[Callable[
         uploader.stop.set()
         thread.join()
         uploader.upload_changed_checkpoints()
-        with suppress(Exception):  # the result counts even if the store does not answer
+        with suppress(Exception):  # the result counts even if the blob store does not answer
             store.record_end(failure)
-        if failure is None:
-            delete_abandoned_files(store)
+        if failure is None:  # in a thread, which a request that gets no answer does not hold up
+            sweep = partial(store.delete_abandoned_files, SWEEP_SECONDS)
+            start_thread_in_context("sweep", sweep, daemon=True).join(SWEEP_SECONDS)
 
 
 def open_checkpoint_store(platform: Platform, run: str) -> CheckpointStore:
-    """Return the store of a run's checkpoints for this pod's attempt, from the pod's environment."""
+    """Return the store of a run's checkpoints for this pod's attempt, by the pod's environment."""
+    project, domain, execution = execution_names()
     return CheckpointStore(
-        posixpath.join(checkpoints_address(platform.output_address()), *execution_names()[:2], run),
-        execution=execution_names()[2],
+        posixpath.join(checkpoints_address(platform.output_address()), project, domain, run),
+        execution=execution,
         attempt=int(os.environ.get("FLYTE_ATTEMPT_NUMBER") or 0),
         days=read_number("FLYTE_DDP_CHECKPOINT_DAYS"),
         from_scratch=bool(os.environ.get(environment.FROM_SCRATCH_VARIABLE)),
@@ -134,9 +156,7 @@ def open_checkpoint_store(platform: Platform, run: str) -> CheckpointStore:
 def checkpoints_address(output_address: str) -> str:
     """Return the address of all checkpoints: FLYTE_DDP_CHECKPOINTS, or a folder beside the platform's outputs.
 
-    Args:
-        output_address: PREFIX/XX/EXECUTION-NODE-ATTEMPT, below which Flyte has an attempt write its outputs. The folder
-            is in PREFIX.
+    An attempt's ``output_address`` is PREFIX/XX/EXECUTION-NODE-ATTEMPT; the folder is in PREFIX.
     """
     beside = f"{posixpath.dirname(posixpath.dirname(output_address.rstrip('/')))}/flyte-ddp-checkpoints"
     return storage_address(read_text("FLYTE_DDP_CHECKPOINTS") or beside)
@@ -148,31 +168,15 @@ def memory_advice() -> str:
     return f"{given}: take one with more, fewer num_ranks, or a smaller batch_size"
 
 
-def delete_abandoned_files(store: CheckpointStore) -> None:
-    """Delete the files of the project's runs that nobody will continue, for up to SWEEP_SECONDS; ignore any error.
-
-    A thread does it. It may still be in a request when this function returns.
-    """
-    stop = threading.Event()
-
-    def delete_and_ignore_errors() -> None:
-        """Delete the files; the next pod repeats what fails."""
-        with suppress(Exception):
-            store.delete_abandoned_files(stop.is_set)
-
-    start_thread_in_context("sweep", delete_and_ignore_errors, daemon=True).join(SWEEP_SECONDS)
-    stop.set()
-
-
 def start_thread_in_context(name: str, work: Callable[[], None], *, daemon: bool = False) -> threading.Thread:
-    """Start a thread with a copy of this thread's context variables, which platforms use, and return the thread."""
+    """Start and return a thread that has a copy of this thread's context variables, as flytekit's functions need."""
     thread = threading.Thread(target=contextvars.copy_context().run, args=(work,), name=name, daemon=daemon)
     thread.start()
     return thread
 
 
 class CheckpointUploader:
-    """Uploads new checkpoints of an attempt, and records in the store if none comes although it is time for one."""
+    """Uploads new checkpoints of an attempt, and records if none comes although it is time for one."""
 
     def __init__(self, store: CheckpointStore, folder: Path, settings: Settings, newest: Checkpoint | None) -> None:
         self.store, self.folder, self.settings = store, folder, settings
@@ -188,28 +192,11 @@ class CheckpointUploader:
         """Upload new checkpoints every POLL_SECONDS until ``stop`` is set."""
         while not self.stop.wait(POLL_SECONDS):
             self.upload_changed_checkpoints()
-            with suppress(Exception):  # the store does not answer, or the file is being replaced
+            with suppress(Exception):  # the blob store does not answer, or the file is being replaced
                 self.record_missing_checkpoint()
 
-    def record_missing_checkpoint(self) -> None:
-        """Write a note to the store, once, if there was time for a checkpoint since training began and none came.
-
-        The time is the ranks' time limit, which the first step does not exceed, plus the time between two checkpoints.
-        Reads the run's metrics.jsonl whole until training has begun; raises FileNotFoundError without that file.
-        """
-        seconds = self.settings.timeout + self.settings.checkpoint_seconds
-        if self.saved_or_recorded or not self.settings.checkpoint_seconds:
-            return
-        if self.training_since is None:
-            metrics = (self.folder.parent / METRICS).read_bytes()
-            if metrics.count(START) > self.starts_before:
-                self.training_since = time.monotonic()
-        elif time.monotonic() - self.training_since > seconds:
-            self.store.write_note(TRAINED, 0, f"it trained for {seconds:g} s, and no checkpoint came here")
-            self.saved_or_recorded = True
-
     def upload_changed_checkpoints(self) -> None:
-        """Upload the checkpoints that have changed since the last call.
+        """Upload the checkpoints that have changed since the last call, by way of hard links in ``.sending``.
 
         Never raises: prints the first failure, and the next call tries again.
         """
@@ -233,6 +220,23 @@ class CheckpointUploader:
                 self.failure_printed = True
             finally:
                 link.unlink(missing_ok=True)
+
+    def record_missing_checkpoint(self) -> None:
+        """Write a note to the blob store, once, if there was time for a checkpoint since training began and none came.
+
+        The time is the ranks' time limit, which the first step does not exceed, plus the time between two checkpoints.
+        Reads the run's metrics.jsonl whole until training has begun; raises FileNotFoundError without that file.
+        """
+        seconds = self.settings.timeout + self.settings.checkpoint_seconds
+        if self.saved_or_recorded or not self.settings.checkpoint_seconds:
+            return
+        if self.training_since is None:
+            metrics = (self.folder.parent / METRICS).read_bytes()
+            if metrics.count(START) > self.starts_before:
+                self.training_since = time.monotonic()
+        elif time.monotonic() - self.training_since > seconds:
+            self.store.write_note(TRAINED, text=f"it trained for {seconds:g} s, and no checkpoint came here")
+            self.saved_or_recorded = True
 
     def file_version(self, name: str) -> tuple[int, int] | None:
         """Return inode and time of change (ns) of a file in the folder, which a new file changes; None if missing."""

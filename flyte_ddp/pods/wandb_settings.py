@@ -15,14 +15,10 @@ from flyte_ddp.settings import Settings, read_settings
 
 
 def read_run_settings(platform: Platform, run: str) -> Settings:
-    """Return a run's settings from the environment.
+    """Return the settings for a run from the environment. All attempts at a run get one run id of wandb.
 
-    In a pod without WANDB_API_KEY, sets that variable from the secret; prints if the pod has no such secret. All
-    attempts at a run get one run id of wandb, so that they continue one wandb run.
-
-    Args:
-        platform: The platform that runs this task.
-        run: Name of the run. It is the run id of wandb locally, and part of it in a pod.
+    The id is the run's name locally; in a pod it is EXECUTION-RUN. In a pod without WANDB_API_KEY, sets that variable
+    from the secret, or prints that the pod has no such secret.
     """
     if not is_in_pod():
         return read_settings(wandb_run_id=run)
@@ -45,10 +41,7 @@ def unsent_address(platform: Platform) -> str:
 
 @contextmanager
 def upload_unsent_wandb(platform: Platform, run_folder: Path) -> Iterator[None]:
-    """In a pod, upload the run's wandb folder after the block, if wandb could not send it; print why that fails.
-
-    Any error of the upload is only printed.
-    """
+    """In a pod, upload the run's wandb folder after the block, if wandb could not send it; only print an error."""
     try:
         yield
     finally:

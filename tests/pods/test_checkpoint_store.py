@@ -168,7 +168,7 @@ def test_what_is_nobodys_is_removed(store: CheckpointStore, base: Path, tmp_path
         (folder / f"{kind}-0-1-0-{moment}").write_text("content")
     (old / "of somebody else").write_text("content")
     begun(store, tmp_path / "0")
-    store.delete_abandoned_files()
+    store.delete_abandoned_files(seconds=30)
     left = {path.relative_to(base.parent).parts[0] for path in base.parent.rglob("*") if parse_run_file(str(path))}
     assert left == {"fresh", "run"}
     assert (old / "of somebody else").exists()

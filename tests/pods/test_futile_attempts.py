@@ -89,7 +89,7 @@ def test_attempts_that_had_time_to_save_and_did_not_are_the_last(store: Checkpoi
     for attempt in (0, 1):
         own = replace(store, attempt=attempt)
         begun(own, tmp_path / str(attempt))
-        own.write_note(TRAINED, 0, "it trained for 660 s, and no checkpoint came here")
+        own.write_note(TRAINED, text="it trained for 660 s, and no checkpoint came here")
         if attempt:
             own.record_end(StoppedError("SIGTERM", step=0))
     with pytest.raises(UserError, match="the last one: it trained for 660 s, and no checkpoint came here"):

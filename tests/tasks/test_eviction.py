@@ -9,7 +9,7 @@ import pytest
 from flytekit import Resources, task
 from flytekit.exceptions.user import FlyteRecoverableException
 
-from flyte_ddp.pods import eviction
+from flyte_ddp.pods import retries
 from tasks.flyte import translate_errors_for_flyte
 
 
@@ -56,6 +56,6 @@ def test_a_pod_has_no_time_to_count_all_its_files(pod: Path, monkeypatch: pytest
     for number in range(3):
         (pod / f"tmp/{number}").mkdir()
         (pod / f"tmp/{number}/file").write_bytes(b"x" * 2**19)
-    assert eviction.exceed_disk_limit({pod / "tmp"}, 2**20)
-    monkeypatch.setattr(eviction, "LOOK_SECONDS", 0.0)
-    assert not eviction.exceed_disk_limit({pod / "tmp"}, 2**20)
+    assert retries.exceed_disk_limit({pod / "tmp"}, 2**20)
+    monkeypatch.setattr(retries, "COUNT_SECONDS", 0.0)
+    assert not retries.exceed_disk_limit({pod / "tmp"}, 2**20)

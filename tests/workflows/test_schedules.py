@@ -12,7 +12,7 @@ from flyteidl.admin.launch_plan_pb2 import CONCURRENCY_LIMIT_BEHAVIOR_SKIP
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import UserError
 from flyte_ddp.release.policy import Policy
-from tasks.schedules import Schedule, read_schedules
+from workflows.schedules import Schedule, read_schedules
 
 
 def read(folder: Path, text: str) -> list[Schedule]:
