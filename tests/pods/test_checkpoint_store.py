@@ -1,4 +1,4 @@
-"""Checkpoints in a real S3 server, whoever wrote them."""
+"""Checkpoints of attempts and executions in a real S3 server."""
 
 import itertools
 import threading
@@ -17,19 +17,20 @@ from flyte_ddp.runs.checkpoint import SLOTS
 from flyte_ddp.storage import ForbiddenError, UnavailableError
 
 
-def test_any_attempt_finds_the_newest(store: CheckpointStore, base: Path, tmp_path: Path) -> None:
-    """However many attempts in between have left nothing."""
+def test_an_attempt_resumes_from_the_newest_checkpoint_of_any_attempt(
+    store: CheckpointStore, base: Path, tmp_path: Path
+) -> None:
+    """Also from that of a later attempt, if the pod of an earlier one is started again in its place."""
     assert begun(store, tmp_path / "0") == 0
     for step in (3, 5, 7):
         store.upload_checkpoint(write(tmp_path / "a.ckpt", step))
     assert names(base) == ["one 0 5", "one 0 7"]
-    assert begun(replace(store, attempt=1), tmp_path / "1") == 7
-    third = replace(store, attempt=2)
-    assert begun(third, tmp_path / "2") == 7
-    third.upload_checkpoint(write(tmp_path / "a.ckpt", 9))
+    for attempt in (0, 1, 2):
+        assert begun(replace(store, attempt=attempt), tmp_path / f"{attempt} again") == 7
+    replace(store, attempt=2).upload_checkpoint(write(tmp_path / "a.ckpt", 9))
     assert names(base) == ["one 0 7", "one 2 9"]
     assert begun(replace(store, attempt=5), tmp_path / "5") == 9
-    assert names(base, STARTED) == ["one 0 0", "one 1 7", "one 2 7", "one 5 9"]
+    assert names(base, STARTED) == ["one 0 0", "one 0 7", "one 1 7", "one 2 7", "one 5 9"]
 
 
 @pytest.mark.parametrize("order", [*itertools.product(("before", "during", "after"), repeat=3)], ids="-".join)
@@ -49,34 +50,26 @@ def test_the_newest_is_found_whenever_attempts_were_killed(
 
 
 @pytest.mark.parametrize(("here", "elsewhere"), [(5, 7), (9, 7), (7, 7)])
-def test_ranks_that_an_engine_starts_again_go_on_from_the_newest(
+def test_ranks_that_an_engine_restarts_resume_from_the_newest_of_folder_and_store(
     store: CheckpointStore, tmp_path: Path, here: int, elsewhere: int
 ) -> None:
-    """Which rank 0 on another host may have left, or an earlier one on this host."""
     store.upload_checkpoint(write(tmp_path / "elsewhere/a.ckpt", elsewhere))
     for name in SLOTS:
         write(tmp_path / "here" / name, here)
     assert begun(store, tmp_path / "here") == max(here, elsewhere)
 
 
-def test_an_attempt_that_got_further_before_it_was_started_again_in_its_place_counts(
-    store: CheckpointStore, tmp_path: Path
+def test_a_new_execution_resumes_where_one_without_a_result_stopped(
+    store: CheckpointStore, base: Path, tmp_path: Path
 ) -> None:
-    begun(store, tmp_path / "0")
-    store.upload_checkpoint(write(tmp_path / "a.ckpt", 5))
-    for attempt in (0, 1, 2):
-        assert begun(replace(store, attempt=attempt), tmp_path / f"{attempt} again") == 5
-
-
-def test_a_new_execution_goes_on_where_the_last_one_stopped(store: CheckpointStore, base: Path, tmp_path: Path) -> None:
     store.upload_checkpoint(write(tmp_path / "a.ckpt", 5))
     other = replace(store, execution="two")
     assert begun(other, tmp_path / "2") == 5
     other.upload_checkpoint(write(tmp_path / "a.ckpt", 6))
     assert names(base) == ["one 0 5", "two 0 6"], "each removes only its own"
     other.record_end(None)
-    assert begun(replace(store, attempt=1), tmp_path / "1") == 5, "of one that is done nothing is taken"
-    assert begun(replace(other, attempt=1), tmp_path / "2b") == 6, "unless it is lost before it has handed over"
+    assert begun(replace(store, attempt=1), tmp_path / "1") == 5
+    assert begun(replace(other, attempt=1), tmp_path / "2b") == 6, "it may be lost before it has handed its result over"
     assert begun(replace(store, execution="three", from_scratch=True), tmp_path / "3") == 0
 
 
@@ -88,15 +81,14 @@ def make_newer(path: Path) -> None:
     path.write_bytes(path.read_bytes().replace(b"checkpoint/1 ", b"checkpoint/2 "))
 
 
-DAMAGE: dict[Callable[[Path], None], str] = {
-    cut: "damaged: its content does not match its SHA-256",
-    make_newer: "its format is flyte-ddp-checkpoint/2, and this release reads flyte-ddp-checkpoint/1",
-}
-each_damage = pytest.mark.parametrize(("damage", "reason"), DAMAGE.items(), ids=["cut", "newer"])
-
-
-@each_damage
-def test_one_that_cannot_be_read_is_said_and_never_taken_for_none(
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (cut, "damaged: its content does not match its SHA-256"),
+        (make_newer, "its format is flyte-ddp-checkpoint/2, and this release reads flyte-ddp-checkpoint/1"),
+    ],
+)
+def test_an_unreadable_checkpoint_is_reported_and_does_not_count_as_none(
     store: CheckpointStore, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str],
     damage: Callable[[Path], None], reason: str,
 ) -> None:  # fmt: skip
@@ -117,7 +109,7 @@ def test_one_that_cannot_be_read_is_said_and_never_taken_for_none(
     assert begun(replace(store, execution="two", from_scratch=True), tmp_path / "3") == 0
 
 
-def test_one_that_may_not_be_read_or_is_replaced_meanwhile_is_not_taken_for_none(
+def test_a_checkpoint_that_is_forbidden_or_replaced_meanwhile_does_not_count_as_none(
     store: CheckpointStore, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As where another role encrypted it, or its attempt saves again."""
@@ -141,11 +133,10 @@ def test_one_that_may_not_be_read_or_is_replaced_meanwhile_is_not_taken_for_none
             begun(replace(store, attempt=1), tmp_path / "1")
 
 
-def test_two_at_once_do_not_mix(store: CheckpointStore, base: Path, tmp_path: Path) -> None:
+def test_executions_at_the_same_time_do_not_mix(store: CheckpointStore, base: Path, tmp_path: Path) -> None:
     def train(execution: str) -> None:
-        own = replace(store, execution=execution)
         for step in range(1, 20):
-            own.upload_checkpoint(write(tmp_path / execution / "a.ckpt", step))
+            replace(store, execution=execution).upload_checkpoint(write(tmp_path / execution / "a.ckpt", step))
 
     threads = [threading.Thread(target=train, args=(name,)) for name in ("one", "two")]
     for thread in threads:
@@ -155,13 +146,11 @@ def test_two_at_once_do_not_mix(store: CheckpointStore, base: Path, tmp_path: Pa
     assert names(base) == ["one 0 18", "one 0 19", "two 0 18", "two 0 19"]
 
 
-def test_what_is_nobodys_is_removed(store: CheckpointStore, base: Path, tmp_path: Path) -> None:
+def test_abandoned_files_are_deleted(store: CheckpointStore, base: Path, tmp_path: Path) -> None:
     old, over, fresh = (base.parent / run / "execution" for run in ("old", "over", "fresh"))
     long_ago, lately = int(time.time()) - 15 * 86_400, int(time.time()) - 2 * 3600
     for folder, kind, moment in (
-        (old, SAVED, long_ago),
-        (over, DONE, lately),
-        (over, SAVED, lately),
+        *((old, SAVED, long_ago), (over, DONE, lately), (over, SAVED, lately)),
         (fresh, SAVED, lately),
     ):
         folder.mkdir(parents=True, exist_ok=True)
@@ -175,19 +164,19 @@ def test_what_is_nobodys_is_removed(store: CheckpointStore, base: Path, tmp_path
 
 
 @pytest.mark.parametrize(("failures", "fails"), [(3, False), (4, True)])
-def test_a_store_that_fails_is_asked_again(
+def test_a_store_that_does_not_answer_is_asked_four_times(
     store: CheckpointStore, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
     failures: int, fails: bool,
 ) -> None:  # fmt: skip
     store.upload_checkpoint(write(tmp_path / "a.ckpt", 5))
     errors, list_files = iter([UnavailableError("HTTP 503 SlowDown", transient=True)] * failures), storage.list_files
 
-    def troubled(folder: str) -> object:
+    def list_after_errors(folder: str) -> object:
         if error := next(errors, None):
             raise error
         return list_files(folder)
 
-    monkeypatch.setattr(storage, "list_files", troubled)
+    monkeypatch.setattr(storage, "list_files", list_after_errors)
     if fails:
         with pytest.raises(UnreachableError, match="HTTP 503 SlowDown"):
             begun(store, tmp_path / "0")

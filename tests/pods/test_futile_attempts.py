@@ -15,7 +15,23 @@ from flyte_ddp.runs.run_folder import METRICS
 from flyte_ddp.settings import Settings
 
 
-def test_attempts_whose_ranks_fail_at_one_step_are_the_last(store: CheckpointStore, tmp_path: Path) -> None:
+@pytest.fixture
+def store(store: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> CheckpointStore:
+    """The store with the advice of a pod of the profile ``sandbox``."""
+    monkeypatch.setenv("FLYTE_DDP_PROFILE", "sandbox")
+    return replace(store, memory_advice=retries.memory_advice())
+
+
+def end_attempts(store: CheckpointStore, folder: Path, numbers: range, *errors: BaseException | None) -> None:
+    """Begin attempts with these numbers at step 0, and end each with its error; without an error each is lost."""
+    for number in numbers:
+        own = replace(store, attempt=number)
+        assert begun(own, folder / str(number)) == 0
+        for error in errors:
+            own.record_end(error)
+
+
+def test_two_attempts_whose_ranks_fail_at_one_step_are_the_last(store: CheckpointStore, tmp_path: Path) -> None:
     store.upload_checkpoint(write(tmp_path / "a.ckpt", 5))
     for attempt, failure in enumerate(("a cosmic ray", "another one")):
         own = replace(store, attempt=2 * attempt)  # pods that were lost before they began do not count
@@ -29,75 +45,51 @@ def test_attempts_whose_ranks_fail_at_one_step_are_the_last(store: CheckpointSto
     assert begun(replace(store, execution="two"), tmp_path / "two") == 6, "another execution counts for itself"
 
 
-def test_memory_is_named_where_the_kernel_has_counted(
-    store: CheckpointStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("FLYTE_DDP_PROFILE", "sandbox")
-    store = replace(store, memory_advice=retries.memory_advice())
-    for attempt in (0, 1):
-        own = replace(store, attempt=attempt)
-        begun(own, tmp_path / str(attempt))
-        own.record_end(OutOfMemoryError("rank 0 was killed by SIGKILL, as memory ran out"))
+def test_memory_is_named_where_the_kernel_has_counted(store: CheckpointStore, tmp_path: Path) -> None:
+    end_attempts(store, tmp_path, range(2), OutOfMemoryError("rank 0 was killed by SIGKILL, as memory ran out"))
     with pytest.raises(UserError, match="memory ran out; profile 'sandbox' gives 2Gi of memory: take one with more"):
         begun(replace(store, attempt=2), tmp_path / "2")
 
 
-LOSSES: dict[str, BaseException | None] = {
-    "stopped": StoppedError("SIGTERM", step=0),
-    "unreachable": UnreachableError("no answer"),
-    "stopped elsewhere": retries.Sigterm(),
-}
-
-
-@pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
+@pytest.mark.parametrize(
+    "loss", [StoppedError("SIGTERM", step=0), UnreachableError("no answer"), retries.Sigterm()], ids=type
+)
 def test_attempts_that_were_taken_away_do_not_count(
-    store: CheckpointStore, tmp_path: Path, loss: BaseException | None
+    store: CheckpointStore, tmp_path: Path, loss: BaseException
 ) -> None:
-    for attempt in range(6):
-        own = replace(store, attempt=attempt)
-        assert begun(own, tmp_path / str(attempt)) == 0
-        own.record_end(loss)
+    end_attempts(store, tmp_path, range(6), loss)
 
 
 def test_attempts_that_were_lost_while_they_fetched_their_data_do_not_count(
     store: CheckpointStore, tmp_path: Path
 ) -> None:
-    (tmp_path / "pod").mkdir()
     for attempt in range(6):
-        assert replace(store, attempt=attempt).download_newest(tmp_path / "pod" / SLOTS[0]) is None
+        assert replace(store, attempt=attempt).download_newest(tmp_path / SLOTS[0]) is None
 
 
-@pytest.mark.parametrize("with_its_pod", [True, False])
-def test_attempts_that_were_lost_soon_count_for_less(
-    store: CheckpointStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, with_its_pod: bool
+@pytest.mark.parametrize("errors", [(), (RankLostError("rank 1 was killed by SIGKILL", recoverable=True),)])
+def test_the_fifth_attempt_that_was_lost_soon_is_the_last(
+    store: CheckpointStore, tmp_path: Path, errors: tuple[BaseException, ...]
 ) -> None:
     """Two lost nodes are bad luck; but of a pod whose memory runs out nothing is left either."""
-    monkeypatch.setenv("FLYTE_DDP_PROFILE", "sandbox")
-    store = replace(store, memory_advice=retries.memory_advice())
-    for attempt in range(5):
-        own = replace(store, attempt=attempt)
-        assert begun(own, tmp_path / str(attempt)) == 0
-        if not with_its_pod:
-            own.record_end(RankLostError("rank 1 was killed by SIGKILL", recoverable=True))
+    end_attempts(store, tmp_path, range(5), *errors)
     with pytest.raises(UserError, match=r"5 attempts were lost, .* Kubernetes says why .* if it is OOMKilled, .* 2Gi"):
         begun(replace(store, attempt=5), tmp_path / "5")
     store.upload_checkpoint(write(tmp_path / "a.ckpt", 1))
     assert begun(replace(store, attempt=5), tmp_path / "5 again") == 1
 
 
-def test_attempts_that_had_time_to_save_and_did_not_are_the_last(store: CheckpointStore, tmp_path: Path) -> None:
+def test_two_attempts_that_had_time_to_save_and_did_not_are_the_last(store: CheckpointStore, tmp_path: Path) -> None:
+    end_attempts(store, tmp_path, range(2))
     for attempt in (0, 1):
-        own = replace(store, attempt=attempt)
-        begun(own, tmp_path / str(attempt))
-        own.write_note(TRAINED, text="it trained for 660 s, and no checkpoint came here")
-        if attempt:
-            own.record_end(StoppedError("SIGTERM", step=0))
+        replace(store, attempt=attempt).write_note(TRAINED, text="it trained for 660 s, and no checkpoint came here")
+    replace(store, attempt=1).record_end(StoppedError("SIGTERM", step=0))
     with pytest.raises(UserError, match="the last one: it trained for 660 s, and no checkpoint came here"):
         begun(replace(store, attempt=2), tmp_path / "2")
 
 
 @pytest.mark.parametrize("saves", [False, True])
-def test_that_an_attempt_had_time_to_save_is_noted(
+def test_the_store_records_that_an_attempt_had_time_to_save(
     store: CheckpointStore, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, saves: bool
 ) -> None:
     """From its own first step on: the metrics of the checkpoint that it goes on from say that training began before."""
@@ -106,9 +98,8 @@ def test_that_an_attempt_had_time_to_save_is_noted(
     start, folder = b'{"kind": "start"}\n', tmp_path / FOLDER
     write(folder / SLOTS[0], 4, start)
     (tmp_path / METRICS).write_bytes(start)
-    uploader = retries.CheckpointUploader(
-        store, folder, Settings(timeout=600.0, checkpoint_seconds=60.0), find_newest_checkpoint(folder)
-    )
+    settings = Settings(timeout=600.0, checkpoint_seconds=60.0)
+    uploader = retries.CheckpointUploader(store, folder, settings, find_newest_checkpoint(folder))
     noted = []
     for now in (0.0, 5000.0, 5001.0, 5661.5):
         clock.now = now

@@ -42,56 +42,49 @@ def test_profiles_in_any_quantities(
     profile = replace(PROFILES["local"], cpu=cpu, memory=memory)
     monkeypatch.setenv("FLYTE_DDP_PROFILE", "local")
     monkeypatch.setitem(PROFILES, "local", profile)
-    disk = profile.ephemeral_storage
     assert split_size(profile, 1).memory == memory
-    assert split_size(profile, 2) == Size(cpu=half[0], memory=half[1], ephemeral_storage=disk)
+    assert split_size(profile, 2) == Size(cpu=half[0], memory=half[1], ephemeral_storage=profile.ephemeral_storage)
     assert profiles.elastic_ranks_per_node() == ranks
 
 
-@pytest.mark.parametrize(("text", "nodes"), [("", (1, 1)), ("3:", (3, 3)), ("2:4", (2, 4))])
-def test_numbers_of_nodes(monkeypatch: pytest.MonkeyPatch, text: str, nodes: tuple[int, int]) -> None:
+@pytest.mark.parametrize(
+    ("text", "nodes"), [("", (1, 1)), ("3:", (3, 3)), ("2:4", (2, 4)), ("0", None), ("many", None), ("4:2", None)]
+)
+def test_numbers_of_nodes(monkeypatch: pytest.MonkeyPatch, text: str, nodes: tuple[int, int] | None) -> None:
     monkeypatch.setenv("FLYTE_DDP_NODES", text)
-    assert profiles.node_range() == nodes
-
-
-@pytest.mark.parametrize("text", ["0", "many", "4:2"])
-def test_numbers_of_nodes_that_cannot_be(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
-    monkeypatch.setenv("FLYTE_DDP_NODES", text)
-    with pytest.raises(UserError, match=f"FLYTE_DDP_NODES='{text}': must be a number of nodes"):
-        profiles.node_range()
+    if nodes is None:
+        with pytest.raises(UserError, match=f"FLYTE_DDP_NODES='{text}': must be a number of nodes"):
+            profiles.node_range()
+    else:
+        assert profiles.node_range() == nodes
 
 
 @pytest.mark.parametrize("name", ["abc", "/key", "group/"])
 def test_a_secret_has_a_group_and_a_key(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setenv("FLYTE_DDP_WANDB_SECRET", name)
-    with pytest.raises(
-        UserError, match=f"FLYTE_DDP_WANDB_SECRET='{name}': must be a secret's group/key, such as wandb/"
-    ):
+    with pytest.raises(UserError, match=f"^FLYTE_DDP_WANDB_SECRET='{name}': must be a secret's group/key, such as wan"):
         wandb_secret_id()
 
 
 def test_templates_of_pods() -> None:
     """Those for a read-only root have all of the others, and folders of the pod's own where the image's user writes."""
     ours = yaml.safe_load((ROOT / "deploy/pod-template.yaml").read_text())
-    assert {profile.pod_template for profile in PROFILES.values() if profile.gpus} == {ours["metadata"]["name"]}
+    of_gpus = [profile for profile in PROFILES.values() if profile.gpus]
     spec = ours["template"]["spec"]
-    [container] = spec["containers"]
+    [container], [toleration] = spec["containers"], spec["tolerations"]
+    assert {profile.pod_template for profile in of_gpus} == {ours["metadata"]["name"]}
+    assert {profile.grace_seconds for profile in of_gpus} == {spec["terminationGracePeriodSeconds"]}
     assert container["name"] in ("default", "primary")  # Flyte merges containers of these names, and refuses others
     assert container["imagePullPolicy"] == "IfNotPresent"  # which the API server would otherwise set to Always
-    assert {profile.grace_seconds for profile in PROFILES.values() if profile.gpus} == {
-        spec["terminationGracePeriodSeconds"]
-    }
-    [toleration] = spec["tolerations"]
     assert (toleration["key"], toleration["effect"]) == ("nvidia.com/gpu", "NoSchedule")
 
-    plain, of_gpus = yaml.safe_load_all((ROOT / "deploy/pod-template-read-only.yaml").read_text())
-    assert (plain["metadata"]["name"], of_gpus["metadata"]) == ("flyte-ddp-read-only", ours["metadata"])
-    specs = [template["template"]["spec"] for template in (plain, of_gpus)]
+    plain, read_only = yaml.safe_load_all((ROOT / "deploy/pod-template-read-only.yaml").read_text())
+    assert (plain["metadata"]["name"], read_only["metadata"]) == ("flyte-ddp-read-only", ours["metadata"])
+    specs = [template["template"]["spec"] for template in (plain, read_only)]
     for each in specs:
         [container] = each["containers"]
         assert container.pop("securityContext") == {"readOnlyRootFilesystem": True}
         assert {mount["mountPath"] for mount in container.pop("volumeMounts")} == {"/tmp", "/root"}
         assert [volume["emptyDir"] for volume in each.pop("volumes")] == [{}, {}]
         assert each.pop("securityContext") == {"fsGroup": 1000}
-        assert each["containers"] == spec["containers"]
     assert specs == [{"containers": spec["containers"]}, spec]

@@ -1,4 +1,7 @@
-"""Training on engines, as Flyte is given it: the specs that their plugins make, and what there is without a plugin."""
+"""Training on engines, as Flyte is given it: the specs that their plugins make, and what there is without a plugin.
+
+The files in ``recorded`` are what Flyte 1.16.8 made of these specs on a cluster with the pod template of deploy/.
+"""
 
 import importlib
 import json
@@ -27,7 +30,11 @@ from flyte_ddp.settings import Settings
 from tasks import dask_training, ray_training
 
 ENGINES = ("elastic", "ray", "dask")
-GPU_NODE = {"cpu": "8", "memory": "30Gi", "nvidia.com/gpu": "2", "ephemeral-storage": "20Gi"}
+TEMPLATE = yaml.safe_load((ROOT / "deploy/pod-template.yaml").read_text())["template"]["spec"]
+Packages = Callable[..., Package]
+each_range = pytest.mark.parametrize(
+    ("nodes", "least", "most"), [("2", 2, 2), pytest.param("2:4", 2, 4, marks=pytest.mark.exhaustive)]
+)
 
 
 def task(package: Package, engine: str) -> Any:
@@ -38,15 +45,39 @@ def custom(package: Package, engine: str) -> dict[str, Any]:
     return MessageToDict(task(package, engine).custom)
 
 
-def resources(given: dict[str, Any]) -> dict[str, str]:
-    """Requests and limits, which must be the same."""
-    requests = {each["name"]: each["value"] for each in given["requests"]}
-    assert requests == {each["name"]: each["value"] for each in given["limits"]}
-    return requests
+def recorded(name: str) -> Any:
+    return yaml.safe_load((Path(__file__).parent / "recorded" / name).read_text())["spec"]
+
+
+def container_resources(container: dict[str, Any]) -> dict[str, str]:
+    """Requests and limits of a container, which must be the same."""
+    assert container["resources"]["requests"] == container["resources"]["limits"]
+    return dict(container["resources"]["limits"])
+
+
+def node_resources(profile: Size) -> dict[str, str]:
+    """Those of a pod with all that a profile has."""
+    sizes = {"cpu": profile.cpu, "memory": profile.memory, "ephemeral-storage": profile.ephemeral_storage}
+    return {**sizes, "nvidia.com/gpu": str(profile.gpus)}
+
+
+def check_recorded_pod(spec: dict[str, Any], shared_memory: str = "") -> dict[str, Any]:
+    """Check a recorded pod against the pod template of deploy/ and PodSecurity; return its only container."""
+    [container] = spec["containers"]
+    assert spec["tolerations"][: len(TEMPLATE["tolerations"])] == TEMPLATE["tolerations"]
+    assert spec["terminationGracePeriodSeconds"] == TEMPLATE["terminationGracePeriodSeconds"]
+    assert container["imagePullPolicy"] == TEMPLATE["containers"][0]["imagePullPolicy"]
+    assert spec["securityContext"] == packaged.RESTRICTED_POD
+    assert container["securityContext"] == packaged.RESTRICTED_CONTAINER
+    if shared_memory:
+        [volume] = spec["volumes"]
+        assert volume["emptyDir"] == {"medium": "Memory", "sizeLimit": shared_memory}
+        assert container["volumeMounts"] == [{"mountPath": "/dev/shm", "name": volume["name"]}]
+    return dict(container)
 
 
 @pytest.mark.slow
-def test_elastic_on_one_node_is_a_plain_pod(made: Callable[..., Package]) -> None:
+def test_elastic_on_one_node_is_a_plain_pod(made: Packages) -> None:
     template = task(made(FLYTE_DDP_REGISTRY="s3://bucket/models"), "elastic")
     assert template.type == "python-task"
     assert not MessageToDict(template.custom)
@@ -55,185 +86,138 @@ def test_elastic_on_one_node_is_a_plain_pod(made: Callable[..., Package]) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("nodes", "least", "most"), [("2", 2, 2), pytest.param("2:4", 2, 4, marks=pytest.mark.exhaustive)]
-)
-def test_elastic_on_several_is_a_pytorchjob(made: Callable[..., Package], nodes: str, least: int, most: int) -> None:
-    template = task(made(FLYTE_DDP_NODES=nodes), "elastic")
+@each_range
+def test_elastic_on_several_nodes_is_a_pytorchjob(made: Packages, nodes: str, least: int, most: int) -> None:
+    package = made(FLYTE_DDP_NODES=nodes)
+    template = task(package, "elastic")
     assert template.type == "pytorch"
     assert template.extended_resources.shared_memory.size_limit == "4Gi"
     assert "PodTemplate" not in str(template.config), "the plugin's own shared memory has no limit"
-    assert custom(made(FLYTE_DDP_NODES=nodes), "elastic") == {
+    config = {"rdzvBackend": "c10d", "minReplicas": least, "maxReplicas": most, "nprocPerNode": 2, "maxRestarts": 2}
+    assert custom(package, "elastic") == {
         "workerReplicas": {"replicas": most, "restartPolicy": "RESTART_POLICY_ON_FAILURE"},
-        "elasticConfig": {
-            "rdzvBackend": "c10d",
-            "minReplicas": least,
-            "maxReplicas": most,
-            "nprocPerNode": 2,
-            "maxRestarts": 2,
-        },
+        "elasticConfig": config,
         "runPolicy": {"cleanPodPolicy": "CLEANPOD_POLICY_RUNNING", "backoffLimit": 2 * most},
     }
-    requests = {each.name: each.value for each in packaged.container(template).resources.requests}
-    assert {each.name: each.value for each in packaged.container(template).resources.limits} == requests
-    assert len(requests) == 4
+    resources = packaged.container(template).resources
+    assert len(resources.requests) == 4
+    assert [*resources.requests] == [*resources.limits]
 
 
 @pytest.mark.slow
-def test_flyte_makes_a_pytorchjob_of_it_as_the_profile_says(made: Callable[..., Package]) -> None:
-    """As Flyte 1.16.8 made one on a cluster with the pod template of deploy/; what it is given today is the same."""
-    job = yaml.safe_load((Path(__file__).parent / "recorded/elastic-gpu.yaml").read_text())["spec"]
-    worker = job["pytorchReplicaSpecs"]["Worker"]
-    pod, profile = worker["template"]["spec"], PROFILES["gpu"]
-    given = custom(made(FLYTE_DDP_NODES="2"), "elastic")
+def test_a_recorded_pytorchjob_is_as_the_profile_says(made: Packages) -> None:
+    job, profile, package = recorded("elastic-gpu.yaml"), PROFILES["gpu"], made(FLYTE_DDP_NODES="2")
+    worker, given = job["pytorchReplicaSpecs"]["Worker"], custom(package, "elastic")
     assert (worker["replicas"], worker["restartPolicy"]) == (given["workerReplicas"]["replicas"], "OnFailure")
     today = {name.replace("nprocPerNode", "nProcPerNode"): value for name, value in given["elasticConfig"].items()}
     assert job["elasticPolicy"] == today
     assert job["elasticPolicy"]["nProcPerNode"] == profile.gpus
     assert job["runPolicy"]["backoffLimit"] == given["runPolicy"]["backoffLimit"]
     assert job["runPolicy"]["cleanPodPolicy"] == "Running"
-    (container,) = pod["containers"]
-    assert container["resources"]["requests"] == container["resources"]["limits"]
-    assert container["resources"]["limits"] == {
-        "cpu": profile.cpu,
-        "memory": profile.memory,
-        "ephemeral-storage": profile.ephemeral_storage,
-        "nvidia.com/gpu": str(profile.gpus),
-    }
-    (volume,) = pod["volumes"]
-    assert volume["emptyDir"] == {"medium": "Memory", "sizeLimit": profile.shared_memory}
-    assert container["volumeMounts"] == [{"mountPath": "/dev/shm", "name": volume["name"]}]
-    template = yaml.safe_load((ROOT / "deploy/pod-template.yaml").read_text())
-    assert template["metadata"]["name"] == profile.pod_template
-    ours = template["template"]["spec"]
-    for field in ("tolerations", "terminationGracePeriodSeconds"):
-        assert pod[field] == ours[field]
-    assert container["imagePullPolicy"] == ours["containers"][0]["imagePullPolicy"]
-    assert pod["securityContext"] == packaged.RESTRICTED_POD
-    assert container["securityContext"] == packaged.RESTRICTED_CONTAINER
+    container = check_recorded_pod(worker["template"]["spec"], profile.shared_memory)
+    assert container_resources(container) == node_resources(profile)
     assert container["terminationMessagePolicy"] == "FallbackToLogsOnError"
     environment = {each["name"]: each["value"] for each in container["env"]}
-    given_environment = {
-        each.key: each.value for each in packaged.container(task(made(FLYTE_DDP_NODES="2"), "elastic")).env
-    }
+    given_environment = {each.key: each.value for each in packaged.container(task(package, "elastic")).env}
     assert environment.items() <= given_environment.items()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("nodes", "most"), [("2", 2), pytest.param("2:4", 4, marks=pytest.mark.exhaustive)])
-def test_ray_nodes_have_the_profiles_size(made: Callable[..., Package], nodes: str, most: int) -> None:
-    assert task(made(FLYTE_DDP_NODES=nodes), "ray").type == "ray"
-    cluster = custom(made(FLYTE_DDP_NODES=nodes), "ray")["rayCluster"]
+@each_range
+def test_ray_nodes_have_the_profiles_size(made: Packages, nodes: str, least: int, most: int) -> None:
+    package = made(FLYTE_DDP_NODES=nodes)
+    assert task(package, "ray").type == "ray"
+    cluster, head = custom(package, "ray")["rayCluster"], node_resources(ray_training.HEAD)
     assert "enableAutoscaling" not in cluster
     assert cluster["headGroupSpec"]["rayStartParams"] == {"num-cpus": "0"}
-    head = cluster["headGroupSpec"]["k8sPod"]["podSpec"]["containers"][0]["resources"]
-    assert head["requests"] == head["limits"] == {"cpu": "1", "memory": "3Gi", "ephemeral-storage": "10Gi"}
-    (group,) = cluster["workerGroupSpec"]
+    del head["nvidia.com/gpu"]
+    [container] = cluster["headGroupSpec"]["k8sPod"]["podSpec"]["containers"]
+    assert container_resources(container) == head
+    [group] = cluster["workerGroupSpec"]
     assert group["replicas"] == most
-    worker = group["k8sPod"]["podSpec"]["containers"][0]["resources"]
-    assert worker["requests"] == worker["limits"] == GPU_NODE
-    assert custom(made(FLYTE_DDP_NODES=nodes), "ray")["shutdownAfterJobFinishes"]
+    assert container_resources(group["k8sPod"]["podSpec"]["containers"][0]) == node_resources(PROFILES["gpu"])
+    assert custom(package, "ray")["shutdownAfterJobFinishes"]
 
 
 @pytest.mark.slow
-def test_pods_of_ray_are_as_the_profile_says(made: Callable[..., Package]) -> None:
-    """As Flyte's plugin made them on a cluster, of what is still sent."""
-    recorded = yaml.safe_load((ROOT / "tests/tasks/recorded/ray-gpu.yaml").read_text())["spec"]
-    head = recorded["rayClusterSpec"]["headGroupSpec"]["template"]
-    [group] = recorded["rayClusterSpec"]["workerGroupSpecs"]
-    worker, submitter = group["template"], recorded["submitterPodTemplate"]
-    of_all = yaml.safe_load((ROOT / "deploy/pod-template.yaml").read_text())["template"]["spec"]
-    for pod in (head, worker, submitter):
-        assert pod["spec"]["terminationGracePeriodSeconds"] == of_all["terminationGracePeriodSeconds"]
-        assert pod["spec"]["securityContext"] == packaged.RESTRICTED_POD
-        [container] = pod["spec"]["containers"]
-        assert container["imagePullPolicy"] == of_all["containers"][0]["imagePullPolicy"]
-        assert container["securityContext"] == packaged.RESTRICTED_CONTAINER
-        assert pod["spec"]["tolerations"][:1] == of_all["tolerations"]
-    profile = PROFILES["gpu-a100"]
-    given = {"cpu": profile.cpu, "memory": profile.memory, "ephemeral-storage": profile.ephemeral_storage}
-    [ranks] = worker["spec"]["containers"]
-    assert ranks["resources"]["limits"] == ranks["resources"]["requests"] == {**given, "nvidia.com/gpu": "8"}
+def test_recorded_pods_of_ray_are_as_the_profile_says(made: Packages) -> None:
+    job, profile = recorded("ray-gpu.yaml"), PROFILES["gpu-a100"]
+    head = job["rayClusterSpec"]["headGroupSpec"]["template"]
+    [group] = job["rayClusterSpec"]["workerGroupSpecs"]
+    worker, submitter = group["template"], job["submitterPodTemplate"]
+    for pod in (head, submitter):
+        container = check_recorded_pod(pod["spec"])
+        assert not {"nodeSelector", "volumes"} & set(pod["spec"])
+        assert "nvidia.com/gpu" not in container_resources(container)
+    assert container_resources(check_recorded_pod(worker["spec"], profile.shared_memory)) == node_resources(profile)
     assert worker["spec"]["nodeSelector"] == {"k8s.amazonaws.com/accelerator": "nvidia-tesla-a100"}
-    [memory] = worker["spec"]["volumes"]
-    assert memory["emptyDir"] == {"medium": "Memory", "sizeLimit": profile.shared_memory}
-    assert ranks["volumeMounts"] == [{"name": memory["name"], "mountPath": "/dev/shm"}]
     assert [pod["metadata"]["labels"]["inject-flyte-secrets"] for pod in (head, worker, submitter)] == [
         *("true", "false", "true")  # the plugin makes all labels of the submitter those of the task
     ]
-    for pod in (head, submitter):
-        assert not {"nodeSelector", "volumes"} & set(pod["spec"])
-        assert "nvidia.com/gpu" not in pod["spec"]["containers"][0]["resources"]["limits"]
 
     package = made(FLYTE_DDP_PROFILE="gpu-a100", FLYTE_DDP_NODES="2")
     sent = custom(package, "ray")["rayCluster"]
     for found, now in ((head, sent["headGroupSpec"]), (worker, sent["workerGroupSpec"][0])):
         spec = now["k8sPod"]["podSpec"]
         assert found["spec"]["containers"][0]["resources"] == spec["containers"][0]["resources"]
-        assert found["spec"].get("nodeSelector") == spec.get("nodeSelector")
-        assert found["spec"].get("volumes") == spec.get("volumes")
+        for field in ("nodeSelector", "volumes"):
+            assert found["spec"].get(field) == spec.get(field)
         assert found["spec"]["tolerations"][1:] == spec.get("tolerations", [])
         assert now["k8sPod"].get("metadata", {}).get("labels", {}).items() <= found["metadata"]["labels"].items()
     assert group["replicas"] == sent["workerGroupSpec"][0]["replicas"]
     assert task(package, "ray").metadata.pod_template_name == profile.pod_template
     small = {each.name: each.value for each in packaged.container(task(package, "ray")).resources.limits}
-    assert sorted(small.values()) == sorted(submitter["spec"]["containers"][0]["resources"]["limits"].values())
+    assert sorted(small.values()) == sorted(container_resources(submitter["spec"]["containers"][0]).values())
 
 
-def of_one_sandbox(sizes: list[Size]) -> bool:
-    """Whether pods of these sizes fit into 4 cores and 8 GiB together."""
-    memory = sum(parse_bytes(size.memory) for size in sizes)
-    return sum(parse_quantity(size.cpu) for size in sizes) <= 4 and memory <= 8 * 2**30
-
-
-def test_a_run_on_two_nodes_fits_into_a_sandbox() -> None:
-    """On Ray two nodes; on Dask two workers of a rank each, as without GPUs."""
-    node = PROFILES["sandbox"]
-    assert of_one_sandbox([node, node, ray_training.HEAD, ray_training.SUBMITTER])
-    assert of_one_sandbox([node, node, dask_training.SCHEDULER, dask_training.RUNNER])
+@pytest.mark.parametrize(
+    "others",
+    [(ray_training.HEAD, ray_training.SUBMITTER), (dask_training.SCHEDULER, dask_training.RUNNER)],
+    ids=["ray", "dask"],
+)
+def test_a_run_on_two_nodes_fits_into_a_sandbox(others: tuple[Size, ...]) -> None:
+    """4 cores and 8 GiB; on Dask two workers of a rank each, as without GPUs."""
+    sizes = [PROFILES["sandbox"], PROFILES["sandbox"], *others]
+    assert sum(parse_quantity(size.cpu) for size in sizes) <= 4
+    assert sum(parse_bytes(size.memory) for size in sizes) <= 8 * 2**30
 
 
 @pytest.mark.slow
-def test_dask_has_a_worker_for_each_gpu(made: Callable[..., Package]) -> None:
-    assert task(made(FLYTE_DDP_NODES="2"), "dask").type == "dask"
-    spec = custom(made(FLYTE_DDP_NODES="2"), "dask")
+def test_dask_has_a_worker_for_each_gpu(made: Packages) -> None:
+    package = made(FLYTE_DDP_NODES="2")
+    assert task(package, "dask").type == "dask"
+    spec = custom(package, "dask")
     assert spec["workers"]["numberOfWorkers"] == 4
-    found = resources(spec["workers"]["resources"])
-    assert found == {"CPU": "4", "MEMORY": "15360Mi", "GPU": "1", "EPHEMERAL_STORAGE": "20Gi"}
-    assert resources(spec["scheduler"]["resources"]) == {"CPU": "500m", "MEMORY": "512Mi", "EPHEMERAL_STORAGE": "1Gi"}
-
-
-def test_a_daskjob_for_gpus_is_as_the_profile_says() -> None:
-    """As Flyte made it on a cluster; its plugin makes all pods from one, but for their resources."""
-    job = yaml.safe_load((ROOT / "tests/tasks/recorded/dask-gpu.yaml").read_text())["spec"]
-    template = yaml.safe_load((ROOT / "deploy/pod-template.yaml").read_text())["template"]["spec"]
-    profile, cluster = PROFILES["gpu"], job["cluster"]["spec"]
-    assert cluster["worker"]["replicas"] == 2 * profile.gpus
-    asked = {
-        "worker": split_size(profile, profile.gpus),
-        "scheduler": dask_training.SCHEDULER,
-        "runner": dask_training.RUNNER,
+    expected = {
+        "workers": {"CPU": "4", "MEMORY": "15360Mi", "GPU": "1", "EPHEMERAL_STORAGE": "20Gi"},
+        "scheduler": {"CPU": "500m", "MEMORY": "512Mi", "EPHEMERAL_STORAGE": "1Gi"},
     }
-    for kind, pod in {**cluster, "runner": job["job"]}.items():
-        spec, wanted = pod["spec"], asked[kind]
-        for field in ("tolerations", "terminationGracePeriodSeconds"):
-            assert spec[field] == template[field], (kind, field)
-        assert spec["securityContext"] == packaged.RESTRICTED_POD
-        assert spec["volumes"][0]["emptyDir"] == {"medium": "Memory", "sizeLimit": profile.shared_memory}
-        [container] = spec["containers"]
-        assert container["volumeMounts"] == [{"mountPath": "/dev/shm", "name": spec["volumes"][0]["name"]}]
-        assert container["securityContext"] == packaged.RESTRICTED_CONTAINER
-        found = container["resources"]["requests"]
-        assert found == container["resources"]["limits"]
-        assert found.get("nvidia.com/gpu", "0") == str(wanted.gpus)
-        assert parse_quantity(found["cpu"]) == parse_quantity(wanted.cpu)
-        assert parse_bytes(found["memory"]) == parse_bytes(wanted.memory)
-        assert found["ephemeral-storage"] == wanted.ephemeral_storage
+    for kind, sizes in expected.items():
+        for given in ("requests", "limits"):
+            assert {each["name"]: each["value"] for each in spec[kind]["resources"][given]} == sizes
+
+
+def test_a_recorded_daskjob_is_as_the_profile_says() -> None:
+    """The plugin makes all pods from one, but for their resources."""
+    job, profile = recorded("dask-gpu.yaml"), PROFILES["gpu"]
+    cluster = job["cluster"]["spec"]
+    assert cluster["worker"]["replicas"] == 2 * profile.gpus
+    for pod, size in (
+        (cluster["worker"], split_size(profile, profile.gpus)),
+        (cluster["scheduler"], dask_training.SCHEDULER),
+        (job["job"], dask_training.RUNNER),
+    ):
+        found = container_resources(check_recorded_pod(pod["spec"], profile.shared_memory))
+        assert found.get("nvidia.com/gpu", "0") == str(size.gpus)
+        assert parse_quantity(found["cpu"]) == parse_quantity(size.cpu)
+        assert parse_bytes(found["memory"]) == parse_bytes(size.memory)
+        assert found["ephemeral-storage"] == size.ephemeral_storage
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ENGINES)
-def test_tasks_are_as_the_main_one(made: Callable[..., Package], engine: str) -> None:
+def test_tasks_are_as_the_main_one(made: Packages, engine: str) -> None:
+    """Inputs are checked by what the engine will get."""
     package = made(FLYTE_DDP_REGISTRY="s3://bucket/models")
     mine, main = task(package, engine), package.tasks["tasks.training.train_model"].template
     assert mine.interface == main.interface
@@ -243,17 +227,7 @@ def test_tasks_are_as_the_main_one(made: Callable[..., Package], engine: str) ->
     assert packaged.container(mine).image == packaged.container(main).image
     assert [*packaged.container(mine).env] == [*packaged.container(main).env]
     assert mine.security_context == main.security_context
-    assert f"workflows.{engine}_training.{engine}_training_wf" in package.workflows
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("engine", ENGINES)
-def test_inputs_are_checked_by_what_the_engine_will_get(made: Callable[..., Package], engine: str) -> None:
-    nodes = (
-        made(FLYTE_DDP_REGISTRY="s3://bucket/models")
-        .workflows[f"workflows.{engine}_training.{engine}_training_wf"]
-        .template.nodes
-    )
+    nodes = package.workflows[f"workflows.{engine}_training.{engine}_training_wf"].template.nodes
     [node] = [node for node in nodes if node.task_node.reference_id.name == "tasks.preparation.check_inputs"]
     bound = {binding.var: binding.binding for binding in node.inputs}
     assert bound["engine"].scalar.primitive.string_value == engine
@@ -268,23 +242,18 @@ def test_no_package_is_made_for_a_number_of_nodes_that_cannot_be(tmp_path: Path)
 
 @pytest.mark.slow
 def test_without_the_plugins_there_is_the_rest(tmp_path: Path) -> None:
-    blocked = "import sys\n" + "".join(
-        f"sys.modules['flytekitplugins.{name}'] = None\n" for name in ("kfpytorch", "ray", "dask")
-    )
-    (tmp_path / "site").mkdir()
-    (tmp_path / "site/sitecustomize.py").write_text(blocked)
-    ended, package = packaged.make(tmp_path, PYTHONPATH=str(tmp_path / "site"))
+    plugins = ("kfpytorch", "ray", "dask")
+    blocked = "".join(f"sys.modules['flytekitplugins.{name}'] = None\n" for name in plugins)
+    (tmp_path / "sitecustomize.py").write_text(f"import sys\n{blocked}")
+    ended, package = packaged.make(tmp_path, PYTHONPATH=str(tmp_path))
     assert ended.exit_code == 0, ended.output
     assert "workflows.training.training_wf" in package.workflows
     assert not [name for name in (*package.workflows, *package.tasks) if any(engine in name for engine in ENGINES)]
     for engine in ENGINES:
         assert f"{engine}_training_wf is left out" in ended.output
         assert f"uv pip install -e '.[{engine}]'" in ended.output
-    missing = pyflyte(
-        *("run", str(ROOT / "workflows/ray_training.py"), "ray_training_wf"),
-        home=tmp_path,
-        PYTHONPATH=str(tmp_path / "site"),
-    )
+    command = ("run", str(ROOT / "workflows/ray_training.py"), "ray_training_wf")
+    missing = pyflyte(*command, home=tmp_path, PYTHONPATH=str(tmp_path))
     assert missing.exit_code == 1
     assert "Traceback" not in missing.output
     assert "flytekitplugins.ray is not installed" in missing.panel
@@ -304,27 +273,11 @@ def test_a_launcher_without_its_engine_says_what_to_install(
         run_training(Hyperparameters(num_ranks=2), digits, tmp_path / "run", settings, launch=launcher.launch)
 
 
-@pytest.fixture(scope="module")
-def expected(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The model of the main workflow."""
-    return train("training", "training", tmp_path_factory.mktemp("main"))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "engine", ["dask", *[pytest.param(name, marks=pytest.mark.exhaustive) for name in ("elastic", "ray")]]
-)
-def test_pyflyte_run_trains_the_same_model(expected: Path, tmp_path: Path, engine: str) -> None:
-    found = torch.load(train(f"{engine}_training", f"{engine}_training", tmp_path), weights_only=True)
-    main = torch.load(expected, weights_only=True)
-    assert all(torch.equal(main[name], found[name]) for name in main)
-
-
-def train(module: str, workflow: str, folder: Path) -> Path:
-    """Runs a workflow, with two ranks on CPUs; its model."""
+def train_model(workflow: str, folder: Path) -> dict[str, torch.Tensor]:
+    """Run a workflow with two ranks on CPUs; return the weights of its model."""
     hp = json.dumps({"num_ranks": 2, "max_steps": 5, "backend": "gloo", "precision": "fp32"})
     ended = pyflyte(
-        *("run", str(ROOT / f"workflows/{module}.py"), f"{workflow}_wf", "--hp", hp),
+        *("run", str(ROOT / f"workflows/{workflow}.py"), f"{workflow}_wf", "--hp", hp),
         home=folder / "home",
         runs=folder / "runs",
         FLYTE_DDP_PROFILE="local",
@@ -332,8 +285,25 @@ def train(module: str, workflow: str, folder: Path) -> Path:
         RAY_AUTH_MODE="disabled",
     )
     assert ended.exit_code == 0, ended.output
-    (model,) = (folder / "runs").glob("*/model.pt")
-    return model
+    [model] = (folder / "runs").glob("*/model.pt")
+    weights: dict[str, torch.Tensor] = torch.load(model, weights_only=True)
+    return weights
+
+
+@pytest.fixture(scope="module")
+def weights_of_one_pod(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
+    return train_model("training", tmp_path_factory.mktemp("main"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "engine", ["dask", *[pytest.param(name, marks=pytest.mark.exhaustive) for name in ("elastic", "ray")]]
+)
+def test_pyflyte_run_trains_the_same_model(
+    weights_of_one_pod: dict[str, torch.Tensor], tmp_path: Path, engine: str
+) -> None:
+    found = train_model(f"{engine}_training", tmp_path)
+    assert all(torch.equal(weight, found[name]) for name, weight in weights_of_one_pod.items())
 
 
 DOWNLOADS = """
@@ -359,11 +329,8 @@ def test_hosts_without_rank_0_get_the_prepared_data_from_the_blob_store(digits: 
     shutil.copytree(digits, tmp_path / "served/flyte/prepared")
     fetched = tmp_path / "cache/digits"
     with s3_server(tmp_path / "served") as server:
-        subprocess.run(
-            [sys.executable, "-c", DOWNLOADS, "s3://flyte/prepared", str(fetched)],
-            env={**os.environ, **server.flyte_environment(), "PYTHONPATH": str(ROOT)},
-            check=True,
-        )
-    assert {path.name: path.read_bytes() for path in fetched.iterdir()} == {
-        path.name: path.read_bytes() for path in digits.iterdir()
-    }
+        environment = {**os.environ, **server.flyte_environment(), "PYTHONPATH": str(ROOT)}
+        command = [sys.executable, "-c", DOWNLOADS, "s3://flyte/prepared", str(fetched)]
+        subprocess.run(command, env=environment, check=True)
+    files = [{path.name: path.read_bytes() for path in folder.iterdir()} for folder in (fetched, digits)]
+    assert files[0] == files[1]

@@ -1,14 +1,15 @@
-"""What outlives a pod: checkpoints in a real S3 server, whoever wrote them, and what Flyte is told of failures."""
+"""What outlives a pod: checkpoints in a real S3 server; and what Flyte is told of failures and of evicted pods."""
 
 import os
 import signal
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from flytekit import FlyteContextManager
+from flytekit import FlyteContextManager, Resources, task
 from flytekit.configuration import DataConfig
 from flytekit.core.data_persistence import FileAccessProvider
 from flytekit.exceptions.user import FlyteRecoverableException
@@ -23,7 +24,9 @@ from flyte_ddp.runs import checkpoint
 from flyte_ddp.runs.checkpoint import FOLDER, SLOTS
 from flyte_ddp.runs.run_folder import UNFINISHED
 from flyte_ddp.storage import ForbiddenError
-from tasks import flyte
+from tasks.flyte import PLATFORM, translate_errors_for_flyte
+
+STOPPED = "stopped by SIGTERM; the same run will go on from its last checkpoint"
 
 
 @pytest.mark.parametrize(
@@ -36,7 +39,7 @@ from tasks import flyte
         ("abfss://container@account.dfs.core.windows.net/xy/f1-n1-0", "az://container/flyte-ddp-checkpoints"),
     ],
 )
-def test_they_are_beside_all_outputs(prefix: str, folder: str) -> None:
+def test_checkpoints_are_beside_all_outputs(prefix: str, folder: str) -> None:
     assert retries.checkpoints_address(prefix) == folder
 
 
@@ -44,40 +47,42 @@ class TestInAPod:
     """The whole way, as training tasks go it."""
 
     @pytest.fixture(autouse=True)
-    def _in_a_pod(
+    def project(
         self, store: CheckpointStore, server: S3Server, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> Iterator[None]:
-        address = f"s3://{base.parent.relative_to(server.folder)}"
-        variables = {"PROJECT": "p", "DOMAIN": "d", "ID": "one"}
-        for name, value in variables.items():
+    ) -> Iterator[Path]:
+        """A pod's surroundings, and the folder of the project's checkpoints on the server."""
+        for name, value in {"PROJECT": "p", "DOMAIN": "d", "ID": "one"}.items():
             monkeypatch.setenv(f"FLYTE_INTERNAL_EXECUTION_{name}", value)
-        monkeypatch.setenv("FLYTE_DDP_CHECKPOINTS", address)
+        monkeypatch.setenv("FLYTE_DDP_CHECKPOINTS", f"s3://{base.parent.relative_to(server.folder)}")
         monkeypatch.setenv("FLYTE_ATTEMPT_NUMBER", "0")
         access = FileAccessProvider(str(tmp_path), "s3://bucket/data/xy/one-n1-0", DataConfig.auto())
         with FlyteContextManager.with_context(FlyteContextManager.current_context().with_file_access(access)):
-            yield
+            yield base.parent / "p/d"
 
     @staticmethod
     def attempt(folder: Path, work: Callable[[Path], object]) -> None:
-        with flyte.translate_errors_for_flyte(), flyte.sync_checkpoints(folder / "run") as ranks_start:
-            ranks_start()
+        with translate_errors_for_flyte(), retries.sync_checkpoints(PLATFORM, folder / "run") as record_start:
+            record_start()
             work(folder / "run" / UNFINISHED / FOLDER)
 
-    def test_checkpoints_are_sent_before_old_files_are_removed(self, base: Path, tmp_path: Path) -> None:
+    @staticmethod
+    def newest_step(folder: Path) -> int:
+        newest = checkpoint.find_newest_checkpoint(folder)
+        return newest.step if newest else 0
+
+    def test_checkpoints_are_sent_before_old_files_are_deleted(self, project: Path, tmp_path: Path) -> None:
         """Which is done at the end, by few requests."""
-        abandoned, project = base.parent / "p/d/another/execution", base.parent / "p/d"
+        abandoned = project / "another/execution"
         abandoned.mkdir(parents=True)
         for number in range(60):
             (abandoned / f"{SAVED}-0-{number}-0-{int(time.time()) - 15 * 86_400}").write_text("content")
-        there: list[int] = []
 
         def save(folder: Path) -> None:
             write(folder / SLOTS[0], 4)
             wait_until(lambda: names(project / "run") == ["one 0 4"])
-            there.append(len(names(project / "another")))
+            assert len(names(project / "another")) == 60
 
         self.attempt(tmp_path / "0", save)
-        assert there == [60]
         assert names(project / "another") == []
 
     def test_a_store_that_does_not_end_a_sweep_does_not_hold_the_result_up(
@@ -91,33 +96,30 @@ class TestInAPod:
         assert time.monotonic() - begin < 30
         never.set()
 
-    def test_what_was_saved_last_is_sent(self, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_the_last_checkpoint_is_sent(self, project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         def fail(folder: Path) -> None:
             write(folder / SLOTS[0], 4)
             write(folder / SLOTS[1], 8)
             raise RankError("rank 1 was killed", recoverable=True)
 
+        def succeed(folder: Path) -> None:
+            assert self.newest_step(folder) == 8
+            (folder / SLOTS[0]).unlink()
+
         with pytest.raises(FlyteRecoverableException, match="rank 1 was killed"):
             self.attempt(tmp_path / "0", fail)
         monkeypatch.setenv("FLYTE_ATTEMPT_NUMBER", "1")
-        found: list[int] = []
-
-        def succeed(folder: Path) -> None:
-            newest = checkpoint.find_newest_checkpoint(folder)
-            found.append(newest.step if newest else 0)
-            (folder / SLOTS[0]).unlink()
-
         self.attempt(tmp_path / "1", succeed)
-        assert found == [8]
-        assert names(base.parent / "p/d/run") == ["one 0 8"]
-        assert names(base.parent / "p/d/run", DONE) == ["one 1 0"]
+        assert names(project / "run") == ["one 0 8"]
+        assert names(project / "run", DONE) == ["one 1 0"]
 
-    def test_an_execution_from_scratch_takes_none(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_an_execution_from_scratch_uses_no_checkpoint(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         found: list[int] = []
 
-        def look_and_be_lost(folder: Path) -> None:
-            newest = checkpoint.find_newest_checkpoint(folder)
-            found.append(newest.step if newest else 0)
+        def be_lost(folder: Path) -> None:
+            found.append(self.newest_step(folder))
             write(folder / SLOTS[0], 4)
             raise RankError("rank 1 was killed", recoverable=True)
 
@@ -125,22 +127,22 @@ class TestInAPod:
             monkeypatch.setenv("FLYTE_INTERNAL_EXECUTION_ID", execution)
             monkeypatch.setenv("FLYTE_DDP_FROM_SCRATCH", from_scratch)
             with pytest.raises(FlyteRecoverableException):
-                self.attempt(tmp_path / execution, look_and_be_lost)
+                self.attempt(tmp_path / execution, be_lost)
         assert found == [0, 4, 0]
 
-    def test_sigterm_while_they_are_fetched_loses_none(
-        self, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    def test_sigterm_during_the_download_loses_no_checkpoint(
+        self, project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        begin = CheckpointStore.download_newest
+        download = CheckpointStore.download_newest
 
-        def begin_and_be_stopped(store: CheckpointStore, path: Path) -> None:
+        def stop_and_download(store: CheckpointStore, path: Path) -> None:
             os.kill(os.getpid(), signal.SIGTERM)
-            begin(store, path)
+            download(store, path)
 
-        monkeypatch.setattr(CheckpointStore, "download_newest", begin_and_be_stopped)
+        monkeypatch.setattr(CheckpointStore, "download_newest", stop_and_download)
         with pytest.raises(FlyteRecoverableException, match="will go on from its last checkpoint"):
             self.attempt(tmp_path / "0", lambda _: None)
-        assert names(base.parent / "p/d/run", STARTED) == []
+        assert names(project / "run", STARTED) == []
 
     def test_a_store_that_may_not_be_read_is_not_taken_for_an_empty_one(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -155,16 +157,16 @@ class TestInAPod:
             self.attempt(tmp_path / "0", done.append)
         assert done == []
 
-    def test_a_store_that_may_not_be_written_to_loses_what_comes(
-        self, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    def test_a_run_continues_if_the_store_may_not_be_written_to(
+        self, project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        def forbidden(*_: object) -> None:
+        def forbid(*_: object, **__: object) -> None:
             raise ForbiddenError("Access Denied")
 
-        monkeypatch.setattr(CheckpointStore, "write_note", forbidden)
-        monkeypatch.setattr(CheckpointStore, "upload_checkpoint", forbidden)
+        monkeypatch.setattr(CheckpointStore, "write_note", forbid)
+        monkeypatch.setattr(CheckpointStore, "upload_checkpoint", forbid)
         self.attempt(tmp_path / "0", lambda folder: write(folder / SLOTS[0], 4))
-        assert names(base.parent / "p/d/run") == []
+        assert names(project / "run") == []
         said = capsys.readouterr().out
         assert "without checkpoints there, a lost pod loses all that it has done" in said
         assert "checkpoint a.ckpt could not be sent: Access Denied; training continues" in said
@@ -172,7 +174,43 @@ class TestInAPod:
 
 def test_what_flyte_tries_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLYTE_INTERNAL_EXECUTION_ID", "f1")
-    with pytest.raises(FlyteRecoverableException, match="no answer"), flyte.translate_errors_for_flyte():
+    with pytest.raises(FlyteRecoverableException, match="no answer"), translate_errors_for_flyte():
         raise UnreachableError("no answer")
-    with pytest.raises(UserError, match="wrong"), flyte.translate_errors_for_flyte():
+    with pytest.raises(UserError, match="wrong"), translate_errors_for_flyte():
         raise UserError("wrong")
+
+
+@task(limits=Resources(cpu="1", mem="1Gi", ephemeral_storage="1Mi"))
+def fetch() -> None:
+    """Writes into the pod's folder, and is told to stop."""
+
+
+@pytest.mark.parametrize(("folder", "size"), [("root", 2**20 + 1), ("tmp", 2**20 + 1), ("tmp", 2**19)])
+def test_a_pod_that_is_stopped_because_of_its_disk_says_so(
+    folder: str, size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its files may be in the working directory or in the temporary folder."""
+    for name in ("root", "tmp/data"):
+        (tmp_path / name).mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "root")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+    monkeypatch.setenv("FLYTE_INTERNAL_EXECUTION_ID", "f1")
+    monkeypatch.setenv("FLYTE_INTERNAL_TASK_NAME", f"{__name__}.fetch")
+    (tmp_path / folder / "file").write_bytes(b"x" * size)
+    with pytest.raises(FlyteRecoverableException) as told, translate_errors_for_flyte():
+        os.kill(os.getpid(), signal.SIGTERM)
+    reason = (
+        "; its files take more than its 1Mi of disk (ephemeral-storage), so Kubernetes evicts it: take a profile "
+        "with more (flyte_ddp/pods/profiles.py)"
+    )
+    said = str(told.value).removeprefix("USER:Recoverable: error=").removesuffix(", cause=")
+    assert said == STOPPED + (reason if size > 2**20 else "")
+
+
+def test_a_pod_has_no_time_to_count_all_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number in range(3):
+        (tmp_path / f"{number}").mkdir()
+        (tmp_path / f"{number}/file").write_bytes(b"x" * 2**19)
+    assert retries.exceed_disk_limit({tmp_path}, 2**20)
+    monkeypatch.setattr(retries, "COUNT_SECONDS", 0.0)
+    assert not retries.exceed_disk_limit({tmp_path}, 2**20)

@@ -17,6 +17,7 @@ from tasks.validation import HELD_OUT, validate_dataset
 
 EVEN = SplitProfile(1000, {"0": 500, "1": 500}, modes={"RGB": 1000})
 PROFILE = DataProfile(["cat", "dog"], EVEN, EVEN, 0, 0, [], {}, [], [])
+GREY = replace(PROFILE, training=replace(EVEN, modes={"L": 1000}))
 
 
 @pytest.fixture
@@ -25,41 +26,41 @@ def registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Registry:
     return Registry(str(tmp_path / "registry"), "pets")
 
 
-def champion(registry: Registry, profile: str) -> None:
-    """One that was trained on such data."""
+def make_champion(registry: Registry, profile: str) -> None:
+    """Store a version that was trained on data of this profile, and promote it."""
     files = {"model.pt": b"weights", "model.json": b"{}", "data_profile.json": profile.encode()}
     promote_version(registry, versions.write_version(registry, files).name, "to begin", by="me")
 
 
-def warnings(tmp_path: Path, **hp: str) -> list[str]:
-    """The task's output."""
-    data, asked = FlyteDirectory(str(tmp_path)), Hyperparameters(dataset="image_folder:pets", **hp)
-    found = validate_dataset.task_function(data, PROFILE, asked, "pets", Policy())
+def validate(tmp_path: Path, test_dataset: str = "image_folder:tests") -> list[str]:
+    """Run the task's function and return its warnings."""
+    hp = Hyperparameters(dataset="image_folder:pets", test_dataset=test_dataset)
+    found = validate_dataset.task_function(FlyteDirectory(str(tmp_path)), PROFILE, hp, "pets", Policy())
     assert found.data.path == str(tmp_path)
     return list(found.warnings)
 
 
 def test_a_test_set_of_its_own_is_recommended(registry: Registry, tmp_path: Path) -> None:
-    assert warnings(tmp_path) == [HELD_OUT]
-    assert not warnings(tmp_path, test_dataset="image_folder:tests")
+    assert validate(tmp_path, test_dataset="") == [HELD_OUT]
+    assert validate(tmp_path) == []
     assert not registry.history()
 
 
-def test_other_data_than_the_champions(registry: Registry, tmp_path: Path) -> None:
-    grey = replace(PROFILE, training=replace(EVEN, modes={"L": 1000}))
-    champion(registry, grey.to_json())
-    [said] = warnings(tmp_path, test_dataset="image_folder:tests")
-    assert said.startswith("training split: colour modes differ from the champion's in 100% of images")
-
-
-def test_a_profile_of_another_release_is_a_warning(registry: Registry, tmp_path: Path) -> None:
-    champion(registry, '{"classes": []}')
-    [said] = warnings(tmp_path, test_dataset="image_folder:tests")
-    assert said.startswith("the champion's data are not known: data_profile.json of version ")
+@pytest.mark.parametrize(
+    ("profile", "warning"),
+    [
+        (GREY.to_json(), "training split: colour modes differ from the champion's in 100% of images"),
+        ('{"classes": []}', "the champion's data are not known: data_profile.json of version "),
+    ],
+)
+def test_other_data_than_the_champions(registry: Registry, tmp_path: Path, profile: str, warning: str) -> None:
+    make_champion(registry, profile)
+    [found] = validate(tmp_path)
+    assert found.startswith(warning)
 
 
 def test_a_gap_in_the_log_is_refused_before_training(registry: Registry, tmp_path: Path) -> None:
-    champion(registry, PROFILE.to_json())
+    make_champion(registry, PROFILE.to_json())
     Path(registry.at("log", "00000001.json")).unlink()
     with pytest.raises(UserError, match=r"pets/log/00000001.json is missing"):
-        warnings(tmp_path)
+        validate(tmp_path)

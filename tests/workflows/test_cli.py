@@ -1,15 +1,12 @@
 """What a user gets from ``pyflyte run``: files that stay, and a cache that is right."""
 
-import gzip
 import hashlib
 import json
 import os
 import re
 import shutil
 import signal
-import struct
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from pathlib import Path
@@ -19,6 +16,7 @@ import pytest
 import torch
 from cli import DEADLINE, OWN_MODEL, ROOT, TINY, WORKFLOWS, Ended, is_pyflyte, pyflyte, train
 from locks import held_by_another_process
+from mnist_files import sums, tiny_files
 
 from benchmarks.running import descendants
 from flyte_ddp.config import Hyperparameters
@@ -26,15 +24,11 @@ from flyte_ddp.errors import UserError
 from flyte_ddp.runs.run_lock import hold_run_folder
 from tasks.preparation import check_inputs
 
-OUTPUTS = {
-    "model_state": "model.pt",
-    "sidecar": "model.json",
-    "report": "report.html",
-    "metrics": "metrics.jsonl",
-}
+OUTPUTS = {"model_state": "model.pt", "sidecar": "model.json", "report": "report.html", "metrics": "metrics.jsonl"}
+Files = dict[str, Path]
 
 
-def outputs(ended: Ended) -> dict[str, Path]:
+def outputs(ended: Ended) -> Files:
     """The files that a run which must have succeeded printed as its outputs; all are there."""
     assert ended.exit_code == 0, ended.output
     line = ended.output[ended.output.rindex("TrainingOutputs(") :]
@@ -43,6 +37,11 @@ def outputs(ended: Ended) -> dict[str, Path]:
     for path in paths.values():
         assert path.stat().st_size > 0, path
     return paths
+
+
+def run_folder(ended: Ended) -> Path:
+    """The folder of a run that must have succeeded."""
+    return outputs(ended)["model_state"].parent
 
 
 def trained(ended: Ended) -> bool:
@@ -67,7 +66,7 @@ def trained_once(tmp_path_factory: pytest.TempPathFactory) -> tuple[Ended, Path]
 
 
 @pytest.fixture
-def finished(trained_once: tuple[Ended, Path]) -> tuple[dict[str, Path], Path]:
+def finished(trained_once: tuple[Ended, Path]) -> tuple[Files, Path]:
     """The outputs of that run, and its home, as they were when it ended."""
     ended, home = trained_once
     shutil.rmtree(home)
@@ -81,7 +80,7 @@ def test_a_run_leaves_its_files_and_the_same_run_again_trains_nothing(tmp_path: 
     first = pyflyte("run", WORKFLOWS, "training_wf", "--hp", "config/smoke.json", home=tmp_path)
     files = outputs(first)
     assert trained(first)
-    folder = files["model_state"].parent
+    folder = run_folder(first)
     assert folder.parent == tmp_path / "runs"
     assert {path.parent for path in files.values()} == {folder}
     weights = torch.load(files["model_state"], weights_only=True)
@@ -99,29 +98,35 @@ def test_a_run_leaves_its_files_and_the_same_run_again_trains_nothing(tmp_path: 
     inputs = tmp_path / "inputs.json"
     inputs.write_text(json.dumps({"hp": preset}))
     before = state(tmp_path / "runs")
-    spelt_out = train(preset, home=tmp_path)
     from_file = pyflyte("run", WORKFLOWS, "training_wf", "--inputs-file", str(inputs), home=tmp_path)
-    for again in (spelt_out, from_file):
+    for again in (train(preset, home=tmp_path), from_file):
         assert outputs(again) == files
         assert not trained(again)
     assert state(tmp_path / "runs") == before
 
     changed = train({**preset, **TINY, "seed": 1}, home=tmp_path)
     assert trained(changed)
-    assert outputs(changed)["model_state"].parent != folder
+    assert run_folder(changed) != folder
     assert state(folder) == {path: what for path, what in before.items() if path.startswith(f"{folder}/")}
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("workflow", ["training", pytest.param("elastic_training", marks=pytest.mark.exhaustive)])
+def test_a_run_that_a_person_starts_inside_a_pod_is_a_local_run(workflow: str, tmp_path: Path) -> None:
+    """As in a workspace on the cluster: all of the pod's variables are there, and the person has changed the code."""
+    pod = {f"FLYTE_INTERNAL_EXECUTION_{name}": name.lower() for name in ("PROJECT", "DOMAIN", "ID")}
+    pod |= {"FLYTE_INTERNAL_TASK_NAME": "tasks.training.train_model", "FLYTE_DDP_CODE": "other"}
+    path = str(ROOT / f"workflows/{workflow}.py")
+    ended = train(TINY, f"{workflow}_wf", path, home=tmp_path, FLYTE_DDP_POD_FOLDER=str(tmp_path / "pod"), **pod)
+    assert run_folder(ended).parent == tmp_path / "runs"
+    assert "made in" in ended.output
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "lost",
-    [
-        ("a file of its data", "run"),
-        ("all data",),
-        pytest.param(("metrics",), marks=pytest.mark.exhaustive),
-    ],
+    "lost", [("a file of its data", "run"), ("all data",), pytest.param(("metrics",), marks=pytest.mark.exhaustive)]
 )
-def test_what_was_deleted_is_made_again(lost: tuple[str, ...], finished: tuple[dict[str, Path], Path]) -> None:
+def test_what_was_deleted_is_made_again(lost: tuple[str, ...], finished: tuple[Files, Path]) -> None:
     files, home = finished
     datasets = home / "runs/datasets"
     paths = {
@@ -140,7 +145,7 @@ def test_what_was_deleted_is_made_again(lost: tuple[str, ...], finished: tuple[d
 
 
 @pytest.mark.slow
-def test_a_run_that_flytes_cache_missed_is_not_made_again(finished: tuple[dict[str, Path], Path]) -> None:
+def test_a_run_that_flytes_cache_missed_is_not_made_again(finished: tuple[Files, Path]) -> None:
     """Its process was killed right after its end, so that only the run folder knows of it."""
     files, home = finished
     before = state(home / "runs")
@@ -154,30 +159,38 @@ def test_a_run_that_flytes_cache_missed_is_not_made_again(finished: tuple[dict[s
     again = pyflyte("run", "--overwrite-cache", WORKFLOWS, "training_wf", "--hp", json.dumps(TINY), home=home)
     assert outputs(again) == files
     assert "is finished already" not in again.output
-    assert {path for path in files.values() if path.stat().st_mtime_ns == before[str(path)][0]} == set()
+    assert not [path for path in files.values() if path.stat().st_mtime_ns == before[str(path)][0]]
 
 
 @pytest.mark.slow
 @pytest.mark.exhaustive
 def test_overwrite_cache_that_is_stopped_leaves_the_finished_run(tmp_path: Path) -> None:
     hp = {"num_ranks": 2, "epochs": 120, "max_steps": 1, "batch_size": 64}
-    folder = outputs(train(hp, home=tmp_path))["model_state"].parent
+    folder = run_folder(train(hp, home=tmp_path))
     before = state(folder)
-    command = ("run", "--overwrite-cache", WORKFLOWS, "training_wf", "--hp", json.dumps(hp))
+
+    def stop_when_it_trains() -> None:
+        deadline = time.monotonic() + DEADLINE
+        while not (folder / "unfinished").exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        # A child that has been forked a moment ago still has the command's name.
+        os.kill(next(pid for pid in descendants(os.getpid()) if is_pyflyte(pid)), signal.SIGINT)
+
     with ThreadPoolExecutor() as pool:
-        stopper = pool.submit(stop_when, (folder / "unfinished").exists, signal.SIGINT)
+        stopper = pool.submit(stop_when_it_trains)
+        command = ("run", "--overwrite-cache", WORKFLOWS, "training_wf", "--hp", json.dumps(hp))
         stopped = pyflyte(*command, home=tmp_path)
         stopper.result()
     assert stopped.exit_code != 0
     assert state(folder).items() >= before.items()
     again = train(hp, home=tmp_path)
     assert not trained(again)
-    assert outputs(again)["model_state"].parent == folder
+    assert run_folder(again) == folder
     assert state(folder).items() >= before.items()
 
 
 @pytest.mark.slow
-def test_a_run_that_is_still_going_is_not_written_into(finished: tuple[dict[str, Path], Path]) -> None:
+def test_a_run_that_is_still_going_is_not_written_into(finished: tuple[Files, Path]) -> None:
     files, home = finished
     first = files["model_state"].parent
     before = state(first)
@@ -185,42 +198,28 @@ def test_a_run_that_is_still_going_is_not_written_into(finished: tuple[dict[str,
         second = train(TINY, home=home)
         assert trained(second)
         assert "another process is at this run" in second.output
-        assert outputs(second)["model_state"].parent == first.with_name(f"{first.name}-2")
+        assert run_folder(second) == first.with_name(f"{first.name}-2")
         with pytest.raises(UserError, match="another run is writing into it"), hold_run_folder(first):
             pass
     assert state(first) == before
     third = train(TINY, home=home)
     assert not trained(third), "the one that was at it has been killed"
-    assert outputs(third)["model_state"].parent == first
+    assert run_folder(third) == first
 
 
 @pytest.mark.slow
 def test_runs_at_the_same_time_from_one_directory(tmp_path: Path) -> None:
     """Three, two of them equal."""
     hp = {"num_ranks": 2, "max_steps": 4, "batch_size": 64}
-    asked = [hp, hp, {**hp, "seed": 1, "num_ranks": 1}]
-    with ThreadPoolExecutor(len(asked)) as pool:
-        ended = [future.result() for future in [pool.submit(train, one, home=tmp_path) for one in asked]]
-    other = ended.pop(2)
-    folders = {outputs(one)["model_state"].parent for one in ended}
-    assert sum(trained(one) for one in ended) == len(folders)
+    with ThreadPoolExecutor() as pool:
+        *equal, other = pool.map(lambda one: train(one, home=tmp_path), [hp, hp, {**hp, "seed": 1, "num_ranks": 1}])
+    folders = {run_folder(one) for one in equal}
+    assert sum(trained(one) for one in equal) == len(folders)
     assert trained(other)
-    assert outputs(other)["model_state"].parent not in folders
+    assert run_folder(other) not in folders
     first, *others = [torch.load(folder / "model.pt", weights_only=True) for folder in folders]
     for same in others:
         assert all(torch.equal(value, same[name]) for name, value in first.items())
-
-
-def stop_when(condition: Callable[[], object], number: signal.Signals) -> None:
-    """Sends the signal to the only pyflyte that this process has started."""
-    deadline = time.monotonic() + DEADLINE
-    while time.monotonic() < deadline:
-        if condition():
-            # A child of its that has been forked a moment ago still has its name.
-            launcher, *_ = [pid for pid in descendants(os.getpid()) if is_pyflyte(pid)]
-            os.kill(launcher, number)
-            return
-        time.sleep(0.01)
 
 
 @pytest.mark.slow
@@ -232,39 +231,22 @@ def test_each_clone_has_its_own_results_and_changed_sources_retrain(tmp_path: Pa
             shutil.copytree(ROOT / part, clone / part, ignore=shutil.ignore_patterns("__pycache__"))
 
     def run(clone: Path) -> Ended:
-        arguments = ("run", "workflows/training.py", "training_wf", "--hp", json.dumps(TINY))
         own = {"FLYTE_DDP_RUNS": "", "PYTHONPATH": str(clone)}
-        return pyflyte(*arguments, home=tmp_path / "home", directory=clone, **own)
+        return train(TINY, workflow="workflows/training.py", home=tmp_path / "home", directory=clone, **own)
 
     for clone in clones:
         ended = run(clone)
         assert trained(ended)
-        assert {path.parents[1] for path in outputs(ended).values()} == {clone / "runs"}
+        assert run_folder(ended).parent == clone / "runs"
     source = clones[0] / "flyte_ddp/training/evaluate.py"
     source.write_text(source.read_text() + "\nWORD = 1\n")
-    before = state(clones[0] / "runs")
+    before = {path.name for path in (clones[0] / "runs").iterdir()}
     changed = run(clones[0])
     assert trained(changed)
-    assert outputs(changed)["model_state"].parent.name not in {Path(path).parent.name for path in before}
+    assert run_folder(changed).name not in before
     unchanged = run(clones[1])
     assert not trained(unchanged)
-    assert outputs(unchanged)["model_state"].is_relative_to(clones[1])
-
-
-def write_mnist(folder: Path, seed: int) -> None:
-    """A mirror with 40 and 10 random images of 8x8 in MNIST's format, under MNIST's names, and their digests."""
-    random = np.random.default_rng(seed)
-    sums = []
-    folder.mkdir(exist_ok=True)
-    for part, count in (("train", 40), ("t10k", 10)):
-        for kind, shape, high in (("images-idx3", (count, 8, 8), 256), ("labels-idx1", (count,), 10)):
-            array = random.integers(0, high, shape, dtype=np.uint8)
-            header = struct.pack(f">BBBB{len(shape)}I", 0, 0, 8, len(shape), *shape)
-            content = gzip.compress(header + array.tobytes(), mtime=0)
-            name = f"{part}-{kind}-ubyte.gz"
-            (folder / name).write_bytes(content)
-            sums.append(f"{hashlib.sha256(content).hexdigest()}  {name}\n")
-    (folder / "SHA256SUMS").write_text("".join(sums))
+    assert run_folder(unchanged).is_relative_to(clones[1])
 
 
 @pytest.mark.slow
@@ -272,17 +254,16 @@ def write_mnist(folder: Path, seed: int) -> None:
 def test_changed_data_behind_the_same_address_retrain(tmp_path: Path) -> None:
     mirror = tmp_path / "mirror"
     hp = {**TINY, "dataset": "mnist", "data_source": str(mirror), "batch_size": 8, "epochs": 1}
+    mirror.mkdir()
     digests = []
-    for seed in (0, 1):
-        write_mnist(mirror, seed)
+    for seed, trains in ((0, True), (1, True), (0, False)):
+        _, files = tiny_files(seed)
+        for name, content in {**files, "SHA256SUMS": sums(files)}.items():
+            (mirror / name).write_bytes(content)
         ended = train(hp, home=tmp_path)
-        assert trained(ended), seed
+        assert trained(ended) is trains, seed
         digests.append(json.loads(outputs(ended)["sidecar"].read_text())["digests"]["data"])
-    assert digests[0] != digests[1]
-    write_mnist(mirror, 0)  # and back
-    back = train(hp, home=tmp_path)
-    assert not trained(back)
-    assert json.loads(outputs(back)["sidecar"].read_text())["digests"]["data"] == digests[0]
+    assert digests[0] == digests[2] != digests[1]
 
 
 OWN_DATA = """
@@ -315,26 +296,22 @@ def test_own_data_and_model_beside_the_user_retrain_when_they_change(tmp_path: P
     first = run(10, OWN_MODEL)
     assert trained(first)
     sidecar = json.loads(outputs(first)["sidecar"].read_text())
-    assert sidecar["classes"] == ["even", "odd"]
-    assert sidecar["input"]["channels"] == 2
+    assert (sidecar["classes"], sidecar["input"]["channels"]) == (["even", "odd"], 2)
     assert not trained(run(10, OWN_MODEL))
-    seen = {outputs(first)["model_state"]}
-    for level, source in ((11, OWN_MODEL), (10, OWN_MODEL + "\nCHANGED = True\n")):
-        ended = run(level, source)
-        assert trained(ended)
-        assert outputs(ended)["model_state"] not in seen
-        seen.add(outputs(ended)["model_state"])
+    changed = [run(11, OWN_MODEL), run(10, OWN_MODEL + "\nCHANGED = True\n")]
+    assert all(trained(ended) for ended in changed)
+    assert len({run_folder(ended) for ended in (first, *changed)}) == 3
 
 
 @pytest.mark.slow
-def test_launch_plans_by_name(finished: tuple[dict[str, Path], Path]) -> None:
+def test_launch_plans_by_name(finished: tuple[Files, Path]) -> None:
     files, home = finished
     same = train(TINY, name="training_on_demand", home=home)
     assert not trained(same)
     assert outputs(same) == files
     night = train(TINY, name="nightly_retraining", home=home)
     assert trained(night)
-    assert outputs(night)["model_state"].parent != files["model_state"].parent
+    assert run_folder(night) != files["model_state"].parent
 
 
 def test_a_retry_of_one_tick_is_the_same_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

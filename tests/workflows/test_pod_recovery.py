@@ -28,30 +28,24 @@ pytestmark = pytest.mark.slow
 LONG = {**SMOKE, "epochs": 25, "max_steps": 0, "batch_size": 64}
 
 
-def wait_for_another_checkpoint(process: subprocess.Popen[bytes], checkpoints: Path) -> None:
-    """Until there is one in the blob store that was not there before."""
-    before, deadline = {*checkpoints.rglob("saved-*")}, time.monotonic() + DEADLINE
-    while not {*checkpoints.rglob("saved-*")} - before and process.poll() is None and time.monotonic() < deadline:
+def wait_for_another(pattern: str, process: subprocess.Popen[bytes], checkpoints: Path) -> None:
+    """Until there is such a file in the blob store that was not there before."""
+    before, deadline = {*checkpoints.rglob(pattern)}, time.monotonic() + DEADLINE
+    while not {*checkpoints.rglob(pattern)} - before and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.02)
 
 
 def kill_a_rank(process: subprocess.Popen[bytes], checkpoints: Path) -> None:
     """What the kernel does where a pod runs out of memory: the largest process is a rank, not the task's own."""
-    wait_for_another_checkpoint(process, checkpoints)
+    wait_for_another("saved-*", process, checkpoints)
     ranks = [pid for pid in descendants(process.pid) if re.fullmatch(r"rank \d+", process_name(pid))]
     os.kill(ranks[-1], signal.SIGKILL)
 
 
 def take_the_pod_away(process: subprocess.Popen[bytes], checkpoints: Path) -> None:
     """What Kubernetes does when it takes the node away."""
-    wait_for_another_checkpoint(process, checkpoints)
+    wait_for_another("saved-*", process, checkpoints)
     process.terminate()
-
-
-def kill_the_pod(process: subprocess.Popen[bytes], checkpoints: Path) -> None:
-    """What is left then is what was sent before."""
-    wait_for_another_checkpoint(process, checkpoints)
-    os.killpg(process.pid, signal.SIGKILL)
 
 
 def kill_before_it_begins(process: subprocess.Popen[bytes], _: Path) -> None:
@@ -61,9 +55,7 @@ def kill_before_it_begins(process: subprocess.Popen[bytes], _: Path) -> None:
 
 def kill_as_it_begins(process: subprocess.Popen[bytes], checkpoints: Path) -> None:
     """It has taken up a checkpoint, and its ranks are about to meet."""
-    before, deadline = {*checkpoints.rglob("started-*")}, time.monotonic() + DEADLINE
-    while not {*checkpoints.rglob("started-*")} - before and process.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.02)
+    wait_for_another("started-*", process, checkpoints)
     os.killpg(process.pid, signal.SIGKILL)
 
 
@@ -91,6 +83,8 @@ def test_attempts_that_are_cut_off_lose_nothing(
         assert ended.error is not None, ended.log
         assert ended.error.kind == ContainerError.RECOVERABLE
         assert words in ended.error.message
+        assert ended.deck is not None
+        assert "This attempt has failed" in ended.deck
     for attempt, during in ((2, kill_before_it_begins), (3, kill_as_it_begins)):
         assert cluster.run(task, inputs, execution="aborted", attempt=attempt, during=during).error is None
     third = cluster.run(task, inputs, execution="launchedagain")
@@ -104,7 +98,8 @@ def test_attempts_that_are_cut_off_lose_nothing(
     models = undisturbed.model, cluster.stored(third.outputs["model_state"].scalar.blob.uri)
     expected, found = (torch.load(path, weights_only=True) for path in models)
     assert all(torch.equal(value, found[name]) for name, value in expected.items())
-    assert "could not be sent" not in first.log + second.log + third.log
+    for words in ("could not be sent", "enable_deck"):  # flytekit's warning of a page that it does not publish
+        assert words not in first.log + second.log + third.log
 
 
 @pytest.mark.cold
@@ -162,17 +157,6 @@ def test_another_pod_takes_the_place_of_a_lost_one_of_several(
 
 
 @pytest.mark.exhaustive
-def test_two_pods_killed_before_their_first_checkpoint_are_followed_by_a_third(
-    cluster: Cluster, train_inputs: dict[str, Literal]
-) -> None:
-    """As two lost nodes are: nothing says that a third one would be lost, or that memory ran out."""
-    inputs = {**train_inputs, "hp": from_workflow({**SMOKE, "batch_size": 63}), "run_version": text("lost")}
-    ended = [cluster.run(TRAIN, inputs, attempt=attempt, during=kill_as_it_begins) for attempt in (0, 1)]
-    assert [each.error for each in ended] == [None, None]
-    assert resumed(cluster, cluster.run(TRAIN, inputs, attempt=2)) == [0]
-
-
-@pytest.mark.exhaustive
 def test_a_pod_that_finds_checkpoints_and_can_read_none_is_the_last(
     cluster: Cluster, train_inputs: dict[str, Literal]
 ) -> None:
@@ -191,17 +175,3 @@ def test_a_pod_that_finds_checkpoints_and_can_read_none_is_the_last(
     anew = cluster.run(TRAIN, inputs, execution="two", environment=asked, during=take_the_pod_away)
     assert anew.error is not None
     assert anew.error.kind == ContainerError.RECOVERABLE, anew.log
-
-
-@pytest.mark.exhaustive
-def test_executions_that_have_a_result_or_are_not_wanted_are_passed_over(
-    cluster: Cluster, train_inputs: dict[str, Literal]
-) -> None:
-    inputs = {**train_inputs, "hp": from_workflow({**LONG, "seed": 1}), "run_version": text("done")}
-    first = cluster.run(TRAIN, inputs, execution="first")
-    assert resumed(cluster, first) == [0]
-    assert resumed(cluster, cluster.run(TRAIN, inputs, execution="first", attempt=1))[-1] > 0, "lost before Flyte knew"
-    assert resumed(cluster, cluster.run(TRAIN, inputs, execution="second")) == [0]
-    cluster.run(TRAIN, inputs, execution="aborted", during=take_the_pod_away)
-    asked = {"FLYTE_DDP_FROM_SCRATCH": "yes"}
-    assert resumed(cluster, cluster.run(TRAIN, inputs, execution="third", environment=asked)) == [0]

@@ -5,22 +5,16 @@ import re
 import shutil
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import packaged
 import pytest
 from cli import ROOT, Ended, pyflyte
 from image_folders import image_files, write_files
-from locking_proxy import locking_proxy
 from packaged import Package
 from s3_server import S3Server, s3_server
 from test_cli_errors import also
-
-from flyte_ddp.release import versions
-from flyte_ddp.release.registry import Registry
 
 RELEASE = str(ROOT / "workflows/release.py")
 HP = {"num_ranks": 1, "epochs": 3}
@@ -132,38 +126,6 @@ def test_data_that_should_not_be_trained_on(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.exhaustive
-def test_two_persons_at_the_same_moment(tmp_path: Path, s3: S3Server) -> None:
-    """Both want to write the same entry: one does, and the other is told who was faster."""
-    (s3.folder / "rivals").mkdir(parents=True)
-    with locking_proxy(s3) as proxy, ThreadPoolExecutor(2) as persons:
-        proxy.meetings["rivals/model/log/00000001.json"] = threading.Barrier(2)
-        environment = {**s3.aws_environment(), "AWS_ENDPOINT_URL": proxy.url, "FLYTE_DDP_REGISTRY": "s3://rivals"}
-        with pytest.MonkeyPatch.context() as here:
-            for name, value in environment.items():
-                here.setenv(name, value)
-            registry = Registry("s3://rivals", "model")
-            contents = [{"model.pt": name.encode(), "model.json": b"{}"} for name in ("one", "two")]
-            names = [versions.write_version(registry, content).name for content in contents]
-
-        def promoted(version: str) -> Ended:
-            arguments = ("promote_wf", "--model_name", "model", "--version", version, "--reason", "I say so")
-            return pyflyte("run", RELEASE, *arguments, home=tmp_path / version[:4], **environment)
-
-        won, lost = sorted(persons.map(promoted, names), key=lambda ended: ended.exit_code)
-    assert (won.exit_code, lost.exit_code) == (0, 1), won.output + lost.output
-    champion = released(won)["champion"]
-    assert f" was faster: by entry 1 of the log version {champion[:12]} is the champion (I say so)" in lost.panel
-    log = [json.loads(entry.read_text()) for entry in (s3.folder / "rivals/model/log").iterdir()]
-    assert [entry["version"] for entry in log] == [champion]
-
-
-def variables(package: Package, task: str) -> dict[str, str]:
-    """A task's environment."""
-    return {pair.key: pair.value for pair in packaged.container(package.tasks[f"tasks.release.{task}"].template).env}
-
-
-@pytest.mark.slow
 def test_the_gate_is_a_plain_bool_of_the_judgement(made: Callable[..., Package]) -> None:
     """So an engine branches as a local run does; what branches take was made before the gate."""
     package = made(FLYTE_DDP_REGISTRY="s3://bucket/models")
@@ -182,7 +144,9 @@ def test_the_gate_is_a_plain_bool_of_the_judgement(made: Callable[..., Package])
     given = {binding.binding.promise.node_id for binding in nodes[judge].inputs} | {judge}
     assert inputs <= given
     for name in ("judge_model", "promote_challenger", "keep_champion", "promote_version", "roll_back_champion"):
-        assert not package.tasks[f"tasks.release.{name}"].template.metadata.discoverable
-        assert variables(package, name)["FLYTE_DDP_REGISTRY"] == "s3://bucket/models"
+        template = package.tasks[f"tasks.release.{name}"].template
+        assert not template.metadata.discoverable
+        variables = {pair.key: pair.value for pair in packaged.container(template).env}
+        assert variables["FLYTE_DDP_REGISTRY"] == "s3://bucket/models"
     plan = package.launch_plans["nightly_release"].spec
     assert plan.entity_metadata.schedule.kickoff_time_input_arg == "kickoff_time"

@@ -39,17 +39,14 @@ def test_an_entry_has_all_that_a_plan_needs(tmp_path: Path) -> None:
     fast = json.loads((ROOT / "config/fast.json").read_text())
     assert (preset.hp, preset.cron) == (Hyperparameters(**fast), "")
     assert (release.model_name, release.policy) == ("digits", Policy(rule="not_worse"))
-
-
-def test_an_empty_file_has_no_entries(tmp_path: Path) -> None:
-    assert read(tmp_path, "# none\n") == []
+    (tmp_path / "empty.yaml").write_text("# none\n")
+    assert read_schedules(tmp_path / "empty.yaml") == []
 
 
 @pytest.mark.parametrize("keys", ["", "cron:, hyperparameters:", 'cron: "", hyperparameters: ""'])
 def test_a_key_with_nothing_after_it_is_left_out(tmp_path: Path, keys: str) -> None:
-    assert read(tmp_path, f"- {{name: a, workflow: training_wf, {keys}}}") == [
-        Schedule("a", "training_wf", Hyperparameters(), "", "", Policy())
-    ]
+    [found] = read(tmp_path, f"- {{name: a, workflow: training_wf, {keys}}}")
+    assert found == Schedule("a", "training_wf", Hyperparameters(), "", "", Policy())
 
 
 @pytest.mark.parametrize(
@@ -61,44 +58,23 @@ def test_a_key_with_nothing_after_it_is_left_out(tmp_path: Path, keys: str) -> N
         ("- {name: a b, workflow: training_wf}", ", a b: name='a b': must be letters, digits and '_' only"),
         ("- {name: 7, workflow: training_wf}", "entry 1: name=7: must be text; put it in quotes"),
         ("- &x {name: a, workflow: training_wf}\n- *x", ", a: name='a': an entry before has it too"),
-        (
-            "- {name: a, workflow: train_wf}",
-            ", a: unknown workflow 'train_wf': did you mean 'training_wf'? choose one of",
-        ),
-        (
-            "- {name: a, workflow: training_wf, crom: x}",
-            ", a: unknown key of an entry with training_wf 'crom': did you mean",
-        ),
-        (
-            "- {name: a, workflow: training_wf, model_name: x}",
-            ", a: unknown key of an entry with training_wf 'model_name':",
-        ),
-        ("- {name: a, workflow: release_wf}", ", a: model name '': must be letters, digits"),
-        ("- {name: a, workflow: training_wf, cron: 5}", ", a: cron=5: must be text"),
-        (
-            "- {name: a, workflow: training_wf, hyperparameters: {epoch: 3}}",
-            ", a: unknown hyperparameter 'epoch': did you",
-        ),
-        ("- {name: a, workflow: training_wf, hyperparameters: {epochs: 0}}", ", a: epochs=0: must be at least 1"),
-        (
-            "- {name: a, workflow: training_wf, hyperparameters: [1]}",
-            ", a: hyperparameters must be a JSON object, got [1]",
-        ),
-        (
-            "- {name: a, workflow: training_wf, hyperparameters: config/fats.json}",
-            ", a: hyperparameters='config/fats.json': No such file or directory; must be an object, or a file of",
-        ),
-        (
-            "- {name: a, workflow: training_wf, hyperparameters: /etc/hosts}",
-            "'/etc/hosts': is not in the repository; must",
-        ),
-        (
-            "- {name: a, workflow: release_wf, model_name: x, policy: {alpha: 2}}",
-            ", a: alpha=2.0: must be below 0.5",
-        ),
-        (
-            "- {name: a",
-            "schedules.yaml: is not valid YAML: expected ',' or '}', but got '<stream end>', line 1, column 11;",
+        ("- {name: a", "yaml: is not valid YAML: expected ',' or '}', but got '<stream end>', line 1, column 11;"),
+        *(
+            (f"- {{name: a, workflow: {rest}}}", f", a: {said}")
+            for rest, said in {
+                "train_wf": "unknown workflow 'train_wf': did you mean 'training_wf'? choose one of",
+                "training_wf, crom: x": "unknown key of an entry with training_wf 'crom': did you mean",
+                "training_wf, model_name: x": "unknown key of an entry with training_wf 'model_name':",
+                "release_wf": "model name '': must be letters, digits",
+                "release_wf, model_name: x, policy: {alpha: 2}": "alpha=2.0: must be below 0.5",
+                "training_wf, cron: 5": "cron=5: must be text",
+                "training_wf, hyperparameters: {epoch: 3}": "unknown hyperparameter 'epoch': did you",
+                "training_wf, hyperparameters: {epochs: 0}": "epochs=0: must be at least 1",
+                "training_wf, hyperparameters: [1]": "hyperparameters must be a JSON object, got [1]",
+                "training_wf, hyperparameters: config/fats.json": "hyperparameters='config/fats.json': No such file or "
+                "directory; must be an object, or a file of",
+                "training_wf, hyperparameters: /etc/hosts": "hyperparameters='/etc/hosts': is not in the repository",
+            }.items()
         ),
     ],
 )
