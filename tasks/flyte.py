@@ -33,11 +33,11 @@ FileType = TypeVar("FileType", bound=FlyteFile)
 
 
 def leave_pod_of_person() -> None:
-    """Remove the execution's id from the environment, by which is_in_pod() is True, unless Flyte executes a task here.
+    """Remove FLYTE_INTERNAL_EXECUTION_ID from the environment, unless Flyte executes a task in this process.
 
-    A person in a pod, such as a workspace in the cluster, wants local runs of ``pyflyte run`` and of notebooks. Flyte
-    imports this package when its command ``pyflyte-execute`` has set the mode TASK_EXECUTION. flytekit sets that mode
-    in Elastic's workers in any case; they inherit the environment of the process that starts them.
+    So ``pyflyte run`` and notebooks of a person inside a pod, such as a workspace in the cluster, are local runs.
+    Flyte's command pyflyte-execute has set the mode TASK_EXECUTION when it imports this package. Elastic's workers
+    always have that mode; they inherit the environment of the process that starts them.
     """
     state = FlyteContextManager.current_context().execution_state
     if state is None or state.mode is not ExecutionState.Mode.TASK_EXECUTION:

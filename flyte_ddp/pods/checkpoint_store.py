@@ -81,10 +81,10 @@ class CheckpointStore:
     def download_newest(self, path: Path) -> Checkpoint | None:
         """Return the newest readable checkpoint of the blob store and the folder of ``path``; None if there is none.
 
-        Downloads the checkpoint to ``path`` unless the folder has an equally new one. Prints which checkpoint is used,
-        and which ones cannot be read. Raises UserError if the blob store may not be read, if there are checkpoints and
-        none can be read, or if earlier attempts made no progress. Raises UnreachableError if the blob store does not
-        answer in 4 tries, or if another attempt replaced the checkpoints meanwhile.
+        Downloads it to ``path`` unless the folder has an equally new one. Prints which checkpoint is used, and which
+        ones cannot be read. Raises UserError if the blob store may not be read, if there are checkpoints and none can
+        be read, or if earlier attempts made no progress; UnreachableError if the blob store does not answer in 4 tries,
+        or if another attempt replaced the checkpoints meanwhile.
         """
         try:
             files = self.retry_on_outage(self.folder, lambda _: self.list_newest_first())
@@ -155,9 +155,8 @@ class CheckpointStore:
     def download_checkpoint(self, address: str, path: Path) -> Checkpoint:
         """Download a checkpoint, verify it, replace the file ``path`` by it, and return it.
 
-        On an error the file ``path`` stays as it was. Raises MissingError if the blob store has no such file,
-        UnreachableError if it does not answer in 4 tries, and UnreadableError if the checkpoint is damaged or has the
-        format of another release.
+        Raises MissingError if the blob store has no such file, UnreachableError if it does not answer in 4 tries, and
+        UnreadableError if the checkpoint is damaged or of another release's format; ``path`` then stays as it was.
         """
         temporary = path.with_name(f".{path.name}.tmp")
 
@@ -180,10 +179,8 @@ class CheckpointStore:
 
         Enough are two in which a rank failed or which had time to save a checkpoint and did not, or five that were lost
         earlier: a pod is lost by bad luck, or because its memory ran out, which only Kubernetes knows. Attempts do not
-        count that were told to stop, could not reach something, or were lost while they fetched their data.
-
-        Downloads the note of the last futile attempt, if there are two, in up to 4 tries. ``files`` are the run's files
-        in the blob store, newest checkpoint first; ``step`` is that of the newest checkpoint, or 0.
+        count that were told to stop, could not reach something, or were lost while they fetched their data. Downloads
+        the note of the last futile attempt, if there are two. ``files`` are the run's in the blob store, newest first.
         """
         attempts: dict[int, dict[str, RunFile]] = defaultdict(dict)
         # An attempt that Elastic restarted has several starts. The last in the list has the lowest step, and counts.

@@ -46,8 +46,8 @@ def has_rank_0() -> bool:
 def add_step_to_error(run_version: str) -> Iterator[None]:
     """Add to an exception of a local run the step of its newest checkpoint, after which the same run would resume.
 
-    Elastic's launcher and the workers other than rank 0 do not know the step. Reads the headers of checkpoints in the
-    run folder, and writes the details of a RankError to a file there. Does nothing in a pod.
+    Elastic's launcher and workers do not know the step. Reads the headers of checkpoints in the run folder, and writes
+    the details of a RankError to a file there. Does nothing in a pod.
     """
     try:
         yield

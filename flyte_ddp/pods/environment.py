@@ -73,9 +73,8 @@ def registry_variable() -> dict[str, str]:
 def registered_settings(kind: str = "") -> dict[str, str]:
     """Return the settings in this environment that a registration gives to pods, ordered by name.
 
-    ``kind`` is one of the kinds of pods in flyte_ddp.settings, such as ALL_PODS, whose settings are returned; ""
-    returns those of all kinds. Raises UserError if a setting is an address with a user name or a password, which
-    anybody who sees the pod could read.
+    With ``kind``, such as ALL_PODS, returns only those of one kind of pods. Raises UserError if a setting is an address
+    with a user name or a password, which anybody who sees the pod could read.
     """
     left_here, settings = list_settings_left_here(), {}
     for name, variable in sorted(read_variable_table().items()):
@@ -133,8 +132,7 @@ def wandb_secret_id() -> tuple[str, str] | None:
 def refuse_unregistered_code() -> None:
     """Raise UserError if the digest of this pod's library is not the registered one, as in an image with a stale copy.
 
-    Otherwise results of other code would get into the platform's cache. Reads all sources of the library. Does nothing
-    if no digest was registered.
+    Its results would get into the platform's cache. Reads all sources. Does nothing if no digest was registered.
     """
     registered = os.environ.get(CODE_VARIABLE)
     if registered is not None and registered != (here := package_digest()):

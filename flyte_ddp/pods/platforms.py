@@ -36,19 +36,11 @@ class Platform(Protocol):
 
 
 def is_in_pod() -> bool:
-    """Return whether a platform started this process, or the process that started it, to execute a task in a pod.
+    """Return whether this process, or the one that started it, executes a task for a platform.
 
-    False for a person's process, also inside a pod: its front has called :func:`leave_pod`.
+    False for a person's process inside a pod: tasks/flyte.py removes the variable from its environment.
     """
     return EXECUTION_ID in os.environ
-
-
-def leave_pod() -> None:
-    """Remove the id of the execution from the environment of this process, for which is_in_pod() is False then.
-
-    For a process that a person starts inside a pod, such as a workspace in the cluster: its runs are local runs.
-    """
-    os.environ.pop(EXECUTION_ID, None)
 
 
 def pod_folder() -> Path:

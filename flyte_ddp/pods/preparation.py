@@ -21,11 +21,9 @@ def check_and_identify_run(
     """Check hyperparameters against the hardware to come, reserve a local run's folder, and name the run and its data.
 
     Returns the names of the folders of run and data set, each followed locally by @ and the folder's token. Asks the
-    data's origin for the version of the data. Raises UserError if a hyperparameter or a setting is wrong, locally also
-    of wandb's, or if the origin does not answer.
-
-    ``engine`` is elastic, ray, dask, or "" for training in one pod. ``kickoff_time`` is the tick of a schedule that
-    retrains each time; NO_SCHEDULE stands for now; None is for other runs.
+    data's origin for the version of the data. Raises UserError if a hyperparameter or a setting is wrong, or if the
+    origin does not answer. ``engine`` is elastic, ray, dask, or "" for training in one pod. ``kickoff_time`` is the
+    tick of a schedule that retrains each time, where NO_SCHEDULE stands for now; None is for other runs.
     """
     if not is_in_pod():
         check_wandb()  # settings of pods were checked at registration

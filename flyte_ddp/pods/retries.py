@@ -26,7 +26,7 @@ from flyte_ddp.storage import ForbiddenError
 
 POLL_SECONDS = 0.5  # between two looks for new checkpoints
 SWEEP_SECONDS = 30.0  # limit for deleting abandoned files at the end of a pod that has its result
-COUNT_SECONDS = 0.3  # limit for adding up files: an evicted pod has one second
+COUNT_SECONDS = 0.3  # limit for adding up files: an evicted pod gets SIGTERM one second before SIGKILL
 START = b'"kind": "start"'  # in metrics.jsonl: training begins, for the first time or again
 
 
@@ -64,45 +64,35 @@ def translate_errors(platform: Platform) -> Iterator[None]:
 
 
 def eviction_reason(limit: str) -> str:
-    """Return a clause for an error that says that Kubernetes evicts this pod, as its files exceed its disk limit.
+    """Return why Kubernetes evicts this pod, if the files in its working and temporary folder take more than ``limit``.
 
-    Kubernetes gives such a pod only SIGTERM, a second before SIGKILL. Returns "" if ``limit`` (a Kubernetes quantity)
-    is empty, or if the files below the working directory and the temporary folder do not exceed it.
+    Kubernetes tells such a pod no reason. Returns "" if the disk ``limit`` (a Kubernetes quantity) is "", or if the
+    files counted within COUNT_SECONDS do not exceed it.
     """
-    if not limit or not exceed_disk_limit({Path.cwd(), Path(tempfile.gettempdir())}, parse_bytes(limit)):
-        return ""
-    return (
-        f"; its files take more than its {limit} of disk (ephemeral-storage), so Kubernetes evicts it: take a profile "
-        "with more (flyte_ddp/pods/profiles.py)"
-    )
-
-
-def exceed_disk_limit(folders: set[Path], limit: int) -> bool:
-    """Return whether the files below the folders take more bytes of disk than ``limit``; False after COUNT_SECONDS."""
     deadline, taken = time.monotonic() + COUNT_SECONDS, 0
-    for folder in folders:
+    for folder in {Path.cwd(), Path(tempfile.gettempdir())} if limit else ():
         for place, _, files in os.walk(folder):
             for file in files:
                 with suppress(FileNotFoundError):  # removed since the folder was listed
                     taken += os.lstat(f"{place}/{file}").st_blocks * 512  # st_blocks counts units of 512 bytes
-                if taken > limit:
-                    return True
+            if taken > parse_bytes(limit):
+                return (
+                    f"; its files take more than its {limit} of disk (ephemeral-storage), so Kubernetes evicts it: take "
+                    "a profile with more (flyte_ddp/pods/profiles.py)"
+                )
             if time.monotonic() > deadline:
-                return False
-    return False
+                return ""
+    return ""
 
 
 @contextmanager
 def sync_checkpoints(platform: Platform, run_folder: Path) -> Iterator[Callable[[], None]]:
     """In a pod, download the run's newest checkpoint, and upload new checkpoints during the block; do nothing locally.
 
-    Yields a function to call when the data are there and before ranks are launched: it records the start in the blob
-    store. SIGTERM is deferred during the download. A thread looks for new checkpoints every POLL_SECONDS. The end of
-    the block uploads the last one and records how the attempt ended; after a block without an exception it deletes
-    files of the project's runs that nobody will continue, for up to SWEEP_SECONDS.
-
-    Raises what CheckpointStore.download_newest raises; the yielded function raises UnreachableError if the blob store
-    does not answer.
+    Yields a function that records the start of the ranks in the blob store: call it when the data are there. Defers
+    SIGTERM during the download. A thread looks for new checkpoints every POLL_SECONDS. The end of the block uploads the
+    last one, records how the attempt ended, and after a result deletes the project's files that nobody will continue,
+    for up to SWEEP_SECONDS. Raises what CheckpointStore.download_newest and record_start raise.
     """
     if not is_in_pod():
         yield lambda: None
