@@ -44,10 +44,10 @@ def check_inputs(
 ) -> CheckedInputs:
     """Check hyperparameters, identify the run, and prepare the data, before any GPU pod starts.
 
-    The engine (elastic, ray or dask; none for training in one pod) decides how many GPUs there will be. Of data that
-    are not downloaded as a whole (the digits, shards, streams, image folders) there is little to prepare, so that it is
-    done at once; others are fetched by a task of its own, with a larger disk. The model's name in the registry, and the
-    registry's address, are checked where the run is for a release (model_name is given).
+    The engine (elastic, ray, dask, or empty for training in one pod) decides how many GPUs there will be. Data sets
+    that are not downloaded as a whole (digits, shards, streams, image folders) are prepared here; others by the task
+    fetch_dataset, which has a larger disk. For a release (model_name is given), also checks that name and the
+    registry's address. In a pod, publishes a page that shows what will be trained.
 
     Never cached. Its outputs change exactly when training has to run again: with the data, the code, the weights to
     start from, or the kickoff time of a schedule that retrains at every tick.

@@ -53,7 +53,8 @@ def judge_model(
 ) -> Judged:
     """Compare a model with the champion on the test split of a data set, by the checks of a policy.
 
-    Returns whether to promote, the verdict, and a folder with the verdict's page, exports, and the data's profile.
+    Downloads the model and the data set. Returns whether to promote, the verdict, and a folder with the verdict's page
+    (also the task's deck), exports, and the data's profile.
     """
     model = Path(model_state.download()), Path(sidecar.download())
     with paths.make_dated_folder("verdicts") as folder:

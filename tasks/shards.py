@@ -39,7 +39,8 @@ def pack_shards(
 ) -> FlyteDirectory:
     """Pack images into shards with an index: a folder of class/name.jpg, a data set by its name, or one's own.
 
-    The order of images is mixed with the seed, or with order="own" is that of the source.
+    The order of images is mixed by the seed, or with order="own" is that of the source. Returns a folder with the
+    shards and the index NAME.json.
     """
     from flyte_ddp.datasets.packing import pack_source
 
@@ -76,7 +77,10 @@ def index_shards(urls: List[str], name: str = "train", classes: Optional[List[st
 @task(**pods.light_pod())
 @translate_errors_for_flyte()
 def join_shards(indexes: List[str], weights: Optional[List[float]] = None, name: str = "train") -> FlyteDirectory:
-    """Make one index that refers to several: an epoch goes through each so many times as its weight says."""
+    """Join several indexes into one: an epoch reads each of them as many times as its weight says.
+
+    Reads the indexes and no shard. Returns a folder with the index NAME.json.
+    """
     from flyte_ddp.shards.joining import join_indexes
 
     with paths.make_dated_folder("index") as folder:
@@ -94,9 +98,9 @@ def index_output(folder: Path, name: str, headline: str) -> FlyteDirectory:
 @task(**pods.data_pod())
 @translate_errors_for_flyte()
 def verify_shards(index: str, decode: bool = False) -> str:
-    """Read all shards of an index and fail if anything is not as it says.
+    """Read all shards of an index, decode each image if decode is set, and fail with the first 20 differences from it.
 
-    Fails with the first 20 differences. Decodes each image if decode is set.
+    Returns a sentence that no shard differs.
     """
     refuse_damaged_shards(index, decode=decode)
     return f"{index}: no shard differs from it"
@@ -105,9 +109,10 @@ def verify_shards(index: str, decode: bool = False) -> str:
 @task(**pods.data_pod(), **pods.WITH_DECK)
 @translate_errors_for_flyte()
 def verify_packed(packed: FlyteDirectory, name: str = "train") -> PackedShards:
-    """Check shards where they were put, and hand them on with the name of the data set that they are.
+    """Check shards where they were put, and return them with their name as a data set.
 
-    Reads all shards and decodes each image; fails with the first 20 differences from the index.
+    Reads all shards and decodes each image; fails with the first 20 differences from the index. In a pod, shows some of
+    the images on the task's page.
     """
     from flyte_ddp.report import previews
 
@@ -133,7 +138,7 @@ def refuse_damaged_shards(index: str, *, decode: bool) -> None:
 @task(**pods.light_pod())
 @translate_errors_for_flyte()
 def show_shards(index: str) -> str:
-    """Say what an index holds; no shard is opened.
+    """Describe an index, without opening a shard.
 
     Returns a line each for the name, the shards, the samples, the bytes, the classes and more.
     """
@@ -145,9 +150,9 @@ def show_shards(index: str) -> str:
 @task(**pods.light_pod())
 @translate_errors_for_flyte()
 def sample_shards(index: str, number: int) -> FlyteDirectory:
-    """Get one sample of an index: its members as files.
+    """Read one sample of an index, from its part of a shard or from the whole shard.
 
-    Reads one shard, or the sample's part of it. Returns a folder with the files.
+    Returns a folder with the sample's members as files.
     """
     from flyte_ddp.shards.inspection import read_sample, write_members
 
@@ -162,7 +167,7 @@ def sample_shards(index: str, number: int) -> FlyteDirectory:
 @task(**pods.light_pod())
 @translate_errors_for_flyte()
 def plan_shards(request: PlanRequest) -> str:
-    """Say how many batches each rank gets, what nodes read and cache, and whether DDP would hang."""
+    """Plan a training on shards: how many batches each rank gets, what nodes read and cache, and whether DDP would hang."""
     from flyte_ddp.shards.planning import describe_plan
 
     return "\n".join(describe_plan(request))

@@ -37,7 +37,7 @@ class Validated(NamedTuple):
 @task(**pods.data_pod(), cache=pods.cache_by_content(ignored_inputs=("data",), code=package_digest()))
 @translate_errors_for_flyte()
 def profile_dataset(data: FlyteDirectory, data_version: str) -> DataProfile:
-    """Look at all samples of a data set, once for each version of its content.
+    """Read all samples of a data set, once for each version of its content.
 
     Returns a profile: counts of classes, sizes and modes of images, duplicates, and images that cannot be decoded.
     """
@@ -53,7 +53,7 @@ def profile_dataset(data: FlyteDirectory, data_version: str) -> DataProfile:
 def validate_dataset(
     data: FlyteDirectory, profile: DataProfile, hp: Hyperparameters, model_name: str, policy: Policy
 ) -> Validated:
-    """Refuse data that should not be trained on, and say in what they are unlike the champion's.
+    """Refuse data that should not be trained on, and warn of differences from the champion's data.
 
     Returns the data and the warnings, which are also printed and on the task's page. Fails for data that the policy
     refuses, and for a registry that cannot be written to or whose log has a gap. Writes a probe file to the registry.

@@ -121,7 +121,11 @@ class CheckpointStore:
         return sorted(files, key=lambda file: (file.step, file.epoch, file.time), reverse=True)
 
     def download_newest_of(self, files: list[RunFile], path: Path) -> Checkpoint | None:
-        """Do what :meth:`download_newest` does, with the given files of the blob store, newest checkpoint first."""
+        """Download the newest readable checkpoint of ``files`` to ``path``, unless its folder has an equally new one.
+
+        ``files`` are ordered, newest checkpoint first. Returns, prints and raises what :meth:`download_newest` does,
+        but for earlier attempts, which it does not look at.
+        """
         # Only a pod whose ranks Elastic has restarted has checkpoints in its folder.
         newest, unreadable = checkpoint.find_newest(path.parent)
         reasons = {str(local): reason for local, reason in unreadable.items()}

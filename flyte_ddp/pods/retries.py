@@ -64,10 +64,10 @@ def translate_errors(platform: Platform) -> Iterator[None]:
 
 
 def eviction_reason(limit: str) -> str:
-    """Return why Kubernetes evicts this pod, if the files in its working and temporary folder take more than ``limit``.
+    """Return a clause for an error: Kubernetes evicts this pod, as its files take more disk than ``limit``; else "".
 
-    Kubernetes tells such a pod no reason. Returns "" if the disk ``limit`` (a Kubernetes quantity) is "", or if the
-    files counted within COUNT_SECONDS do not exceed it.
+    Adds up the files in the working directory and the temporary folder for up to COUNT_SECONDS. ``limit`` is a
+    Kubernetes quantity; "" stands for none.
     """
     deadline, taken = time.monotonic() + COUNT_SECONDS, 0
     for folder in {Path.cwd(), Path(tempfile.gettempdir())} if limit else ():
@@ -76,10 +76,8 @@ def eviction_reason(limit: str) -> str:
                 with suppress(FileNotFoundError):  # removed since the folder was listed
                     taken += os.lstat(f"{place}/{file}").st_blocks * 512  # st_blocks counts units of 512 bytes
             if taken > parse_bytes(limit):
-                return (
-                    f"; its files take more than its {limit} of disk (ephemeral-storage), so Kubernetes evicts it: take "
-                    "a profile with more (flyte_ddp/pods/profiles.py)"
-                )
+                reason = f"its files take more than its {limit} of disk (ephemeral-storage), so Kubernetes evicts it"
+                return f"; {reason}: take a profile with more (flyte_ddp/pods/profiles.py)"
             if time.monotonic() > deadline:
                 return ""
     return ""
@@ -144,9 +142,9 @@ def open_checkpoint_store(platform: Platform, run: str) -> CheckpointStore:
 
 
 def checkpoints_address(output_address: str) -> str:
-    """Return the address of all checkpoints: FLYTE_DDP_CHECKPOINTS, or a folder beside the platform's outputs.
+    """Return the address of all checkpoints: FLYTE_DDP_CHECKPOINTS, or PREFIX/flyte-ddp-checkpoints.
 
-    An attempt's ``output_address`` is PREFIX/XX/EXECUTION-NODE-ATTEMPT; the folder is in PREFIX.
+    ``output_address``, below which an attempt writes its outputs, is PREFIX/XX/EXECUTION-NODE-ATTEMPT.
     """
     beside = f"{posixpath.dirname(posixpath.dirname(output_address.rstrip('/')))}/flyte-ddp-checkpoints"
     return storage_address(read_text("FLYTE_DDP_CHECKPOINTS") or beside)

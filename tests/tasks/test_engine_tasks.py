@@ -5,9 +5,7 @@ The files in ``recorded`` are what Flyte 1.16.8 made of these specs on a cluster
 
 import importlib
 import json
-import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +16,10 @@ import pytest
 import torch
 import yaml
 from cli import ROOT, pyflyte
+from flytekit import FlyteContextManager
+from flytekit.configuration import DataConfig
+from flytekit.core.data_persistence import FileAccessProvider
+from flytekit.types.directory import FlyteDirectory
 from google.protobuf.json_format import MessageToDict
 from packaged import Package
 from s3_server import s3_server
@@ -28,6 +30,7 @@ from flyte_ddp.pods.profiles import PROFILES, Size, parse_bytes, parse_quantity,
 from flyte_ddp.run import run_training
 from flyte_ddp.settings import Settings
 from tasks import dask_training, ray_training
+from tasks.elastic_training import download_data
 
 ENGINES = ("elastic", "ray", "dask")
 TEMPLATE = yaml.safe_load((ROOT / "deploy/pod-template.yaml").read_text())["template"]["spec"]
@@ -306,31 +309,18 @@ def test_pyflyte_run_trains_the_same_model(
     assert all(torch.equal(weight, found[name]) for name, weight in weights_of_one_pod.items())
 
 
-DOWNLOADS = """
-import sys
-from pathlib import Path
-from flytekit import FlyteContextManager
-from flytekit.core.type_engine import TypeEngine
-from flytekit.models.core.types import BlobType
-from flytekit.models.literals import Blob, BlobMetadata, Literal, Scalar
-from flytekit.types.directory import FlyteDirectory
-from tasks.elastic_training import download_data
-
-kind = BlobType("", BlobType.BlobDimensionality.MULTIPART)
-given = Literal(scalar=Scalar(blob=Blob(metadata=BlobMetadata(kind), uri=sys.argv[1])))
-data = TypeEngine.to_python_value(FlyteContextManager.current_context(), given, FlyteDirectory)
-download_data(data, Path(sys.argv[2]))
-"""
-
-
 @pytest.mark.slow
-def test_hosts_without_rank_0_get_the_prepared_data_from_the_blob_store(digits: Path, tmp_path: Path) -> None:
-    """As Flyte hands it to their pods."""
+def test_hosts_without_rank_0_get_the_prepared_data_from_the_blob_store(
+    digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     shutil.copytree(digits, tmp_path / "served/flyte/prepared")
-    fetched = tmp_path / "cache/digits"
+    data, fetched = FlyteDirectory(str(tmp_path / "of rank 0")), tmp_path / "cache/digits"
+    data._remote_source = "s3://flyte/prepared"  # as of an input of a task
     with s3_server(tmp_path / "served") as server:
-        environment = {**os.environ, **server.flyte_environment(), "PYTHONPATH": str(ROOT)}
-        command = [sys.executable, "-c", DOWNLOADS, "s3://flyte/prepared", str(fetched)]
-        subprocess.run(command, env=environment, check=True)
+        for name, value in server.flyte_environment().items():
+            monkeypatch.setenv(name, value)
+        access = FileAccessProvider(str(tmp_path / "local"), "s3://flyte/raw", DataConfig.auto())
+        with FlyteContextManager.with_context(FlyteContextManager.current_context().with_file_access(access)):
+            download_data(data, fetched)
     files = [{path.name: path.read_bytes() for path in folder.iterdir()} for folder in (fetched, digits)]
     assert files[0] == files[1]
