@@ -167,7 +167,7 @@ def sample_shards(index: str, number: int) -> FlyteDirectory:
 @task(**pods.light_pod())
 @translate_errors_for_flyte()
 def plan_shards(request: PlanRequest) -> str:
-    """Plan a training on shards: how many batches each rank gets, what nodes read and cache, and whether DDP would hang."""
+    """Describe a training on shards: batches of each rank, what nodes read and cache, and whether DDP would hang."""
     from flyte_ddp.shards.planning import describe_plan
 
     return "\n".join(describe_plan(request))

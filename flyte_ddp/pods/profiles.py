@@ -38,7 +38,8 @@ class Profile(Size):
 
     shared_memory: str  # size of /dev/shm, through which NCCL copies between GPUs without a direct link
     data: Size  # of pods that fetch, pack and check data; the disk must hold a whole data set
-    light: Size  # limits of pods that check inputs or read an index, which request half a CPU and 1 GiB
+    # Limits of pods that check inputs or read an index. Such pods request half a CPU and 1 GiB.
+    light: Size = Size(cpu="2", memory="4Gi", ephemeral_storage="4Gi")
     gpu_type: str = ""  # value of the nodes' label for their GPU, such as nvidia-l4; "" takes any type
     pod_template: str | None = None  # a template in the cluster (deploy/pod-template.yaml): tolerations, grace period
     grace_seconds: int = 30  # from SIGTERM to SIGKILL: the template's terminationGracePeriodSeconds, or Kubernetes' 30
@@ -53,7 +54,6 @@ PROFILES: dict[str, Profile] = {
         ephemeral_storage="5Gi",
         shared_memory="256Mi",
         data=Size(cpu="2", memory="4Gi", ephemeral_storage="20Gi"),
-        light=Size(cpu="2", memory="4Gi", ephemeral_storage="4Gi"),
     ),
     # The demo cluster of `flytectl demo start` on a laptop.
     "sandbox": Profile(
@@ -71,7 +71,6 @@ PROFILES: dict[str, Profile] = {
         ephemeral_storage="20Gi",
         shared_memory="4Gi",
         data=Size(cpu="2", memory="8Gi", ephemeral_storage="100Gi"),
-        light=Size(cpu="2", memory="4Gi", ephemeral_storage="4Gi"),
         pod_template="flyte-ddp-gpu",
         grace_seconds=120,
     ),
@@ -82,7 +81,6 @@ PROFILES: dict[str, Profile] = {
         ephemeral_storage="200Gi",
         shared_memory="32Gi",
         data=Size(cpu="4", memory="16Gi", ephemeral_storage="500Gi"),
-        light=Size(cpu="2", memory="4Gi", ephemeral_storage="4Gi"),
         gpu_type="nvidia-tesla-a100",
         pod_template="flyte-ddp-gpu",
         grace_seconds=120,

@@ -13,6 +13,7 @@ TRAIN, PREDICT = "tasks.training.train_model", "tasks.prediction.predict_images"
 ELASTIC = "tasks.elastic_training.train_on_elastic"
 DASK = "tasks.dask_training.train_on_dask"
 SMOKE: dict[str, Any] = {"dataset": "digits", "epochs": 1, "max_steps": 8, "num_ranks": 2}
+Inputs = dict[str, Literal]  # of a task, by their names
 VERSION = "0.0.0+package"  # of the packaged library, to tell it from the one that is installed here
 
 
@@ -37,7 +38,7 @@ def from_console(hp: dict[str, Any]) -> Literal:
     return literal
 
 
-def check_inputs(cluster: Cluster, hp: Literal) -> dict[str, Literal]:
+def check_inputs(cluster: Cluster, hp: Literal) -> Inputs:
     """Inputs of the first task, with what the workflow itself gives it."""
     nodes = cluster.package.workflows["workflows.training.training_wf"].template.nodes
     [node] = [node for node in nodes if node.task_node.reference_id.name == CHECK]

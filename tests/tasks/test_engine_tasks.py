@@ -5,7 +5,9 @@ The files in ``recorded`` are what Flyte 1.16.8 made of these specs on a cluster
 
 import importlib
 import json
+import os
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -16,10 +18,6 @@ import pytest
 import torch
 import yaml
 from cli import ROOT, pyflyte
-from flytekit import FlyteContextManager
-from flytekit.configuration import DataConfig
-from flytekit.core.data_persistence import FileAccessProvider
-from flytekit.types.directory import FlyteDirectory
 from google.protobuf.json_format import MessageToDict
 from packaged import Package
 from s3_server import s3_server
@@ -30,7 +28,6 @@ from flyte_ddp.pods.profiles import PROFILES, Size, parse_bytes, parse_quantity,
 from flyte_ddp.run import run_training
 from flyte_ddp.settings import Settings
 from tasks import dask_training, ray_training
-from tasks.elastic_training import download_data
 
 ENGINES = ("elastic", "ray", "dask")
 TEMPLATE = yaml.safe_load((ROOT / "deploy/pod-template.yaml").read_text())["template"]["spec"]
@@ -309,18 +306,25 @@ def test_pyflyte_run_trains_the_same_model(
     assert all(torch.equal(weight, found[name]) for name, weight in weights_of_one_pod.items())
 
 
+DOWNLOADS = """
+import sys
+from pathlib import Path
+from flytekit.types.directory import FlyteDirectory
+from tasks.elastic_training import download_data
+
+data = FlyteDirectory("nowhere")
+data._remote_source = sys.argv[1]  # as of an input of a task
+download_data(data, Path(sys.argv[2]))
+"""
+
+
 @pytest.mark.slow
-def test_hosts_without_rank_0_get_the_prepared_data_from_the_blob_store(
-    digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_hosts_without_rank_0_get_the_prepared_data_from_the_blob_store(digits: Path, tmp_path: Path) -> None:
     shutil.copytree(digits, tmp_path / "served/flyte/prepared")
-    data, fetched = FlyteDirectory(str(tmp_path / "of rank 0")), tmp_path / "cache/digits"
-    data._remote_source = "s3://flyte/prepared"  # as of an input of a task
+    fetched = tmp_path / "cache/digits"
     with s3_server(tmp_path / "served") as server:
-        for name, value in server.flyte_environment().items():
-            monkeypatch.setenv(name, value)
-        access = FileAccessProvider(str(tmp_path / "local"), "s3://flyte/raw", DataConfig.auto())
-        with FlyteContextManager.with_context(FlyteContextManager.current_context().with_file_access(access)):
-            download_data(data, fetched)
+        environment = {**os.environ, **server.flyte_environment(), "PYTHONPATH": str(ROOT)}
+        command = [sys.executable, "-c", DOWNLOADS, "s3://flyte/prepared", str(fetched)]
+        subprocess.run(command, env=environment, check=True)
     files = [{path.name: path.read_bytes() for path in folder.iterdir()} for folder in (fetched, digits)]
     assert files[0] == files[1]

@@ -6,9 +6,8 @@ import packaged
 import pytest
 from cli import pyflyte
 from engine_rules import resolved
-from flyteidl.core.literals_pb2 import Literal
 from pod import Cluster, PodEnded
-from pod_inputs import CHECK, SMOKE, VERSION, check_inputs, from_console
+from pod_inputs import CHECK, SMOKE, VERSION, Inputs, check_inputs, from_console
 from s3_server import s3_server
 
 
@@ -35,7 +34,7 @@ def checked(cluster: Cluster) -> PodEnded:
 
 
 @pytest.fixture(scope="session")
-def train_inputs(cluster: Cluster, checked: PodEnded) -> dict[str, Literal]:
+def train_inputs(cluster: Cluster, checked: PodEnded) -> Inputs:
     assert checked.outputs, checked.log
     [check, train] = cluster.package.workflows["workflows.training.training_wf"].template.nodes
     return resolved(train.inputs, {check.id: checked.outputs})

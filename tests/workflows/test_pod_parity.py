@@ -26,6 +26,7 @@ from pod_inputs import (
     SMOKE,
     TRAIN,
     VERSION,
+    Inputs,
     check_inputs,
     from_console,
     from_workflow,
@@ -42,7 +43,7 @@ FASHION = Path("/usr/share/datasets/fashion-mnist")
 
 
 @pytest.fixture(scope="module")
-def trained(cluster: Cluster, train_inputs: dict[str, Literal]) -> PodEnded:
+def trained(cluster: Cluster, train_inputs: Inputs) -> PodEnded:
     return cluster.run(TRAIN, train_inputs)
 
 
@@ -179,23 +180,21 @@ def test_the_model_predicts(cluster: Cluster, trained: PodEnded) -> None:
     ],
 )
 def test_bad_hyperparameters_are_the_users_mistake(
-    cluster: Cluster, train_inputs: dict[str, Literal], task: str, encoded: Any, values: dict[str, Any], message: str
+    cluster: Cluster, train_inputs: Inputs, task: str, encoded: Any, values: dict[str, Any], message: str
 ) -> None:
     hp = encoded({**SMOKE, **values})
     ended = cluster.run(task, check_inputs(cluster, hp) if task == CHECK else {**train_inputs, "hp": hp})
     assert message in refused(ended)
 
 
-def test_other_inputs_that_cannot_be_read_are_the_systems_fault(
-    cluster: Cluster, train_inputs: dict[str, Literal]
-) -> None:
+def test_other_inputs_that_cannot_be_read_are_the_systems_fault(cluster: Cluster, train_inputs: Inputs) -> None:
     error = cluster.run(TRAIN, {**train_inputs, "run_version": from_workflow(SMOKE)}).error
     assert error is not None
     assert error.origin == ExecutionError.SYSTEM
 
 
 @pytest.mark.cold
-def test_a_loss_that_is_not_finite_is_the_users_mistake(cluster: Cluster, train_inputs: dict[str, Literal]) -> None:
+def test_a_loss_that_is_not_finite_is_the_users_mistake(cluster: Cluster, train_inputs: Inputs) -> None:
     hp = {**SMOKE, "learning_rate": 1000.0, "schedule": "constant", "max_steps": 0}
     ended = cluster.run(TRAIN, {**train_inputs, "hp": from_workflow(hp), "run_version": text("not-finite")})
     message = refused(ended)
@@ -206,7 +205,7 @@ def test_a_loss_that_is_not_finite_is_the_users_mistake(cluster: Cluster, train_
 
 
 def test_a_pod_with_other_gpus_than_requested_or_another_library_is_refused(
-    cluster: Cluster, train_inputs: dict[str, Literal], tmp_path: Path
+    cluster: Cluster, train_inputs: Inputs, tmp_path: Path
 ) -> None:
     environment = {"FLYTE_DDP_GPUS": "2", "CUDA_VISIBLE_DEVICES": ""}
     message = refused(cluster.run(TRAIN, train_inputs, environment=environment))

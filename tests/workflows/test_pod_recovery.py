@@ -14,9 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 from flyteidl.core.errors_pb2 import ContainerError
-from flyteidl.core.literals_pb2 import Literal
 from pod import BUCKET, DEADLINE, Cluster, PodEnded
-from pod_inputs import ELASTIC, SMOKE, TRAIN, from_workflow, refused, text
+from pod_inputs import ELASTIC, SMOKE, TRAIN, Inputs, from_workflow, refused, text
 
 from benchmarks.running import descendants, process_name
 from flyte_ddp.config import Hyperparameters
@@ -71,7 +70,7 @@ def resumed(cluster: Cluster, ended: PodEnded) -> list[int]:
     [(TRAIN, 2), pytest.param(ELASTIC, 1, marks=pytest.mark.exhaustive)],  # the profile has one CPU
 )
 def test_attempts_that_are_cut_off_lose_nothing(
-    cluster: Cluster, train_inputs: dict[str, Literal], tmp_path: Path, task: str, ranks: int
+    cluster: Cluster, train_inputs: Inputs, tmp_path: Path, task: str, ranks: int
 ) -> None:
     """Nor does another execution of the same inputs, after one that was aborted."""
     hp = {**LONG, "num_ranks": ranks}
@@ -104,9 +103,7 @@ def test_attempts_that_are_cut_off_lose_nothing(
 
 @pytest.mark.cold
 @pytest.mark.exhaustive  # two hosts of which one is lost are in tests/launch
-def test_another_pod_takes_the_place_of_a_lost_one_of_several(
-    cluster: Cluster, train_inputs: dict[str, Literal]
-) -> None:
+def test_another_pod_takes_the_place_of_a_lost_one_of_several(cluster: Cluster, train_inputs: Inputs) -> None:
     """As a training operator has it take that; to Flyte it is one attempt, and rank 0's pod is the first to end.
 
     The pod is lost after its first checkpoint, when most of the training is still to come: if it were lost at the
@@ -157,9 +154,7 @@ def test_another_pod_takes_the_place_of_a_lost_one_of_several(
 
 
 @pytest.mark.exhaustive
-def test_a_pod_that_finds_checkpoints_and_can_read_none_is_the_last(
-    cluster: Cluster, train_inputs: dict[str, Literal]
-) -> None:
+def test_a_pod_that_finds_checkpoints_and_can_read_none_is_the_last(cluster: Cluster, train_inputs: Inputs) -> None:
     """Unless one was asked for that begins anew."""
     inputs = {**train_inputs, "hp": from_workflow({**LONG, "batch_size": 62}), "run_version": text("unreadable")}
     lost = cluster.run(TRAIN, inputs, execution="one", during=take_the_pod_away)

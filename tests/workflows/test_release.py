@@ -34,8 +34,8 @@ def released(ended: Ended) -> dict[str, str]:
 
 
 @pytest.mark.slow
-def test_promoted_kept_and_back(tmp_path: Path, s3: S3Server) -> None:
-    """A first champion, the same model again, a better one, and the way back; then the first entry is lost."""
+def test_promoted_and_back(tmp_path: Path, s3: S3Server) -> None:
+    """A first champion, a better one, and the way back; then the first entry is lost."""
 
     def run(workflow: str, *arguments: str, **environment: str) -> Ended:
         return pyflyte("run", RELEASE, workflow, "--model_name", "digits", *arguments, home=tmp_path, **environment)
@@ -43,13 +43,10 @@ def test_promoted_kept_and_back(tmp_path: Path, s3: S3Server) -> None:
     first = released(run("release_wf", "--hp", json.dumps(HP)))
     assert first["champion"] == first["version"]
     assert first["outcome"].startswith("promoted: there is no champion yet")
-    again = released(run("release_wf", "--hp", json.dumps(HP)))
-    assert again == {**first, "outcome": "kept: it has the champion's weights"}, "the same bits"
     better = run("release_wf", "--hp", json.dumps({**HP, "epochs": 10}), "--policy", '{"latency_ratio": 1000}')
     second = released(better)
-    assert re.fullmatch(
-        r"promoted: \+\d+\.\d+ points: \d+ samples gained and \d+ lost of 297 \(p = .*", second["outcome"]
-    )
+    gain = r"promoted: \+\d+\.\d+ points: \d+ samples gained and \d+ lost of 297 \(p = .*"
+    assert re.fullmatch(gain, second["outcome"])
     [page] = re.findall(r"made in (\S+verdicts\S+)", better.output)
     assert "Only the challenger is right" in (ROOT / page / "verdict.html").read_text()
     back = released(run("rollback_wf", "--reason", "a test"))
@@ -69,14 +66,10 @@ def test_promoted_kept_and_back(tmp_path: Path, s3: S3Server) -> None:
         *("model.pt", "model.json", "model.onnx", "model.pt2", "golden.npz", "serve_check.py"),
         *("README.md", "lineage.json", "verdict.json", "verdict.html", "data_profile.json", "manifest.json"),
     }
-    served = subprocess.run(
-        [sys.executable, str(version / "serve_check.py")], capture_output=True, text=True, check=False
-    )
-    assert served.returncode == 0, served.stderr
+    subprocess.run([sys.executable, str(version / "serve_check.py")], check=True)
     log = tmp_path / "runs/registry/digits/log"
-    assert [json.loads(entry.read_text())["action"] for entry in sorted(log.iterdir())] == [
-        *("promote", "promote", "rollback", "promote")
-    ]
+    actions = [json.loads(entry.read_text())["action"] for entry in sorted(log.iterdir())]
+    assert actions == ["promote", "promote", "rollback", "promote"]
     (log / "00000001.json").unlink()
     shutil.copytree(tmp_path / "runs/registry", s3.folder / "models")
     environment = {**s3.aws_environment(), "FLYTE_DDP_REGISTRY": "s3://models"}

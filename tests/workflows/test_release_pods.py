@@ -9,16 +9,14 @@ from engine_rules import resolved
 from flyteidl.core.literals_pb2 import Literal
 from locking_proxy import locking_proxy
 from pod import BUCKET, Cluster, PodEnded
-from pod_inputs import SMOKE, TRAIN, from_workflow, refused, text
+from pod_inputs import SMOKE, TRAIN, Inputs, from_workflow, refused, text
 
 pytestmark = pytest.mark.slow
 JUDGE, PROMOTE, KEEP = (f"tasks.release.{name}" for name in ("judge_model", "promote_challenger", "keep_champion"))
 PROFILE, VALIDATE = (f"tasks.validation.{name}" for name in ("profile_dataset", "validate_dataset"))
 
 
-def test_promoted_and_kept_as_the_gate_says(
-    cluster: Cluster, checked: PodEnded, train_inputs: dict[str, Literal]
-) -> None:
+def test_promoted_and_kept_as_the_gate_says(cluster: Cluster, checked: PodEnded, train_inputs: Inputs) -> None:
     nodes = {
         node.task_node.reference_id.name or "gate": node
         for node in cluster.package.workflows["workflows.release.release_wf"].template.nodes
@@ -66,9 +64,7 @@ def test_promoted_and_kept_as_the_gate_says(
     assert verdict["challenger"] == version.name
 
 
-def test_a_pod_without_a_registry_says_how_to_give_one(
-    cluster: Cluster, checked: PodEnded, train_inputs: dict[str, Literal]
-) -> None:
+def test_a_pod_without_a_registry_says_how_to_give_one(cluster: Cluster) -> None:
     inputs = {"model_name": text("digits"), "reason": text("a test")}
     message = refused(cluster.run("tasks.release.roll_back_champion", inputs))
     assert "FLYTE_DDP_REGISTRY='': must be an address that all pods reach, such as s3://bucket/models" in message
