@@ -44,17 +44,6 @@ def leave_pod_of_person() -> None:
         os.environ.pop(EXECUTION_ID, None)
 
 
-class ReplaceablePage(Deck):  # type: ignore[misc]  # which flytekit leaves untyped
-    """A deck whose page can be replaced; Deck can only append."""
-
-    page = ""
-
-    @property
-    def html(self) -> str:
-        """The newest page."""
-        return self.page
-
-
 class Flyte:
     """Facts about the Flyte task that runs now, and Flyte's ways to take over a page and an error."""
 
@@ -81,10 +70,9 @@ class Flyte:
         context = FlyteContextManager.current_context()
         state = context.execution_state.with_params(mode=ExecutionState.Mode.TASK_EXECUTION)
         with FlyteContextManager.with_context(context.with_execution_state(state)):
-            decks = context.user_space_params.decks
-            replaceable = [deck for deck in decks if isinstance(deck, ReplaceablePage) and deck.name == title]
-            deck = replaceable[0] if replaceable else ReplaceablePage(title)
-            deck.page = html
+            decks = [deck for deck in context.user_space_params.decks if deck.name == title]
+            deck = decks[0] if decks else Deck(title)
+            deck._html = html  # Deck itself can only append
             Deck.publish()
 
     def retryable_error(self, message: str) -> Exception:

@@ -15,7 +15,7 @@ import pytest
 import torch
 from flyteidl.core.errors_pb2 import ContainerError
 from pod import BUCKET, DEADLINE, Cluster, PodEnded
-from pod_inputs import ELASTIC, SMOKE, TRAIN, Inputs, from_workflow, refused, text
+from pod_inputs import ELASTIC, SMOKE, TRAIN, Inputs, from_workflow, text
 
 from benchmarks.running import descendants, process_name
 from flyte_ddp.config import Hyperparameters
@@ -151,22 +151,3 @@ def test_another_pod_takes_the_place_of_a_lost_one_of_several(cluster: Cluster, 
     assert [pod.error for pod in kept] == [None, None]
     assert resumed(cluster, with_rank_0)[0] == 0
     assert resumed(cluster, with_rank_0)[-1] > 0
-
-
-@pytest.mark.exhaustive
-def test_a_pod_that_finds_checkpoints_and_can_read_none_is_the_last(cluster: Cluster, train_inputs: Inputs) -> None:
-    """Unless one was asked for that begins anew."""
-    inputs = {**train_inputs, "hp": from_workflow({**LONG, "batch_size": 62}), "run_version": text("unreadable")}
-    lost = cluster.run(TRAIN, inputs, execution="one", during=take_the_pod_away)
-    assert lost.error is not None, lost.log
-    saved = [*(cluster.checkpoints / "unreadable").rglob("saved-*")]
-    assert saved
-    for path in saved:
-        path.write_bytes(path.read_bytes().replace(b"checkpoint/1 ", b"checkpoint/2 ", 1))
-    said = refused(cluster.run(TRAIN, inputs, execution="one", attempt=1))
-    assert "cannot read the run's checkpoints" in said
-    assert "its format is flyte-ddp-checkpoint/2, and this release reads flyte-ddp-checkpoint/1" in said
-    asked = {"FLYTE_DDP_FROM_SCRATCH": "yes"}
-    anew = cluster.run(TRAIN, inputs, execution="two", environment=asked, during=take_the_pod_away)
-    assert anew.error is not None
-    assert anew.error.kind == ContainerError.RECOVERABLE, anew.log
