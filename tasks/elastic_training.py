@@ -59,11 +59,8 @@ class ElasticTrainingTask(PytorchElasticFunctionTask):  # type: ignore[misc]
         """Start this node's workers, wait for their end, and return rank 0's outputs, or those of a finished local run.
 
         In a pod with rank 0, publishes the console's page meanwhile: Flyte's decks are of this process, not of workers.
-
-        Raises:
-            IgnoreOutputs: this node has no rank 0, and so no outputs.
-            RankError, StoppedError, UserError: a worker failed, or SIGTERM came. Flyte's recoverable error in their
-                place if another attempt may succeed.
+        Raises IgnoreOutputs if this node has no rank 0; the error of the worker that failed first; StoppedError after
+        SIGTERM; and Flyte's recoverable error in place of an error after which another attempt may succeed.
         """
         from torch.distributed.elastic.multiprocessing.api import SignalException
 
@@ -77,14 +74,10 @@ class ElasticTrainingTask(PytorchElasticFunctionTask):  # type: ignore[misc]
             elastic_pods.refuse_unresolvable_host_name()
             self.min_nodes = self.max_nodes = 1
             self.task_config.nproc_per_node = detect_hardware(inputs["hp"]).num_ranks
+        folder = resolve_folder(version)  # in a pod, sets the variable by which workers know the folder
         memory_kills = count_out_of_memory_kills()
-        with (
-            translate_errors_for_flyte(),
-            publish_report_while_training(PLATFORM, resolve_folder(version))
-            if elastic_pods.has_rank_0()
-            else nullcontext(),
-            elastic_pods.add_step_to_error(version),
-        ):
+        page = publish_report_while_training(PLATFORM, folder) if elastic_pods.has_rank_0() else nullcontext()
+        with translate_errors_for_flyte(), page, elastic_pods.add_step_to_error(version):
             try:
                 with (
                     elastic_pods.set_up_workers(ROOT),

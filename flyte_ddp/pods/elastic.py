@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 from flyte_ddp.errors import StoppedError, UnreachableError, UserError
 from flyte_ddp.pods.paths import resolve_folder
-from flyte_ddp.pods.platforms import is_in_pod, pod_folder
+from flyte_ddp.pods.platforms import is_in_pod
 from flyte_ddp.pods.retries import Sigterm
 from flyte_ddp.runs import run_lock
 from flyte_ddp.runs.failed_run import add_failure_details, newest_step
@@ -63,12 +63,7 @@ def add_step_to_error(run_version: str) -> Iterator[None]:
 
 @contextmanager
 def set_up_workers(root: Path) -> Iterator[None]:
-    """For the block, set what Elastic's workers inherit: the locked run folders, and the project's root in sys.path.
-
-    In a pod, also sets FLYTE_DDP_POD_FOLDER, for good.
-    """
-    if is_in_pod():
-        pod_folder()
+    """For the block, set what Elastic's workers inherit: the locked run folders, and the project's root in sys.path."""
     variables = run_lock.held_for_children()
     os.environ.update(variables)
     sys.path.insert(0, str(root))

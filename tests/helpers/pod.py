@@ -59,11 +59,16 @@ class Cluster:
         attempt: int = 0,
         during: Callable[[subprocess.Popen[bytes], Path], None] = lambda *_: None,
     ) -> PodEnded:
-        """Run an attempt (from 0) of an execution's task to its end; return what the pod left.
+        """Run a task in a pod for up to DEADLINE, then SIGKILL its process group; return what the pod left.
 
-        ``image`` is a folder of sources that the image contains; then the package's sources are not sent. Variables of
-        ``environment`` are over those of the container. ``during`` is called with the pod's process, and the folder of
-        all runs' checkpoints in the blob store.
+        Args:
+            task: name of the task.
+            inputs: its inputs, by name.
+            image: a folder of sources that the image contains; then the package's sources are not sent.
+            environment: more variables, over those of the container.
+            execution: name of the execution.
+            attempt: number of the attempt, from 0.
+            during: called with the pod's process, and the folder of all runs' checkpoints in the blob store.
         """
         name = f"pod{len(self.pods)}"
         pod, store = self.folder / name, self.server.folder / BUCKET / name
@@ -79,30 +84,33 @@ class Cluster:
         (store / "inputs.pb").write_bytes(LiteralMap(literals=inputs).SerializeToString())
         spec = self.package.tasks[task]
         command = self.command(spec, name, workdir)
-        if image is not None:
-            command = command[command.index("--") + 1 :]
-        exit_code = run_to_its_end(
-            command,
-            workdir,
-            {
-                **self.environment(spec, pod),
-                "FLYTE_INTERNAL_EXECUTION_ID": execution,
-                "FLYTE_ATTEMPT_NUMBER": str(attempt),
-                **(environment or {}),
-            },
-            pod / "log",
-            lambda process: during(process, self.checkpoints),
-        )
-        names = ("outputs.pb", "futures.pb", "error.pb", "deck.html")
-        outputs, futures, error, deck = (store / "meta" / name for name in names)
+        attempted = {"FLYTE_INTERNAL_EXECUTION_ID": execution, "FLYTE_ATTEMPT_NUMBER": str(attempt)}
+        with (pod / "log").open("wb") as output:
+            process = subprocess.Popen(
+                command if image is None else command[command.index("--") + 1 :],
+                cwd=workdir,
+                env={**self.environment(spec, pod), **attempted, **(environment or {})},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+            )
+        try:
+            during(process, self.checkpoints)
+            exit_code = process.wait(DEADLINE)
+        except BaseException:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            raise
+        left = {path.name: path.read_bytes() for path in (store / "meta").glob("*.*")}
         return PodEnded(
             name=name,
             exit_code=exit_code,
             log=(pod / "log").read_text(),
-            outputs=LiteralMap.FromString(outputs.read_bytes()).literals if outputs.exists() else None,
-            subworkflow=DynamicJobSpec.FromString(futures.read_bytes()) if futures.exists() else None,
-            error=ErrorDocument.FromString(error.read_bytes()).error if error.exists() else None,
-            deck=deck.read_text() if deck.exists() else None,
+            outputs=LiteralMap.FromString(left["outputs.pb"]).literals if "outputs.pb" in left else None,
+            subworkflow=DynamicJobSpec.FromString(left["futures.pb"]) if "futures.pb" in left else None,
+            error=ErrorDocument.FromString(left["error.pb"]).error if "error.pb" in left else None,
+            deck=left["deck.html"].decode() if "deck.html" in left else None,
         )
 
     @property
@@ -157,33 +165,6 @@ class Cluster:
         prefix = f"s3://{BUCKET}/"
         assert uri.startswith(prefix), uri
         return self.server.folder / BUCKET / uri.removeprefix(prefix)
-
-
-def run_to_its_end(
-    command: list[str],
-    workdir: Path,
-    environment: Mapping[str, str],
-    log: Path,
-    during: Callable[[subprocess.Popen[bytes]], None],
-) -> int:
-    """Run a pod's command for up to DEADLINE, then SIGKILL its process group; return the exit code."""
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            command,
-            cwd=workdir,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            start_new_session=True,
-        )
-    try:
-        during(process)
-        return process.wait(DEADLINE)
-    except BaseException:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        raise
 
 
 def unpacked(package: Package, folder: Path) -> Path:

@@ -253,7 +253,7 @@ def test_each_clone_has_its_own_results_and_changed_sources_retrain(tmp_path: Pa
 @pytest.mark.exhaustive
 def test_changed_data_behind_the_same_address_retrain(tmp_path: Path) -> None:
     mirror = tmp_path / "mirror"
-    hp = {**TINY, "dataset": "mnist", "data_source": str(mirror), "batch_size": 8, "epochs": 1}
+    hp = {**TINY, "dataset": "mnist", "data_source": str(mirror), "batch_size": 8, "image_size": 8}
     mirror.mkdir()
     digests = []
     for seed, trains in ((0, True), (1, True), (0, False)):
