@@ -185,10 +185,10 @@ def write_chunks(folder: Path, images: int) -> dict[str, str]:
 
 def decode_and_crop(stored: Sequence[bytes]) -> int:
     """What there is to do at the least, from images in memory; returns how many."""
-    for content, draws in zip(stored, cropping.draw(0, 0, np.arange(len(stored))), strict=True):
+    for content, draws in zip(stored, cropping.draw_crops(0, 0, np.arange(len(stored))), strict=True):
         pixels = decode_image(content)
         height, width, _ = pixels.shape
-        cropping.resized(pixels, cropping.random_crop(draws, height, width), SIZE)
+        cropping.resize_crop(pixels, cropping.random_crop(draws, height, width), SIZE)
     return len(stored)
 
 

@@ -1,4 +1,4 @@
-"""Data sets of arrays of images and labels: checking, writing to a folder, and opening the folder memory-mapped."""
+"""Data sets of arrays of images and labels: check them, write them into a folder, and open the folder memory-mapped."""
 
 import hashlib
 import json
@@ -30,45 +30,30 @@ CHUNK_BYTES = 4 << 20  # images are counted in chunks of this size: np.bincount 
 class ImageArrays:
     """A classification data set as arrays, made by :func:`image_arrays` or opened by :func:`open_arrays`.
 
-    ``train_images`` is uint8 [N, H, W, C] in C order, with C = 1 for grey. ``train_labels`` is int64 [N] with values
-    0..len(classes)-1. ``test_images`` [M, H, W, C] and ``test_labels`` [M] have the same types.
-    ``mean`` and ``std`` hold one number for each channel, of the training images scaled to 0..1. ``digest`` is the
-    SHA-256 (hex) of the four arrays and ``classes``. Only :func:`open_arrays` sets ``mean``, ``std`` and ``digest``.
+    Only :func:`open_arrays` sets ``mean``, ``std`` and ``digest``.
     """
 
     name: str
-    train_images: Images
-    train_labels: Labels
-    test_images: Images
-    test_labels: Labels
+    train_images: Images  # uint8 [N, H, W, C] in C order, with C = 1 for grey
+    train_labels: Labels  # int64 [N] with values 0..len(classes)-1
+    test_images: Images  # uint8 [M, H, W, C]
+    test_labels: Labels  # int64 [M]
     classes: tuple[str, ...]
-    mean: tuple[float, ...] = ()
+    mean: tuple[float, ...] = ()  # of each channel of the training images, scaled to 0..1
     std: tuple[float, ...] = ()
-    digest: str = ""
+    digest: str = ""  # SHA-256 (hex) of the four arrays and ``classes``
 
 
 def image_arrays(
-    train_images: Any,
-    train_labels: Any,
-    test_images: Any,
-    test_labels: Any,
-    classes: Sequence[str],
-    *,
-    name: str = "",
+    train_images: Any, train_labels: Any, test_images: Any, test_labels: Any, classes: Sequence[str], *, name: str = ""
 ) -> ImageArrays:
     """Check arrays, lists or CPU tensors of images and labels, and return them as :class:`ImageArrays`.
 
-    Args:
-        train_images: uint8 [N, H, W, C], or [N, H, W] for grey images.
-        train_labels: whole numbers [N]: for each sample the position of its class in ``classes``.
-        test_images: uint8 [M, H, W, C] or [M, H, W], with the height, width and channels of ``train_images``.
-        test_labels: whole numbers [M].
-        classes: names of the classes.
-        name: may stay empty for a callable that the hyperparameter ``dataset`` names.
-
-    Raises:
-        UserError: an array has a wrong type or shape or no samples, there are no classes, a class name is not UTF-8, or
-            a label is not in 0..len(classes)-1.
+    Images are uint8 [N, H, W, C], or [N, H, W] if grey; test images have the training images' height, width and
+    channels. Labels are whole numbers [N]: for each image the position of its class in ``classes``, the names of the
+    classes. ``name`` may stay empty in a callable that the hyperparameter ``dataset`` names.
+    Raises a UserError for another type or shape, a set without images, no classes, a class name that is not UTF-8, two
+    names that differ only in Unicode's form, or a label that is not in 0..len(classes)-1.
     """
     if not classes:
         raise UserError("classes=(): there must be a name for each class")
@@ -87,9 +72,9 @@ def image_arrays(
 
 
 def convert_images(name: str, values: Any) -> Images:
-    """Return ``values`` as images uint8 [N, H, W, C] in C order. [N, H, W] gets one channel.
+    """Return ``values`` as images uint8 [N, H, W, C] in C order; [N, H, W] gets one channel. Copies only if necessary.
 
-    Raises a UserError for another type or shape. ``name`` is the array's name in the error.
+    Raises a UserError, which calls the array ``name``, for another type or shape.
     """
     images = np.asarray(values)
     if images.dtype != np.uint8:
@@ -104,9 +89,9 @@ def convert_images(name: str, values: Any) -> Images:
 
 
 def convert_labels(name: str, values: Any, samples: int, classes: int) -> Labels:
-    """Return ``values`` as labels int64 [samples] with values 0..classes-1.
+    """Return ``values`` as labels int64 [samples] of 0..classes-1. Copies only if necessary.
 
-    Raises a UserError for another type, shape or value. ``name`` is the array's name in the error.
+    Raises a UserError, which calls the array ``name``, for another type, shape or value.
     """
     labels = np.asarray(values)
     if labels.dtype.kind not in "iu":
@@ -125,17 +110,15 @@ def convert_labels(name: str, values: Any, samples: int, classes: int) -> Labels
 def channel_mean_and_std(images: Images) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Return mean and standard deviation of each channel of images uint8 [N, H, W, C], scaled to 0..1.
 
-    Computed from counts of the 256 values; the only error is the rounding to fp64. For a constant channel the deviation
-    is 1, because inputs are divided by it.
+    Exact but for the rounding to fp64, as the 256 values are counted. A constant channel gets the deviation 1, because
+    inputs are divided by it. Takes memory of about ten times CHUNK_BYTES (4 MiB), or of ten images if these are larger.
     """
     rows = max(1, CHUNK_BYTES * len(images) // images.nbytes)  # images in a chunk
     chunks = [images[start : start + rows].reshape(-1, images.shape[3]) for start in range(0, len(images), rows)]
     counts = sum(np.stack([np.bincount(column, minlength=256) for column in chunk.T]) for chunk in chunks)
     mean, std = [], []
     for row in np.asarray(counts).tolist():
-        pixels = sum(row)
-        total = sum(value * count for value, count in enumerate(row))
-        squares = sum(value * value * count for value, count in enumerate(row))
+        pixels, total, squares = (sum(value**power * count for value, count in enumerate(row)) for power in range(3))
         spread = pixels * squares - total * total  # exact, as Python's integers are: 0 for a constant channel
         mean.append(total / (255 * pixels))
         std.append(math.sqrt(spread / (255 * pixels) ** 2) if spread else 1.0)
@@ -195,20 +178,10 @@ def open_arrays(folder: Path) -> ImageArrays:
     """
     description = read_description(folder)
     with translate_damage_to_user_error(folder):
-        return ImageArrays(
-            name=description["name"],
-            classes=tuple(description["classes"]),
-            mean=tuple(description["mean"]),
-            std=tuple(description["std"]),
-            digest=description["digest"],
-            **{name: open_array_file(folder / f"{name}.npy") for name in ARRAYS},
-        )
-
-
-def open_array_file(path: Path) -> NDArray[Any]:
-    """Return the array of a ``.npy`` file, memory-mapped and read-only."""
-    array: NDArray[Any] = np.load(path, mmap_mode="r", allow_pickle=False)
-    return array
+        parts: dict[str, Any] = {key: description[key] for key in ("name", "digest")}
+        parts |= {key: tuple(description[key]) for key in ("classes", "mean", "std")}
+        parts |= {name: np.load(folder / f"{name}.npy", mmap_mode="r") for name in ARRAYS}
+        return ImageArrays(**parts)
 
 
 def read_description(folder: Path) -> dict[str, Any]:

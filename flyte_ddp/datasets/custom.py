@@ -26,14 +26,16 @@ class CustomSet:
     def fingerprint(self, source: str) -> str:
         """Return a name that changes with the source code of the callable and with the content of ``source``.
 
-        Reads local sources whole, and lists remote ones. Does not import the user's code.
+        Reads local sources whole, and lists remote ones, with retries. Does not import the user's code. Raises a
+        UserError if there is no such module or source.
         """
         identity = digest_lines([self.spec, user_source_digest(self.spec), source, content_identity(source)])
         return f"{re.sub(r'[^A-Za-z0-9_.]', '-', self.spec)}-{identity[:16]}"
 
     def load(self, source: str, workspace: Path, progress: Progress) -> tuple[ImageArrays, str]:
-        """Import and call the user's code; return checked arrays, and the call as text that says where they came
-        from.
+        """Import and call the user's code; return checked arrays, and the call as text: where they came from.
+
+        Raises a UserError for a wrong result; errors of the user's code go through. Does not use ``workspace``.
         """
         del workspace  # the user's code chooses its own place for downloads
         arrays = arrays_from_result(self.spec, load_callable(self.spec)(source), progress)
@@ -41,18 +43,14 @@ class CustomSet:
 
 
 def arrays_from_result(spec: str, result: Any, progress: Progress) -> ImageArrays:
-    """Convert what the user's callable returned to checked :class:`ImageArrays`.
+    """Convert what the user's callable returned to checked :class:`ImageArrays`, and return them.
 
-    Args:
-        spec: name of the callable, for errors.
-        result: an ``ImageArrays``, or a pair (training set, test set) of map-style data sets such as torchvision's,
-            with ``len()`` and items (image, label). An image is a PIL image, a uint8 array [H, W] or [H, W, C], or a
-            uint8 tensor [H, W] or [C, H, W]. PIL images become opaque on white and 8-bit (the upper 8 of 16 bits). The
-            class names are the training set's attribute ``classes``, or else "0", "1", "2" and so on.
-        progress: displays how many images were read.
-
-    Raises:
-        UserError: ``result`` is neither, or its images or labels are not of these types. The error names the callable.
+    ``result`` is an ``ImageArrays``, or a pair (training set, test set) of map-style data sets such as torchvision's,
+    with ``len()`` and items (image, label). An image is a PIL image, a uint8 array [H, W] or [H, W, C], or a uint8
+    tensor [H, W] or [C, H, W]. PIL images become opaque on white and 8-bit (the upper 8 of 16 bits). The class names
+    are the training set's attribute ``classes``, or else "0", "1", "2" and so on. ``progress`` displays how many images
+    were read.
+    Raises a UserError that names the callable ``spec`` if the result is neither, or has other images or labels.
     """
     if not isinstance(result, ImageArrays) and not (isinstance(result, (tuple, list)) and len(result) == 2):
         raise UserError(
@@ -60,8 +58,7 @@ def arrays_from_result(spec: str, result: Any, progress: Progress) -> ImageArray
             "a pair (training set, test set)"
         )
     try:
-        if isinstance(result, ImageArrays):
-            # The user may have made ImageArrays without image_arrays(), so it is checked here.
+        if isinstance(result, ImageArrays):  # checked, because the user may have made it without image_arrays()
             arrays = {name: getattr(result, name) for name in ARRAYS}
             return image_arrays(**arrays, classes=result.classes, name=spec)
         train_images, train_labels = read_map_style_set("training set", result[0], progress)
@@ -104,9 +101,8 @@ def map_style_length(set_name: str, samples: Any) -> int:
     try:
         return len(samples)
     except TypeError:
-        raise UserError(
-            f"{set_name}: a {type(samples).__name__} has no len(); it must be a map-style data set"
-        ) from None
+        kind = type(samples).__name__
+        raise UserError(f"{set_name}: a {kind} has no len(); it must be a map-style data set") from None
 
 
 def convert_sample(set_name: str, index: int, item: Any) -> tuple[Images, int]:
@@ -134,5 +130,4 @@ def convert_sample(set_name: str, index: int, item: Any) -> tuple[Images, int]:
         )
     if pixels.ndim == 2:
         return pixels[..., np.newaxis], label
-    # A tensor is [C, H, W], an array [H, W, C].
-    return (pixels.transpose(1, 2, 0) if hasattr(image, "permute") else pixels), label
+    return (pixels.transpose(1, 2, 0) if hasattr(image, "permute") else pixels), label  # a tensor is [C, H, W]

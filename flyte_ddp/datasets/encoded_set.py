@@ -4,7 +4,7 @@ The prepared folder is small. It holds the list of samples, their addresses and 
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -13,16 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flyte_ddp.catalog import encoded_kind
-from flyte_ddp.datasets.arrays import (
-    DESCRIPTION,
-    FORMAT,
-    TEST_DIGEST,
-    open_array_file,
-    read_description,
-    translate_damage_to_user_error,
-    write_array,
-    write_json,
-)
+from flyte_ddp.datasets import arrays
 from flyte_ddp.datasets.identity import digest_lines
 from flyte_ddp.datasets.image_folder import ImageList, list_images
 from flyte_ddp.errors import UserError
@@ -50,17 +41,11 @@ class EncodedSet:
         """The source that holds the test split: ``test``, else ``train``."""
         return self.train if self.test is None else self.test
 
-    def refuse_unreadable_shards(self) -> None:
-        """Read the first sample of each index. Raises a UserError if it lacks image or label, or is unreadable."""
-        for source in (self.train, self.test):
-            if isinstance(source, ShardIndex):
-                refuse_unfit_samples(source)
-
 
 def list_encoded_set(dataset: str, test_dataset: str) -> EncodedSet:
     """Read the shard indexes, or list the image files, of ``dataset`` and ``test_dataset``; return the EncodedSet.
 
-    Raises a UserError if one cannot be read, is empty, or if both have different classes.
+    Tries up to 4 times. Raises a UserError if one cannot be read, is empty, or if both have different classes.
     """
     read = list_images if encoded_kind(dataset) == IMAGE_FOLDER else read_index
     train: Any = read(dataset.partition(":")[2])
@@ -75,66 +60,71 @@ def list_encoded_set(dataset: str, test_dataset: str) -> EncodedSet:
     return EncodedSet(dataset, train.classes, digest_lines(digests), train, test)
 
 
-def write_encoded_set(data: EncodedSet, folder: Path, origin: dict[str, str]) -> None:
+def prepare_encoded_set(dataset: str, test_dataset: str, folder: Path) -> None:
     """Write the indexes or file lists of a data set into an existing folder, and ``dataset.json`` last.
 
-    ``dataset.json`` holds name, classes, digests, counts of files that are no images, and the entries of ``origin``.
+    Reads the first sample of each shard index. ``dataset.json`` holds names, classes, digests, and counts of files that
+    are no images. Raises a UserError as :func:`list_encoded_set` does, or for a first sample without image or label; an
+    OSError if a file cannot be written.
     """
+    data = list_encoded_set(dataset, test_dataset)
+    for index in (data.train, data.test):
+        if isinstance(index, ShardIndex):
+            refuse_unfit_samples(index)
     left_out = {}
     for split, source in {"train": data.train, "test": data.test}.items():
         if isinstance(source, ShardIndex):
             parts = [[part.name, part.weight] for part in source.parts]
-            write_json(folder / f"{split}.json", {"name": source.name, "parts": parts, "shards": source.shards})
+            content = {"name": source.name, "parts": parts, "shards": source.shards}
+            arrays.write_json(folder / f"{split}.json", content)
         elif source is not None:
             names = [name.encode("utf-8", "surrogateescape") for name in source.names]
-            write_array(folder / f"{split}_names.npy", np.frombuffer(b"".join(names), np.uint8))
-            write_array(folder / f"{split}_name_ends.npy", np.cumsum([*map(len, names)], dtype=np.int64))
+            columns = {column: getattr(source, column) for column in COLUMNS}
+            columns["names"] = np.frombuffer(b"".join(names), np.uint8)
+            columns["name_ends"] = np.cumsum([*map(len, names)], dtype=np.int64)
+            for column, values in columns.items():
+                arrays.write_array(folder / f"{split}_{column}.npy", values)
             left_out[split] = source.left_out
-            for column in COLUMNS:
-                write_array(folder / f"{split}_{column}.npy", getattr(source, column))
+    test_part = "a tenth" if data.test is None else "all"
     description = {
-        **FORMAT,
+        **arrays.FORMAT,
         "name": data.name,
         "classes": data.classes,
         "digest": data.digest,
-        TEST_DIGEST: digest_lines([data.test_source.digest, "a tenth" if data.test is None else "all", *data.classes]),
+        arrays.TEST_DIGEST: digest_lines([data.test_source.digest, test_part, *data.classes]),
         "left_out": left_out,
-        **origin,
+        "data_source": "",
+        "test_dataset": test_dataset,
     }
-    write_json(folder / DESCRIPTION, description, indent=1)
+    arrays.write_json(folder / arrays.DESCRIPTION, description, indent=1)
 
 
 def open_encoded_set(folder: Path) -> EncodedSet:
-    """Open a folder that :func:`write_encoded_set` wrote, and return its EncodedSet.
+    """Open a folder that :func:`prepare_encoded_set` wrote, and return its EncodedSet.
 
     Lists of image files are memory-mapped, so all processes share one copy in memory. Raises a UserError if a file is
     missing or damaged.
     """
-    described = read_description(folder)
-    with translate_damage_to_user_error(folder):
+
+    def open_source(dataset: str, split: str) -> ShardIndex | ImageList:
+        """Return the shard index, or the list of image files, of the split "train" or "test" of ``kind:ADDRESS``."""
+        if encoded_kind(dataset) != IMAGE_FOLDER:
+            with pause_garbage_collector():
+                content = json.loads((folder / f"{split}.json").read_bytes())
+                shards = [Shard._make([*row[:-1], tuple(row[-1]) if row[-1] else None]) for row in content["shards"]]
+            return ShardIndex(content["name"], shards, tuple(Part(*part) for part in content["parts"]), classes)
+        names, ends, labels, sizes, tags = (
+            np.load(folder / f"{split}_{column}.npy", mmap_mode="r") for column in ("names", "name_ends", *COLUMNS)
+        )
+        address = dataset.partition(":")[2]
+        return ImageList(address, classes, NameList(names, ends), labels, sizes, tags, left_out[split])
+
+    described = arrays.read_description(folder)
+    with arrays.translate_damage_to_user_error(folder):
         classes, tests, left_out = tuple(described["classes"]), described["test_dataset"], described["left_out"]
-        train = open_split_source(folder, "train", described["name"], classes, left_out)
-        test = open_split_source(folder, "test", tests, classes, left_out) if tests else None
+        train = open_source(described["name"], "train")
+        test = open_source(tests, "test") if tests else None
         return EncodedSet(described["name"], classes, described["digest"], train, test)
-
-
-def open_split_source(
-    folder: Path, split: str, dataset: str, classes: tuple[str, ...], left_out: Mapping[str, Mapping[str, int]]
-) -> ShardIndex | ImageList:
-    """Return the shard index of split "train" or "test" in a prepared folder, or its list of image files.
-
-    ``dataset`` is the hyperparameter that holds kind and address of the source. ``left_out`` counts the files that are
-    no images, by split and kind.
-    """
-    if encoded_kind(dataset) != IMAGE_FOLDER:
-        with pause_garbage_collector():
-            content = json.loads((folder / f"{split}.json").read_bytes())
-            shards = [Shard._make([*row[:-1], tuple(row[-1]) if row[-1] else None]) for row in content["shards"]]
-        return ShardIndex(content["name"], shards, tuple(Part(*part) for part in content["parts"]), classes)
-    address = dataset.partition(":")[2]
-    names = NameList(*(open_array_file(folder / f"{split}_{column}.npy") for column in ("names", "name_ends")))
-    labels, sizes, tags = (open_array_file(folder / f"{split}_{column}.npy") for column in COLUMNS)
-    return ImageList(address, classes, names, labels, sizes, tags, left_out[split])
 
 
 class NameList(Sequence[str]):

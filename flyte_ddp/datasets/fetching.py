@@ -9,11 +9,10 @@ from pathlib import Path
 from flyte_ddp.catalog import DATASET_FORMS, encoded_kind
 from flyte_ddp.datasets.arrays import FORMAT, read_description, total_bytes, write_arrays
 from flyte_ddp.datasets.custom import CustomSet
-from flyte_ddp.datasets.encoded_set import list_encoded_set, write_encoded_set
+from flyte_ddp.datasets.encoded_set import list_encoded_set, prepare_encoded_set
 from flyte_ddp.datasets.identity import digest_lines
 from flyte_ddp.datasets.prepared import open_prepared
-from flyte_ddp.datasets.published import PublishedSet
-from flyte_ddp.datasets.published_sets import DATASETS
+from flyte_ddp.datasets.published import DATASETS, PublishedSet
 from flyte_ddp.errors import UserError, unknown_name_error
 from flyte_ddp.files import DISK_FULL
 from flyte_ddp.progress import MODES, Progress, size
@@ -44,7 +43,7 @@ def fingerprint(dataset: str, source: str, test_dataset: str = "") -> str:
     Downloads no images. For a published data set it covers the digests of the files; of a mirror it reads
     ``SHA256SUMS``. For ``package.module:callable`` it covers the callable's source code and the content of ``source``.
     For shards it covers address and index. For a folder of images it covers the address and the list of files, so it
-    lists them.
+    lists them. Tries up to 4 times.
     Raises a UserError for an unknown data set or a source that does not exist.
     """
     definition = find_dataset(dataset, source)
@@ -63,22 +62,21 @@ def is_quickly_prepared(dataset: str) -> bool:
 def fetch(dataset: str, source: str, folder: Path, *, test_dataset: str = "", progress: str = "auto") -> Path:
     """Download a data set, verify it and write it into ``folder``, which appears complete or not at all.
 
+    Does nothing if ``folder`` already holds this data set of this source undamaged. Put the :func:`fingerprint` into
+    the folder's name if the content of the source can change. Tries each download up to 4 times.
+
     Args:
         dataset: a name in ``DATASETS``, ``package.module:callable``, ``shards:...`` or ``image_folder:...``. Of the
-            last two only the index or the list of files is fetched.
+            last two only the index or the list of files is fetched, and the first sample of each index.
         source: directory, or file://, s3:// or https:// mirror; no other place is tried then. If empty: a copy that the
             operating system has installed, then the public addresses.
-        folder: destination. Nothing is done if it already holds this data set of this source undamaged. Put the
-            :func:`fingerprint` into its name if the content of the source can change.
+        folder: destination; missing parents are created.
         test_dataset: shards or folder of images to test on.
         progress: auto, bar, lines or off; printed to stderr.
 
-    Returns:
-        The absolute path of ``folder``, for :func:`flyte_ddp.datasets.open_prepared`.
-
-    Raises:
-        UserError: an unknown data set; a source that is unreachable, empty, damaged or altered; shards whose first
-            sample has no image or no label; a full disk; a folder that holds something else or cannot be written.
+    Returns the absolute path of ``folder``, for :func:`flyte_ddp.datasets.open_prepared`. Raises a UserError for an
+    unknown data set; a source that is unreachable, empty, damaged or altered; shards whose first sample has no image or
+    no label; a full disk; a folder that holds something else or cannot be written.
     """
     if progress not in MODES:
         raise unknown_name_error("progress", progress, MODES)
@@ -90,9 +88,7 @@ def fetch(dataset: str, source: str, folder: Path, *, test_dataset: str = "", pr
         needed, definition = "", find_dataset(dataset, source)
         try:
             if definition is None:
-                data = list_encoded_set(dataset, test_dataset)
-                data.refuse_unreadable_shards()
-                write_encoded_set(data, workspace, requested)
+                prepare_encoded_set(dataset, test_dataset, workspace)
             else:
                 arrays, origin = definition.load(source, workspace, Progress(progress))
                 needed = f"{dataset} needs {size(total_bytes(arrays))}, "
@@ -134,7 +130,7 @@ def holds_requested_data(folder: Path, dataset: str, requested: dict[str, str]) 
 
 
 def is_whole(folder: Path) -> bool:
-    """Return whether a prepared data set can be opened and has this release's format."""
+    """Return whether a prepared data set can be opened and has this release's format; False for a missing folder."""
     try:
         open_prepared(folder)
         return FORMAT.items() <= read_description(folder).items()
@@ -144,9 +140,10 @@ def is_whole(folder: Path) -> bool:
 
 @contextmanager
 def make_workspace_beside(folder: Path) -> Iterator[Path]:
-    """Create a temporary folder beside ``folder``, on the same file system. Removed on exit, unless it was renamed.
+    """Create a temporary folder beside ``folder``, on the same file system, and yield its path.
 
-    Creates missing parents. Raises a UserError if the folder cannot be created.
+    Removes it on exit, after any exception too, unless the block has renamed it. Creates missing parents. Raises a
+    UserError if the folder cannot be created.
     """
     # Not tempfile.mkdtemp, whose folders other users cannot read.
     workspace = folder.with_name(f".{folder.name}.{secrets.token_hex(8)}")

@@ -2,7 +2,6 @@
 
 import hashlib
 from collections.abc import Iterable
-from pathlib import Path
 
 from flyte_ddp import storage
 from flyte_ddp.errors import UserError
@@ -14,16 +13,22 @@ from flyte_ddp.storage.digest_list import SUMS
 def content_identity(source: str, asked_as: str = "data_source") -> str:
     """Return a SHA-256 (hex) that changes with the content of ``source``; "" for an empty ``source``.
 
-    Reads a local file or directory whole. For object storage it hashes name, size and ETag of everything under the
-    prefix. For an HTTP server it hashes ``SHA256SUMS`` in the directory, else the file's size with its ETag or time of
-    change, else its content.
-    Raises a UserError if the source is missing or unreachable. ``asked_as`` names the hyperparameter in the error.
+    Reads a local file, or all files of a directory, whole. Lists object storage, asks a web server for ``SHA256SUMS``
+    or the file's ETag, and downloads from it only without either; tries up to 4 times, and prints failures to stderr.
+    Raises a UserError if there is nothing or the source is unreachable; ``asked_as`` names the hyperparameter in it.
     """
     if not source:
         return ""
-    path = storage.local_path(source)
+    where, path = f"{asked_as}={source!r}", storage.local_path(source)
     if path is not None:
-        return hash_local_content(f"{asked_as}={source!r}", path)
+        if path.is_file():
+            return digest_lines([file_digest(path)])
+        if not path.is_dir():
+            raise UserError(f"{where}: there is no such file or directory; give one that exists")
+        files = {file.relative_to(path).as_posix(): file for file in path.rglob("*") if file.is_file()}
+        if not files:
+            raise UserError(f"{where}: the directory is empty; give one that holds the data")
+        return digest_lines(f"{name} {file_digest(file)}" for name, file in sorted(files.items()))
     identify = hash_http_content if storage.scheme(source) in ("http", "https") else hash_object_listing
     try:
         return storage.retry(source, identify, Progress().print_note)
@@ -31,7 +36,7 @@ def content_identity(source: str, asked_as: str = "data_source") -> str:
         fix = "check the address, and that the server is up"
         if asked_as == "data_source":
             fix += "; a directory on a web server needs a SHA256SUMS file in it"
-        raise failure.to_user_error(f"{asked_as}={source!r}: cannot be read: {failure}; {fix}") from None
+        raise failure.to_user_error(f"{where}: cannot be read: {failure}; {fix}") from None
 
 
 def digest_lines(lines: Iterable[str]) -> str:
@@ -39,25 +44,10 @@ def digest_lines(lines: Iterable[str]) -> str:
     return hashlib.sha256("\n".join(lines).encode("utf-8", "surrogateescape")).hexdigest()
 
 
-def hash_local_content(source: str, path: Path) -> str:
-    """Return the SHA-256 (hex) of a file, or of names and contents of all files in a directory. Reads them whole.
-
-    Raises a UserError if ``path`` does not exist or the directory has no files. ``source`` names the path in the error.
-    """
-    if path.is_file():
-        return digest_lines([file_digest(path)])
-    if not path.is_dir():
-        raise UserError(f"{source}: there is no such file or directory; give one that exists")
-    files = {file.relative_to(path).as_posix(): file for file in path.rglob("*") if file.is_file()}
-    if not files:
-        raise UserError(f"{source}: the directory is empty; give one that holds the data")
-    return digest_lines(f"{name} {file_digest(file)}" for name, file in sorted(files.items()))
-
-
 def hash_object_listing(source: str) -> str:
     """Return the SHA-256 (hex) of name, size and ETag of all files under a prefix, or of the one file.
 
-    Raises a MissingError if there is none.
+    Lists object storage once. Raises an UnavailableError; a MissingError if there is nothing.
     """
     entries = list(storage.list_files(source))
     if not entries:
@@ -69,9 +59,10 @@ def hash_object_listing(source: str) -> str:
 
 
 def hash_http_content(source: str) -> str:
-    """Return the SHA-256 (hex) of ``SHA256SUMS`` at the address, else of size and ETag, else of the content.
+    """Return the SHA-256 (hex) of ``SHA256SUMS`` at the address, else of the file's size and ETag or time of change.
 
-    Downloads the content only if the server sends neither ETag nor time of change.
+    Downloads the file to hash its content if the server sends neither ETag nor time of change. Raises an
+    UnavailableError if the file cannot be read.
     """
     try:
         return hashlib.sha256(storage.read_file(storage.join(source, SUMS))).hexdigest()

@@ -34,19 +34,19 @@ class ImageList:
     tags: NDArray[np.bytes_]  # texts that change when the files do; SHA-256 (hex) where sizes are unknown
     left_out: Mapping[str, int] = field(default_factory=dict)  # how many other files there are of each kind
 
-    def address_of(self, number: int) -> str:
+    def image_address(self, number: int) -> str:
         """Return the address of image ``number``."""
         return storage.join(self.address, self.names[number])
 
-    def read(self, number: int) -> bytes:
-        """Read an image file whole, with retries, and return its bytes.
+    def read_image(self, number: int) -> bytes:
+        """Read an image file whole, in up to 4 tries, and return its bytes.
 
         Raises a UserError if the file cannot be read, or is not the one that was listed.
         """
-        size, tag = int(self.sizes[number]), self.tags[number].decode()
+        address, size, tag = self.image_address(number), int(self.sizes[number]), self.tags[number].decode()
 
         def read_once(address: str) -> bytes:
-            """Read the file once. Raises AlteredError if it is not the one that was listed."""
+            """Read the file once. Raises an AlteredError if it is not the one that was listed."""
             content = storage.read_file(address, tag=tag if size >= 0 else "")
             if size < 0 and hashlib.sha256(content).hexdigest() != tag:
                 raise storage.AlteredError("does not have the SHA-256 of the list")
@@ -54,7 +54,6 @@ class ImageList:
                 raise storage.AlteredError(f"has {len(content):,} bytes, and {size:,} when it was listed")
             return content
 
-        address = self.address_of(number)
         try:
             return storage.retry(address, read_once)
         except storage.UnavailableError as failure:
@@ -64,7 +63,10 @@ class ImageList:
             raise failure.to_user_error(f"image {address}: cannot be read ({failure}); {advice}") from None
 
     def describe(self) -> list[str]:
-        """Return lines for the user: how many images and classes there are, files left out, and warnings."""
+        """Return lines for the user: how many images and classes there are, files left out, and warnings.
+
+        Warns of a single class, and of classes that are named like splits.
+        """
         where = f"image folder {self.address}:"
         counts = np.bincount(self.labels, minlength=len(self.classes)).tolist()
         numbers = ", ".join(f"{name} {count:,}" for name, count in zip(self.classes, counts, strict=True))
@@ -98,14 +100,13 @@ class ImageList:
 
 
 def list_images(address: str) -> ImageList:
-    """List the images below ``address``. As in torchvision's ImageFolder, the first folder of a name is the class.
+    """List the images below ``address``, in up to 4 tries. As in torchvision's ImageFolder, the first folder of a name
+    is the class.
 
     Leaves out hidden files and folders. Class names are the folders' names in Unicode form NFC, so folders whose names
     differ only in form are one class.
-
-    Raises:
-        UserError: the address cannot be listed, no image is in a class's folder, a class's folder has no images (an
-            empty folder counts on this machine only), or a folder's name is not UTF-8.
+    Raises a UserError if the address cannot be listed, no image is in a class's folder, a class's folder has no images
+    (an empty folder counts on this machine only), or a folder's name is not UTF-8.
     """
     where, files = f"image folder {address}", sorted(list_visible_files(address), key=lambda entry: entry.name)
     images = [entry for entry in files if "/" in entry.name and is_image(entry.name)]
@@ -117,16 +118,16 @@ def list_images(address: str) -> ImageList:
             f"{where}: has no images in folders of their classes among its {len(files):,} files{listed}; it must hold "
             "class/name.jpg"
         )
-    folders = {class_folder(entry.name) for entry in files if "/" in entry.name}
+    folders = {entry.name.partition("/")[0] for entry in files if "/" in entry.name}
     path = storage.local_path(address)  # object storage has no empty folders
     if path is not None:
-        folders |= {entry.name for entry in path.iterdir() if entry.is_dir() and not is_hidden(entry.name)}
+        folders |= {entry.name for entry in path.iterdir() if entry.is_dir() and not entry.name.startswith(".")}
     class_of = {folder: class_name(where, folder) for folder in sorted(folders)}
-    labelled = [class_of[class_folder(entry.name)] for entry in images]
+    labelled = [class_of[entry.name.partition("/")[0]] for entry in images]
     classes = tuple(sorted({*labelled}))
     if imageless := {*class_of.values()} - {*classes}:
         name = min(imageless)
-        kinds = Counter(file_kind(other) for other in others if class_of.get(class_folder(other)) == name)
+        kinds = Counter(file_kind(other) for other in others if class_of.get(other.partition("/")[0]) == name)
         why = f"but {join_kinds(kinds)}; convert images to PNG or JPEG"
         raise UserError(
             f"{where}: class {name!r} has no images, {why if kinds else 'as its folder has no files; fill it'}, or, if "
@@ -145,9 +146,10 @@ def list_images(address: str) -> ImageList:
 
 
 def list_visible_files(address: str) -> list[storage.Entry]:
-    """List the files below a folder or prefix, with retries. Follows links. Leaves out hidden files and SHA256SUMS.
+    """List the files below a folder or prefix, in up to 4 tries. Follows links. Leaves out hidden ones and SHA256SUMS.
 
-    Raises a UserError if the address cannot be listed.
+    Hidden files have a dot at the beginning of their name or of a folder's. Raises a UserError if the address cannot be
+    listed.
     """
     try:
         entries = storage.retry(address, lambda where: list(storage.list_files(where)))
@@ -155,22 +157,12 @@ def list_visible_files(address: str) -> list[storage.Entry]:
         remote = storage.local_path(address) is None
         advice = "check address and server" if remote else "check the address, and links and permissions in the folder"
         raise failure.to_user_error(f"image folder {address}: cannot be listed ({failure}); {advice}") from None
-    return [entry for entry in entries if not is_hidden(entry.name) and entry.name != SUMS]
-
-
-def class_folder(name: str) -> str:
-    """Return the first folder of a file's name; it names the class."""
-    return name.partition("/")[0]
+    return [entry for entry in entries if "/." not in f"/{entry.name}" and entry.name != SUMS]
 
 
 def is_image(name: str) -> bool:
     """Return whether a file's name has the extension of an image."""
     return name.lower().endswith(SUFFIXES)
-
-
-def is_hidden(name: str) -> bool:
-    """Return whether the name of a file, or of a folder on its path, begins with a dot."""
-    return name.startswith(".") or "/." in name
 
 
 def file_kind(name: str) -> str:

@@ -20,16 +20,12 @@ from flyte_ddp.user_code import SPEC, load_callable
 
 
 def pack_source(source: str, folder: Path, *, split: str = "train", **options: Any) -> ShardIndex:
-    """Pack a folder or prefix of images, a data set by its name, or a callable's; return the index of the shards.
+    """Pack a source into shards and their index in ``folder``; return the index.
 
-    Downloads a data set by its name into a temporary folder. Of a callable ``package.module:callable`` it packs the
-    training or test set of the returned pair. Raises a UserError for any other source.
-
-    Args:
-        source: as on the command line (``python -m flyte_ddp.shards pack --help``).
-        folder: destination of the shards and their index.
-        split: train or test; a folder of images has only train.
-        options: keyword arguments of :func:`flyte_ddp.shards.packing.pack_samples`.
+    ``source`` is a name in ``catalog.DATASETS``, whose data are downloaded into a temporary folder; or
+    ``package.module:callable``, which returns a pair (training set, test set) of map-style data sets; or a folder or
+    prefix of images, which has no test split. ``options`` are keyword arguments of
+    :func:`flyte_ddp.shards.packing.pack_samples`. Raises a UserError for any other source or split.
     """
     if source in catalog.DATASETS:
         with tempfile.TemporaryDirectory(prefix="flyte-ddp.") as data:
@@ -48,11 +44,10 @@ def pack_source(source: str, folder: Path, *, split: str = "train", **options: A
 
 
 def pack_image_folder(address: str, folder: Path, **options: Any) -> ShardIndex:
-    """Pack the files ``class/name.jpg`` below a path or prefix unchanged, and return the index of the shards.
+    """Pack the files ``class/name.jpg`` below a path or prefix unchanged into ``folder``; return the shards' index.
 
-    Prints to stderr what the folder holds. Writes the shards and their index into ``folder``. ``options`` are keyword
-    arguments of :func:`flyte_ddp.shards.packing.pack_samples`. Raises a UserError if there are no images or they cannot be
-    read.
+    Prints to stderr what the folder of images holds. ``options`` are keyword arguments of
+    :func:`flyte_ddp.shards.packing.pack_samples`. Raises a UserError if there are no images or they cannot be read.
     """
     images = list_images(address)
     for line in images.describe():
@@ -62,7 +57,7 @@ def pack_image_folder(address: str, folder: Path, **options: Any) -> ShardIndex:
     def make_sample(number: int) -> tuple[str, Members]:
         """Return key, unchanged image and label of a sample."""
         extension = images.names[number].rpartition(".")[2].lower()
-        return keys[number], {f".{extension}": images.read(number), ".cls": str(images.labels[number]).encode()}
+        return keys[number], {f".{extension}": images.read_image(number), ".cls": str(images.labels[number]).encode()}
 
     return pack_samples(make_sample, len(images.names), folder, classes=images.classes, **options)
 
@@ -87,15 +82,11 @@ def make_sample_keys(names: Iterable[str]) -> list[str]:
 def pack_images(samples: Any, folder: Path, *, classes: Sequence[str] = (), **options: Any) -> ShardIndex:
     """Pack a map-style data set of (image, label), such as torchvision's, as lossless PNG; return the shards' index.
 
-    Args:
-        samples: has ``len()``, and gives (image, label) for each index. Images have the types that
-            :func:`flyte_ddp.datasets.custom.arrays_from_result` accepts, and any size.
-        folder: destination of the shards and their index.
-        classes: class names; default: the attribute ``classes`` of ``samples``, if it has one.
-        options: keyword arguments of :func:`flyte_ddp.shards.packing.pack_samples`.
-
-    Raises:
-        UserError: ``samples`` is not a map-style data set of images, or a sample cannot be read.
+    ``samples`` has ``len()`` and gives (image, label) for each index; threads ask it one after the other. Images have
+    the types that :func:`flyte_ddp.datasets.custom.arrays_from_result` accepts, and any size. ``classes`` are the class
+    names; default: the attribute ``classes`` of ``samples``, if it has one. ``options`` are keyword arguments of
+    :func:`flyte_ddp.shards.packing.pack_samples`.
+    Raises a UserError if ``samples`` is not a map-style data set of images, or a sample cannot be read.
     """
     from PIL import Image
 

@@ -12,8 +12,7 @@ from flyte_ddp.datasets.arrays import ImageArrays, open_arrays, read_description
 from flyte_ddp.datasets.encoded_set import EncodedSet, open_encoded_set
 from flyte_ddp.datasets.image_folder import ImageList
 from flyte_ddp.errors import UserError
-from flyte_ddp.order import sampling
-from flyte_ddp.order.sampling import ListedOrder
+from flyte_ddp.order.sampling import TEST, ListedOrder, split_indices
 from flyte_ddp.order.shard_order import TEST_FRACTION, ShardOrder, ShardSplits, WholeShardSplits, shard_orders
 from flyte_ddp.shards.index import ShardIndex
 from flyte_ddp.shards.planning import sufficient_cache_bytes
@@ -23,7 +22,7 @@ SampleOrder = ListedOrder | ShardOrder  # samples of a stream have no numbers, s
 
 
 def open_prepared(folder: Path) -> PreparedSet:
-    """Open a folder that :func:`flyte_ddp.datasets.fetch` has written.
+    """Open a folder that :func:`flyte_ddp.datasets.fetch` has written, and return its data set.
 
     Arrays and file lists are memory-mapped. Raises a UserError if the folder is not a prepared data set, or damaged.
     """
@@ -42,7 +41,7 @@ def order_of_tests(data: PreparedSet) -> SampleOrder:
         number = len(data.test_source.names)
         if data.test is not None:
             return ListedOrder(np.arange(number, dtype=np.int64))
-        return ListedOrder(sampling.split_indices(number, TEST_FRACTION, 0, sampling.TEST)[1])
+        return ListedOrder(split_indices(number, TEST_FRACTION, 0, TEST)[1])
     counts = data.test_source.counts
     if data.test is not None:
         return ShardOrder(ShardSplits(counts, 0.0, 0.0, 0), "training", np.ones(len(counts)))
@@ -50,7 +49,7 @@ def order_of_tests(data: PreparedSet) -> SampleOrder:
     return ShardOrder(kind(counts, 0.0, TEST_FRACTION, 0), "test", np.ones(len(counts)))
 
 
-def orders_of(data: PreparedSet, hp: Hyperparameters) -> dict[str, SampleOrder]:
+def order_splits(data: PreparedSet, hp: Hyperparameters) -> dict[str, SampleOrder]:
     """Return the orders of the splits "training", "validation" and "test".
 
     Validation gets ``hp.validation_fraction`` of the samples that are not in the test split.
@@ -65,12 +64,9 @@ def orders_of(data: PreparedSet, hp: Hyperparameters) -> dict[str, SampleOrder]:
         samples = np.arange(len(data.train.names), dtype=np.int32)
         if data.test is None:
             samples = np.delete(samples, tests.samples(slice(0, len(tests))))
-    training, validation = sampling.split_indices(len(samples), hp.validation_fraction, hp.seed)
-    return {
-        "training": ListedOrder(samples[training], hp.seed),
-        "validation": ListedOrder(samples[validation]),
-        "test": tests,
-    }
+    training, validation = split_indices(len(samples), hp.validation_fraction, hp.seed)
+    listed = {"training": ListedOrder(samples[training], hp.seed), "validation": ListedOrder(samples[validation])}
+    return {**listed, "test": tests}
 
 
 def check_prepared(
@@ -80,12 +76,12 @@ def check_prepared(
 
     To be called before ranks start. ``workers`` is the number of decoding threads or processes of each rank,
     ``cache_bytes`` the limit of the shard cache (None: no limit).
-    Raises a UserError if the number of classes is unknown, no samples are left for training or testing, or a stream has
-    too few shards.
+    Raises a UserError if the folder is damaged, the number of classes is unknown, no samples are left for training or
+    testing, or a stream has too few shards, has weights or needs webdataset, which is not installed.
     """
     data = open_prepared(folder)
     resolve_class_names(data.classes, hp)
-    orders = orders_of(data, hp)
+    orders = order_splits(data, hp)
     if not len(orders["training"]) and len(orders["validation"]):
         raise UserError(
             f"validation_fraction={hp.validation_fraction:g}: holds out all {len(orders['validation']):,} samples "
@@ -94,12 +90,10 @@ def check_prepared(
     for split, purpose in (("training", "training"), ("test", "testing")):
         if not len(orders[split]):
             raise no_samples_error(hp.dataset, purpose)
-    if not isinstance(data, EncodedSet):
+    if isinstance(data, ImageArrays):
         return []
-    if not isinstance(data.train, ShardIndex):
-        return [
-            line for source in (data.train, data.test) if isinstance(source, ImageList) for line in source.describe()
-        ]
+    if isinstance(data.train, ImageList):
+        return data.train.describe() + (data.test.describe() if isinstance(data.test, ImageList) else [])
     if encoded_kind(hp.dataset) == "stream":
         assert isinstance(orders["training"], ShardOrder)
         shards = int(np.count_nonzero(orders["training"].available))
@@ -148,9 +142,8 @@ def refuse_unusable_stream(index: ShardIndex, dataset: str, shards: int, ranks: 
 
 def no_samples_error(dataset: str, purpose: str) -> UserError:
     """Return a UserError for a split that has no samples; ``purpose`` is "training" or "testing"."""
-    more = "give more"
-    if encoded_kind(dataset) == "stream":
-        more = "a stream holds out whole shards: pack it into more of them"
+    stream = encoded_kind(dataset) == "stream"
+    more = "a stream holds out whole shards: pack it into more of them" if stream else "give more"
     return UserError(f"dataset={dataset!r}: has no samples for {purpose}; {more}, or hold out less, or test_dataset")
 
 
@@ -161,7 +154,7 @@ def resolve_class_names(classes: Sequence[str], hp: Hyperparameters) -> tuple[st
     """
     if classes and hp.num_classes not in (0, len(classes)):
         raise UserError(f"num_classes={hp.num_classes}: the data set has {len(classes)}; set that, or 0")
-    names = tuple(classes) or tuple(str(number) for number in range(hp.num_classes))
+    names = tuple(classes) or tuple(map(str, range(hp.num_classes)))
     if not names:
         raise UserError(
             f"dataset={hp.dataset!r}: its index does not say how many classes there are; set num_classes, or make an "

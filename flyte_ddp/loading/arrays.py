@@ -41,14 +41,14 @@ class ArrayImages(ImageSource):
 
 
 def open_array_source(
-    device: torch.device, images: NDArray[np.uint8], labels: NDArray[np.int64], kind: str = "none", seed: int = 0
+    device: torch.device, images: NDArray[np.uint8], labels: NDArray[np.int64], augment: str = "none", seed: int = 0
 ) -> ArrayImages:
-    """Return the source of these arrays, after copying them to ``device`` if it is a GPU.
+    """Return the source of these arrays; copies them to ``device`` first if it is a GPU.
 
-    ``kind`` is the kind of augmentation, ``seed`` its seed.
+    ``augment`` is the kind of augmentation, ``seed`` its seed.
     """
     if device.type == "cpu":
         # A plain array of the same mapped memory: indexing an np.memmap is slower.
-        return ArrayImages(np.asarray(images), np.asarray(labels), kind, seed)
+        return ArrayImages(np.asarray(images), np.asarray(labels), augment, seed)
     on_gpu = [torch.from_numpy(np.array(stored)).to(device) for stored in (images, labels)]
-    return ArrayImages(on_gpu[0], on_gpu[1], kind, seed)
+    return ArrayImages(on_gpu[0], on_gpu[1], augment, seed)

@@ -33,7 +33,7 @@ class Crop(NamedTuple):
     mirrored: bool = False
 
 
-def draw(seed: int, epoch: int, samples: Indices) -> NDArray[np.float64]:
+def draw_crops(seed: int, epoch: int, samples: Indices) -> NDArray[np.float64]:
     """Return the random numbers in [0, 1) that decide on each sample's crop in an epoch, [N, DRAWS]."""
     return uniform_draws(seed, epoch, samples, DRAWS)
 
@@ -45,7 +45,6 @@ def random_crop(draws: NDArray[np.float64], height: int, width: int) -> Crop:
     taken. If none fits, it is the middle of the image, in the allowed ratio that is nearest to the image's.
     """
     *proposals, vertical, horizontal, mirror = draws.tolist()
-    mirrored = mirror < 0.5
     low, high = math.log(RATIO[0]), math.log(RATIO[1])
     for drawn_area, drawn_ratio in zip(proposals[::2], proposals[1::2], strict=True):
         area = height * width * (SCALE[0] + (SCALE[1] - SCALE[0]) * drawn_area)
@@ -53,10 +52,9 @@ def random_crop(draws: NDArray[np.float64], height: int, width: int) -> Crop:
         across, down = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
         if 0 < across <= width and 0 < down <= height:
             top, left = int(vertical * (height - down + 1)), int(horizontal * (width - across + 1))
-            return Crop(top, left, down, across, mirrored)
-    across = min(width, round(height * RATIO[1]))
-    down = min(height, round(width / RATIO[0]))
-    return Crop((height - down) // 2, (width - across) // 2, down, across, mirrored)
+            return Crop(top, left, down, across, mirror < 0.5)
+    across, down = min(width, round(height * RATIO[1])), min(height, round(width / RATIO[0]))
+    return Crop((height - down) // 2, (width - across) // 2, down, across, mirror < 0.5)
 
 
 def middle_crop(height: int, width: int) -> Crop:
@@ -65,7 +63,7 @@ def middle_crop(height: int, width: int) -> Crop:
     return Crop((height - side) // 2, (width - side) // 2, side, side)
 
 
-def resized(pixels: Pixels, crop: Crop, size: int) -> Pixels:
+def resize_crop(pixels: Pixels, crop: Crop, size: int) -> Pixels:
     """Return a part of an image uint8 [H, W, 3], resized to a square [size, size, 3] (bilinear, antialiased)."""
     part = np.ascontiguousarray(pixels[crop.top : crop.top + crop.height, crop.left : crop.left + crop.width])
     # unsqueeze by torch, not by NumPy: only with torch's strides is interpolate's result channels-last, too.
@@ -79,4 +77,4 @@ def crop_to_square(pixels: Pixels, size: int, draws: NDArray[np.float64] | None 
     """Return a part of an image uint8 [H, W, 3] as a square [size, size, 3]: random by ``draws``, else the middle."""
     height, width, _ = pixels.shape
     crop = middle_crop(height, width) if draws is None else random_crop(draws, height, width)
-    return resized(pixels, crop, size)
+    return resize_crop(pixels, crop, size)

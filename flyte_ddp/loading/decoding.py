@@ -30,25 +30,20 @@ class DecodingError(ValueError):
 def decode_image(content: bytes) -> Pixels:
     """Decode an image file to upright RGB pixels. Transparent parts become white, 16-bit values their upper 8 bits.
 
-    Raises a DecodingError for bytes that are no image, a damaged image, or pixels without a known range
-    (floating-point, 32-bit or signed).
+    Raises a DecodingError for bytes that are no image, a damaged image, more pixels than Pillow's limit, or pixels
+    without a known range (floating-point, 32-bit or signed).
     """
-    return decoder()(content)
+    return choose_decoder()(content)
 
 
 @functools.cache
-def decoder() -> Callable[[bytes], Pixels]:
-    """Return the decoding function: torchcodec's if it can be imported, else Pillow's."""
+def choose_decoder() -> Callable[[bytes], Pixels]:
+    """Return the decoding function: torchcodec's if it can be imported, else Pillow's. Tries only once in a process."""
     try:
         import torchcodec.decoders  # noqa: F401
     except (ImportError, RuntimeError, OSError):  # not installed, or built for another version of torch
         return decode_with_pillow
     return decode_with_torchcodec
-
-
-def decoder_name() -> str:
-    """Return the name of the decoding library: "torchcodec" or "Pillow"."""
-    return "torchcodec" if decoder() is decode_with_torchcodec else "Pillow"
 
 
 def decode_with_torchcodec(content: bytes) -> Pixels:
@@ -58,19 +53,19 @@ def decode_with_torchcodec(content: bytes) -> Pixels:
     """
     import torch
     from PIL import Image
-    from torchcodec.decoders import decode_image
+    from torchcodec import decoders
 
     # Pillow reads the header first, because it refuses huge sizes that torchcodec would allocate. Pillow also decodes
     # animations, of which torchcodec decodes all images, and 16-bit PNGs, whose values torchcodec rounds.
     with open_with_pillow(content) as image:
         animated = image.format in ANIMATIONS and getattr(image, "is_animated", False)
-        is_16_bit = png_layout(image).endswith(";16B")
+        for_pillow = animated or png_layout(image).endswith(";16B")
         transparent = image.has_transparency_data
     # Given bytes, torchcodec changes the global warning filters for a moment. Threads that do this at the same time can
     # leave the filters changed. Given a tensor, torchcodec leaves the filters alone.
     stored = torch.frombuffer(bytearray(content), dtype=torch.uint8)
     try:
-        decoded = None if animated or is_16_bit else decode_image(stored, mode="RGB_ALPHA" if transparent else "RGB")
+        decoded = None if for_pillow else decoders.decode_image(stored, mode="RGB_ALPHA" if transparent else "RGB")
     except (RuntimeError, ValueError):
         decoded = None
     if decoded is None or decoded.dim() != 3:
@@ -115,9 +110,10 @@ def exif_orientation(image: Image.Image) -> int:
 
 @contextmanager
 def open_with_pillow(content: bytes) -> Iterator[Image.Image]:
-    """Open an image file with Pillow, reading its header only. Raises DecodingError for Pillow's errors in the block.
+    """Open an image file with Pillow, and yield the image, of which only the header is read.
 
-    The causes are bytes that are no image, a damaged image, or more pixels than Pillow's limit.
+    Raises a DecodingError for Pillow's errors, in the block too: bytes that are no image, a damaged image, or more
+    pixels than Pillow's limit.
     """
     from PIL import Image, UnidentifiedImageError
 

@@ -5,16 +5,15 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import threadpoolctl
 import torch
-from torch import Tensor
 
 from flyte_ddp.errors import UserError
 from flyte_ddp.loading import cropping
-from flyte_ddp.loading.decoding import DecodingError, Pixels, decode_image, decoder_name
+from flyte_ddp.loading.decoding import DecodingError, Pixels, choose_decoder, decode_image, decode_with_torchcodec
 from flyte_ddp.loading.facts import Facts
 from flyte_ddp.loading.split import Batch, ImageSource
 from flyte_ddp.lookahead import map_in_threads
@@ -40,7 +39,7 @@ class ImageReader:
     fetches_files = False  # True if whole files are fetched, so that prefetch_files() is useful
 
     def read(self, sample: int) -> Encoded:
-        """Read one sample: its encoded image and its label."""
+        """Read one sample, and return its encoded image with its label."""
         raise NotImplementedError
 
     def start_read(self, sample: int) -> Callable[[], Encoded]:
@@ -48,7 +47,7 @@ class ImageReader:
         return partial(self.read, sample)
 
     def refetch_if_damaged(self, sample: int) -> None:
-        """Check the cached copy of the sample's file, and fetch it again if it is damaged."""
+        """Check the cached copy of the sample's file; if it is damaged, make the next read fetch the file again."""
 
     def prefetch_files(self, samples: Indices) -> None:
         """Start to fetch the files that hold these samples."""
@@ -79,15 +78,6 @@ class BadSamples:
             raise UserError(f"{name} cannot be decoded: {reason}{more}; fix or remove it, or raise bad_samples")
 
 
-class PendingBatch(NamedTuple):
-    """A batch that threads are filling, in CPU memory. It is complete when all ``tasks`` are done."""
-
-    images: Tensor
-    labels: Tensor
-    names: list[str]
-    tasks: list[Future[None]]
-
-
 @dataclass(eq=False)
 class EncodedImages(ImageSource):
     """Source of encoded images: decodes, crops and, for training, augments them in threads."""
@@ -105,10 +95,11 @@ class EncodedImages(ImageSource):
     batches_ahead = 2  # enough to keep the threads busy while gather() waits for a batch
 
     def __post_init__(self) -> None:
-        self.fetches = self.reader.fetches_files
+        self.fetches_files = self.reader.fetches_files
         self.replaced: set[int] = set()  # damaged samples, each replaced by another sample
         self.pool = ThreadPoolExecutor(self.threads, thread_name_prefix="decoder", initializer=limit_threads)
-        self.pending: dict[tuple[int | None, bytes], PendingBatch] = {}  # by epoch and samples
+        # Batches in CPU memory that threads are filling, with the tasks of the threads, by epoch and samples.
+        self.pending: dict[tuple[int | None, bytes], tuple[Batch, list[Future[None]]]] = {}
 
     def prefetch(self, samples: Indices, epoch: int | None) -> None:
         """Start to load these samples in the threads, unless they are already being loaded."""
@@ -125,20 +116,21 @@ class EncodedImages(ImageSource):
 
         Raises the first exception of a thread, such as a UserError for too many bad samples.
         """
-        loading = self.pending.pop((epoch, samples.tobytes()), None) or self.submit_batch(samples, epoch)
-        wait(loading.tasks, return_when=FIRST_EXCEPTION)  # one wait for all: each wake-up takes time from the threads
-        for task in loading.tasks:
+        self.prefetch(samples, epoch)
+        batch, tasks = self.pending.pop((epoch, samples.tobytes()))
+        wait(tasks, return_when=FIRST_EXCEPTION)  # one wait for all: each wake-up takes time from the threads
+        for task in tasks:
             task.result()
-        images, labels = (values.to(self.device, non_blocking=True) for values in (loading.images, loading.labels))
-        return Batch(images, labels, loading.names)
+        images, labels = (values.to(self.device, non_blocking=True) for values in batch[:2])
+        return Batch(images, labels, batch.names)
 
-    def submit_batch(self, samples: Indices, epoch: int | None) -> PendingBatch:
-        """Submit tasks of a few samples each to the threads, and return the batch that they fill."""
+    def submit_batch(self, samples: Indices, epoch: int | None) -> tuple[Batch, list[Future[None]]]:
+        """Submit tasks of a few samples each to the threads; return the tasks, and the batch that they fill."""
         on_gpu = self.device.type == "cuda"
         images = torch.empty(len(samples), self.size, self.size, 3, dtype=torch.uint8, pin_memory=on_gpu)
         labels = torch.empty(len(samples), dtype=torch.int64, pin_memory=on_gpu)
         augmented = epoch is not None and self.crop == "resized_crop"
-        draws = cropping.draw(self.seed, epoch or 0, samples) if augmented else None
+        draws = cropping.draw_crops(self.seed, epoch or 0, samples) if augmented else None
         reads = [self.reader.start_read(sample) for sample in samples.tolist()]
         pixels, classes, names = images.numpy(), labels.numpy(), [""] * len(samples)
 
@@ -151,13 +143,13 @@ class EncodedImages(ImageSource):
         size = max(1, min(SAMPLES_A_TASK, len(samples) // (2 * self.threads)))  # at least two tasks a thread
         starts = range(0, len(samples), size)
         tasks = [self.pool.submit(load_places, range(start, min(start + size, len(samples)))) for start in starts]
-        return PendingBatch(images, labels, names, tasks)
+        return Batch(images, labels, names), tasks
 
     def load_image_or_substitute(self, sample: int, encoded: Encoded) -> tuple[Pixels, int, str]:
         """Return pixels, label and key of a sample. A damaged one gets the pixels and label of the next good one.
 
-        ``encoded`` is the sample as it was read. Substitutes are of the sample's own split.
-        Raises a UserError if no substitute can be decoded.
+        ``encoded`` is the sample as it was read. Substitutes are of the sample's own split. Notes in ``replaced`` that
+        a sample is damaged. Raises a UserError if no substitute can be decoded, or there are too many bad samples.
         """
         if loaded := self.decode_or_count(sample, encoded):
             return *loaded, encoded.key
@@ -169,10 +161,6 @@ class EncodedImages(ImageSource):
                 return *loaded, encoded.key
         raise UserError(f"{encoded.name}: neither this nor any of its {len(others) - 1} substitutes can be decoded")
 
-    def read_label(self, sample: int) -> int:
-        """Read a sample and return its label, even for a damaged image. Raises a UserError for a wrong label."""
-        return valid_label(self.reader.read(sample), self.classes)
-
     def decode_or_count(self, sample: int, encoded: Encoded) -> tuple[Pixels, int] | None:
         """Return pixels and label of a sample; None if its image is damaged. Counts damaged samples as bad."""
         if encoded.name in self.bad.names:
@@ -183,9 +171,14 @@ class EncodedImages(ImageSource):
             self.bad.add_sample(encoded.name, str(error))
             return None
 
+    def read_label(self, sample: int) -> int:
+        """Read a sample and return its label, even for a damaged image. Raises a UserError for a wrong label."""
+        return valid_label(self.reader.read(sample), self.classes)
+
     def facts(self) -> Facts:
         """Return the decoder's name, the bad samples, and how often each shard was fetched."""
-        return Facts(decoder_name(), frozenset(self.bad.names), dict(self.reader.fetch_counts()))
+        decoder = "torchcodec" if choose_decoder() is decode_with_torchcodec else "Pillow"
+        return Facts(decoder, frozenset(self.bad.names), dict(self.reader.fetch_counts()))
 
     def close(self) -> None:
         """Stop the threads and close files. Does not wait for threads that are downloading."""
@@ -209,12 +202,9 @@ def map_samples(
                 reader.prefetch_files(samples[place : place + 2 * ahead])
             yield sample, reader.start_read(sample)
 
-    def use_sample(item: tuple[int, Callable[[], Encoded]]) -> Result:
-        """Wait for a sample's read and call ``use`` with it."""
-        sample, read = item
-        return use(sample, read())
-
-    with map_in_threads(use_sample, start_reads(), threads, ahead=ahead - 1, initializer=limit_threads) as results:
+    with map_in_threads(
+        lambda item: use(item[0], item[1]()), start_reads(), threads, ahead=ahead - 1, initializer=limit_threads
+    ) as results:
         yield from results
 
 
@@ -241,7 +231,7 @@ def decode_or_refetch(reader: ImageReader, sample: int, encoded: Encoded) -> tup
 
 
 def decode_checked_sample(reader: ImageReader, sample: int, encoded: Encoded, classes: int) -> tuple[Pixels, int]:
-    """Decode a sample, and return its pixels and label.
+    """Decode a sample, and return its pixels and label. Reads it again as :func:`decode_or_refetch` does.
 
     Raises a UserError for a label outside 0..classes-1, and a DecodingError for an image that is damaged at its source.
     """

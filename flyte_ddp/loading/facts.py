@@ -25,20 +25,18 @@ class Facts:
             instead = "; torchcodec is not installed or cannot be loaded" if self.decoder == "Pillow" else ""
             sentences.append(f"Images were decoded by {self.decoder}{instead}.")
         if self.bad:
-            sentences.append(
-                f"{len(self.bad):,} samples could not be decoded and were replaced by others: {join_few(self.bad)}."
-            )
-        again = sum(1 for times in self.fetched.values() if times > 1)
+            bad = f"{len(self.bad):,} samples could not be decoded and were replaced by others"
+            sentences.append(f"{bad}: {join_few(self.bad)}.")
         if self.fetched:
+            again = sum(times > 1 for times in self.fetched.values())
             cause = "; the cache has no room for all of them (FLYTE_DDP_CACHE_BYTES)" if again else ""
-            sentences.append(
-                f"{len(self.fetched):,} shards were fetched, {again or 'none'} of them more than once{cause}."
-            )
+            shards = f"{len(self.fetched):,} shards were fetched"
+            sentences.append(f"{shards}, {again or 'none'} of them more than once{cause}.")
         return sentences
 
 
 def sum_facts(parts: Iterable[Facts]) -> Facts:
-    """Combine the facts of several sources, or of several ranks."""
+    """Combine the facts of several sources, or of several ranks, and return them."""
     parts = list(parts)
     decoder = next((part.decoder for part in parts if part.decoder), "")
     fetched = sum((Counter(part.fetched) for part in parts), Counter[str]())
@@ -56,7 +54,7 @@ def refuse_too_many_bad_samples(facts: Facts, allowed: int) -> None:
     Collective: all ranks must call it. Does nothing if ``allowed`` is 0, because a rank then fails at its first one.
     """
     if not allowed:
-        return  # the rank that met the first bad sample has raised at once
+        return
     bad = combine_over_ranks(facts).bad
     if len(bad) > allowed:
         raise UserError(

@@ -1,6 +1,6 @@
 """Open the splits that a rank trains on, validates with and tests on."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import replace
 from functools import partial
 
@@ -12,12 +12,11 @@ from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets.arrays import ImageArrays
 from flyte_ddp.datasets.encoded_set import EncodedSet
 from flyte_ddp.datasets.image_folder import ImageList
-from flyte_ddp.datasets.prepared import PreparedSet, SampleOrder, no_samples_error, order_of_tests, orders_of
+from flyte_ddp.datasets.prepared import PreparedSet, SampleOrder, no_samples_error, order_of_tests, order_splits
 from flyte_ddp.hardware import Hardware, count_cores
 from flyte_ddp.loading.arrays import open_array_source
 from flyte_ddp.loading.encoded import BadSamples, EncodedImages, ImageReader
-from flyte_ddp.loading.files import FileReader
-from flyte_ddp.loading.shards import ShardImages
+from flyte_ddp.loading.readers import FileReader, ShardImages
 from flyte_ddp.loading.split import Split, Splits
 from flyte_ddp.loading.streams import RankStream, StreamImages, StreamOrder
 from flyte_ddp.order.sampling import Indices
@@ -32,40 +31,42 @@ from flyte_ddp.shards.index import ShardIndex
 def open_splits(
     data: PreparedSet, hp: Hyperparameters, hardware: Hardware, device: torch.device, settings: Settings
 ) -> Splits:
-    """Open training, validation and test split of a data set for this rank.
+    """Open training, validation and test split of a data set for this rank, and return them.
 
     Starts threads for encoded images. Copies arrays to the device if it is a GPU. Takes rank and world size from the
     process group, if there is one.
     """
-    orders = orders_of(data, hp)
+    orders = order_splits(data, hp)
     if isinstance(data, ImageArrays):
         images = open_array_source(device, data.train_images, data.train_labels, hp.augment, hp.seed)
         test_images = open_array_source(device, data.test_images, data.test_labels)
         _, height, width, channels = data.train_images.shape
         training, validation = (Split(images, orders[split]) for split in ("training", "validation"))
         return Splits(training, validation, Split(test_images, orders["test"]), (height, width, channels))
-    side = hp.image_size or ENCODED_SIDE
-    classes = len(data.classes) or hp.num_classes
+    side, classes = hp.image_size or ENCODED_SIDE, len(data.classes) or hp.num_classes
     threads = settings.loader_threads or hardware.threads
-    open_images = partial(
-        EncodedImages,
-        size=side,
-        crop=hp.augment,
-        seed=hp.seed,
-        classes=classes,
-        bad=BadSamples(hp.bad_samples),
-        threads=threads,
-        device=device,
-    )
     # The reader keeps two shards open for each shuffle stream, because all may change shards in the same step.
     streams = count_rank_streams(hp.shuffle_shards, world_size(), min(hp.accumulation_steps, hp.batch_size))
-    orders_in_train = [order for split, order in orders.items() if split != "test" or data.test is None]
-    train = open_images(open_reader(data.train, settings, streams), substitutes=make_substitute_finder(orders_in_train))
+    bad = BadSamples(hp.bad_samples)
+
+    def open_images(source: ShardIndex | ImageList, orders: Collection[SampleOrder]) -> EncodedImages:
+        """Open a source of images; ``orders`` are those of the splits in it. Starts its threads."""
+        return EncodedImages(
+            open_reader(source, settings, streams),
+            size=side,
+            crop=hp.augment,
+            seed=hp.seed,
+            classes=classes,
+            bad=bad,
+            substitutes=partial(find_substitutes, orders),
+            threads=threads,
+            device=device,
+        )
+
+    train = open_images(data.train, [order for split, order in orders.items() if split != "test" or data.test is None])
     splits = {split: Split(train, order) for split, order in orders.items()}
     if data.test is not None:
-        find_substitutes = make_substitute_finder([orders["test"]])
-        tests = open_images(open_reader(data.test, settings, streams), substitutes=find_substitutes)
-        splits["test"] = Split(tests, orders["test"])
+        splits["test"] = Split(open_images(data.test, [orders["test"]]), orders["test"])
     if encoded_kind(hp.dataset) == "stream":
         assert isinstance(data.train, ShardIndex)
         assert isinstance(orders["training"], ShardOrder)
@@ -94,29 +95,24 @@ def open_tests(
         seed=0,
         classes=classes,
         bad=bad,
-        substitutes=make_substitute_finder([order]),
+        substitutes=partial(find_substitutes, [order]),
         threads=settings.loader_threads or count_cores(),
         device=device,
     )
     return Split(images, order)
 
 
-def make_substitute_finder(orders: Collection[SampleOrder]) -> Callable[[int], Indices]:
-    """Return a function that returns the samples that may replace a sample: those of its split, or of its shard.
+def find_substitutes(orders: Collection[SampleOrder], sample: int) -> Indices:
+    """Return the samples that may replace ``sample``, ascending: those of its split, or of its shard; itself, too.
 
-    ``orders`` are the orders of splits without common samples. The function raises an IndexError for a sample of none.
+    ``orders`` are the orders of splits without common samples. Raises an IndexError for a sample of none.
     """
-
-    def find_substitutes(sample: int) -> Indices:
-        """Return the samples that may replace ``sample``, ascending; ``sample`` is among them."""
-        for order in orders:
-            candidates = order.substitutes(sample)
-            place = int(np.searchsorted(candidates, sample))
-            if place < len(candidates) and candidates[place] == sample:
-                return candidates
-        raise IndexError(f"sample {sample} is in no split")
-
-    return find_substitutes
+    for order in orders:
+        candidates = order.substitutes(sample)
+        place = int(np.searchsorted(candidates, sample))
+        if place < len(candidates) and candidates[place] == sample:
+            return candidates
+    raise IndexError(f"sample {sample} is in no split")
 
 
 def open_reader(source: ShardIndex | ImageList, settings: Settings, streams: int = 16) -> ImageReader:
@@ -130,5 +126,5 @@ def open_reader(source: ShardIndex | ImageList, settings: Settings, streams: int
 
 
 def open_shard_cache(settings: Settings) -> ShardCache:
-    """Open the host's cache of shards in the settings' folder."""
+    """Return the host's cache of shards in the settings' folder."""
     return ShardCache(settings.cache_folder, settings.cache_bytes)

@@ -1,5 +1,6 @@
-"""A rank's view of the splits: which samples a split has, and the source that loads them as batches."""
+"""A rank's view of the splits: which samples a split has, the source that loads them as batches, what they show."""
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -10,8 +11,9 @@ from torch import Tensor
 
 from flyte_ddp.loading.facts import Facts, sum_facts
 from flyte_ddp.lookahead import start_ahead
-from flyte_ddp.order import sampling
-from flyte_ddp.order.sampling import Indices, Order
+from flyte_ddp.order.sampling import Indices, Order, take_slice
+
+PICTURES_COMPARED = 64  # samples that callers of describe_equal_pictures() pass
 
 Item = TypeVar("Item")
 
@@ -59,7 +61,7 @@ class Split:
         return len(self.order)
 
     def gather(self, samples: Indices, epoch: int | None = None) -> Batch:
-        """Load these samples as a batch on the device; augmented if ``epoch`` is given."""
+        """Load these samples as a batch on the device, and return it; augmented if ``epoch`` is given."""
         return self.source.gather(samples, epoch)
 
     def batches(self, batch_size: int, part: int, parts: int) -> Iterator[tuple[slice, Batch]]:
@@ -68,7 +70,7 @@ class Split:
         The batches of the split are divided into ``parts`` runs of consecutive batches; run number ``part`` is yielded.
         Consecutive batches need few shards. Later batches are loaded ahead.
         """
-        numbers = sampling.take_slice(np.arange(-(-len(self) // batch_size)), part, parts).tolist()
+        numbers = take_slice(np.arange(-(-len(self) // batch_size)), part, parts).tolist()
         places = [slice(number * batch_size, min((number + 1) * batch_size, len(self))) for number in numbers]
         wanted = ((place, self.order.samples(place)) for place in places)
         for place, samples in self.load_ahead(wanted, lambda item: [item[1]], None, batch_size):
@@ -76,19 +78,16 @@ class Split:
 
     def load_ahead(
         self,
-        wanted: Iterator[Item],
+        items: Iterator[Item],
         samples_of: Callable[[Item], Iterable[Indices]],
         epoch: int | None,
         batch_size: int,
     ) -> Iterator[Item]:
-        """Yield the items of ``wanted``, while the source loads the next items and fetches the files of later ones.
+        """Yield items such as batches in order, while the source loads the next ones and fetches files of later ones.
 
-        Args:
-            wanted: items in order, such as batches.
-            samples_of: returns the samples of an item that this rank loads, as one or more arrays; each is prefetched
-                for one call of :meth:`gather`.
-            epoch: epoch of training that the items are for; None for evaluation.
-            batch_size: samples of an item over all ranks.
+        ``samples_of`` returns the samples of an item that this rank loads, as one or more arrays, each for one call of
+        :meth:`gather`. ``epoch`` is the epoch of training that the items are for; None for an evaluation.
+        ``batch_size`` is the number of samples of an item over all ranks.
         """
 
         def start(begin: Callable[[Indices], None], item: Item) -> Item:
@@ -99,11 +98,11 @@ class Split:
 
         if self.source.fetches_files:
             distance = self.order.prefetch_distance(batch_size, mixed=epoch is not None)
-            wanted = start_ahead(partial(start, self.source.prefetch_files), wanted, distance)
+            items = start_ahead(partial(start, self.source.prefetch_files), items, distance)
         if self.source.batches_ahead:
             prefetch = partial(start, partial(self.source.prefetch, epoch=epoch))
-            wanted = start_ahead(prefetch, wanted, self.source.batches_ahead)
-        return wanted
+            items = start_ahead(prefetch, items, self.source.batches_ahead)
+        return items
 
 
 @dataclass(frozen=True)
@@ -126,6 +125,26 @@ class Splits:
         return sum_facts(source.facts() for source in self.sources)
 
     def close(self) -> None:
-        """Stop the loading threads and close files."""
+        """Stop the loading threads and processes, and close files."""
         for source in self.sources:
             source.close()
+
+
+def describe_equal_pictures(split: Split, samples: Indices) -> str:
+    """Return a warning if at least 3/4 of these ``samples`` of ``split`` are equal pictures, else "".
+
+    Decoding may have lost what they show. Loads the samples as an evaluation does. Fewer than 8 samples give no
+    warning: most may be equal by chance.
+    """
+    batch = split.gather(samples)
+    pixels = [image.tobytes() for image in batch.images.cpu().numpy()]
+    [(commonest, count)] = Counter(pixels).most_common(1)
+    if len(pixels) < 8 or count < 0.75 * len(pixels):
+        return ""
+    names = batch.names or [f"sample {sample}" for sample in samples.tolist()]
+    one, other = [name for name, content in zip(names, pixels, strict=True) if content == commonest][:2]
+    return (
+        f"warning: {count} of the first {len(pixels)} pictures are equal as the model gets them, such as {one} and "
+        f"{other}: look at them; their differences may have been lost when they were stored, or in the conversion to "
+        "8-bit RGB"
+    )

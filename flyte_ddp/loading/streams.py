@@ -26,11 +26,10 @@ from flyte_ddp.errors import UserError
 from flyte_ddp.loading import cropping
 from flyte_ddp.loading.decoding import DecodingError, Pixels
 from flyte_ddp.loading.encoded import BadSamples, Encoded, decode_checked_sample
-from flyte_ddp.loading.shards import ShardImages
+from flyte_ddp.loading.readers import ShardImages
 from flyte_ddp.loading.split import Batch, ImageSource
 from flyte_ddp.lookahead import start_ahead
-from flyte_ddp.order import sampling
-from flyte_ddp.order.sampling import Indices
+from flyte_ddp.order.sampling import ORDER, Indices, Order, make_generator
 from flyte_ddp.process import die_with_parent
 from flyte_ddp.shards.cache import ShardCache
 from flyte_ddp.shards.dataset import ShardReader
@@ -40,7 +39,7 @@ WORKER_BATCH = 16  # samples that a worker sends at a time: one at a time is slo
 
 
 @dataclass(frozen=True)
-class StreamOrder(sampling.Order):
+class StreamOrder(Order):
     """Consecutive numbers in place of samples: which sample comes next is not known beforehand."""
 
     total: int  # samples that count as an epoch, a multiple of the global batch
@@ -117,11 +116,18 @@ class StreamImages(ImageSource):
 
 
 def open_sample_stream(stream: RankStream) -> Iterator[tuple[Pixels, int]]:
-    """Start a rank's workers, and return an endless iterator of their shuffled samples.
+    """Start a rank's worker processes, and return an endless iterator of their shuffled samples.
 
     A sample is an image uint8 [size, size, 3] and its label. The iterator raises a UserError that a worker raised.
     """
     import webdataset as wds
+
+    def raise_forwarded_error(batches: Iterable[Any]) -> Iterator[Any]:
+        """Yield batches. Raises the UserError that a worker sent as its last item."""
+        for batch in batches:
+            if isinstance(batch, UserError):
+                raise batch
+            yield batch
 
     loader = wds.WebLoader(
         make_worker_pipeline(stream),
@@ -131,9 +137,8 @@ def open_sample_stream(stream: RankStream) -> Iterator[tuple[Pixels, int]]:
         multiprocessing_context="spawn" if stream.workers else None,
         persistent_workers=bool(stream.workers),
         worker_init_fn=prepare_worker,
-        generator=torch.Generator().manual_seed(
-            stream.hp.seed
-        ),  # else it would draw from torch's global generator, as the model does
+        # Else it would draw from torch's global generator, as the model does.
+        generator=torch.Generator().manual_seed(stream.hp.seed),
     )
     mixed = loader.compose(
         raise_forwarded_error,
@@ -165,7 +170,7 @@ def make_worker_pipeline(stream: RankStream) -> Any:
     buffer = stream.hp.shuffle_buffer
     reader = ShardImages(ShardReader(stream.index, stream.cache, most_open=1))
     return wds.DataPipeline(
-        partial(worker_shards, stream),
+        partial(order_worker_shards, stream),
         partial(read_shard_samples, reader),
         wds.filters.shuffle(buffer, initial=min(100, buffer), seed=stream.derive_seed(1)),
         partial(decode_samples, stream, reader),
@@ -174,18 +179,18 @@ def make_worker_pipeline(stream: RankStream) -> Any:
     )
 
 
-def worker_shards(stream: RankStream) -> Iterator[tuple[int, int]]:
+def order_worker_shards(stream: RankStream) -> Iterator[tuple[int, int]]:
     """Yield (pass, shard) for this worker's shards, pass after pass without end, in a new order for each pass."""
     number, workers = worker_number_and_count()
     shards = range(number, len(stream.index.shards), workers)
     for passes in itertools.count() if shards else ():
-        generator = sampling.make_generator(sampling.ORDER, stream.derive_seed(2), passes, number)
+        generator = make_generator(ORDER, stream.derive_seed(2), passes, number)
         for shard in generator.permutation(shards).tolist():
             yield passes, shard
 
 
 def read_shard_samples(reader: ShardImages, shards: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int, Encoded]]:
-    """Yield pass, sample number and encoded sample of each shard, in order, while the next shard is fetched."""
+    """Yield pass, sample number and encoded sample of each (pass, shard), in order, while the next shard is fetched."""
     index = reader.reader.index
 
     def prefetch(item: tuple[int, int]) -> tuple[int, int]:
@@ -209,9 +214,8 @@ def decode_samples(
     """
     bad, failures_in_a_row = BadSamples(stream.hp.bad_samples), 0
     number, workers = worker_number_and_count()
-    most = (
-        int(stream.index.counts[number::workers].sum()) + stream.hp.shuffle_buffer
-    )  # failures in a row that only a whole pass of bad samples can cause
+    # More failures in a row than this only a whole pass of bad samples can cause.
+    most = int(stream.index.counts[number::workers].sum()) + stream.hp.shuffle_buffer
     for passes, sample, encoded in samples:
         try:
             pixels, label = decode_checked_sample(reader, sample, encoded, stream.classes)
@@ -223,7 +227,7 @@ def decode_samples(
             continue
         failures_in_a_row, draws = 0, None
         if stream.hp.augment == "resized_crop":
-            [draws] = cropping.draw(stream.hp.seed, passes, np.array([zlib.crc32(encoded.name.encode())]))
+            [draws] = cropping.draw_crops(stream.hp.seed, passes, np.array([zlib.crc32(encoded.name.encode())]))
         yield np.ascontiguousarray(cropping.crop_to_square(pixels, stream.size, draws)), label
 
 
@@ -233,14 +237,6 @@ def forward_error_as_value(batches: Iterable[Any]) -> Iterator[Any]:
         yield from batches
     except UserError as error:
         yield error
-
-
-def raise_forwarded_error(batches: Iterable[Any]) -> Iterator[Any]:
-    """Yield batches. Raises the UserError that a worker sent as its last item."""
-    for batch in batches:
-        if isinstance(batch, UserError):
-            raise batch
-        yield batch
 
 
 def worker_number_and_count() -> tuple[int, int]:

@@ -15,7 +15,7 @@ from torch.nn.utils import clip_grad_norm_
 from flyte_ddp.catalog import encoded_kind
 from flyte_ddp.datasets import open_prepared
 from flyte_ddp.errors import UserError
-from flyte_ddp.loading.equal_pictures import PICTURES_COMPARED, describe_equal_pictures
+from flyte_ddp.loading.split import PICTURES_COMPARED, describe_equal_pictures
 from flyte_ddp.loading.facts import refuse_too_many_bad_samples
 from flyte_ddp.models import zoo
 from flyte_ddp.order import sampling

@@ -8,7 +8,7 @@ from mnist_files import DEBIAN, Tiny, rebuilt_fashion_mnist, tiny_files
 from surroundings import clean
 
 from flyte_ddp.datasets import DATASETS
-from flyte_ddp.datasets.published_sets import MNIST
+from flyte_ddp.datasets.published import MNIST
 
 
 @pytest.fixture(autouse=True)

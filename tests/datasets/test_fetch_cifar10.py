@@ -13,7 +13,7 @@ import pytest
 from mnist_files import leftovers, sums
 
 from flyte_ddp.datasets import fetch, open_arrays
-from flyte_ddp.datasets.published_sets import CIFAR10_FILE as ARCHIVE
+from flyte_ddp.datasets.published import CIFAR10_FILE as ARCHIVE
 from flyte_ddp.errors import UserError
 
 FOLDER = "cifar-10-batches-py"

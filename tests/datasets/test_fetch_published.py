@@ -13,7 +13,7 @@ from mnist_files import DEBIAN, NAMES, Tiny, assert_tiny, leftovers, sums, tiny_
 
 from flyte_ddp import catalog
 from flyte_ddp.datasets import DATASETS, fetch, fingerprint, open_arrays
-from flyte_ddp.datasets.published_sets import CIFAR10, FASHION_MNIST, MNIST
+from flyte_ddp.datasets.published import CIFAR10, FASHION_MNIST, MNIST
 from flyte_ddp.errors import UserError
 
 

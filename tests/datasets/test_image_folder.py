@@ -150,7 +150,7 @@ def test_folders_whose_names_differ_in_unicodes_form_are_one_class(tmp_path: Pat
     folder = write_files(tmp_path / "train", files_of({"ant": ["1.png"], NFC: ["1.png"], NFD: ["2.png", "3.png"]}))
     found = list_images(str(folder))
     assert (found.classes, sorted(found.labels.tolist())) == (("ant", NFC), [0, 1, 1, 1])
-    assert all(found.read(number) for number in range(4))
+    assert all(found.read_image(number) for number in range(4))
     tests = write_files(tmp_path / "tests", files_of({"ant": ["1.png"], NFD: ["1.png"]}))
     address = f"image_folder:{folder}", f"image_folder:{tests}"
     data = open_prepared(fetch(address[0], "", tmp_path / "data", test_dataset=address[1], progress="off"))
@@ -166,7 +166,7 @@ def test_advice_for_an_image_that_cannot_be_read_is_not_to_list_it_again(
     with pytest.raises(
         UserError, match=r"ant/1\.png: cannot be read \(no such file\); run again to list what is there"
     ):
-        found.read(0)
+        found.read_image(0)
 
     def denied(*_: object) -> None:
         raise PermissionError(13, "Permission denied")
@@ -175,7 +175,7 @@ def test_advice_for_an_image_that_cannot_be_read_is_not_to_list_it_again(
     with pytest.raises(
         UserError, match=r"ant/2\.png: cannot be read \(Permission denied\); make it readable, or remove"
     ):
-        found.read(1)
+        found.read_image(1)
 
 
 @pytest.mark.parametrize("link", ["ant/gone.png", "bee"])

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from flyte_ddp.datasets import open_arrays
 from flyte_ddp.datasets.published import PublishedSet
-from flyte_ddp.datasets.published_sets import MNIST
+from flyte_ddp.datasets.published import MNIST
 
 NAMES = tuple(MNIST.files)
 DEBIAN = Path("/usr/share/datasets/fashion-mnist")

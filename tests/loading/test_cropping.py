@@ -37,7 +37,9 @@ def encoded(image: Image.Image, kind: str) -> bytes:
 def test_random_crops_are_distributed_as_torchvisions(size: tuple[int, int]) -> None:
     """Mean and spread of areas and ratios, and where the crops lie, over 4,000 draws of each."""
     height, width = size
-    ours = np.array([cropping.random_crop(row, height, width) for row in cropping.draw(0, 3, SAMPLES)], dtype=float)
+    ours = np.array(
+        [cropping.random_crop(row, height, width) for row in cropping.draw_crops(0, 3, SAMPLES)], dtype=float
+    )
     torch.manual_seed(0)
     image = torch.zeros(3, height, width, dtype=torch.uint8)
     made = [v2.RandomResizedCrop.make_params(v2.RandomResizedCrop(224), [image]) for _ in SAMPLES]
@@ -53,9 +55,13 @@ def test_random_crops_are_distributed_as_torchvisions(size: tuple[int, int]) -> 
 
 
 def test_a_crop_is_a_function_of_seed_epoch_and_sample() -> None:
-    draws = cropping.draw(1, 2, SAMPLES)
-    assert np.array_equal(draws[17:19], cropping.draw(1, 2, SAMPLES[17:19]))
-    others = (cropping.draw(0, 2, SAMPLES), cropping.draw(1, 1, SAMPLES), cropping.draw(1, 2, SAMPLES + 1))
+    draws = cropping.draw_crops(1, 2, SAMPLES)
+    assert np.array_equal(draws[17:19], cropping.draw_crops(1, 2, SAMPLES[17:19]))
+    others = (
+        cropping.draw_crops(0, 2, SAMPLES),
+        cropping.draw_crops(1, 1, SAMPLES),
+        cropping.draw_crops(1, 2, SAMPLES + 1),
+    )
     assert not any(np.any(draws == other) for other in others)
     assert abs(np.corrcoef(draws.T) - np.eye(draws.shape[1])).max() < 0.08
 
@@ -68,7 +74,7 @@ def test_resizing_is_torchvisions(mirrored: bool) -> None:
     expected = v2.functional.resized_crop(image, 20, 30, 200, 260, [96, 96], antialias=True)
     if mirrored:
         expected = v2.functional.horizontal_flip(expected)
-    assert np.array_equal(cropping.resized(pixels, crop, 96), expected.permute(1, 2, 0))
+    assert np.array_equal(cropping.resize_crop(pixels, crop, 96), expected.permute(1, 2, 0))
 
 
 def test_the_evaluation_crop_is_the_usual_one() -> None:
@@ -76,7 +82,7 @@ def test_the_evaluation_crop_is_the_usual_one() -> None:
     pixels = np.array(picture(375, 500))
     image = torch.from_numpy(pixels).permute(2, 0, 1)
     usual = v2.functional.center_crop(v2.functional.resize(image, [256], antialias=True), [224])
-    ours = cropping.resized(pixels, cropping.middle_crop(375, 500), 224)
+    ours = cropping.resize_crop(pixels, cropping.middle_crop(375, 500), 224)
     assert np.abs(ours.astype(float) - usual.permute(1, 2, 0).numpy()).mean() < 1.0
 
 
@@ -160,14 +166,13 @@ def test_where_torchcodec_cannot_be_loaded_pillow_decodes(monkeypatch: pytest.Mo
     for name in [name for name in sys.modules if name.partition(".")[0] == "torchcodec"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr(sys, "meta_path", [Broken(), *sys.meta_path])
-    decoding.decoder.cache_clear()
+    decoding.choose_decoder.cache_clear()
     try:
-        assert decoding.decoder() is decoding.decode_with_pillow
-        assert decoding.decoder_name() == "Pillow"
-        assert "torchcodec is not installed" in Facts(decoding.decoder_name()).describe()[0]
+        assert decoding.choose_decoder() is decoding.decode_with_pillow
+        assert "torchcodec is not installed" in Facts("Pillow").describe()[0]
         assert np.array_equal(decoding.decode_image(encoded(picture(9, 7), "PNG")), np.array(picture(9, 7)))
     finally:
-        decoding.decoder.cache_clear()
+        decoding.choose_decoder.cache_clear()
 
 
 JPEG, PNG = (encoded(picture(200, 300), kind) for kind in ("JPEG", "PNG"))

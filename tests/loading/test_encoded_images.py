@@ -4,6 +4,7 @@ import io
 import threading
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import pytest
@@ -15,8 +16,8 @@ from surroundings import s3_environment
 from flyte_ddp.datasets.image_folder import list_images
 from flyte_ddp.errors import UserError
 from flyte_ddp.loading.encoded import BadSamples, Encoded, EncodedImages, ImageReader
-from flyte_ddp.loading.files import FileReader
-from flyte_ddp.loading.opening import make_substitute_finder
+from flyte_ddp.loading.readers import FileReader
+from flyte_ddp.loading.opening import find_substitutes
 from flyte_ddp.order.sampling import Indices, ListedOrder
 from flyte_ddp.order.shard_order import ShardOrder, ShardSplits
 
@@ -78,7 +79,7 @@ def members(order: ShardOrder) -> list[int]:
 def test_a_substitute_is_of_the_same_split_and_shard(orders: dict[str, ShardOrder]) -> None:
     """Every second sample is damaged: the next one that is not, in a circle, takes its place with its label."""
     images = Images(bad=set(range(0, 60, 2)))
-    loading = loader(images, make_substitute_finder(orders.values()), bad_samples=30)
+    loading = loader(images, partial(find_substitutes, orders.values()), bad_samples=30)
     for order in orders.values():
         for shard in range(3):
             own = [sample for sample in members(order) if sample // 20 == shard]

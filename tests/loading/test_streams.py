@@ -26,14 +26,14 @@ from flyte_ddp.datasets import fetch
 from flyte_ddp.datasets.packing import pack_source
 from flyte_ddp.errors import UserError
 from flyte_ddp.json_lines import read_records
-from flyte_ddp.loading.shards import ShardImages
+from flyte_ddp.loading.readers import ShardImages
 from flyte_ddp.loading.streams import (
     RankStream,
     StreamImages,
     StreamOrder,
     decode_samples,
     read_shard_samples,
-    worker_shards,
+    order_worker_shards,
 )
 from flyte_ddp.run import Result, run_training
 from flyte_ddp.settings import Settings
@@ -84,7 +84,9 @@ def train(hp: Hyperparameters, folder: Path, launch=None, **settings) -> Result:
 
 def test_a_pass_reads_every_shard_once_from_its_beginning_and_each_pass_in_another_order(shards: Path) -> None:
     options = options_of(shards)
-    passes = [[shard for _, shard in itertools.islice(worker_shards(options), 20 * n, 20 * (n + 1))] for n in range(3)]
+    passes = [
+        [shard for _, shard in itertools.islice(order_worker_shards(options), 20 * n, 20 * (n + 1))] for n in range(3)
+    ]
     assert all(sorted(found) == list(range(20)) for found in passes)
     assert len({tuple(found) for found in passes}) == 3
     stored = itertools.islice(read_shard_samples(reader_of(options), iter([(0, 7), (0, 3)])), 2 * PER_SHARD)

@@ -11,7 +11,7 @@ from tars import Samples, shard_bytes, write_shards
 
 from flyte_ddp.datasets import fetch
 from flyte_ddp.errors import UserError
-from flyte_ddp.loading.shards import ShardImages
+from flyte_ddp.loading.readers import ShardImages
 from flyte_ddp.shards.cache import ShardCache
 from flyte_ddp.shards.dataset import ShardReader
 from flyte_ddp.shards.plan_request import PlanRequest

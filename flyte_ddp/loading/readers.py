@@ -1,0 +1,77 @@
+"""Read images and labels for training: from shards, or from single files on a disk or in object storage."""
+
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+
+from flyte_ddp import storage
+from flyte_ddp.datasets.image_folder import ImageList
+from flyte_ddp.loading.encoded import Encoded, ImageReader
+from flyte_ddp.order.sampling import Indices
+from flyte_ddp.shards.dataset import ShardReader
+from flyte_ddp.shards.decoding import TRAINED_ON, find_image_and_label, parse_class_number
+
+CONNECTIONS = 32  # parallel requests of one rank: a request takes tens of milliseconds, nearly all of it waiting
+WANTED = frozenset(TRAINED_ON)  # extensions of the members of a shard's sample that are read
+
+
+class ShardImages(ImageReader):
+    """Reads images and labels from shards."""
+
+    def __init__(self, reader: ShardReader) -> None:
+        self.reader, self.fetches_files = reader, bool(reader.index.remote.any())
+
+    def read(self, sample: int) -> Encoded:
+        """Read a sample's image and label from its shard; fetch the shard if it is not in the cache.
+
+        Raises a UserError if the sample lacks one of them or the shard cannot be had.
+        """
+        key, contents = self.reader.read_sample(sample, WANTED)
+        if len(contents) < 2:  # read all members, because the error of find_image_and_label() lists them
+            key, contents = self.reader.read_sample(sample)
+        shard, _ = self.reader.index.locate(sample)
+        name = f"sample {key!r} in shard {self.reader.index.shards[shard].url}"
+        image, label = find_image_and_label(name, contents)
+        return Encoded(contents[image], parse_class_number(name, contents[label]), name, key)
+
+    def refetch_if_damaged(self, sample: int) -> None:
+        """Check the cached copy of the sample's shard, and remove it if it is damaged: the next read fetches it."""
+        self.reader.remove_damaged_shard(sample)
+
+    def prefetch_files(self, samples: Indices) -> None:
+        """Start threads that fetch the remote shards that hold these samples."""
+        shards = np.unique(np.searchsorted(self.reader.index.ends, samples, side="right"))
+        self.reader.prefetch_shards(shards[self.reader.index.remote[shards]].tolist())
+
+    def fetch_counts(self) -> Mapping[str, int]:
+        """Return how often each shard was fetched, by its address."""
+        return self.reader.cache.fetched
+
+    def close(self) -> None:
+        """Close the open shards."""
+        self.reader.close()
+
+
+class FileReader(ImageReader):
+    """Reads the images of an ImageList. Keeps no copies. Has 32 threads for remote images."""
+
+    def __init__(self, images: ImageList) -> None:
+        self.images = images
+        remote = storage.local_path(images.address) is None
+        self.pool = ThreadPoolExecutor(CONNECTIONS, thread_name_prefix="reader") if remote else None
+
+    def start_read(self, sample: int) -> Callable[[], Encoded]:
+        """Return a function that returns the sample. The read of a remote image starts at once, in a thread."""
+        return super().start_read(sample) if self.pool is None else self.pool.submit(self.read, sample).result
+
+    def read(self, sample: int) -> Encoded:
+        """Read an image file whole, in up to 4 tries. Raises a UserError if it cannot be read."""
+        content = self.images.read_image(sample)
+        name, label = str(self.images.names[sample]), int(self.images.labels[sample])
+        return Encoded(content, label, f"image {self.images.image_address(sample)}", name)
+
+    def close(self) -> None:
+        """Cancel the reads that have not started; do not wait for the others."""
+        if self.pool is not None:
+            self.pool.shutdown(wait=False, cancel_futures=True)
