@@ -4,7 +4,7 @@ import dataclasses
 import hashlib
 
 import pytest
-from mnist_files import DEBIAN, Tiny, rebuilt_fashion_mnist, tiny_files
+from mnist_files import Tiny, tiny_files
 from surroundings import clean
 
 from flyte_ddp.datasets import DATASETS
@@ -14,14 +14,6 @@ from flyte_ddp.datasets.published import MNIST
 @pytest.fixture(autouse=True)
 def surroundings(monkeypatch: pytest.MonkeyPatch) -> None:
     clean(monkeypatch)
-
-
-@pytest.fixture(scope="session")
-def published_fashion() -> dict[str, bytes]:
-    """The published FashionMNIST files."""
-    if not DEBIAN.is_dir():
-        pytest.skip("needs Debian's package dataset-fashion-mnist")
-    return rebuilt_fashion_mnist()
 
 
 @pytest.fixture

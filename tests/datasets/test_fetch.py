@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import json
+import shutil
 import subprocess
 import sys
 import threading
@@ -10,13 +11,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 from file_server import FileServer
+from image_folders import image_files, write_files
 from mnist_files import NAMES, Tiny, leftovers
 from mounts import ALONE, need_mounts
-from PIL import Image
 
-from flyte_ddp.datasets import DATASETS, fetch, fingerprint, is_whole, open_arrays, open_prepared
+from flyte_ddp.datasets import DATASETS, fetch, fetching, fingerprint, is_whole, open_arrays, open_prepared
 from flyte_ddp.datasets.packing import pack_source
 from flyte_ddp.errors import UserError
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 def test_a_second_fetch_does_nothing(tiny: Tiny, server: FileServer, tmp_path: Path) -> None:
@@ -49,9 +54,9 @@ def test_a_folder_with_something_else_is_left_alone(tiny: Tiny, tmp_path: Path) 
     with pytest.raises(UserError, match="is not a prepared data set"):
         fetch("digits", "", Path(mirror), progress="off")
     folder = fetch("mnist", mirror, tmp_path / "data", progress="off")
-    for dataset, source in (("digits", ""), ("mnist", "")):
+    for dataset in ("digits", "mnist"):
         with pytest.raises(UserError, match=r"holds dataset='mnist', data_source=.*choose another folder"):
-            fetch(dataset, source, folder, progress="off")
+            fetch(dataset, "", folder, progress="off")
     assert leftovers(Path(mirror)) == sorted(NAMES)
 
 
@@ -60,19 +65,31 @@ def test_a_folder_with_something_else_is_left_alone(tiny: Tiny, tmp_path: Path) 
     [("train_images", None), ("train_labels", -1), ("test_images", 0), ("test_labels", b"something else")],
 )
 def test_a_folder_with_a_damaged_array_is_filled_again(tmp_path: Path, name: str, damage: int | bytes | None) -> None:
+    """Also where a copy of a prepared folder was cut short."""
     (tmp_path / "data").mkdir()  # an empty folder is filled, too
     folder = fetch("digits", "", tmp_path / "data", progress="off")
-    before = {path.name: path.read_bytes() for path in folder.iterdir()}
-    mapped, path = getattr(open_arrays(folder), name), folder / f"{name}.npy"
-    content = path.read_bytes()
+    before, path = contents(folder), folder / f"{name}.npy"
+    mapped = getattr(open_arrays(folder), name)
     path.unlink()  # whoever has mapped it keeps it
     if damage is not None:
-        path.write_bytes(damage if isinstance(damage, bytes) else content[:damage])
+        path.write_bytes(damage if isinstance(damage, bytes) else before[path.name][:damage])
+    with pytest.raises(UserError, match=r"the prepared data set is damaged .*; delete the folder and fetch it again"):
+        open_prepared(folder)
     assert not is_whole(folder)
     assert fetch("digits", "", folder, progress="off") == folder
-    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    assert contents(folder) == before
     assert leftovers(tmp_path) == ["data"]
     np.testing.assert_array_equal(mapped, getattr(open_arrays(folder), name))
+
+
+def test_a_copy_that_was_cut_short_is_no_data_set(digits: Path, tmp_path: Path) -> None:
+    """What copies a prepared folder file by file may be killed at any file."""
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    for path in sorted(digits.iterdir(), key=lambda path: path.name != "dataset.json"):
+        assert not is_whole(copy)
+        shutil.copy(path, copy)
+    assert is_whole(copy)
 
 
 def test_a_folder_that_older_code_prepared_is_filled_again(tmp_path: Path) -> None:
@@ -90,22 +107,28 @@ def test_a_folder_that_older_code_prepared_is_filled_again(tmp_path: Path) -> No
 @pytest.mark.parametrize(("kind", "lost"), [("shards", "test.json"), ("image_folder", "test_labels.npy")])
 def test_a_list_of_samples_that_is_lost_is_made_again(tmp_path: Path, kind: str, lost: str) -> None:
     """Without its test set, too, it would be another data set."""
-    for number in range(4):
-        path = tmp_path / "images" / f"{number % 2}" / f"{number}.png"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        Image.new("L", (4, 4)).save(path)
-    address = str(tmp_path / "images")
+    address = str(write_files(tmp_path / "images", image_files("0/0.png", "1/1.png", "0/2.png")))
     if kind == "shards":
         pack_source(address, tmp_path / "packed", progress="off")
         address = f"{tmp_path}/packed/train.json"
     asked = {"dataset": f"{kind}:{address}", "source": "", "test_dataset": f"{kind}:{address}", "progress": "off"}
     folder = fetch(folder=tmp_path / "data", **asked)
-    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    before = contents(folder)
     (folder / lost).unlink()
-    with pytest.raises(UserError, match=r"the prepared data set is damaged .*; delete the folder and fetch it again"):
+    with pytest.raises(UserError, match="the prepared data set is damaged"):
         open_prepared(folder)
     fetch(folder=folder, **asked)
-    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    assert contents(folder) == before
+
+
+def test_ctrl_c_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(fetching, "write_arrays", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        fetch("digits", "", tmp_path / "data", progress="off")
+    assert leftovers(tmp_path) == []
 
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
@@ -161,11 +184,10 @@ def test_progress_is_printed_to_stderr(
 
 
 @pytest.mark.slow
-def test_the_digits_are_scikit_learns(tmp_path: Path) -> None:
+def test_the_digits_are_scikit_learns(digits: Path) -> None:
     from sklearn.datasets import load_digits
 
-    bunch = load_digits()
-    ours = open_arrays(fetch("digits", "", tmp_path / "data", progress="off"))
+    bunch, ours = load_digits(), open_arrays(digits)
     images = np.concatenate([ours.train_images, ours.test_images])[..., 0]
     np.testing.assert_allclose(images / 255, bunch.images / 16, atol=0.5 / 255)
     assert (images.min(), images.max()) == (0, 255)

@@ -48,7 +48,7 @@ def test_an_altered_file_is_named_with_both_digests_and_the_fix(tiny: Tiny, tmp_
     assert leftovers(tmp_path) == ["mirror"]
 
 
-def test_a_damaged_system_copy_gives_way_to_public_addresses_one_after_another(
+def test_public_addresses_are_tried_one_after_another_unless_a_mirror_is_given(
     tiny: Tiny, server: FileServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     system = tiny.write(tmp_path / "system")
@@ -56,33 +56,21 @@ def test_a_damaged_system_copy_gives_way_to_public_addresses_one_after_another(
     addresses = (f"{server.url}/gone", server.url)
     dataset = dataclasses.replace(tiny.dataset, addresses=addresses, system_folder=str(system))
     monkeypatch.setitem(DATASETS, "mnist", dataset)
+    with pytest.raises(UserError, match=rf"/gone/.*HTTP 404.*{server.url}/train.*HTTP 404.*data_source"):
+        fetch("mnist", "", tmp_path / "data", progress="off")
     server.files = tiny.files
+    server.requests.clear()
     assert_tiny(fetch("mnist", "", tmp_path / "data", progress="off"), tiny)
     assert server.requests == [f"gone/{NAMES[0]}", NAMES[0]]
-
-
-def test_all_public_addresses_failing_names_each_with_its_reason(
-    tiny: Tiny, server: FileServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    dataset = dataclasses.replace(tiny.dataset, addresses=(f"{server.url}/one", f"{server.url}/two"))
-    monkeypatch.setitem(DATASETS, "mnist", dataset)
-    with pytest.raises(UserError, match=r"/one/.*HTTP 404.*/two/.*HTTP 404.*data_source"):
-        fetch("mnist", "", tmp_path / "data", progress="off")
-
-
-def test_a_given_mirror_is_the_only_place_asked(
-    tiny: Tiny, server: FileServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(DATASETS, "mnist", dataclasses.replace(tiny.dataset, addresses=(server.url,)))
-    server.files = tiny.files
+    server.requests.clear()
     (tmp_path / "mirror").mkdir()
     with pytest.raises(UserError, match=f"mirror'.*has no {NAMES[0]} .*must hold {', '.join(NAMES)}"):
-        fetch("mnist", str(tmp_path / "mirror"), tmp_path / "data", progress="off")
+        fetch("mnist", str(tmp_path / "mirror"), tmp_path / "other", progress="off")
     assert server.requests == []
 
 
-def test_an_unreachable_mirror_is_an_error_already_at_the_fingerprint(tiny: Tiny) -> None:
-    del tiny
+@pytest.mark.usefixtures("tiny")
+def test_an_unreachable_mirror_is_an_error_already_at_the_fingerprint() -> None:
     with socket.socket() as bound:  # bound and not listening: nobody else gets the port, and connections are refused
         bound.bind(("127.0.0.1", 0))
         address = f"http://127.0.0.1:{bound.getsockname()[1]}"

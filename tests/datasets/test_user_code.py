@@ -2,6 +2,8 @@
 
 import ast
 import gc
+import json
+import shutil
 import sys
 import threading
 from collections.abc import Iterator
@@ -10,6 +12,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from image_folders import write_files
 
 from flyte_ddp.code_digest import parse
 from flyte_ddp.errors import UserError
@@ -25,19 +28,23 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
     for name in [name for name in sys.modules if name.startswith("users_")]:
         monkeypatch.delitem(sys.modules, name)
-    package = tmp_path / "users_package" / "inner"
-    package.mkdir(parents=True)
-    (package.parent / "__init__.py").write_text("")
-    (package / "__init__.py").write_text("")
-    (package / "models.py").write_text("from users_package.helper import two\ndef one():\n    return two() - 1\n")
-    (package.parent / "helper.py").write_text("def two():\n    return 2\n")
-    (tmp_path / "users_module.py").write_text("number = 3\nclass Three:\n    pass\n")
-    return tmp_path
+    return write_sources(
+        tmp_path,
+        {
+            "users_package/__init__.py": "",
+            "users_package/inner/__init__.py": "",
+            "users_package/inner/models.py": "from users_package.helper import two\ndef one():\n    return two() - 1\n",
+            "users_package/helper.py": "def two():\n    return 2\n",
+            "users_module.py": "number = 3\nclass Three:\n    pass\n",
+        },
+    )
+
+
+def write_sources(folder: Path, sources: dict[str, str]) -> Path:
+    return write_files(folder, {name: text.encode() for name, text in sources.items()})
 
 
 def test_a_callable_in_the_working_directory_is_found(project: Path) -> None:
-    import json
-
     assert load_callable("users_package.inner.models:one")() == 1
     assert type(load_callable("users_module:Three")()).__name__ == "Three"
     assert load_callable("json:loads") is json.loads
@@ -50,13 +57,11 @@ def test_a_callable_in_the_working_directory_is_found(project: Path) -> None:
     ("spec", "said"),
     [
         ("no_such_module:make", "no module named 'no_such_module'; install it, or start from the directory"),
-        ("users_package.nothing:make", "no module named 'users_package.nothing'"),
         ("users_module.deeper:make", "no module named 'users_module.deeper'"),
         ("users_module:make", "has no 'make'"),
         ("users_module:number", "is a int, not callable"),
         ("users_module", "must have the form package.module:callable"),
         ("users/module.py:make", "must have the form"),
-        ("..users_module:make", "must have the form"),
         ("users_module:make\n", "must have the form"),
     ],
 )
@@ -75,16 +80,15 @@ def test_a_bad_name_is_explained(spec: str, said: str) -> None:
         ("import os\ndef model(:\n    pass\n", r".*\(users_broken\.py, line 2\); correct it"),
     ],
 )
-def test_a_failing_import_is_explained(project: Path, text: str, said: str) -> None:
+def test_a_failing_import_is_explained_and_the_users_own_error_comes_through(
+    project: Path, text: str, said: str
+) -> None:
     (project / "users_broken.py").write_text(text)
     with pytest.raises(UserError, match=f"importing users_broken failed: {said}"):
         load_callable("users_broken:make")
-
-
-def test_the_users_own_error_comes_through(project: Path) -> None:
-    (project / "users_broken.py").write_text("1 / 0\n")
+    (project / "users_failing.py").write_text("1 / 0\n")
     with pytest.raises(ZeroDivisionError):
-        load_callable("users_broken:make")
+        load_callable("users_failing:make")
 
 
 @pytest.mark.parametrize(
@@ -106,17 +110,8 @@ def test_the_digest_changes_with_the_meaning_of_the_top_level_packages_source(
     project: Path, spec: str, path: str, text: str, differs: bool
 ) -> None:
     before = user_source_digest(spec)
-    (project / path).parent.mkdir(parents=True, exist_ok=True)
-    (project / path).write_text(text)
+    write_sources(project, {path: text})
     assert (user_source_digest(spec) != before) == differs
-
-
-def test_the_digest_does_not_depend_on_the_place(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = user_source_digest("users_package.inner.models:one")
-    (project / "moved").mkdir()
-    (project / "users_package").rename(project / "moved/users_package")
-    monkeypatch.chdir(project / "moved")
-    assert user_source_digest("users_package.inner.models:one") == before
 
 
 def test_the_digest_imports_nothing(project: Path) -> None:
@@ -154,7 +149,7 @@ USERS_TOP = "users_top:make"
     ],
 )
 def test_the_digest_follows_imports_through_the_users_own_code(project: Path, text: str) -> None:
-    for name, content in {
+    sources = {
         "users_layers.py": "import users_top\nclass Block: ...\n",  # a cycle
         "users_between.py": "from users_layers import Block\n",
         "users_kit/__init__.py": "",
@@ -163,9 +158,8 @@ def test_the_digest_follows_imports_through_the_users_own_code(project: Path, te
         "users_namespace/part.py": "import users_between\n",
         "users_other.py": "import users_top  # which does not import this\n",
         "users_top.py": text,
-    }.items():
-        (project / name).parent.mkdir(parents=True, exist_ok=True)
-        (project / name).write_text(content)
+    }
+    write_sources(project, sources)
     names = {name for name, *_ in user_sources(USERS_TOP)}
     assert {"users_top.py", "users_layers.py"} <= names
     assert "users_other.py" not in names
@@ -217,9 +211,7 @@ def test_folders_and_links_named_like_sources_do_not_change_the_digest(project: 
     (package / "dangling.py").symlink_to("nowhere.py")
     (package / "again").symlink_to(package, target_is_directory=True)
     assert user_source_digest("users_package.inner.models:one") == before
-    shared = project / "shared"
-    shared.mkdir()
-    (shared / "linked.py").write_text("x = 1\n")
+    shared = write_sources(project / "shared", {"linked.py": "x = 1\n"})
     (package / "inner" / "shared").symlink_to(shared, target_is_directory=True)
     linked = user_source_digest("users_package.inner.models:one")
     (shared / "linked.py").write_text("x = 2\n")
@@ -231,12 +223,10 @@ def test_installed_packages_do_not_count_but_the_users_own_elsewhere_do(
     project: Path, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
     elsewhere = project / where
-    elsewhere.mkdir(parents=True)
     monkeypatch.syspath_prepend(str(elsewhere))
-    (elsewhere / "users_elsewhere").mkdir()
+    (project / "users_top.py").write_text("import users_elsewhere, users_single\n")
     for name in ("users_elsewhere/__init__.py", "users_single.py"):
-        (elsewhere / name).write_text("x = 1\n")
-        (project / "users_top.py").write_text("import users_elsewhere, users_single\n")
+        write_sources(elsewhere, {name: "x = 1\n"})
         before = user_source_digest(USERS_TOP)
         (elsewhere / name).write_text("x = 2\n")
         assert (user_source_digest(USERS_TOP) != before) == (where == "editable")
@@ -254,14 +244,14 @@ def test_neither_pythons_own_nor_torch_nor_this_library_is_read(project: Path, m
     assert [name for name, *_ in user_sources(USERS_TOP)] == ["users_top.py", "sndhdr.py"]
 
 
-def test_the_digest_does_not_depend_on_the_order_of_the_path(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_digest_depends_neither_on_the_place_nor_on_the_order_of_the_path(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("a", "b"):  # a package in two places, without __init__.py
+        write_sources(project / name, {f"users_parts/{name}.py": f"import users_{name}\n", f"users_{name}.py": ""})
+    shutil.copytree(project / "a", project / "moved")
     digests = set()
-    for first, second in (("a", "b"), ("b", "a")):
-        for name in ("a", "b"):
-            part = project / name / "users_parts"  # a package in two places, without __init__.py
-            part.mkdir(parents=True, exist_ok=True)
-            (part / f"{name}.py").write_text(f"import users_{name}\n")
-            (project / name / f"users_{name}.py").write_text("")
+    for first, second in (("a", "b"), ("b", "a"), ("moved", "b")):
         with monkeypatch.context() as patch:
             patch.setattr(sys, "path", [str(project / first), str(project / second), *sys.path])
             digests.add(user_source_digest("users_parts.a:make"))
