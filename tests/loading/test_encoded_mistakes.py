@@ -1,20 +1,21 @@
 """What is said of image folders, bad samples and wrong names, and what a store that fails does to training."""
 
 import html
-import io
 import itertools
 import json
 import shutil
-import tarfile
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from encoded_runs import BASE, labelled, losses, notes, of, quiet, train, weights
 from faulty_proxy import Proxy, faulty_proxy
+from image_folders import write_files
 from s3_server import s3_server
+from tars import write_shards
 
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import fetch
@@ -26,163 +27,149 @@ from flyte_ddp.runs.run_folder import OUTPUTS
 from flyte_ddp.storage import retries
 
 
-class TestWhatAFolderHolds:
-    """It is said before training begins."""
-
-    def test_classes_and_counts(self, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-        folder, tests = labelled(tmp_path / "images", 32), labelled(tmp_path / "tests", 12)
-        dataset, test_dataset = (f"image_folder:{address}" for address in (folder, tests))
-        hp = replace(BASE, dataset=dataset, batch_size=9, max_steps=1, test_dataset=test_dataset)
-        train(hp, tmp_path / "out", replace(quiet(tmp_path), progress="lines"))
-        lines = capfd.readouterr().err.splitlines()
-        first = next(number for number, line in enumerate(lines) if "step" in line)
-        assert [line for line in lines[:first] if "image folder" in line] == [
-            f"image folder {folder}: 32 images of 3 classes (blue 10, green 11, red 11)",
-            f"image folder {tests}: 12 images of 3 classes (blue 4, green 4, red 4)",
-        ]
-
-    def test_a_single_class(self, tmp_path: Path) -> None:
-        folder = tmp_path / "all"
-        shutil.move(labelled(tmp_path / "images"), folder / "photos")
-        first, warning = list_images(str(folder)).describe()
-        assert first == f"image folder {folder}: 30 images of 1 class (photos 30)"
-        assert warning.startswith(f"warning: image folder {folder}: all images are of one class, photos, so there")
-
-    @pytest.mark.parametrize("names", [("Train", "val"), ("train", "test", "other")])
-    def test_classes_named_like_splits_are_a_warning(
-        self, names: tuple[str, ...], tmp_path: Path, capfd: pytest.CaptureFixture[str]
-    ) -> None:
-        folder = tmp_path / "all"
-        for name in names:
-            labelled(folder / name)
-        _, warning = list_images(str(folder)).describe()
-        assert f"{names[0]}, {names[1]} look like splits" in warning or f"{names[1]}, {names[0]} look like" in warning
-        one, other = (f"image_folder:{folder}/{name}" for name in names[:2])
-        assert warning.endswith(f"if they are splits, set dataset={one} and test_dataset={other}")
-        pack_image_folder(str(folder), tmp_path / "packed", progress="lines")
-        assert warning in capfd.readouterr().err
-
-    def test_many_classes_are_not_listed_and_trains_may_be_vehicles(self, tmp_path: Path) -> None:
-        for number, name in enumerate(["train", "bus", *"abcdefghi"]):
-            (tmp_path / "many" / name).mkdir(parents=True)
-            for image in range(number + 1):
-                (tmp_path / "many" / name / f"{image}.jpg").write_bytes(b"")
-        [line] = list_images(str(tmp_path / "many")).describe()
-        assert line.endswith("many: 66 images of 11 classes (with 1 to 11 images each)")
+def no_launch(*_: object, **__: object) -> None:
+    raise AssertionError("ranks were started")
 
 
-class TestBadSamples:
-    """Undecodable images, missing labels and the like, each one error that names the sample."""
-
-    @pytest.mark.slow
-    def test_some_are_allowed_and_replaced_alike_on_any_number_of_ranks(self, tmp_path: Path) -> None:
-        folder = labelled(tmp_path / "images")
-        for name in ("red/9", "green/10", "blue/11"):
-            (folder / f"{name}.jpg").write_bytes(b"no image")
-        pack_image_folder(str(folder), tmp_path / "packed", progress="off", seed=None)
-        hp = of(tmp_path / "packed" / "train.json", batch_size=8, bad_samples=3, validation_fraction=0.0)
-        one, two = (train(replace(hp, num_ranks=ranks), tmp_path / f"{ranks}") for ranks in (1, 2))
-        assert losses(one) == pytest.approx(losses(two), abs=1e-9)
-        bad = "3 samples could not be decoded and were replaced by others: sample 'blue/11' in shard "
-        for result in (one, two):
-            assert [note.startswith(bad) for note in notes(result)] == [False, True]
-            assert all(note in html.unescape(result.report.read_text()) for note in notes(result))
-        with pytest.raises(UserError, match="3 such samples, more than bad_samples=2"):
-            train(replace(hp, bad_samples=2, num_ranks=2), tmp_path / "too many")  # none of two ranks has met three
-        with pytest.raises(UserError, match=r"sample '.*' in shard .*-000000.tar cannot be decoded.*bad_samples"):
-            train(replace(hp, bad_samples=0), tmp_path / "none")
-        assert not [name for name in OUTPUTS if (tmp_path / "none" / "run" / name).exists()]
-
-    @pytest.mark.parametrize(
-        ("members", "word"),
-        [
-            ({".jpg": b"x"}, "has no label: it has .jpg"),
-            ({".jpg": b"x", ".cls": b"7"}, r"label 7: must be 0..2 with 3 classes"),
-            ({".jpg": b"x", ".cls": b"-1"}, r"label -1: must be 0..2 with 3 classes"),
-        ],
-    )
-    def test_a_sample_without_a_valid_label_is_an_error(
-        self, tmp_path: Path, members: dict[str, bytes], word: str
-    ) -> None:
-        """In shards whose index was made by hand, as the commands here would have found it."""
-        with tarfile.open(tmp_path / "one.tar", "w") as archive:
-            for number, (extension, content) in itertools.product(range(12), members.items()):
-                header = tarfile.TarInfo(f"{number}{extension}")
-                header.size = len(content)
-                archive.addfile(header, io.BytesIO(content))
-        content = {"wids_version": 1, "shardlist": [{"url": "one.tar", "nsamples": 12}]}
-        (tmp_path / "one.json").write_text(json.dumps(content))
-        with pytest.raises(UserError, match=word):
-            train(of(tmp_path / "one.json", num_classes=3, batch_size=4), tmp_path / "out")
+def train_here(hp: Hyperparameters, folder: Path) -> None:
+    """Train in one process at most: what is wrong is said before."""
+    data = fetch(hp.dataset, hp.data_source, folder / "data", test_dataset=hp.test_dataset, progress="off")
+    run_training(hp, data, folder / "run", quiet(folder), launch=no_launch)
 
 
-class TestMistakes:
-    """What is wrong with the names and numbers of a run, said before a rank starts."""
+def test_classes_and_counts_are_said_before_training(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    folder, tests = labelled(tmp_path / "images", 32), labelled(tmp_path / "tests", 12)
+    dataset, test_dataset = (f"image_folder:{address}" for address in (folder, tests))
+    hp = replace(BASE, dataset=dataset, batch_size=9, max_steps=1, test_dataset=test_dataset)
+    train(hp, tmp_path / "out", replace(quiet(tmp_path), progress="lines"))
+    lines = capfd.readouterr().err.splitlines()
+    first = next(number for number, line in enumerate(lines) if "step" in line)
+    assert [line for line in lines[:first] if "image folder" in line] == [
+        f"image folder {folder}: 32 images of 3 classes (blue 10, green 11, red 11)",
+        f"image folder {tests}: 12 images of 3 classes (blue 4, green 4, red 4)",
+    ]
 
-    @pytest.mark.slow
-    def test_an_index_that_does_not_say_how_many_classes(self, shards: Path, tmp_path: Path) -> None:
-        content = json.loads((shards / "train.json").read_text())
-        del content["flyte_ddp"]
-        for entry in content["shardlist"]:
-            entry["url"] = str(shards / entry["url"])
-        (tmp_path / "plain.json").write_text(json.dumps(content))
-        with pytest.raises(UserError, match="does not say how many classes there are; set num_classes"):
-            train(of(tmp_path / "plain.json"), tmp_path / "out")
-        assert train(of(tmp_path / "plain.json", num_classes=10, epochs=1), tmp_path / "out").test_accuracy > 0.5
 
-    @pytest.mark.parametrize(
-        ("change", "word"),
-        [
-            ({"augment": "crop"}, "augment='crop': not for dataset='shards:.*; choose none or resized_crop"),
-            ({"num_classes": 3}, "num_classes=3: the data set has 10"),
-            ({"data_source": "x"}, "data_source='x': .*leave data_source empty"),
-            ({"dataset": "image_folder:/no/such"}, "image folder /no/such: cannot be listed"),
-        ],
-    )
-    def test_wrong_hyperparameters_are_explained(
-        self, shards: Path, tmp_path: Path, change: dict[str, object], word: str
-    ) -> None:
-        with pytest.raises(UserError, match=word):
-            train(replace(of(shards / "train.json"), **change), tmp_path / "out")
+def test_a_single_class_and_many_classes_are_described(tmp_path: Path) -> None:
+    shutil.move(labelled(tmp_path / "images"), tmp_path / "all" / "photos")
+    first, warning = list_images(str(tmp_path / "all")).describe()
+    assert first == f"image folder {tmp_path}/all: 30 images of 1 class (photos 30)"
+    assert warning.startswith(f"warning: image folder {tmp_path}/all: all images are of one class, photos, so there")
+    names = ["train", "bus", *"abcdefghi"]  # a train may be a vehicle
+    many = {f"{name}/{image}.jpg": b"" for number, name in enumerate(names) for image in range(number + 1)}
+    [line] = list_images(str(write_files(tmp_path / "many", many))).describe()
+    assert line.endswith("many: 66 images of 11 classes (with 1 to 11 images each)")
 
-    def test_too_few_images_or_shards_of_a_stream_to_hold_some_out(self, tmp_path: Path) -> None:
-        folder = labelled(tmp_path / "images", 4)
-        with pytest.raises(UserError, match="has no samples for testing; give more, or hold out less, or test_dataset"):
-            train(replace(BASE, dataset=f"image_folder:{folder}", batch_size=2), tmp_path / "out")
-        pack_image_folder(str(folder), tmp_path / "packed", progress="off")
-        words = "has no samples for .*; a stream holds out whole shards: pack it into more of them, or hold out less"
-        with pytest.raises(UserError, match=words):
-            train(replace(BASE, dataset=f"stream:{tmp_path}/packed/train.json"), tmp_path / "out")
 
-    @pytest.mark.parametrize(("kind", "own_tests"), [("shards", False), ("image_folder", True), ("stream", True)])
-    def test_a_split_that_leaves_nothing_to_train_on(
-        self, shards: Path, tmp_path: Path, kind: str, own_tests: bool
-    ) -> None:
-        address = str(labelled(tmp_path / "images")) if kind == "image_folder" else f"{shards}/train.json"
-        tests = f"{kind.replace('stream', 'shards')}:{address}" if own_tests else ""
-        hp = replace(BASE, dataset=f"{kind}:{address}", validation_fraction=0.9999, test_dataset=tests)
+@pytest.mark.parametrize("names", [("Train", "val"), ("train", "test", "other")])
+def test_classes_named_like_splits_are_a_warning(
+    names: tuple[str, ...], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "all"
+    for name in names:
+        labelled(folder / name)
+    _, warning = list_images(str(folder)).describe()
+    assert f"{names[0]}, {names[1]} look like splits" in warning or f"{names[1]}, {names[0]} look like" in warning
+    one, other = (f"image_folder:{folder}/{name}" for name in names[:2])
+    assert warning.endswith(f"if they are splits, set dataset={one} and test_dataset={other}")
+    pack_image_folder(str(folder), tmp_path / "packed", progress="lines")
+    assert warning in capfd.readouterr().err
 
-        def launch(*_: object, **__: object) -> None:
-            raise AssertionError("ranks were started")
 
-        data = fetch(hp.dataset, "", tmp_path / "data", test_dataset=tests, progress="off")
-        words = r"validation_fraction=0.9999: holds out all [\d,]+ samples .* lower it, or give more samples"
-        with pytest.raises(UserError, match=words):
-            run_training(hp, data, tmp_path / "run", quiet(tmp_path), launch=launch)
+@pytest.mark.slow
+def test_some_bad_samples_are_allowed_and_replaced_alike_on_any_number_of_ranks(tmp_path: Path) -> None:
+    folder = labelled(tmp_path / "images")
+    for name in ("red/9", "green/10", "blue/11"):
+        (folder / f"{name}.jpg").write_bytes(b"no image")
+    pack_image_folder(str(folder), tmp_path / "packed", progress="off", seed=None)
+    hp = of(tmp_path / "packed" / "train.json", batch_size=8, bad_samples=3, validation_fraction=0.0)
+    one, two = (train(replace(hp, num_ranks=ranks), tmp_path / f"{ranks}") for ranks in (1, 2))
+    assert losses(one) == pytest.approx(losses(two), abs=1e-9)
+    bad = "3 samples could not be decoded and were replaced by others: sample 'blue/11' in shard "
+    for result in (one, two):
+        assert [note.startswith(bad) for note in notes(result)] == [False, True]
+        assert all(note in html.unescape(result.report.read_text()) for note in notes(result))
+    with pytest.raises(UserError, match="3 such samples, more than bad_samples=2"):
+        train(replace(hp, bad_samples=2, num_ranks=2), tmp_path / "too many")  # none of two ranks has met three
+    with pytest.raises(UserError, match=r"sample '.*' in shard .*-000000.tar cannot be decoded.*bad_samples"):
+        train(replace(hp, bad_samples=0), tmp_path / "none")
+    assert not [name for name in OUTPUTS if (tmp_path / "none" / "run" / name).exists()]
 
-    def test_test_sets_of_other_classes(self, shards: Path, tmp_path: Path) -> None:
-        pack_image_folder(str(labelled(tmp_path / "images")), tmp_path / "packed", progress="off")
-        hp = of(shards / "train.json", test_dataset=f"shards:{tmp_path}/packed/train.json")
-        with pytest.raises(UserError, match="has other classes than dataset"):
-            train(hp, tmp_path / "out")
 
-    def test_an_image_that_changes_after_it_was_listed(self, tmp_path: Path) -> None:
-        folder = labelled(tmp_path / "images")
-        hp = replace(BASE, dataset=f"image_folder:{folder}", batch_size=8)
-        data = fetch(hp.dataset, "", tmp_path / "data", progress="off")
-        (folder / "green" / "10.jpg").write_bytes((folder / "red" / "0.jpg").read_bytes() + b"more")
-        with pytest.raises(UserError, match=r"image .*green/10.jpg: cannot be read \(has .* bytes, and .* when"):
-            run_training(hp, data, tmp_path / "run", quiet(tmp_path))
+@pytest.mark.parametrize(
+    ("members", "word"),
+    [
+        ({".jpg": b"x"}, "has no label: it has .jpg"),
+        ({".jpg": b"x", ".cls": b"7"}, r"label 7: must be 0..2 with 3 classes"),
+        ({".jpg": b"x", ".cls": b"-1"}, r"label -1: must be 0..2 with 3 classes"),
+    ],
+)
+def test_a_sample_without_a_valid_label_is_an_error(tmp_path: Path, members: dict[str, bytes], word: str) -> None:
+    """In shards whose index was made by hand, as the commands here would have found it."""
+    write_shards(tmp_path, {f"{number}": members for number in range(12)})
+    content = {"wids_version": 1, "shardlist": [{"url": "0.tar", "nsamples": 12}]}
+    (tmp_path / "one.json").write_text(json.dumps(content))
+    with pytest.raises(UserError, match=word):
+        train(of(tmp_path / "one.json", num_classes=3, batch_size=4), tmp_path / "out")
+
+
+@pytest.mark.slow
+def test_an_index_that_does_not_say_how_many_classes(shards: Path, tmp_path: Path) -> None:
+    content = json.loads((shards / "train.json").read_text())
+    del content["flyte_ddp"]
+    for entry in content["shardlist"]:
+        entry["url"] = str(shards / entry["url"])
+    (tmp_path / "plain.json").write_text(json.dumps(content))
+    with pytest.raises(UserError, match="does not say how many classes there are; set num_classes"):
+        train_here(of(tmp_path / "plain.json"), tmp_path / "out")
+    assert train(of(tmp_path / "plain.json", num_classes=10, epochs=1), tmp_path / "out").test_accuracy > 0.5
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        ({"augment": "crop"}, "augment='crop': not for dataset='shards:.*; choose none or resized_crop"),
+        ({"num_classes": 3}, "num_classes=3: the data set has 10"),
+        ({"data_source": "x"}, "data_source='x': .*leave data_source empty"),
+        ({"dataset": "image_folder:/no/such"}, "image folder /no/such: cannot be listed"),
+        ({"test_dataset": "shards:{packed}"}, "has other classes than dataset"),
+        (
+            {"dataset": "image_folder:{images}", "batch_size": 2},
+            "has no samples for testing; give more, or hold out",
+        ),
+        (
+            {"dataset": "stream:{packed}"},
+            "no samples for .*; a stream holds out whole shards: pack it into more",
+        ),
+    ],
+)
+def test_wrong_hyperparameters_are_explained(shards: Path, tmp_path: Path, change: dict[str, Any], word: str) -> None:
+    images, packed = labelled(tmp_path / "images", 4), tmp_path / "packed" / "train.json"
+    pack_image_folder(str(images), packed.parent, progress="off")
+    for name in ("dataset", "test_dataset"):
+        change = {**change, name: change.get(name, "").format(images=images, packed=packed)}
+    change["dataset"] = change["dataset"] or f"shards:{shards}/train.json"
+    with pytest.raises(UserError, match=word):
+        train_here(replace(BASE, **change), tmp_path / "out")
+
+
+@pytest.mark.parametrize(("kind", "own_tests"), [("shards", False), ("image_folder", True), ("stream", True)])
+def test_a_split_that_leaves_nothing_to_train_on(shards: Path, tmp_path: Path, kind: str, own_tests: bool) -> None:
+    address = str(labelled(tmp_path / "images")) if kind == "image_folder" else f"{shards}/train.json"
+    tests = f"{kind.replace('stream', 'shards')}:{address}" if own_tests else ""
+    hp = replace(BASE, dataset=f"{kind}:{address}", validation_fraction=0.9999, test_dataset=tests)
+    words = r"validation_fraction=0.9999: holds out all [\d,]+ samples .* lower it, or give more samples"
+    with pytest.raises(UserError, match=words):
+        train_here(hp, tmp_path)
+
+
+def test_an_image_that_changes_after_it_was_listed(tmp_path: Path) -> None:
+    folder = labelled(tmp_path / "images")
+    hp = replace(BASE, dataset=f"image_folder:{folder}", batch_size=8)
+    data = fetch(hp.dataset, "", tmp_path / "data", progress="off")
+    (folder / "green" / "10.jpg").write_bytes((folder / "red" / "0.jpg").read_bytes() + b"more")
+    with pytest.raises(UserError, match=r"image .*green/10.jpg: cannot be read \(has .* bytes, and .* when"):
+        run_training(hp, data, tmp_path / "run", quiet(tmp_path))
 
 
 @dataclass
@@ -194,55 +181,52 @@ class Store:
     names: list[str]
 
 
-class TestFaultsOfAStore:
-    """An object store that fails now and then changes nothing; one that stays away is worth another try of the run."""
+@pytest.fixture
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
+    folder = labelled(tmp_path / "served" / "bucket")
+    with s3_server(folder.parent) as server, faulty_proxy(server.endpoint) as proxy:
+        for name, value in {**server.aws_environment(), "AWS_ENDPOINT_URL": proxy.url}.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setattr(retries, "FIRST_DELAY", 0.001)
+        yield Store(proxy, folder, sorted(f"bucket/{path.relative_to(folder)}" for path in folder.rglob("*.jpg")))
 
-    @pytest.fixture
-    def store(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
-        folder = labelled(tmp_path / "served" / "bucket")
-        with s3_server(folder.parent) as server, faulty_proxy(server.endpoint) as proxy:
-            for name, value in {**server.aws_environment(), "AWS_ENDPOINT_URL": proxy.url}.items():
-                monkeypatch.setenv(name, value)
-            monkeypatch.setattr(retries, "FIRST_DELAY", 0.001)
-            yield Store(proxy, folder, sorted(f"bucket/{path.relative_to(folder)}" for path in folder.rglob("*.jpg")))
 
-    @pytest.fixture
-    def hp(self) -> Hyperparameters:
-        return replace(BASE, dataset="image_folder:s3://bucket", batch_size=9)
+STORED = replace(BASE, dataset="image_folder:s3://bucket", batch_size=9)
 
-    @pytest.mark.slow
-    def test_passing_faults_are_retried(self, hp: Hyperparameters, store: Store, tmp_path: Path) -> None:
-        expected = train(hp, tmp_path / "one")
-        faults = itertools.cycle([503, "truncate", "slow", "reset", 500])
-        store.proxy.faults = {name: [fault] for name, fault in zip(store.names, faults, strict=False)}
-        store.proxy.faults["bucket"] = [503, "truncate"]  # the list
-        store.proxy.requests.clear()
-        result = train(hp, tmp_path / "two")
-        assert not any(store.proxy.faults.values())
-        assert len(store.proxy.requests) > 2 * len(store.names)
-        assert all(torch.equal(value, weights(expected)[name]) for name, value in weights(result).items())
 
-    @pytest.mark.slow
-    def test_lasting_faults_are_errors(self, hp: Hyperparameters, store: Store, tmp_path: Path) -> None:
-        data = fetch(hp.dataset, "", tmp_path / "data", progress="off")
-        name = store.names[4]
-        store.proxy.faults = {name: [503] * 100}
-        with pytest.raises(UnreachableError, match=rf"image s3://{name}: cannot be read \(HTTP 503.*run again"):
-            run_training(replace(hp, num_ranks=2), data, tmp_path / "run", quiet(tmp_path))
-        store.proxy.faults = {name: [404] * 100}
-        with pytest.raises(UserError, match=rf"image s3://{name}: cannot be read \(HTTP 404.*run again") as failure:
-            run_training(hp, data, tmp_path / "run again", quiet(tmp_path))
-        assert not isinstance(failure.value, UnreachableError)
+@pytest.mark.slow
+def test_passing_faults_of_a_store_are_retried_and_change_nothing(store: Store, tmp_path: Path) -> None:
+    expected = train(STORED, tmp_path / "one")
+    faults = itertools.cycle([503, "truncate", "slow", "reset", 500])
+    store.proxy.faults = {name: [fault] for name, fault in zip(store.names, faults, strict=False)}
+    store.proxy.faults["bucket"] = [503, "truncate"]  # the list
+    store.proxy.requests.clear()
+    result = train(STORED, tmp_path / "two")
+    assert not any(store.proxy.faults.values())
+    assert len(store.proxy.requests) > 2 * len(store.names)
+    assert all(torch.equal(value, weights(expected)[name]) for name, value in weights(result).items())
 
-    @pytest.mark.slow
-    def test_an_object_that_is_replaced_by_one_of_its_size(
-        self, hp: Hyperparameters, store: Store, tmp_path: Path
-    ) -> None:
-        one, other, size = store.folder / "green" / "10.jpg", store.folder / "red" / "0.jpg", 10_000
-        one.write_bytes(one.read_bytes().ljust(size, b"\0"))
-        data = fetch(hp.dataset, "", tmp_path / "data", progress="off")
-        one.write_bytes(other.read_bytes().ljust(size, b"\0"))
-        with pytest.raises(
-            UserError, match=r"s3://bucket/green/10.jpg: cannot be read \(has ETag .* when .*; run again"
-        ):
-            run_training(hp, data, tmp_path / "run", quiet(tmp_path))
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.exhaustive)])  # whose pauses are not short
+def test_lasting_faults_of_a_store_are_errors(ranks: int, store: Store, tmp_path: Path) -> None:
+    """One that may pass is worth another try of the run."""
+    data = fetch(STORED.dataset, "", tmp_path / "data", progress="off")
+    name = store.names[4]
+    store.proxy.faults = {name: [503] * 100}
+    with pytest.raises(UnreachableError, match=rf"image s3://{name}: cannot be read \(HTTP 503.*run again"):
+        run_training(replace(STORED, num_ranks=ranks), data, tmp_path / "run", quiet(tmp_path))
+    store.proxy.faults = {name: [404] * 100}
+    with pytest.raises(UserError, match=rf"image s3://{name}: cannot be read \(HTTP 404.*run again") as failure:
+        run_training(STORED, data, tmp_path / "run again", quiet(tmp_path))
+    assert not isinstance(failure.value, UnreachableError)
+
+
+@pytest.mark.slow
+def test_an_object_that_is_replaced_by_one_of_its_size(store: Store, tmp_path: Path) -> None:
+    one, other, size = store.folder / "green" / "10.jpg", store.folder / "red" / "0.jpg", 10_000
+    one.write_bytes(one.read_bytes().ljust(size, b"\0"))
+    data = fetch(STORED.dataset, "", tmp_path / "data", progress="off")
+    one.write_bytes(other.read_bytes().ljust(size, b"\0"))
+    with pytest.raises(UserError, match=r"bucket/green/10.jpg: cannot be read \(has ETag .* when .*; run again"):
+        run_training(STORED, data, tmp_path / "run", quiet(tmp_path))

@@ -32,8 +32,8 @@ from flyte_ddp.loading.streams import (
     StreamImages,
     StreamOrder,
     decode_samples,
-    read_shard_samples,
     order_worker_shards,
+    read_shard_samples,
 )
 from flyte_ddp.run import Result, run_training
 from flyte_ddp.settings import Settings

@@ -1,0 +1,249 @@
+"""Decoding by torchcodec and by Pillow, against each other and against what was stored."""
+
+import io
+import struct
+import sys
+import warnings
+import zlib
+
+import numpy as np
+import pytest
+import torchcodec.decoders
+from PIL import Image
+
+from flyte_ddp.loading import decoding
+from flyte_ddp.loading.decoding import DecodingError
+from flyte_ddp.loading.facts import Facts
+
+DECODERS = decoding.decode_with_torchcodec, decoding.decode_with_pillow
+BOTH = pytest.mark.parametrize("decode", DECODERS)
+COLOURS = np.random.default_rng(0).integers(0, 256, (12, 16, 3), dtype=np.uint8)
+ALPHA = np.linspace(0, 255, 12 * 16).reshape(12, 16, 1).round().astype(np.uint8)
+# Smooth, so that JPEG changes little of it.
+PICTURE = Image.fromarray(COLOURS[:4, :5]).resize((40, 30), Image.Resampling.BICUBIC)
+
+
+def stored(image: Image.Image, kind: str, **options: object) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, kind, **options)
+    return buffer.getvalue()
+
+
+def turned(kind: str, orientation: int) -> bytes:
+    """With a note that it is to be turned, as cameras make it."""
+    note = Image.Exif()
+    note[0x0112] = orientation
+    return stored(PICTURE, kind, exif=note)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        *(pytest.param(turned("JPEG", number), id=f"turned {number}") for number in range(1, 9)),
+        pytest.param(turned("PNG", 6), id="turned PNG"),
+        pytest.param(stored(PICTURE.convert("CMYK"), "JPEG"), id="CMYK"),
+        pytest.param(stored(PICTURE.convert("P"), "PNG"), id="palette"),
+        pytest.param(stored(PICTURE.convert("LA"), "PNG"), id="transparent"),
+    ],
+)
+def test_both_decoders_give_the_same_image(content: bytes) -> None:
+    """So that a model sees what it was trained on where another one is installed."""
+    ours, theirs = (decode(content).astype(int) for decode in DECODERS)
+    assert ours.shape == theirs.shape
+    assert np.abs(ours - theirs).max() <= 1
+    assert ours.std() > 10
+
+
+def with_other_notes(content: bytes, tag: int, kind: int, count: int, value: bytes) -> bytes:
+    """A turned JPEG whose EXIF data also say something that is of the wrong kind."""
+    entries = struct.pack(">HHIHH", 0x0112, 3, 1, 6, 0) + struct.pack(">HHI", tag, kind, count) + value
+    notes = b"Exif\0\0MM\0*\0\0\0\x08\0\x02" + entries + bytes(4)
+    return content[:2] + b"\xff\xe1" + struct.pack(">H", len(notes) + 2) + notes + content[2:]
+
+
+JPEG, PNG = (stored(PICTURE, kind) for kind in ("JPEG", "PNG"))
+TEXT_FOR_A_NUMBER = with_other_notes(JPEG, 0x0103, 2, 1, b"a\0\0\0")
+TEXT_BEYOND_THE_END = with_other_notes(JPEG, 0x9003, 2, 999, b"\0\0\xff\xff")
+
+
+@pytest.mark.filterwarnings("ignore:Tag data larger than file")
+@BOTH
+@pytest.mark.parametrize("content", [TEXT_FOR_A_NUMBER, TEXT_BEYOND_THE_END], ids=["text", "end"])
+def test_what_else_the_exif_data_say_does_not_matter(decode, content: bytes) -> None:
+    assert np.array_equal(decode(content), np.rot90(decode(JPEG), -1))
+
+
+@BOTH
+@pytest.mark.parametrize("kind", ["JPEG", "WEBP"])
+def test_pictures_are_turned_by_their_exif_data_only(decode, kind: str) -> None:
+    """Not by XMP, which torchcodec and browsers do not look at, and not where the EXIF data are none."""
+    for note in ({"xmp": b'<x:xmpmeta tiff:Orientation="6"/>'}, {"exif": b"Exif\0\0XX\0*\0\0\0\x08"}):
+        assert decode(stored(PICTURE, kind, **note)).shape == (30, 40, 3)
+
+
+def test_a_warning_comes_once_and_not_with_each_image() -> None:
+    """As it would if warnings' filters were changed for a moment with each; in threads some changes would stay."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        for _ in range(5):
+            decoding.decode_with_torchcodec(TEXT_BEYOND_THE_END)
+    assert len(caught) <= 1
+
+
+@pytest.mark.parametrize("error", [ImportError, OSError, RuntimeError])
+def test_where_torchcodec_cannot_be_loaded_pillow_decodes(monkeypatch: pytest.MonkeyPatch, error: type) -> None:
+    class Broken:
+        def find_spec(self, name: str, *_: object) -> None:
+            if name.startswith("torchcodec"):
+                raise error(f"no {name}")
+
+    for name in [name for name in sys.modules if name.partition(".")[0] == "torchcodec"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(sys, "meta_path", [Broken(), *sys.meta_path])
+    decoding.choose_decoder.cache_clear()
+    try:
+        assert decoding.choose_decoder() is decoding.decode_with_pillow
+        assert np.array_equal(decoding.decode_image(PNG), np.array(PICTURE))
+    finally:
+        decoding.choose_decoder.cache_clear()
+    assert "torchcodec is not installed" in Facts("Pillow").describe()[0]
+
+
+@BOTH
+@pytest.mark.parametrize("content", [b"", b"no image", b"\xff\xd8\xff", JPEG[: len(JPEG) // 2], PNG[: len(PNG) // 2]])
+def test_what_is_no_image_is_an_error(decode, content: bytes) -> None:
+    with pytest.raises(DecodingError):
+        decode(content)
+
+
+def png(size: tuple[int, int], depth: int, colour_type: int, rows: bytes, transparent: bytes = b"") -> bytes:
+    """Rows of pixels, one of whose colours may be transparent: Pillow writes few of these."""
+
+    def chunk(name: bytes, content: bytes) -> bytes:
+        return struct.pack(">I", len(content)) + name + content + struct.pack(">I", zlib.crc32(name + content))
+
+    header = struct.pack(">IIBBBBB", *size, depth, colour_type, 0, 0, 0)
+    colour = chunk(b"tRNS", transparent) if transparent else b""
+    parts = chunk(b"IHDR", header), colour, chunk(b"IDAT", zlib.compress(rows, 1)), chunk(b"IEND", b"")
+    return b"\x89PNG\r\n\x1a\n" + b"".join(parts)
+
+
+@BOTH
+def test_a_small_file_that_is_a_huge_image_is_refused(decode) -> None:
+    """By both decoders, at the same size."""
+    huge, small = (png((side, side), 1, 0, bytes((side // 8 + 1) * side)) for side in (14_000, 800))
+    assert len(huge) < 300_000
+    with pytest.raises(DecodingError, match=r"Image size \(196000000 pixels\) exceeds limit of 178956970 pixels"):
+        decode(huge)
+    assert decode(small).shape == (800, 800, 3)
+
+
+@pytest.mark.parametrize("kind", ["GIF", "WEBP"])
+def test_of_an_animation_only_the_first_image_is_decoded(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of a small file's could be more than there is memory."""
+    first, *others = (Image.new("RGB", (20, 30), colour) for colour in ("red", "green", "blue"))
+    content = stored(first, kind, save_all=True, append_images=others, lossless=True)
+    asked: list[bytes] = []
+    monkeypatch.setattr(torchcodec.decoders, "decode_image", lambda content, **_: asked.append(content))
+    for decode in DECODERS:
+        assert np.array_equal(decode(content), np.array(first))
+    assert asked == []
+
+
+def on_white(colours: np.ndarray, alpha: np.ndarray) -> np.ndarray:
+    """The formula of the document."""
+    return np.broadcast_to((colours * (alpha / 255) + 255 * (1 - alpha / 255)).round(), (12, 16, 3))
+
+
+# A black square; all around it is black, too, and transparent.
+IN_SQUARE = np.pad(np.ones((6, 6, 1)), ((3, 3), (3, 7), (0, 0)))
+BLACK_SHAPE = Image.fromarray(np.concatenate([np.zeros((12, 16, 3)), 255 * IN_SQUARE], 2).astype(np.uint8))
+SHAPE_ON_WHITE = np.where(IN_SQUARE, 0, 255).repeat(3, axis=2)
+RGBA = Image.fromarray(np.concatenate([COLOURS, ALPHA], 2))
+GREY_ALPHA = Image.fromarray(np.concatenate([COLOURS[..., :1], ALPHA], 2), "LA")
+OPAQUE_ALPHA = Image.fromarray(np.concatenate([COLOURS, np.full_like(ALPHA, 255)], 2))
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        pytest.param(stored(RGBA, "PNG"), on_white(COLOURS, ALPHA), id="RGBA PNG"),
+        pytest.param(stored(RGBA, "WEBP", lossless=True, exact=True), on_white(COLOURS, ALPHA), id="RGBA WebP"),
+        pytest.param(stored(GREY_ALPHA, "PNG"), on_white(COLOURS[..., :1], ALPHA), id="LA PNG"),
+        pytest.param(stored(BLACK_SHAPE, "AVIF", quality=100), SHAPE_ON_WHITE, id="AVIF"),
+        pytest.param(stored(BLACK_SHAPE.quantize(4), "PNG"), SHAPE_ON_WHITE, id="palette PNG"),
+        pytest.param(stored(BLACK_SHAPE, "GIF"), SHAPE_ON_WHITE, id="GIF"),
+        pytest.param(stored(RGBA.convert("RGB"), "PNG"), COLOURS, id="opaque"),
+        pytest.param(stored(OPAQUE_ALPHA, "PNG"), COLOURS, id="an alpha channel without effect"),
+    ],
+)
+def test_what_is_transparent_is_on_white(decode, content: bytes, expected: np.ndarray) -> None:
+    pixels = decode(content)
+    assert (pixels.shape, pixels.dtype) == ((12, 16, 3), np.uint8)
+    assert np.abs(pixels - expected).max() <= 1
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("depth", "colour_type", "row", "transparent", "expected"),
+    [
+        (2, 0, b"\x1b", b"\0\2", [0, 85, 255, 255]),
+        (4, 0, b"\x05\xaf", b"\0\5", [0, 255, 170, 255]),
+        (8, 0, bytes([0, 5, 10, 255]), b"\0\5", [0, 255, 10, 255]),
+        (16, 0, struct.pack(">4H", 0, 5000, 5001, 65535), struct.pack(">H", 5000), [0, 255, 19, 255]),
+        (8, 2, bytes([1, 1, 1, 2, 2, 2, 1, 2, 1, 9, 9, 9]), struct.pack(">3H", 2, 2, 2), [1, 255, (1, 2, 1), 9]),
+        (16, 2, struct.pack(">6H", *[300] * 3, *[600] * 3), struct.pack(">3H", *[600] * 3), [1, 255]),
+    ],
+)
+def test_the_transparent_colour_of_a_png_of_any_depth_is_white(
+    decode, depth: int, colour_type: int, row: bytes, transparent: bytes, expected: list
+) -> None:
+    colours = np.array([[*grey] if isinstance(grey, tuple) else [grey] * 3 for grey in expected])
+    content = png((len(expected), 1), depth, colour_type, b"\0" + row, transparent)
+    assert np.array_equal(decode(content)[0], colours)
+
+
+def tiff(bits: int, form: int, content: bytes) -> bytes:
+    """12 x 16 grey values without a sign (form 1), with one (2) or floating-point (3): Pillow writes few of these."""
+    tags = (256, 16), (257, 12), (258, bits), (259, 1), (262, 1), (273, 134), (277, 1), (278, 12)
+    tags = *tags, (279, len(content)), (339, form)
+    entries = b"".join(struct.pack("<HHIHH", tag, 3, 1, value, 0) for tag, value in tags)
+    return b"II*\0" + struct.pack("<IH", 8, len(tags)) + entries + bytes(4) + content
+
+
+SIXTEEN_BITS = (np.arange(12 * 16) * 340).astype(np.uint16).reshape(12, 16)
+PAIRS = (SIXTEEN_BITS >> 4).reshape(-1, 2).tolist()  # of 12 bits each, which are stored in three bytes
+TWELVE_BITS = tiff(12, 1, b"".join((first << 12 | second).to_bytes(3) for first, second in PAIRS))
+TIFF, PGM = (stored(Image.fromarray(SIXTEEN_BITS), kind) for kind in ("TIFF", "PPM"))
+
+
+@BOTH
+@pytest.mark.parametrize("content", [TIFF, PGM, TWELVE_BITS], ids=["TIFF", "PGM", "TIFF of 12 bits"])
+def test_of_whole_numbers_without_a_sign_the_upper_8_bits_count(decode, content: bytes) -> None:
+    assert np.array_equal(decode(content), (SIXTEEN_BITS >> 8)[..., None].repeat(3, axis=2))
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("colour_type", "channels", "opaque"), [(0, 1, False), (2, 3, False), (4, 1, True), (6, 3, True)]
+)
+def test_of_all_values_of_16_bits_in_a_png_the_upper_8_count(
+    decode, colour_type: int, channels: int, opaque: bool
+) -> None:
+    """Whichever decoder is installed, a run sees the same pixels: to torchcodec a quarter of them are a level off."""
+    values = np.arange(2**16)
+    row = np.stack([values] * channels + [np.full(2**16, 65535)] * opaque, axis=1).astype(">u2").tobytes()
+    pixels = decode(png((2**16, 1), 16, colour_type, b"\0" + row))
+    assert np.array_equal(pixels[0], (values >> 8)[:, None].repeat(3, axis=1))
+
+
+@BOTH
+@pytest.mark.parametrize("kind", ["u4", "i2", "f4"])
+def test_numbers_of_no_known_range_are_refused_by_name(decode, kind: str) -> None:
+    """A scan of -1024 to 3071 or of 0 to 2^31: whatever is clipped or cut off would be lost without a word."""
+    values = np.linspace(0, 3000, 12 * 16).reshape(12, 16).astype(kind)
+    said = "floating-point numbers" if kind == "f4" else "32-bit or signed integers"
+    content = tiff(8 * values.itemsize, {"u": 1, "i": 2, "f": 3}[kind[0]], values.tobytes())
+    with pytest.raises(DecodingError, match=f"its pixels are {said}, of no known range; store 8 or 16 bits"):
+        decode(content)
