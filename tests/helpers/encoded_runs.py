@@ -40,7 +40,7 @@ def train(hp: Hyperparameters, folder: Path, settings: Settings | None = None) -
     return run_training(hp, data, folder / "run", settings or quiet(folder))
 
 
-def of(index: Path, **changes) -> Hyperparameters:
+def of(index: Path | str, **changes) -> Hyperparameters:
     return replace(BASE, dataset=f"shards:{index}", **changes)
 
 

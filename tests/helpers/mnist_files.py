@@ -10,8 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flyte_ddp.datasets import open_arrays
-from flyte_ddp.datasets.published import PublishedSet
-from flyte_ddp.datasets.published import MNIST
+from flyte_ddp.datasets.published import MNIST, PublishedSet
 
 NAMES = tuple(MNIST.files)
 DEBIAN = Path("/usr/share/datasets/fashion-mnist")

@@ -2,14 +2,12 @@
 
 import csv
 import html
-import io
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from encoded_runs import BASE, notes, quiet, train
-from image_folders import write_files
 from PIL import Image
 
 from flyte_ddp.config import Hyperparameters
@@ -28,14 +26,17 @@ def bar(number: int) -> np.ndarray:
     return opaque if number % 2 else opaque.T
 
 
+def save(pixels: np.ndarray, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.fromarray(pixels).save(path)
+
+
 def shapes(folder: Path, number: int) -> Path:
     """Black pictures of bars on black: only their alpha channels differ."""
     for index in range(number):
         pixels = np.zeros((24, 24, 4), dtype=np.uint8)
         pixels[bar(index), 3] = 255
-        buffer = io.BytesIO()
-        Image.fromarray(pixels).save(buffer, "PNG")
-        write_files(folder, {f"{'lying' if index % 2 else 'standing'}/{index:02d}.png": buffer.getvalue()})
+        save(pixels, folder / ("standing", "lying")[index % 2] / f"{index:02d}.png")
     return folder
 
 
@@ -63,13 +64,10 @@ def test_what_only_an_alpha_channel_shows_is_learnt_and_predicted(
 
 def one_picture(folder: Path, number: int, others: int) -> Path:
     """So many files in two classes, all with the same pixels but the first few."""
+    pixels = np.indices((20, 24, 3)).sum(0).astype(np.uint8)
     for index in range(number):
-        path = folder / ("a", "b")[index % 2] / f"{index:02d}.png"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        picture = Image.fromarray(np.indices((20, 24, 3)).sum(0).astype(np.uint8))
-        if index < others:
-            picture = picture.rotate(90).point(lambda value, index=index: value + index)
-        picture.save(path)
+        picture = np.rot90(pixels) + np.uint8(index) if index < others else pixels
+        save(picture, folder / ("a", "b")[index % 2] / f"{index:02d}.png")
     return folder
 
 
@@ -98,9 +96,10 @@ def test_mostly_equal_pictures_are_a_warning(
         assert said[0] in html.unescape(result.report.read_text())
 
 
-@pytest.fixture
-def blank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A prepared data set ``blank:make`` of 300 black pictures."""
+@pytest.mark.slow
+def test_equal_arrays_are_a_warning_and_real_pictures_are_none(
+    digits: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "blank.py").write_text(
         "import numpy as np\n"
         "from flyte_ddp import image_arrays\n"
@@ -110,13 +109,7 @@ def blank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     )
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    return fetch("blank:make", "", tmp_path / "blank", progress="off")
-
-
-@pytest.mark.slow
-def test_equal_arrays_are_a_warning_and_real_pictures_are_none(
-    digits: Path, blank: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+    blank = fetch("blank:make", "", tmp_path / "blank", progress="off")
     for dataset, data, count in (("digits", digits, 0), ("blank:make", blank, 1)):
         ranks = 2 if count else 1  # with two, a rank's part of a batch is a sample
         hp = Hyperparameters(dataset=dataset, num_ranks=ranks, batch_size=14, accumulation_steps=7, max_steps=10)

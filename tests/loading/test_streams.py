@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 from cli import HELPERS
-from file_server import FileServer
+from image_folders import image_bytes
 from mounts import ALONE, need_mounts
 from processes import processes_with
 
@@ -31,7 +31,6 @@ from flyte_ddp.loading.streams import (
     RankStream,
     StreamImages,
     StreamOrder,
-    decode_samples,
     order_worker_shards,
     read_shard_samples,
 )
@@ -43,7 +42,6 @@ from flyte_ddp.shards.index import ShardIndex, read_index
 from flyte_ddp.shards.packing import pack_samples
 
 PER_SHARD = 75
-
 
 pytestmark = pytest.mark.usefixtures("user_models")
 
@@ -84,9 +82,8 @@ def train(hp: Hyperparameters, folder: Path, launch=None, **settings) -> Result:
 
 def test_a_pass_reads_every_shard_once_from_its_beginning_and_each_pass_in_another_order(shards: Path) -> None:
     options = options_of(shards)
-    passes = [
-        [shard for _, shard in itertools.islice(order_worker_shards(options), 20 * n, 20 * (n + 1))] for n in range(3)
-    ]
+    ordered = order_worker_shards(options)
+    passes = [[shard for _, shard in itertools.islice(ordered, 20)] for _ in range(3)]
     assert all(sorted(found) == list(range(20)) for found in passes)
     assert len({tuple(found) for found in passes}) == 3
     stored = itertools.islice(read_shard_samples(reader_of(options), iter([(0, 7), (0, 3)])), 2 * PER_SHARD)
@@ -96,28 +93,27 @@ def test_a_pass_reads_every_shard_once_from_its_beginning_and_each_pass_in_anoth
     assert all("train-000003" in name for name in samples[PER_SHARD:])
 
 
-def labels_of(images: StreamImages, number: int, batch: int = 30) -> list[list[int]]:
-    order = StreamOrder(number * batch)
-    return [images.gather(samples, 0)[1].tolist() for samples in order.batches(0, batch)]
-
-
 @pytest.mark.slow
-def test_samples_are_mixed_beyond_shards_and_come_once_a_pass(shards: Path, tmp_path: Path) -> None:
+def test_samples_are_mixed_beyond_shards_and_come_once_a_pass(tmp_path: Path) -> None:
     """Of samples whose label is their number, in shards in order."""
+    image = image_bytes()
+    pack_samples(
+        lambda number: (f"{number:03d}", {".png": image, ".cls": str(number).encode()}),
+        300,
+        tmp_path,
+        classes=[str(n) for n in range(300)],
+        per_shard=30,
+        seed=None,
+        progress="off",
+    )
 
-    def sample(number: int):
-        return f"{number:03d}", {".png": (shards / "one.png").read_bytes(), ".cls": str(number).encode()}
+    def labels(seed: int) -> list[list[int]]:
+        images = StreamImages(options_of(tmp_path, classes=300, shuffle_buffer=100, seed=seed), torch.device("cpu"))
+        return [images.gather(samples, 0)[1].tolist() for samples in StreamOrder(1200).batches(0, 30)]
 
-    from PIL import Image
-
-    Image.new("RGB", (8, 8)).save(shards / "one.png")
-    pack_samples(sample, 300, tmp_path, classes=[str(n) for n in range(300)], per_shard=30, seed=None, progress="off")
-    options = options_of(tmp_path, classes=300, shuffle_buffer=100)
-    images = StreamImages(options, torch.device("cpu"))
-    batches = labels_of(images, 40)
-    again = labels_of(StreamImages(options, torch.device("cpu")), 40)
-    assert batches == again  # a function of the seed
-    assert batches != labels_of(StreamImages(replace(options, hp=replace(options.hp, seed=1)), torch.device("cpu")), 40)
+    batches = labels(0)
+    assert batches == labels(0)  # a function of the seed
+    assert batches != labels(1)
     assert len({label // 30 for label in batches[3]}) >= 4  # of several shards
     counts = Counter(itertools.chain(*batches))
     # 1,200 samples of 300: four passes, but for what is still in the two buffers.
@@ -175,16 +171,21 @@ def test_ranks_learn_from_streams_of_their_own(shards: Path, tmp_path: Path) -> 
     ]
 
 
+def start_training(hp: Hyperparameters, folder: Path, *before: str) -> subprocess.CompletedProcess[str]:
+    """Train in a process of its own, started by the command ``before``."""
+    script = "import sys, test_streams; test_streams.train_here(*sys.argv[1:])"
+    command = [*before, sys.executable, "-c", script, json.dumps(hp.to_dict()), str(folder)]
+    variables = {**os.environ, "MARK": str(folder), "PYTHONPATH": str(Path(__file__).parent)}
+    return subprocess.run(command, cwd=HELPERS, capture_output=True, text=True, check=False, env=variables, timeout=120)
+
+
 @pytest.mark.slow
 def test_a_killed_rank_takes_its_workers_along_and_the_retry_begins_another_stream(
     shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hp = replace(BASE, dataset=f"stream:{shards}/train.json", model="faults:model", log_interval=1)
     faults.inject(monkeypatch, tmp_path / "marker", rank=1, at="training", kind="SIGKILL", **{"pass": 30})
-    script = "import sys, test_streams; test_streams.train_here(*sys.argv[1:])"
-    command = [sys.executable, "-c", script, json.dumps(hp.to_dict()), str(tmp_path)]
-    marked = {**os.environ, "MARK": str(tmp_path), "PYTHONPATH": str(Path(__file__).parent)}
-    ended = subprocess.run(command, cwd=HELPERS, capture_output=True, text=True, check=False, env=marked)
+    ended = start_training(hp, tmp_path)
     assert "RankLostError" in ended.stderr
     assert "killed by SIGKILL" in ended.stderr
     deadline = time.monotonic() + 5
@@ -200,50 +201,27 @@ def train_here(hp: str, folder: str) -> None:
     train(Hyperparameters(**json.loads(hp)), Path(folder), loader_threads=1)
 
 
-def broken(folder: Path, **changes) -> RankStream:
-    """A stream of twelve samples, none of which can be decoded."""
+@pytest.mark.parametrize(
+    ("workers", "bad_samples", "said"),
+    [
+        (0, 0, r"tar cannot be decoded: .*bad_samples$"),
+        pytest.param(1, 0, r"tar cannot be decoded: .*bad_samples$", marks=pytest.mark.slow),
+        (0, 50, r": no sample of its worker can be decoded \(of no k"),  # else it would look for a good one for ever
+    ],
+)
+def test_samples_that_cannot_be_used_are_one_clear_error(
+    tmp_path: Path, workers: int, bad_samples: int, said: str
+) -> None:
     contents = {".jpg": b"no image", ".cls": b"1"}
-    pack_samples(lambda number: (f"{number}", contents), 12, folder, classes=["a", "b"], per_shard=3, progress="off")
-    return options_of(folder, classes=2, **changes)
-
-
-@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
-def test_a_sample_that_cannot_be_used_is_one_clear_error(tmp_path: Path, workers: int) -> None:
-    images = StreamImages(replace(broken(tmp_path), workers=workers), torch.device("cpu"))
-    with pytest.raises(UserError, match=r"^sample '\d+' in shard .*tar cannot be decoded: .*bad_samples$") as caught:
+    pack_samples(lambda number: (f"{number}", contents), 12, tmp_path, classes=["a", "b"], per_shard=3, progress="off")
+    options = options_of(tmp_path, classes=2, workers=workers, bad_samples=bad_samples)
+    images = StreamImages(options, torch.device("cpu"))
+    with pytest.raises(UserError, match=rf"^sample '\d+' in shard .*{said}") as caught:
         images.gather(np.arange(3), 0)
     # The error, which is still held, holds no worker: whoever ends the run kills those left, for which torch raises.
     assert caught.tb is not None
     assert not multiprocessing.active_children()
     images.close()
-
-
-@pytest.mark.slow
-def test_samples_that_are_all_allowed_to_be_bad_are_an_error_all_the_same(tmp_path: Path) -> None:
-    """For an endless stream would look for a good one for ever."""
-    images = StreamImages(broken(tmp_path, bad_samples=50), torch.device("cpu"))
-    with pytest.raises(UserError, match=r"^sample '\d+' in shard .*: no sample of its worker can be decoded \(of no k"):
-        images.gather(np.arange(3), 0)
-    images.close()
-
-
-def test_an_image_that_is_damaged_in_the_cache_is_fetched_again(
-    shards: Path, server: FileServer, tmp_path: Path
-) -> None:
-    server.files = {path.name: path.read_bytes() for path in shards.iterdir() if path.is_file()}
-    options = options_of(shards, index=read_index(f"{server.url}/train.json"), cache=ShardCache(tmp_path / "cache"))
-    reader = reader_of(options)
-    reader.read(0)
-    reader.close()
-    [cached] = (tmp_path / "cache").glob("*.tar")
-    content = bytearray(cached.read_bytes())
-    content[content.index(b"IDAT") + 8] ^= 0xFF  # of the first image's pixels
-    cached.write_bytes(content)
-    local = reader_of(options_of(shards))
-    [(healed, _)] = itertools.islice(decode_samples(options, reader, read_shard_samples(reader, iter([(0, 0)]))), 1)
-    [(whole, _)] = itertools.islice(decode_samples(options, local, read_shard_samples(local, iter([(0, 0)]))), 1)
-    assert np.array_equal(healed, whole)
-    assert server.counts[options.index.shards[0].url.rpartition("/")[2]] == 2
 
 
 def test_weights_and_more_readers_than_shards_are_refused_before_a_rank_starts(shards: Path, tmp_path: Path) -> None:
@@ -274,9 +252,6 @@ def test_a_stream_needs_next_to_no_shared_memory(shards: Path, tmp_path: Path) -
     need_mounts(tmp_path)
     hp = replace(BASE, dataset=f"stream:{shards}/train.json", image_size=64, max_steps=20, num_ranks=1)
     small = ["sh", "-c", 'mount -t tmpfs -o size=100k none /dev/shm && exec "$@"', "sh"]
-    script = "import sys, test_streams; test_streams.train_here(*sys.argv[1:])"
-    command = [*ALONE, *small, sys.executable, "-c", script, json.dumps(hp.to_dict()), str(tmp_path)]
-    marked = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
-    run = subprocess.run(command, cwd=HELPERS, capture_output=True, text=True, check=False, env=marked, timeout=120)
+    run = start_training(hp, tmp_path, *ALONE, *small)
     assert run.returncode == 0, run.stderr
     assert (tmp_path / "run" / "model.json").is_file()
