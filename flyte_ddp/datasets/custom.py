@@ -26,8 +26,9 @@ class CustomSet:
     def fingerprint(self, source: str) -> str:
         """Return a name that changes with the source code of the callable and with the content of ``source``.
 
-        Reads local sources whole, and lists remote ones, with retries. Does not import the user's code. Raises a
-        UserError if there is no such module or source.
+        Reads a local source whole, or asks for a remote one as :func:`content_identity` does. Reads the user's code
+        without importing it; puts the working directory first on ``sys.path``. Raises a UserError if there is no such
+        module or source.
         """
         identity = digest_lines([self.spec, user_source_digest(self.spec), source, content_identity(source)])
         return f"{re.sub(r'[^A-Za-z0-9_.]', '-', self.spec)}-{identity[:16]}"
@@ -35,7 +36,8 @@ class CustomSet:
     def load(self, source: str, workspace: Path, progress: Progress) -> tuple[ImageArrays, str]:
         """Import and call the user's code; return checked arrays, and the call as text: where they came from.
 
-        Raises a UserError for a wrong result; errors of the user's code go through. Does not use ``workspace``.
+        Puts the working directory first on ``sys.path``; shows progress on stderr. Raises a UserError for a missing
+        callable or a wrong result; errors of the user's code go through. Does not use ``workspace``.
         """
         del workspace  # the user's code chooses its own place for downloads
         arrays = arrays_from_result(self.spec, load_callable(self.spec)(source), progress)

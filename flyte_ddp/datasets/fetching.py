@@ -40,11 +40,10 @@ def find_dataset(dataset: str, source: str) -> PublishedSet | CustomSet | None:
 def fingerprint(dataset: str, source: str, test_dataset: str = "") -> str:
     """Return a short text, fit for a file name, that changes exactly when the content of the data does.
 
-    Downloads no images. For a published data set it covers the digests of the files; of a mirror it reads
-    ``SHA256SUMS``. For ``package.module:callable`` it covers the callable's source code and the content of ``source``.
-    For shards it covers address and index. For a folder of images it covers the address and the list of files, so it
-    lists them. Tries up to 4 times.
-    Raises a UserError for an unknown data set or a source that does not exist.
+    Downloads no images. For a published data set it covers the digests of the files, which a mirror's ``SHA256SUMS``
+    gives. For ``package.module:callable`` it covers the callable's source code, which is not imported, and the content
+    of ``source``. For shards it covers address and index, for a folder of images address and list of files. Tries what
+    it reads or lists up to 4 times. Raises a UserError for an unknown data set, or a source that cannot be read.
     """
     definition = find_dataset(dataset, source)
     if definition is not None:
@@ -62,8 +61,9 @@ def is_quickly_prepared(dataset: str) -> bool:
 def fetch(dataset: str, source: str, folder: Path, *, test_dataset: str = "", progress: str = "auto") -> Path:
     """Download a data set, verify it and write it into ``folder``, which appears complete or not at all.
 
-    Does nothing if ``folder`` already holds this data set of this source undamaged. Put the :func:`fingerprint` into
-    the folder's name if the content of the source can change. Tries each download up to 4 times.
+    Does nothing if ``folder`` already holds this data set of this source undamaged; replaces it if it is damaged or of
+    another release's format. Put the :func:`fingerprint` into the folder's name if the content of the source can
+    change. Tries each download up to 4 times. Imports and calls the code of ``package.module:callable``.
 
     Args:
         dataset: a name in ``DATASETS``, ``package.module:callable``, ``shards:...`` or ``image_folder:...``. Of the

@@ -100,11 +100,10 @@ class ImageList:
 
 
 def list_images(address: str) -> ImageList:
-    """List the images below ``address``, in up to 4 tries. As in torchvision's ImageFolder, the first folder of a name
-    is the class.
+    """List the images below ``address``, in up to 4 tries, and return the list.
 
-    Leaves out hidden files and folders. Class names are the folders' names in Unicode form NFC, so folders whose names
-    differ only in form are one class.
+    As in torchvision's ImageFolder, the first folder of a name is the class. Leaves out hidden files and folders. Class
+    names are the folders' names in Unicode form NFC, so folders whose names differ only in form are one class.
     Raises a UserError if the address cannot be listed, no image is in a class's folder, a class's folder has no images
     (an empty folder counts on this machine only), or a folder's name is not UTF-8.
     """

@@ -25,7 +25,8 @@ def pack_source(source: str, folder: Path, *, split: str = "train", **options: A
     ``source`` is a name in ``catalog.DATASETS``, whose data are downloaded into a temporary folder; or
     ``package.module:callable``, which returns a pair (training set, test set) of map-style data sets; or a folder or
     prefix of images, which has no test split. ``options`` are keyword arguments of
-    :func:`flyte_ddp.shards.packing.pack_samples`. Raises a UserError for any other source or split.
+    :func:`flyte_ddp.shards.packing.pack_samples`. Prints progress to stderr. Raises a UserError for any other source or
+    split, or one that cannot be read; errors of the user's code go through.
     """
     if source in catalog.DATASETS:
         with tempfile.TemporaryDirectory(prefix="flyte-ddp.") as data:

@@ -94,8 +94,8 @@ def decode_with_pillow(content: bytes, mode: str = "RGB") -> NDArray[np.uint8]:
 def exif_orientation(image: Image.Image) -> int:
     """Return the orientation in the image's EXIF data, 1 to 8; 1 (upright) if it is missing or damaged.
 
-    Pillow's ``exif_transpose`` is not used. It also rewrites the EXIF data, and fails if an entry has a wrong type. It
-    reads XMP as well, which torchcodec does not. Pillow turns a TIFF upright when it loads it.
+    Pillow's ``exif_transpose`` would fail if an entry has a wrong type, and read XMP, which torchcodec does not. Pillow
+    itself turns a TIFF upright when it loads it.
     """
     from PIL import Image
 

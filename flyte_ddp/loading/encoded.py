@@ -1,7 +1,7 @@
 """Load encoded images from shards or files, decoded by threads that work ahead of training."""
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
@@ -11,6 +11,7 @@ import numpy as np
 import threadpoolctl
 import torch
 
+from flyte_ddp.datasets.prepared import SampleOrder
 from flyte_ddp.errors import UserError
 from flyte_ddp.loading import cropping
 from flyte_ddp.loading.decoding import DecodingError, Pixels, choose_decoder, decode_image, decode_with_torchcodec
@@ -69,7 +70,7 @@ class BadSamples:
         self.lock = threading.Lock()
 
     def add_sample(self, name: str, reason: str) -> None:
-        """Record a sample that cannot be decoded, once for each name. Raises a UserError if there are too many."""
+        """Record a sample that cannot be decoded, once for each name. Raises a UserError if they exceed ``allowed``."""
         with self.lock:
             self.names[name] = reason
             count = len(self.names)
@@ -84,12 +85,12 @@ class EncodedImages(ImageSource):
 
     reader: ImageReader
     _: KW_ONLY
+    orders: Collection[SampleOrder]  # of the splits that the reader's samples make up, without common samples
     size: int  # side of the squares that images become, in pixels
-    crop: str  # for training: ``resized_crop`` (a random part, mirrored half of the time) or ``none`` (the middle)
-    seed: int  # of the random parts
+    crop: str = "none"  # for training: resized_crop (a random part, mirrored half of the time) or none (the middle)
+    seed: int = 0  # of the random parts
     classes: int  # number of classes; labels must be smaller
     bad: BadSamples
-    substitutes: Callable[[int], Indices]  # returns the samples, ascending, one of which may replace a sample
     threads: int  # that decode
     device: torch.device
     batches_ahead = 2  # enough to keep the threads busy while gather() waits for a batch
@@ -112,9 +113,10 @@ class EncodedImages(ImageSource):
         self.reader.prefetch_files(samples)
 
     def gather(self, samples: Indices, epoch: int | None) -> Batch:
-        """Return images uint8 [n, size, size, 3] and labels int64 [n] on the device; waits for the threads.
+        """Return images uint8 [n, size, size, 3], labels int64 [n] on the device, and the samples' names as a batch.
 
-        Raises the first exception of a thread, such as a UserError for too many bad samples.
+        Starts to load the samples unless :meth:`prefetch` has, and waits for the threads without a timeout. Raises the
+        first exception of a thread, such as a UserError for too many bad samples.
         """
         self.prefetch(samples, epoch)
         batch, tasks = self.pending.pop((epoch, samples.tobytes()))
@@ -125,7 +127,10 @@ class EncodedImages(ImageSource):
         return Batch(images, labels, batch.names)
 
     def submit_batch(self, samples: Indices, epoch: int | None) -> tuple[Batch, list[Future[None]]]:
-        """Submit tasks of a few samples each to the threads; return the tasks, and the batch that they fill."""
+        """Submit tasks of a few samples each to the threads; return the batch in CPU memory that they fill, and them.
+
+        Starts to read all samples. The batch is complete when all tasks are done.
+        """
         on_gpu = self.device.type == "cuda"
         images = torch.empty(len(samples), self.size, self.size, 3, dtype=torch.uint8, pin_memory=on_gpu)
         labels = torch.empty(len(samples), dtype=torch.int64, pin_memory=on_gpu)
@@ -146,23 +151,29 @@ class EncodedImages(ImageSource):
         return Batch(images, labels, names), tasks
 
     def load_image_or_substitute(self, sample: int, encoded: Encoded) -> tuple[Pixels, int, str]:
-        """Return pixels, label and key of a sample. A damaged one gets the pixels and label of the next good one.
+        """Return pixels, label and key of a sample; for a damaged one pixels and label of the next good one.
 
-        ``encoded`` is the sample as it was read. Substitutes are of the sample's own split. Notes in ``replaced`` that
-        a sample is damaged. Raises a UserError if no substitute can be decoded, or there are too many bad samples.
+        ``encoded`` is the sample as it was read. The good one is of the same split, and of the same shard; it is read
+        and decoded in this thread. Adds a damaged sample to ``bad`` and ``replaced``. Raises a UserError if no sample
+        can stand in, or there are too many bad samples.
         """
         if loaded := self.decode_or_count(sample, encoded):
             return *loaded, encoded.key
         self.replaced.add(sample)
-        others = self.substitutes(sample)
-        place = int(np.searchsorted(others, sample))
+        for order in self.orders:
+            others = order.substitutes(sample)  # ascending
+            place = int(np.searchsorted(others, sample))
+            if place < len(others) and others[place] == sample:
+                break  # this is the sample's split
+        else:
+            raise IndexError(f"sample {sample} is in no split")
         for other in [*others[place + 1 :].tolist(), *others[:place].tolist()]:
             if loaded := self.decode_or_count(other, self.reader.read(other)):
                 return *loaded, encoded.key
         raise UserError(f"{encoded.name}: neither this nor any of its {len(others) - 1} substitutes can be decoded")
 
     def decode_or_count(self, sample: int, encoded: Encoded) -> tuple[Pixels, int] | None:
-        """Return pixels and label of a sample; None if its image is damaged. Counts damaged samples as bad."""
+        """Return pixels and label of a sample; None if its image is damaged: then add the sample to ``bad``."""
         if encoded.name in self.bad.names:
             return None
         try:
@@ -189,10 +200,10 @@ class EncodedImages(ImageSource):
 def map_samples(
     reader: ImageReader, samples: Indices, threads: int, use: Callable[[int, Encoded], Result], ahead: int
 ) -> Iterator[Result]:
-    """Read samples and yield what ``use`` returns for each, in their order; ``use`` runs in threads.
+    """Read samples, call ``use`` in threads with each sample's number and encoded image; yield its results in order.
 
-    ``use`` gets a sample's number and its encoded image. At most ``ahead`` samples are read or in use at a time; the
-    files of up to ``2 * ahead`` samples are being fetched.
+    At most ``ahead`` samples are read or in use at a time; the files of up to ``2 * ahead`` samples are being fetched.
+    Raises the exceptions of reading and of ``use``. The threads end with the iterator.
     """
 
     def start_reads() -> Iterator[tuple[int, Callable[[], Encoded]]]:
@@ -209,15 +220,15 @@ def map_samples(
 
 
 def limit_threads() -> None:
-    """Make torch and OpenMP use one thread for work of the calling thread."""
+    """Make torch and OpenMP use one thread for work of the calling thread, until the thread ends."""
     torch.get_num_threads()  # torch's first call in a thread sets its number of threads, so the limit comes after it
     threadpoolctl.threadpool_limits(1, user_api="openmp")
 
 
 def decode_or_refetch(reader: ImageReader, sample: int, encoded: Encoded) -> tuple[Pixels, Encoded]:
-    """Decode a sample that was read; return its pixels, and the sample as read from an undamaged copy.
+    """Decode a sample that was read as ``encoded``; return its pixels, and the sample as read from an undamaged copy.
 
-    If decoding fails, the cached copy of the file is checked, replaced if damaged, and read once more. Raises a
+    If decoding fails, the cached copy of the file is checked, fetched again if damaged, and read once more. Raises a
     DecodingError if the file is damaged at its source.
     """
     try:
@@ -241,7 +252,7 @@ def decode_checked_sample(reader: ImageReader, sample: int, encoded: Encoded, cl
 
 
 def valid_label(encoded: Encoded, classes: int) -> int:
-    """Return the sample's label. Raises a UserError if it is not in 0..classes-1."""
+    """Return the sample's label; raise a UserError if it is not in 0..classes-1."""
     if not 0 <= encoded.label < classes:
         raise UserError(
             f"{encoded.name} has label {encoded.label}: must be 0..{classes - 1} with {classes} classes; "

@@ -1,8 +1,7 @@
 """Open the splits that a rank trains on, validates with and tests on."""
 
-from collections.abc import Collection
 from dataclasses import replace
-from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,14 +11,13 @@ from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets.arrays import ImageArrays
 from flyte_ddp.datasets.encoded_set import EncodedSet
 from flyte_ddp.datasets.image_folder import ImageList
-from flyte_ddp.datasets.prepared import PreparedSet, SampleOrder, no_samples_error, order_of_tests, order_splits
+from flyte_ddp.datasets.prepared import PreparedSet, no_samples_error, order_of_tests, order_splits
 from flyte_ddp.hardware import Hardware, count_cores
 from flyte_ddp.loading.arrays import open_array_source
 from flyte_ddp.loading.encoded import BadSamples, EncodedImages, ImageReader
 from flyte_ddp.loading.readers import FileReader, ShardImages
 from flyte_ddp.loading.split import Split, Splits
 from flyte_ddp.loading.streams import RankStream, StreamImages, StreamOrder
-from flyte_ddp.order.sampling import Indices
 from flyte_ddp.order.shard_order import ShardOrder, count_rank_streams
 from flyte_ddp.parallel.distributed import rank, world_size
 from flyte_ddp.settings import Settings
@@ -31,10 +29,11 @@ from flyte_ddp.shards.index import ShardIndex
 def open_splits(
     data: PreparedSet, hp: Hyperparameters, hardware: Hardware, device: torch.device, settings: Settings
 ) -> Splits:
-    """Open training, validation and test split of a data set for this rank, and return them.
+    """Open training, validation and test split of a prepared data set for this rank, and return them.
 
-    Starts threads for encoded images. Copies arrays to the device if it is a GPU. Takes rank and world size from the
-    process group, if there is one.
+    Copies arrays to the device if it is a GPU. Starts threads that decode encoded images, and at the first batch of a
+    stream worker processes; :meth:`Splits.close` ends them. Takes rank and world size from the process group, if there
+    is one.
     """
     orders = order_splits(data, hp)
     if isinstance(data, ImageArrays):
@@ -47,26 +46,14 @@ def open_splits(
     threads = settings.loader_threads or hardware.threads
     # The reader keeps two shards open for each shuffle stream, because all may change shards in the same step.
     streams = count_rank_streams(hp.shuffle_shards, world_size(), min(hp.accumulation_steps, hp.batch_size))
-    bad = BadSamples(hp.bad_samples)
-
-    def open_images(source: ShardIndex | ImageList, orders: Collection[SampleOrder]) -> EncodedImages:
-        """Open a source of images; ``orders`` are those of the splits in it. Starts its threads."""
-        return EncodedImages(
-            open_reader(source, settings, streams),
-            size=side,
-            crop=hp.augment,
-            seed=hp.seed,
-            classes=classes,
-            bad=bad,
-            substitutes=partial(find_substitutes, orders),
-            threads=threads,
-            device=device,
-        )
-
-    train = open_images(data.train, [order for split, order in orders.items() if split != "test" or data.test is None])
+    options: dict[str, Any] = {"size": side, "crop": hp.augment, "seed": hp.seed, "classes": classes}
+    options |= {"bad": BadSamples(hp.bad_samples), "threads": threads, "device": device}
+    in_train = [order for split, order in orders.items() if split != "test" or data.test is None]
+    train = EncodedImages(open_reader(data.train, settings, streams), orders=in_train, **options)
     splits = {split: Split(train, order) for split, order in orders.items()}
     if data.test is not None:
-        splits["test"] = Split(open_images(data.test, [orders["test"]]), orders["test"])
+        tests = EncodedImages(open_reader(data.test, settings, streams), orders=[orders["test"]], **options)
+        splits["test"] = Split(tests, orders["test"])
     if encoded_kind(hp.dataset) == "stream":
         assert isinstance(data.train, ShardIndex)
         assert isinstance(orders["training"], ShardOrder)
@@ -81,44 +68,30 @@ def open_splits(
 def open_tests(
     data: EncodedSet, size: int, classes: int, bad: BadSamples, *, device: torch.device, settings: Settings
 ) -> Split:
-    """Open the test split of encoded images alone, and start its threads. Raises a UserError if it is empty.
+    """Open the test split of encoded images alone, start its decoding threads, and return the split.
 
-    ``size`` is the side of the images in pixels. ``bad`` records samples that cannot be decoded.
+    ``size`` is the side of the images in pixels. Samples that cannot be decoded are added to ``bad``. Raises a
+    UserError if the split is empty.
     """
     order = order_of_tests(data)
     if not len(order):
         raise no_samples_error(data.name, "testing")
     images = EncodedImages(
         open_reader(data.test_source, settings),
+        orders=[order],
         size=size,
-        crop="none",
-        seed=0,
         classes=classes,
         bad=bad,
-        substitutes=partial(find_substitutes, [order]),
         threads=settings.loader_threads or count_cores(),
         device=device,
     )
     return Split(images, order)
 
 
-def find_substitutes(orders: Collection[SampleOrder], sample: int) -> Indices:
-    """Return the samples that may replace ``sample``, ascending: those of its split, or of its shard; itself, too.
-
-    ``orders`` are the orders of splits without common samples. Raises an IndexError for a sample of none.
-    """
-    for order in orders:
-        candidates = order.substitutes(sample)
-        place = int(np.searchsorted(candidates, sample))
-        if place < len(candidates) and candidates[place] == sample:
-            return candidates
-    raise IndexError(f"sample {sample} is in no split")
-
-
 def open_reader(source: ShardIndex | ImageList, settings: Settings, streams: int = 16) -> ImageReader:
-    """Return the reader of a list of image files, or of shards.
+    """Return a reader of a list of image files, or of shards.
 
-    Keeps at most ``2 * streams`` shards open, and fetches at most ``streams`` ahead.
+    It keeps at most ``2 * streams`` shards open, and fetches at most ``streams`` ahead into the cache of ``settings``.
     """
     if isinstance(source, ImageList):
         return FileReader(source)

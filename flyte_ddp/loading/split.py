@@ -65,10 +65,10 @@ class Split:
         return self.source.gather(samples, epoch)
 
     def batches(self, batch_size: int, part: int, parts: int) -> Iterator[tuple[slice, Batch]]:
-        """Yield this part's batches of the split, unaugmented, each with its slice of the split's order.
+        """Yield a part of the split's batches, unaugmented, each with its slice of the split's order.
 
-        The batches of the split are divided into ``parts`` runs of consecutive batches; run number ``part`` is yielded.
-        Consecutive batches need few shards. Later batches are loaded ahead.
+        The batches are divided into ``parts`` runs of consecutive batches, which need few shards; run number ``part``
+        is yielded. Later batches are loaded ahead.
         """
         numbers = take_slice(np.arange(-(-len(self) // batch_size)), part, parts).tolist()
         places = [slice(number * batch_size, min((number + 1) * batch_size, len(self))) for number in numbers]

@@ -116,9 +116,10 @@ class StreamImages(ImageSource):
 
 
 def open_sample_stream(stream: RankStream) -> Iterator[tuple[Pixels, int]]:
-    """Start a rank's worker processes, and return an endless iterator of their shuffled samples.
+    """Return an endless iterator of a rank's shuffled samples: images uint8 [size, size, 3] with their labels.
 
-    A sample is an image uint8 [size, size, 3] and its label. The iterator raises a UserError that a worker raised.
+    It starts the worker processes when it is first asked, waits for them without a timeout, and raises a UserError that
+    a worker raised. They end when the iterator is released.
     """
     import webdataset as wds
 
@@ -164,7 +165,10 @@ def prepare_worker(_: int) -> None:
 
 
 def make_worker_pipeline(stream: RankStream) -> Any:
-    """Return a worker's endless pipeline: read its shards, shuffle, decode, and yield small batches."""
+    """Return a worker's endless pipeline, which reads its shards, shuffles, decodes, and yields small batches.
+
+    A UserError is its last item.
+    """
     import webdataset as wds
 
     buffer = stream.hp.shuffle_buffer
@@ -190,7 +194,10 @@ def order_worker_shards(stream: RankStream) -> Iterator[tuple[int, int]]:
 
 
 def read_shard_samples(reader: ShardImages, shards: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int, Encoded]]:
-    """Yield pass, sample number and encoded sample of each (pass, shard), in order, while the next shard is fetched."""
+    """Yield pass, sample number and encoded sample for all samples of each (pass, shard), in order.
+
+    Meanwhile a thread fetches the next shard. Raises a UserError if a shard cannot be had.
+    """
     index = reader.reader.index
 
     def prefetch(item: tuple[int, int]) -> tuple[int, int]:
@@ -207,10 +214,10 @@ def read_shard_samples(reader: ShardImages, shards: Iterable[tuple[int, int]]) -
 def decode_samples(
     stream: RankStream, reader: ShardImages, samples: Iterable[tuple[int, int, Encoded]]
 ) -> Iterator[tuple[Pixels, int]]:
-    """Decode and crop samples; yield images uint8 [size, size, 3] and labels. Skips and counts bad samples.
+    """Decode and crop samples (pass, number, encoded image); yield images uint8 [size, size, 3] and labels.
 
-    Raises a UserError for more than ``bad_samples`` bad ones, for a whole pass of bad ones, and for a label that is no
-    class's number.
+    Leaves out samples that cannot be decoded. Raises a UserError for more than ``bad_samples`` of them in this worker,
+    for a whole pass of them, and for a label that is no class's number.
     """
     bad, failures_in_a_row = BadSamples(stream.hp.bad_samples), 0
     number, workers = worker_number_and_count()

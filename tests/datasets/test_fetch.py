@@ -104,21 +104,21 @@ def test_a_folder_that_older_code_prepared_is_filled_again(tmp_path: Path) -> No
         assert json.loads(description.read_text()) == before
 
 
-@pytest.mark.parametrize(("kind", "lost"), [("shards", "test.json"), ("image_folder", "test_labels.npy")])
-def test_a_list_of_samples_that_is_lost_is_made_again(tmp_path: Path, kind: str, lost: str) -> None:
+def test_a_list_of_samples_that_is_lost_is_made_again(tmp_path: Path) -> None:
     """Without its test set, too, it would be another data set."""
-    address = str(write_files(tmp_path / "images", image_files("0/0.png", "1/1.png", "0/2.png")))
-    if kind == "shards":
-        pack_source(address, tmp_path / "packed", progress="off")
-        address = f"{tmp_path}/packed/train.json"
-    asked = {"dataset": f"{kind}:{address}", "source": "", "test_dataset": f"{kind}:{address}", "progress": "off"}
-    folder = fetch(folder=tmp_path / "data", **asked)
-    before = contents(folder)
-    (folder / lost).unlink()
-    with pytest.raises(UserError, match="the prepared data set is damaged"):
-        open_prepared(folder)
-    fetch(folder=folder, **asked)
-    assert contents(folder) == before
+    images = str(write_files(tmp_path / "images", image_files("0/0.png", "1/1.png", "0/2.png")))
+    pack_source(images, tmp_path / "packed", progress="off")
+    for dataset, lost in (
+        (f"shards:{tmp_path}/packed/train.json", "test.json"),
+        (f"image_folder:{images}", "test_labels.npy"),
+    ):
+        folder = fetch(dataset, "", tmp_path / lost, test_dataset=dataset, progress="off")
+        before = contents(folder)
+        (folder / lost).unlink()
+        with pytest.raises(UserError, match="the prepared data set is damaged"):
+            open_prepared(folder)
+        fetch(dataset, "", folder, test_dataset=dataset, progress="off")
+        assert contents(folder) == before
 
 
 def test_ctrl_c_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

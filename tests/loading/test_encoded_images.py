@@ -4,7 +4,6 @@ import io
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
-from functools import partial
 
 import numpy as np
 import pytest
@@ -14,11 +13,11 @@ from PIL import Image
 from surroundings import s3_environment
 
 from flyte_ddp.datasets.image_folder import list_images
+from flyte_ddp.datasets.prepared import SampleOrder
 from flyte_ddp.errors import UserError
 from flyte_ddp.loading.encoded import BadSamples, Encoded, EncodedImages, ImageReader
-from flyte_ddp.loading.opening import find_substitutes
 from flyte_ddp.loading.readers import FileReader
-from flyte_ddp.order.sampling import Indices, ListedOrder
+from flyte_ddp.order.sampling import ListedOrder
 from flyte_ddp.order.shard_order import ShardOrder, ShardSplits
 
 DEADLINE = 60.0  # seconds
@@ -56,9 +55,9 @@ def load() -> Iterator[Load]:
     """Makes sources of images, and closes them."""
     made: list[EncodedImages] = []
 
-    def make(reader: ImageReader, substitutes: Callable[[int], Indices], bad: int, threads: int = 1) -> EncodedImages:
-        options = {"size": 8, "crop": "none", "seed": 0, "classes": 10, "device": torch.device("cpu")}
-        made.append(EncodedImages(reader, bad=BadSamples(bad), substitutes=substitutes, threads=threads, **options))
+    def make(reader: ImageReader, orders: list[SampleOrder], bad: int, threads: int = 1) -> EncodedImages:
+        options = {"size": 8, "classes": 10, "threads": threads, "device": torch.device("cpu")}
+        made.append(EncodedImages(reader, orders=orders, bad=BadSamples(bad), **options))
         return made[-1]
 
     yield make
@@ -71,7 +70,7 @@ def test_a_substitute_is_of_the_same_split_and_shard(load: Load) -> None:
     splits = ShardSplits(np.full(3, 20), 0.2, 0.2, seed=0)
     orders = [ShardOrder(splits, split, np.ones(3)) for split in ("training", "validation", "test")]
     images = Images(bad=set(range(0, 60, 2)))
-    loading = load(images, partial(find_substitutes, orders), bad=30)
+    loading = load(images, orders, bad=30)
     for order in orders:
         samples = sorted(order.samples(slice(0, len(order))).tolist())
         for shard in range(3):
@@ -88,7 +87,7 @@ def test_a_decoder_is_one_thread_also_where_torch_uses_more(load: Load) -> None:
     here = torch.get_num_threads()
     torch.set_num_threads(3)
     try:
-        loading = load(Images(bad=set()), ListedOrder(np.arange(10)).substitutes, bad=0)
+        loading = load(Images(bad=set()), [ListedOrder(np.arange(10))], bad=0)
         assert loading.pool.submit(torch.get_num_threads).result() == 1
         assert torch.get_num_threads() == 3
     finally:
@@ -97,14 +96,14 @@ def test_a_decoder_is_one_thread_also_where_torch_uses_more(load: Load) -> None:
 
 def test_a_damaged_sample_is_decoded_once(load: Load) -> None:
     images = Images(bad={3})
-    loading = load(images, ListedOrder(np.arange(10)).substitutes, bad=1)
+    loading = load(images, [ListedOrder(np.arange(10))], bad=1)
     for _ in range(5):
         assert loading.gather(np.array([2, 3, 9]), None)[0][:, 0, 0, 0].tolist() == [2, 4, 9]
     assert images.heals == {3: 1}
 
 
 def test_no_decodable_substitute_is_an_error(load: Load) -> None:
-    loading = load(Images(bad={3, 4, 5}), ListedOrder(np.array([3, 4, 5])).substitutes, bad=9)
+    loading = load(Images(bad={3, 4, 5}), [ListedOrder(np.array([3, 4, 5]))], bad=9)
     with pytest.raises(UserError, match=r"^sample 4: neither this nor any of its 2 substitutes can be decoded"):
         loading.gather(np.array([4]), None)
 
@@ -117,13 +116,13 @@ def test_images_of_a_store_are_asked_for_at_the_same_time(
     server.files = {f"bucket/a/{number}.png": png(number) for number in range(16)}
     listed = list_images("s3://bucket")
     server.before_answer = threading.Barrier(16)
-    pixels = load(FileReader(listed), ListedOrder(np.arange(16)).substitutes, bad=0).gather(np.arange(16), None).images
+    pixels = load(FileReader(listed), [ListedOrder(np.arange(16))], bad=0).gather(np.arange(16), None).images
     assert sorted(pixels[:, 0, 0, 0].tolist()) == list(range(16))
 
 
 def test_an_error_does_not_wait_for_what_is_being_read(load: Load) -> None:
     images = Images(bad={1}, endless={2})
-    loading = load(images, ListedOrder(np.arange(3)).substitutes, bad=0, threads=2)
+    loading = load(images, [ListedOrder(np.arange(3))], bad=0, threads=2)
     loading.prefetch(np.array([2]), None)
     assert images.begun.wait(DEADLINE)
     with pytest.raises(UserError, match=r"^sample 1 cannot be decoded"):
