@@ -74,7 +74,7 @@ def check_loss(watch: LossWatch, epoch: int, step: int, loss_sum: Tensor, forwar
 
 
 def epoch_done(checkpoints: Checkpointer) -> None:
-    if guarded(checkpoints.run.state.epoch):  # of the epoch that begins, in whose time this falls
+    if guarded(checkpoints.state.epoch):  # of the epoch that begins, in whose time this falls
         with timed("copy"):
             EPOCH_DONE(checkpoints)
     if rank() == 0:

@@ -34,10 +34,7 @@ from flyte_ddp.order import sampling
 from flyte_ddp.run import checkpoint_identity
 from flyte_ddp.runs.job import Job
 from flyte_ddp.settings import Settings
-from flyte_ddp.training.checkpointing import Run
-from flyte_ddp.training.diagnosis import LossWatch
 from flyte_ddp.training.recording import Recorder
-from flyte_ddp.training.selection import Selection
 from flyte_ddp.training.train import remaining_batches, train_step
 from flyte_ddp.training.training_state import TrainingState
 
@@ -110,13 +107,7 @@ def run_rank(rank: int, order: dict[str, Any], records: str) -> None:
     arrays = open_arrays(job.data)
     state = TrainingState(hp, job.hardware, arrays, None)
     with Recorder(job, state.clock, state.device, state.total_steps, state.steps_per_epoch) as recorder:
-        run = Run(
-            state,
-            Selection(hp.keep, hp.early_stop_patience),
-            recorder,
-            LossWatch(state.model, state.optimizer, hp, a_step_later=False),
-        )
-        kinds = {"ours": ours(run), "resident": resident(state, True), "alone": resident(state, False)}
+        kinds = {"ours": ours(state, recorder), "resident": resident(state, True), "alone": resident(state, False)}
         rates: dict[str, list[float]] = {kind: [] for kind in kinds}
         account: dict[str, float] = {}
         for block in range(order["blocks"] + 1):
@@ -145,13 +136,13 @@ def rate(steps: Iterator[int], number: int) -> float:
     return samples / (time.perf_counter() - begin)
 
 
-def ours(run: Run) -> Iterator[int]:
+def ours(state: TrainingState, recorder: Recorder) -> Iterator[int]:
     """The library's steps with their records; yields each global batch's number of samples."""
     while True:
-        for batch in remaining_batches(run.state):
-            train_step(run, batch)
+        for batch in remaining_batches(state):
+            train_step(state, recorder, batch)
             yield len(batch)
-        run.state.epoch += 1
+        state.epoch += 1
 
 
 def resident(state: TrainingState, synchronised: bool) -> Iterator[int]:
@@ -168,7 +159,7 @@ def resident(state: TrainingState, synchronised: bool) -> Iterator[int]:
             loss = functional.cross_entropy(logits.float(), labels, reduction="sum")
             (loss / size).backward()
         if synchronised:
-            state.sync.combine(loss.detach().double())
+            state.sync.average_gradients(loss.detach().double())
         state.optimizer.step()
         state.optimizer.zero_grad(set_to_none=True)
         yield size

@@ -12,8 +12,9 @@ from flyte_ddp.datasets.arrays import ImageArrays, open_arrays, read_description
 from flyte_ddp.datasets.encoded_set import EncodedSet, open_encoded_set
 from flyte_ddp.datasets.image_folder import ImageList
 from flyte_ddp.errors import UserError
-from flyte_ddp.order.sampling import TEST, ListedOrder, split_indices
-from flyte_ddp.order.shard_order import TEST_FRACTION, ShardOrder, ShardSplits, WholeShardSplits, shard_orders
+from flyte_ddp.order import sampling
+from flyte_ddp.order.sampling import ListedOrder
+from flyte_ddp.order.shard_order import TEST_FRACTION, ShardOrder, ShardSplits, WholeShardSplits
 from flyte_ddp.shards.index import ShardIndex
 from flyte_ddp.shards.planning import sufficient_cache_bytes
 
@@ -41,7 +42,7 @@ def order_of_tests(data: PreparedSet) -> SampleOrder:
         number = len(data.test_source.names)
         if data.test is not None:
             return ListedOrder(np.arange(number, dtype=np.int64))
-        return ListedOrder(split_indices(number, TEST_FRACTION, 0, TEST)[1])
+        return ListedOrder(sampling.split_indices(number, TEST_FRACTION, 0, sampling.TEST)[1])
     counts = data.test_source.counts
     if data.test is not None:
         return ShardOrder(ShardSplits(counts, 0.0, 0.0, 0), "training", np.ones(len(counts)))
@@ -58,13 +59,19 @@ def order_splits(data: PreparedSet, hp: Hyperparameters) -> dict[str, SampleOrde
     if isinstance(data, ImageArrays):
         samples = np.arange(len(data.train_labels), dtype=np.int32)
     elif isinstance(data.train, ShardIndex):
+        kind = WholeShardSplits if encoded_kind(hp.dataset) == "stream" else ShardSplits
         test_fraction = TEST_FRACTION if data.test is None else 0.0
-        return {**shard_orders(data.train.counts, data.train.weights, hp, test_fraction), "test": tests}
+        splits = kind(data.train.counts, hp.validation_fraction, test_fraction, hp.seed)
+        return {
+            "training": ShardOrder(splits, "training", data.train.weights, hp.shuffle_shards),
+            "validation": ShardOrder(splits, "validation"),
+            "test": tests,
+        }
     else:
         samples = np.arange(len(data.train.names), dtype=np.int32)
         if data.test is None:
             samples = np.delete(samples, tests.samples(slice(0, len(tests))))
-    training, validation = split_indices(len(samples), hp.validation_fraction, hp.seed)
+    training, validation = sampling.split_indices(len(samples), hp.validation_fraction, hp.seed)
     listed = {"training": ListedOrder(samples[training], hp.seed), "validation": ListedOrder(samples[validation])}
     return {**listed, "test": tests}
 

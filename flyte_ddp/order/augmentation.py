@@ -1,4 +1,4 @@
-"""Augment uint8 images for training: a pure function of (seed, epoch, sample), whichever rank computes it."""
+"""Random numbers and random shifts for uint8 images: pure functions of (seed, epoch, sample), on whichever rank."""
 
 import numpy as np
 import torch
@@ -8,44 +8,36 @@ from torch import Tensor
 from flyte_ddp.device_copy import copy_to_device
 from flyte_ddp.order.sampling import Indices
 
-STEP = np.uint64(0x9E3779B97F4A7C15)  # SplitMix64's increment
+INCREMENT = 0x9E3779B97F4A7C15  # of SplitMix64
 
 
 def mix_bits(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Return the SplitMix64 finaliser (Steele, Lea and Flood, OOPSLA 2014) of each number."""
-    with np.errstate(over="ignore"):
-        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        x ^= x >> np.uint64(31)
-    return x
+    """Return the SplitMix64 finaliser (Steele, Lea and Flood, OOPSLA 2014) of each number; products wrap around."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
 
 
 def sample_bits(seed: int, epoch: int, samples: Indices) -> NDArray[np.uint64]:
-    """Return 64 random bits for each sample, a hash of sample, seed and epoch."""
+    """Return 64 random bits for each sample: a hash of sample, seed and epoch."""
     x = samples.astype(np.uint64)
-    with np.errstate(over="ignore"):
-        for word in (seed, epoch):
-            x = mix_bits(x + np.uint64(word + 1) * STEP)
+    for word in (seed, epoch):
+        x = mix_bits(x + np.uint64((word + 1) * INCREMENT % 2**64))
     return x
 
 
 def uniform_draws(seed: int, epoch: int, samples: Indices, draws: int) -> NDArray[np.float64]:
     """Return ``draws`` random numbers in 0 <= x < 1 for each sample, [N, draws]: a hash of sample, seed and epoch."""
-    with np.errstate(over="ignore"):
-        x = sample_bits(seed, epoch, samples)[:, None] + np.arange(1, draws + 1, dtype=np.uint64) * STEP
-    values: NDArray[np.float64] = (mix_bits(x) >> np.uint64(11)).astype(np.float64) * 2.0**-53
-    return values
+    steps = np.arange(1, draws + 1, dtype=np.uint64) * np.uint64(INCREMENT)
+    bits = mix_bits(sample_bits(seed, epoch, samples)[:, None] + steps)
+    return np.asarray((bits >> np.uint64(11)) * 2.0**-53)
 
 
 def augment_images(images: Tensor, kind: str, *, seed: int, epoch: int, samples: Indices) -> Tensor:
-    """Return images shifted by up to 1/8 of their sides and filled with 0; "crop_flip" also mirrors half of them.
+    """Return uint8 images [N, H, W, C] shifted at random by up to 1/8 of their sides, with 0 where nothing is left.
 
-    Args:
-        images: uint8 [N, H, W, C]. The result has this shape, type and device.
-        kind: none (returns ``images``), crop (shifts only) or crop_flip.
-        seed: seed of the random numbers.
-        epoch: epoch of training, from 0.
-        samples: [N] positions in the training set, from which the random numbers are derived.
+    ``kind`` "crop" only shifts, "crop_flip" also mirrors half of the images, "none" returns ``images`` themselves. The
+    random numbers are derived from seed, epoch (from 0) and ``samples``: [N] positions in the training set.
     """
     if kind == "none":
         return images

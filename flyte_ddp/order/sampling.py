@@ -1,6 +1,6 @@
 """The global order of samples: pure functions of (seed, epoch, step), whatever the number of ranks.
 
-A rank trains on a slice of each global batch. The number of ranks so changes which rank computes a sample, never which
+A rank trains on a slice of each global batch. So the number of ranks changes which rank computes a sample, never which
 samples make up a step.
 """
 
@@ -13,14 +13,14 @@ from numpy.typing import NDArray
 
 Indices = NDArray[np.integer[Any]]
 
-# Purposes of random generators; they make the generators of one seed independent.
+# Purposes of random generators: they make the generators of one seed independent of each other.
 SPLIT, ORDER, PACKING, TEST, CYCLE, WITHIN = range(6)
 
 
 def make_generator(purpose: int, seed: int, first: int = 0, second: int = 0) -> np.random.Generator:
-    """Return a random generator that depends on its arguments alone, on all machines (it is counter-based).
+    """Return a new random generator whose numbers depend on the arguments alone, on all machines (counter-based).
 
-    ``purpose`` separates generators of one seed. ``first`` and ``second`` are numbers such as epoch and shard.
+    ``purpose`` is one of SPLIT to WITHIN; ``first`` and ``second`` are numbers such as epoch and shard.
     """
     return np.random.Generator(np.random.Philox(np.random.SeedSequence([purpose, seed, first, second])))
 

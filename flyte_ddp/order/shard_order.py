@@ -7,8 +7,7 @@ gradients are accumulated), so it reads only shards of the streams that its slic
 
 MosaicML's streaming cuts its sequence into ``num_canonical_nodes`` parts for the same reason, and gives whole parts to
 each node. Here every batch takes samples of all streams, so the order does not depend on the number of nodes or ranks.
-Samples are not shuffled across shards within a stream. No sample is dropped or repeated to make numbers even. Each
-batch can be computed alone: the order is a function of (seed, epoch, step).
+Within a stream samples are not shuffled across shards. No sample is dropped or repeated to make numbers even.
 """
 
 import functools
@@ -18,8 +17,6 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from flyte_ddp.catalog import encoded_kind
-from flyte_ddp.config import Hyperparameters
 from flyte_ddp.order import sampling
 from flyte_ddp.order.sampling import Indices
 
@@ -31,28 +28,25 @@ def count_rank_streams(shuffle_streams: int, ranks: int, parts: int = 1) -> int:
     return min(shuffle_streams, parts * (-(-shuffle_streams // (parts * ranks)) + 1))
 
 
+def slice_lengths(length: int, parts: int) -> NDArray[np.int64]:
+    """Return the lengths, [parts], of all slices that :func:`flyte_ddp.order.sampling.take_slice` cuts."""
+    return length // parts + (np.arange(parts) < length % parts).astype(np.int64)
+
+
 def scale_counts(fraction: float, counts: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return ``fraction * counts`` rounded to whole numbers whose cumulative sums are off by at most one half."""
     ends: NDArray[np.int64] = np.floor(np.cumsum(counts) * fraction + 0.5).astype(np.int64)
-    shares: NDArray[np.int64] = np.diff(ends, prepend=0)
-    return shares
+    return np.diff(ends, prepend=0)
 
 
 @dataclass(frozen=True, eq=False)
 class ShardSplits:
-    """Divides each shard's samples into training, validation and test, with about equal shares in every shard.
+    """Divides each shard's samples into training, validation and test, with about equal shares in every shard."""
 
-    Args:
-        counts: samples of each shard, [shards].
-        validation_fraction: share of the samples outside the test split.
-        test_fraction: share of all samples; the test samples are independent of ``seed``.
-        seed: seed of the choice between training and validation.
-    """
-
-    counts: NDArray[np.int64]
-    validation_fraction: float
-    test_fraction: float
-    seed: int
+    counts: NDArray[np.int64]  # samples of each shard, [shards]
+    validation_fraction: float  # of the samples outside the test split
+    test_fraction: float  # of all samples
+    seed: int  # of the order, and of the choice between training and validation; not of the test samples
 
     @functools.cached_property
     def sizes(self) -> dict[str, NDArray[np.int64]]:
@@ -85,7 +79,8 @@ class WholeShardSplits(ShardSplits):
     @functools.cached_property
     def sizes(self) -> dict[str, NDArray[np.int64]]:
         """Samples of each shard, [shards], for each split: all of the shard, or 0."""
-        rest, shards = np.arange(len(self.counts)), {}
+        every = np.arange(len(self.counts))
+        rest, shards = every, {}
         for split, fraction, seed, purpose in (
             ("test", self.test_fraction, 0, sampling.TEST),
             ("validation", self.validation_fraction, self.seed, sampling.SPLIT),
@@ -94,7 +89,6 @@ class WholeShardSplits(ShardSplits):
             held_out = max(1, round(fraction * len(rest))) if fraction else 0
             shards[split], rest = mixed[:held_out], np.sort(mixed[held_out:])
         shards["training"] = rest
-        every = np.arange(len(self.counts))
         return {split: np.where(np.isin(every, own), self.counts, 0) for split, own in shards.items()}
 
     def samples(self, shard: int, split: str) -> NDArray[np.int64]:
@@ -103,25 +97,26 @@ class WholeShardSplits(ShardSplits):
 
 
 class ShardOrder(sampling.Order):
-    """The order of one split of a data set of shards.
-
-    Args:
-        splits: division of the shards' samples.
-        split: training, validation or test.
-        weights: [shards] how many times an epoch goes through each shard's samples. Samples per epoch are ``weight *
-            size``, rounded so that the total is exact. A shard with a fractional weight continues in the next epoch
-            where it stopped. A shard whose share is below one sample may be in no epoch.
-        seed: seed of the order.
-        shuffle_streams: number of streams that a batch takes samples from.
-    """
+    """The order of one split of a data set of shards."""
 
     def __init__(
-        self, splits: ShardSplits, split: str, weights: NDArray[np.float64], seed: int = 0, shuffle_streams: int = 1
+        self, splits: ShardSplits, split: str, weights: NDArray[np.float64] | None = None, shuffle_streams: int = 1
     ) -> None:
-        self.splits, self.split, self.seed, self.shuffle_streams = splits, split, seed, shuffle_streams
+        """Compute the sizes of the split ("training", "validation" or "test") in each shard.
+
+        ``weights`` [shards] are how many times an epoch goes through each shard's samples; None: once. Samples per
+        epoch are weight * size, rounded so that the total is exact. A shard with a fractional weight continues in the
+        next epoch where it stopped. A shard whose share is below one sample may be in no epoch. ``shuffle_streams`` is
+        the number of streams that a batch takes samples from.
+        """
+        self.splits, self.shuffle_streams = splits, shuffle_streams
+        weights = np.ones(len(splits.counts)) if weights is None else weights
         # For each shard, [shards]:
         self.available = splits.sizes[split]  # samples of the split
-        self.taken = weighted_counts(self.available, weights)  # samples that an epoch takes
+        self.taken = np.zeros_like(self.available)  # samples that an epoch takes
+        for weight in np.unique(weights):
+            chosen = (weights == weight) & (self.available > 0)
+            self.taken[chosen] = scale_counts(float(weight), self.available[chosen])
         self.firsts = np.cumsum(splits.counts) - splits.counts  # number of the first sample in the data set
         self.ends = np.cumsum(self.available)  # end in the order of evaluations
         self.total = int(self.taken.sum())
@@ -145,24 +140,21 @@ class ShardOrder(sampling.Order):
         return np.asarray(self.firsts[shard] + self.samples_in_shard(shard))
 
     def batches(self, epoch: int, batch_size: int, first: int = 0) -> Iterator[Indices]:
-        """Yield the global batches of an epoch from number ``first`` on. The last batch may be smaller."""
-        for number in range(first, sampling.steps_per_epoch(self.total, batch_size)):
-            yield self.global_batch(epoch, batch_size, number)
+        """Yield the global batches of an epoch from number ``first`` on. The last batch may be smaller.
 
-    def global_batch(self, epoch: int, batch_size: int, number: int) -> Indices:
-        """Return global batch ``number`` of an epoch: its samples of the first stream, then of the second, and so
-        on.
+        A batch has its samples of the first stream, then those of the second, and so on.
         """
         starts, each = self.stream_starts(batch_size)
-        full, ragged = divmod(self.total, batch_size)
-        begins = starts + number * each
-        ends = begins + (each if number < full else slice_lengths(ragged, len(each)))  # the last batch may be smaller
         shards, ends_of_shards = self.sequence(epoch)
-        return concatenate_indices(
-            self.shuffled_samples(epoch, int(shards[place]))[part]
-            for begin, end in zip(begins.tolist(), ends.tolist(), strict=True)
-            for place, part in slices_by_shard(ends_of_shards, begin, end)
-        )
+        full, ragged = divmod(self.total, batch_size)
+        for number in range(first, sampling.steps_per_epoch(self.total, batch_size)):
+            begins = starts + number * each
+            ends = begins + (each if number < full else slice_lengths(ragged, len(each)))
+            yield concatenate_indices(
+                self.shuffled_samples(epoch, int(shards[place]))[part]
+                for begin, end in zip(begins.tolist(), ends.tolist(), strict=True)
+                for place, part in slices_by_shard(ends_of_shards, begin, end)
+            )
 
     def prefetch_distance(self, batch_size: int, *, mixed: bool) -> int:
         """Return how many batches a shard lasts, so that the next shard is fetched while one is read.
@@ -183,7 +175,7 @@ class ShardOrder(sampling.Order):
     def _shuffle_shards(self, epoch: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return an epoch's shards in order, and the cumulative sums of their samples."""
         used = np.flatnonzero(self.taken)
-        shards = sampling.make_generator(sampling.ORDER, self.seed, epoch).permutation(used)
+        shards = sampling.make_generator(sampling.ORDER, self.splits.seed, epoch).permutation(used)
         return shards, np.cumsum(self.taken[shards])
 
     def _shuffle_samples(self, epoch: int, shard: int) -> Indices:
@@ -191,9 +183,9 @@ class ShardOrder(sampling.Order):
         numbers, taken = self.samples_in_shard(shard), int(self.taken[shard])
         if taken != len(numbers):
             # A weight other than 1: go on in a fixed cycle of the samples where the epoch before has stopped.
-            cycle = sampling.make_generator(sampling.CYCLE, self.seed, shard).permutation(numbers)
+            cycle = sampling.make_generator(sampling.CYCLE, self.splits.seed, shard).permutation(numbers)
             numbers = cycle[np.arange(epoch * taken, (epoch + 1) * taken) % len(cycle)]
-        mixed = sampling.make_generator(sampling.WITHIN, self.seed, epoch, shard).permutation(numbers)
+        mixed = sampling.make_generator(sampling.WITHIN, self.splits.seed, epoch, shard).permutation(numbers)
         return np.asarray(self.firsts[shard] + mixed)
 
 
@@ -212,34 +204,3 @@ def slices_by_shard(ends: NDArray[np.int64], start: int, end: int) -> Iterator[t
 def concatenate_indices(parts: Iterable[Indices]) -> Indices:
     """Return the parts one after another; empty if there are none."""
     return np.concatenate([np.empty(0, dtype=np.int64), *parts])
-
-
-def shard_orders(
-    counts: NDArray[np.int64], weights: NDArray[np.float64], hp: Hyperparameters, test_fraction: float
-) -> dict[str, ShardOrder]:
-    """Return the orders of the splits "training", "validation" and "test"; of a stream each has whole shards.
-
-    Args:
-        counts: samples of each shard, [shards].
-        weights: weight of each shard in training, [shards]; the other splits have each sample once.
-        hp: hyperparameters; used are ``dataset``, ``validation_fraction``, ``seed`` and ``shuffle_shards``.
-        test_fraction: share of the samples for testing; 0 if there is a ``test_dataset``.
-    """
-    kind = WholeShardSplits if encoded_kind(hp.dataset) == "stream" else ShardSplits
-    splits, even = kind(counts, hp.validation_fraction, test_fraction, hp.seed), np.ones(len(counts))
-    training = ShardOrder(splits, "training", weights, hp.seed, hp.shuffle_shards)
-    return {"training": training, **{split: ShardOrder(splits, split, even) for split in ("validation", "test")}}
-
-
-def weighted_counts(available: NDArray[np.int64], weights: NDArray[np.float64]) -> NDArray[np.int64]:
-    """Return how many samples an epoch takes from each shard, [shards]: ``available`` times ``weights``, rounded."""
-    taken = np.zeros_like(available)
-    for weight in np.unique(weights):
-        chosen = (weights == weight) & (available > 0)
-        taken[chosen] = scale_counts(float(weight), available[chosen])
-    return taken
-
-
-def slice_lengths(length: int, parts: int) -> NDArray[np.int64]:
-    """Return the lengths, [parts], of all slices that :func:`flyte_ddp.order.sampling.take_slice` cuts."""
-    return length // parts + (np.arange(parts) < length % parts).astype(np.int64)

@@ -29,11 +29,8 @@ def synchronise_batch_norm(model: nn.Module, this_pass: TrainingPass, *, on_one_
     """Change the class of each BatchNorm layer of a model to one that uses the statistics of all ranks.
 
     All ranks must call it. Parameters, buffers, hooks and ``state_dict`` stay unchanged. The new class is a subclass of
-    the old class and has its name, because models may test a layer's type or name.
-
-    Args:
-        on_one_machine: exchange statistics through memory that the ranks share (mapped here), not by torch's
-            collectives.
+    the old class and has its name, because models may test a layer's type or name. ``on_one_machine`` exchanges
+    statistics through memory that the ranks share (mapped here), not by torch's collectives.
     """
     # The class of a module that torch.jit has scripted has no forward.
     norms = [module for module in model.modules() if getattr(type(module), "forward", None) in KNOWN_FORWARDS]
@@ -48,15 +45,6 @@ def synchronise_batch_norm(model: nn.Module, this_pass: TrainingPass, *, on_one_
         kinds = (GlobalBatchNorm,) if issubclass(kind, nn.SyncBatchNorm) else (GlobalBatchNorm, kind)
         module.__class__ = type(kind.__name__, kinds, {"__qualname__": kind.__qualname__})
         module.gather, module.this_pass, module.number = gather, this_pass, number  # type: ignore[assignment]
-
-
-def has_per_rank_statistics(model: nn.Module, synchronised: bool) -> bool:
-    """Return whether a BatchNorm layer of the model uses statistics of each rank alone.
-
-    Every layer does if ``synchronised`` is False. Otherwise a layer does whose class overrides ``forward``.
-    """
-    known = (*KNOWN_FORWARDS, GlobalBatchNorm.forward) if synchronised else ()
-    return any(isinstance(module, _BatchNorm) and type(module).forward not in known for module in model.modules())
 
 
 class GlobalBatchNorm(_BatchNorm):
@@ -84,9 +72,8 @@ class GlobalBatchNorm(_BatchNorm):
     def gather_from_ranks(self, numbers: Tensor, *, backward: bool = False) -> Tensor:
         """Return the fp64 [n] of all ranks as [ranks, n]. Waits until all ranks have called it for this layer and pass.
 
-        Raises:
-            UserError: ranks are at different layers. Not checked on a GPU, whose host would have to wait for the
-                numbers: there such ranks run into the time limit.
+        Raises UserError if ranks are at different layers. Not on a GPU, whose host would have to wait for the numbers:
+        there such ranks run into the time limit.
         """
         # The layer and the pass (its sign), so that ranks notice that they exchange numbers of different layers.
         place = numbers.new_full((1,), -1 - self.number if backward else 1 + self.number)
@@ -98,17 +85,6 @@ class GlobalBatchNorm(_BatchNorm):
             )
         return of_ranks[:, 1:]
 
-    @torch.no_grad()
-    def update_running_statistics(self, mean: Tensor, variance: Tensor) -> None:
-        """Update the running mean and variance in place by those of one global batch, as torch's BatchNorm does."""
-        assert self.num_batches_tracked is not None
-        assert self.running_mean is not None
-        assert self.running_var is not None
-        self.num_batches_tracked.add_(1)
-        weight = self.momentum if self.momentum is not None else 1.0 / self.num_batches_tracked.item()
-        self.running_mean.lerp_(mean.to(self.running_mean.dtype), weight)
-        self.running_var.lerp_(variance.to(self.running_var.dtype), weight)
-
 
 class GlobalNormalisation(torch.autograd.Function):
     """Compute (x - mean) / sqrt(variance + eps) * weight + bias, with the mean and variance of all ranks' values.
@@ -118,21 +94,24 @@ class GlobalNormalisation(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, values: Tensor, weight: Tensor | None, bias: Tensor | None, layer: GlobalBatchNorm) -> Tensor:
-        """Return the values [N, C, ...] normalised.
+    def forward(ctx: Any, values: Tensor, weight: Tensor | None, bias: Tensor | None, layer: Any) -> Tensor:
+        """Return the values [N, C, ...] normalised; exchange statistics with all ranks, update the running statistics.
 
-        Exchanges statistics with all ranks and updates the running statistics. The update comes before
-        ``save_for_backward``: when torch.utils.checkpoint runs a block again, it leaves the block as soon as the last
-        tensor is saved, and torch's own layers have updated their statistics by then. Raises ValueError if all ranks
-        together have one value for each channel.
+        Raises ValueError if all ranks together have one value for each channel.
         """
         ctx.has_values = layer.this_pass.has_samples and values.numel() > 0
         mean, variance, count = compute_global_statistics(values, layer.gather_from_ranks, taking_part=ctx.has_values)
         # The count is read only where it may be 1, because reading it makes the host wait for a GPU.
         if values.numel() <= values.shape[1] and count.item() <= 1:
             raise ValueError("Expected more than 1 value per channel when training, over all ranks")
+        # Before save_for_backward: when torch.utils.checkpoint runs a block again, it leaves the block as soon as the
+        # last tensor is saved, and torch's own layers have updated their statistics by then.
         if layer.track_running_stats:
-            layer.update_running_statistics(mean, variance * (count / (count - 1)))
+            layer.num_batches_tracked += 1
+            momentum = layer.momentum if layer.momentum is not None else 1.0 / layer.num_batches_tracked.item()
+            layer.running_mean.lerp_(mean.to(layer.running_mean.dtype), momentum)
+            unbiased = variance * (count / (count - 1))
+            layer.running_var.lerp_(unbiased.to(layer.running_var.dtype), momentum)
         precision = torch.promote_types(values.dtype, torch.float32)
         moments = mean.to(precision), variance.to(precision)
         ctx.save_for_backward(values, weight, *moments, count)
@@ -149,12 +128,11 @@ class GlobalNormalisation(torch.autograd.Function):
         Exchanges sums with all ranks: all must run this backward pass.
         """
         values, weight, mean, variance, count = ctx.saved_tensors
-        gradient = gradients[0]
         scale = weight if weight is not None else torch.ones_like(mean)
         if ctx.has_values:
             # The gradients with constant statistics: sums for weight and bias, and gradient * scale / std for values.
             of_values, of_scale, of_shift = torch.ops.aten.native_batch_norm_backward(
-                gradient, values, scale, mean, variance, None, None, False, ctx.layer.eps, [True, True, True]
+                gradients[0], values, scale, mean, variance, None, None, False, ctx.layer.eps, [True, True, True]
             )
         else:
             of_values, of_scale, of_shift = torch.zeros_like(values), torch.zeros_like(mean), torch.zeros_like(mean)
@@ -180,10 +158,11 @@ class GlobalNormalisation(torch.autograd.Function):
 def compute_global_statistics(values: Tensor, gather: Gather, *, taking_part: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Return mean [C], biased variance [C] and count [] of the values [N, C, ...] of all ranks, in fp64.
 
-    All ranks must call it; ranks with ``taking_part`` False add nothing. Each rank's mean and sum of squared deviations
-    are gathered in one exchange, and combined in the order of the ranks: Chan, Golub and LeVeque, "Algorithms for
-    computing the sample variance", 1983. Sums of plain squares would lose digits.
+    All ranks must call it; ranks with ``taking_part`` False add nothing.
     """
+    # Each rank's mean and sum of squared deviations are gathered in one exchange, and combined in the order of the
+    # ranks: Chan, Golub and LeVeque, "Algorithms for computing the sample variance", 1983. Sums of plain squares would
+    # lose digits.
     channels = values.shape[1]
     own = torch.zeros(2 * channels + 1, dtype=torch.float64, device=values.device)
     if taking_part:
@@ -200,19 +179,31 @@ def compute_global_statistics(values: Tensor, gather: Gather, *, taking_part: bo
 
 
 def per_rank_norm_layers(model: nn.Module) -> list[_BatchNorm]:
-    """Return the model's BatchNorm layers whose running statistics differ between ranks."""
+    """Return the BatchNorm layers of a model in which each rank has running statistics of its own samples."""
     norms = (module for module in model.modules() if isinstance(module, _BatchNorm))
     return [norm for norm in norms if not isinstance(norm, GlobalBatchNorm)]
 
 
+def has_per_rank_statistics(model: nn.Module, synchronised: bool) -> bool:
+    """Return whether a BatchNorm layer of the model uses, on several ranks, statistics of each rank alone.
+
+    With ``synchronised`` these are the layers whose class overrides ``forward``, otherwise all.
+    """
+    known = KNOWN_FORWARDS if synchronised else ()
+    return any(type(layer).forward not in known for layer in per_rank_norm_layers(model))
+
+
 @contextmanager
 def restore_running_statistics(model: nn.Module) -> Iterator[None]:
-    """Restore at the end of the block the running statistics that differ between ranks; not after an exception."""
+    """Restore at the end of the block the running statistics of each rank alone, also after an exception."""
     statistics = [buffer for layer in per_rank_norm_layers(model) for buffer in layer.buffers()]
     before = [statistic.clone() for statistic in statistics]
-    yield
-    for statistic, value in zip(statistics, before, strict=True):
-        statistic.copy_(value)
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for statistic, value in zip(statistics, before, strict=True):
+                statistic.copy_(value)
 
 
 @torch.no_grad()
@@ -221,12 +212,8 @@ def mean_running_statistics(model: nn.Module, samples: int) -> list[tuple[Tensor
 
     Changes no statistic. All ranks must call it. Synchronised statistics are left out, because all ranks have the same.
     """
-    statistics = [
-        statistic
-        for layer in per_rank_norm_layers(model)
-        for statistic in (layer.running_mean, layer.running_var)
-        if statistic is not None
-    ]
+    layers = per_rank_norm_layers(model)
+    statistics = [value for layer in layers for value in (layer.running_mean, layer.running_var) if value is not None]
     if not statistics:
         return []
     total = sum_over_ranks(torch.tensor(float(samples), dtype=torch.float64, device=statistics[0].device))

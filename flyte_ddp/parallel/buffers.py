@@ -36,13 +36,14 @@ class Buffers:
         self.initial = {name: values[name].clone() for name in self.shared_names}
         self.changed_before_resume: set[str] = set()  # names
         self.after_last_step = {name: value.clone() for name, value in values.items()} if rank() == 0 else {}
-        # All shared buffers are copied into one tensor of bytes, with a view for each, so that one broadcast is enough.
+        # All shared buffers are copied into one tensor of bytes, with a view for each: one broadcast, one comparison.
         shared = [values[name] for name in self.shared_names] if world_size() > 1 else []
         pieces = [(value.numel(), value.dtype) for value in shared]
         device = next(model.parameters()).device
-        self.broadcast_bytes = torch.zeros(sum(aligned_sizes(pieces)), dtype=torch.uint8, device=device)
-        flats = split_memory(self.broadcast_bytes, pieces)
-        self.broadcast_views = [flat.view(value.shape) for value, flat in zip(shared, flats, strict=True)]
+        self.bytes = torch.zeros(sum(aligned_sizes(pieces)), dtype=torch.uint8, device=device)
+        flats = split_memory(self.bytes, pieces)
+        self.views = [flat.view(value.shape) for value, flat in zip(shared, flats, strict=True)]
+        self.last_broadcast = torch.zeros_like(self.bytes)  # the bytes that all ranks had after the last broadcast
 
     def checked_buffers(self, model: nn.Module) -> dict[str, Tensor]:
         """Return the buffers of ``model`` by name: of the trained model or of its moving average.
@@ -59,25 +60,37 @@ class Buffers:
         return values
 
     @torch.no_grad()
-    def copy_from_rank_0(self) -> None:
-        """Overwrite the buffers of all other ranks by rank 0's, in one broadcast.
+    def differ_from_last_broadcast(self) -> bool:
+        """Return whether the shared buffers of this rank differ from those of the last broadcast; False on one rank.
 
-        All ranks must call it after each step. Copies all buffers but BatchNorm's, changed or not: to ask all ranks
-        which ones have changed would cost as much. Raises UserError if names, shapes or types of the buffers have
-        changed since the model was made.
+        On a GPU always True, because the host would have to wait for a comparison. Raises UserError if names, shapes or
+        types of the buffers have changed since the model was made.
         """
         if not self.shared_names:
+            return False
+        values = self.checked_buffers(self.model)
+        if not self.views:
+            return False
+        torch._foreach_copy_(self.views, [values[name] for name in self.shared_names])
+        # All bits are compared, or NaN and -0.0 would hide a change; autograd's version counters miss ``buffer.data``.
+        as_int64 = self.bytes.view(torch.int64), self.last_broadcast.view(torch.int64)
+        return not (self.bytes.is_cpu and torch.equal(*as_int64))
+
+    @torch.no_grad()
+    def copy_from_rank_0(self, ranks_with_changes: Tensor) -> None:
+        """Overwrite the shared buffers of all other ranks by rank 0's, in one broadcast.
+
+        All ranks must call it, after :meth:`differ_from_last_broadcast`. ``ranks_with_changes`` is for how many ranks
+        that was True; if for none, all still have the buffers of the last broadcast, and nothing is sent.
+        """
+        if not self.views or (self.bytes.is_cpu and not ranks_with_changes):
             return
-        current = self.checked_buffers(self.model)
-        if not self.broadcast_views:
-            return
-        values = [current[name] for name in self.shared_names]
-        if rank() == 0:
-            torch._foreach_copy_(self.broadcast_views, values)
-        copy_from_rank_0([self.broadcast_bytes])
+        copy_from_rank_0([self.bytes])
+        self.last_broadcast.copy_(self.bytes)
         if rank() != 0:
-            for value, place in zip(values, self.broadcast_views, strict=True):
-                value.copy_(place)  # not by _foreach_copy_, which cannot write to conjugate views
+            values = copyable_buffers(self.model)
+            for name, view in zip(self.shared_names, self.views, strict=True):
+                values[name].copy_(view)  # not by _foreach_copy_, which cannot write to conjugate views
 
     @torch.no_grad()
     def keep(self) -> None:
@@ -124,19 +137,21 @@ class Buffers:
     def use_saved_buffers(self, model: nn.Module) -> Iterator[None]:
         """Give ``model`` for the block the buffers that it would have after save and load; restore them at the end.
 
-        Buffers that no ``state_dict`` holds have a new model's values in the block. An exception in the block skips the
-        restoring.
+        Buffers that no ``state_dict`` holds have a new model's values in the block. Raises UserError if the block has
+        changed names, shapes or types of the buffers.
         """
         with torch.no_grad():
             values = self.checked_buffers(model)
             before = {name: values[name].clone() for name in self.shared_names}
             for name in self.unsaved_names:
                 values[name].copy_(self.initial[name])
-        yield
-        with torch.no_grad():
-            values = self.checked_buffers(model)
-            for name in self.shared_names:
-                values[name].copy_(before[name])
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                values = self.checked_buffers(model)
+                for name in self.shared_names:
+                    values[name].copy_(before[name])
 
 
 def copyable_buffers(model: nn.Module) -> dict[str, Tensor]:

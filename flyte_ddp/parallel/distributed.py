@@ -1,28 +1,34 @@
-"""Collectives over the ranks of torch's process group.
+"""Collectives over the ranks of torch's process group, and types for their failures.
 
-A process without a group is rank 0 of 1, and waits for nobody.
+A process without a group is rank 0 of 1, and waits for nobody. If another rank has ended or does not come, gloo raises
+a plain RuntimeError, as any user code may. A RuntimeError is the collective's own if it is raised while the rank waits
+for the collective.
 """
 
-from collections.abc import Iterable
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from flyte_ddp.errors import CollectiveError, CollectiveTimeoutError
 from flyte_ddp.parallel.hang_watch import in_collective
 
 Value = TypeVar("Value")
+TIMEOUT_SHARE = 0.9  # of the time limit; not 1, because gloo's clock starts a little earlier than ours
+GROUP_TIMEOUT = timedelta()  # means "the process group's limit", and is the default of Work.wait
+TORCH_WAIT = dist.Work.wait
 _timeout = 600.0
 
 
-def set_collective_timeout(limit: float) -> None:
-    """Set, for this process, the time limit in seconds that :func:`collective_timeout` returns.
-
-    torch's own limit is not changed.
-    """
+def set_collective_timeout(seconds: float) -> None:
+    """Set, for this process, what :func:`collective_timeout` returns. torch's own time limit is not changed."""
     global _timeout  # noqa: PLW0603 (a property of the process, as the process group is)
-    _timeout = limit
+    _timeout = seconds
 
 
 def collective_timeout() -> float:
@@ -66,9 +72,9 @@ def gather_numbers(numbers: Tensor) -> Tensor:
 
 
 def copy_from_rank_0(tensors: Iterable[Tensor]) -> None:
-    """Overwrite tensors in place by rank 0's; sparse and expanded tensors stay as they are. All ranks must call it.
+    """Overwrite tensors in place by rank 0's, by a broadcast for each; sparse and expanded tensors stay as they are.
 
-    Sends one broadcast for each tensor. Needs a process group.
+    All ranks must call it. Needs a process group.
     """
     for tensor in filter(has_own_elements, tensors):
         # Sent as the bytes of a dense copy, because gloo ignores strides and does not know all types.
@@ -97,13 +103,43 @@ def broadcast_object(value: Value) -> Value:
 
 
 def gather_objects(value: Value) -> list[Value]:
-    """Return the values of all ranks, by rank. All ranks must call it.
-
-    The values are pickled, so they should be small.
-    """
+    """Return the values of all ranks, by rank. All ranks must call it. The values are pickled: they should be small."""
     if not dist.is_initialized():
         return [value]
     values = [value] * world_size()
     with in_collective():
         dist.all_gather_object(values, value)
     return values
+
+
+def patch_collective_wait() -> None:
+    """Replace ``torch.distributed.Work.wait`` in this process by a wait that raises CollectiveError, not RuntimeError.
+
+    torch's own blocking functions, such as ``all_reduce``, call it, and collective operations in user code. Waits in
+    C++ stay as they are: those of DistributedDataParallel (see strategies.py) and of functional collectives.
+    """
+
+    def wait(work: dist.Work, timeout: timedelta = GROUP_TIMEOUT) -> bool:
+        with translate_collective_errors():
+            return TORCH_WAIT(work, timeout)
+
+    dist.Work.wait = wait  # type: ignore[assignment,method-assign]
+
+
+@contextmanager
+def translate_collective_errors(since: float | None = None) -> Iterator[None]:
+    """Turn a RuntimeError of the block, which must only wait for other ranks, into a CollectiveError of the same text.
+
+    It becomes a CollectiveTimeoutError if the block failed after at least TIMEOUT_SHARE of the collectives' time limit.
+    ``since`` is when the wait began, by ``time.monotonic()``; None: at the start of the block.
+    """
+    begin = time.monotonic() if since is None else since
+    try:
+        yield
+    except CollectiveError:
+        raise
+    except RuntimeError as error:
+        limit = collective_timeout()
+        if time.monotonic() - begin >= TIMEOUT_SHARE * limit:
+            raise CollectiveTimeoutError(f"other ranks did not come within {limit:g} s: {error}") from error
+        raise CollectiveError(str(error)) from error

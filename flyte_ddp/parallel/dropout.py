@@ -48,19 +48,16 @@ class SampleDropout(nn.Module):
 def make_dropout_rank_independent(model: nn.Module, this_pass: TrainingPass) -> None:
     """Change the class of the model's dropout layers to one that draws by the samples of ``this_pass``.
 
-    The new class is a subclass of the old class and has its name, because models may test a layer's type or name.
+    The new class is a subclass of the old class and has its name, because models may test a layer's type or name. Own
+    subclasses with a ``forward`` of their own, and scripted modules, stay as they are.
     """
-    for module in filter(is_supported_dropout, model.modules()):
+    for module in model.modules():
+        known = [kind.forward for kind in (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)]
+        # A model can hold torchvision's layer only if torchvision has been imported.
+        torchvision_ops = sys.modules.get("torchvision.ops")
+        if torchvision_ops is not None and getattr(module, "mode", "") == "row":
+            known.append(torchvision_ops.StochasticDepth.forward)
         kind = type(module)
-        module.__class__ = type(kind.__name__, (SampleDropout, kind), {"__qualname__": kind.__qualname__})
-        module.this_pass = this_pass  # type: ignore[assignment]
-
-
-def is_supported_dropout(module: nn.Module) -> bool:
-    """Return whether :class:`SampleDropout` can replace the module's ``forward``; False for scripted modules."""
-    known = [kind.forward for kind in (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)]
-    # A model can hold torchvision's layer only if torchvision has been imported.
-    torchvision_ops = sys.modules.get("torchvision.ops")
-    if torchvision_ops is not None and getattr(module, "mode", "") == "row":
-        known.append(torchvision_ops.StochasticDepth.forward)
-    return getattr(type(module), "forward", None) in known
+        if getattr(kind, "forward", None) in known:  # the class of a scripted module has no forward
+            module.__class__ = type(kind.__name__, (SampleDropout, kind), {"__qualname__": kind.__qualname__})
+            module.this_pass = this_pass  # type: ignore[assignment]

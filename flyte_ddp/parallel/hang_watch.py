@@ -23,14 +23,11 @@ _watch: HangWatch | None = None
 
 
 def watch_collectives(limit: float, report: Callable[[BaseException], object], new_event: Callable[[], Any]) -> None:
-    """Start a daemon thread that watches the collectives of this process. Must be called in the rank's main thread.
+    """Start a daemon thread that watches this process's collectives for more than ``limit`` seconds; sets ``_watch``.
 
-    The thread ends after its first report, or when the device has failed. Sets the module's global watch.
-
-    Args:
-        limit: seconds that a collective may take.
-        report: is called in the thread with a CollectiveTimeoutError when a collective takes longer.
-        new_event: returns an object with the methods of ``torch.cuda.Event``.
+    Must be called in the rank's main thread. The thread calls ``report`` with a CollectiveTimeoutError when a
+    collective takes longer, and ends after that, or when the device has failed. ``new_event`` returns an object with
+    the methods of ``torch.cuda.Event``.
     """
     global _watch  # noqa: PLW0603 (a property of the process, as the process group is)
     _watch = HangWatch(limit, report, new_event)
@@ -43,12 +40,9 @@ def in_collective() -> AbstractContextManager[None]:
 
 
 def watch_async_collective(work: Any) -> None:
-    """Add a collective that runs in the background to the hang watch, if the process has one.
+    """Add a collective that runs in the background (a ``torch.distributed.Work``) to the process's hang watch, if any.
 
-    The work's tensors stay in memory for up to POLL_SECONDS after the collective has ended.
-
-    Args:
-        work: a ``torch.distributed.Work``.
+    The collective's tensors stay in memory for up to POLL_SECONDS after it has ended.
     """
     if _watch is not None:
         _watch.entered.append((time.monotonic(), work.is_completed))
@@ -64,21 +58,14 @@ class HangWatch:
 
     @contextmanager
     def in_collective(self) -> Iterator[None]:
-        """Record the block as one collective.
-
-        It has ended when the host has left the block and the device has finished the block's work.
-        """
+        """Record the block as a collective: it has ended when host and device have finished the block's work."""
         event: Any = None
         left = False
-
-        def has_ended() -> bool:
-            return left and (event is None or event.query())
-
-        self.entered.append((time.monotonic(), has_ended))
+        self.entered.append((time.monotonic(), lambda: left and (event is None or event.query())))
         try:
             yield
             event = self.new_event()
-            event.record()
+            event.record()  # in the device's queue behind the collective
         finally:
             left = True
 
@@ -89,7 +76,7 @@ class HangWatch:
         return bool(self.entered) and time.monotonic() - self.entered[0][0] > self.limit
 
     def watch_until_overdue(self) -> None:
-        """Look every POLL_SECONDS until a collective is overdue, then report it with the main thread's stack.
+        """Look every POLL_SECONDS until a collective is overdue, then report it with the stack of the own thread.
 
         Returns without a report if the device has failed, because the rank's main thread gets that failure, too.
         """

@@ -29,20 +29,16 @@ Piece = tuple[int, torch.dtype]  # number of elements, and their type
 class NodeMemory:
     """Memory that all ranks of the process group map: two halves, each uint8 [size], with zeros at first.
 
-    Double buffering: a fast rank may write one half while slower ranks still read the other. The barrier between two
-    uses of a half guarantees that all ranks have finished reading it.
+    A fast rank may write one half while slower ranks still read the other. The barrier between two uses of a half
+    guarantees that all ranks have finished reading it.
     """
 
     def __init__(self, size: int) -> None:
         """Map two halves of ``size`` bytes, at least 1. All ranks must call it with the same size.
 
         Opens sockets between rank 0 and every other rank, which stay open for the barrier. Rank 0 sends the memory
-        through them as an unnamed open file.
-
-        Raises:
-            OSError: the ranks are not on one machine.
-            CollectiveTimeoutError: a rank did not come within the time limit of collectives.
-            PeerGoneError: a rank has ended.
+        through them as an unnamed open file. Raises OSError if the ranks are not on one machine, CollectiveTimeoutError
+        if a rank does not come within the time limit of collectives, PeerGoneError if a rank has ended.
         """
         self.peers: dict[int, socket.socket] = {}
         size = max(size, 1)
@@ -53,11 +49,8 @@ class NodeMemory:
         os.close(file)
 
     def _send_memory(self, size: int) -> int:
+        """Create an unnamed file of ``size`` bytes, send it to every other rank, return its descriptor; on rank 0."""
         # A name that starts with \0 is in no file system, and found by processes of the same network namespace only.
-        """Create an unnamed file of ``size`` bytes, send it to every other rank, return its descriptor; on rank 0.
-
-        Waits for the other ranks, each time up to the time limit of collectives.
-        """
         address = f"\0flyte-ddp-{secrets.token_hex(16)}"
         file = os.memfd_create("flyte-ddp")
         os.ftruncate(file, size)
@@ -85,22 +78,15 @@ class NodeMemory:
     def wait_at_barrier(self) -> None:
         """Wait until all ranks have called this method; then every rank sees what the others wrote. Switches ``turn``.
 
-        Every rank sends a message to rank 0 and gets one back. That is two wake-ups; the barrier of the backend takes
-        more.
-
-        Raises:
-            CollectiveTimeoutError: a rank did not come within the time limit of collectives.
-            PeerGoneError: a rank has ended.
+        Raises CollectiveTimeoutError if a rank does not come within the time limit of collectives, PeerGoneError if a
+        rank has ended.
         """
-        for other, peer in self.peers.items():
-            with translate_socket_errors(f"rank {other}", peer.gettimeout()):
-                if rank() != 0:
-                    peer.send(b"here")
-                receive_message(peer)
-        if rank() == 0:
+        # Every rank sends a message to rank 0 and gets one back: two wake-ups. The backend's barrier takes more.
+        steps = [receive_message, send_message] if rank() == 0 else [send_message, receive_message]
+        for step in steps:
             for other, peer in self.peers.items():
                 with translate_socket_errors(f"rank {other}", peer.gettimeout()):
-                    peer.send(b"here")
+                    step(peer)
         self.turn = 1 - self.turn
 
 
@@ -118,7 +104,7 @@ class NodeGather:
     def __call__(self, numbers: Tensor) -> Tensor:
         """Return the fp64 [n] of all ranks as [ranks, n]; n must be equal on all ranks.
 
-        Waits until all ranks have called it.
+        Waits until all ranks have called it; raises the errors of :meth:`NodeMemory.wait_at_barrier`.
         """
         places = self.places[self.memory.turn, :, : numbers.numel()]
         places[rank()] = numbers
@@ -151,6 +137,11 @@ def create_socket() -> socket.socket:
     return made
 
 
+def send_message(peer: socket.socket) -> None:
+    """Send a message without meaning to the peer."""
+    peer.send(b"here")
+
+
 def receive_message(peer: socket.socket) -> bytes:
     """Return the peer's next message. Raises ConnectionResetError if the peer has ended."""
     if not (message := peer.recv(LONGEST_MESSAGE)):
@@ -159,16 +150,14 @@ def receive_message(peer: socket.socket) -> bytes:
 
 
 @contextmanager
-def translate_socket_errors(who: str, limit: float | None) -> Iterator[None]:
+def translate_socket_errors(peer: str, limit: float | None) -> Iterator[None]:
     """Turn a socket's errors in the block into CollectiveTimeoutError or PeerGoneError.
 
-    Args:
-        who: the peer that the block waits for, for the message.
-        limit: the socket's time limit in seconds, for the message.
+    ``peer`` names whom the block waits for, ``limit`` is the socket's time limit in seconds; both for the message.
     """
     try:
         yield
     except TimeoutError:
-        raise CollectiveTimeoutError(f"{who} did not come within {limit:g} s") from None
+        raise CollectiveTimeoutError(f"{peer} did not come within {limit:g} s") from None
     except ConnectionError:
-        raise PeerGoneError(f"{who} has ended while others waited for it") from None
+        raise PeerGoneError(f"{peer} has ended while others waited for it") from None

@@ -10,7 +10,8 @@ import time
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, cast
+from functools import partial
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -22,8 +23,13 @@ from flyte_ddp.clock import Clock
 from flyte_ddp.device_copy import copy_to_device
 from flyte_ddp.errors import CollectiveError, UserError
 from flyte_ddp.parallel.batch_norm import GlobalBatchNorm
-from flyte_ddp.parallel.collective_failures import translate_collective_errors
-from flyte_ddp.parallel.distributed import copy_from_rank_0, rank, sum_over_ranks, world_size
+from flyte_ddp.parallel.distributed import (
+    copy_from_rank_0,
+    rank,
+    sum_over_ranks,
+    translate_collective_errors,
+    world_size,
+)
 from flyte_ddp.parallel.dropout import SampleDropout
 from flyte_ddp.parallel.hang_watch import in_collective, watch_async_collective
 from flyte_ddp.parallel.node_memory import NodeMemory, Piece, aligned_sizes, split_memory
@@ -33,7 +39,7 @@ WAITED = "waited"  # clock key: seconds of gradient communication that did not o
 
 
 class GradientSync:
-    """A model whose gradients, after :meth:`combine`, are those of the global batch on every rank.
+    """A model whose gradients, after :meth:`average_gradients`, are those of the global batch on every rank.
 
     This base class is for a single rank, whose gradients are those of the global batch without any exchange.
     """
@@ -49,20 +55,24 @@ class GradientSync:
     def micro_batch(self, *, last: bool) -> AbstractContextManager[None]:  # noqa: ARG002
         """Return a context manager for the forward and backward pass of a micro-batch.
 
-        Args:
-            last: whether it is the last micro-batch of the step; the passes before it only accumulate gradients.
+        ``last`` is whether it is the step's last one; the passes before it only accumulate gradients.
         """
         return nullcontext()
 
-    def combine(self, loss_sum: Tensor) -> Tensor:
-        """Average the gradients over the ranks in place, and return the sum of all ranks' losses.
+    def average_gradients(self, sums: Tensor) -> Tensor:
+        """Average the gradients over the ranks in place; return ``sums``, fp64 [2], added up over the ranks.
 
-        All ranks must call it.
-
-        Args:
-            loss_sum: this rank's loss, an fp64 scalar.
+        All ranks must call it after the step's last backward pass. ``sums`` may be overwritten.
         """
-        return loss_sum
+        return sums
+
+
+class SharedBucket(NamedTuple):
+    """Places in shared memory for some parameters' gradients: one for each rank."""
+
+    sums: Tensor  # fp64 [2, ranks]: the numbers that are added up beside the gradients
+    has_gradient: Tensor  # bool [ranks, parameters]
+    gradients: list[Tensor]  # for each parameter [ranks, *its shape]
 
 
 class SharedMemorySync(GradientSync):
@@ -77,58 +87,54 @@ class SharedMemorySync(GradientSync):
         super().__init__(model)
         copy_from_rank_0([*model.parameters(), *model.buffers()])
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad and parameter.numel()]
-        groups = split_into_buckets(trained, bucket_bytes) or [[]]
-        self.memory = NodeMemory(max(sum(aligned_sizes(bucket_layout(group))) for group in groups))
-        self.buckets = [[SharedBucket(group, half) for half in self.memory.halves] for group in groups]
+        self.groups = split_into_groups(trained, bucket_bytes) or [[]]  # at least one, for the sums
+        self.memory = NodeMemory(max(sum(aligned_sizes(bucket_layout(group))) for group in self.groups))
+        self.buckets = [[create_bucket(group, half) for group in self.groups] for half in self.memory.halves]
 
     @torch.no_grad()
-    def combine(self, loss_sum: Tensor) -> Tensor:
-        """Average the gradients over the ranks in place, and return the sum of all ranks' losses.
+    def average_gradients(self, sums: Tensor) -> Tensor:
+        """Average the gradients over the ranks in place; return ``sums``, fp64 [2], added up over the ranks.
 
         All ranks must call it. A gradient that no rank has stays None, as on one rank.
         """
-        for both_halves in self.buckets:
-            bucket = both_halves[self.memory.turn]
-            bucket.write_own_gradients(loss_sum)
-            self.memory.wait_at_barrier()
-            bucket.average_gradients()
-        return bucket.losses.sum()  # each bucket has the losses, and there is at least one bucket
-
-
-class SharedBucket:
-    """Places in shared memory for the gradients of some parameters: one for each rank, and one for each rank's loss."""
-
-    def __init__(self, parameters: list[nn.Parameter], memory: Tensor) -> None:
-        self.parameters = parameters
-        ranks = world_size()
-        self.losses, flags, *flats = split_memory(memory, bucket_layout(parameters))
-        self.has_gradient = flags.view(ranks, len(parameters))
-        self.gradients = [
-            # Each rank's gradient has the parameter's memory order, without gaps.
-            flat.as_strided((ranks, *parameter.shape), (parameter.numel(), *torch.empty_like(parameter).stride()))
-            for parameter, flat in zip(parameters, flats, strict=True)
-        ]
-
-    def write_own_gradients(self, loss_sum: Tensor) -> None:
-        """Write this rank's loss and gradients to its places in the shared memory; a missing gradient as zeros."""
         own = rank()
-        self.losses[own] = loss_sum
-        for index, (parameter, by_rank) in enumerate(zip(self.parameters, self.gradients, strict=True)):
-            self.has_gradient[own, index] = parameter.grad is not None
-            by_rank[own] = 0.0 if parameter.grad is None else parameter.grad
+        for number, parameters in enumerate(self.groups):
+            bucket = self.buckets[self.memory.turn][number]
+            bucket.sums[:, own] = sums
+            for index, (parameter, by_rank) in enumerate(zip(parameters, bucket.gradients, strict=True)):
+                bucket.has_gradient[own, index] = parameter.grad is not None
+                by_rank[own] = 0.0 if parameter.grad is None else parameter.grad
+            self.memory.wait_at_barrier()
+            exists = bucket.has_gradient.any(dim=0).tolist()
+            for parameter, by_rank, has_gradient in zip(parameters, bucket.gradients, exists, strict=True):
+                if has_gradient:
+                    parameter.grad = torch.add(by_rank[0], by_rank[1], out=parameter.grad)
+                    for gradient in by_rank[2:]:
+                        parameter.grad += gradient
+                    parameter.grad /= len(by_rank)
+        return bucket.sums.sum(dim=1)  # each bucket has them
 
-    def average_gradients(self) -> None:
-        """Overwrite the parameters' gradients by their means over all ranks; call it after the barrier."""
-        exists = self.has_gradient.any(dim=0).tolist()
-        for parameter, by_rank, has_gradient in zip(self.parameters, self.gradients, exists, strict=True):
-            if has_gradient:
-                parameter.grad = torch.add(by_rank[0], by_rank[1], out=parameter.grad)
-                for gradient in by_rank[2:]:
-                    parameter.grad += gradient
-                parameter.grad /= len(by_rank)
+
+def create_bucket(parameters: Sequence[nn.Parameter], memory: Tensor) -> SharedBucket:
+    """Return the views of ``memory``, uint8 [bytes], for the gradients of these parameters."""
+    ranks = world_size()
+    sums, has_gradient, *flats = split_memory(memory, bucket_layout(parameters))
+    gradients = [
+        # Each rank's gradient has the parameter's memory order, without gaps.
+        flat.as_strided((ranks, *parameter.shape), (parameter.numel(), *torch.empty_like(parameter).stride()))
+        for parameter, flat in zip(parameters, flats, strict=True)
+    ]
+    return SharedBucket(sums.view(2, ranks), has_gradient.view(ranks, len(parameters)), gradients)
 
 
-def split_into_buckets(parameters: Sequence[nn.Parameter], most_bytes: int) -> list[list[nn.Parameter]]:
+def bucket_layout(parameters: Sequence[nn.Parameter]) -> list[Piece]:
+    """Return the pieces of memory of a bucket: sums, flags and gradients of all ranks."""
+    ranks = world_size()
+    gradients = [(ranks * parameter.numel(), parameter.dtype) for parameter in parameters]
+    return [(2 * ranks, torch.float64), (ranks * len(parameters), torch.bool), *gradients]
+
+
+def split_into_groups(parameters: Sequence[nn.Parameter], most_bytes: int) -> list[list[nn.Parameter]]:
     """Split parameters, in order, into groups of at most ``most_bytes``; a larger parameter is a group of its own."""
     groups: list[list[nn.Parameter]] = []
     free = 0
@@ -141,13 +147,6 @@ def split_into_buckets(parameters: Sequence[nn.Parameter], most_bytes: int) -> l
     return groups
 
 
-def bucket_layout(parameters: Sequence[nn.Parameter]) -> list[Piece]:
-    """Return the pieces of a bucket: the losses of all ranks, a flag for each rank's gradients, and the gradients."""
-    ranks = world_size()
-    gradients = [(ranks * parameter.numel(), parameter.dtype) for parameter in parameters]
-    return [(ranks, torch.float64), (ranks * len(parameters), torch.bool), *gradients]
-
-
 class DDPSync(GradientSync):
     """Average gradients by torch's DistributedDataParallel, on any backend and over machines."""
 
@@ -156,7 +155,6 @@ class DDPSync(GradientSync):
 
         Hides three of DDP's warnings in this process.
         """
-        super().__init__(model)
         self.clock = clock
         device = next(model.parameters()).device
         self.last_bucket_started: Any = None
@@ -168,7 +166,7 @@ class DDPSync(GradientSync):
         warnings.filterwarnings("ignore", message="find_unused_parameters=True was specified")
         warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated", category=FutureWarning)
         with in_collective():
-            self.model = self.parallel = DistributedDataParallel(
+            self.parallel = DistributedDataParallel(
                 model,
                 device_ids=[device] if device.type == "cuda" else None,
                 gradient_as_bucket_view=True,
@@ -178,16 +176,14 @@ class DDPSync(GradientSync):
                 find_unused_parameters=True,
             )
         self.parallel.register_comm_hook(self, average_bucket)
+        super().__init__(self.parallel)
 
     @contextmanager
     def micro_batch(self, *, last: bool) -> Iterator[None]:
         """Return a context manager for a micro-batch's passes; only the ``last`` one sends gradients.
 
-        Adds the wait for the last all-reduce to the clock's WAITED.
-
-        Raises:
-            CollectiveError: an all-reduce has failed.
-            UserError: the backward pass came back to a parameter whose gradient was complete.
+        Adds the wait for the last all-reduce to the clock's WAITED. Raises CollectiveError if an all-reduce has failed,
+        UserError if the backward pass came back to a parameter whose gradient was complete.
         """
         self.last_bucket_started = None
         try:
@@ -202,12 +198,35 @@ class DDPSync(GradientSync):
         if self.last_bucket_started is not None:  # the backward pass waits for the last bucket's all-reduce
             self.clock.add_since(WAITED, self.last_bucket_started)
 
-    def combine(self, loss_sum: Tensor) -> Tensor:
-        """Return the sum of all ranks' losses; DDP has averaged the gradients in the backward pass.
+    def average_gradients(self, sums: Tensor) -> Tensor:
+        """Return ``sums`` added up over the ranks, in place; DDP has averaged the gradients in the backward pass.
 
         All ranks must call it.
         """
-        return sum_over_ranks(loss_sum)
+        return sum_over_ranks(sums)
+
+
+def average_bucket(sync: DDPSync, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+    """Start the all-reduce of a bucket of gradients, and return the future of their mean over the ranks.
+
+    This is DDP's communication hook. Notes the start time, and a later failure, in ``sync``.
+    """
+    sync.last_bucket_started = sync.clock.start_timing(WAITED)
+    begin = time.monotonic()
+    work: Any = dist.all_reduce(bucket.buffer(), async_op=True)
+    watch_async_collective(work)  # the backward pass may wait for it, as DDP asks which parameters any rank has used
+
+    def divide_sum(done: torch.futures.Future[Any]) -> Tensor:
+        try:
+            with translate_collective_errors(begin):
+                total: Tensor = done.value()[0]
+        except CollectiveError as error:  # torch's backward pass turns it into a RuntimeError
+            sync.failure = error
+            raise
+        return total.div_(world_size())
+
+    future: torch.futures.Future[Any] = work.get_future()
+    return future.then(divide_sum)
 
 
 class HooksSync(GradientSync):
@@ -225,24 +244,23 @@ class HooksSync(GradientSync):
         super().__init__(model)
         copy_from_rank_0([*model.parameters(), *model.buffers()])
         self.order = [parameter for parameter in model.parameters() if parameter.requires_grad][::-1]
-        self.position = {cast("Tensor", parameter): place for place, parameter in enumerate(self.order)}
-        self.started: list[dist.Work] = []
-        self.ready: set[Tensor] = set()
+        self.started: list[dist.Work] = []  # all-reduces of the first parameters in the order
+        self.ready: set[int] = set()  # places in the order
         self.last = False
-        for parameter in self.order:
-            parameter.register_post_accumulate_grad_hook(self.start_ready_all_reduces)  # type: ignore[no-untyped-call]
+        for place, parameter in enumerate(self.order):
+            parameter.register_post_accumulate_grad_hook(partial(self.start_ready_all_reduces, place))  # type: ignore[no-untyped-call]
 
-    def start_ready_all_reduces(self, parameter: Tensor) -> None:
-        """Note that the parameter's gradient is complete; start the all-reduces that are next in the order and ready.
+    def start_ready_all_reduces(self, place: int, _: Tensor) -> None:
+        """Note that the gradient at this place is complete; start the all-reduces that are next in the order and ready.
 
-        Called by autograd. Does nothing before the last micro-batch. Raises UserError if the parameter's all-reduce has
+        Called by autograd. Does nothing before the last micro-batch. Raises UserError if this gradient's all-reduce has
         been started before.
         """
         if self.last:
-            if self.position[parameter] < len(self.started):
+            if place < len(self.started):
                 raise repeated_gradient_error("hooks", "use_reentrant=False")
-            self.ready.add(parameter)
-            while len(self.started) < len(self.order) and self.order[len(self.started)] in self.ready:
+            self.ready.add(place)
+            while len(self.started) in self.ready:
                 self.start_next_all_reduce()
 
     def start_next_all_reduce(self) -> None:
@@ -257,18 +275,18 @@ class HooksSync(GradientSync):
         self.last = last
         return nullcontext()
 
-    def combine(self, loss_sum: Tensor) -> Tensor:
-        """Wait for the all-reduces, average the gradients, and return the sum of all ranks' losses.
+    def average_gradients(self, sums: Tensor) -> Tensor:
+        """Wait for the all-reduces and average the gradients; return ``sums`` added up over the ranks, in place.
 
-        All ranks must call it. A gradient that no rank has becomes None, as on one rank. ``loss_sum`` is overwritten.
+        All ranks must call it. A gradient that no rank has becomes None, as on one rank.
         """
         has_gradient = torch.tensor([parameter.grad is not None for parameter in self.order], dtype=torch.int32)
-        has_gradient = copy_to_device(has_gradient, loss_sum.device)
+        has_gradient = copy_to_device(has_gradient, sums.device)
         while len(self.started) < len(self.order):
             self.start_next_all_reduce()
         with in_collective():
-            last = [dist.all_reduce(numbers, async_op=True) for numbers in (has_gradient, loss_sum)]
-            for work in (*self.started, *last):
+            others = [dist.all_reduce(numbers, async_op=True) for numbers in (has_gradient, sums)]
+            for work in (*self.started, *others):
                 work.wait()
         for parameter, ranks_with_gradient in zip(self.order, has_gradient.tolist(), strict=True):
             if ranks_with_gradient:
@@ -277,7 +295,7 @@ class HooksSync(GradientSync):
                 parameter.grad = None
         self.started.clear()
         self.ready.clear()
-        return loss_sum
+        return sums
 
 
 def repeated_gradient_error(strategy: str, fix: str) -> UserError:
@@ -288,38 +306,11 @@ def repeated_gradient_error(strategy: str, fix: str) -> UserError:
     )
 
 
-def average_bucket(sync: DDPSync, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-    """Start the all-reduce of a bucket of gradients, and return the future of their mean over the ranks.
-
-    This is DDP's communication hook. Notes the start time, and a later failure, in ``sync``.
-    """
-    sync.last_bucket_started = sync.clock.start_timing(WAITED)
-    begin = time.monotonic()
-    work: Any = dist.all_reduce(bucket.buffer(), async_op=True)
-    watch_async_collective(work)  # the backward pass may wait for it, as DDP asks which parameters any rank has used
-
-    def divide_sum(done: torch.futures.Future[Any]) -> Tensor:
-        """Return the mean. Keeps a CollectiveError in ``sync.failure`` before it raises it."""
-        try:
-            with translate_collective_errors(begin):
-                total: Tensor = done.value()[0]
-        except CollectiveError as error:  # torch's backward pass turns it into a RuntimeError
-            sync.failure = error
-            raise
-        return total.div_(world_size())
-
-    future: torch.futures.Future[Any] = work.get_future()
-    return future.then(divide_sum)
-
-
 def synchronise_gradients(model: nn.Module, strategy: str, clock: Clock) -> GradientSync:
-    """Return the model wrapped by the gradient strategy of that name. All ranks must call it.
+    """Return the model wrapped by a gradient strategy: ``ddp``, ``shared_memory`` or ``hooks``; none for a single rank.
 
-    A single rank gets a GradientSync, which exchanges nothing.
-
-    Args:
-        strategy: ``ddp``, ``shared_memory`` or ``hooks``.
-        clock: gets the seconds of communication that did not overlap with the backward pass (``ddp`` only).
+    All ranks must call it. ``clock`` gets the seconds of communication that did not overlap with the backward pass
+    (``ddp`` only).
     """
     if world_size() == 1:
         return GradientSync(model)

@@ -25,12 +25,8 @@ class TrainingPass:
     """
 
     def __init__(self, *, may_draw: bool = True) -> None:
-        """Begin with no samples.
-
-        Args:
-            may_draw: whether the model may draw random numbers. Seeding for that takes tens of microseconds a pass.
-        """
-        self.may_draw = may_draw
+        """Begin with no samples. If the model never draws random numbers (``may_draw`` False), nothing is seeded."""
+        self.may_draw = may_draw  # seeding takes tens of microseconds a pass
         self.keys = torch.zeros(0, dtype=torch.int64)
         self.has_samples = True
         self.model_draws = False
@@ -48,11 +44,8 @@ class TrainingPass:
         """Set the samples [N] of the next pass; seed the global generators of torch (CPU and GPU), Python and NumPy.
 
         The seed is a function of the first sample, the epoch and ``seed``. So a model that draws from these generators
-        draws the same numbers after a resume. Seeds nothing if ``may_draw`` is False.
-
-        Args:
-            has_samples: False if this rank has no sample of its own, and runs another rank's sample that must not
-                count.
+        draws the same numbers after a resume. Seeds nothing if ``may_draw`` is False. ``has_samples`` is False if this
+        rank has no sample of its own, and runs another rank's sample that must not count.
         """
         self.has_samples = has_samples
         if not self.may_draw:
@@ -69,24 +62,22 @@ class TrainingPass:
     def finish_pass(self) -> None:
         """Set ``model_draws`` if the model itself has drawn from a global generator in its forward or backward pass.
 
-        Such numbers depend on how samples are dealt to ranks. Not noticed: a model that restores the random state
-        (``fork_rng``).
+        Such numbers depend on how samples are dealt to ranks. Does not notice a model that restores the random state
+        (``fork_rng``). Draws one number from each generator, if ``may_draw`` is True.
         """
-        if not self.may_draw:
+        if not self.may_draw or self.model_draws:
             return
         device = self.keys.device
         on_gpu = device.type == "cuda" and torch.cuda.default_generators[device.index].get_offset() > 0
-        self.model_draws = (
-            self.model_draws or on_gpu or self.generators.draw_from_each() != self.reference.draw_from_each()
-        )
+        self.model_draws = on_gpu or self.generators.draw_from_each() != self.reference.draw_from_each()
 
     def draw_uniform(self, shape: tuple[int, ...]) -> Tensor:
-        """Return random fp32 numbers [N, *shape] in [0, 1).
+        """Return random fp32 numbers [N, *shape] in [0, 1), and draw from torch's global generator.
 
-        Each sample has a SplitMix64 stream, each call a part of it. torch.utils.checkpoint runs a block again in the
-        backward pass, which then needs the same numbers. It restores torch's random state before. So a number drawn
-        from torch's generator tells which call this is.
+        Each sample has a SplitMix64 stream, each call a part of it.
         """
+        # torch.utils.checkpoint runs a block again in the backward pass, which then needs the same numbers. It restores
+        # torch's random state before. So a number drawn from torch's generator tells which call this is.
         drawn = self.generators.draw_from_torch()
         if drawn not in self.calls:
             self.calls[drawn] = len(self.calls)
@@ -104,7 +95,7 @@ class Generators(NamedTuple):
     numpy_generator: Any
 
     def seed_each(self, seed: int) -> None:
-        """Seed each generator with ``seed``."""
+        """Seed each generator with ``seed``; NumPy's with its last 32 bits."""
         self.torch_generator.manual_seed(seed)  # torch.manual_seed takes 200 us, as it looks for all kinds of devices
         self.python_generator.seed(seed)
         self.numpy_generator.seed(seed % 2**32)

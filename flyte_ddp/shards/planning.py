@@ -12,7 +12,7 @@ import numpy as np
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import UserError
 from flyte_ddp.order import sampling
-from flyte_ddp.order.shard_order import ShardOrder, count_rank_streams, shard_orders, slice_lengths
+from flyte_ddp.order.shard_order import ShardOrder, ShardSplits, count_rank_streams, slice_lengths
 from flyte_ddp.shards.index import Shard, ShardIndex, read_index
 from flyte_ddp.shards.inspection import refuse_unfit_samples
 from flyte_ddp.shards.plan_request import PlanRequest
@@ -39,7 +39,8 @@ def describe_plan(request: PlanRequest) -> Iterator[str]:
     stream = StreamPlan(request, index.counts, sizes) if request.stream else None
     if stream is None:
         hp = Hyperparameters(dataset="shards:planned", **{name: getattr(request, name) for name in HYPERPARAMETERS})
-        order = shard_orders(index.counts, index.weights, hp, request.test_fraction)["training"]
+        splits = ShardSplits(index.counts, hp.validation_fraction, request.test_fraction, hp.seed)
+        order = ShardOrder(splits, "training", index.weights, hp.shuffle_shards)
         yield "\n".join(describe_epoch(request, order, sizes))
     else:
         yield "\n".join(stream.format_lines())

@@ -19,20 +19,8 @@ from flyte_ddp.models.zoo import find_refused_value
 from flyte_ddp.parallel.distributed import rank
 from flyte_ddp.runs import checkpoint
 from flyte_ddp.runs.job import Job
-from flyte_ddp.training.diagnosis import LossWatch
 from flyte_ddp.training.recording import Recorder
-from flyte_ddp.training.selection import Selection
 from flyte_ddp.training.training_state import TrainingState
-
-
-@dataclass(frozen=True)
-class Run:
-    """The objects of a run that change while it trains."""
-
-    state: TrainingState
-    selection: Selection
-    recorder: Recorder
-    loss_watch: LossWatch
 
 
 @dataclass(frozen=True)
@@ -45,31 +33,32 @@ class Snapshot:
     values: dict[str, Any]
 
 
-def take_snapshot(run: Run) -> Snapshot | None:
+def take_snapshot(state: TrainingState, recorder: Recorder) -> Snapshot | None:
     """Return a copy, on the CPU, of the state after the last finished step, or None.
 
     May be called while the next step is computed. None means that a step failed after it had changed a part of the
     state. Holds the state's lock meanwhile.
     """
-    state, selection = run.state, run.selection
+    selection = state.selection
     with state.lock:
         if state.inconsistent:
             return None
         values = {
+            # Buffers not as they are, but as they were after the step: the next forward pass may have changed them.
             "model": state.buffers.state_dict_after_step(state.model.state_dict()),
             "buffers": state.buffers.state_dict(),
             "average": state.average.state_dict() if state.average else None,
             "optimizer": state.optimizer.state_dict(),
-            "saw_non_finite": run.loss_watch.saw_non_finite,
+            "saw_non_finite": state.loss_watch.saw_non_finite,
             "draws": state.this_pass.model_draws,
             "seconds": dict(state.clock.seconds),
             "total_seconds": state.clock.total(),
             "selection": selection.state_dict(),
-            "recorder": run.recorder.state_dict(),
+            "recorder": recorder.state_dict(),
         }
         # The best weights are a copy that nothing changes, so they need no second copy.
         best = selection.weights if selection.epoch and state.hp.keep == "best" else None
-        return Snapshot(state.epoch, state.step, run.recorder.log.size(), {**copy_to_cpu(values), "best": best})
+        return Snapshot(state.epoch, state.step, recorder.log.size(), {**copy_to_cpu(values), "best": best})
 
 
 def copy_to_cpu(value: Any) -> Any:
@@ -85,9 +74,8 @@ def copy_to_cpu(value: Any) -> Any:
     return copy.deepcopy(value)
 
 
-def restore_run(run: Run, found: checkpoint.Checkpoint) -> None:
+def restore_run(state: TrainingState, recorder: Recorder, found: checkpoint.Checkpoint) -> None:
     """Load a checkpoint into the objects of a run. Reads the file whole. Every rank calls it for its own objects."""
-    state = run.state
     values = torch.load(checkpoint.read_saved_state(found), map_location="cpu", weights_only=True)
     state.model.load_state_dict(values["model"])
     state.buffers.load_state_dict(values["buffers"])
@@ -98,8 +86,8 @@ def restore_run(run: Run, found: checkpoint.Checkpoint) -> None:
     state.this_pass.model_draws = values["draws"]
     state.clock.seconds.update(values["seconds"])
     state.clock.started -= values["total_seconds"]
-    run.selection.load_state_dict(values["selection"], values["best"] or state.kept_model().state_dict())
-    run.recorder.load_state_dict(values["recorder"])
+    state.selection.load_state_dict(values["selection"], values["best"] or state.kept_model().state_dict())
+    recorder.load_state_dict(values["recorder"])
 
 
 class Checkpointer:
@@ -110,8 +98,8 @@ class Checkpointer:
     ``checkpoint_seconds`` is 0.
     """
 
-    def __init__(self, job: Job, run: Run) -> None:
-        self.job, self.run = job, run
+    def __init__(self, job: Job, state: TrainingState, recorder: Recorder) -> None:
+        self.job, self.state, self.recorder = job, state, recorder
         found = job.checkpoint
         self.slots = checkpoint.alternate_slots(job.run_folder / checkpoint.FOLDER, found.path if found else None)
         self.saved_position = (found.step, found.epoch) if found else (0, 0)  # of the newest checkpoint
@@ -119,9 +107,8 @@ class Checkpointer:
         self.wake = threading.Event()  # set when there is something to write, or at the end
         self.pending: Snapshot | None = None  # the waiting copy
         self.closed = False  # whether training has ended
-        self.is_final = False  # whether no more checkpoint may be written
         self.failure_printed = False
-        self.active = rank() == 0 and job.settings.checkpoint_seconds > 0
+        self.active = rank() == 0 and job.settings.checkpoint_seconds > 0  # whether checkpoints may still be written
         self.thread = threading.Thread(target=self._write_until_closed, name="checkpoints", daemon=True)
 
     def __enter__(self) -> Self:
@@ -130,7 +117,7 @@ class Checkpointer:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        if self.active:
+        if self.thread.ident is not None:  # it was started
             self.closed = True
             self.wake.set()
             self.thread.join()  # which first writes the waiting copy
@@ -142,7 +129,7 @@ class Checkpointer:
     def epoch_done(self) -> None:
         """Copy the state for the thread to write; the copy replaces one that is not written yet."""
         if self.active:
-            self.pending = take_snapshot(self.run)
+            self.pending = take_snapshot(self.state, self.recorder)
             self.wake.set()
 
     def save_now(self) -> int:
@@ -154,7 +141,7 @@ class Checkpointer:
         with self.write_lock:
             if self.active:
                 self._write_newest_snapshot(now=True)
-                self.is_final = True  # because the caller reports this step as the one to resume after
+                self.active = False  # because the caller reports this step as the one to resume after
         return self.saved_position[0]
 
     def _write_newest_snapshot(self, *, now: bool) -> None:
@@ -163,11 +150,9 @@ class Checkpointer:
         Writes nothing if no copy is newer than the newest checkpoint. A failure is printed to stderr once in a run, and
         not raised: training continues. The caller holds ``write_lock``.
         """
-        if self.is_final:
-            return
         waiting, self.pending = self.pending, None
         try:
-            for snapshot in (take_snapshot(self.run) if now else None, waiting):
+            for snapshot in (take_snapshot(self.state, self.recorder) if now else None, waiting):
                 if snapshot and (snapshot.step, snapshot.epoch) > self.saved_position and self._is_resumable(snapshot):
                     self._write(snapshot)
                     self.saved_position = (snapshot.step, snapshot.epoch)
@@ -184,7 +169,7 @@ class Checkpointer:
         description = {
             "epoch": snapshot.epoch,
             "step": snapshot.step,
-            "trained_in": [asdict(one) for one in dict.fromkeys((*before, self.run.recorder.arithmetic))],
+            "trained_in": [asdict(one) for one in dict.fromkeys((*before, self.recorder.arithmetic))],
             "time": time.time(),
         }
         checkpoint.write_checkpoint(
@@ -202,15 +187,14 @@ class Checkpointer:
             self.wake.clear()
             closed = self.closed
             with self.write_lock:
-                self._write_newest_snapshot(now=not closed and self.pending is None)
+                if self.active:
+                    self._write_newest_snapshot(now=not closed and self.pending is None)
 
     def _is_resumable(self, snapshot: Snapshot) -> bool:
-        """Return whether a run can resume from the snapshot: a file can hold it, and losses and weights are finite.
-
-        A step that went wrong may show in the weights before it shows in a loss.
-        """
+        """Return whether a run can resume from the snapshot: a file can hold it, and losses and weights are finite."""
         saved = snapshot.values["model"]
-        # A user's state_dict may leave out frozen parameters.
-        weights = (saved[name] for name, _ in self.run.state.model.named_parameters() if name in saved)
+        # A step that went wrong may show in the weights before it shows in a loss. A user's state_dict may leave out
+        # frozen parameters.
+        weights = (saved[name] for name, _ in self.state.model.named_parameters() if name in saved)
         is_finite = not snapshot.values["saw_non_finite"] and all(bool(value.isfinite().all()) for value in weights)
         return is_finite and not find_refused_value(saved)

@@ -9,10 +9,8 @@ from contextlib import ExitStack
 import torch
 from torch import Tensor, nn
 
-from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import UserError
 from flyte_ddp.parallel.distributed import gather_objects, rank
-from flyte_ddp.training.optimisation import gradient_clip_norm
 
 LEARNED = 0.97  # share of the loss of random predictions; a model that has learned anything is below it
 
@@ -26,10 +24,10 @@ class LossWatch:
     """
 
     def __init__(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, hp: Hyperparameters, *, a_step_later: bool
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, learning_rate: float, *, a_step_later: bool
     ) -> None:
         """Prepare for the first loss; ``a_step_later``: the host may read a loss one step later."""
-        self.model, self.optimizer, self.hp = model, optimizer, hp
+        self.model, self.optimizer, self.learning_rate = model, optimizer, learning_rate
         self.a_step_later = a_step_later and bool(optimizer.defaults["fused"])
         self.saw_non_finite = torch.zeros((), dtype=torch.bool, device=next(model.parameters()).device)
         self.pending: Callable[[], None] | None = None
@@ -38,13 +36,8 @@ class LossWatch:
         """Check the sum of all ranks' losses of a step, now or one step later. Call it before the optimiser's step.
 
         In the second case it sets the optimiser's ``found_inf``, and checks the loss of the step before. All ranks must
-        call it. Raises UserError if a loss is not finite; names the first weight or activation that is not finite.
-
-        Args:
-            epoch: number of the epoch, from 0.
-            step: number of the step, from 1.
-            loss_sum: a scalar on the device, equal on all ranks.
-            forward: repeats the step's forward passes; is called on all ranks if the loss is not finite.
+        call it. Epochs count from 0, steps from 1. If a loss is not finite, calls ``forward`` on all ranks, which
+        repeats the step's forward passes, and raises UserError with the first weight or activation that is not finite.
         """
         # With blocking=True the host sleeps in the wait, and leaves its core to the threads that load data.
         arrived = torch.cuda.Event(blocking=True) if loss_sum.is_cuda else None  # type: ignore[no-untyped-call]
@@ -53,22 +46,21 @@ class LossWatch:
             arrived.record()
 
         def raise_if_not_finite() -> None:
-            """Wait for the loss to arrive on the host, and raise UserError if it is not finite."""
             if arrived is not None:
                 arrived.synchronize()
             if not math.isfinite(loss := on_host.item()):
-                where = first_non_finite_activation(self.model, forward)
+                where = find_non_finite_activation(self.model, forward)
                 raise non_finite_loss_error(
-                    self.model, self.hp, loss, epoch, step, update_step=step - 1, activation=where
+                    self.model, self.learning_rate, loss, epoch, step, update_step=step - 1, activation=where
                 )
 
-        if not self.a_step_later:
+        if self.a_step_later:
+            self.saw_non_finite = self.saw_non_finite | ~loss_sum.isfinite()
+            self.optimizer.found_inf = self.saw_non_finite.float()  # type: ignore[attr-defined]  # as torch's GradScaler
+            self.check_pending_loss()
+            self.pending = raise_if_not_finite
+        else:
             raise_if_not_finite()
-            return
-        self.saw_non_finite = self.saw_non_finite | ~loss_sum.isfinite()
-        self.optimizer.found_inf = self.saw_non_finite.float()  # type: ignore[attr-defined]  # as torch's GradScaler does
-        self.check_pending_loss()
-        self.pending = raise_if_not_finite
 
     def check_pending_loss(self) -> None:
         """Check the last step's loss if that has not been done yet. Raises UserError as :meth:`check_loss` does."""
@@ -77,46 +69,8 @@ class LossWatch:
             pending()
 
 
-def non_finite_loss_error(
-    model: nn.Module, hp: Hyperparameters, loss: float, epoch: int, step: int, *, update_step: int, activation: str = ""
-) -> UserError:
-    """Return the error for a loss that is NaN or infinite. Reads all weights, to name the last one that is not finite.
-
-    Args:
-        update_step: the step whose update made the weights that gave this loss.
-        activation: the first module output that is not finite, in words; empty if unknown.
-    """
-    # The weight nearest to the output is named, because its gradient was computed first.
-    broken = [name for name, parameter in model.named_parameters() if not bool(parameter.isfinite().all())]
-    where = f" (the first activation that was not finite is {activation})" if activation else ""
-    if broken:
-        where = f" (the first gradient that was not finite is that of {broken[-1]}, in step {update_step})"
-    return UserError(
-        f"the loss is {loss} at epoch {epoch}, step {step}{where}: it must be finite; lower learning_rate "
-        f"(now {hp.learning_rate:g}), set grad_clip_norm or warmup_steps, or use precision='fp32'"
-    )
-
-
-def nothing_learned_warning(loss: float, labels: Tensor, hp: Hyperparameters) -> str:
-    """Return a warning if the last training loss is not below that of random predictions; else an empty text.
-
-    The loss of random predictions is the entropy of the classes' shares of ``labels`` [N].
-    """
-    shares = labels.bincount().double() / len(labels)
-    random_loss = -torch.special.xlogy(shares, shares).sum().item()
-    if loss < LEARNED * random_loss or not random_loss:
-        return ""
-    clip = (
-        f"grad_clip_norm (now {gradient_clip_norm(hp):g})" if gradient_clip_norm(hp) else "set grad_clip_norm, as to 1"
-    )
-    return (
-        f"The training loss ended at {loss:.3f}, and random predictions have {random_loss:.3f}: nothing was learned. "
-        f"Lower learning_rate (now {hp.learning_rate:g}) or {clip}, or train for longer."
-    )
-
-
-def first_non_finite_activation(model: nn.Module, forward: Callable[[], object]) -> str:
-    """Repeat a forward pass without gradients; return in words the first module output that is not finite on any rank.
+def find_non_finite_activation(model: nn.Module, forward: Callable[[], object]) -> str:
+    """Call ``forward`` without gradients; return in words the first module output that is not finite on any rank.
 
     All ranks must call it. Returns an empty text if all outputs are finite. Adds hooks to all modules, and removes
     them.
@@ -138,3 +92,45 @@ def first_non_finite_activation(model: nn.Module, forward: Callable[[], object])
         return ""
     _, its_rank, name = min(of_all_ranks)
     return f"the output of {name}, on rank {its_rank}" if name else f"the model's own output, on rank {its_rank}"
+
+
+def non_finite_loss_error(
+    model: nn.Module,
+    learning_rate: float,
+    loss: float,
+    epoch: int,
+    step: int,
+    *,
+    update_step: int,
+    activation: str = "",
+) -> UserError:
+    """Return the error for a loss that is NaN or infinite. Reads all weights, to name the last one that is not finite.
+
+    ``update_step`` is the step whose update made the weights that gave this loss; ``activation`` the first module
+    output that is not finite, in words.
+    """
+    # The weight nearest to the output is named, because its gradient was computed first.
+    broken = [name for name, parameter in model.named_parameters() if not bool(parameter.isfinite().all())]
+    where = f" (the first activation that was not finite is {activation})" if activation else ""
+    if broken:
+        where = f" (the first gradient that was not finite is that of {broken[-1]}, in step {update_step})"
+    return UserError(
+        f"the loss is {loss} at epoch {epoch}, step {step}{where}: it must be finite; lower learning_rate "
+        f"(now {learning_rate:g}), set grad_clip_norm or warmup_steps, or use precision='fp32'"
+    )
+
+
+def nothing_learned_warning(loss: float, labels: Tensor, learning_rate: float, clip_norm: float) -> str:
+    """Return a warning if the last training loss is not below that of random predictions; else an empty text.
+
+    The loss of random predictions is the entropy of the classes' shares of ``labels`` [N].
+    """
+    shares = labels.bincount().double() / len(labels)
+    random_loss = -torch.special.xlogy(shares, shares).sum().item()
+    if loss < LEARNED * random_loss or not random_loss:
+        return ""
+    clip = f"grad_clip_norm (now {clip_norm:g})" if clip_norm else "set grad_clip_norm, as to 1"
+    return (
+        f"The training loss ended at {loss:.3f}, and random predictions have {random_loss:.3f}: nothing was learned. "
+        f"Lower learning_rate (now {learning_rate:g}) or {clip}, or train for longer."
+    )

@@ -1,11 +1,9 @@
-"""Exact evaluation: fixed whole batches are dealt to the ranks, and every sample counts exactly once.
+"""Exact evaluation on all ranks, and what it decides: which weights are kept, and when training stops early."""
 
-Each sample's result goes to the sample's own place in a table, which is added up in fp64. So the metrics do not depend
-on the number of ranks.
-"""
-
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,6 +11,8 @@ from torch.nn import functional
 
 from flyte_ddp.loading.split import Split
 from flyte_ddp.parallel.distributed import broadcast_object, rank, sum_over_ranks, world_size
+
+SAVED = ("best_loss", "evaluations_since_best", "stopped", "epoch")  # of a Selection, in checkpoints
 
 
 @dataclass(frozen=True)
@@ -31,12 +31,11 @@ def evaluate_split(
 ) -> Evaluation:
     """Evaluate a split on all ranks together and return the result, on every rank. All ranks must call it.
 
-    Raises RuntimeError if a sample was not counted exactly once.
-
-    Args:
-        predict: maps uint8 images [n, H, W, C] to logits [n, classes].
+    ``predict`` maps uint8 images [n, H, W, C] to logits [n, classes]. The result does not depend on the number of
+    ranks. Raises RuntimeError if a sample was not counted exactly once.
     """
-    # Rows: loss, prediction, truth, times counted. Each sample is written by one rank, so the sum over ranks is exact.
+    # Fixed whole batches are dealt to the ranks. A sample's loss, prediction, truth and count go to its own column. One
+    # rank writes it, so the sum over the ranks is exact.
     table = torch.zeros(4, len(split), dtype=torch.float64, device=device)
     with torch.no_grad():  # not inference_mode: training could not use a tensor that a model keeps from an evaluation
         for place, (pixels, labels, _) in split.batches(batch_size, rank(), world_size()):
@@ -45,8 +44,7 @@ def evaluate_split(
             table[1, place] = logits.argmax(1).double()
             table[2, place] = labels.double()
             table[3, place] += 1
-    sum_over_ranks(table)
-    losses, predictions, truth, counted = table.cpu()
+    losses, predictions, truth, counted = sum_over_ranks(table).cpu()
     if not bool((counted == 1).all()):
         raise RuntimeError(f"evaluation counted {int((counted != 1).sum())} of {len(split)} samples not exactly once")
     count = max(1, len(split))
@@ -54,3 +52,48 @@ def evaluate_split(
     # last bit a rank could stop training while the others continue and wait for it.
     own = losses.sum().item() / count, (predictions == truth).sum().item() / count
     return Evaluation(*broadcast_object(own), losses, predictions.long(), truth.long())
+
+
+class Selection:
+    """The weights to keep and their evaluation, updated at each evaluation. Equal on all ranks.
+
+    The validation split decides, never the test set.
+    """
+
+    def __init__(self, keep: str, patience: int) -> None:
+        """Begin with no weights. The arguments are the hyperparameters ``keep`` and ``early_stop_patience``."""
+        self.keep, self.patience = keep, patience
+        self.best_loss = float("inf")
+        self.evaluations_since_best = 0
+        self.stopped = ""  # why training stops early; empty: it does not
+        self.epoch = 0  # epochs that were done when the weights were kept; 0: none are kept yet
+        self.test: Evaluation
+        self.weights: dict[str, Tensor]
+
+    def select_weights(self, epoch: int, validation: Evaluation, test: Evaluation, weights: dict[str, Tensor]) -> None:
+        """Keep these weights if ``keep`` says so; set ``stopped`` if training must end after this epoch.
+
+        With ``keep`` "best" keeps a copy of the weights with the lowest validation loss, else the newest weights
+        themselves, which go on changing with the model.
+        """
+        self.evaluations_since_best += 1
+        if better := validation.loss < self.best_loss:
+            self.best_loss, self.evaluations_since_best = validation.loss, 0
+        if better or self.keep != "best":
+            self.weights = copy.deepcopy(weights) if self.keep == "best" else weights
+            self.epoch, self.test = epoch, test
+        if 0 < self.patience <= self.evaluations_since_best:
+            self.stopped = (
+                f"after epoch {epoch}: no better validation loss in {self.evaluations_since_best} evaluation(s)"
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the checkpoint's part: everything but the weights."""
+        return {name: getattr(self, name) for name in SAVED} | {"test": vars(self.test) if self.epoch else None}
+
+    def load_state_dict(self, saved: dict[str, Any], weights: dict[str, Tensor]) -> None:
+        """Restore the result of :meth:`state_dict`, and the kept weights."""
+        for name in SAVED:
+            setattr(self, name, saved[name])
+        if self.epoch:
+            self.test, self.weights = Evaluation(**saved["test"]), weights

@@ -15,6 +15,13 @@ ONE_CYCLE_RISE = 0.25  # share of the run during which one_cycle rises
 PHOTO_CLIP_NORM = 1.0
 DECORATED_METHODS = ("add_param_group", "zero_grad", "state_dict", "load_state_dict", "step")
 
+# Maps the share of the run that is done, 0 to 1, to a factor of the learning rate.
+SCHEDULES: dict[str, Callable[[float], float]] = {
+    "constant": lambda _: 1.0,
+    "cosine": lambda progress: 0.5 * (1.0 + math.cos(math.pi * progress)),
+    "one_cycle": lambda progress: 1.0 - progress,
+}
+
 Kind = TypeVar("Kind", bound=torch.optim.Optimizer)
 
 
@@ -54,14 +61,6 @@ def gradient_clip_norm(hp: Hyperparameters) -> float:
     if hp.grad_clip_norm >= 0:
         return hp.grad_clip_norm
     return PHOTO_CLIP_NORM if hp.model in catalog.SMALL_MODELS and catalog.encoded_kind(hp.dataset) else 0.0
-
-
-# Maps the share of the run that is done, 0 to 1, to a factor of the learning rate.
-SCHEDULES: dict[str, Callable[[float], float]] = {
-    "constant": lambda _: 1.0,
-    "cosine": lambda progress: 0.5 * (1.0 + math.cos(math.pi * progress)),
-    "one_cycle": lambda progress: 1.0 - progress,
-}
 
 
 def learning_rate(hp: Hyperparameters, step: int, total_steps: int) -> float:

@@ -1,11 +1,14 @@
-"""Write a run's model, sidecar and predictions, and the first and the last record of its metrics."""
+"""Write a run's model, sidecar and predictions, the first and the last record of its metrics, notes for its report."""
 
 import platform
+from collections.abc import Mapping
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor, nn
 from torch.nn import functional
 
 import flyte_ddp
@@ -13,34 +16,41 @@ from flyte_ddp.catalog import encoded_kind
 from flyte_ddp.code_digest import library_digest
 from flyte_ddp.confusions import count_confusions
 from flyte_ddp.datasets.prepared import PreparedSet, resolve_class_names
+from flyte_ddp.errors import UserError
 from flyte_ddp.files import replace_file
-from flyte_ddp.loading.facts import combine_over_ranks
+from flyte_ddp.loading.facts import combine_over_ranks, join_few
 from flyte_ddp.models import artifacts, zoo
 from flyte_ddp.models.initial_weights import skipped_tensor_names
+from flyte_ddp.parallel.batch_norm import has_per_rank_statistics
 from flyte_ddp.parallel.distributed import wait_for_all_ranks, world_size
+from flyte_ddp.parallel.dropout import make_dropout_rank_independent
+from flyte_ddp.runs.arithmetic import Arithmetic
+from flyte_ddp.runs.checkpoint import Checkpoint
 from flyte_ddp.runs.job import Job
 from flyte_ddp.runs.run_folder import PREDICTIONS
 from flyte_ddp.training.diagnosis import nothing_learned_warning
 from flyte_ddp.training.evaluate import Evaluation
-from flyte_ddp.training.notes import init_skip_note, report_notes, uncovered_files_warning
+from flyte_ddp.training.optimisation import gradient_clip_norm
 from flyte_ddp.training.recording import Recorder
-from flyte_ddp.training.saved_model import verify_saved_model
-from flyte_ddp.training.selection import Selection
 from flyte_ddp.training.training_state import TrainingState
 
 WORST_MISTAKES = 16
 LEAST_STEPS = 30  # a shorter run is a trial, which need not have learned anything
+VERIFIED_SAMPLES = 64
+OTHER_RESULT = "another number of ranks would give another result."
+TOLERANCE = 1e-3  # share of the largest logit; a GPU may compute convolutions in TF32, with 10 bits
 
 
 def write_start_record(job: Job, data: PreparedSet, state: TrainingState, recorder: Recorder) -> None:
     """Write the start record to metrics.jsonl and print the number of ranks; does nothing on ranks other than 0.
 
-    Also prints, and keeps for the report, the tensors that ``init_skip`` leaves to the seed, and the files that the
-    cache key does not cover.
+    Also prints, and keeps for the report, the tensors that ``init_skip`` leaves to the seed, and the files of the
+    model's code that the cache key does not cover.
     """
     if not recorder.writes:
         return
     hardware, ranks = job.hardware, world_size()
+    skipped = skipped_tensor_names(state.model.state_dict(), job.hp.init_skip)
     recorder.log.write(
         {
             "kind": "start",
@@ -60,15 +70,20 @@ def write_start_record(job: Job, data: PreparedSet, state: TrainingState, record
             "test_samples": len(state.test),
             "steps": state.total_steps,
             "classes": list(resolve_class_names(data.classes, job.hp)),
-            "init_skipped": skipped_tensor_names(state.model.state_dict(), job.hp.init_skip),
+            "init_skipped": skipped,
         }
     )
     recorder.progress.print_note(f"ranks: {ranks}, nodes: {job.num_nodes}")
-    recorder.add_warning(init_skip_note(state))
-    recorder.add_warning(uncovered_files_warning(state))
+    if skipped:
+        recorder.add_warning(f"Started from the seed and not from init_from (init_skip): {', '.join(skipped)}.")
+    if state.uncovered_files:
+        recorder.add_warning(
+            f"The model uses {join_few(state.uncovered_files)}, which the cache key does not cover: a change there is "
+            "not noticed. Import it by name at the top of a module, from a folder on Python's path."
+        )
 
 
-def write_outputs(job: Job, data: PreparedSet, state: TrainingState, selection: Selection, recorder: Recorder) -> None:
+def write_outputs(job: Job, data: PreparedSet, state: TrainingState, recorder: Recorder) -> None:
     """Write the model with its sidecar, the predictions, and the end record, in this order. All ranks must call it.
 
     All ranks build a second model, which runs the user's code. Then rank 0 writes alone, and prints a warning if
@@ -82,9 +97,11 @@ def write_outputs(job: Job, data: PreparedSet, state: TrainingState, selection: 
     wait_for_all_ranks()  # so that a rank that hangs is noticed: what rank 0 does from here has no time limit
     if not recorder.writes:
         return
-    test, hp = selection.test, job.hp
+    selection, hp = state.selection, job.hp
+    test = selection.test
     if recorder.last_loss is not None and state.step >= LEAST_STEPS:
-        recorder.add_warning(nothing_learned_warning(recorder.last_loss, test.truth, hp))
+        warning = nothing_learned_warning(recorder.last_loss, test.truth, hp.learning_rate, gradient_clip_norm(hp))
+        recorder.add_warning(warning)
     model = state.kept_model()
     model.load_state_dict(selection.weights)
     digests = {
@@ -133,6 +150,33 @@ def write_outputs(job: Job, data: PreparedSet, state: TrainingState, selection: 
     )
 
 
+def verify_saved_model(new: nn.Module, model_path: Path, sidecar: Mapping[str, Any], state: TrainingState) -> None:
+    """Load saved weights into a new model and compare its logits on the first test samples with the trained model's.
+
+    Reads the weights' file. Changes ``new``: its weights, device, type, mode and dropout layers. Raises UserError if
+    the logits differ, or the new model does not take the weights.
+    """
+    images = state.test.gather(state.test.order.samples(slice(0, min(VERIFIED_SAMPLES, len(state.test))))).images
+    artifacts.load_weights(new, model_path, sidecar)
+    model = new.to(state.device).eval()
+    make_dropout_rank_independent(model, state.this_pass)  # a user's model may use dropout in evaluations, too
+    if state.dtype == torch.float64:
+        model.double()
+    with torch.no_grad(), state.evaluation_mode():
+        expected = state.predict_logits(images)
+        state.this_pass.begin_pass(state.hp.seed, 0, np.arange(len(images)), state.device)
+        found: Tensor = model.to(memory_format=state.memory_format)(state.prepare(images))
+    largest = expected.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0).abs().max().item()
+    # A model may mask classes by infinite logits: they must be equal, and are left out of the largest logit.
+    if not torch.allclose(found, expected, rtol=0.0, atol=TOLERANCE * largest, equal_nan=True):
+        apart = (found - expected).abs().nan_to_num(nan=0.0, posinf=torch.inf).max().item()
+        raise UserError(
+            f"model {state.hp.model!r}: its file does not hold all of it: a new model with these weights gives other "
+            f"logits (by up to {apart:.2g}, where the largest is {largest:.2g}); keep what its forward pass uses in "
+            "parameters, in buffers, or the same in each new model"
+        )
+
+
 def collect_predictions(state: TrainingState, test: Evaluation, rows: int) -> dict[str, Any]:
     """Return arrays of the first ``rows`` test samples and the worst mistakes: images, scores, truth, losses, names.
 
@@ -157,3 +201,61 @@ def collect_predictions(state: TrainingState, test: Evaluation, rows: int) -> di
         "table_rows": np.array(rows),
         "confusion_counts": count_confusions(test.truth.numpy(), test.predictions.numpy()),
     }
+
+
+def report_notes(state: TrainingState, arithmetic: Arithmetic, resumed_from: Checkpoint | None) -> list[str]:
+    """Return the notes for the report, one sentence each; for rank 0, at the end of a run.
+
+    ``arithmetic`` is the number of ranks, the devices and the precision since the run was started or resumed.
+    """
+    hp = state.hp
+    notes = []
+    if state.this_pass.model_draws:
+        notes.append(f"The model draws random numbers outside torch's dropout layers: {OTHER_RESULT}")
+    if separate := has_per_rank_statistics(state.model, synchronised=hp.sync_batchnorm):
+        why = "" if hp.sync_batchnorm else " (sync_batchnorm is false)"
+        notes.append(f"BatchNorm used the statistics of each rank's own share{why}: {OTHER_RESULT}")
+    if changed := state.buffers.changed_names():
+        notes.append(
+            f"The model changes {join_few(changed)} in its forward passes, and rank 0's values were used: another "
+            "number of ranks may give another result."
+        )
+    if unsaved := {*changed}.intersection(state.buffers.unsaved_names):
+        notes.append(
+            f"{join_few(unsaved)} is not in the model's state_dict: evaluations used the values of a new model."
+        )
+    if encoded_kind(hp.dataset) == "stream":
+        notes.append("The training data were a stream: ranks and workers each read shards of their own.")
+    if resumed_from is not None:
+        by_ranks = separate or state.this_pass.model_draws or bool(changed)
+        exactly = describe_exactness(state, arithmetic, resumed_from, separate=separate, by_ranks=by_ranks)
+        notes.append(
+            f"The run went on from a checkpoint after step {resumed_from.step:,}; the result is as if it had not been "
+            f"cut off, {exactly}."
+        )
+    return notes
+
+
+def describe_exactness(
+    state: TrainingState, arithmetic: Arithmetic, resumed_from: Checkpoint, *, separate: bool, by_ranks: bool
+) -> str:
+    """Return in words how exactly the result of a resumed run equals that of an uninterrupted run.
+
+    ``separate`` is whether BatchNorm used statistics of each rank alone, ``by_ranks`` whether the result depends on the
+    number of ranks.
+    """
+    before = resumed_from.trained_in
+    differences = []
+    if encoded_kind(state.hp.dataset) == "stream":
+        differences.append("but for the stream, which restarted from scratch")
+    if separate and world_size() > 1:
+        differences.append("but for the statistics of BatchNorm, of which rank 0's were saved")
+    if by_ranks and any(earlier.num_ranks != arithmetic.num_ranks for earlier in before):
+        differences.append("but for what depends on the number of ranks")
+    if changes := arithmetic.describe_changes(before):
+        differences.append(f"up to rounding, because these changed: {changes}")
+    elif state.device.type == "cuda" and not state.hp.deterministic:
+        differences.append("up to rounding: GPUs do not always add up in the same order (deterministic is false)")
+    # A user's model may keep other state than parameters and buffers, which no checkpoint has.
+    exactly = "bit for bit, as far as can be seen" if ":" in state.hp.model else "bit for bit"
+    return ", and ".join(differences) or exactly

@@ -67,12 +67,8 @@ class Recorder:
     def record_step(self, epoch: int, step: int, loss_sum: torch.Tensor, samples: int, learning_rate: float) -> None:
         """Add a finished step to the sums; every ``log_interval`` steps write a record with the mean loss, on rank 0.
 
-        Writing makes the host wait for the device. Between records it only updates the progress.
-
-        Args:
-            step: number of the step, from 1.
-            loss_sum: sum of all ranks' losses in this step.
-            samples: number of samples of all ranks in this step.
+        ``loss_sum`` and ``samples`` are of all ranks; steps count from 1. Writing makes the host wait for the device.
+        Between records it only updates the progress.
         """
         self.loss_sum += loss_sum
         self.samples += samples
@@ -86,16 +82,8 @@ class Recorder:
         loss = self.last_loss = self.loss_sum.item() / self.samples
         if self.writes:
             rate = self.samples / elapsed
-            self.log.write(
-                {
-                    "kind": "train",
-                    "epoch": epoch,
-                    "step": step,
-                    "learning_rate": learning_rate,
-                    "samples_per_second": rate,
-                    "loss": loss,
-                }
-            )
+            record = {"kind": "train", "epoch": epoch, "step": step, "learning_rate": learning_rate}
+            self.log.write({**record, "samples_per_second": rate, "loss": loss})
             self.progress.show_step(epoch, step, loss, rate)
         self.loss_sum.zero_()
         self.samples = 0

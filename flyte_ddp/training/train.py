@@ -15,20 +15,19 @@ from torch.nn.utils import clip_grad_norm_
 from flyte_ddp.catalog import encoded_kind
 from flyte_ddp.datasets import open_prepared
 from flyte_ddp.errors import UserError
-from flyte_ddp.loading.split import PICTURES_COMPARED, describe_equal_pictures
 from flyte_ddp.loading.facts import refuse_too_many_bad_samples
+from flyte_ddp.loading.split import PICTURES_COMPARED, describe_equal_pictures
 from flyte_ddp.models import zoo
 from flyte_ddp.order import sampling
 from flyte_ddp.parallel.batch_norm import mean_running_statistics, restore_running_statistics
 from flyte_ddp.parallel.distributed import rank, world_size
 from flyte_ddp.runs.job import Job
-from flyte_ddp.training.checkpointing import Checkpointer, Run, restore_run
-from flyte_ddp.training.diagnosis import LossWatch, non_finite_loss_error
+from flyte_ddp.training.checkpointing import Checkpointer, restore_run
+from flyte_ddp.training.diagnosis import non_finite_loss_error
 from flyte_ddp.training.evaluate import Evaluation, evaluate_split
 from flyte_ddp.training.optimisation import gradient_clip_norm, learning_rate
 from flyte_ddp.training.outputs import write_outputs, write_start_record
 from flyte_ddp.training.recording import Recorder
-from flyte_ddp.training.selection import Selection
 from flyte_ddp.training.training_state import TrainingState
 
 
@@ -36,39 +35,35 @@ def train(job: Job, offer_saving: Callable[[Callable[[], int]], None] = lambda _
     """Train, evaluate every ``eval_interval`` epochs, and write metrics, model and sidecar into the run folder.
 
     All ranks must call it. Resumes from the job's checkpoint, if there is one. Rank 0 prints progress, and saves
-    checkpoints in a thread. Raises UserError for a model whose output does not fit the classes, a loss that is not
-    finite, weights that do not fit.
-
-    Args:
-        offer_saving: is called once with a function that writes a checkpoint at once, from any thread, and returns the
-            step of the newest checkpoint; 0 if there is none.
+    checkpoints in a thread. Calls ``offer_saving`` once with a function that writes a checkpoint at once, from any
+    thread, and returns the step of the newest checkpoint; 0 if there is none. Raises UserError for a model whose output
+    does not fit the classes, a loss that is not finite, weights that do not fit.
     """
     hp = job.hp
     data = open_prepared(job.data)
     state = TrainingState(hp, job.hardware, data, job.initial_weights, job.settings)
-    # On a GPU, checking a loss in its own step would make the host wait for the device in every step.
-    loss_watch = LossWatch(state.model, state.optimizer, hp, a_step_later=state.device.type == "cuda")
     with (
         closing(state.splits),
         Recorder(job, state.clock, state.device, state.total_steps, state.steps_per_epoch) as recorder,
     ):
         write_start_record(job, data, state, recorder)
-        run = Run(state, Selection(hp.keep, hp.early_stop_patience), recorder, loss_watch)
         if job.checkpoint is not None:
-            restore_run(run, job.checkpoint)
+            restore_run(state, recorder, job.checkpoint)
         elif recorder.writes:
             recorder.add_warning(equal_pictures_warning(state))
-        with Checkpointer(job, run) as checkpoints:
+        with Checkpointer(job, state, recorder) as checkpoints:
             offer_saving(checkpoints.save_now)
-            while state.epoch < state.epochs and not run.selection.stopped:
+            while state.epoch < state.epochs and not state.selection.stopped:
                 for batch in remaining_batches(state):
-                    train_step(run, batch)
-                loss_watch.check_pending_loss()  # the last loss, before the epoch's weights are evaluated and saved
-                evaluation = evaluate_splits(state) if evaluation_is_due(state) else None
+                    train_step(state, recorder, batch)
+                state.loss_watch.check_pending_loss()  # the last one, before its weights are evaluated or saved
+                is_last = state.step == state.total_steps
+                evaluate = is_last or (state.epoch + 1) % hp.eval_interval == 0
+                evaluations = evaluate_splits(state) if evaluate else ()
                 refuse_too_many_bad_samples(state.splits.facts(), hp.bad_samples)
-                finish_epoch(run, evaluation)
+                finish_epoch(state, recorder, evaluations)
                 checkpoints.epoch_done()
-        write_outputs(job, data, state, run.selection, recorder)
+        write_outputs(job, data, state, recorder)
 
 
 def equal_pictures_warning(state: TrainingState) -> str:
@@ -90,54 +85,48 @@ def equal_pictures_warning(state: TrainingState) -> str:
 
 
 def remaining_batches(state: TrainingState) -> Iterator[sampling.Indices]:
-    """Yield the current epoch's global batches on which no step has been done.
-
-    Threads load this rank's samples ahead.
-    """
-    epoch, training = state.epoch, state.training
+    """Yield the current epoch's global batches without a step so far. Threads load this rank's samples ahead."""
+    epoch, training, hp = state.epoch, state.training, state.hp
     done = state.step - epoch * state.steps_per_epoch
-    batches = training.order.batches(epoch, state.hp.batch_size, first=done)
+    batches = training.order.batches(epoch, hp.batch_size, first=done)
     wanted = itertools.islice(batches, state.total_steps - state.step)
 
     def list_rank_samples(batch: sampling.Indices) -> list[sampling.Indices]:
-        """Return this rank's samples of a global batch, for each micro-batch."""
-        return [part.samples for part in split_for_rank(batch, state.hp.accumulation_steps)]
+        return [part.samples for part in split_for_rank(batch, hp.accumulation_steps)]
 
-    return training.load_ahead(wanted, list_rank_samples, epoch, state.hp.batch_size)
+    return training.load_ahead(wanted, list_rank_samples, epoch, hp.batch_size)
 
 
-def train_step(run: Run, batch: sampling.Indices) -> None:
+def train_step(state: TrainingState, recorder: Recorder, batch: sampling.Indices) -> None:
     """Do one optimiser step on a global batch [B] of positions in the training set, and record it.
 
     All ranks must call it.
     """
-    state = run.state
     loss_sum = compute_gradients(state, batch)
-    run.loss_watch.check_loss(state.epoch, state.step + 1, loss_sum, lambda: repeat_forward(state, batch))
+    state.loss_watch.check_loss(state.epoch, state.step + 1, loss_sum, lambda: repeat_forward(state, batch))
     with state.mutation():  # a checkpoint sees all of a step or nothing of it
         apply_gradients(state)
         rate = state.optimizer.param_groups[0]["lr"]
-        run.recorder.record_step(state.epoch, state.step, loss_sum, len(batch), rate)
+        recorder.record_step(state.epoch, state.step, loss_sum, len(batch), rate)
 
 
 def compute_gradients(state: TrainingState, batch: sampling.Indices) -> Tensor:
     """Do the forward and backward passes of this rank's slices of a global batch [B]; average gradients over the ranks.
 
-    All ranks must call it. Adds the gradients to the parameters, and copies rank 0's buffers to the other ranks.
-
-    Returns:
-        The sum of all ranks' losses, an fp64 scalar on the device.
+    All ranks must call it. Adds the gradients to the parameters, and copies rank 0's buffers to the other ranks if they
+    have changed. Returns the sum of all ranks' losses, an fp64 scalar on the device.
     """
     hp = state.hp
     loss_sum = torch.zeros((), dtype=torch.float64, device=state.device)
-    *others, last = split_for_rank(batch, hp.accumulation_steps)
-    for part in (*others, last):
+    parts = split_for_rank(batch, hp.accumulation_steps)
+    for part in parts:
         with state.clock("data"):
             images, labels, _ = state.training.gather(part.samples, state.epoch)
             images = state.prepare(images)
         with (
             state.clock("forward_backward"),
-            state.sync.micro_batch(last=part is last),  # gradients are averaged once, after the last backward pass
+            state.sync.micro_batch(last=part is parts[-1]),  # gradients are averaged after the last backward pass only
+            # A sample that must not count would change the running statistics of BatchNorm layers of this rank alone.
             nullcontext() if part.has_samples else restore_running_statistics(state.model),
         ):
             logits = compute_logits(state, state.sync, images, part)
@@ -152,9 +141,11 @@ def compute_gradients(state: TrainingState, batch: sampling.Indices) -> Tensor:
             state.this_pass.finish_pass()
         loss_sum += loss.detach()
     with state.clock("communication"):
-        loss_sum = state.sync.combine(loss_sum)
-        state.buffers.copy_from_rank_0()
-    return loss_sum
+        # Whether buffers have changed travels with the losses, because an exchange of its own would cost as much again.
+        changed = torch.full_like(loss_sum, state.buffers.differ_from_last_broadcast())
+        sums = state.sync.average_gradients(torch.stack([loss_sum, changed]))
+        state.buffers.copy_from_rank_0(ranks_with_changes=sums[1])
+    return sums[0]
 
 
 class RankSlice(NamedTuple):
@@ -174,9 +165,8 @@ def split_for_rank(batch: sampling.Indices, parts: int) -> list[RankSlice]:
     for part in range(parts):
         micro_batch = sampling.take_slice(batch, part, parts)
         samples = sampling.take_slice(micro_batch, rank(), world_size())
-        slices.append(
-            RankSlice(samples, has_samples=True) if len(samples) else RankSlice(micro_batch[:1], has_samples=False)
-        )
+        has_samples = len(samples) > 0
+        slices.append(RankSlice(samples if has_samples else micro_batch[:1], has_samples))
     return slices
 
 
@@ -226,11 +216,6 @@ def apply_gradients(state: TrainingState) -> None:
     state.buffers.keep()
 
 
-def evaluation_is_due(state: TrainingState) -> bool:
-    """Return whether the current epoch ends with an evaluation; the last epoch always does."""
-    return state.step == state.total_steps or (state.epoch + 1) % state.hp.eval_interval == 0
-
-
 def evaluate_splits(state: TrainingState) -> tuple[Evaluation, Evaluation]:
     """Return the evaluations of the kept weights on the validation and the test split. All ranks must call it.
 
@@ -239,9 +224,12 @@ def evaluate_splits(state: TrainingState) -> tuple[Evaluation, Evaluation]:
     """
     hp = state.hp
     with state.clock("communication"):
-        of_a_batch = split_for_rank(np.arange(hp.batch_size), hp.accumulation_steps)
-        samples = sum(len(part.samples) for part in of_a_batch if part.has_samples)
-        averaged = mean_running_statistics(state.kept_model(), samples)
+        # Weighted by this rank's samples of the largest batch there is: with few training samples some ranks have none.
+        largest_batch = np.arange(min(hp.batch_size, len(state.training)))
+        own = split_for_rank(largest_batch, hp.accumulation_steps)
+        averaged = mean_running_statistics(
+            state.kept_model(), sum(len(part.samples) for part in own if part.has_samples)
+        )
         with state.mutation():
             for statistic, average in averaged:
                 statistic.copy_(average)
@@ -254,22 +242,27 @@ def evaluate_splits(state: TrainingState) -> tuple[Evaluation, Evaluation]:
     return validation, test
 
 
-def finish_epoch(run: Run, evaluation: tuple[Evaluation, Evaluation] | None) -> None:
+def finish_epoch(
+    state: TrainingState, recorder: Recorder, evaluations: tuple[Evaluation, Evaluation] | tuple[()]
+) -> None:
     """Count the epoch, and record its evaluations of the validation and the test split, if any.
 
-    Raises:
-        UserError: a loss of the evaluation is not finite: the last update may break weights after its own loss was
-            checked. Or forward passes have changed the model so that no file can hold it.
+    Raises UserError if a loss of an evaluation is not finite: the last update may break weights after its own loss was
+    checked. Also if forward passes have changed the model so that no file can hold it.
     """
-    state = run.state
     state.check_model()
     with state.mutation():
         state.epoch += 1
-        if evaluation is not None:
-            for measured in evaluation:
-                if not math.isfinite(measured.loss):
-                    raise non_finite_loss_error(
-                        state.model, state.hp, measured.loss, state.epoch - 1, state.step, update_step=state.step
-                    )
-            run.recorder.record_evaluation(state.epoch, state.step, *evaluation, state.model)
-            run.selection.select_weights(state.epoch, *evaluation, state.kept_model().state_dict())
+        for measured in evaluations:
+            if not math.isfinite(measured.loss):
+                raise non_finite_loss_error(
+                    state.model,
+                    state.hp.learning_rate,
+                    measured.loss,
+                    state.epoch - 1,
+                    state.step,
+                    update_step=state.step,
+                )
+        if evaluations:
+            recorder.record_evaluation(state.epoch, state.step, *evaluations, state.model)
+            state.selection.select_weights(state.epoch, *evaluations, state.kept_model().state_dict())

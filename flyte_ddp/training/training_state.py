@@ -30,6 +30,8 @@ from flyte_ddp.parallel.dropout import make_dropout_rank_independent
 from flyte_ddp.parallel.strategies import compile_model, synchronise_gradients
 from flyte_ddp.parallel.training_pass import TrainingPass
 from flyte_ddp.settings import Settings
+from flyte_ddp.training.diagnosis import LossWatch
+from flyte_ddp.training.evaluate import Selection
 from flyte_ddp.training.optimisation import make_optimizer
 
 Tensors = tuple[Tensor, ...] | list[Tensor]
@@ -86,6 +88,9 @@ class TrainingState:
         self.optimizer = make_optimizer(model.parameters(), hp)
         self.average = create_moving_average(model, hp.ema_decay) if hp.ema_decay else None
         self.buffers = Buffers(model)
+        # On a GPU, checking a loss in its own step would make the host wait for the device in every step.
+        self.loss_watch = LossWatch(model, self.optimizer, hp.learning_rate, a_step_later=on_gpu)
+        self.selection = Selection(hp.keep, hp.early_stop_patience)
 
     def _open_data(self, data: PreparedSet, settings: Settings) -> None:
         """Open the splits of the data, and compute from their sizes the numbers of steps and the model's input."""
@@ -141,16 +146,18 @@ class TrainingState:
     def evaluation_mode(self) -> Iterator[None]:
         """Switch the kept model to evaluation mode for the block, with the buffers that save and load would give it.
 
-        Training mode and buffers are restored at the end, but not after an exception. One block is used for all
-        batches, because a model's own ``train`` method may have effects.
+        Training mode and buffers are restored at the end, also after an exception. One block is used for all batches,
+        because a model's own ``train`` method may have effects.
         """
         modules = [self.model, *([self.average.module] if self.average else [])]
         for module in modules:
             module.eval()
-        with self.buffers.use_saved_buffers(self.kept_model()):
-            yield
-        for module in modules:
-            module.train()
+        try:
+            with self.buffers.use_saved_buffers(self.kept_model()):
+                yield
+        finally:
+            for module in modules:
+                module.train()
 
     def check_model(self) -> None:
         """Raise UserError if no file can hold the model as it is now, or the optimiser never trains a parameter."""
@@ -170,9 +177,8 @@ class TrainingState:
         Call it inside :meth:`evaluation_mode`. Seeds the random generators. So a model that draws random numbers in
         evaluations draws the same for each batch, on any rank. Raises UserError if the model's output does not fit.
         """
-        model = self.kept_model()
         self.this_pass.begin_pass(self.hp.seed, 0, np.arange(len(images)), self.device)
-        logits: Tensor = model(self.prepare(images))
+        logits: Tensor = self.kept_model()(self.prepare(images))
         zoo.check_logits(self.hp.model, logits, (len(images), self.num_classes))
         return logits
 
@@ -194,7 +200,6 @@ def create_moving_average(model: nn.Module, decay: float) -> AveragedModel:
     average_floats = get_ema_multi_avg_fn(decay)  # type: ignore[no-untyped-call]
 
     def average(averaged: Tensors, newest: Tensors, updates: Tensor | int) -> None:
-        """Move each averaged tensor towards the newest one in place; overwrite integers."""
         if averaged[0].is_floating_point() or averaged[0].is_complex():
             average_floats(averaged, newest, updates)
         else:

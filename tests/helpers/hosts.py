@@ -27,7 +27,7 @@ class Host(link.Host):
     ) -> subprocess.Popen[bytes]:
         """Start a command on this host, with both of its output streams in the log.
 
-        The folder ``hidden`` is empty for it. The files ``names`` and ``resolver`` are in place of /etc/hosts, with which
+        The folder ``hidden`` is empty for it. Files ``names`` and ``resolver`` are in place of /etc/hosts, with which
         the hostname becomes the name of the namespace, and of /etc/resolv.conf.
         """
         mounts = [f'mount -t tmpfs none "{hidden}"'] if hidden else []

@@ -15,7 +15,7 @@ from flyte_ddp.launch import elastic
 from flyte_ddp.launch.supervise.failures import first_failure
 from flyte_ddp.launch.supervise.rank_process import Link, classify_failure, describe_error
 from flyte_ddp.parallel import distributed
-from flyte_ddp.parallel.collective_failures import translate_collective_errors
+from flyte_ddp.parallel.distributed import translate_collective_errors
 
 OPEN: list[Connection] = []  # a rank ends with its launcher's end of the pipe, and this process must not
 

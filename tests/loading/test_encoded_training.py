@@ -55,7 +55,7 @@ def plain_loop(hp: Hyperparameters, index: Path) -> tuple[dict[str, torch.Tensor
     model = zoo.build_model(hp.model, 10, InputSpec(3, SIDE, SIDE, mean, std)).double()
     counts = data.index.counts
     splits = ShardSplits(counts, hp.validation_fraction, 0.0 if hp.test_dataset else 0.1, hp.seed)
-    order = ShardOrder(splits, "training", data.index.weights, hp.seed, hp.shuffle_shards)
+    order = ShardOrder(splits, "training", data.index.weights, hp.shuffle_shards)
     batches = [batch for epoch in range(hp.epochs) for batch in order.batches(epoch, hp.batch_size)]
     reported = train_plainly(hp, model, torch.stack(images).double(), torch.tensor(labels), batches)
     return model.state_dict(), reported

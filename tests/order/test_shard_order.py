@@ -17,7 +17,7 @@ COUNTS = st.lists(st.integers(0, 40), min_size=1, max_size=12).filter(sum).map(n
 def order_of(counts, *, streams=3, weights=None, validation=0.0, test=0.0, split="training", seed=0) -> ShardOrder:
     counts = np.asarray(counts, dtype=np.int64)
     weights = np.ones(len(counts)) if weights is None else np.asarray(weights, dtype=np.float64)
-    return ShardOrder(ShardSplits(counts, validation, test, seed), split, weights, seed, streams)
+    return ShardOrder(ShardSplits(counts, validation, test, seed), split, weights, streams)
 
 
 @given(counts=COUNTS, batch_size=st.integers(1, 70), streams=st.integers(1, 20), epoch=st.integers(0, 3))

@@ -99,7 +99,7 @@ def collectives() -> dict[str, Callable[[], object]]:
     def step(sync):
         with sync.micro_batch(last=True):
             sync(torch.ones(1, 2)).sum().backward()
-        sync.combine(torch.zeros((), dtype=torch.float64))
+        sync.average_gradients(torch.zeros(2))
 
     return {
         "sum": lambda: sum_over_ranks(torch.zeros(3)),

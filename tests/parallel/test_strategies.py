@@ -36,6 +36,10 @@ def parameters() -> list[nn.Parameter]:
     return [nn.Parameter(value) for value in values]
 
 
+def own_sums() -> torch.Tensor:
+    return torch.tensor([dist.get_rank() + 0.5, dist.get_rank()], dtype=torch.float64)
+
+
 def average_random_gradients(bucket_bytes: int = BUCKET_BYTES) -> None:
     model = nn.ParameterList(parameters())
     generator = torch.Generator().manual_seed(dist.get_rank())
@@ -52,7 +56,7 @@ def average_random_gradients(bucket_bytes: int = BUCKET_BYTES) -> None:
             pass
         with sync.micro_batch(last=True):
             pass
-        assert sync.combine(torch.tensor(dist.get_rank() + 0.5)).item() == 4.5
+        assert sync.average_gradients(own_sums()).tolist() == [4.5, 3.0]
         for parameter, gradient in zip(model, expected, strict=True):
             tolerance = {torch.float32: 1e-6, torch.float64: 1e-15, torch.bfloat16: 0.03}[parameter.dtype]
             torch.testing.assert_close(parameter.grad.double(), gradient, rtol=tolerance, atol=tolerance)
@@ -93,7 +97,7 @@ def read_late(folder: Path) -> None:
     for step in range(steps):
         for index, parameter in enumerate(parameters):
             parameter.grad = torch.full((4,), 10.0**step + index)
-        sync.combine(torch.zeros(()))
+        sync.average_gradients(torch.zeros(2))
         for index, parameter in enumerate(parameters):
             assert torch.equal(parameter.grad, torch.full((4,), 10.0**step + index))
 
@@ -120,7 +124,7 @@ def average_with_missing_gradients() -> None:
         everywhere.grad = torch.ones(4)
         if dist.get_rank() == 1:
             in_rank_1.grad = torch.full((4,), float(step))
-        sync.combine(torch.zeros(()))
+        sync.average_gradients(torch.zeros(2))
         assert torch.equal(everywhere.grad, torch.ones(4))
         torch.testing.assert_close(in_rank_1.grad, torch.full((4,), step / RANKS))
         assert nowhere.grad is None
@@ -147,7 +151,7 @@ def use_different_parameters() -> None:
             for last in (False, True):  # the gradients of both are added up
                 with sync.micro_batch(last=last):
                     sync(torch.tensor([1.0, 10.0, 100.0, 1000.0]) * (step + 1)).backward()
-            assert sync.combine(torch.tensor(dist.get_rank() + 0.5)).item() == 4.5
+            assert sync.average_gradients(own_sums()).tolist() == [4.5, 3.0]
             sums = [None if weight.grad is None else RANKS * weight.grad for weight in model.weights]
             gradients = [None if each is None else each.unique().tolist() for each in sums]
             factor = 2 * (step + 1)
@@ -185,7 +189,7 @@ def take_the_same_step_again() -> None:
             model.zero_grad()
             with sync.micro_batch(last=True):
                 sync(factors).backward()
-            sync.combine(torch.zeros((), dtype=torch.float64))
+            sync.average_gradients(torch.zeros(2))
             steps.append([weight.grad.clone() for weight in model.weights])
         first, *others = steps
         assert all(gradient.unique().numel() > 100 for gradient in first)

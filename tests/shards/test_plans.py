@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import UserError
 from flyte_ddp.order import sampling
-from flyte_ddp.order.shard_order import ShardOrder, ShardSplits, shard_orders
+from flyte_ddp.order.shard_order import ShardOrder, ShardSplits
 from flyte_ddp.shards.__main__ import shards as shards_command
 from flyte_ddp.shards.index import read_index
 from flyte_ddp.shards.plan_request import PlanRequest
@@ -38,8 +38,8 @@ SIMDIST = PlanRequest(stream=True, ranks=3, batch_size=10, workers=3)
 def test_the_plan_of_an_epoch_is_what_happens(counts, nodes, ranks, batch_size, streams, seed, weight) -> None:
     counts = np.array(counts, dtype=np.int64)
     sizes = counts * 1000 + 7
-    splits, weights = ShardSplits(counts, 0.1, 0.2, 0), np.resize([1.0, weight], len(counts))
-    order = ShardOrder(splits, "training", weights, seed, streams)
+    splits, weights = ShardSplits(counts, 0.1, 0.2, seed), np.resize([1.0, weight], len(counts))
+    order = ShardOrder(splits, "training", weights, streams)
     assume(len(order) and batch_size >= nodes * ranks)
     shard_of = np.repeat(np.arange(len(counts)), counts)
     samples, read, steps = np.zeros(nodes * ranks, dtype=int), [set[int]() for _ in range(nodes)], 0
@@ -68,7 +68,8 @@ def test_the_command_plans_what_training_does(tmp_path: Path) -> None:
     hp = Hyperparameters(dataset=f"shards:{tmp_path}/both.json", batch_size=100)
     index = read_index(str(tmp_path / "both.json"))
     for held_out in (0.1, 0.0):
-        order = shard_orders(index.counts, index.weights, hp, held_out)["training"]
+        splits = ShardSplits(index.counts, hp.validation_fraction, held_out, hp.seed)
+        order = ShardOrder(splits, "training", index.weights, hp.shuffle_shards)
         command = ["plan", str(tmp_path / "both.json"), "--batch-size", "100", "--test-fraction", str(held_out)]
         said = CliRunner().invoke(shards_command, command)
         assert said.exit_code == 0

@@ -17,8 +17,8 @@ from torch.distributed import FileStore, Store, TCPStore  # type: ignore[attr-de
 
 from flyte_ddp import results
 from flyte_ddp.launch.supervise.rank_process import Link, RankInfo
-from flyte_ddp.parallel.collective_failures import patch_collective_wait, translate_collective_errors
-from flyte_ddp.parallel.distributed import set_collective_timeout, wait_for_all_ranks
+from flyte_ddp.parallel import distributed
+from flyte_ddp.parallel.distributed import patch_collective_wait, translate_collective_errors
 from flyte_ddp.parallel.hang_watch import in_collective, watch_collectives
 from flyte_ddp.runs.job import Job
 from flyte_ddp.training.train import train
@@ -49,7 +49,7 @@ def run_rank(
         torch.cuda.set_device(info.local_rank)
     if info.world_size > 1:
         assert link is not None
-        set_collective_timeout(job.settings.timeout)
+        distributed.set_collective_timeout(job.settings.timeout)
         patch_collective_wait()
         with translate_collective_errors():
             store = open_common_store(info, link, timedelta(seconds=job.settings.timeout))
@@ -65,7 +65,7 @@ def run_rank(
         else:
             with translate_collective_errors():
                 store.wait([FINISHED], NO_LIMIT)
-        wait_for_all_ranks()
+        distributed.wait_for_all_ranks()
         dist.destroy_process_group()
 
 
