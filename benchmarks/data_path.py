@@ -159,7 +159,7 @@ def resident(state: TrainingState, synchronised: bool) -> Iterator[int]:
             loss = functional.cross_entropy(logits.float(), labels, reduction="sum")
             (loss / size).backward()
         if synchronised:
-            state.sync.average_gradients(loss.detach().double())
+            state.sync.average_gradients(loss.detach().double().view(1))
         state.optimizer.step()
         state.optimizer.zero_grad(set_to_none=True)
         yield size

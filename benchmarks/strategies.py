@@ -89,7 +89,7 @@ def time_steps(sync: GradientSync, inputs: torch.Tensor, steps: int) -> float:
         with sync.micro_batch(last=True):
             loss = sync(inputs).square().sum()
             loss.backward()  # type: ignore[no-untyped-call]
-        sync.average_gradients(loss.detach().double())
+        sync.average_gradients(loss.detach().double().view(1))
         sync.model.zero_grad(set_to_none=True)
     distributed.barrier()
     return time.perf_counter() - begin

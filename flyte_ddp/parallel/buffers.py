@@ -66,8 +66,6 @@ class Buffers:
         On a GPU always True, because the host would have to wait for a comparison. Raises UserError if names, shapes or
         types of the buffers have changed since the model was made.
         """
-        if not self.shared_names:
-            return False
         values = self.checked_buffers(self.model)
         if not self.views:
             return False

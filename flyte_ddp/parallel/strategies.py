@@ -60,7 +60,7 @@ class GradientSync:
         return nullcontext()
 
     def average_gradients(self, sums: Tensor) -> Tensor:
-        """Average the gradients over the ranks in place; return ``sums``, fp64 [2], added up over the ranks.
+        """Average the gradients over the ranks in place; return ``sums`` [1 or 2], fp64, added up over the ranks.
 
         All ranks must call it after the step's last backward pass. ``sums`` may be overwritten.
         """
@@ -93,14 +93,14 @@ class SharedMemorySync(GradientSync):
 
     @torch.no_grad()
     def average_gradients(self, sums: Tensor) -> Tensor:
-        """Average the gradients over the ranks in place; return ``sums``, fp64 [2], added up over the ranks.
+        """Average the gradients over the ranks in place; return ``sums`` [1 or 2], fp64, added up over the ranks.
 
         All ranks must call it. A gradient that no rank has stays None, as on one rank.
         """
         own = rank()
         for number, parameters in enumerate(self.groups):
             bucket = self.buckets[self.memory.turn][number]
-            bucket.sums[:, own] = sums
+            bucket.sums[: len(sums), own] = sums
             for index, (parameter, by_rank) in enumerate(zip(parameters, bucket.gradients, strict=True)):
                 bucket.has_gradient[own, index] = parameter.grad is not None
                 by_rank[own] = 0.0 if parameter.grad is None else parameter.grad
@@ -112,7 +112,7 @@ class SharedMemorySync(GradientSync):
                     for gradient in by_rank[2:]:
                         parameter.grad += gradient
                     parameter.grad /= len(by_rank)
-        return bucket.sums.sum(dim=1)  # each bucket has them
+        return bucket.sums[: len(sums)].sum(dim=1)  # each bucket has them
 
 
 def create_bucket(parameters: Sequence[nn.Parameter], memory: Tensor) -> SharedBucket:

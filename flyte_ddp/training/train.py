@@ -141,11 +141,14 @@ def compute_gradients(state: TrainingState, batch: sampling.Indices) -> Tensor:
             state.this_pass.finish_pass()
         loss_sum += loss.detach()
     with state.clock("communication"):
-        # Whether buffers have changed travels with the losses, because an exchange of its own would cost as much again.
-        changed = torch.full_like(loss_sum, state.buffers.differ_from_last_broadcast())
-        sums = state.sync.average_gradients(torch.stack([loss_sum, changed]))
-        state.buffers.copy_from_rank_0(ranks_with_changes=sums[1])
-    return sums[0]
+        sums = [loss_sum]
+        if state.buffers.shared_names:  # equal on all ranks
+            # Travels with the losses, because an exchange of its own would cost more than a small broadcast.
+            sums.append(torch.full_like(loss_sum, state.buffers.differ_from_last_broadcast()))
+        loss_sum, *ranks_with_changes = state.sync.average_gradients(torch.stack(sums))
+        if ranks_with_changes:
+            state.buffers.copy_from_rank_0(*ranks_with_changes)
+    return loss_sum
 
 
 class RankSlice(NamedTuple):
