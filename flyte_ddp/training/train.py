@@ -141,14 +141,14 @@ def compute_gradients(state: TrainingState, batch: sampling.Indices) -> Tensor:
             state.this_pass.finish_pass()
         loss_sum += loss.detach()
     with state.clock("communication"):
-        sums = [loss_sum]
-        if state.buffers.shared_names:  # equal on all ranks
+        numbers = [loss_sum]
+        if state.buffers.shared_names:  # on all ranks or on none
             # Travels with the losses, because an exchange of its own would cost more than a small broadcast.
-            sums.append(torch.full_like(loss_sum, state.buffers.differ_from_last_broadcast()))
-        loss_sum, *ranks_with_changes = state.sync.average_gradients(torch.stack(sums))
-        if ranks_with_changes:
-            state.buffers.copy_from_rank_0(*ranks_with_changes)
-    return loss_sum
+            numbers.append(torch.full_like(loss_sum, state.buffers.differ_from_last_broadcast()))
+        sums = state.sync.average_gradients(torch.stack(numbers))
+        if len(sums) > 1:
+            state.buffers.copy_from_rank_0(ranks_with_changes=sums[1])
+    return sums[0]
 
 
 class RankSlice(NamedTuple):
