@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -106,7 +107,7 @@ def run_rank(rank: int, order: dict[str, Any], records: str) -> None:
     join_process_group(job, RankInfo(rank, hp.num_ranks, local_rank=rank), store)
     arrays = open_arrays(job.data)
     state = TrainingState(hp, job.hardware, arrays, None)
-    with Recorder(job, state.clock, state.device, state.total_steps, state.steps_per_epoch) as recorder:
+    with closing(Recorder(job, state)) as recorder:
         kinds = {"ours": ours(state, recorder), "resident": resident(state, True), "alone": resident(state, False)}
         rates: dict[str, list[float]] = {kind: [] for kind in kinds}
         account: dict[str, float] = {}

@@ -71,10 +71,7 @@ class ShardSplits:
 
 
 class WholeShardSplits(ShardSplits):
-    """Divides whole shards into training, validation and test; a fraction above 0 gets at least one shard.
-
-    For webdataset's streams, which read whole shards only.
-    """
+    """Divides whole shards, for streams; a fraction above 0 gets at least one shard."""
 
     @functools.cached_property
     def sizes(self) -> dict[str, NDArray[np.int64]]:
@@ -140,10 +137,7 @@ class ShardOrder(sampling.Order):
         return np.asarray(self.firsts[shard] + self.samples_in_shard(shard))
 
     def batches(self, epoch: int, batch_size: int, first: int = 0) -> Iterator[Indices]:
-        """Yield the global batches of an epoch from number ``first`` on. The last batch may be smaller.
-
-        A batch has its samples of the first stream, then those of the second, and so on.
-        """
+        """Yield the global batches of an epoch from number ``first`` on: each with its samples stream by stream."""
         starts, each = self.stream_starts(batch_size)
         shards, ends_of_shards = self.sequence(epoch)
         full, ragged = divmod(self.total, batch_size)
@@ -190,10 +184,7 @@ class ShardOrder(sampling.Order):
 
 
 def slices_by_shard(ends: NDArray[np.int64], start: int, end: int) -> Iterator[tuple[int, slice]]:
-    """Yield (shard, slice within the shard) for the places ``start`` to ``end`` of consecutive shards.
-
-    ``ends`` holds where each shard ends, [shards].
-    """
+    """Yield (shard, slice within it) for places ``start`` to ``end`` of consecutive shards; they end at ``ends``."""
     while start < end:
         shard = int(np.searchsorted(ends, start, side="right"))
         first, until = int(ends[shard - 1]) if shard else 0, min(end, int(ends[shard]))

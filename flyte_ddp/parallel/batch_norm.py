@@ -123,10 +123,7 @@ class GlobalNormalisation(torch.autograd.Function):
     @staticmethod
     @once_differentiable  # the returned gradients are computed without a graph
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, None]:
-        """Return the gradient of the values, and this rank's part of the gradients of weight and bias.
-
-        Exchanges sums with all ranks: all must run this backward pass.
-        """
+        """Return the gradients of values, weight and bias; exchange sums with all ranks, which must run this pass."""
         values, weight, mean, variance, count = ctx.saved_tensors
         scale = weight if weight is not None else torch.ones_like(mean)
         if ctx.has_values:

@@ -92,11 +92,7 @@ class Buffers:
 
     @torch.no_grad()
     def keep(self) -> None:
-        """Copy all buffers after a step, on rank 0; does nothing on other ranks.
-
-        Rank 0 writes checkpoints in a thread while the next forward pass changes the buffers. The thread reads these
-        copies.
-        """
+        """Copy all buffers after a step, on rank 0, for the thread that saves during the next forward pass."""
         if self.after_last_step:
             values = self.checked_buffers(self.model)
             torch._foreach_copy_([*self.after_last_step.values()], [values[name] for name in self.after_last_step])

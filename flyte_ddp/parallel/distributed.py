@@ -54,10 +54,7 @@ def wait_for_all_ranks() -> None:
 
 
 def sum_over_ranks(values: Tensor) -> Tensor:
-    """Add up a tensor over all ranks, in place, and return the tensor. All ranks must call it.
-
-    The tensor's device must suit the backend: CPU for gloo, GPU for NCCL.
-    """
+    """Add up a tensor over all ranks, in place (CPU for gloo, GPU for NCCL); return it. All ranks must call it."""
     if dist.is_initialized():
         with in_collective():
             dist.all_reduce(values, op=dist.ReduceOp.SUM)
@@ -72,9 +69,9 @@ def gather_numbers(numbers: Tensor) -> Tensor:
 
 
 def copy_from_rank_0(tensors: Iterable[Tensor]) -> None:
-    """Overwrite tensors in place by rank 0's, by a broadcast for each; sparse and expanded tensors stay as they are.
+    """Overwrite tensors in place by rank 0's, one broadcast each; all ranks must call it, in a process group.
 
-    All ranks must call it. Needs a process group.
+    Sparse and expanded tensors stay as they are.
     """
     for tensor in filter(has_own_elements, tensors):
         # Sent as the bytes of a dense copy, because gloo ignores strides and does not know all types.

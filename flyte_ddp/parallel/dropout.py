@@ -17,10 +17,7 @@ class SampleDropout(nn.Module):
     p: float
 
     def forward(self, values: Tensor) -> Tensor:
-        """Return the values [N, ...]: in training, a share p is zeroed and the others are scaled by 1 / (1 - p).
-
-        An ``inplace`` layer overwrites ``values``.
-        """
+        """Return the values [N, ...] with a share p zeroed, the others divided by 1 - p; in place if ``inplace``."""
         if not self.training or self.p == 0.0:
             return values
         if values.shape[:1] != (len(self.this_pass.keys),):

@@ -40,10 +40,7 @@ def in_collective() -> AbstractContextManager[None]:
 
 
 def watch_async_collective(work: Any) -> None:
-    """Add a collective that runs in the background (a ``torch.distributed.Work``) to the process's hang watch, if any.
-
-    The collective's tensors stay in memory for up to POLL_SECONDS after it has ended.
-    """
+    """Add a ``torch.distributed.Work`` to the hang watch, if any; its tensors live up to POLL_SECONDS longer."""
     if _watch is not None:
         _watch.entered.append((time.monotonic(), work.is_completed))
 

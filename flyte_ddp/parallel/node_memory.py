@@ -91,10 +91,7 @@ class NodeMemory:
 
 
 class NodeGather:
-    """Gather a few numbers of all ranks of one machine, much faster than gloo does.
-
-    All ranks must create it together.
-    """
+    """Gathers a few numbers of all ranks of one machine, faster than gloo. All ranks must create it together."""
 
     def __init__(self, most: int) -> None:
         """Map the memory; ``most`` is the largest count of numbers that a rank may give at once, equal on all ranks."""

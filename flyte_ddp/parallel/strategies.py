@@ -22,14 +22,9 @@ from torch.nn.parallel import DistributedDataParallel
 from flyte_ddp.clock import Clock
 from flyte_ddp.device_copy import copy_to_device
 from flyte_ddp.errors import CollectiveError, UserError
+from flyte_ddp.parallel import distributed
 from flyte_ddp.parallel.batch_norm import GlobalBatchNorm
-from flyte_ddp.parallel.distributed import (
-    copy_from_rank_0,
-    rank,
-    sum_over_ranks,
-    translate_collective_errors,
-    world_size,
-)
+from flyte_ddp.parallel.distributed import copy_from_rank_0, rank, sum_over_ranks, world_size
 from flyte_ddp.parallel.dropout import SampleDropout
 from flyte_ddp.parallel.hang_watch import in_collective, watch_async_collective
 from flyte_ddp.parallel.node_memory import NodeMemory, Piece, aligned_sizes, split_memory
@@ -162,9 +157,12 @@ class DDPSync(GradientSync):
         # DDP's constructor waits for other ranks in C++, where a failure is a plain RuntimeError. So wait before.
         sum_over_ranks(torch.zeros(1, device=device))
         # A kernel for one channel is in two memory orders at once; DDP expects one and gets the other, to no harm.
-        warnings.filterwarnings("ignore", message="Grad strides do not match bucket view strides")
-        warnings.filterwarnings("ignore", message="find_unused_parameters=True was specified")
-        warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated", category=FutureWarning)
+        for text in (
+            "Grad strides do not match",
+            "find_unused_parameters=True was",
+            "`broadcast_buffers` is deprecated",
+        ):
+            warnings.filterwarnings("ignore", message=text)
         with in_collective():
             self.parallel = DistributedDataParallel(
                 model,
@@ -199,10 +197,7 @@ class DDPSync(GradientSync):
             self.clock.add_since(WAITED, self.last_bucket_started)
 
     def average_gradients(self, sums: Tensor) -> Tensor:
-        """Return ``sums`` added up over the ranks, in place; DDP has averaged the gradients in the backward pass.
-
-        All ranks must call it.
-        """
+        """Return ``sums`` added up over the ranks, in place. DDP has averaged the gradients. All ranks must call it."""
         return sum_over_ranks(sums)
 
 
@@ -218,7 +213,7 @@ def average_bucket(sync: DDPSync, bucket: GradBucket) -> torch.futures.Future[Te
 
     def divide_sum(done: torch.futures.Future[Any]) -> Tensor:
         try:
-            with translate_collective_errors(begin):
+            with distributed.translate_collective_errors(begin):
                 total: Tensor = done.value()[0]
         except CollectiveError as error:  # torch's backward pass turns it into a RuntimeError
             sync.failure = error

@@ -19,10 +19,7 @@ GOLDEN, FIRST, SECOND = (word - 2**64 for word in (0x9E3779B97F4A7C15, 0xBF58476
 
 
 class TrainingPass:
-    """The samples of the current forward and backward pass of a model, and their random numbers.
-
-    The BatchNorm and dropout layers of the model all refer to one such object.
-    """
+    """The samples of a model's current pass, and their random numbers; BatchNorm and dropout layers refer to it."""
 
     def __init__(self, *, may_draw: bool = True) -> None:
         """Begin with no samples. If the model never draws random numbers (``may_draw`` False), nothing is seeded."""

@@ -177,10 +177,7 @@ class Checkpointer:
         )
 
     def _write_until_closed(self) -> None:
-        """Write each waiting copy, or the current state after ``checkpoint_seconds`` without one; runs in the thread.
-
-        Writes the last waiting copy before it returns.
-        """
+        """Write each waiting copy, also the last one, or the current state after ``checkpoint_seconds`` without one."""
         closed = False
         while not closed:
             self.wake.wait(self.job.settings.checkpoint_seconds)

@@ -104,12 +104,8 @@ def write_outputs(job: Job, data: PreparedSet, state: TrainingState, recorder: R
         recorder.add_warning(warning)
     model = state.kept_model()
     model.load_state_dict(selection.weights)
-    digests = {
-        "data": data.digest,
-        "code": library_digest(),
-        "user_code": job.identity.user_code,
-        "init_from": job.identity.initial_weights,
-    }
+    digests = {"data": data.digest, "code": library_digest()}
+    digests |= {"user_code": job.identity.user_code, "init_from": job.identity.initial_weights}
     sidecar = {
         "format": artifacts.FORMAT,
         "model": hp.model,

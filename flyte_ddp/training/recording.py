@@ -1,12 +1,11 @@
 """Metrics while a run trains, and the progress on the terminal. Rank 0 writes."""
 
 import time
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import torch
 
-from flyte_ddp.clock import Clock
 from flyte_ddp.json_lines import JsonLines
 from flyte_ddp.parallel import distributed
 from flyte_ddp.parallel.strategies import WAITED
@@ -14,37 +13,33 @@ from flyte_ddp.progress import TrainingProgress
 from flyte_ddp.runs.arithmetic import detect_arithmetic
 from flyte_ddp.runs.job import Job
 from flyte_ddp.training.evaluate import Evaluation
+from flyte_ddp.training.training_state import TrainingState
 
 HISTOGRAM_BINS = 64
 SAVED = ("loss_sum", "samples", "samples_in_all", "training_seconds", "epoch_accuracies")
 
 
 class Recorder:
-    """Adds up losses of all ranks; on rank 0 writes metrics.jsonl and prints progress.
+    """Adds up losses of all ranks; on rank 0 writes metrics.jsonl and prints progress. All ranks must create it."""
 
-    All ranks must create it together. A context manager: closes the file and the progress at the end.
-    """
-
-    def __init__(self, job: Job, clock: Clock, device: torch.device, total_steps: int, steps_per_epoch: int) -> None:
-        self.job, self.clock, self.device, self.total_steps = job, clock, device, total_steps
+    def __init__(self, job: Job, state: TrainingState) -> None:
+        self.job, self.clock, self.device, self.total_steps = job, state.clock, state.device, state.total_steps
         self.writes = distributed.rank() == 0
-        self.loss_sum = torch.zeros((), dtype=torch.float64, device=device)
+        self.loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
         self.samples = 0  # since the last record, as is the sum of the losses
         self.samples_in_all = 0
         self.training_seconds = 0.0
         self.since = self.training_time()  # of the last record
         self.epoch_accuracies: list[float] = []
-        self.arithmetic = detect_arithmetic(job.hardware, device)
+        self.arithmetic = detect_arithmetic(job.hardware, self.device)
         self.warnings: list[str] = []
         self.last_loss: float | None = None  # of the last training record of this process
         if self.writes:
             self.log = JsonLines(job.run_folder / "metrics.jsonl")
-            self.progress = TrainingProgress(job.settings.progress, total_steps, steps_per_epoch)
+            self.progress = TrainingProgress(job.settings.progress, state.total_steps, state.steps_per_epoch)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
+        """Close the file and the progress, on rank 0."""
         if self.writes:
             self.progress.close()
             self.log.close()

@@ -42,10 +42,7 @@ def train(job: Job, offer_saving: Callable[[Callable[[], int]], None] = lambda _
     hp = job.hp
     data = open_prepared(job.data)
     state = TrainingState(hp, job.hardware, data, job.initial_weights, job.settings)
-    with (
-        closing(state.splits),
-        Recorder(job, state.clock, state.device, state.total_steps, state.steps_per_epoch) as recorder,
-    ):
+    with closing(state.splits), closing(Recorder(job, state)) as recorder:
         write_start_record(job, data, state, recorder)
         if job.checkpoint is not None:
             restore_run(state, recorder, job.checkpoint)
@@ -98,10 +95,7 @@ def remaining_batches(state: TrainingState) -> Iterator[sampling.Indices]:
 
 
 def train_step(state: TrainingState, recorder: Recorder, batch: sampling.Indices) -> None:
-    """Do one optimiser step on a global batch [B] of positions in the training set, and record it.
-
-    All ranks must call it.
-    """
+    """Do one optimiser step on a global batch [B] of positions, and record it. All ranks must call it."""
     loss_sum = compute_gradients(state, batch)
     state.loss_watch.check_loss(state.epoch, state.step + 1, loss_sum, lambda: repeat_forward(state, batch))
     with state.mutation():  # a checkpoint sees all of a step or nothing of it

@@ -105,10 +105,7 @@ class TrainingState:
         self.spec = zoo.input_spec(hp.model, images, size=hp.image_size)
 
     def _build_model(self, initial_weights: Path | None) -> nn.Module:
-        """Return the model with its first weights, in the run's type, memory format and device.
-
-        Sets these attributes, too.
-        """
+        """Return the model with its first weights; set dtype, memory format and ``uncovered_files``."""
         hp = self.hp
         own_files = user_source.list_user_files(hp.model)  # before the model's code runs, as the digest finds them
         model = zoo.build_model(hp.model, self.num_classes, self.spec)
@@ -193,10 +190,7 @@ class TrainingState:
 
 
 def create_moving_average(model: nn.Module, decay: float) -> AveragedModel:
-    """Return a copy of the model for the exponential moving average of its weights and buffers; integers are copied.
-
-    The caller updates it after each step.
-    """
+    """Return a copy of the model whose weights and buffers are to be averaged exponentially; integers are copied."""
     average_floats = get_ema_multi_avg_fn(decay)  # type: ignore[no-untyped-call]
 
     def average(averaged: Tensors, newest: Tensors, updates: Tensor | int) -> None:
