@@ -18,7 +18,6 @@ from flyte_ddp.models.artifacts import load_model
 from flyte_ddp.models.images import InputSpec, prepare_images
 from flyte_ddp.run import Result, run_training
 from flyte_ddp.settings import Settings
-from flyte_ddp.training.optimisation import make_optimizer
 from flyte_ddp.training.train import evaluate_splits
 
 pytestmark = pytest.mark.usefixtures("models_are_found")
@@ -176,26 +175,6 @@ def test_the_average_of_an_integer_is_the_newest(digits: Path) -> None:
     average = state.kept_model().state_dict()
     assert average["1.num_batches_tracked"] == state.model.state_dict()["1.num_batches_tracked"] > STEPS
     assert not torch.equal(average["1.running_mean"], state.model.state_dict()["1.running_mean"])
-
-
-@pytest.mark.parametrize("momentum", [0.0, 0.9])
-def test_a_gradient_may_come_later_than_others(momentum: float) -> None:
-    """As it does where layers are left out at random; torch's own optimiser, not fused, is the reference."""
-    torch.manual_seed(0)
-    ours = [torch.nn.Parameter(torch.randn(5)) for _ in range(3)]
-    theirs = [torch.nn.Parameter(parameter.detach().clone()) for parameter in ours]
-    hp = Hyperparameters(momentum=momentum, nesterov=momentum > 0)
-    reference = torch.optim.SGD(theirs, hp.learning_rate, momentum, weight_decay=hp.weight_decay, nesterov=hp.nesterov)
-    optimizer = make_optimizer(ours, hp)
-    for step in range(4):
-        for place in range(step % 2, 3):
-            ours[place].grad = torch.randn(5)
-            theirs[place].grad = ours[place].grad.clone()
-        for one in (optimizer, reference):
-            one.step()
-            one.zero_grad(set_to_none=True)
-    for one, other in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(one, other)
 
 
 @pytest.mark.parametrize("channels", [1, 3])

@@ -63,6 +63,10 @@ def weights(result: Result) -> dict[str, torch.Tensor]:
     return torch.load(result.model, weights_only=True)
 
 
+def resumed_steps(result: Result) -> list[int]:
+    return [record["resumed_after_step"] for record in read_records(result.metrics) if record["kind"] == "start"]
+
+
 def figures(result: Result) -> list[dict[str, Any]]:
     """The records, without those of time."""
     timed = ("time", "samples_per_second", "seconds", "notes")
@@ -104,16 +108,13 @@ def test_the_retry_ends_bit_for_bit_like_a_run_that_came_through(
     assert not [name for name in OUTPUTS if (tmp_path / "run" / name).exists()]
     assert not [*tmp_path.rglob("*.tmp")]
     retried = run_training(hp, digits, tmp_path / "run", QUIET)
-    resumed = [record["resumed_after_step"] for record in read_records(retried.metrics) if record["kind"] == "start"]
-    assert len(resumed) == 2
-    assert resumed[1] > 0
+    _, resumed = resumed_steps(retried)
+    assert resumed > 0
     if fault["at"] == "training" and fault["rank"] == 1:
-        assert resumed[1] == fault["pass"] // hp.accumulation_steps
-    for name, value in weights(expected).items():
-        assert torch.equal(value, weights(retried)[name]), name
+        assert resumed == fault["pass"] // hp.accumulation_steps
     assert retried.model.read_bytes() == expected.model.read_bytes()
     assert figures(retried) == figures(expected)
-    assert f"went on from a checkpoint after step {resumed[1]};" in retried.report.read_text()
+    assert f"went on from a checkpoint after step {resumed};" in retried.report.read_text()
     assert went_on(retried).endswith("bit for bit, as far as can be seen.")
     assert not (tmp_path / "run" / UNFINISHED).exists()
 
@@ -131,9 +132,7 @@ def test_a_run_goes_on_with_another_number_of_ranks(
         with pytest.raises(RankError, match="killed"):
             run_training(replace(hp, num_ranks=ranks), digits, tmp_path / "run", QUIET)
     result = run_training(replace(hp, num_ranks=1), digits, tmp_path / "run", QUIET)
-    starts = [record for record in read_records(result.metrics) if record["kind"] == "start"]
-    assert [start["resumed_after_step"] for start in starts] == [0, 21, 36]
-    assert [start["num_ranks"] for start in starts] == [2, 3, 1]
+    assert resumed_steps(result) == [0, 21, 36]
     assert "because these changed: ranks 2 and 3, now 1" in went_on(result)
     for name, value in weights(expected).items():
         torch.testing.assert_close(weights(result)[name], value, rtol=0, atol=1e-9)
@@ -181,11 +180,6 @@ def test_a_run_that_goes_on_in_other_arithmetic_says_so(
     [
         ([PLAIN], PLAIN, ""),
         ([replace(PLAIN, num_ranks=2, strategy="ddp")], PLAIN, "ranks 2, now 1"),
-        (
-            [replace(PLAIN, num_ranks=2, strategy="ddp")],
-            replace(PLAIN, num_ranks=2, strategy="hooks"),
-            "strategy ddp, now hooks",
-        ),
         ([replace(PLAIN, devices="A, B")], replace(PLAIN, devices="B, A"), "devices A, B, now B, A"),
         (
             [PLAIN],
@@ -200,11 +194,14 @@ def test_what_changed_is_named(before: list[Arithmetic], now: Arithmetic, words:
 
 @pytest.mark.slow
 def test_a_step_that_failed_half_way_is_not_saved(
-    digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    digits: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    undisturbed: Callable[[Hyperparameters], Result],
 ) -> None:
     """Memory ran out between the weights and their average, say: the end of the epoch before is what is left."""
     hp = replace(BASE, num_ranks=1, keep="last")
-    expected = run_training(hp, digits, tmp_path / "undisturbed", QUIET)
+    expected = undisturbed(hp)
     update = TrainingState.update_average
 
     def fail_in_step_20(state: TrainingState) -> None:
@@ -217,11 +214,8 @@ def test_a_step_that_failed_half_way_is_not_saved(
         with pytest.raises(RankError, match="MemoryError"):
             run_training(hp, digits, tmp_path / "run", QUIET)
     retried = run_training(hp, digits, tmp_path / "run", QUIET)
-    assert [record["resumed_after_step"] for record in read_records(retried.metrics) if record["kind"] == "start"] == [
-        0,
-        14,
-    ]
-    assert all(torch.equal(value, weights(retried)[name]) for name, value in weights(expected).items())
+    assert resumed_steps(retried) == [0, 14]
+    assert retried.model.read_bytes() == expected.model.read_bytes()
     assert figures(retried) == figures(expected)
 
 
@@ -230,7 +224,44 @@ def write(path: Path, step: int, identity: Identity = OWN) -> None:
     checkpoint.write_checkpoint(path, about, identity, b"metrics\n", lambda file: torch.save({"step": step}, file))
 
 
-@pytest.mark.parametrize("damage", ["gone", "cut", "changed", "empty", "of another format"])
+def flip_bit(content: bytes) -> bytes:
+    middle = len(content) // 2
+    return content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :]
+
+
+def sign(content: bytes) -> bytes:
+    return f"{checkpoint.FORMAT} {hashlib.sha256(content).hexdigest()}\n".encode() + content
+
+
+def edit_header(edit: Callable[[dict[str, Any]], object]) -> Callable[[bytes], bytes]:
+    def edit_content(content: bytes) -> bytes:
+        header, rest = content[checkpoint.DIGEST_LINE :].split(b"\n", 1)
+        return sign(json.dumps(edit(json.loads(header))).encode() + b"\n" + rest)
+
+    return edit_content
+
+
+DAMAGE: dict[str, Callable[[bytes], bytes | None]] = {
+    "gone": lambda _: None,
+    "cut": lambda content: content[:-1],
+    "changed": flip_bit,
+    "empty": lambda _: b"",
+    "of another format": lambda content: content.replace(b"checkpoint/1", b"checkpoint/9"),
+    # Signed, but it makes no sense:
+    **{f"signed {text!r}": lambda _, text=text: sign(text) for text in (b"", b"\n", b"no JSON\n", b"\xff\n")},
+    "no object": edit_header(lambda header: [header]),
+    **{
+        f"no {name}": edit_header(lambda header, name=name: {key: header[key] for key in header if key != name})
+        for name in ("epoch", "step", "trained_in", "time", "identity", "metrics_bytes")
+    },
+    "trained in a number": edit_header(lambda header: {**header, "trained_in": 2}),
+    "trained in less": edit_header(lambda header: {**header, "trained_in": [{"num_ranks": 2}]}),
+    "less identity": edit_header(lambda header: {**header, "identity": {"hyperparameters": {}}}),
+    "more identity": edit_header(lambda header: {**header, "identity": {**header["identity"], "moon": "full"}}),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
 def test_a_damaged_checkpoint_falls_back_to_the_one_before(tmp_path: Path, damage: str) -> None:
     assert checkpoint.find_newest_checkpoint(tmp_path) is None
     paths = checkpoint.alternate_slots(tmp_path, None)
@@ -241,56 +272,14 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before(tmp_path: Path, damag
     assert (newest.step, newest.metrics, newest.identity) == (3, b"metrics\n", OWN)
     assert newest.trained_in == (PLAIN,)
     assert torch.load(checkpoint.read_saved_state(newest), weights_only=True) == {"step": 3}
-    content = newest.path.read_bytes()
-    if damage == "gone":
-        newest.path.unlink()
-    else:
-        middle = len(content) // 2
-        newest.path.write_bytes(
-            {
-                "cut": content[:-1],
-                "changed": content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :],
-                "empty": b"",
-                "of another format": content.replace(b"checkpoint/1", b"checkpoint/9"),
-            }[damage]
-        )
+    content = DAMAGE[damage](newest.path.read_bytes())
+    newest.path.unlink()
+    if content is not None:
+        newest.path.write_bytes(content)
     before = checkpoint.find_newest_checkpoint(tmp_path)
     assert before is not None
     assert before.step == 2
-    assert next(checkpoint.alternate_slots(tmp_path, before.path)) == newest.path, (
-        "the good one stays until there is another"
-    )
-
-
-HEADERS: dict[str, Any] = {
-    "no object": lambda header: [header],
-    **{f"no {name}": lambda header, name=name: {key: value for key, value in header.items() if key != name}
-       for name in ("epoch", "step", "trained_in", "time", "identity", "metrics_bytes")},
-    "trained in a number": lambda header: {**header, "trained_in": 2},
-    "trained in less": lambda header: {**header, "trained_in": [{"num_ranks": 2}]},
-    "less identity": lambda header: {**header, "identity": {"hyperparameters": {}}},
-    "more identity": lambda header: {**header, "identity": {**header["identity"], "moon": "full"}},
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", HEADERS)
-def test_a_checkpoint_that_is_signed_but_makes_no_sense_is_passed_over(tmp_path: Path, name: str) -> None:
-    write(tmp_path / "a.ckpt", 1)
-    write(tmp_path / "b.ckpt", 2)
-    header, rest = (tmp_path / "b.ckpt").read_bytes()[checkpoint.DIGEST_LINE :].split(b"\n", 1)
-    content = json.dumps(HEADERS[name](json.loads(header))).encode() + b"\n" + rest
-    signature = f"{checkpoint.FORMAT} {hashlib.sha256(content).hexdigest()}\n".encode()
-    (tmp_path / "b.ckpt").write_bytes(signature + content)
-    found = checkpoint.find_newest_checkpoint(tmp_path)
-    assert found is not None
-    assert found.path.name == "a.ckpt"
-
-
-@pytest.mark.parametrize("content", [b"", b"\n", b"no JSON\n", b"\xff\n"])
-def test_a_checkpoint_that_is_signed_but_has_no_header_is_passed_over(tmp_path: Path, content: bytes) -> None:
-    signature = f"{checkpoint.FORMAT} {hashlib.sha256(content).hexdigest()}\n".encode()
-    (tmp_path / "a.ckpt").write_bytes(signature + content)
-    assert checkpoint.find_newest_checkpoint(tmp_path) is None
+    assert next(checkpoint.alternate_slots(tmp_path, before.path)) == newest.path, "the good one stays"
 
 
 @pytest.mark.parametrize(
