@@ -9,7 +9,12 @@ import torch.distributed as dist
 from ranks import run_ranks
 from torch import Tensor, nn
 
-from flyte_ddp.parallel.batch_norm import GlobalBatchNorm, mean_running_statistics, synchronise_batch_norm
+from flyte_ddp.parallel.batch_norm import (
+    GlobalBatchNorm,
+    mean_running_statistics,
+    restore_running_statistics,
+    synchronise_batch_norm,
+)
 from flyte_ddp.parallel.training_pass import TrainingPass
 
 SHARES = [(3, 2, 2), (2, 1, 0), (1, 1, 0), (0, 0, 5)]  # samples of each rank
@@ -148,6 +153,13 @@ def normalise_in_all_ways(_: Path) -> None:
 @pytest.mark.slow
 def test_batch_norm_on_three_ranks(tmp_path: Path) -> None:
     assert run_ranks(normalise_in_all_ways, tmp_path, 3) == [0, 0, 0]
+
+
+def test_running_statistics_are_restored_after_an_exception() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(2), nn.Linear(3, 1))
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"), restore_running_statistics(model):
+        model(torch.randn(4, 2))
+    assert [buffer.tolist() for buffer in model.buffers()] == [[0.0, 0.0], [1.0, 1.0], 0]
 
 
 def test_a_model_keeps_its_state_and_its_other_layers() -> None:

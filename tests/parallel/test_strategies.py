@@ -13,7 +13,8 @@ from ranks import run_ranks
 from torch import nn
 
 from flyte_ddp.clock import Clock
-from flyte_ddp.parallel.distributed import copy_from_rank_0
+from flyte_ddp.parallel.buffers import Buffers
+from flyte_ddp.parallel.distributed import copy_from_rank_0, sum_over_ranks
 from flyte_ddp.parallel.node_memory import NodeMemory
 from flyte_ddp.parallel.strategies import BUCKET_BYTES, SharedMemorySync, synchronise_gradients
 from flyte_ddp.run import run_training
@@ -40,7 +41,7 @@ def own_sums() -> torch.Tensor:
     return torch.tensor([dist.get_rank() + 0.5, dist.get_rank()], dtype=torch.float64)
 
 
-def average_random_gradients(bucket_bytes: int = BUCKET_BYTES) -> None:
+def average_random_gradients(bucket_bytes: int) -> None:
     model = nn.ParameterList(parameters())
     generator = torch.Generator().manual_seed(dist.get_rank())
     sync = SharedMemorySync(model, bucket_bytes)
@@ -52,10 +53,9 @@ def average_random_gradients(bucket_bytes: int = BUCKET_BYTES) -> None:
         for gradient in expected:
             dist.all_reduce(gradient)
             gradient.div_(RANKS)
-        with sync.micro_batch(last=False):
-            pass
-        with sync.micro_batch(last=True):
-            pass
+        for last in (False, True):
+            with sync.micro_batch(last=last):
+                pass
         assert sync.average_gradients(own_sums()).tolist() == [4.5, 3.0]
         for parameter, gradient in zip(model, expected, strict=True):
             tolerance = {torch.float32: 1e-6, torch.float64: 1e-15, torch.bfloat16: 0.03}[parameter.dtype]
@@ -63,11 +63,6 @@ def average_random_gradients(bucket_bytes: int = BUCKET_BYTES) -> None:
             same = [torch.empty_like(parameter.grad.contiguous()) for _ in range(RANKS)]
             dist.all_gather(same, parameter.grad.contiguous())
             assert all(torch.equal(same[0], other) for other in same[1:])
-
-
-def average_in_buckets() -> None:
-    for bucket_bytes in (1, 60, 1000):  # a parameter each, some together (28, 960, 48 and 2 bytes), all
-        average_random_gradients(bucket_bytes)
 
 
 def share_little() -> None:
@@ -112,6 +107,36 @@ def copy_odd_tensors() -> None:
     assert (whole[:, ::2] == 1).all()
     assert (whole[:, 1::2] == own).all()
     assert (expanded == own).all()
+
+
+def send_changed_buffers_only() -> None:
+    """All get rank 0's buffers in a step in which a rank's have changed, by any bit, in whatever way."""
+    model = nn.Linear(2, 2)
+    model.register_buffer("values", torch.tensor([0.0, float("nan")]))
+    buffers, own, sent = Buffers(model), dist.get_rank(), []
+
+    def copy_and_count(tensors: list[torch.Tensor]) -> None:
+        sent.append(tensors)
+        copy_from_rank_0(tensors)
+
+    def write(value: float) -> None:
+        model.values.data[0] = value  # of which autograd's counter of versions knows nothing
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("flyte_ddp.parallel.buffers.copy_from_rank_0", copy_and_count)
+        for writer, value, expected, broadcasts in (
+            (0, 0.0, 0.0, 1),  # the first step
+            (0, 0.0, 0.0, 1),
+            (0, -0.0, -0.0, 2),
+            (1, 5.0, -0.0, 3),
+            (2, -0.0, -0.0, 3),
+            (0, float("inf"), float("inf"), 4),
+        ):
+            if own == writer:
+                write(value)
+            ranks_with_changes = sum_over_ranks(torch.tensor(float(buffers.differ_from_last_broadcast())))
+            buffers.copy_from_rank_0(ranks_with_changes)
+            assert (str(model.values[0].item()), len(sent)) == (str(expected), broadcasts)
 
 
 def average_with_missing_gradients() -> None:
@@ -219,8 +244,14 @@ def wait_in_vain() -> None:
 
 
 def add_up_in_all_ways(folder: Path) -> None:
-    average_random_gradients()
-    average_in_buckets()
+    for bucket_bytes in (
+        BUCKET_BYTES,
+        1,
+        60,
+        1000,
+    ):  # all, each alone, some of 28, 960, 48 and 2 bytes
+        average_random_gradients(bucket_bytes)
+    send_changed_buffers_only()
     average_with_missing_gradients()
     share_little()
     read_late(folder)
