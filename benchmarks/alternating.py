@@ -28,8 +28,8 @@ from flyte_ddp.training.training_state import TrainingState
 ACCOUNT = "FLYTE_DDP_COST_ACCOUNT"  # environment: where to
 
 
-MUTATION, KEEP = TrainingState.mutation, Buffers.keep
-CHECK_LOSS, EPOCH_DONE, WRITE = LossWatch.check_loss, Checkpointer.epoch_done, Checkpointer._write
+MUTATION, COPY_AFTER_STEP = TrainingState.mutation, Buffers.copy_after_step
+CHECK_LOSS, SAVE_EPOCH, WRITE = LossWatch.check_loss, Checkpointer.save_epoch, Checkpointer._write
 seconds: defaultdict[str, float] = defaultdict(float)
 current = {"epoch": 0}
 
@@ -61,10 +61,10 @@ def mutation(state: TrainingState) -> Iterator[None]:
         around.__exit__(None, None, None)
 
 
-def keep(buffers: Buffers) -> None:
+def copy_after_step(buffers: Buffers) -> None:
     if guarded(current["epoch"]):
         with timed("buffers"):
-            KEEP(buffers)
+            COPY_AFTER_STEP(buffers)
 
 
 def check_loss(watch: LossWatch, epoch: int, step: int, loss_sum: Tensor, forward: Callable[[], object]) -> None:
@@ -73,10 +73,10 @@ def check_loss(watch: LossWatch, epoch: int, step: int, loss_sum: Tensor, forwar
             CHECK_LOSS(watch, epoch, step, loss_sum, forward)
 
 
-def epoch_done(checkpoints: Checkpointer) -> None:
+def save_epoch(checkpoints: Checkpointer) -> None:
     if guarded(checkpoints.state.epoch):  # of the epoch that begins, in whose time this falls
         with timed("copy"):
-            EPOCH_DONE(checkpoints)
+            SAVE_EPOCH(checkpoints)
     if rank() == 0:
         Path(os.environ[ACCOUNT]).write_text(json.dumps(seconds))
 
@@ -91,9 +91,9 @@ def alternate() -> None:
     patched: Any
     for patched, functions in (
         (TrainingState, {"mutation": mutation}),
-        (Buffers, {"keep": keep}),
+        (Buffers, {"copy_after_step": copy_after_step}),
         (LossWatch, {"check_loss": check_loss}),
-        (Checkpointer, {"epoch_done": epoch_done, "_write": write}),
+        (Checkpointer, {"save_epoch": save_epoch, "_write": write}),
     ):
         for name, function in functions.items():
             setattr(patched, name, function)

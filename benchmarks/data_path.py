@@ -152,7 +152,7 @@ def resident(state: TrainingState, synchronised: bool) -> Iterator[int]:
     images, labels, _ = state.training.gather(
         sampling.take_slice(state.training.order.samples(slice(0, size)), distributed.get_rank(), state.hp.num_ranks)
     )
-    images = state.prepare(images)
+    images = state.prepare_images(images)
     while True:
         with state.sync.micro_batch(last=synchronised):
             with state.autocast():

@@ -20,7 +20,7 @@ from benchmarks.measuring import Options, Result, Target, interleaved
 from benchmarks.running import run_python
 from flyte_ddp.clock import Clock
 from flyte_ddp.launch.supervise.rank import keep_freed_memory
-from flyte_ddp.parallel.strategies import GradientSync, synchronise_gradients
+from flyte_ddp.parallel.strategies import GradientSync, create_gradient_sync
 
 LAYERS, SAMPLES, RANKS = 10, 8, 2
 WIDTHS = (32, 100, 316, 1000)  # about 10,000 to 10,000,000 parameters
@@ -58,7 +58,7 @@ def run_rank(rank: int, order: dict[str, Any], folder: str) -> None:
     distributed.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
     found: dict[str, dict[str, list[float]]] = {}
     for width in order["widths"]:
-        sides = {name: synchronise_gradients(network(width), name, Clock()) for name in STRATEGIES}
+        sides = {name: create_gradient_sync(network(width), name, Clock()) for name in STRATEGIES}
         sides[ALONE] = GradientSync(network(width))
         found[width] = {name: [] for name in sides}
         inputs = torch.randn(SAMPLES, width)

@@ -70,7 +70,7 @@ class GlobalBatchNorm(_BatchNorm):
         return GlobalNormalisation.apply(input, self.weight, self.bias, self)  # type: ignore[no-any-return]
 
     def gather_from_ranks(self, numbers: Tensor, *, backward: bool = False) -> Tensor:
-        """Return the fp64 [n] of all ranks as [ranks, n]. Waits until all ranks have called it for this layer and pass.
+        """Return the fp64 [n] of all ranks as [ranks, n]; wait until all have called it for this layer and pass.
 
         Raises UserError if ranks are at different layers. Not on a GPU, whose host would have to wait for the numbers:
         there such ranks run into the time limit.
@@ -192,7 +192,7 @@ def has_per_rank_statistics(model: nn.Module, synchronised: bool) -> bool:
 
 @contextmanager
 def restore_running_statistics(model: nn.Module) -> Iterator[None]:
-    """Restore at the end of the block the running statistics of each rank alone, also after an exception."""
+    """Restore at the end of the block, also after an exception, running statistics that each rank has of its own."""
     statistics = [buffer for layer in per_rank_norm_layers(model) for buffer in layer.buffers()]
     before = [statistic.clone() for statistic in statistics]
     try:

@@ -45,7 +45,7 @@ class Buffers:
         self.views = [flat.view(value.shape) for value, flat in zip(shared, flats, strict=True)]
         self.last_broadcast = torch.zeros_like(self.bytes)  # the bytes that all ranks had after the last broadcast
 
-    def checked_buffers(self, model: nn.Module) -> dict[str, Tensor]:
+    def require_same_buffers(self, model: nn.Module) -> dict[str, Tensor]:
         """Return the buffers of ``model`` by name: of the trained model or of its moving average.
 
         Raises UserError if names, shapes or types of the buffers have changed since the model was made.
@@ -61,12 +61,12 @@ class Buffers:
 
     @torch.no_grad()
     def differ_from_last_broadcast(self) -> bool:
-        """Return whether the shared buffers of this rank differ from those of the last broadcast; False on one rank.
+        """Return whether any bit of the shared buffers has changed since the last broadcast; False on one rank.
 
-        On a GPU always True, because the host would have to wait for a comparison. Raises UserError if names, shapes or
-        types of the buffers have changed since the model was made.
+        Copies them for the next broadcast. On a GPU always True, because the host would have to wait for a comparison.
+        Raises UserError if names, shapes or types of the buffers have changed since the model was made.
         """
-        values = self.checked_buffers(self.model)
+        values = self.require_same_buffers(self.model)
         if not self.views:
             return False
         torch._foreach_copy_(self.views, [values[name] for name in self.shared_names])
@@ -78,8 +78,8 @@ class Buffers:
     def copy_from_rank_0(self, ranks_with_changes: Tensor) -> None:
         """Overwrite the shared buffers of all other ranks by rank 0's, in one broadcast.
 
-        All ranks must call it, after :meth:`differ_from_last_broadcast`. ``ranks_with_changes`` is for how many ranks
-        that was True; if for none, all still have the buffers of the last broadcast, and nothing is sent.
+        All ranks must call it, after :meth:`differ_from_last_broadcast`. ``ranks_with_changes`` is on how many ranks
+        that was True; on a CPU nothing is sent if it is 0, because all then have the buffers of the last broadcast.
         """
         if not self.views or (self.bytes.is_cpu and not ranks_with_changes):
             return
@@ -91,10 +91,10 @@ class Buffers:
                 values[name].copy_(view)  # not by _foreach_copy_, which cannot write to conjugate views
 
     @torch.no_grad()
-    def keep(self) -> None:
+    def copy_after_step(self) -> None:
         """Copy all buffers after a step, on rank 0, for the thread that saves during the next forward pass."""
         if self.after_last_step:
-            values = self.checked_buffers(self.model)
+            values = self.require_same_buffers(self.model)
             torch._foreach_copy_([*self.after_last_step.values()], [values[name] for name in self.after_last_step])
 
     def state_dict_after_step(self, state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -117,15 +117,15 @@ class Buffers:
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the result of :meth:`state_dict`; call it after the model has loaded its own ``state_dict``."""
-        values = self.checked_buffers(self.model)
+        """Restore the result of :meth:`state_dict`, also in the model. The model's own comes first."""
+        values = self.require_same_buffers(self.model)
         for name in self.shared_names:
             if name in state["unsaved"]:
                 values[name].copy_(state["unsaved"][name])
             else:
                 self.initial[name].copy_(values[name])
         self.changed_before_resume = {*state["changed"]}
-        self.keep()
+        self.copy_after_step()
 
     @contextmanager
     def use_saved_buffers(self, model: nn.Module) -> Iterator[None]:
@@ -135,7 +135,7 @@ class Buffers:
         changed names, shapes or types of the buffers.
         """
         with torch.no_grad():
-            values = self.checked_buffers(model)
+            values = self.require_same_buffers(model)
             before = {name: values[name].clone() for name in self.shared_names}
             for name in self.unsaved_names:
                 values[name].copy_(self.initial[name])
@@ -143,7 +143,7 @@ class Buffers:
             yield
         finally:
             with torch.no_grad():
-                values = self.checked_buffers(model)
+                values = self.require_same_buffers(model)
                 for name in self.shared_names:
                     values[name].copy_(before[name])
 

@@ -99,15 +99,18 @@ class SharedMemorySync(GradientSync):
             for index, (parameter, by_rank) in enumerate(zip(parameters, bucket.gradients, strict=True)):
                 bucket.has_gradient[own, index] = parameter.grad is not None
                 by_rank[own] = 0.0 if parameter.grad is None else parameter.grad
+            # Behind the barrier all ranks have written this half of the memory. A fast rank goes on in the other half,
+            # and comes back to this one only after the next barrier, when all have read it.
             self.memory.wait_at_barrier()
             exists = bucket.has_gradient.any(dim=0).tolist()
             for parameter, by_rank, has_gradient in zip(parameters, bucket.gradients, exists, strict=True):
                 if has_gradient:
+                    # In the order of the ranks on all of them, so that all get the same bits.
                     parameter.grad = torch.add(by_rank[0], by_rank[1], out=parameter.grad)
                     for gradient in by_rank[2:]:
                         parameter.grad += gradient
                     parameter.grad /= len(by_rank)
-        return bucket.sums[: len(sums)].sum(dim=1)  # each bucket has them
+        return bucket.sums[: len(sums)].sum(dim=1)  # every bucket has them, so the last one has
 
 
 def create_bucket(parameters: Sequence[nn.Parameter], memory: Tensor) -> SharedBucket:
@@ -212,6 +215,7 @@ def average_bucket(sync: DDPSync, bucket: GradBucket) -> torch.futures.Future[Te
     watch_async_collective(work)  # the backward pass may wait for it, as DDP asks which parameters any rank has used
 
     def divide_sum(done: torch.futures.Future[Any]) -> Tensor:
+        """Return the mean; keep a CollectiveError in ``sync.failure`` before it is raised."""
         try:
             with distributed.translate_collective_errors(begin):
                 total: Tensor = done.value()[0]
@@ -275,6 +279,7 @@ class HooksSync(GradientSync):
 
         All ranks must call it. A gradient that no rank has becomes None, as on one rank.
         """
+        # Read before missing gradients become zeros: a parameter that no rank has used must not be updated.
         has_gradient = torch.tensor([parameter.grad is not None for parameter in self.order], dtype=torch.int32)
         has_gradient = copy_to_device(has_gradient, sums.device)
         while len(self.started) < len(self.order):
@@ -301,7 +306,7 @@ def repeated_gradient_error(strategy: str, fix: str) -> UserError:
     )
 
 
-def synchronise_gradients(model: nn.Module, strategy: str, clock: Clock) -> GradientSync:
+def create_gradient_sync(model: nn.Module, strategy: str, clock: Clock) -> GradientSync:
     """Return the model wrapped by a gradient strategy: ``ddp``, ``shared_memory`` or ``hooks``; none for a single rank.
 
     All ranks must call it. ``clock`` gets the seconds of communication that did not overlap with the backward pass

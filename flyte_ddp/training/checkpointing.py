@@ -126,7 +126,7 @@ class Checkpointer:
             with self.write_lock:
                 self.active = False
 
-    def epoch_done(self) -> None:
+    def save_epoch(self) -> None:
         """Copy the state for the thread to write; the copy replaces one that is not written yet."""
         if self.active:
             self.pending = take_snapshot(self.state, self.recorder)
@@ -152,6 +152,7 @@ class Checkpointer:
         """
         waiting, self.pending = self.pending, None
         try:
+            # The current state first: it is newer than the waiting copy, which is then skipped as older.
             for snapshot in (take_snapshot(self.state, self.recorder) if now else None, waiting):
                 if snapshot and (snapshot.step, snapshot.epoch) > self.saved_position and self._is_resumable(snapshot):
                     self._write(snapshot)

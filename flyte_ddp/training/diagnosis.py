@@ -33,11 +33,12 @@ class LossWatch:
         self.pending: Callable[[], None] | None = None
 
     def check_loss(self, epoch: int, step: int, loss_sum: Tensor, forward: Callable[[], object]) -> None:
-        """Check the sum of all ranks' losses of a step, now or one step later. Call it before the optimiser's step.
+        """Check that the sum of all ranks' losses of a step is finite, now or one step later (``a_step_later``).
 
-        In the second case it sets the optimiser's ``found_inf``, and checks the loss of the step before. All ranks must
-        call it. Epochs count from 0, steps from 1. If a loss is not finite, calls ``forward`` on all ranks, which
-        repeats the step's forward passes, and raises UserError with the first weight or activation that is not finite.
+        All ranks must call it, before the optimiser's step. Now means that the host waits for the device. Later it sets
+        the optimiser's ``found_inf``, and checks the loss of the step before. Epochs count from 0, steps from 1. If a
+        loss is not finite, calls ``forward`` on all ranks, which must repeat the step's forward passes, and raises
+        UserError with the first weight or activation that is not finite.
         """
         # With blocking=True the host sleeps in the wait, and leaves its core to the threads that load data.
         arrived = torch.cuda.Event(blocking=True) if loss_sum.is_cuda else None  # type: ignore[no-untyped-call]
@@ -46,6 +47,7 @@ class LossWatch:
             arrived.record()
 
         def raise_if_not_finite() -> None:
+            """Wait for the loss to arrive on the host; raise UserError if it is not finite."""
             if arrived is not None:
                 arrived.synchronize()
             if not math.isfinite(loss := on_host.item()):

@@ -31,20 +31,19 @@ def make_optimizer(parameters: Iterable[nn.Parameter], hp: Hyperparameters) -> t
     fused = True if all(parameter.is_floating_point() for parameter in parameters) else None
     options: dict[str, Any] = {"lr": hp.learning_rate, "weight_decay": hp.weight_decay, "fused": fused}
     if hp.optimizer != "sgd":
-        adam = without_compiler(torch.optim.AdamW if hp.optimizer == "adamw" else torch.optim.Adam)
+        adam = strip_compiler_decorators(torch.optim.AdamW if hp.optimizer == "adamw" else torch.optim.Adam)
         return adam(parameters, betas=(hp.momentum, 0.999), **options)
-    sgd = without_compiler(torch.optim.SGD)(parameters, momentum=hp.momentum, nesterov=hp.nesterov, **options)
+    sgd = strip_compiler_decorators(torch.optim.SGD)(parameters, momentum=hp.momentum, nesterov=hp.nesterov, **options)
     if hp.momentum:  # without it, fused SGD fails on a parameter that gets its first gradient later than others
         for parameter in parameters:
             sgd.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
     return sgd
 
 
-def without_compiler(kind: type[Kind]) -> type[Kind]:
-    """Return a subclass of torch's optimiser without the decorators around some of its methods.
+def strip_compiler_decorators(kind: type[Kind]) -> type[Kind]:
+    """Return a subclass of torch's optimiser without the decorators that keep torch's compiler out of some methods.
 
-    These decorators keep torch's compiler out of the methods. To do that they import the compiler, which takes a
-    second.
+    These decorators import the compiler, which takes a second.
     """
     methods = {name: inspect.unwrap(getattr(kind, name)) for name in DECORATED_METHODS}
     methods["step"] = torch.no_grad()(methods["step"])

@@ -147,10 +147,10 @@ def write_outputs(job: Job, data: PreparedSet, state: TrainingState, recorder: R
 
 
 def verify_saved_model(new: nn.Module, model_path: Path, sidecar: Mapping[str, Any], state: TrainingState) -> None:
-    """Load saved weights into a new model and compare its logits on the first test samples with the trained model's.
+    """Load saved weights into a new model and compare its logits on the first 64 test samples with the trained model's.
 
-    Reads the weights' file. Changes ``new``: its weights, device, type, mode and dropout layers. Raises UserError if
-    the logits differ, or the new model does not take the weights.
+    Reads the weights' file, and seeds the random generators. Changes ``new``: its weights, device, type, mode and
+    dropout layers. Raises UserError if the logits differ, or the new model does not take the weights.
     """
     images = state.test.gather(state.test.order.samples(slice(0, min(VERIFIED_SAMPLES, len(state.test))))).images
     artifacts.load_weights(new, model_path, sidecar)
@@ -161,7 +161,7 @@ def verify_saved_model(new: nn.Module, model_path: Path, sidecar: Mapping[str, A
     with torch.no_grad(), state.evaluation_mode():
         expected = state.predict_logits(images)
         state.this_pass.begin_pass(state.hp.seed, 0, np.arange(len(images)), state.device)
-        found: Tensor = model.to(memory_format=state.memory_format)(state.prepare(images))
+        found: Tensor = model.to(memory_format=state.memory_format)(state.prepare_images(images))
     largest = expected.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0).abs().max().item()
     # A model may mask classes by infinite logits: they must be equal, and are left out of the largest logit.
     if not torch.allclose(found, expected, rtol=0.0, atol=TOLERANCE * largest, equal_nan=True):

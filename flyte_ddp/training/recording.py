@@ -87,7 +87,7 @@ class Recorder:
     def record_evaluation(
         self, epoch: int, step: int, validation: Evaluation, test: Evaluation, model: torch.nn.Module
     ) -> None:
-        """Write and print the metrics after ``epoch`` epochs, on rank 0; with ``wandb_watch`` weight histograms."""
+        """Write and print the metrics after ``epoch`` epochs, and weight histograms if ``wandb_watch``; on rank 0."""
         self.epoch_accuracies.append(test.accuracy)
         if self.writes:
             record: dict[str, Any] = {"kind": "evaluation", "epoch": epoch, "step": step}

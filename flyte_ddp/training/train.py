@@ -59,7 +59,7 @@ def train(job: Job, offer_saving: Callable[[Callable[[], int]], None] = lambda _
                 evaluations = evaluate_splits(state) if evaluate else ()
                 refuse_too_many_bad_samples(state.splits.facts(), hp.bad_samples)
                 finish_epoch(state, recorder, evaluations)
-                checkpoints.epoch_done()
+                checkpoints.save_epoch()
         write_outputs(job, data, state, recorder)
 
 
@@ -95,7 +95,7 @@ def remaining_batches(state: TrainingState) -> Iterator[sampling.Indices]:
 
 
 def train_step(state: TrainingState, recorder: Recorder, batch: sampling.Indices) -> None:
-    """Do one optimiser step on a global batch [B] of positions, and record it. All ranks must call it."""
+    """Do one optimiser step on a global batch [B] of positions in the training set, and record it; on all ranks."""
     loss_sum = compute_gradients(state, batch)
     state.loss_watch.check_loss(state.epoch, state.step + 1, loss_sum, lambda: repeat_forward(state, batch))
     with state.mutation():  # a checkpoint sees all of a step or nothing of it
@@ -107,8 +107,9 @@ def train_step(state: TrainingState, recorder: Recorder, batch: sampling.Indices
 def compute_gradients(state: TrainingState, batch: sampling.Indices) -> Tensor:
     """Do the forward and backward passes of this rank's slices of a global batch [B]; average gradients over the ranks.
 
-    All ranks must call it. Adds the gradients to the parameters, and copies rank 0's buffers to the other ranks if they
-    have changed. Returns the sum of all ranks' losses, an fp64 scalar on the device.
+    All ranks must call it. Loads the samples, seeds the random generators, adds the gradients to the parameters, and
+    copies rank 0's buffers to the other ranks if any rank's have changed. Returns the sum of all ranks' losses, fp64
+    []. Raises the errors of :func:`compute_logits`.
     """
     hp = state.hp
     loss_sum = torch.zeros((), dtype=torch.float64, device=state.device)
@@ -116,7 +117,7 @@ def compute_gradients(state: TrainingState, batch: sampling.Indices) -> Tensor:
     for part in parts:
         with state.clock("data"):
             images, labels, _ = state.training.gather(part.samples, state.epoch)
-            images = state.prepare(images)
+            images = state.prepare_images(images)
         with (
             state.clock("forward_backward"),
             state.sync.micro_batch(last=part is parts[-1]),  # gradients are averaged after the last backward pass only
@@ -190,16 +191,16 @@ def compute_logits(state: TrainingState, model: Callable[[Tensor], Tensor], imag
 
 
 def repeat_forward(state: TrainingState, batch: sampling.Indices) -> None:
-    """Repeat a step's forward passes on this rank, without gradient averaging, for hooks that look at the outputs."""
+    """Load a step's samples and repeat its forward passes, without any gradient, for hooks on the modules."""
     for part in split_for_rank(batch, state.hp.accumulation_steps):
         images = state.training.gather(part.samples, state.epoch).images
-        compute_logits(state, state.model, state.prepare(images), part)
+        compute_logits(state, state.model, state.prepare_images(images), part)
 
 
 def apply_gradients(state: TrainingState) -> None:
-    """Update weights, moving average, step number and kept buffers by a step's gradients; then clear the gradients.
+    """Clip the gradients, update learning rate, weights, average, step number and copied buffers; clear the gradients.
 
-    Clips the gradients before. The caller holds :meth:`TrainingState.mutation`, or no checkpoint is written meanwhile.
+    The caller holds :meth:`TrainingState.mutation`, or no checkpoint is written meanwhile.
     """
     hp = state.hp
     if largest := gradient_clip_norm(hp):
@@ -210,14 +211,14 @@ def apply_gradients(state: TrainingState) -> None:
     state.optimizer.zero_grad(set_to_none=True)  # a parameter without a gradient in the next step then stays as it is
     state.update_average()
     state.step += 1
-    state.buffers.keep()
+    state.buffers.copy_after_step()
 
 
 def evaluate_splits(state: TrainingState) -> tuple[Evaluation, Evaluation]:
     """Return the evaluations of the kept weights on the validation and the test split. All ranks must call it.
 
     Before, BatchNorm's per-rank running statistics are replaced by their mean over the ranks, in the model itself. So
-    all ranks evaluate the same model, and the run saves that model.
+    all ranks evaluate the same model, and the run saves that model. Seeds the random generators.
     """
     hp = state.hp
     with state.clock("communication"):
@@ -230,7 +231,7 @@ def evaluate_splits(state: TrainingState) -> tuple[Evaluation, Evaluation]:
         with state.mutation():
             for statistic, average in averaged:
                 statistic.copy_(average)
-            state.buffers.keep()
+            state.buffers.copy_after_step()
     with state.clock("evaluation"), state.evaluation_mode():
         validation, test = (
             evaluate_split(state.predict_logits, split, hp.test_batch_size, state.device)

@@ -27,7 +27,7 @@ from flyte_ddp.parallel.batch_norm import synchronise_batch_norm
 from flyte_ddp.parallel.buffers import Buffers
 from flyte_ddp.parallel.distributed import world_size
 from flyte_ddp.parallel.dropout import make_dropout_rank_independent
-from flyte_ddp.parallel.strategies import compile_model, synchronise_gradients
+from flyte_ddp.parallel.strategies import compile_model, create_gradient_sync
 from flyte_ddp.parallel.training_pass import TrainingPass
 from flyte_ddp.settings import Settings
 from flyte_ddp.training.diagnosis import LossWatch
@@ -84,7 +84,7 @@ class TrainingState:
         model.train()  # called as in every training loop: a model may override it to keep layers in evaluation mode
         self.model = model
         self.clock = clock_for(self.device)
-        self.sync = synchronise_gradients(compile_model(model) if hp.compile else model, hardware.strategy, self.clock)
+        self.sync = create_gradient_sync(compile_model(model) if hp.compile else model, hardware.strategy, self.clock)
         self.optimizer = make_optimizer(model.parameters(), hp)
         self.average = create_moving_average(model, hp.ema_decay) if hp.ema_decay else None
         self.buffers = Buffers(model)
@@ -135,7 +135,7 @@ class TrainingState:
         """Return the context manager for mixed precision in training's forward pass; only bf16 makes a difference."""
         return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.hardware.precision == "bf16")
 
-    def prepare(self, images: Tensor) -> Tensor:
+    def prepare_images(self, images: Tensor) -> Tensor:
         """Return the model's input for uint8 images [N, H, W, C], in the run's type and memory format."""
         return prepare_images(images, self.spec, self.dtype, self.memory_format)
 
@@ -159,7 +159,7 @@ class TrainingState:
     def check_model(self) -> None:
         """Raise UserError if no file can hold the model as it is now, or the optimiser never trains a parameter."""
         zoo.check_state_dict(self.hp.model, self.model.state_dict())
-        self.buffers.checked_buffers(self.model)
+        self.buffers.require_same_buffers(self.model)
         trained = {parameter for group in self.optimizer.param_groups for parameter in group["params"]}
         for name, parameter in self.model.named_parameters():
             if parameter.requires_grad and parameter not in trained:
@@ -175,7 +175,7 @@ class TrainingState:
         evaluations draws the same for each batch, on any rank. Raises UserError if the model's output does not fit.
         """
         self.this_pass.begin_pass(self.hp.seed, 0, np.arange(len(images)), self.device)
-        logits: Tensor = self.kept_model()(self.prepare(images))
+        logits: Tensor = self.kept_model()(self.prepare_images(images))
         zoo.check_logits(self.hp.model, logits, (len(images), self.num_classes))
         return logits
 

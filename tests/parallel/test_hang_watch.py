@@ -26,7 +26,7 @@ from flyte_ddp.loading.arrays import ArrayImages
 from flyte_ddp.loading.streams import StreamImages
 from flyte_ddp.parallel.distributed import broadcast_object, copy_from_rank_0, gather_objects, sum_over_ranks
 from flyte_ddp.parallel.hang_watch import HangWatch, watch_collectives
-from flyte_ddp.parallel.strategies import synchronise_gradients
+from flyte_ddp.parallel.strategies import create_gradient_sync
 from flyte_ddp.parallel.training_pass import TrainingPass
 from flyte_ddp.run import run_training
 from flyte_ddp.settings import Settings
@@ -93,8 +93,8 @@ def test_a_device_that_fails_ends_the_watch_without_a_report() -> None:
 def collectives() -> dict[str, Callable[[], object]]:
     """All that a rank may wait for others in; each is done by both ranks in turn."""
     model = nn.Linear(2, 2)
-    of_ddp = synchronise_gradients(nn.Linear(2, 2), "ddp", Clock())
-    hooks = synchronise_gradients(nn.Linear(2, 2), "hooks", Clock())
+    of_ddp = create_gradient_sync(nn.Linear(2, 2), "ddp", Clock())
+    hooks = create_gradient_sync(nn.Linear(2, 2), "hooks", Clock())
 
     def step(sync):
         with sync.micro_batch(last=True):
@@ -106,7 +106,7 @@ def collectives() -> dict[str, Callable[[], object]]:
         "copies": lambda: copy_from_rank_0(model.parameters()),
         "object": lambda: broadcast_object("value"),
         "objects": lambda: gather_objects("value"),
-        "making DDP": lambda: synchronise_gradients(nn.Linear(2, 2), "ddp", Clock()),
+        "making DDP": lambda: create_gradient_sync(nn.Linear(2, 2), "ddp", Clock()),
         "the backward pass of DDP": lambda: step(of_ddp),
         "hooks": lambda: step(hooks),
     }

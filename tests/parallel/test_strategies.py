@@ -16,7 +16,7 @@ from flyte_ddp.clock import Clock
 from flyte_ddp.parallel.buffers import Buffers
 from flyte_ddp.parallel.distributed import copy_from_rank_0, sum_over_ranks
 from flyte_ddp.parallel.node_memory import NodeMemory
-from flyte_ddp.parallel.strategies import BUCKET_BYTES, SharedMemorySync, synchronise_gradients
+from flyte_ddp.parallel.strategies import BUCKET_BYTES, SharedMemorySync, create_gradient_sync
 from flyte_ddp.run import run_training
 from flyte_ddp.settings import Settings
 
@@ -170,7 +170,7 @@ class UsesSome(nn.Module):
 def use_different_parameters() -> None:
     for strategy in ("ddp", "hooks", "shared_memory"):
         model = UsesSome()
-        sync = synchronise_gradients(model, strategy, Clock())
+        sync = create_gradient_sync(model, strategy, Clock())
         for step in range(3):
             model.zero_grad()
             for last in (False, True):  # the gradients of both are added up
@@ -208,7 +208,7 @@ def take_the_same_step_again() -> None:
     factors = torch.randn(5000, generator=torch.Generator().manual_seed(dist.get_rank()))
     for strategy in ("ddp", "hooks", "shared_memory"):
         model = UsedInAnotherOrder()
-        sync = synchronise_gradients(model, strategy, Clock())
+        sync = create_gradient_sync(model, strategy, Clock())
         steps = []
         for _ in range(3):
             model.zero_grad()
