@@ -84,16 +84,11 @@ def test_a_samples_draws_do_not_depend_on_its_batch() -> None:
     assert not torch.equal(model(torch.ones(3, 50)), whole[5:])
 
 
-def test_nothing_is_dropped_in_evaluation() -> None:
-    model = nn.Sequential(nn.Dropout(0.5)).eval()
-    on_pass(model)
-    assert torch.equal(model(torch.ones(1000, 3)), torch.ones(1000, 3))
-
-
-def test_a_batch_that_does_not_count_samples_is_left_to_the_layer() -> None:
+def test_evaluations_and_batches_that_do_not_count_samples_are_left_to_the_layer() -> None:
     model = nn.Sequential(nn.Dropout(0.5))
     on_pass(model, SAMPLES[:4])
     assert set(model(torch.ones(8, 100)).unique().tolist()) == {0.0, 2.0}
+    assert torch.equal(model.eval()(torch.ones(4, 3)), torch.ones(4, 3))
 
 
 def test_every_place_of_a_layer_is_replaced_and_state_dict_stays() -> None:

@@ -32,6 +32,7 @@ from flyte_ddp.run import run_training
 from flyte_ddp.settings import Settings
 
 META = torch.device("meta")
+KINDS = ((8, 8, 1), torch.uint8), ((), torch.int64)  # of images and labels
 
 
 class Event:
@@ -178,11 +179,6 @@ class Copies(TorchDispatchMode):
         self.pinned: set[int] = set()
         self.found: list[tuple[bool, bool]] = []
 
-    def pin(self, tensor: torch.Tensor) -> torch.Tensor:
-        copy = tensor.clone()
-        self.pinned.add(copy.data_ptr())
-        return copy
-
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if function is torch.ops.aten._to_copy.default and kwargs.get("device") == META and args[0].device != META:
@@ -193,22 +189,20 @@ class Copies(TorchDispatchMode):
 @pytest.mark.slow
 def test_the_host_does_not_wait_for_the_device_to_copy_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a device that computes nothing in the place of a GPU."""
-    copies = Copies()
+    copies, samples = Copies(), np.arange(4)
 
-    def pin_memory(tensor: torch.Tensor) -> torch.Tensor:
-        return copies.pin(tensor)
+    def pin(tensor: torch.Tensor) -> torch.Tensor:
+        copy = tensor.clone()
+        copies.pinned.add(copy.data_ptr())
+        return copy
 
-    monkeypatch.setattr(torch.Tensor, "pin_memory", pin_memory)
-    samples = np.arange(4)
-    arrays = ArrayImages(
-        torch.zeros(9, 8, 8, 1, dtype=torch.uint8, device=META),
-        torch.zeros(9, dtype=torch.int64, device=META),
-        augment="crop_flip",
-    )
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
+    images, labels = (torch.zeros(9, *shape, dtype=kind, device=META) for shape, kind in KINDS)
     stream = StreamImages(SimpleNamespace(size=8), META)
     stream.samples = iter([(np.zeros((8, 8, 3), np.uint8), 0)] * 4)
     with copies:
-        for images, labels, _ in (arrays.gather(samples, 0), stream.gather(samples, 0)):
-            assert (images.device, labels.device) == (META, META)
+        for source in (ArrayImages(images, labels, augment="crop_flip"), stream):
+            batch = source.gather(samples, 0)
+            assert (batch.images.device, batch.labels.device) == (META, META)
         TrainingPass().begin_pass(0, 0, samples, META)
     assert copies.found == [(True, True)] * 6  # rows; places of two axes; images and labels; keys
