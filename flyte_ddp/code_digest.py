@@ -102,6 +102,8 @@ def code_text(source: bytes, tree: ast.Module | None) -> bytes:
     if tree is None:
         return source
     for node in ast.walk(tree):
+        if getattr(node, "type_params", None) == []:  # Python 3.11 has no such field
+            delattr(node, "type_params")
         for name in ("body", "orelse", "finalbody"):
             if isinstance(block := getattr(node, name, None), list):
                 constants = [
@@ -109,7 +111,7 @@ def code_text(source: bytes, tree: ast.Module | None) -> bytes:
                 ]
                 block[:] = [each for each in block if each not in constants and not isinstance(each, ast.Pass)]
     try:
-        return ast.dump(tree).replace(", type_params=[]", "").encode()  # empty lists that Python 3.11 has not
+        return ast.dump(tree).encode()
     except RecursionError:
         return source
 
