@@ -96,8 +96,8 @@ def parse(source: bytes) -> ast.Module | None:
 def code_text(source: bytes, tree: ast.Module | None) -> bytes:
     """Return a text of a source's syntax tree, without comments, docstrings, formatting and statements without effect.
 
-    The text is the same under Python 3.11 and 3.12. Removes those statements from the tree. Returns the source if there
-    is no tree or it is nested too deeply.
+    The text is the same under Python 3.11 and 3.12, but for a few f-strings. Removes those statements from the tree.
+    Returns the source if there is no tree or it is nested too deeply.
     """
     if tree is None:
         return source
