@@ -3,9 +3,7 @@
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import wids
@@ -23,40 +21,21 @@ from flyte_ddp.shards.packing import pack_samples
 from flyte_ddp.shards.scanning import create_index, verify_index
 
 
-def one_bad(number: int) -> tuple[str, dict[str, bytes]]:
-    if number == 19:
-        raise UserError("sample 19 is bad")
-    return str(number), {".a": b"x"}
-
-
-def interrupted(number: int) -> tuple[str, dict[str, bytes]]:
-    if number == 19:
-        raise KeyboardInterrupt
-    return str(number), {".a": b"x"}
-
-
-def same_key(number: int) -> tuple[str, dict[str, bytes]]:
-    return str(number if number < 19 else 16), {".a": b"x"}
-
-
-@pytest.mark.parametrize(
-    ("samples", "error", "said"),
-    [
-        (one_bad, UserError, "sample 19 is bad"),
-        (same_key, UserError, "in two places"),
-        (interrupted, KeyboardInterrupt, "^$"),
-    ],
-)
-def test_what_fails_leaves_all_as_it_was(
-    tmp_path: Path, samples: Callable[[int], Any], error: type[BaseException], said: str
-) -> None:
+@pytest.mark.parametrize("error", [UserError("sample 19 is bad"), KeyboardInterrupt("Ctrl-C"), "in two places"])
+def test_what_fails_leaves_all_as_it_was(tmp_path: Path, error: BaseException | str) -> None:
     """Nothing in a new folder, and what was packed before, still of use, in one that has it."""
+
+    def sample(number: int) -> tuple[str, dict[str, bytes]]:
+        if number == 19 and not isinstance(error, str):
+            raise error
+        return str(number if number < 19 else 16), {".a": b"x"}
+
     letters(9, tmp_path / "old")
     (tmp_path / "old" / "other.json").write_text("")
     before = all_files(tmp_path / "old")
     for name in ("new", "old"):
-        with pytest.raises(error, match=said):
-            pack_samples(samples, 20, tmp_path / name, per_shard=16, classes=[], seed=None, progress="off")
+        with pytest.raises(UserError if isinstance(error, str) else type(error), match=str(error)):
+            pack_samples(sample, 20, tmp_path / name, per_shard=16, classes=[], seed=None, progress="off")
     assert leftovers(tmp_path / "new") == []
     assert all_files(tmp_path / "old") == before
     assert packed_texts(tmp_path / "old" / "train.json") == "a" * 9

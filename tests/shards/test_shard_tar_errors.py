@@ -20,9 +20,8 @@ from flyte_ddp.shards.index import Shard, ShardIndex
 from flyte_ddp.shards.tar import DamagedShardError, iterate_members
 
 
-@pytest.mark.parametrize(
-    ("header", "said"),
-    [
+def test_what_is_no_plain_file_below_the_folder_is_refused() -> None:
+    for header, said in (
         (header_of("a.jpg", tarfile.SYMTYPE, linkname="/etc/passwd"), r"'a\.jpg', a link"),
         (header_of("a.jpg", tarfile.LNKTYPE, linkname="b.jpg"), "a link"),
         (header_of("a.jpg", tarfile.CHRTYPE, devmajor=1, devminor=3), "a device"),
@@ -32,14 +31,12 @@ from flyte_ddp.shards.tar import DamagedShardError, iterate_members
         (header_of("/etc/a.jpg", b"0"), "'/etc/a.jpg' leads out"),
         (header_of("../a.jpg", b"0"), "leads out"),
         (header_of("a\0b.jpg", b"0", pax_headers={"path": "a\0b.jpg"}), r"x00b\.jpg"),
-    ],
-)
-def test_what_is_no_plain_file_below_the_folder_is_refused(header: tarfile.TarInfo, said: str) -> None:
-    forms = (tarfile.PAX_FORMAT,) if header.pax_headers else (tarfile.PAX_FORMAT, tarfile.GNU_FORMAT)
-    for content in [tar_bytes([("first.b", b"1"), (header, b"")], form) for form in forms]:
-        for file in (io.BytesIO(content), as_stream(content)):
-            with pytest.raises(UserError, match=f"^shard x.tar: .*{said}.*$"):
-                list(iterate_members(file, "x.tar"))
+    ):
+        forms = (tarfile.PAX_FORMAT,) if header.pax_headers else (tarfile.PAX_FORMAT, tarfile.GNU_FORMAT)
+        for content in [tar_bytes([("first.b", b"1"), (header, b"")], form) for form in forms]:
+            for file in (io.BytesIO(content), as_stream(content)):
+                with pytest.raises(UserError, match=f"^shard x.tar: .*{said}.*$"):
+                    list(iterate_members(file, "x.tar"))
 
 
 WHOLE = tar_bytes(
@@ -103,18 +100,15 @@ def test_a_header_of_zeros_is_no_end() -> None:
             members_of(WHOLE[:place] + bytes(BLOCK) + WHOLE[place + BLOCK :])
 
 
-@pytest.mark.parametrize(
-    ("content", "said"),
-    [
+def test_what_is_no_tar_file() -> None:
+    for content, said in (
         (b"", "empty at byte 0"),
         (gzip.compress(WHOLE + np.random.default_rng(0).bytes(9999)), "not a whole, uncompressed tar file .no header"),
         (b"<html>not found</html>", "cut short"),
         (WHOLE + WHOLE, "joined with cat"),
-    ],
-)
-def test_what_is_no_tar_file(content: bytes, said: str) -> None:
-    with pytest.raises(DamagedShardError, match=said):
-        members_of(content)
+    ):
+        with pytest.raises(DamagedShardError, match=said):
+            members_of(content)
 
 
 MUTATIONS = st.lists(st.tuples(st.integers(0, 1 << 20), st.integers(0, 255)), min_size=1, max_size=8)
@@ -152,14 +146,11 @@ def test_what_is_no_plain_file_is_no_shard(tmp_path: Path) -> None:
             ShardDataset(ShardIndex("", [Shard(url, 3)]), tmp_path / "cache")[0]
 
 
-@pytest.mark.parametrize(
-    ("names", "said"),
-    [
+def test_members_that_are_no_samples() -> None:
+    for names, said in (
         (("a.jpg", "a.cls", "a.jpg"), r"sample 'a' has two members \.jpg"),
         (("a.jpg", "b.jpg", "a.cls"), "sample 'a' are in two places"),
         (("d/.a", "d/x.a", "d/.b"), r"sample 'd/' are in two places, .* 'd/\.b' says"),
-    ],
-)
-def test_members_that_are_no_samples(names: tuple[str, ...], said: str) -> None:
-    with pytest.raises(UserError, match=rf"^shard x\.tar: .*{said}"):
-        table_of(tar_bytes([(name, b"1") for name in names]))
+    ):
+        with pytest.raises(UserError, match=rf"^shard x\.tar: .*{said}"):
+            table_of(tar_bytes([(name, b"1") for name in names]))

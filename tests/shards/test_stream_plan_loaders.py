@@ -132,19 +132,14 @@ def test_processes_give_what_is_planned(shards: Shards, counts: list[int], optio
     check_against(plan, shards(counts), load_in_processes)
 
 
-@pytest.mark.parametrize(
-    ("counts", "ranks", "message"),
-    [
+def test_a_worker_without_samples_is_an_error_as_it_is_in_webdataset(shards: Shards) -> None:
+    for counts, ranks, said in (
         ([5], 1, "1 shards for ranks x workers = 1 x 2: .* at most 1 workers, or at least 2 shards"),
         ([5], 2, "1 shards for ranks x workers = 2 x 2: .* at most 1 ranks, or at least 4 shards"),
         ([5, 5, 5, 0], 2, "all shards of rank 1's worker 1 are empty: "),
-    ],
-)
-def test_a_worker_without_samples_is_an_error_as_it_is_in_webdataset(
-    shards: Shards, counts: list[int], ranks: int, message: str
-) -> None:
-    request = PlanRequest(ranks=ranks, batch_size=2, workers=2)
-    with pytest.raises(UserError, match=message):
-        StreamPlan(request, np.array(counts))
-    with pytest.raises(ValueError, match="No samples found in dataset; perhaps you have fewer shards than workers"):
-        load_here(shards(counts), ranks - 1, request)
+    ):
+        request = PlanRequest(ranks=ranks, batch_size=2, workers=2)
+        with pytest.raises(UserError, match=said):
+            StreamPlan(request, np.array(counts))
+        with pytest.raises(ValueError, match="No samples found in dataset; perhaps you have fewer shards than workers"):
+            load_here(shards(counts), ranks - 1, request)
