@@ -74,7 +74,7 @@ class ShardIndex:
         self.counts = np.array([shard.samples for shard in self.shards], dtype=np.int64)  # samples
         self.ends = np.cumsum(self.counts)  # samples up to and including the shard
         self.sizes = np.array([shard.size for shard in self.shards], dtype=np.int64)  # bytes; -1 if unknown
-        self.weights = np.array([self.parts[shard.part].weight for shard in self.shards])  # of its part
+        self.weights = np.array([self.parts[shard.part].weight for shard in self.shards])  # weight of its part
 
     def __len__(self) -> int:
         return int(self.ends[-1])

@@ -42,24 +42,15 @@ def pack_samples(
     seed: int | None = 0,
     progress: str = "auto",
 ) -> ShardIndex:
-    """Pack samples into shards (tar files) and their index ``<name>.json``; return the index.
+    """Pack samples into shards (tar files) and their index ``<name>.json`` in a folder; return the index.
 
-    The same samples make the same bytes. Shards and index of an earlier packing under this name are replaced when all
-    new shards are complete; other files stay. If packing fails or is killed, the index refers to the complete old
-    shards or to the complete new ones. Delays SIGINT while it replaces them. Prints progress to stderr. Raises
-    UserError if there are no samples, a sample cannot be read, a class name is not UTF-8, the folder cannot be written,
-    another process is packing this index, or ``<name>.json`` exists and is no index.
-
-    Args:
-        make_sample: called with numbers below ``count``, in up to 32 threads; returns a sample's key and its members.
-        count: number of samples.
-        folder: folder to write to; made if missing.
-        classes: names of the classes, for the index.
-        name: name of the data set; file names begin with it.
-        per_shard: samples in each shard; the last shard may have fewer.
-        seed: seed of the random order of the samples; None keeps the order of their numbers. Training mixes only
-            neighbouring shards, so samples that are sorted by class should be packed in random order.
-        progress: auto, bar, lines or off.
+    Calls ``make_sample`` with each number below ``count``, in up to 32 threads; it returns a sample's key and members.
+    ``seed`` mixes the samples; None keeps their order. Training mixes only neighbouring shards, so samples that are
+    sorted by class should be mixed. The same samples make the same bytes. Replaces shards and index of an earlier
+    packing under this name when all new shards are complete; other files stay. If packing fails or is killed, the index
+    refers to the complete old shards or to the complete new ones. Delays SIGINT while it replaces them. Prints progress
+    to stderr (auto, bar, lines or off). Raises UserError if there are no samples, a sample cannot be read, a class name
+    is not UTF-8, the folder cannot be written, another process is packing this index, or ``<name>.json`` is no index.
     """
     if count == 0:
         raise UserError(f"{name}: there is no sample to pack")

@@ -160,17 +160,11 @@ def index_shards(
 ) -> ShardIndex:
     """Read whole shards in 8 threads; write their index and a file with their tables of samples; return the index.
 
-    Prints progress to stderr, and a warning if there are samples without an image or a label. Raises UserError if a
-    shard cannot be read, is no tar file or is given twice; if a label has no class; if the output is a shard, or a file
-    that is no index.
-
-    Args:
-        urls: addresses of the shards, local or remote.
-        output: path of the index; the tables are written to the same path + ``.tables``.
-        name: name of the data set; "" for the name of the output file.
-        classes: names of the classes in the order of the labels; empty for "0", "1", "2" up to the highest label.
-        progress: auto, bar, lines or off.
-        packed: whether the shards were packed with the index; the next packing of this name may then remove them.
+    Writes the tables to the path of the index + ``.tables``. Without ``name``, takes that of the output file; without
+    ``classes`` (names in the order of the labels), takes "0", "1", "2" up to the highest label. ``packed`` says that
+    the next packing under this name may remove the shards. Prints progress to stderr (auto, bar, lines or off), and a
+    warning if samples lack an image or a label. Raises UserError if a shard cannot be read, is no tar file or is given
+    twice; if a label has no class; if the output is a shard, or a file that is no index.
     """
     shards = [str(storage.local_path(url) or url) for url in urls]
     output = resolve_index_output(output, shards)
