@@ -50,7 +50,7 @@ def create(urls: tuple[str, ...], output: Path, name: str, classes: Path | None,
 @shards.command()
 @click.argument("indexes", nargs=-1, required=True)
 @click.option("--output", "-o", type=Path, default=Path("joined.json"), help="The index to write.")
-@click.option("--weight", "weights", type=float, multiple=True, help="Passes of an epoch through each index in turn.")
+@click.option("--weight", "weights", type=float, multiple=True, help="An epoch's passes through each index; default 1.")
 @click.option("--name", default="", help="Name of the joined data set; by default the name of the output file.")
 def join(indexes: tuple[str, ...], output: Path, weights: tuple[float, ...], name: str) -> None:
     """Write one index that refers to several indexes, each with a weight: its passes in an epoch."""
