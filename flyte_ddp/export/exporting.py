@@ -51,8 +51,7 @@ class Comparison:
 
     tolerance: float  # the largest difference of a logit that is allowed
     worst: float = 0.0  # the largest difference so far
-    # numbers of samples with another class than torch's, although torch's two largest logits differ by more than the
-    # tolerance
+    # numbers of samples with another class than torch's, whose two largest logits differ by more than the tolerance
     others: set[int] = field(default_factory=set)
 
     @property
@@ -226,10 +225,9 @@ def read_test_images(data: PreparedSet, channels: int, settings: Settings) -> It
 
 
 def place_on_common_canvas(image: Image, served: ServedModel) -> Image:
-    """Return an image with the same logits as the given one, in a size that is the same for all images of a batch.
+    """Return an image that the model gives the same logits, and that has the same size for all images of a batch.
 
-    If the model crops the middle, this is a black square with the resized middle of the image in it. Otherwise it is
-    the image itself, as all images have one size.
+    For a model that crops the middle, it is a black square with the image's resized middle; else the image itself.
     """
     if not served.middle:
         return image
