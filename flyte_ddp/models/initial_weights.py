@@ -69,11 +69,11 @@ def load_initial_weights(model: nn.Module, path: Path, hp: Hyperparameters) -> N
     """Load the weights in a file into a new model, but for the parts that ``init_skip`` names. Reads the file whole.
 
     A prefix that all names in the file have is removed, such as DDP's ``module.``. Raises UserError if the weights do
-    not fit, are not finite, or reading them could run code.
+    not fit, are not finite, or reading them could run code; or if ``init_skip`` names a part that does not exist.
     """
     own, weights = model.state_dict(), read_weights(path, hp.init_from)
     parts, stored_names = split_init_skip(hp.init_skip), [*weights]
-    drop_parts(weights, parts)
+    drop_parts(weights, parts)  # by their names in the file, and then by those in the model
     strip_prefix(weights, own)
     drop_parts(weights, parts)
     for part in parts:
