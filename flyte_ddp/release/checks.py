@@ -82,7 +82,7 @@ def check_accuracy(challenger: Evaluation, policy: Policy) -> Check:
 
 
 def check_above_majority(challenger: Evaluation, alpha: float) -> Check:
-    """Check by a binomial test that the challenger is right more often than who names the most frequent class."""
+    """Check by a binomial test that the challenger is better than naming the most frequent class for each sample."""
     share = float(np.bincount(challenger.labels).max() / len(challenger.labels))
     p = statistics.binomial_p_value(int(challenger.correct.sum()), len(challenger.labels), share)
     reason = (

@@ -77,12 +77,12 @@ class Judgement:
         self.alpha = statistics.alpha_of_look(self.policy.alpha, max(1, self.look))
         return self.alpha
 
-    def conclude(self, reason: str = "", decision: str = "", *, best: str = "", power: str = "") -> Self:
-        """Write the challenger's exports as export_model does, set the verdict, and return this judgement.
+    def set_verdict(self, reason: str = "", decision: str = "", *, best: str = "", power: str = "") -> Self:
+        """Write the challenger's exports as export_model does, add the check of its ONNX, and set the verdict.
 
         Nothing is exported without a folder, if the policy says off, or where the challenger was not evaluated. Without
         a decision, a check that failed keeps the champion, with the reasons of all that failed; else the challenger is
-        promoted, for ``reason``. ``best`` is the best version from now on; empty: the one so far.
+        promoted, for ``reason``. ``best`` is the best version from now on; empty: as before. Returns this judgement.
         """
         challenger, champion, before = self.challenger, self.champion, self.before
         if challenger is not None and self.exports is not None and self.policy.export != OFF:
@@ -147,16 +147,16 @@ def judge_challenger(
     judgement = Judgement(registry, policy, before, model, split, str(test_digest), counts, exports)
     is_champion = before is not None and before.version == model.digest
     if counts and is_champion:
-        return judgement.conclude("it has the champion's weights", KEPT)
+        return judgement.set_verdict("it has the champion's weights", KEPT)
     # Only a version that is in the registry already may have been rolled back, which the whole log tells.
     if counts and before is not None and versions.find_version(registry, model.digest):
         _, taken_back = replay_promotions(registry.history())
         if back := taken_back.get(model.digest):
             said = f"{back.by} took it back ({back.reason}); only a person can promote it again"
-            return judgement.conclude(said, KEPT)
+            return judgement.set_verdict(said, KEPT)
     ours = evaluate_split(model, split)
     if not judgement.add_check(checks.check_finite_logits(ours)):
-        return judgement.conclude()
+        return judgement.set_verdict()
     judgement.challenger = ours
     if before is None:
         checks.group_by_class(ours, model.classes)
@@ -164,23 +164,24 @@ def judge_challenger(
         judgement.checks += [checks.check_accuracy(ours, policy), checks.check_above_majority(ours, alpha)]
         judgement.add_check(checks.show_calibration(ours))
         reason = "there is no champion yet, and it is better than the most frequent class"
-        return judgement.conclude(reason, best=model.digest)
+        return judgement.set_verdict(reason, best=model.digest)
     if is_champion:
         judgement.checks += [checks.check_accuracy(ours, policy), checks.show_calibration(ours)]
-        return judgement.conclude("it has the champion's weights", KEPT)
+        return judgement.set_verdict("it has the champion's weights", KEPT)
     try:
         champion = load_stored_model(registry, before.version, before.manifest, model)
         compare_with_champion(judgement, ours, champion, before.best)
     except IncomparableError as failure:
-        judgement.conclude(str(failure), NO_COMPARISON)
+        judgement.set_verdict(str(failure), NO_COMPARISON)
     return judgement
 
 
 def compare_with_champion(judgement: Judgement, ours: Evaluation, champion: SavedModel, best: str) -> Judgement:
-    """Evaluate the champion, run all checks of the challenger against it, conclude the judgement and return it.
+    """Evaluate the champion, run all checks of the challenger against it, set the verdict, and return the judgement.
 
-    Also downloads and evaluates ``best``, the version with the best accuracy so far. Raises an IncomparableError if the
-    champion, or with the rule not_worse the best version, cannot be evaluated.
+    Also downloads and evaluates ``best``, the version with the best accuracy so far. Writes to the registry as
+    Judgement.claim_alpha does. Raises an IncomparableError if the champion, or with the rule not_worse the best
+    version, cannot be evaluated.
     """
     policy, model, split = judgement.policy, judgement.model, judgement.split
     groups = {"class": checks.group_by_class(ours, model.classes)}
@@ -188,7 +189,7 @@ def compare_with_champion(judgement: Judgement, ours: Evaluation, champion: Save
         groups["slice"] = group_by_slice(policy.slices, ours.ids, ours.undecoded)
     inputs = model.describe_input(), champion.describe_input()
     if not judgement.add_check(checks.check_same_task(model.classes, champion.classes, inputs)):
-        return judgement.conclude()
+        return judgement.set_verdict()
     theirs = evaluate_stored_model(champion, split)
     others = {"champion": theirs}
     if best not in (champion.digest, model.digest):
@@ -207,7 +208,7 @@ def compare_with_champion(judgement: Judgement, ours: Evaluation, champion: Save
     pairs = {name: PairedCounts.count(ours.correct, other.correct) for name, other in others.items()}
     pair = pairs["champion"]
     if not pair.gained and not pair.lost:
-        return judgement.conclude("both models get the same samples right", KEPT)
+        return judgement.set_verdict("both models get the same samples right", KEPT)
     alpha = judgement.claim_alpha()
     if policy.rule == NOT_WORSE:
         decisive = [checks.check_not_worse(name, pairs[name], policy.margin, alpha) for name in pairs]
@@ -223,7 +224,7 @@ def compare_with_champion(judgement: Judgement, ours: Evaluation, champion: Save
         checks.show_calibration(theirs, ours),
     ]
     best = model.digest if ours.accuracy > max(other.accuracy for other in others.values()) else best
-    return judgement.conclude(decisive[0].reason, best=best, power=describe_power(pair, policy, alpha))
+    return judgement.set_verdict(decisive[0].reason, best=best, power=describe_power(pair, policy, alpha))
 
 
 def describe_power(pair: PairedCounts, policy: Policy, alpha: float) -> str:
@@ -242,7 +243,7 @@ def load_stored_model(registry: Registry, name: str, manifest: str, challenger: 
     """Download a version's weights and sidecar into a temporary folder, load the model and return it.
 
     The model may meet as many undecodable images as the challenger. Raises an IncomparableError if the version cannot
-    be downloaded or loaded.
+    be downloaded or loaded, and prints errors as translate_model_errors does.
     """
     with translate_model_errors(name, "loaded"), tempfile.TemporaryDirectory() as folder:
         files = download_version(registry, name, Path(folder), manifest)

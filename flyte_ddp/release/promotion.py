@@ -185,7 +185,7 @@ def download_champion(registry: Registry, folder: Path) -> tuple[Path, Path]:
 
 
 def download_champion_profile(registry: Registry, entry: Entry) -> DataProfile | None:
-    """Read the profile of the data that an entry's version was trained on, and return it; None if it has no profile.
+    """Read the profile of the data that the version of a log entry was trained on, and return it; None if it has none.
 
     Raises a UserError if the profile is of another release of this library.
     """

@@ -60,7 +60,7 @@ def revision_folder(name: str, number: int) -> str:
 
 
 def read_version(registry: Registry, name: str, manifest: str = "") -> Version:
-    """Find a version as find_version does, and return it; raise a UserError if it is missing or incomplete."""
+    """Return the version that find_version finds; raise a UserError if it is missing or incomplete."""
     if (found := find_version(registry, name, manifest)) is None:
         raise UserError(
             f"registry {registry.address!r}: {registry.name} has no complete version {name}: there is no {MANIFEST} "
