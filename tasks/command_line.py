@@ -8,7 +8,6 @@ options of the command, and the method of flytekit's remote that registers a scr
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import re
 import shutil
@@ -192,7 +191,7 @@ def option_error(error: Exception) -> UserError | None:
         return None
     name, path = error.option_name.lstrip("-"), word_after_option(sys.argv, "--inputs-file")
     source = f"--inputs-file {path}" if path else error.option_name
-    if name in {field.name for field in dataclasses.fields(Hyperparameters)}:
+    if name in Hyperparameters.__dataclass_fields__:
         example = EXAMPLES["--inputs-file"] if path else f"--hp '{EXAMPLES['--hp']}'"
         return UserError(f"{source}: {name} is a hyperparameter, and these are given as in {example}")
     if path is None or error.ctx is None:

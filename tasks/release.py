@@ -57,11 +57,7 @@ def judge_model(
     (also the task's deck), exports, and the data's profile.
     """
     model = Path(model_state.download()), Path(sidecar.download())
-    with paths.make_dated_folder("verdicts") as folder:
-        registry, prepared = open_registry(model_name), Path(data.download())
-        judged = judge_in_folder(model, prepared, registry, policy, folder, counts=True)
-        (folder / promotion.PROFILE).write_text(profile.to_json(indent=1), encoding="utf-8")
-        return judged
+    return judge_files(model, Path(data.download()), open_registry(model_name), policy, profile)
 
 
 @report_refused_inputs
@@ -82,9 +78,7 @@ def evaluate_version(
             model = promotion.download_version(registry, version, fetched)
         else:
             model = promotion.download_champion(registry, fetched)
-        data = fetch_data_set(dataset, data_source, test_dataset)
-        with paths.make_dated_folder("verdicts") as folder:
-            return judge_in_folder(model, data, registry, policy, folder, counts=False)
+        return judge_files(model, fetch_data_set(dataset, data_source, test_dataset), registry, policy)
 
 
 @task(**pods.promoting_pod())
@@ -141,29 +135,26 @@ def open_registry(model_name: str) -> Registry:
     return Registry(paths.registry_address(), model_name)
 
 
-def judge_in_folder(
-    model: tuple[Path, Path], data: Path, registry: Registry, policy: Policy, folder: Path, *, counts: bool
+def judge_files(
+    model: tuple[Path, Path], data: Path, registry: Registry, policy: Policy, profile: DataProfile | None = None
 ) -> Judged:
     """Compare a model (weights and sidecar) with the registry's champion on a prepared data set; return the verdict.
 
-    Writes the verdict's page to ``folder``, with exports if the verdict counts for a promotion. Publishes the page as a
-    deck; prints the folder in a local run. Raises UserError if this pod sees another number of GPUs than requested, or
-    if the judgement refuses its inputs.
+    Makes a folder with the verdict's page, and publishes the page as a deck; prints the folder in a local run. With the
+    data's ``profile`` the verdict counts for a promotion: then the folder also gets exports and the profile. Raises
+    UserError if this pod sees another number of GPUs than requested, or if the judgement refuses its inputs.
     """
     from flyte_ddp.release.judge import judge_challenger
     from flyte_ddp.release.page import write_page
 
     hardware.check_expected_gpus(hardware.count_gpus())
-    judgement = judge_challenger(
-        *model,
-        data,
-        registry,
-        policy,
-        settings=read_settings(),
-        counts=counts,
-        exports=folder if counts else None,
-    )
-    page = write_page(judgement, registry.name, folder / "verdict.html")
+    counts = profile is not None
+    with paths.make_dated_folder("verdicts") as folder:
+        exports, settings = folder if counts else None, read_settings()
+        judgement = judge_challenger(*model, data, registry, policy, settings=settings, counts=counts, exports=exports)
+        page = write_page(judgement, registry.name, folder / "verdict.html")
+        if profile is not None:
+            (folder / promotion.PROFILE).write_text(profile.to_json(indent=1), encoding="utf-8")
     Deck("Verdict", page.read_text(encoding="ascii"))
     paths.print_files(f"{judgement.verdict.describe()}; made in", {page: "all checks, to open in a browser"})
     return Judged(judgement.verdict.promotes, judgement.verdict, output_folder(folder))
