@@ -259,15 +259,16 @@ class CheckpointStore:
         """Delete the files of all runs in this project that nobody will continue, until ``seconds`` have passed.
 
         Such files are older than ``days``, or of an execution that has had a result for DONE_SECONDS. The request that
-        runs at the end of the time is not interrupted. Does nothing if the blob store refuses to delete.
+        runs at the end of the time is not interrupted. Ignores all errors.
         """
         now, deadline = time.time(), time.monotonic() + seconds
-        files = list_run_files(posixpath.dirname(self.folder))
-        done = {file.folder for file in files if file.kind == DONE and now - file.time > DONE_SECONDS}
-        old = [file for file in files if file.folder in done or now - file.time > self.days * 86_400]
-        for first in range(0, len(old), DELETE_BATCH):
-            if time.monotonic() < deadline:
-                delete_run_files(old[first : first + DELETE_BATCH])
+        with suppress(Exception):  # the next pod repeats what fails
+            files = list_run_files(posixpath.dirname(self.folder))
+            done = {file.folder for file in files if file.kind == DONE and now - file.time > DONE_SECONDS}
+            old = [file for file in files if file.folder in done or now - file.time > self.days * 86_400]
+            for first in range(0, len(old), DELETE_BATCH):
+                if time.monotonic() < deadline:
+                    delete_run_files(old[first : first + DELETE_BATCH])
 
 
 def list_run_files(folder: str) -> list[RunFile]:

@@ -69,15 +69,17 @@ def eviction_reason(limit: str) -> str:
     Adds up the files in the working directory and the temporary folder for up to COUNT_SECONDS. ``limit`` is a
     Kubernetes quantity; "" stands for none.
     """
-    deadline, taken = time.monotonic() + COUNT_SECONDS, 0
-    for folder in {Path.cwd(), Path(tempfile.gettempdir())} if limit else ():
+    if not limit:
+        return ""
+    deadline, most, taken = time.monotonic() + COUNT_SECONDS, parse_bytes(limit), 0
+    for folder in {Path.cwd(), Path(tempfile.gettempdir())}:
         for place, _, files in os.walk(folder):
             for file in files:
                 with suppress(FileNotFoundError):  # removed since the folder was listed
                     taken += os.lstat(f"{place}/{file}").st_blocks * 512  # st_blocks counts units of 512 bytes
-            if taken > parse_bytes(limit):
-                reason = f"its files take more than its {limit} of disk (ephemeral-storage), so Kubernetes evicts it"
-                return f"; {reason}: take a profile with more (flyte_ddp/pods/profiles.py)"
+                if taken > most:
+                    cause = f"its files take more than its {limit} of disk (ephemeral-storage), so Kubernetes evicts it"
+                    return f"; {cause}: take a profile with more (flyte_ddp/pods/profiles.py)"
             if time.monotonic() > deadline:
                 return ""
     return ""

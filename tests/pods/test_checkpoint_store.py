@@ -146,7 +146,10 @@ def test_executions_at_the_same_time_do_not_mix(store: CheckpointStore, base: Pa
     assert names(base) == ["one 0 18", "one 0 19", "two 0 18", "two 0 19"]
 
 
-def test_abandoned_files_are_deleted(store: CheckpointStore, base: Path, tmp_path: Path) -> None:
+def test_abandoned_files_are_deleted(
+    store: CheckpointStore, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An error of that is ignored."""
     old, over, fresh = (base.parent / run / "execution" for run in ("old", "over", "fresh"))
     long_ago, lately = int(time.time()) - 15 * 86_400, int(time.time()) - 2 * 3600
     for folder, kind, moment in (
@@ -157,6 +160,10 @@ def test_abandoned_files_are_deleted(store: CheckpointStore, base: Path, tmp_pat
         (folder / f"{kind}-0-1-0-{moment}").write_text("content")
     (old / "of somebody else").write_text("content")
     begun(store, tmp_path / "0")
+    with monkeypatch.context() as patch:
+        patch.setattr(storage, "list_files", lambda _: 1 / 0)
+        store.delete_abandoned_files(seconds=30)
+    assert (old / f"{SAVED}-0-1-0-{long_ago}").exists()
     store.delete_abandoned_files(seconds=30)
     left = {path.relative_to(base.parent).parts[0] for path in base.parent.rglob("*") if parse_run_file(str(path))}
     assert left == {"fresh", "run"}
