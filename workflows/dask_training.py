@@ -18,8 +18,8 @@ if is_engine_installed("dask"):
     def dask_training_wf(hp: Hyperparameters = Hyperparameters()) -> TrainingOutputs:
         """Train an image classifier on a Dask cluster. A run that was trained before is answered from the cache.
 
-        Returns what training_wf returns. The registration sets the number of nodes (FLYTE_DDP_NODES) and their size
-        (FLYTE_DDP_PROFILE).
+        Returns accuracies, weights, sidecar, report and metrics, as training_wf does. The registration sets the number
+        of nodes (FLYTE_DDP_NODES) and their size (FLYTE_DDP_PROFILE).
 
         Args:
             hp: What to train, on which data, and how. Fields that are left out have their defaults.

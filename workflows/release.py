@@ -34,7 +34,7 @@ def release_wf(
     policy: Policy = Policy(),
     kickoff_time: datetime = NO_SCHEDULE,
 ) -> Released:
-    """Train an image classifier, judge it against the champion of that name, and promote it if it passes all checks.
+    """Train an image classifier, judge it against the champion, and promote it if it passes all checks.
 
     Returns the version that was trained, the champion's version, and what was decided and why. The deck of judge_model
     is a page with all checks.
@@ -43,7 +43,7 @@ def release_wf(
         model_name: Name of the model in the registry (FLYTE_DDP_REGISTRY), such as digits. Must be given.
         hp: What to train, on which data, and how. Fields that are left out have their defaults.
         policy: What the data must be like, and what the new model must show. Fields that are left out have defaults.
-        kickoff_time: The time of a schedule's start, which the schedule fills in. Leave 1 January 1970: it means now.
+        kickoff_time: When a schedule started this, which the schedule fills in. Leave 1 January 1970: it means now.
     """
     checked = check_inputs(hp=hp, kickoff_time=kickoff_time, model_name=model_name)
     profile = profile_dataset(data=checked.data, data_version=checked.data_version)

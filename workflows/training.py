@@ -32,11 +32,11 @@ def training_wf(hp: Hyperparameters = Hyperparameters()) -> TrainingOutputs:
 def retraining_wf(hp: Hyperparameters = Hyperparameters(), kickoff_time: datetime = NO_SCHEDULE) -> TrainingOutputs:
     """Train an image classifier again for each kickoff time, even if nothing else has changed.
 
-    Returns what training_wf returns.
+    Returns accuracies, weights, sidecar, report and metrics, as training_wf does.
 
     Args:
         hp: What to train, on which data, and how. Fields that are left out have their defaults.
-        kickoff_time: The time of a schedule's start, which the schedule fills in. Leave 1 January 1970: it means now.
+        kickoff_time: When a schedule started this, which the schedule fills in. Leave 1 January 1970: it means now.
     """
     checked = check_inputs(hp=hp, kickoff_time=kickoff_time)
     return train_model(hp=checked.hp, data=checked.data, run_version=checked.run_version)
