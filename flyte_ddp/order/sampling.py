@@ -37,11 +37,6 @@ def split_indices(samples: int, fraction: float, seed: int, purpose: int = SPLIT
     return np.sort(order[count:]), np.sort(order[:count])
 
 
-def epoch_order(samples: Indices, seed: int, epoch: int) -> Indices:
-    """Return the samples in the order in which epoch number ``epoch`` (from 0) trains on them."""
-    return make_generator(ORDER, seed, epoch).permutation(samples)
-
-
 def steps_per_epoch(samples: int, batch_size: int) -> int:
     """Return the number of global batches in an epoch. The last batch may be smaller; no sample is dropped."""
     return -(-samples // batch_size)
@@ -83,7 +78,7 @@ class ListedOrder(Order):
 
     def batches(self, epoch: int, batch_size: int, first: int = 0) -> Iterator[Indices]:
         """Yield the global batches of an epoch from number ``first`` on. The last batch may be smaller."""
-        order = epoch_order(self.listed, self.seed, epoch)
+        order = make_generator(ORDER, self.seed, epoch).permutation(self.listed)
         for start in range(first * batch_size, len(order), batch_size):
             yield order[start : start + batch_size]
 

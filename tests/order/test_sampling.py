@@ -9,6 +9,10 @@ from flyte_ddp.order import sampling
 LENGTHS = st.integers(1, 500)
 
 
+def epoch_order(samples: np.ndarray, seed: int, epoch: int) -> np.ndarray:
+    return next(sampling.ListedOrder(samples, seed).batches(epoch, len(samples)))
+
+
 @given(samples=LENGTHS, batch_size=st.integers(1, 600), epoch=st.integers(0, 5), seed=st.integers(0, 2**31))
 def test_an_epoch_visits_every_sample_once(samples: int, batch_size: int, epoch: int, seed: int) -> None:
     batches = list(sampling.ListedOrder(np.arange(samples), seed).batches(epoch, batch_size))
@@ -27,9 +31,9 @@ def test_the_ranks_shares_make_up_the_batch(length: int, ranks: int) -> None:
 
 def test_orders_differ_between_epochs_and_seeds_and_repeat() -> None:
     indices = np.arange(1000)
-    orders = [sampling.epoch_order(indices, seed, epoch) for seed in (0, 1) for epoch in (0, 1)]
+    orders = [epoch_order(indices, seed, epoch) for seed in (0, 1) for epoch in (0, 1)]
     assert len({tuple(order) for order in orders}) == 4
-    assert np.array_equal(orders[0], sampling.epoch_order(indices, 0, 0))
+    assert np.array_equal(orders[0], epoch_order(indices, 0, 0))
 
 
 @given(samples=st.integers(2, 1000), fraction=st.floats(0, 0.9), seed=st.integers(0, 100))
@@ -41,4 +45,4 @@ def test_the_split_is_a_partition_of_the_stated_size(samples: int, fraction: flo
 
 def test_the_order_is_fixed_for_ever() -> None:
     """A change here changes every result; the figures are what this code gave when it was first released."""
-    assert sampling.epoch_order(np.arange(10), 0, 0).tolist() == [6, 2, 1, 0, 8, 4, 3, 9, 7, 5]
+    assert epoch_order(np.arange(10), 0, 0).tolist() == [6, 2, 1, 0, 8, 4, 3, 9, 7, 5]

@@ -42,14 +42,13 @@ def weights(result: Result) -> dict[str, torch.Tensor]:
 
 def plain_loop(hp: Hyperparameters, data: Path) -> tuple[dict[str, torch.Tensor], list[float]]:
     """Of the library only the order of samples and the model's definition."""
-    arrays = open_arrays(data)
     torch.manual_seed(hp.seed)
-    model = zoo.build_model(hp.model, 10, InputSpec(1, 8, 8, arrays.mean, arrays.std))
-    training, _ = sampling.split_indices(len(arrays.train_labels), hp.validation_fraction, hp.seed)
-    images = (torch.tensor(np.array(arrays.train_images)).permute(0, 3, 1, 2) / 255 - arrays.mean[0]) / arrays.std[0]
-    orders = (torch.from_numpy(sampling.epoch_order(training, hp.seed, epoch)) for epoch in range(hp.epochs))
-    batches = [batch for order in orders for batch in order.split(hp.batch_size)]
-    losses = train_plainly(hp, model, images, torch.tensor(np.array(arrays.train_labels)), batches)
+    model = zoo.build_model(hp.model, 10, InputSpec(1, 8, 8, (0.0,), (1.0,)))
+    images, labels = arrays_in_fp64(data, "train")
+    training, _ = sampling.split_indices(len(labels), hp.validation_fraction, hp.seed)
+    order = sampling.ListedOrder(training, hp.seed)
+    batches = [batch for epoch in range(hp.epochs) for batch in order.batches(epoch, hp.batch_size)]
+    losses = train_plainly(hp, model, images.float(), labels, batches)
     return model.state_dict(), losses
 
 
