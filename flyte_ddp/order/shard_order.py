@@ -151,10 +151,7 @@ class ShardOrder(sampling.Order):
             )
 
     def prefetch_distance(self, batch_size: int, *, mixed: bool) -> int:
-        """Return how many batches a shard lasts, so that the next shard is fetched while one is read.
-
-        ``mixed`` means an epoch of training, where a batch takes samples of several streams.
-        """
+        """Return how many batches a shard lasts: in training (``mixed``) a batch takes samples of several streams."""
         longest = int(self.taken.max()) if mixed else int(self.available.max())
         return -(-longest // max(1, batch_size // self.shuffle_streams if mixed else batch_size))
 

@@ -153,9 +153,9 @@ class GlobalNormalisation(torch.autograd.Function):
 
 
 def compute_global_statistics(values: Tensor, gather: Gather, *, taking_part: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Return mean [C], biased variance [C] and count [] of the values [N, C, ...] of all ranks, in fp64.
+    """Return mean [C], biased variance [C] and count [] of the values [N, C, ...] of all ranks ``taking_part``, fp64.
 
-    All ranks must call it; ranks with ``taking_part`` False add nothing.
+    All ranks must call it.
     """
     # Each rank's mean and sum of squared deviations are gathered in one exchange, and combined in the order of the
     # ranks: Chan, Golub and LeVeque, "Algorithms for computing the sample variance", 1983. Sums of plain squares would

@@ -148,10 +148,7 @@ def receive_message(peer: socket.socket) -> bytes:
 
 @contextmanager
 def translate_socket_errors(peer: str, limit: float | None) -> Iterator[None]:
-    """Turn a socket's errors in the block into CollectiveTimeoutError or PeerGoneError.
-
-    ``peer`` names whom the block waits for, ``limit`` is the socket's time limit in seconds; both for the message.
-    """
+    """Turn a socket's errors into CollectiveTimeoutError or PeerGoneError, which name the peer and the limit in s."""
     try:
         yield
     except TimeoutError:

@@ -48,10 +48,7 @@ class GradientSync:
         return output
 
     def micro_batch(self, *, last: bool) -> AbstractContextManager[None]:  # noqa: ARG002
-        """Return a context manager for the forward and backward pass of a micro-batch.
-
-        ``last`` is whether it is the step's last one; the passes before it only accumulate gradients.
-        """
+        """Return a context manager for a micro-batch's passes; gradients are averaged after the ``last`` one only."""
         return nullcontext()
 
     def average_gradients(self, sums: Tensor) -> Tensor:
@@ -236,10 +233,7 @@ class HooksSync(GradientSync):
     """
 
     def __init__(self, model: nn.Module) -> None:
-        """Overwrite the model by rank 0's, and register a hook of autograd for each trained parameter.
-
-        All ranks must call it.
-        """
+        """Overwrite the model by rank 0's, and add a hook of autograd to each parameter. All ranks must call it."""
         super().__init__(model)
         copy_from_rank_0([*model.parameters(), *model.buffers()])
         self.order = [parameter for parameter in model.parameters() if parameter.requires_grad][::-1]

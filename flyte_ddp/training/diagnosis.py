@@ -123,10 +123,8 @@ def non_finite_loss_error(
 
 
 def nothing_learned_warning(loss: float, labels: Tensor, learning_rate: float, clip_norm: float) -> str:
-    """Return a warning if the last training loss is not below that of random predictions; else an empty text.
-
-    The loss of random predictions is the entropy of the classes' shares of ``labels`` [N].
-    """
+    """Return a warning if the last loss is not below that of random predictions of ``labels`` [N]; else empty."""
+    # The loss of random predictions is the entropy of the classes' shares.
     shares = labels.bincount().double() / len(labels)
     random_loss = -torch.special.xlogy(shares, shares).sum().item()
     if loss < LEARNED * random_loss or not random_loss:

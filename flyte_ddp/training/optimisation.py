@@ -63,10 +63,7 @@ def gradient_clip_norm(hp: Hyperparameters) -> float:
 
 
 def learning_rate(hp: Hyperparameters, step: int, total_steps: int) -> float:
-    """Return the learning rate of optimiser step ``step`` (counted from 0) of ``total_steps``.
-
-    A linear warm-up comes first; the schedule covers the remaining steps.
-    """
+    """Return the rate of optimiser step ``step`` (from 0): a linear warm-up, then the schedule over the rest."""
     warmup = hp.warmup_steps
     if hp.schedule == "one_cycle" and not warmup:
         warmup = int(total_steps * ONE_CYCLE_RISE)

@@ -122,9 +122,9 @@ class TrainingState:
 
     @contextmanager
     def mutation(self) -> Iterator[None]:
-        """Change the state in the block: no checkpoint is copied meanwhile, and none after an exception in the block.
+        """Hold the lock while the block changes the state; no checkpoint is taken meanwhile.
 
-        Holds the lock. An exception leaves ``inconsistent`` True.
+        After an exception ``inconsistent`` stays True, and no checkpoint is taken any more.
         """
         with self.lock:
             self.inconsistent = True
