@@ -85,7 +85,8 @@ def restore_run(state: TrainingState, recorder: Recorder, found: checkpoint.Chec
     state.epoch, state.step = found.epoch, found.step
     state.this_pass.model_draws = values["draws"]
     state.clock.seconds.update(values["seconds"])
-    state.clock.started -= values["total_seconds"]
+    state.clock.started -= values["total_seconds"]  # so that the run's total holds the time before the resume
+    # Unless a copy of the best weights was saved, the kept weights are those of the model or of its average.
     state.selection.load_state_dict(values["selection"], values["best"] or state.kept_model().state_dict())
     recorder.load_state_dict(values["recorder"])
 
@@ -123,7 +124,7 @@ class Checkpointer:
             self.thread.join()  # which first writes the waiting copy
             if error is not None:
                 self.save_now()
-            with self.write_lock:
+            with self.write_lock:  # another thread may be in save_now
                 self.active = False
 
     def save_epoch(self) -> None:
@@ -165,7 +166,7 @@ class Checkpointer:
     def _write(self, snapshot: Snapshot) -> None:
         """Write the snapshot to the checkpoint file whose turn it is."""
         with (self.job.run_folder / "metrics.jsonl").open("rb") as file:
-            metrics = file.read(snapshot.metrics_bytes)
+            metrics = file.read(snapshot.metrics_bytes)  # not the records of steps after the snapshot
         before = self.job.checkpoint.trained_in if self.job.checkpoint else ()
         description = {
             "epoch": snapshot.epoch,
@@ -183,7 +184,7 @@ class Checkpointer:
         while not closed:
             self.wake.wait(self.job.settings.checkpoint_seconds)
             self.wake.clear()
-            closed = self.closed
+            closed = self.closed  # read before the copy is taken: what comes later sets the event again
             with self.write_lock:
                 if self.active:
                     self._write_newest_snapshot(now=not closed and self.pending is None)

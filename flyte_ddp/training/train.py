@@ -97,6 +97,7 @@ def remaining_batches(state: TrainingState) -> Iterator[sampling.Indices]:
 def train_step(state: TrainingState, recorder: Recorder, batch: sampling.Indices) -> None:
     """Do one optimiser step on a global batch [B] of positions in the training set, and record it; on all ranks."""
     loss_sum = compute_gradients(state, batch)
+    # Before the weights change, so that the last checkpoint's are good and the error can name where it began.
     state.loss_watch.check_loss(state.epoch, state.step + 1, loss_sum, lambda: repeat_forward(state, batch))
     with state.mutation():  # a checkpoint sees all of a step or nothing of it
         apply_gradients(state)
