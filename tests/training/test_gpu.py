@@ -30,6 +30,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
 ]
 
+needs_two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 QUIET = Settings(progress="off", wandb_mode="disabled")
 HP = Hyperparameters(
     model="faults:model",
@@ -49,9 +50,10 @@ def losses(metrics: Path) -> list[float]:
     return [record["loss"] for record in read_records(metrics) if record["kind"] == "train"]
 
 
-def test_a_gpu_computes_what_cpu_ranks_do(digits: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=needs_two_gpus)])
+def test_gpus_compute_what_cpu_ranks_do(digits: Path, tmp_path: Path, num_ranks: int) -> None:
     """Without dropout, whose random numbers a device draws in its own way."""
-    hp = replace(HP, model="small_cnn", precision="fp64")
+    hp = replace(HP, model="small_cnn", num_ranks=num_ranks)
     on_gpu = run_training(hp, digits, tmp_path / "gpu", QUIET)
     on_cpu = run_training(replace(hp, backend="gloo", num_ranks=2), digits, tmp_path / "cpu", QUIET)
     assert losses(on_gpu.metrics) == pytest.approx(losses(on_cpu.metrics), abs=1e-9)
@@ -117,7 +119,6 @@ def test_the_time_goes_where_the_gpu_spends_it(digits: Path, tmp_path: Path) -> 
 
 SOON = Settings(progress="off", wandb_mode="disabled", timeout=5.0)
 TWO = Hyperparameters(model="faults:model", epochs=2, batch_size=100, num_ranks=2, backend="nccl", precision="fp32")
-needs_two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 BUSY_CYCLES = 20_000_000_000  # of a GPU's clock: some ten seconds, as if a collective did not end
 
 
@@ -228,12 +229,3 @@ def test_a_rank_that_hangs_before_nccl_has_connected_it(
     in_spawned_processes(monkeypatch, tmp_path, HANGS_EARLY)
     with pytest.raises(RankError, match="rank 1 did not come where rank 0 waited for 5 s"):
         run_training(TWO, digits, tmp_path / "run", SOON)
-
-
-@needs_two_gpus
-def test_two_gpus_compute_what_two_cpu_ranks_do(digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    hp = replace(TWO, model="small_cnn", precision="fp64", deterministic=True, log_interval=1)
-    on_gpus = run_training(hp, digits, tmp_path / "gpus", SOON)
-    on_cpus = run_training(replace(hp, backend="gloo"), digits, tmp_path / "cpus", SOON)
-    assert losses(on_gpus.metrics) == pytest.approx(losses(on_cpus.metrics), abs=1e-9)
-    assert on_gpus.test_accuracy == on_cpus.test_accuracy
