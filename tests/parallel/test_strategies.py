@@ -244,12 +244,7 @@ def wait_in_vain() -> None:
 
 
 def add_up_in_all_ways(folder: Path) -> None:
-    for bucket_bytes in (
-        BUCKET_BYTES,
-        1,
-        60,
-        1000,
-    ):  # all, each alone, some of 28, 960, 48 and 2 bytes
+    for bucket_bytes in (BUCKET_BYTES, 1, 60, 1000):  # all, each alone, some: they have 28, 960, 48 and 2 bytes
         average_random_gradients(bucket_bytes)
     send_changed_buffers_only()
     average_with_missing_gradients()
