@@ -11,7 +11,7 @@ Within a stream samples are not shuffled across shards. No sample is dropped or 
 """
 
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -129,7 +129,8 @@ class ShardOrder(sampling.Order):
     def samples(self, place: slice) -> Indices:
         """Return the samples in a slice of the order of evaluations: shard by shard, each once whatever its weight."""
         slices = slices_by_shard(self.ends, place.start, place.stop)
-        return concatenate_indices(self.firsts[shard] + self.samples_in_shard(shard)[part] for shard, part in slices)
+        parts = [self.firsts[shard] + self.samples_in_shard(shard)[part] for shard, part in slices]
+        return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
 
     def substitutes(self, sample: int) -> Indices:
         """Return the samples that may replace ``sample``: those of the split in its shard."""
@@ -144,11 +145,12 @@ class ShardOrder(sampling.Order):
         for number in range(first, sampling.steps_per_epoch(self.total, batch_size)):
             begins = starts + number * each
             ends = begins + (each if number < full else slice_lengths(ragged, len(each)))
-            yield concatenate_indices(
+            parts = [
                 self.shuffled_samples(epoch, int(shards[place]))[part]
                 for begin, end in zip(begins.tolist(), ends.tolist(), strict=True)
                 for place, part in slices_by_shard(ends_of_shards, begin, end)
-            )
+            ]
+            yield np.concatenate(parts)
 
     def prefetch_distance(self, batch_size: int, *, mixed: bool) -> int:
         """Return how many batches a shard lasts: in training (``mixed``) a batch takes samples of several streams."""
@@ -187,8 +189,3 @@ def slices_by_shard(ends: NDArray[np.int64], start: int, end: int) -> Iterator[t
         first, until = int(ends[shard - 1]) if shard else 0, min(end, int(ends[shard]))
         yield shard, slice(start - first, until - first)
         start = until
-
-
-def concatenate_indices(parts: Iterable[Indices]) -> Indices:
-    """Return the parts one after another; empty if there are none."""
-    return np.concatenate([np.empty(0, dtype=np.int64), *parts])

@@ -51,10 +51,9 @@ class LossWatch:
             if arrived is not None:
                 arrived.synchronize()
             if not math.isfinite(loss := on_host.item()):
+                at = {"epoch": epoch, "step": step, "update_step": step - 1}
                 where = find_non_finite_activation(self.model, forward)
-                raise non_finite_loss_error(
-                    self.model, self.learning_rate, loss, epoch, step, update_step=step - 1, activation=where
-                )
+                raise non_finite_loss_error(self.model, self.learning_rate, loss, **at, activation=where)
 
         if self.a_step_later:
             self.saw_non_finite = self.saw_non_finite | ~loss_sum.isfinite()
@@ -97,19 +96,12 @@ def find_non_finite_activation(model: nn.Module, forward: Callable[[], object]) 
 
 
 def non_finite_loss_error(
-    model: nn.Module,
-    learning_rate: float,
-    loss: float,
-    epoch: int,
-    step: int,
-    *,
-    update_step: int,
-    activation: str = "",
+    model: nn.Module, learning_rate: float, loss: float, *, epoch: int, step: int, update_step: int, activation: str
 ) -> UserError:
     """Return the error for a loss that is NaN or infinite. Reads all weights, to name the last one that is not finite.
 
     ``update_step`` is the step whose update made the weights that gave this loss; ``activation`` the first module
-    output that is not finite, in words.
+    output that is not finite, in words; empty if unknown.
     """
     # The weight nearest to the output is named, because its gradient was computed first.
     broken = [name for name, parameter in model.named_parameters() if not bool(parameter.isfinite().all())]

@@ -225,10 +225,9 @@ def evaluate_splits(state: TrainingState) -> tuple[Evaluation, Evaluation]:
     with state.clock("communication"):
         # Weighted by this rank's samples of the largest batch there is: with few training samples some ranks have none.
         largest_batch = np.arange(min(hp.batch_size, len(state.training)))
-        own = split_for_rank(largest_batch, hp.accumulation_steps)
-        averaged = mean_running_statistics(
-            state.kept_model(), sum(len(part.samples) for part in own if part.has_samples)
-        )
+        parts = split_for_rank(largest_batch, hp.accumulation_steps)
+        own_samples = sum(len(part.samples) for part in parts if part.has_samples)
+        averaged = mean_running_statistics(state.kept_model(), own_samples)
         with state.mutation():
             for statistic, average in averaged:
                 statistic.copy_(average)
@@ -252,16 +251,10 @@ def finish_epoch(
     state.check_model()
     with state.mutation():
         state.epoch += 1
-        for measured in evaluations:
-            if not math.isfinite(measured.loss):
-                raise non_finite_loss_error(
-                    state.model,
-                    state.hp.learning_rate,
-                    measured.loss,
-                    state.epoch - 1,
-                    state.step,
-                    update_step=state.step,
-                )
+        for loss in (evaluation.loss for evaluation in evaluations):
+            if not math.isfinite(loss):
+                at = {"epoch": state.epoch - 1, "step": state.step, "update_step": state.step}
+                raise non_finite_loss_error(state.model, state.hp.learning_rate, loss, **at, activation="")
         if evaluations:
             recorder.record_evaluation(state.epoch, state.step, *evaluations, state.model)
             state.selection.select_weights(state.epoch, *evaluations, state.kept_model().state_dict())
