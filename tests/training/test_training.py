@@ -10,12 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from plain_loop import train_plainly
+from plain_loop import arrays_in_fp64, train_plainly
 from torch.nn import functional
 
 from flyte_ddp import hardware
 from flyte_ddp.config import Hyperparameters
-from flyte_ddp.datasets import open_arrays
 from flyte_ddp.errors import UserError
 from flyte_ddp.json_lines import read_records
 from flyte_ddp.models import artifacts, zoo
@@ -88,7 +87,10 @@ def test_equal_runs_leave_equal_files(digits: Path, tmp_path: Path) -> None:
     "hp",
     [
         replace(BASE, precision="auto", channels_last="auto", test_batch_size=64),
-        replace(BASE, model="user_models:batch_norm", test_batch_size=64, strategy="shared_memory"),
+        pytest.param(
+            replace(BASE, model="user_models:batch_norm", test_batch_size=64, strategy="shared_memory"),
+            marks=pytest.mark.exhaustive,
+        ),
         replace(BASE, model="user_models:batch_norm", test_batch_size=64, strategy="ddp", sync_batchnorm=False),
         replace(BASE, model="user_models:batch_norm", ema_decay=0.5, keep="ema"),
     ],
@@ -97,11 +99,9 @@ def test_reported_metrics_are_those_of_the_saved_model(digits: Path, tmp_path: P
     """With BatchNorm, too, also where each rank gathers running statistics on its own."""
     result = train(hp, digits, tmp_path / "run")
     model, sidecar = artifacts.load_model(result.model, result.sidecar)
-    arrays = open_arrays(digits)
-    images = (torch.tensor(np.array(arrays.test_images)).permute(0, 3, 1, 2) / 255 - arrays.mean[0]) / arrays.std[0]
-    truth = torch.tensor(np.array(arrays.test_labels))
+    images, truth = arrays_in_fp64(digits, "test")
     with torch.no_grad():
-        logits = model(images)
+        logits = model(images.float())
     assert sidecar["metrics"]["test_accuracy"] == (logits.argmax(1) == truth).sum().item() / len(truth)
     assert sidecar["metrics"]["test_loss"] == pytest.approx(functional.cross_entropy(logits, truth).item(), rel=1e-5)
     assert result.epoch_accuracies[-1] == result.test_accuracy
