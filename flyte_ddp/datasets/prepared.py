@@ -12,8 +12,7 @@ from flyte_ddp.datasets.arrays import ImageArrays, open_arrays, read_description
 from flyte_ddp.datasets.encoded_set import EncodedSet, open_encoded_set
 from flyte_ddp.datasets.image_folder import ImageList
 from flyte_ddp.errors import UserError
-from flyte_ddp.order import sampling
-from flyte_ddp.order.sampling import ListedOrder
+from flyte_ddp.order.sampling import TEST, ListedOrder, split_indices
 from flyte_ddp.order.shard_order import TEST_FRACTION, ShardOrder, ShardSplits, WholeShardSplits
 from flyte_ddp.shards.index import ShardIndex
 from flyte_ddp.shards.planning import sufficient_cache_bytes
@@ -42,7 +41,7 @@ def order_of_tests(data: PreparedSet) -> SampleOrder:
         number = len(data.test_source.names)
         if data.test is not None:
             return ListedOrder(np.arange(number, dtype=np.int64))
-        return ListedOrder(sampling.split_indices(number, TEST_FRACTION, 0, sampling.TEST)[1])
+        return ListedOrder(split_indices(number, TEST_FRACTION, 0, TEST)[1])
     counts = data.test_source.counts
     if data.test is not None:
         return ShardOrder(ShardSplits(counts, 0.0, 0.0, 0), "training", np.ones(len(counts)))
@@ -71,7 +70,7 @@ def order_splits(data: PreparedSet, hp: Hyperparameters) -> dict[str, SampleOrde
         samples = np.arange(len(data.train.names), dtype=np.int32)
         if data.test is None:
             samples = np.delete(samples, tests.samples(slice(0, len(tests))))
-    training, validation = sampling.split_indices(len(samples), hp.validation_fraction, hp.seed)
+    training, validation = split_indices(len(samples), hp.validation_fraction, hp.seed)
     listed = {"training": ListedOrder(samples[training], hp.seed), "validation": ListedOrder(samples[validation])}
     return {**listed, "test": tests}
 
@@ -79,7 +78,7 @@ def order_splits(data: PreparedSet, hp: Hyperparameters) -> dict[str, SampleOrde
 def check_prepared(
     folder: Path, hp: Hyperparameters, *, ranks: int, workers: int, cache_bytes: int | None = None
 ) -> list[str]:
-    """Refuse a data set that cannot be trained on; return lines for the user: contents of a folder, and warnings.
+    """Refuse a prepared data set that cannot be trained on; return lines for the user: contents, and warnings.
 
     To be called before ranks start. ``workers`` is the number of decoding threads or processes of each rank,
     ``cache_bytes`` the limit of the shard cache (None: no limit).
@@ -103,14 +102,14 @@ def check_prepared(
         return data.train.describe() + (data.test.describe() if isinstance(data.test, ImageList) else [])
     if encoded_kind(hp.dataset) == "stream":
         assert isinstance(orders["training"], ShardOrder)
-        shards = int(np.count_nonzero(orders["training"].available))
-        refuse_unusable_stream(data.train, hp.dataset, shards, ranks, max(1, workers))
+        left = int(np.count_nonzero(orders["training"].available))
+        refuse_unusable_stream(data.train, hp.dataset, left, ranks, max(1, workers))
         return []
     return cache_size_warnings(data.train, hp, ranks, cache_bytes)
 
 
 def cache_size_warnings(index: ShardIndex, hp: Hyperparameters, ranks: int, cache_bytes: int | None) -> list[str]:
-    """Return at most one warning, in a list: the cache is too small for these remote shards."""
+    """Return at most one warning, in a list: ``cache_bytes`` are too few for these shards, if they are remote."""
     sizes = index.sizes
     if cache_bytes is None or not index.remote.any() or (sizes < 0).any() or cache_bytes >= sizes.sum():
         return []
@@ -127,9 +126,9 @@ def cache_size_warnings(index: ShardIndex, hp: Hyperparameters, ranks: int, cach
 
 
 def refuse_unusable_stream(index: ShardIndex, dataset: str, shards: int, ranks: int, workers: int) -> None:
-    """Raise a UserError for a stream with too few shards, with weights, or without webdataset installed.
+    """Raise a UserError for a stream with weights, without webdataset installed, or with too few shards.
 
-    Each worker of each rank needs at least one of the ``shards`` that are left for training.
+    ``shards`` is the number of shards left for training: each of the ``workers`` of each rank needs at least one.
     """
     where = f"dataset={dataset!r}"
     if importlib.util.find_spec("webdataset") is None:

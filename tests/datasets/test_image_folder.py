@@ -146,11 +146,16 @@ def test_folders_whose_names_differ_in_unicodes_form_are_one_class(tmp_path: Pat
     assert data.classes == data.test.classes == ("ant", NFC)
 
 
-def test_advice_for_an_image_that_cannot_be_read_is_not_to_list_it_again(
+def test_an_image_that_changes_after_it_was_listed_is_to_be_listed_again_and_another_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = write_files(tmp_path / "images", files_of({"ant": ["1.png", "2.png"]}))
     found = list_images(str(folder))
+    (folder / "ant" / "1.png").write_bytes(image_bytes() + b"more")
+    with pytest.raises(
+        UserError, match=r"image .*ant/1\.png: cannot be read \(has .* bytes, and .* when .*; run again"
+    ):
+        found.read_image(0)
     (folder / "ant" / "1.png").unlink()
     with pytest.raises(UserError, match=r"ant/1\.png: cannot be read \(no such file\); run again to list"):
         found.read_image(0)

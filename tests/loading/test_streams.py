@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 from cli import HELPERS
+from encoded_runs import quiet
 from image_folders import image_bytes
 from mounts import ALONE, need_mounts
 from processes import processes_with
@@ -35,7 +36,6 @@ from flyte_ddp.loading.streams import (
     read_shard_samples,
 )
 from flyte_ddp.run import Result, run_training
-from flyte_ddp.settings import Settings
 from flyte_ddp.shards.cache import ShardCache
 from flyte_ddp.shards.dataset import ShardReader
 from flyte_ddp.shards.index import ShardIndex, read_index
@@ -64,10 +64,6 @@ def options_of(shards: Path, **changes) -> RankStream:
 
 def reader_of(options: RankStream) -> ShardImages:
     return ShardImages(ShardReader(options.index, options.cache, most_open=1))
-
-
-def quiet(folder: Path, **settings) -> Settings:
-    return Settings(progress="off", wandb_mode="disabled", cache_folder=folder / "cache", **settings)
 
 
 BASE = Hyperparameters(
