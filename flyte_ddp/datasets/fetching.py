@@ -42,8 +42,9 @@ def fingerprint(dataset: str, source: str, test_dataset: str = "") -> str:
 
     Downloads no images. For a published data set it covers the digests of the files, which a mirror's ``SHA256SUMS``
     gives. For ``package.module:callable`` it covers the callable's source code, which is not imported, and the content
-    of ``source``. For shards it covers address and index, for a folder of images address and list of files. Tries what
-    it reads or lists up to 4 times. Raises a UserError for an unknown data set, or a source that cannot be read.
+    of ``source``. For shards it covers address and index, for a folder of images address and list of files. Tries
+    remote reads up to 4 times, and prints failures to stderr. Puts the working directory first on ``sys.path`` for
+    ``package.module:callable``. Raises a UserError for an unknown data set, or a source that cannot be read.
     """
     definition = find_dataset(dataset, source)
     if definition is not None:
@@ -63,7 +64,8 @@ def fetch(dataset: str, source: str, folder: Path, *, test_dataset: str = "", pr
 
     Does nothing if ``folder`` already holds this data set of this source undamaged; replaces it if it is damaged or of
     another release's format. Put the :func:`fingerprint` into the folder's name if the content of the source can
-    change. Tries each download up to 4 times. Imports and calls the code of ``package.module:callable``.
+    change. Tries each download up to 4 times. Imports and calls the code of ``package.module:callable``, and puts the
+    working directory first on ``sys.path`` for it.
 
     Args:
         dataset: a name in ``DATASETS``, ``package.module:callable``, ``shards:...`` or ``image_folder:...``. Of the

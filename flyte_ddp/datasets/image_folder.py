@@ -133,15 +133,11 @@ def list_images(address: str) -> ImageList:
             "it is no class, move the folder away or begin its name with a dot"
         )
     numbers = {name: number for number, name in enumerate(classes)}
-    return ImageList(
-        address=address,
-        classes=classes,
-        names=tuple(entry.name for entry in images),
-        labels=np.array([numbers[name] for name in labelled], dtype=np.int64),
-        sizes=np.array([entry.size for entry in images], dtype=np.int64),
-        tags=np.array([entry.tag.encode() for entry in images]),
-        left_out=left_out,
-    )
+    labels = np.array([numbers[name] for name in labelled], np.int64)
+    sizes = np.array([entry.size for entry in images], np.int64)
+    tags = np.array([entry.tag.encode() for entry in images])
+    names = tuple(entry.name for entry in images)
+    return ImageList(address, classes, names, labels, sizes, tags, left_out)
 
 
 def list_visible_files(address: str) -> list[storage.Entry]:

@@ -61,18 +61,15 @@ def order_splits(data: PreparedSet, hp: Hyperparameters) -> dict[str, SampleOrde
         kind = WholeShardSplits if encoded_kind(hp.dataset) == "stream" else ShardSplits
         test_fraction = TEST_FRACTION if data.test is None else 0.0
         splits = kind(data.train.counts, hp.validation_fraction, test_fraction, hp.seed)
-        return {
-            "training": ShardOrder(splits, "training", data.train.weights, hp.shuffle_shards),
-            "validation": ShardOrder(splits, "validation"),
-            "test": tests,
-        }
+        weighted = ShardOrder(splits, "training", data.train.weights, hp.shuffle_shards)
+        return {"training": weighted, "validation": ShardOrder(splits, "validation"), "test": tests}
     else:
         samples = np.arange(len(data.train.names), dtype=np.int32)
         if data.test is None:
             samples = np.delete(samples, tests.samples(slice(0, len(tests))))
-    training, validation = split_indices(len(samples), hp.validation_fraction, hp.seed)
-    listed = {"training": ListedOrder(samples[training], hp.seed), "validation": ListedOrder(samples[validation])}
-    return {**listed, "test": tests}
+    rest, held_out = split_indices(len(samples), hp.validation_fraction, hp.seed)
+    training, validation = ListedOrder(samples[rest], hp.seed), ListedOrder(samples[held_out])
+    return {"training": training, "validation": validation, "test": tests}
 
 
 def check_prepared(

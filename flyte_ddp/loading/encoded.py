@@ -3,7 +3,7 @@
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from typing import TypeVar
 
@@ -61,13 +61,13 @@ class ImageReader:
         """Cancel what was started, and close files."""
 
 
+@dataclass
 class BadSamples:
-    """Thread-safe record of a rank's samples that cannot be decoded; ``allowed`` is their limit."""
+    """Thread-safe record of a rank's samples that cannot be decoded."""
 
-    def __init__(self, allowed: int) -> None:
-        self.allowed = allowed
-        self.names: dict[str, str] = {}  # reason by name
-        self.lock = threading.Lock()
+    allowed: int
+    names: dict[str, str] = field(default_factory=dict)  # reason by name
+    lock: threading.Lock = field(default_factory=threading.Lock)
 
     def add_sample(self, name: str, reason: str) -> None:
         """Record a sample that cannot be decoded, once for each name. Raises a UserError if they exceed ``allowed``."""

@@ -103,16 +103,16 @@ def test_shards_far_away_go_through_a_cache_smaller_than_the_data(tmp_path: Path
     size = max(path.stat().st_size for path in shards.glob("*.tar"))
     with file_server() as server:
         server.files = {path.name: path.read_bytes() for path in shards.iterdir() if path.is_file()}
-        server.faults = {"train-000004.tar": ["truncate", 503], "train-000002.tar": ["alter"]}
+        server.faults = {"train-000004.tar": ["truncate"], "train-000002.tar": ["alter"]}
         hp = of(f"{server.url}/train.json", epochs=1, num_ranks=2, shuffle_shards=2)
         result = train(hp, tmp_path, quiet(tmp_path, cache_bytes=8 * size))
         fetched = {name: server.requests.count(name) for name in server.requests if name.endswith(".tar")}
     here = train(of(shards / "train.json", epochs=1, shuffle_shards=2), tmp_path / "here")
     assert losses(result) == pytest.approx(losses(here), abs=1e-9)
     assert len(fetched) == 20
-    # Three times for training, validation and test, once more where a shard lies on two streams, and three faults; once
+    # Three times for training, validation and test, once more where a shard lies on two streams, and two faults; once
     # for the samples by which the saved model is checked and those of the report, and one before, for its first sample.
-    assert sum(fetched.values()) <= 20 * 6 + 3 + 1
+    assert sum(fetched.values()) <= 20 * 6 + 2 + 1
     held = sum(path.stat().st_size for path in (tmp_path / "cache").glob("*.tar"))
     assert 0 < held <= 8 * size
     [decoder, note] = notes(result)
