@@ -39,13 +39,13 @@ class ImageReader:
 
     fetches_files = False  # True if whole files are fetched, so that prefetch_files() is useful
 
-    def read(self, sample: int) -> Encoded:
+    def read_sample(self, sample: int) -> Encoded:
         """Read one sample, and return its encoded image with its label."""
         raise NotImplementedError
 
     def start_read(self, sample: int) -> Callable[[], Encoded]:
         """Return a function that returns the sample. A slow reader starts the read at once, in another thread."""
-        return partial(self.read, sample)
+        return partial(self.read_sample, sample)
 
     def refetch_if_damaged(self, sample: int) -> None:
         """Check the cached copy of the sample's file; if it is damaged, make the next read fetch the file again."""
@@ -102,7 +102,7 @@ class EncodedImages(ImageSource):
         # Batches in CPU memory that threads are filling, with the tasks of the threads, by epoch and samples.
         self.pending: dict[tuple[int | None, bytes], tuple[Batch, list[Future[None]]]] = {}
 
-    def prefetch(self, samples: Indices, epoch: int | None) -> None:
+    def prefetch_batch(self, samples: Indices, epoch: int | None) -> None:
         """Start to load these samples in the threads, unless they are already being loaded."""
         key = (epoch, samples.tobytes())
         if key not in self.pending:
@@ -115,10 +115,10 @@ class EncodedImages(ImageSource):
     def gather(self, samples: Indices, epoch: int | None) -> Batch:
         """Return images uint8 [n, size, size, 3], labels int64 [n] on the device, and the samples' names as a batch.
 
-        Starts to load the samples unless :meth:`prefetch` has, and waits for the threads without a timeout. Raises the
-        first exception of a thread, such as a UserError for too many bad samples.
+        Starts to load the samples unless :meth:`prefetch_batch` has, and waits for the threads without a timeout.
+        Raises the first exception of a thread, such as a UserError for too many bad samples.
         """
-        self.prefetch(samples, epoch)
+        self.prefetch_batch(samples, epoch)
         batch, tasks = self.pending.pop((epoch, samples.tobytes()))
         wait(tasks, return_when=FIRST_EXCEPTION)  # one wait for all: each wake-up takes time from the threads
         for task in tasks:
@@ -168,7 +168,7 @@ class EncodedImages(ImageSource):
         else:
             raise IndexError(f"sample {sample} is in no split")
         for other in [*others[place + 1 :].tolist(), *others[:place].tolist()]:
-            if loaded := self.decode_or_count(other, self.reader.read(other)):
+            if loaded := self.decode_or_count(other, self.reader.read_sample(other)):
                 return *loaded, encoded.key
         raise UserError(f"{encoded.name}: neither this nor any of its {len(others) - 1} substitutes can be decoded")
 
@@ -184,7 +184,7 @@ class EncodedImages(ImageSource):
 
     def read_label(self, sample: int) -> int:
         """Read a sample and return its label, even for a damaged image. Raises a UserError for a wrong label."""
-        return valid_label(self.reader.read(sample), self.classes)
+        return valid_label(self.reader.read_sample(sample), self.classes)
 
     def facts(self) -> Facts:
         """Return the decoder's name, the bad samples, and how often each shard was fetched."""
@@ -235,7 +235,7 @@ def decode_or_refetch(reader: ImageReader, sample: int, encoded: Encoded) -> tup
         return decode_image(encoded.content), encoded
     except DecodingError:
         reader.refetch_if_damaged(sample)
-        again = reader.read(sample)
+        again = reader.read_sample(sample)
         if again.content == encoded.content:
             raise  # the file was not replaced, by this call or by another thread or rank, so its source is damaged
     return decode_image(again.content), again

@@ -22,7 +22,7 @@ class ShardImages(ImageReader):
     def __init__(self, reader: ShardReader) -> None:
         self.reader, self.fetches_files = reader, bool(reader.index.remote.any())
 
-    def read(self, sample: int) -> Encoded:
+    def read_sample(self, sample: int) -> Encoded:
         """Read a sample's image and label from its shard; fetch the shard if it is not in the cache.
 
         Raises a UserError if the sample lacks one of them or the shard cannot be had.
@@ -63,9 +63,9 @@ class FileReader(ImageReader):
 
     def start_read(self, sample: int) -> Callable[[], Encoded]:
         """Return a function that returns the sample. The read of a remote image starts at once, in a thread."""
-        return super().start_read(sample) if self.pool is None else self.pool.submit(self.read, sample).result
+        return super().start_read(sample) if self.pool is None else self.pool.submit(self.read_sample, sample).result
 
-    def read(self, sample: int) -> Encoded:
+    def read_sample(self, sample: int) -> Encoded:
         """Read an image file whole, in up to 4 tries. Raises a UserError if it cannot be read."""
         content = self.images.read_image(sample)
         name, label = str(self.images.names[sample]), int(self.images.labels[sample])

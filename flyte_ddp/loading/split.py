@@ -36,7 +36,7 @@ class ImageSource:
         """Load these samples as a batch on the device: augmented for this epoch, or unchanged if ``epoch`` is None."""
         raise NotImplementedError
 
-    def prefetch(self, samples: Indices, epoch: int | None) -> None:
+    def prefetch_batch(self, samples: Indices, epoch: int | None) -> None:
         """Start to load these samples for a later :meth:`gather` with the same arguments."""
 
     def prefetch_files(self, samples: Indices) -> None:
@@ -90,7 +90,7 @@ class Split:
         ``batch_size`` is the number of samples of an item over all ranks.
         """
 
-        def start(begin: Callable[[Indices], None], item: Item) -> Item:
+        def begin_item(begin: Callable[[Indices], None], item: Item) -> Item:
             """Call ``begin`` with each array of the item's samples; return the item."""
             for samples in samples_of(item):
                 begin(samples)
@@ -98,9 +98,9 @@ class Split:
 
         if self.source.fetches_files:
             distance = self.order.prefetch_distance(batch_size, mixed=epoch is not None)
-            items = start_ahead(partial(start, self.source.prefetch_files), items, distance)
+            items = start_ahead(partial(begin_item, self.source.prefetch_files), items, distance)
         if self.source.batches_ahead:
-            prefetch = partial(start, partial(self.source.prefetch, epoch=epoch))
+            prefetch = partial(begin_item, partial(self.source.prefetch_batch, epoch=epoch))
             items = start_ahead(prefetch, items, self.source.batches_ahead)
         return items
 

@@ -200,15 +200,15 @@ def read_shard_samples(reader: ShardImages, shards: Iterable[tuple[int, int]]) -
     """
     index = reader.reader.index
 
-    def prefetch(item: tuple[int, int]) -> tuple[int, int]:
+    def start_fetch(item: tuple[int, int]) -> tuple[int, int]:
         """Start to fetch the item's shard, and return the item."""
         reader.reader.prefetch_shards([item[1]])
         return item
 
-    for passes, shard in start_ahead(prefetch, shards, 1):
+    for passes, shard in start_ahead(start_fetch, shards, 1):
         end = int(index.ends[shard])
         for sample in range(end - index.shards[shard].samples, end):
-            yield passes, sample, reader.read(sample)
+            yield passes, sample, reader.read_sample(sample)
 
 
 def decode_samples(

@@ -37,7 +37,7 @@ class Images(ImageReader):
         self.begun, self.over = threading.Event(), threading.Event()
         self.heals = Counter[int]()
 
-    def read(self, sample: int) -> Encoded:
+    def read_sample(self, sample: int) -> Encoded:
         if sample in self.endless:
             self.begun.set()
             self.over.wait(DEADLINE)
@@ -123,7 +123,7 @@ def test_images_of_a_store_are_asked_for_at_the_same_time(
 def test_an_error_does_not_wait_for_what_is_being_read(load: Load) -> None:
     images = Images(bad={1}, endless={2})
     loading = load(images, [ListedOrder(np.arange(3))], bad=0, threads=2)
-    loading.prefetch(np.array([2]), None)
+    loading.prefetch_batch(np.array([2]), None)
     assert images.begun.wait(DEADLINE)
     with pytest.raises(UserError, match=r"^sample 1 cannot be decoded"):
         loading.gather(np.array([1]), None)

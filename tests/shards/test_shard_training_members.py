@@ -53,7 +53,7 @@ def test_the_case_of_extensions_is_ignored_as_in_webdataset(tmp_path: Path) -> N
     index = create_index([str(path)], tmp_path / "index.json", progress="off")
     assert index.classes == ("0", "1", "2", "3")
     reader = ShardImages(ShardReader(index, ShardCache(tmp_path / "cache")))
-    found = [reader.read(number) for number in range(3)]
+    found = [reader.read_sample(number) for number in range(3)]
     expected = [
         (sample["__key__"], next(sample[name] for name in ("jpg", "jpeg", "png") if name in sample), int(sample["cls"]))
         for sample in wds.WebDataset(str(path), shardshuffle=False)
