@@ -264,6 +264,7 @@ def connected(client: Any = None, num_ranks: int = 0, seconds: float | None = No
     with require_extra("dask"):
         from dask import config
         from distributed import Client, LocalCluster, default_client
+        from distributed.comm.addressing import get_address_host_port
 
     if client is None:
         with suppress(ValueError):
@@ -275,6 +276,7 @@ def connected(client: Any = None, num_ranks: int = 0, seconds: float | None = No
         if address := os.environ.get(SCHEDULER):
             what = f"{SCHEDULER}={address}"
             try:
+                get_address_host_port(address)  # before there is a client: one that fails may stay the current one
                 client = Client(address, timeout=seconds or REACH_SECONDS)
             except ValueError as error:
                 raise UserError(f"{what}: {error}; give it as tcp://host:port") from None

@@ -63,7 +63,7 @@ def dask_client() -> Iterator[object]:
 
 @pytest.fixture
 def no_current_client(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Dask takes one that could not connect for the current one, until it is collected."""
+    """Nor one of another test that could not connect, which Dask forgets when it is collected."""
     import distributed
 
     def default_client() -> None:
