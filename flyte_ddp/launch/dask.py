@@ -57,7 +57,7 @@ def launch(job: Job, *, num_ranks: int, client: Any = None, retries: int = 0) ->
             with open_rendezvous(job, get_ip(scheduler)) as rendezvous:
                 with request_workers(cluster, num_ranks) as count_workers:
                     capacity.wait_for_hosts(count_workers, num_ranks, WORKERS, job.settings.timeout)
-                    descriptions = worker_descriptions(cluster)
+                    descriptions = describe_workers(cluster)
                     workers = choose_workers(descriptions, num_ranks)
                     refuse_version_mismatch(cluster, workers)
                     devices = choose_gpus(workers, run_on_workers(cluster, os.getenv, DEVICES, workers=workers))
@@ -73,7 +73,7 @@ def launch(job: Job, *, num_ranks: int, client: Any = None, retries: int = 0) ->
                     with translate_cluster_errors(cluster):
                         futures = cluster.compute(tasks, optimize_graph=False)
                 rendezvous.run_ranks(
-                    num_ranks, lambda: raise_if_task_failed(futures, workers, worker_descriptions(cluster))
+                    num_ranks, lambda: raise_if_task_failed(futures, workers, describe_workers(cluster))
                 )
         finally:
             # Agents have no launcher any more, so they end by themselves; those of lost workers have ended.
@@ -87,7 +87,7 @@ def raise_if_task_failed(futures: Sequence[Any], workers: Sequence[str], living:
     """Raise UnreachableError if a task has failed for good, after Dask's retries, or if its worker is not living."""
     for future, worker in zip(futures, workers, strict=True):
         if future.status == "error":
-            raise agent.start_error("a Dask worker", future.exception())
+            raise agent.agent_start_error("a Dask worker", future.exception())
         if worker not in living:
             raise UnreachableError(f"Dask worker {worker} is gone; run again when the cluster has a new one")
 
@@ -111,7 +111,7 @@ def hardware(hp: Hyperparameters, client: Any, *, coming: int = 0, seconds: floa
         except UnreachableError:
             if coming or not count_workers():
                 raise
-        workers = worker_descriptions(client)
+        workers = describe_workers(client)
         refuse_version_mismatch(client, workers)
         gpus = run_on_workers(client, machine.count_gpus)
         has_gpus = bool(gpus) and all(gpus.values())
@@ -140,7 +140,7 @@ def request_workers(client: Any, wanted: int) -> Iterator[Callable[[], int]]:
 
     def count_workers() -> int:
         """Return the number of workers; while there are too few, submit tasks that none of them can run."""
-        workers = worker_descriptions(client)
+        workers = describe_workers(client)
         threads = max((worker["nthreads"] for worker in workers.values()), default=1)
         more = range(len(tasks), wanted * threads * TASKS_PER_THREAD)
         if more and len(workers) < wanted:
@@ -159,7 +159,7 @@ def choose_workers(workers: Mapping[str, Any], num_ranks: int) -> list[str]:
     """Return the addresses of ``num_ranks`` workers, on as few hosts as possible; those of a host are adjacent.
 
     Workers with tasks are chosen only if there are too few without. Raises UnreachableError if there are fewer workers
-    than ranks. ``workers`` are of :func:`worker_descriptions`.
+    than ranks. ``workers`` are of :func:`describe_workers`.
     """
     idle = [address for address in workers if not workers[address]["tasks"]]
     candidates = idle if len(idle) >= num_ranks else [*workers]
@@ -199,7 +199,7 @@ def refuse_version_mismatch(client: Any, workers: Iterable[str]) -> None:
             raise UserError(f"Dask worker {worker} has {other}, and this process {here}; use one image for all")
 
 
-def worker_descriptions(client: Any) -> dict[str, Any]:
+def describe_workers(client: Any) -> dict[str, Any]:
     """Ask the scheduler for descriptions of the workers, by address; raise UnreachableError if it does not answer."""
     with translate_cluster_errors(client):
         workers, tasks = client.sync(client.scheduler.identity, n_workers=-1)["workers"], client.processing()

@@ -73,7 +73,7 @@ def raise_if_task_failed(tasks: Sequence[Any]) -> None:
     try:
         ray.get(ended)
     except Exception as error:
-        raise agent.start_error("a host of the Ray cluster", error) from None
+        raise agent.agent_start_error("a host of the Ray cluster", error) from None
 
 
 def hardware(hp: Hyperparameters, nodes_to_come: int = 0, seconds: float = 0.0) -> Hardware:
@@ -85,8 +85,8 @@ def hardware(hp: Hyperparameters, nodes_to_come: int = 0, seconds: float = 0.0) 
     do not fit the cluster, and UnreachableError if there is no cluster, or nodes have not come in time.
     """
     with connected():
-        capacity.wait_for_hosts(lambda: len(nodes_for_ranks()), nodes_to_come, "nodes of the Ray cluster", seconds)
-        resources = [node["Resources"] for node in nodes_for_ranks()]
+        capacity.wait_for_hosts(lambda: len(list_rank_nodes()), nodes_to_come, "nodes of the Ray cluster", seconds)
+        resources = [node["Resources"] for node in list_rank_nodes()]
         cpus, gpus = ([int(node.get(kind, 0)) for node in resources] for kind in ("CPU", "GPU"))
         device = capacity.choose_device_type(hp.backend, sum(gpus) > 0, "the Ray cluster has none")
         if device == "cuda":
@@ -104,7 +104,7 @@ def hardware(hp: Hyperparameters, nodes_to_come: int = 0, seconds: float = 0.0) 
         return machine.choose_hardware(hp, device, num_ranks, threads=threads, bf16=bf16)
 
 
-def nodes_for_ranks() -> list[dict[str, Any]]:
+def list_rank_nodes() -> list[dict[str, Any]]:
     """Return Ray's descriptions of the living nodes with at least one CPU; a head on Kubernetes has none."""
     import ray
 
@@ -127,7 +127,7 @@ def least_bf16_support(device: str) -> Bf16:
 
     gpus, ask = 1 if device == "cuda" else 0, ray.remote(machine.bf16_support)
     options = {"num_cpus": 0, "num_gpus": 0, "runtime_env": {"env_vars": SHOW_GPUS} if gpus else None}
-    nodes = [node["NodeID"] for node in nodes_for_ranks() if node["Resources"].get("GPU", 0) >= gpus]
+    nodes = [node["NodeID"] for node in list_rank_nodes() if node["Resources"].get("GPU", 0) >= gpus]
     places = [NodeAffinitySchedulingStrategy(node, False) for node in nodes]
     return min(ray.get([ask.options(**options, scheduling_strategy=place).remote(device) for place in places]))
 

@@ -109,7 +109,7 @@ class TestDask:
 
         usual = watched()
         with dask.connected(num_ranks=1) as client:
-            assert len(dask.worker_descriptions(client)) == 1
+            assert len(dask.describe_workers(client)) == 1
             found = dask.hardware(replace(HP, num_ranks=1), client)
             assert [*client.run(watched).values()] == [("1s", False)]
             assert watched() == usual
@@ -183,7 +183,7 @@ class TestRay:
             ray.hardware(replace(HP, num_ranks=2), 2, 0)
         # bf16 counts on the node where it is worth least.
         late_cluster.add_node(num_cpus=1)
-        nodes = [node["NodeID"] for node in ray.nodes_for_ranks()]
+        nodes = [node["NodeID"] for node in ray.list_rank_nodes()]
         assert len(nodes) == 2
         for worst in nodes:
 

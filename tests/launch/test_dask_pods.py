@@ -106,7 +106,7 @@ def test_flytes_plugin_starts_workers_by_the_images_commands(client: distributed
     """On a cluster that is made for a run, fewer workers than ranks are an error."""
     start(*WORKER)
     client.wait_for_workers(1, timeout=60)
-    [worker] = dask.worker_descriptions(client).values()
+    [worker] = dask.describe_workers(client).values()
     assert (worker["name"], worker["nthreads"], worker["memory_limit"]) == ("one", 2, 2 * 2**30)
     with pytest.raises(UserError, match="num_ranks=3: the Dask cluster has 2 workers, and each rank needs one"):
         dask.hardware(replace(HP, num_ranks=3), client, coming=2, seconds=300)
@@ -123,7 +123,7 @@ def test_a_scheduler_that_starts_later(start: Start, tmp_path: Path, monkeypatch
 
     def workers() -> int:
         with dask.connected(seconds=300) as client:
-            return len(dask.worker_descriptions(client))
+            return len(dask.describe_workers(client))
 
     with ThreadPoolExecutor(1) as pool:
         found = pool.submit(workers)
@@ -151,11 +151,11 @@ def test_a_scheduler_that_has_died(scheduler: subprocess.Popen[str]) -> None:
     """Whatever asks it says so, also when Dask has closed the client, which it does in some time."""
     with distributed.Client(os.environ[dask.SCHEDULER], timeout=1) as client:
         scheduler.kill()
-        for ask in (dask.worker_descriptions, partial(dask.run_on_workers, function=os.getpid)):
+        for ask in (dask.describe_workers, partial(dask.run_on_workers, function=os.getpid)):
             with pytest.raises(UnreachableError, match=r"the Dask cluster of tcp://.* does not answer .*; run again"):
                 ask(client)
     with pytest.raises(UnreachableError, match=r"the Dask cluster does not answer .*; run again when it does"):
-        dask.worker_descriptions(client)
+        dask.describe_workers(client)
 
 
 def test_a_worker_of_another_version() -> None:

@@ -14,7 +14,7 @@ from PIL import Image
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import fetch
 from flyte_ddp.errors import UserError
-from flyte_ddp.launch.remote.host_data import find_or_fetch_data, prepared_digest
+from flyte_ddp.launch.remote.host_data import find_or_fetch_data, read_prepared_digest
 from flyte_ddp.settings import Settings
 
 MODULE = """
@@ -48,11 +48,14 @@ def host_has(tmp_path: Path) -> HostHas:
 
     def find(source: str, dataset: str = "served_data:load", launcher: Path | None = None) -> Path:
         folder = tmp_path / f"launcher {Path(source or dataset).name}"
+        launcher = launcher or fetch(dataset, source, folder, progress="off")
         job: Any = SimpleNamespace(
             hp=Hyperparameters(dataset=dataset, data_source=source),
             data=Path("/nowhere"),
             settings=Settings(cache_folder=tmp_path / "cache"),
-            identity=SimpleNamespace(data=prepared_digest(launcher or fetch(dataset, source, folder, progress="off"))),
+            identity=SimpleNamespace(
+                data=read_prepared_digest(launcher or fetch(dataset, source, folder, progress="off"))
+            ),
         )
         return find_or_fetch_data(job)
 
@@ -79,7 +82,7 @@ def test_a_source_that_had_other_content_for_a_while(host_has: HostHas, sources:
     with pytest.raises(UserError, match="what this host has fetched is not what the launcher has"):
         host_has(sources[0], launcher=launcher)
     (Path(sources[0]) / "count").write_text("4")
-    assert prepared_digest(host_has(sources[0], launcher=launcher)) == prepared_digest(launcher)
+    assert read_prepared_digest(host_has(sources[0], launcher=launcher)) == read_prepared_digest(launcher)
 
 
 def test_encoded_images_are_read_where_this_run_has_them(host_has: HostHas, tmp_path: Path) -> None:
@@ -92,5 +95,5 @@ def test_encoded_images_are_read_where_this_run_has_them(host_has: HostHas, tmp_
     shutil.copytree(tmp_path / "here", tmp_path / "there")
     sets = [f"image_folder:{tmp_path / name}" for name in ("here", "there")]
     found = [host_has("", dataset) for dataset in sets]
-    assert prepared_digest(found[0]) == prepared_digest(found[1])
+    assert read_prepared_digest(found[0]) == read_prepared_digest(found[1])
     assert [json.loads((folder / "dataset.json").read_text())["name"] for folder in found] == sets

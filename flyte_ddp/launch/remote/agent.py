@@ -38,7 +38,7 @@ def run_agent(stdin: bytes, sources: bytes = b"", parent_folder: str = "") -> No
                 raise RankEndedError("the rank failed")
 
 
-def start_error(who: str, error: BaseException) -> UnreachableError:
+def agent_start_error(who: str, error: BaseException) -> UnreachableError:
     """Return the error for an agent that ``who`` ("a Dask worker") could not start, by the engine's exception."""
     why = f"{type(error).__name__}: {error}".splitlines()[0]
     return UnreachableError(f"{who} cannot start a rank ({why}); it needs flyte-ddp as it is here")

@@ -20,7 +20,7 @@ def find_or_fetch_data(job: Job, fetch_into: Callable[[Path], object] | None = N
     others wait for its lock, without a limit. Data in the cache that is damaged or other data is deleted and fetched
     again. Raises UserError if the data cannot be fetched, or differs from the launcher's.
     """
-    if prepared_digest(job.data) == job.identity.data:
+    if read_prepared_digest(job.data) == job.identity.data:
         return job.data
     hp = job.hp
     # Named by content, not by source. Prepared data of encoded images refers to their addresses, so these count, too.
@@ -29,13 +29,13 @@ def find_or_fetch_data(job: Job, fetch_into: Callable[[Path], object] | None = N
         name = digest_lines([name, hp.dataset, hp.test_dataset])
     folder = job.settings.cache_folder / "prepared" / name
     with hold_lock(folder.parent, f"{name}.lock"):
-        if prepared_digest(folder, whole=True) != job.identity.data:
+        if read_prepared_digest(folder, whole=True) != job.identity.data:
             shutil.rmtree(folder, ignore_errors=True)  # damaged, or what the source had when another run fetched it
             if fetch_into is None:
                 fetch(hp.dataset, hp.data_source, folder, test_dataset=hp.test_dataset, progress="off")
             else:
                 fetch_into(folder)
-    if prepared_digest(folder) != job.identity.data:
+    if read_prepared_digest(folder) != job.identity.data:
         raise UserError(
             f"dataset={hp.dataset!r}: what this host has fetched is not what the launcher has; it must be the same "
             "everywhere, so give an address that all hosts share, or run again if it has just changed"
@@ -43,7 +43,7 @@ def find_or_fetch_data(job: Job, fetch_into: Callable[[Path], object] | None = N
     return folder
 
 
-def prepared_digest(folder: Path, *, whole: bool = False) -> str:
+def read_prepared_digest(folder: Path, *, whole: bool = False) -> str:
     """Return the digest that prepared data in a folder names; an empty string without such data.
 
     With ``whole``, opens the data as well, and returns an empty string if a file is damaged.

@@ -200,7 +200,7 @@ class RemoteHandle(RankHandle):
                     for path in filter(None, [weights, checkpoint.path if checkpoint else None, log]):
                         for piece in split_file(path, path.name):
                             self.pipe.send(piece)
-                        self._receive("stored", None)
+                        self._wait_for_message("stored", None)
             job = replace(
                 job,
                 run_folder=folder,
@@ -226,7 +226,7 @@ class RemoteHandle(RankHandle):
     def read_stack(self) -> str:
         """Ask the agent for the rank's Python stack and return it; empty if it has not come within STACK_SECONDS."""
         self.send("stack")
-        message = self._receive("stack", STACK_SECONDS)
+        message = self._wait_for_message("stack", STACK_SECONDS)
         return str(message["text"]) if message else ""
 
     def kill(self) -> None:
@@ -236,10 +236,10 @@ class RemoteHandle(RankHandle):
     def close(self) -> None:
         """Write files until the rank's exit is reported, up to JOIN_SECONDS; close the connection. Kills nothing."""
         if self.exitcode is None:
-            self._receive("exit", JOIN_SECONDS)
+            self._wait_for_message("exit", JOIN_SECONDS)
         self.pipe.close()
 
-    def _receive(self, kind: str, seconds: float | None) -> dict[str, Any] | None:
+    def _wait_for_message(self, kind: str, seconds: float | None) -> dict[str, Any] | None:
         """Return the next message of a kind; None if it has not come within ``seconds``, or the connection has ended.
 
         Without ``seconds`` waits without a limit. Writes the pieces of files that come before it, and keeps other

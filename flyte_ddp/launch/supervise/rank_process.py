@@ -162,16 +162,16 @@ def describe_error(error: BaseException) -> dict[str, Any]:
         "cause": classify_failure(error),
         "type": type(raised).__name__,
         "message": exception_message(raised),
-        "traceback": shorten("".join(traceback.format_exception(error))),
+        "traceback": shorten_text("".join(traceback.format_exception(error))),
     }
 
 
 def exception_message(error: BaseException) -> str:
     """Return the text of an exception, shortened to MAX_CHARACTERS; a placeholder if its ``__str__`` raises."""
-    return shorten(str(traceback.TracebackException.from_exception(error)))
+    return shorten_text(str(traceback.TracebackException.from_exception(error)))
 
 
-def shorten(text: str) -> str:
+def shorten_text(text: str) -> str:
     """Return a text unchanged, or the head and the tail of a text of more than MAX_CHARACTERS."""
     if len(text) <= MAX_CHARACTERS:
         return text
