@@ -177,7 +177,7 @@ def carry_out_verdict(
 
 def announce_champion(registry: Registry, entry: Entry) -> Released:
     """Announce a new entry of the registry's log and return the outcome, with the present champion."""
-    now = registry.champion() or entry  # after a retry of this task another entry may be newer
+    now = registry.read_champion() or entry  # after a retry of this task another entry may be newer
     released = Released(entry.version, now.version, f"champion {entry.number}: {entry.reason}")
     return announce_release(registry, released, promoted=True)
 

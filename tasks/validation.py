@@ -13,7 +13,7 @@ from flyte_ddp.errors import UnreachableError, UserError
 from flyte_ddp.pods.paths import registry_address
 from flyte_ddp.progress import Progress
 from flyte_ddp.release.policy import Policy
-from flyte_ddp.release.promotion import download_champion_profile
+from flyte_ddp.release.promotion import read_data_profile
 from flyte_ddp.release.registry import Registry
 from flyte_ddp.release.slices import read_slices
 from flyte_ddp.settings import read_settings
@@ -64,12 +64,12 @@ def validate_dataset(
     registry = Registry(registry_address(), model_name)
     # A registry that cannot be written to, or whose log has a gap, must not be noticed only after training.
     registry.refuse_overwriting_storage()
-    history = registry.history()
+    history = registry.read_log()
     if policy.slices:
         read_slices(policy.slices)
     warnings = [HELD_OUT] if encoded_kind(hp.dataset) and not hp.test_dataset else []
     try:
-        champions = download_champion_profile(registry, history[-1]) if history else None
+        champions = read_data_profile(registry, history[-1]) if history else None
         warnings += [*describe_differences(profile, champions)] if champions is not None else []
     except UnreachableError:
         raise

@@ -48,7 +48,7 @@ def format_points(share: float) -> str:
 
 
 def check_same_task(challenger: Sequence[str], champion: Sequence[str], inputs: Sequence[str]) -> Check:
-    """Check that both models have the same classes, in the same order, and the same input.
+    """Return the Check that both models have the same classes, in the same order, and the same input.
 
     ``challenger`` and ``champion`` are their classes, and ``inputs`` their inputs in the same order, as text.
     """
@@ -60,21 +60,21 @@ def check_same_task(challenger: Sequence[str], champion: Sequence[str], inputs: 
 
 
 def check_finite_logits(challenger: Evaluation) -> Check:
-    """Check that no logit is NaN or infinite; the reason names the first sample that has one."""
+    """Return the Check that no logit is NaN or infinite; its reason names the first sample that has one."""
     bad = np.flatnonzero(~challenger.finite)
     reason = f"sample {challenger.ids[bad[0]] if challenger.ids else bad[0]} gives NaN or infinity" if len(bad) else ""
     return Check("finite", not len(bad), f"{format_count(len(bad), 'sample')} with NaN or infinity", "none", reason)
 
 
 def check_ratio(name: str, value: float, limit: float) -> Check:
-    """Check that the challenger's size or time, as a multiple of the champion's, is at most the limit."""
+    """Return the Check that the challenger's size or time, as a multiple of the champion's, is at most the limit."""
     passed = value <= limit
     reason = "" if passed else f"its {name} is {value:.2f} of the champion's, and {limit:g} is allowed"
     return Check(name, passed, f"{value:.2f}x", f"at most {limit:g}x", reason)
 
 
 def check_accuracy(challenger: Evaluation, policy: Policy) -> Check:
-    """Check that the accuracy is at least the policy's ``min_accuracy``."""
+    """Return the Check that the accuracy is at least the policy's ``min_accuracy``."""
     passed = challenger.accuracy >= policy.min_accuracy
     value, limit = format_percent(challenger.accuracy), format_percent(policy.min_accuracy)
     reason = "" if passed else f"its accuracy is {value}, and min_accuracy is {limit}"
@@ -82,7 +82,7 @@ def check_accuracy(challenger: Evaluation, policy: Policy) -> Check:
 
 
 def check_above_majority(challenger: Evaluation, alpha: float) -> Check:
-    """Check by a binomial test that the challenger is better than naming the most frequent class for each sample."""
+    """Return the Check, by a binomial test, that the challenger beats naming the most frequent class each time."""
     share = float(np.bincount(challenger.labels).max() / len(challenger.labels))
     p = statistics.binomial_p_value(int(challenger.correct.sum()), len(challenger.labels), share)
     reason = (
@@ -94,14 +94,14 @@ def check_above_majority(challenger: Evaluation, alpha: float) -> Check:
 
 
 def check_superior(pair: PairedCounts, alpha: float) -> Check:
-    """Check by McNemar's exact test that the challenger is better than the champion."""
+    """Return the Check, by McNemar's exact test, that the challenger is better than the champion."""
     p = statistics.mcnemar_p_value(pair.gained, pair.lost)
     reason = f"{pair.describe()} (p = {p:.3g}, {alpha:.3g} is needed)"
     return Check("superior", p <= alpha, f"p = {p:.3g}", f"p at most {alpha:.3g}", reason)
 
 
 def check_not_worse(name: str, pair: PairedCounts, margin: float, alpha: float) -> Check:
-    """Check by Tango's test that the challenger's accuracy is less than ``margin`` below that of the model ``name``."""
+    """Return the Check, by Tango's test, that the challenger loses less than ``margin`` of accuracy to the ``name``."""
     bound = statistics.lower_bound_of_difference(pair.gained, pair.lost, pair.samples, alpha)
     least, needed = format_points(bound), format_points(-margin)
     reason = f"{pair.describe()}; at least {least} against the {name}, and more than {needed} are needed"
@@ -111,11 +111,11 @@ def check_not_worse(name: str, pair: PairedCounts, margin: float, alpha: float) 
 def check_parts(
     kind: str, members: Mapping[str, NDArray[np.int64]], challenger: Evaluation, champion: Evaluation, policy: Policy
 ) -> tuple[Check, list[Check]]:
-    """Check that no class, or no slice, loses accuracy; return the check over all of them, and a check for each.
+    """Return the Check that no class, or no slice, loses accuracy; and a Check for each class or slice.
 
-    A part fails if its loss is above the policy's ``class_loss`` and significant: by McNemar's test with Holm's
-    correction. Parts of fewer than LEAST_SAMPLES samples pass. ``kind`` is class or slice, and ``members`` holds the
-    positions of each part's samples, by the part's name.
+    A part fails if it loses more than the policy's ``class_loss`` and the p-value (McNemar's test, with Holm's
+    correction) is at most the policy's ``alpha``. Parts of fewer than LEAST_SAMPLES (30) samples pass. ``kind`` is
+    class or slice, and ``members`` holds the positions of each part's samples, by the part's name.
     """
     pairs = {
         name: PairedCounts.count(challenger.correct[part], champion.correct[part]) for name, part in members.items()
@@ -154,9 +154,10 @@ def group_by_class(challenger: Evaluation, classes: Sequence[str]) -> dict[str, 
 def check_loss_rise(
     name: str, challenger: NDArray[np.float64], champion: NDArray[np.float64], limit: float, alpha: float
 ) -> Check:
-    """Check that the mean of a loss does not rise by more than the limit; a rise that may be chance passes.
+    """Return the Check that the mean of the loss ``name`` rises by at most ``limit``, or that the rise may be chance.
 
-    ``challenger`` and ``champion`` [N] hold the loss of each sample. The significance is that of a bootstrap.
+    By chance: a bootstrap's lower bound of it is at most 0. ``challenger`` and ``champion`` [N] hold each sample's
+    loss.
     """
     rise = float((challenger - champion).mean())
     bound = statistics.lower_bound_of_mean(challenger - champion, alpha)
@@ -166,14 +167,14 @@ def check_loss_rise(
     return Check(name, passed, value, f"a rise of {limit:g}, or by chance", reason)
 
 
-def show_calibration(*models: Evaluation) -> Check:
-    """Return a check that always passes and shows the models' calibration errors, which depend on the bins."""
+def calibration_check(*models: Evaluation) -> Check:
+    """Return a Check that always passes and holds the models' calibration errors, which depend on the bins."""
     errors = [statistics.calibration_error(model.confidence, model.correct) for model in models]
     return Check("calibration error", True, " to ".join(f"{error:.4f}" for error in errors), "", "")
 
 
 def check_export(found: Comparison | str, *, required: bool) -> Check:
-    """Check that there is an ONNX with torch's logits; passes in any case if the policy does not require one.
+    """Return the Check that there is an ONNX with torch's logits; it always passes unless ``required``.
 
     ``found`` says how far the ONNX's logits are from torch's, or why there is no ONNX.
     """

@@ -24,7 +24,7 @@ PRODUCER = f"urn:flyte-ddp:{flyte_ddp.__version__}"
 
 
 def render_model_card(name: str, sidecar: Mapping[str, Any], verdict: Verdict, files: Collection[str]) -> bytes:
-    """Return the model card as Markdown in UTF-8, from the template card.md; unknown facts read "not stated".
+    """Read the template card.md, and return the model card as Markdown in UTF-8; unknown facts are "not stated".
 
     ``name`` is the model's in the registry, and ``files`` are the names of the version's other files.
     """
@@ -69,7 +69,7 @@ def render_model_card(name: str, sidecar: Mapping[str, Any], verdict: Verdict, f
     return template.render(hyperparameters=hp, **values).encode()
 
 
-def lineage_event(address: str, name: str, sidecar: Mapping[str, Any], verdict: Verdict, *, by: str) -> bytes:
+def render_lineage_event(address: str, name: str, sidecar: Mapping[str, Any], verdict: Verdict, *, by: str) -> bytes:
     """Return the OpenLineage event of a version as JSON: what it was trained from, and how it was judged.
 
     ``address`` and ``name`` are those of the registry and the model in it; ``by`` is the Flyte execution, or the user,

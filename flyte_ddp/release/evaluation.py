@@ -64,14 +64,14 @@ class Evaluation:
 def evaluate_split(model: SavedModel, data: PreparedSet) -> Evaluation:
     """Read the test split of a data set, and return the model's evaluation on its decodable samples.
 
-    Raises a UserError if the split has a class that the model does not know, images that the model does not take, more
-    undecodable images than the model may meet, or no decodable one.
+    Downloads remote shards into the cache. Raises a UserError if the split cannot be read, the model does not know a
+    class or take the images, or undecodable ones are all of them or more than ``model.bad_samples``.
     """
     places = {name: place for place, name in enumerate(model.classes)}
     ids, undecoded = list[str](), list[str]()
 
-    def logits_and_labels() -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield logits and labels of each batch, and append its samples to ``ids`` or ``undecoded``."""
+    def compute_logits_and_labels() -> Iterator[tuple[Tensor, Tensor]]:
+        """Compute and yield logits and labels of each batch; append its samples' ids to ``ids`` or ``undecoded``."""
         for batch in read_test_split(model, data):
             truths = [*compress(batch.truths or (), batch.decoded)]
             if unknown := [name for name in truths if name not in places]:
@@ -85,7 +85,7 @@ def evaluate_split(model: SavedModel, data: PreparedSet) -> Evaluation:
         if not ids:
             raise UserError("the test split has no image that can be decoded; repair it")
 
-    found = Evaluation.from_batches(logits_and_labels())
+    found = Evaluation.from_batches(compute_logits_and_labels())
     found.ids, found.undecoded = ids, undecoded
     return found
 

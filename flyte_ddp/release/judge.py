@@ -67,8 +67,8 @@ class Judgement:
     def claim_alpha(self) -> float:
         """Count this judgement among those on the test split, and return its share of the policy's alpha.
 
-        Sets ``look``, its number, and ``alpha``. Writes two files as Registry.claim_look does. A judgement that may not
-        promote writes nothing, keeps look 0, and has the share of a first one.
+        Sets ``look``, its number, and ``alpha``. Writes two files to the registry, unless this comparison was counted
+        before. A judgement that may not promote writes nothing, keeps look 0, and has the share of a first one.
         """
         if self.counts:
             champion = self.before.version if self.before else "none"
@@ -77,12 +77,13 @@ class Judgement:
         self.alpha = statistics.alpha_of_look(self.policy.alpha, max(1, self.look))
         return self.alpha
 
-    def set_verdict(self, reason: str = "", decision: str = "", *, best: str = "", power: str = "") -> Self:
-        """Write the challenger's exports as export_model does, add the check of its ONNX, and set the verdict.
+    def export_and_set_verdict(self, reason: str = "", decision: str = "", *, best: str = "", power: str = "") -> Self:
+        """Write the challenger's exports, add the Check of its ONNX, set the verdict, and return this judgement.
 
-        Nothing is exported without a folder, if the policy says off, or where the challenger was not evaluated. Without
-        a decision, a check that failed keeps the champion, with the reasons of all that failed; else the challenger is
-        promoted, for ``reason``. ``best`` is the best version from now on; empty: as before. Returns this judgement.
+        Exports as export_model does: reads the test split twice, starts a process. Not without the folder ``exports``,
+        if the policy says off, or if ``challenger`` is None. Without a decision, a Check that failed keeps the
+        champion, with the reasons of all that failed; else the challenger is promoted, for ``reason``. ``best`` is the
+        best version from now on; empty: as before. Raises an UnreachableError if the storage does not answer.
         """
         challenger, champion, before = self.challenger, self.champion, self.before
         if challenger is not None and self.exports is not None and self.policy.export != OFF:
@@ -132,56 +133,59 @@ def judge_challenger(
 ) -> Judgement:
     """Compare a model with the champion, or judge it alone if there is no champion; return the judgement.
 
-    ``weights`` and ``sidecar`` are the challenger's ``model.pt`` and ``model.json``, and ``data`` is the folder of a
-    prepared data set. Downloads the champion, and evaluates both models on the whole test split. If the verdict may
-    lead to a promotion (``counts``), the judgement is counted among those on this test split, in two files of the
-    registry. Writes an ONNX and other exports to the folder ``exports``; None: makes none. A champion that cannot be
-    loaded or evaluated gives a verdict that compares nothing, with the error as its reason; the traceback of an error
-    that is no UserError goes to stderr. Raises a UserError if the challenger, the data or the registry cannot be read,
-    or if the test split lacks a class.
+    ``weights`` and ``sidecar`` are the challenger's ``model.pt`` and ``model.json``, ``data`` is a prepared data set's
+    folder, and ``counts`` says whether the verdict may promote. Runs the code that the sidecars name. Evaluates the
+    challenger on the whole test split, unless ``counts`` and it is the champion or was rolled back. If its logits are
+    finite, downloads the champion, compares the two, counts that in two files of the registry (if ``counts``), and
+    writes an ONNX and other exports to the folder ``exports``, if any. A champion that cannot be loaded or evaluated
+    gives a verdict that compares nothing, with the error as its reason; the traceback of an error that is no UserError
+    goes to stderr. Raises a UserError if challenger, data, slices or registry cannot be read, or the test split lacks a
+    class.
     """
-    before, test_digest = registry.champion(), read_description(data).get(TEST_DIGEST)
+    before, test_digest = registry.read_champion(), read_description(data).get(TEST_DIGEST)
     if test_digest is None:
         raise UserError(f"{data}: was prepared by an older version, without {TEST_DIGEST}; fetch it again")
     model, split = SavedModel(weights, sidecar, settings or Settings()), open_prepared(data)
     judgement = Judgement(registry, policy, before, model, split, str(test_digest), counts, exports)
     is_champion = before is not None and before.version == model.digest
     if counts and is_champion:
-        return judgement.set_verdict("it has the champion's weights", KEPT)
+        return judgement.export_and_set_verdict("it has the champion's weights", KEPT)
     # Only a version that is in the registry already may have been rolled back, which the whole log tells.
     if counts and before is not None and versions.find_version(registry, model.digest):
-        _, taken_back = replay_promotions(registry.history())
+        _, taken_back = replay_promotions(registry.read_log())
         if back := taken_back.get(model.digest):
             said = f"{back.by} took it back ({back.reason}); only a person can promote it again"
-            return judgement.set_verdict(said, KEPT)
+            return judgement.export_and_set_verdict(said, KEPT)
     ours = evaluate_split(model, split)
     if not judgement.add_check(checks.check_finite_logits(ours)):
-        return judgement.set_verdict()
+        return judgement.export_and_set_verdict()
     judgement.challenger = ours
     if before is None:
         checks.group_by_class(ours, model.classes)
         alpha = judgement.claim_alpha()
         judgement.checks += [checks.check_accuracy(ours, policy), checks.check_above_majority(ours, alpha)]
-        judgement.add_check(checks.show_calibration(ours))
+        judgement.add_check(checks.calibration_check(ours))
         reason = "there is no champion yet, and it is better than the most frequent class"
-        return judgement.set_verdict(reason, best=model.digest)
+        return judgement.export_and_set_verdict(reason, best=model.digest)
     if is_champion:
-        judgement.checks += [checks.check_accuracy(ours, policy), checks.show_calibration(ours)]
-        return judgement.set_verdict("it has the champion's weights", KEPT)
+        judgement.checks += [checks.check_accuracy(ours, policy), checks.calibration_check(ours)]
+        return judgement.export_and_set_verdict("it has the champion's weights", KEPT)
     try:
         champion = load_stored_model(registry, before.version, before.manifest, model)
         compare_with_champion(judgement, ours, champion, before.best)
     except IncomparableError as failure:
-        judgement.set_verdict(str(failure), NO_COMPARISON)
+        judgement.export_and_set_verdict(str(failure), NO_COMPARISON)
     return judgement
 
 
 def compare_with_champion(judgement: Judgement, ours: Evaluation, champion: SavedModel, best: str) -> Judgement:
-    """Evaluate the champion, run all checks of the challenger against it, set the verdict, and return the judgement.
+    """Evaluate the champion, check the challenger against it, set the verdict in the judgement, and return that.
 
-    Also downloads and evaluates ``best``, the version with the best accuracy so far. Writes to the registry as
-    Judgement.claim_alpha does. Raises an IncomparableError if the champion, or with the rule not_worse the best
-    version, cannot be evaluated.
+    ``ours`` is the challenger's evaluation. Also downloads and evaluates ``best``, the version with the best accuracy
+    so far, if it is a third one; evaluates nothing if classes or input differ. Times both models, and exports the
+    challenger. Counts the judgement in two files of the registry if it may promote, unless both get the same samples
+    right. Raises an IncomparableError if the champion, or with the rule not_worse the best version, cannot be
+    evaluated.
     """
     policy, model, split = judgement.policy, judgement.model, judgement.split
     groups = {"class": checks.group_by_class(ours, model.classes)}
@@ -189,7 +193,7 @@ def compare_with_champion(judgement: Judgement, ours: Evaluation, champion: Save
         groups["slice"] = group_by_slice(policy.slices, ours.ids, ours.undecoded)
     inputs = model.describe_input(), champion.describe_input()
     if not judgement.add_check(checks.check_same_task(model.classes, champion.classes, inputs)):
-        return judgement.set_verdict()
+        return judgement.export_and_set_verdict()
     theirs = evaluate_stored_model(champion, split)
     others = {"champion": theirs}
     if best not in (champion.digest, model.digest):
@@ -208,7 +212,7 @@ def compare_with_champion(judgement: Judgement, ours: Evaluation, champion: Save
     pairs = {name: PairedCounts.count(ours.correct, other.correct) for name, other in others.items()}
     pair = pairs["champion"]
     if not pair.gained and not pair.lost:
-        return judgement.set_verdict("both models get the same samples right", KEPT)
+        return judgement.export_and_set_verdict("both models get the same samples right", KEPT)
     alpha = judgement.claim_alpha()
     if policy.rule == NOT_WORSE:
         decisive = [checks.check_not_worse(name, pairs[name], policy.margin, alpha) for name in pairs]
@@ -221,10 +225,10 @@ def compare_with_champion(judgement: Judgement, ours: Evaluation, champion: Save
     judgement.checks += [
         checks.check_loss_rise("negative log-likelihood", ours.nll, theirs.nll, policy.nll_rise, policy.alpha),
         checks.check_loss_rise("Brier score", ours.brier, theirs.brier, policy.brier_rise, policy.alpha),
-        checks.show_calibration(theirs, ours),
+        checks.calibration_check(theirs, ours),
     ]
     best = model.digest if ours.accuracy > max(other.accuracy for other in others.values()) else best
-    return judgement.set_verdict(decisive[0].reason, best=best, power=describe_power(pair, policy, alpha))
+    return judgement.export_and_set_verdict(decisive[0].reason, best=best, power=describe_power(pair, policy, alpha))
 
 
 def describe_power(pair: PairedCounts, policy: Policy, alpha: float) -> str:
@@ -242,8 +246,8 @@ def describe_power(pair: PairedCounts, policy: Policy, alpha: float) -> str:
 def load_stored_model(registry: Registry, name: str, manifest: str, challenger: SavedModel) -> SavedModel:
     """Download a version's weights and sidecar into a temporary folder, load the model and return it.
 
-    The model may meet as many undecodable images as the challenger. Raises an IncomparableError if the version cannot
-    be downloaded or loaded, and prints errors as translate_model_errors does.
+    Runs the code that the sidecar names. The model may meet as many undecodable images as the challenger. Raises an
+    IncomparableError if it cannot be loaded; the traceback of an error that is no UserError goes to stderr.
     """
     with translate_model_errors(name, "loaded"), tempfile.TemporaryDirectory() as folder:
         files = download_version(registry, name, Path(folder), manifest)
@@ -251,7 +255,10 @@ def load_stored_model(registry: Registry, name: str, manifest: str, challenger: 
 
 
 def evaluate_stored_model(model: SavedModel, split: PreparedSet) -> Evaluation:
-    """Return a version's evaluation on the test split; IncomparableError if that fails or a logit is not finite."""
+    """Return a version's evaluation on the test split; IncomparableError if that fails or a logit is not finite.
+
+    The traceback of an error that is no UserError goes to stderr.
+    """
     with translate_model_errors(model.digest, "evaluated"):
         found = evaluate_split(model, split)
     if not checks.check_finite_logits(found).passed:
@@ -261,10 +268,11 @@ def evaluate_stored_model(model: SavedModel, split: PreparedSet) -> Evaluation:
 
 @contextmanager
 def translate_model_errors(version: str, action: str) -> Iterator[None]:
-    """Turn each error in the block, but NOT_THE_MODELS, into the IncomparableError that a version cannot be ``action``.
+    """Turn errors in the block into the IncomparableError that a version cannot be ``action``: loaded or evaluated.
 
-    The model may be the user's own code, so that errors of any class are the model's. The traceback of an error that is
-    no UserError goes to stderr, as the verdict holds only its message.
+    The model may be the user's own code, so errors of any class are the model's, but NOT_THE_MODELS: lost connections
+    and lack of memory. The traceback of an error that is no UserError goes to stderr; the verdict holds only its
+    message.
     """
     try:
         yield
@@ -281,7 +289,8 @@ def translate_model_errors(version: str, action: str) -> Iterator[None]:
 def measure_latency_ratio(challenger: SavedModel, champion: SavedModel, split: PreparedSet) -> float:
     """Return the challenger's time for a batch as a multiple of the champion's.
 
-    Both compute a batch of LATENCY_BATCH test images by turns; the result is the median of LATENCY_ROUNDS ratios.
+    Reads up to LATENCY_BATCH (64) test images, which both models compute by turns; waits for the GPU. The result is the
+    median of LATENCY_ROUNDS (15) ratios.
     """
     inputs: dict[SavedModel, Tensor] = {}
     for model in (challenger, champion):

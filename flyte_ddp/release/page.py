@@ -19,7 +19,7 @@ PICTURED = 12  # samples of each kind
 def write_page(judgement: Judgement, name: str, path: Path) -> Path:
     """Write the HTML page of a judgement of the model ``name`` to a path, replacing a file there; return the path.
 
-    Reads the test split again, for pictures, if the verdict compared the predictions of two models.
+    Reads the test split again, for pictures, if both models were evaluated. UserError if the page cannot be written.
     """
     evaluations = {"Challenger": judgement.challenger, "Champion": judgement.champion}
     models = {title: model for title, model in evaluations.items() if model is not None}
@@ -39,9 +39,9 @@ def write_page(judgement: Judgement, name: str, path: Path) -> Path:
 
 
 def picture_differences(judgement: Judgement) -> dict[str, list[Picture]]:
-    """Return pictures by headline: the first PICTURED samples that only challenger, or only champion, gets right.
+    """Return pictures by headline: the first PICTURED (12) samples that only challenger, or only champion, gets right.
 
-    Reads the test split up to the last of them. Empty if the verdict did not need both models' predictions.
+    Reads the test split up to the last of them. Empty, and reads nothing, unless both models were evaluated.
     """
     mine, theirs, names = judgement.challenger, judgement.champion, judgement.model.classes
     found: dict[str, list[Picture]] = {}

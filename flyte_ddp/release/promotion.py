@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from flyte_ddp.errors import UnreachableError, UserError
 from flyte_ddp.files import file_digest
 from flyte_ddp.release import versions
-from flyte_ddp.release.documents import lineage_event, render_model_card
+from flyte_ddp.release.documents import render_lineage_event, render_model_card
 from flyte_ddp.release.registry import PROMOTE, ROLLBACK, Entry, LostError, Registry, content_digest, replay_promotions
 from flyte_ddp.release.verdict import Verdict
 from flyte_ddp.validation.profile import DataProfile
@@ -39,10 +39,10 @@ def store_version(
     """Upload a judged model with its verdict, lineage and card, and return the version; promote nothing.
 
     ``weights`` and ``sidecar`` are ``model.pt`` and ``model.json`` of one run, ``beside`` further files by their names,
-    and ``by`` the Flyte execution, or the user, that trained the model. If the same weights were stored before and the
-    verdict does not promote, returns the stored version. In any case writes the verdict among those on the test split,
-    if it was counted there. Raises a UserError if the verdict is on another model, or if the same weights are stored
-    with another model name, classes or input.
+    and ``by`` the Flyte execution, or the user, that trained the model. First writes the verdict among those on its
+    test split, if it has a ``look``. If the same weights were stored before and the verdict does not promote, uploads
+    nothing else and returns the stored version. Raises a UserError if the verdict is on another model, or if the same
+    weights are stored with another model name, classes or input.
     """
     verdict_file, about = verdict.to_json(indent=1).encode() + b"\n", json.loads(sidecar.read_bytes())
     name = file_digest(weights)
@@ -67,7 +67,7 @@ def store_version(
         versions.WEIGHTS: weights,
         versions.SIDECAR: sidecar,
         **beside,
-        "lineage.json": lineage_event(registry.address, registry.name, about, verdict, by=by),
+        "lineage.json": render_lineage_event(registry.address, registry.name, about, verdict, by=by),
         "README.md": render_model_card(registry.name, about, verdict, beside),
     }
     return versions.write_version(registry, files)
@@ -76,13 +76,14 @@ def store_version(
 def apply_verdict(registry: Registry, version: versions.Version, verdict: Verdict, *, by: str) -> Outcome:
     """Append the log entry that makes a stored version the champion, if its verdict promotes; return the outcome.
 
-    Also rewrites champion.json, and only that if ``by``, the Flyte execution or user, has appended the entry before.
-    Writes nothing if another version was promoted since the judgement: the outcome's reason names that one.
+    Reads the whole log, writes a probe file, and rewrites champion.json; only the latter if ``by``, the Flyte execution
+    or user, has appended the entry before. If another version was promoted since the judgement, writes no entry: the
+    outcome's reason names that version.
     """
     if not verdict.promotes:
-        champion = registry.champion()
+        champion = registry.read_champion()
         return Outcome(version.name, champion.version if champion else "", f"kept: {verdict.reason}")
-    history = registry.history(at_least=verdict.log_number)
+    history = registry.read_log(at_least=verdict.log_number)
     if len(history) == verdict.log_number:
         values = {"version": version.name, "manifest": version.manifest, "best": verdict.best}
         before = history[-1] if history else None
@@ -96,18 +97,19 @@ def apply_verdict(registry: Registry, version: versions.Version, verdict: Verdic
         if (winner.version, winner.by) == (version.name, by):  # an earlier try of this task, which was killed
             registry.renew_copy(winner.number)
             return Outcome(version.name, history[-1].version, f"promoted: {winner.reason}")
-    return Outcome(version.name, registry.history()[-1].version, f"not promoted: {LostError(winner).message}")
+    return Outcome(version.name, registry.read_log()[-1].version, f"not promoted: {LostError(winner).message}")
 
 
 def promote_version(registry: Registry, version: str, reason: str, *, by: str, once: bool = False) -> Entry:
     """Append the log entry that makes a version the champion because a person says so, and return the entry.
 
-    Reads the whole log and all files of the version before, and rewrites champion.json. With ``once``, for a task that
-    may be tried again, returns the entry for this version that ``by`` has written before, if there is one. Raises a
-    UserError if there is no such version, it is the champion, the reason is blank, or somebody else was faster.
+    First reads the whole log and all files of the version, and writes a probe file; then rewrites champion.json. With
+    ``once``, for a task that may be tried again, returns the entry for this version that ``by`` has written before, if
+    there is one. Raises a UserError if there is no such version, it is the champion, the reason is blank, or somebody
+    else has appended an entry meanwhile.
     """
-    history = registry.history()
-    if once and (earlier := find_earlier_try(registry, history, by, PROMOTE, version)):
+    history = registry.read_log()
+    if once and (earlier := finish_earlier_try(registry, history, by, PROMOTE, version)):
         return earlier
     found, before = versions.read_version(registry, version), history[-1] if history else None
     if before is not None and before.version == version:
@@ -121,13 +123,13 @@ def promote_version(registry: Registry, version: str, reason: str, *, by: str, o
 def roll_back_champion(registry: Registry, reason: str, *, by: str, once: bool = False) -> Entry:
     """Append the log entry that makes the previous champion the champion again, and return the entry.
 
-    Reads the whole log and all files of that version before, and rewrites champion.json. The best version is again what
-    it was when that champion was promoted: later models are not compared with one that was taken back. With ``once``,
-    for a task that may be tried again, returns the rollback that ``by`` has written before, if there is one. Raises a
-    UserError if there was no champion before, the reason is blank, or somebody else was faster.
+    First reads the whole log and all files of that version, and writes a probe file; then rewrites champion.json. The
+    best version is again what it was when that champion was promoted: later models are not compared with one that was
+    taken back. With ``once``, for a task that may be tried again, returns the rollback that ``by`` has written before,
+    if any. Raises a UserError if there was no champion before, the reason is blank, or somebody else was faster.
     """
-    history = registry.history()
-    if once and (earlier := find_earlier_try(registry, history, by, ROLLBACK)):
+    history = registry.read_log()
+    if once and (earlier := finish_earlier_try(registry, history, by, ROLLBACK)):
         return earlier
     standing, _ = replay_promotions(history)
     if len(standing) < 2:
@@ -138,14 +140,14 @@ def roll_back_champion(registry: Registry, reason: str, *, by: str, once: bool =
     return registry.append_entry(history[-1], by=by, action=ROLLBACK, reason=reason, **values)
 
 
-def find_earlier_try(registry: Registry, history: list[Entry], by: str, action: str, version: str = "") -> Entry | None:
+def finish_earlier_try(registry: Registry, log: list[Entry], by: str, action: str, version: str = "") -> Entry | None:
     """Return the first entry of a log with this author, action and version, or None; an empty version is any.
 
-    If there is one rewrites champion.json, as its author may have been killed before that.
+    If there is one, rewrites champion.json, as its author may have been killed before that.
     """
-    for entry in history:
+    for entry in log:
         if (entry.by, entry.action) == (by, action) and version in ("", entry.version):
-            registry.renew_copy(history[-1].number)
+            registry.renew_copy(log[-1].number)
             return entry
     return None
 
@@ -153,7 +155,7 @@ def find_earlier_try(registry: Registry, history: list[Entry], by: str, action: 
 def has_classes_and_input_of(registry: Registry, best: str, version: versions.Version) -> bool:
     """Read ``model.json`` of two versions, and return whether classes and input are the same.
 
-    False if the version ``best`` is missing or was altered.
+    ``best`` is the name of the other version; False if that is missing or was altered.
     """
     try:
         one, other = (
@@ -178,13 +180,13 @@ def download_version(registry: Registry, version: str, folder: Path, manifest: s
 
 def download_champion(registry: Registry, folder: Path) -> tuple[Path, Path]:
     """Download weights and sidecar of the champion into an existing folder; return their paths; UserError if none."""
-    entry = registry.champion()
+    entry = registry.read_champion()
     if entry is None:
         raise UserError(f"registry {registry.address!r}: {registry.name} has no champion; promote a version first")
     return download_version(registry, entry.version, folder, entry.manifest)
 
 
-def download_champion_profile(registry: Registry, entry: Entry) -> DataProfile | None:
+def read_data_profile(registry: Registry, entry: Entry) -> DataProfile | None:
     """Read the profile of the data that the version of a log entry was trained on, and return it; None if it has none.
 
     Raises a UserError if the profile is of another release of this library.
@@ -200,17 +202,11 @@ def download_champion_profile(registry: Registry, entry: Entry) -> DataProfile |
 
 
 def load_champion(address: str, name: str, device: str = "cpu") -> tuple[nn.Module, dict[str, Any]]:
-    """Download the champion; return its model in evaluation mode, and its sidecar.
+    """Download the champion; return its model in evaluation mode on ``device``, and its sidecar.
 
-    Runs the code that the sidecar names.
-
-    Args:
-        address: of the registry, which you must trust: a folder, or an address of S3, Google Cloud Storage or Azure.
-        name: of the model in it.
-        device: where the model is to be.
-
-    Raises:
-        UserError: there is no champion, or it cannot be read.
+    Runs the code that the sidecar names, so you must trust the registry at ``address``: a folder, or an address of S3,
+    Google Cloud Storage or Azure. ``name`` is that of the model in it. Raises a UserError if there is no champion, or
+    it cannot be read.
     """
     from flyte_ddp.models.artifacts import load_model
 

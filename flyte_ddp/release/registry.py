@@ -128,7 +128,7 @@ class Registry:
             raise failure.to_user_error(f"registry {self.address!r}: {said}") from None
 
     def read_file(self, address: str) -> bytes | None:
-        """Read a file into memory and return its content; None if it is missing."""
+        """Read a file into memory, in up to 4 tries, and return its content; None if it is missing."""
         with self.explain_failures("read"):
             try:
                 return storage.retry(address, storage.read_file)
@@ -136,7 +136,7 @@ class Registry:
                 return None
 
     def hash_file(self, address: str) -> str:
-        """Read a file in pieces and return its SHA-256; "" if it is missing."""
+        """Read a file in pieces, in up to 4 tries, and return its SHA-256; "" if it is missing."""
 
         def hash_chunks(address: str) -> str:
             digest = hashlib.sha256()
@@ -164,7 +164,8 @@ class Registry:
     def create_file(self, address: str, content: bytes | Path) -> bool:
         """Write a file if there is none at the address, else read it; return whether it has this content now.
 
-        An earlier try, whose response was lost, may have written it. So the contents of rival writers must differ.
+        An earlier try, whose response was lost, may have written it: up to 4 are made. So rival writers' contents must
+        differ.
         """
         with self.explain_failures("written"):
             try:
@@ -176,8 +177,8 @@ class Registry:
     def refuse_overwriting_storage(self) -> None:
         """Raise a UserError if the storage replaces an existing file when it is asked to create that file.
 
-        Two promotions at the same time could both succeed there. Creates a small file at the registry's address and, if
-        that succeeds, tries to create it once more.
+        Two promotions at the same time could both succeed there. Creates a small file at the registry's address, which
+        stays, and, if that succeeds, tries to create it once more.
         """
         probe = storage.join(self.address, PROBE)
         if all(self.create_file(probe, secrets.token_bytes(16)) for _ in range(2)):
@@ -186,14 +187,14 @@ class Registry:
                 "time could both succeed; take one that knows it, such as S3, Google's, Azure's, or a folder"
             )
 
-    def champion(self) -> Entry | None:
-        """Return the last entry of the log, or None if nothing was promoted.
+    def read_champion(self) -> Entry | None:
+        """Return the last entry of the log, which names the champion; None if nothing was promoted.
 
         Reads champion.json, the entry of which that is a copy, and later entries until one is missing: the copy may be
         late. Lists the log only if champion.json is missing or damaged. LogError if an entry that it reads is damaged.
         """
         last = self.read_copy()
-        if last is None and (numbers := self.entry_numbers()):
+        if last is None and (numbers := self.list_entry_numbers()):
             last = self.read_entry(numbers[-1])
         while last is not None and (later := self.find_entry(last.number + 1)) is not None:
             last = later
@@ -217,7 +218,7 @@ class Registry:
             )
         return copy
 
-    def history(self, at_least: int = 0) -> list[Entry]:
+    def read_log(self, at_least: int = 0) -> list[Entry]:
         """Read the whole log and return its entries, oldest first.
 
         Raises a LogError if an entry is missing, damaged or altered, or if there are fewer than ``at_least`` entries.
@@ -231,7 +232,7 @@ class Registry:
         """Read champion.json and the whole log; return the readable entries, oldest first, and a line for each fault.
 
         Faults are entries that are damaged, altered or missing, also where the log has fewer than ``at_least``. READERS
-        threads read the entries.
+        (16) threads read the entries. Raises a UserError if the storage cannot be read.
         """
         faults, entries = list[str](), dict[int, Entry]()
         try:
@@ -239,7 +240,7 @@ class Registry:
                 at_least = max(at_least, copy.number)
         except LogError as error:
             faults.append(error.message)
-        numbers = self.entry_numbers()
+        numbers = self.list_entry_numbers()
         neighbours = itertools.pairwise([0, *numbers, max([at_least, *numbers]) + 1])
         gaps = [before + 1 for before, number in neighbours if number > before + 1]
         with ThreadPoolExecutor(READERS) as pool:
@@ -256,7 +257,7 @@ class Registry:
                 faults.append(f"{self.entry_address(number)} {said}")
         return [*entries.values()], faults
 
-    def entry_numbers(self) -> list[int]:
+    def list_entry_numbers(self) -> list[int]:
         """List the log's folder and return the ascending numbers of its entries."""
         return [int(name.removesuffix(".json")) for name in self.list_files(self.at("log")) if ENTRY.fullmatch(name)]
 
@@ -281,8 +282,9 @@ class Registry:
         """Write the entry after ``before``, the last one, to the log, rewrite champion.json, and return the new entry.
 
         ``before`` is None for an empty log, ``by`` a Flyte execution or user@host, and ``values`` are the other fields:
-        ``action``, ``version``, ``manifest`` and ``best``. Raises a LostError if somebody else has written the entry of
-        that number, and a UserError if the reason is blank or the storage overwrites files, which it tries before.
+        ``action``, ``version``, ``manifest`` and ``best``. First writes a probe file to the registry. Raises a
+        LostError if somebody else has written the entry of that number, a UserError if the reason is blank or the
+        storage overwrites files.
         """
         if not reason.strip():
             raise UserError("reason='': must say why; it is kept in the registry's log")
@@ -306,7 +308,7 @@ class Registry:
         """Copy the log's entry with that number, and then each later one, to champion.json.
 
         Each writer goes on until there is no later entry, so that of many writers the last entry remains. Prints a line
-        to stdout, and raises nothing, if the registry cannot be read or written.
+        to stdout, and raises nothing, if the registry cannot be read or written in up to 4 tries.
         """
         try:
             while True:

@@ -1,8 +1,4 @@
-"""Statistical tests of two models on the same samples, and how small a difference these tests can find.
-
-Only the first model gets ``gained`` samples right, only the second one ``lost`` of all ``samples``; ``discordant`` is
-the share of samples that only one of the two gets right, and ``alpha`` the significance level of a test.
-"""
+"""Statistical tests of two models on the same samples, and how small a difference these tests can find."""
 
 import math
 from collections.abc import Sequence
@@ -33,9 +29,8 @@ def alpha_of_look(alpha: float, look: int) -> float:
 def mcnemar_p_value(gained: int, lost: int) -> float:
     """Return the one-sided p-value of McNemar's exact test that the first of two models is better; 1 if none differs.
 
-    Only the first model gets ``gained`` samples right, only the second one ``lost``.
-
-    McNemar, "Note on the sampling error of the difference between correlated proportions", Psychometrika 12 (1947).
+    Only the first model gets ``gained`` samples right, only the second one ``lost``. McNemar, "Note on the sampling
+    error of the difference between correlated proportions", Psychometrika 12 (1947).
     """
     return binomial_p_value(gained, gained + lost, 0.5) if gained + lost else 1.0
 
@@ -49,10 +44,9 @@ def tango_statistic(gained: Counts, lost: Counts, samples: int, difference: floa
     """Return Tango's statistic for a supposed difference in accuracy, first minus second model.
 
     The statistic is standard normal if the supposed difference is the true one. Only the first model gets ``gained``
-    samples right, only the second one ``lost``; both may be arrays of one shape.
-
-    Tango, "Equivalence test and confidence interval for the difference in proportions for the paired-sample design",
-    Statistics in Medicine 17 (1998).
+    samples right, only the second one ``lost``; both may be arrays of one shape. Tango, "Equivalence test and
+    confidence interval for the difference in proportions for the paired-sample design", Statistics in Medicine 17
+    (1998).
     """
     linear = (2 * samples - gained + lost) * difference - gained - lost
     root = np.sqrt(np.maximum(0.0, linear**2 + 8 * samples * lost * difference * (1 - difference)))
@@ -64,8 +58,8 @@ def tango_statistic(gained: Counts, lost: Counts, samples: int, difference: floa
 def lower_bound_of_difference(gained: int, lost: int, samples: int, alpha: float) -> float:
     """Return the lower end of the one-sided 1 - ``alpha`` confidence interval of the difference in accuracy.
 
-    The difference is the first model's accuracy minus the second's; the interval inverts Tango's test. Only the first
-    model gets ``gained`` samples right, only the second one ``lost``.
+    The difference is the first model's accuracy minus the second's, from -1 on; the interval inverts Tango's test. Only
+    the first model gets ``gained`` samples right, only the second one ``lost``.
     """
     wanted, lowest, highest = stats.norm.isf(alpha), -1 + 1e-12, (gained - lost) / samples - 1e-12
 
@@ -91,11 +85,9 @@ def correct_p_values(p_values: Sequence[float]) -> list[float]:
 
 
 def lower_bound_of_mean(values: Floats, alpha: float) -> float:
-    """Return the lower confidence bound, at 1 - ``alpha``, of the mean of ``values`` [N].
+    """Return the lower confidence bound, at 1 - ``alpha``, of the mean of ``values`` [N]; at least the smallest value.
 
-    By a studentised bootstrap with a fixed seed: Efron and Tibshirani, "An introduction to the bootstrap" (1993),
-    section 12.5. Percentiles of the means themselves would miss the truth more often where a few values are far from
-    the others, as those of likelihoods are.
+    By a studentised bootstrap with a fixed seed: Efron and Tibshirani, "An introduction to the bootstrap" (1993), 12.5.
     """
     mean, error = float(values.mean()), float(values.std())
     if error <= 1e-12 * abs(mean):
@@ -111,7 +103,7 @@ def lower_bound_of_mean(values: Floats, alpha: float) -> float:
 
 
 def detectable_difference(samples: int, discordant: float, alpha: float) -> float | None:
-    """Return the true difference in accuracy that McNemar's test finds with a probability of POWER; None if none is.
+    """Return the true difference in accuracy that McNemar's test finds with probability POWER; None if it finds none.
 
     ``discordant`` is the share of samples that only one of the two models gets right, and ``alpha`` the significance
     level. The probability is exact: a sum over the number of such samples.
@@ -132,8 +124,8 @@ def detectable_difference(samples: int, discordant: float, alpha: float) -> floa
 def pass_probability(samples: int, discordant: float, margin: float, alpha: float) -> float:
     """Return the probability that a model of the same accuracy passes Tango's test of losing less than ``margin``.
 
-    Simulates SIMULATED comparisons with a fixed seed, in which only one of the two models gets the share ``discordant``
-    of the samples right.
+    Simulates SIMULATED (10,000) comparisons with a fixed seed; in each only one of the two models is right on the share
+    ``discordant`` of the samples. ``alpha`` is the test's significance level.
     """
     random = np.random.default_rng(0)
     apart = random.binomial(samples, discordant, size=SIMULATED)
@@ -146,9 +138,8 @@ def calibration_error(confidence: Floats, correct: NDArray[np.bool_], bins: int 
     """Return the expected calibration error: the mean distance of confidence and accuracy over bins of equal width.
 
     ``confidence`` [N] is the probability that the model gives to each of its predictions, and ``correct`` [N] whether
-    the prediction is right. Bins are weighted by their number of samples.
-
-    Guo et al., "On calibration of modern neural networks", ICML 2017.
+    the prediction is right. Bins are weighted by their number of samples. Guo et al., "On calibration of modern neural
+    networks", ICML 2017.
     """
     places = np.minimum((confidence * bins).astype(np.int64), bins - 1)
     apart = np.bincount(places, confidence - correct, minlength=bins)

@@ -30,11 +30,11 @@ class Verdict(DataClassJsonMixin):
     best: str  # the version with the best accuracy so far, the challenger among them
     log_number: int  # of the log's last entry when this was judged; 0: the log was empty
     test_digest: str  # of the test split
-    samples: int  # of the test split, without those that cannot be decoded
-    challenger_accuracy: float  # from 0 to 1
-    champion_accuracy: float  # from 0 to 1; 0 if there was no champion
-    look: int  # number of the look at this test split, from 1; 0: the verdict can promote nothing by it
-    alpha: float  # significance level of this look
+    samples: int  # of the test split, without undecodable ones; 0: not evaluated, or a logit is not finite
+    challenger_accuracy: float  # from 0 to 1; 0 where samples is 0
+    champion_accuracy: float  # from 0 to 1; 0 if there was no champion, or it was not evaluated
+    look: int  # number of the judgement on this test split, from 1; 0: it is not counted, and can promote nothing
+    alpha: float  # significance level of this judgement; 0: nothing was decided by it
     power: str  # how large a difference could be found, in words
     time: str  # ISO 8601, UTC
     checks: list[Check] = field(default_factory=list)

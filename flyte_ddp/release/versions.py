@@ -73,8 +73,8 @@ def find_version(registry: Registry, name: str, manifest: str = "") -> Version |
     """Return the version whose weights have the SHA-256 ``name``, or None if it is missing or incomplete.
 
     ``manifest`` is the SHA-256 of one revision's manifest; empty: the newest revision. Lists the version's folder and
-    reads manifests, from the newest one on, but no other file. Raises a UserError if ``name`` is no SHA-256, if the
-    manifest was altered, or if a file in it is missing.
+    reads manifests, from the newest one on, but no other file. Raises a UserError if ``name`` is no SHA-256, the
+    manifest was altered, or a file that it names is missing.
     """
     if not DIGEST.fullmatch(name):
         raise UserError(f"version {name!r}: must be the SHA-256 of its weights, 64 hexadecimal digits")
@@ -129,7 +129,7 @@ def read_version_file(registry: Registry, version: Version, file: str) -> bytes:
 def fetch_files(
     registry: Registry, version: Version, folder: Path, files: tuple[str, ...] = (WEIGHTS, SIDECAR)
 ) -> None:
-    """Download files of a version into an existing folder; raise a UserError if one is missing or was altered."""
+    """Download files of a version into an existing folder in up to 4 tries each; UserError if missing or altered."""
     for file in files:
         address = registry.at(version.folder, file)
 

@@ -21,16 +21,16 @@ UPLOAD = 20  # times the timeout of wandb's answers: the limit of an upload
 def copy_champion_to_wandb(registry: Registry, version: str, settings: Settings) -> None:
     """Upload the champion to wandb if it is this version and wandb is online; print how that ended; raise nothing.
 
-    Uploads the next champion, too, if there is one by then. An upload may take UPLOAD + 2 times the timeout of wandb.
+    Uploads the next champion, too, if there is one by then. Each upload may take UPLOAD + 2 (22) times wandb's timeout.
     """
     if settings.wandb_mode != "online":
         return
     try:
-        sent_last, champion = None, registry.champion()
+        sent_last, champion = None, registry.read_champion()
         while champion is not None and champion != sent_last and (sent_last or champion.version == version):
             ended = upload_entry(registry, champion, settings)
             print(f"wandb: champion {champion.number} of {registry.name} {ended}", flush=True)
-            sent_last, champion = champion, registry.champion()  # of two at the same time the last one has the alias
+            sent_last, champion = champion, registry.read_champion()  # of rivals the last one has the alias
     except Exception as error:  # whatever it is: the promotion stands
         print(f"wandb: champion of {registry.name} not mirrored ({error})", flush=True)
 
@@ -38,7 +38,7 @@ def copy_champion_to_wandb(registry: Registry, version: str, settings: Settings)
 def upload_entry(registry: Registry, entry: Entry, settings: Settings) -> str:
     """Download the files of an entry's version, upload them to wandb in a new process, and return how that ended.
 
-    Kills the process with its descendants after UPLOAD + 2 times the timeout of wandb.
+    Kills the process with its descendants after UPLOAD + 2 (22) times wandb's timeout. UserError if a download fails.
     """
     seconds = settings.wandb_timeout
     with TemporaryDirectory(ignore_cleanup_errors=True) as name:  # wandb's own processes may still write there

@@ -38,7 +38,7 @@ class DataProfile(DataClassJsonMixin):
 
 
 def render_profile(profile: DataProfile, dataset: str, warnings: list[str]) -> str:
-    """Return the HTML page of a data set's profile, in one file. It begins with the warnings."""
+    """Return the HTML page of a data set's profile as text. It begins with the warnings."""
     facts = [("Warning", warning) for warning in warnings]
     for name, split in {"Training": profile.training, "Test": profile.test}.items():
         numbers = sorted(split.labels.values())

@@ -45,7 +45,7 @@ def compute_profile(folder: Path, settings: Settings | None = None) -> DataProfi
     """
     data, settings = open_prepared(folder), settings or Settings()
     profile = DataProfile([*data.classes], SplitProfile(), SplitProfile(), 0, 0, [], {}, [], [])
-    training, test = (count_samples(data, split, profile, settings) for split in ("training", "test"))
+    training, test = (add_split_to_profile(data, split, profile, settings) for split in ("training", "test"))
     numbers, labels, digests = (np.concatenate(pair) for pair in zip(training, test, strict=True))
     in_test = np.arange(len(numbers)) >= len(training[0])
     _, group, sizes = np.unique(digests, return_inverse=True, return_counts=True)
@@ -77,10 +77,10 @@ def compute_profile(folder: Path, settings: Settings | None = None) -> DataProfi
     return profile
 
 
-def count_samples(
+def add_split_to_profile(
     data: PreparedSet, split: str, profile: DataProfile, settings: Settings
 ) -> tuple[Indices, Indices, Indices]:
-    """Add all samples of a split to the profile's counts and examples, in place.
+    """Read and decode all samples of a split, and add them to the profile's counts and examples.
 
     Returns number, label and digest of each sample that can be decoded: [n] each.
     """
@@ -120,7 +120,7 @@ def measure_samples(
 ) -> Generator[SampleFacts, None, None]:
     """Read and decode the samples ``numbers`` of a split, encoded images in threads, and yield facts of each, in order.
 
-    The facts of an image that cannot be decoded say why. Raises a UserError if a sample cannot be read.
+    Downloads remote shards into the cache. The facts of an undecodable image say why. UserError if one cannot be read.
     """
     if isinstance(data, ImageArrays):
         tests, training = (data.test_images, data.test_labels), (data.train_images, data.train_labels)
@@ -131,7 +131,7 @@ def measure_samples(
         return
 
     def decode_and_measure(number: int, encoded: Encoded) -> SampleFacts:
-        """Decode a sample and return its facts, or the reason why it cannot be decoded."""
+        """Decode a sample, reading it again if that fails; return its facts, or why it cannot be decoded."""
         try:
             pixels, encoded = decode_or_refetch(source, number, encoded)
             with open_with_pillow(encoded.content) as image:
@@ -144,7 +144,7 @@ def measure_samples(
 
 
 def measure_pixels(name: str, label: int, mode: str, pixels: Pixels) -> SampleFacts:
-    """Return the facts of a sample from its pixels uint8 [H, W, C]."""
+    """Return the facts of a sample: those given, and size, brightness and digest of its pixels uint8 [H, W, C]."""
     height, width, _ = pixels.shape
     digest = hashlib.blake2b(str(pixels.shape).encode(), digest_size=8)
     digest.update(np.ascontiguousarray(pixels).data)

@@ -23,7 +23,7 @@ def check_profile(profile: DataProfile, hp: Hyperparameters, *, max_duplicates: 
 
     ``max_duplicates`` is the allowed share of test samples that have the pixels of a training sample, and
     ``max_conflicts`` that of samples that have the pixels of a sample with another label. Also raises a UserError if
-    the class names are unknown.
+    the class names are unknown, or ``hp.num_classes`` is not their number.
     """
     names, problems = resolve_class_names(profile.classes, hp), list[str]()
     bad = profile.training.undecodable + profile.test.undecodable
@@ -66,8 +66,8 @@ def describe_differences(profile: DataProfile, champion: DataProfile) -> Iterato
     """Yield a warning if the classes differ from the champion's, and for each other statistic that differs.
 
     The size of a difference is the total variation distance of the two distributions: the share of images that would
-    have to change to make them equal. Warns from SHIFT on, if the p-value of Pearson's chi-squared test is below
-    SIGNIFICANCE.
+    have to change to make them equal. Warns from SHIFT (10 %) on, if the p-value of Pearson's chi-squared test is below
+    SIGNIFICANCE (0.001).
     """
     statistics = dict(STATISTICS)
     if profile.classes != champion.classes:

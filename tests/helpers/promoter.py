@@ -31,9 +31,9 @@ def race(address: str, who: str, rounds: str) -> None:
         except LostError as lost:
             before = lost.winner
             if before.number % 8 == 0:
-                assert len(registry.history()) >= before.number  # which nobody takes for damaged meanwhile
+                assert len(registry.read_log()) >= before.number  # which nobody takes for damaged meanwhile
             print(json.dumps({"number": before.number, "winner": before.by, "won": False, "said": str(lost)}))
-        champion = registry.champion()
+        champion = registry.read_champion()
         assert champion is not None
         assert champion.number >= before.number  # however late champion.json is
 

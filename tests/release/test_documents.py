@@ -10,7 +10,7 @@ import yaml
 from flyte_ddp import storage
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import fetch
-from flyte_ddp.release.documents import lineage_event, render_model_card
+from flyte_ddp.release.documents import render_lineage_event, render_model_card
 from flyte_ddp.release.judge import judge_challenger
 from flyte_ddp.release.page import write_page
 from flyte_ddp.release.policy import Policy
@@ -70,7 +70,7 @@ def test_what_is_tested_on_another_set_says_so(version: dict[str, str]) -> None:
     assert entry["results"][0]["dataset"]["name"] == "shards:s3://bucket/test.json"
     assert yaml.safe_load(front)["datasets"] == ["digits"]
     assert "| Test set | shards:s3://bucket/test.json |" in body
-    event = json.loads(lineage_event("models", "x", sidecar, verdict, by="me"))
+    event = json.loads(render_lineage_event("models", "x", sidecar, verdict, by="me"))
     inputs = {item["name"]: item["facets"]["version"]["datasetVersion"] for item in event["inputs"]}
     assert inputs["shards:s3://bucket/test.json"] == verdict.test_digest
     assert inputs["s3://bucket/w.pt"] == "d" * 64

@@ -105,7 +105,7 @@ def scale(weights: dict[str, Any], _: dict[str, Any]) -> None:
 def make_champion(registry: Registry, version: Entry, best: str = "") -> Entry:
     """Append an entry by which a version is champion again."""
     values = {"version": version.version, "manifest": version.manifest, "best": best or version.best}
-    return registry.append_entry(registry.history()[-1], by="x", action="promote", reason="again", **values)
+    return registry.append_entry(registry.read_log()[-1], by="x", action="promote", reason="again", **values)
 
 
 def test_a_promotion_and_what_follows_it(gate: Gate) -> None:
@@ -138,7 +138,7 @@ def test_a_promotion_and_what_follows_it(gate: Gate) -> None:
     assert (kept.decision, kept.look) == ("keep", 3)
     assert "samples gained" in kept.reason
     assert gate.release("other").verdict.look == 3, "the same two models"
-    assert [entry.version for entry in gate.registry.history()] == [first.challenger, verdict.challenger]
+    assert [entry.version for entry in gate.registry.read_log()] == [first.challenger, verdict.challenger]
     page = (gate.folder / "page.html").read_text()
     assert "Only the challenger is right" in page
     assert page.count("<svg") == 2
@@ -156,7 +156,7 @@ def test_a_look_at_the_champion_itself(gate: Gate) -> None:
     assert verdict.look == 0
     assert verdict.alpha == pytest.approx(0.05 * 6 / math.pi**2), "as of a first look"
     assert gate.release("weak").verdict.look == 2
-    [entry] = gate.registry.history()
+    [entry] = gate.registry.read_log()
     make_champion(gate.registry, entry)
     Path(gate.registry.at("log", "00000001.json")).unlink()
     verdict = gate.judge("weak", counts=False).verdict
@@ -191,7 +191,7 @@ def test_a_champion_that_cannot_be_evaluated(
 ) -> None:
     """Nobody takes its place without a person's word; the cause is in the verdict, and its traceback on stderr."""
     gate.release("weak")
-    entry = gate.registry.champion()
+    entry = gate.registry.read_champion()
     assert entry is not None
     version = Path(gate.registry.at("versions", entry.version))
     if gone == "its code":
@@ -216,7 +216,7 @@ def test_a_champion_that_cannot_be_evaluated(
     assert ("in failing" in capfd.readouterr().err) == (gone == "its answers")
     assert (verdict.look, verdict.challenger_accuracy) == (0, pytest.approx(gate.runs["good"].test_accuracy))
     assert (gate.folder / "exports/model.onnx").exists() == (gone == "model.pt")
-    assert gate.registry.champion() == entry
+    assert gate.registry.read_champion() == entry
 
 
 def test_an_outage_is_no_verdict(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -330,7 +330,7 @@ def test_not_worse_looks_at_the_best_version_ever(gate: Gate) -> None:
     lenient = Policy(rule="not_worse", margin=0.02, latency_ratio=1000)
     gate.release("weak")
     gate.release("good")
-    weak, good = gate.registry.history()
+    weak, good = gate.registry.read_log()
     make_champion(gate.registry, weak, best=good.version)
     checks = {check.name: check.passed for check in gate.judge("other", policy=lenient).verdict.checks}
     assert checks["not worse than the champion"]

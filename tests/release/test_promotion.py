@@ -75,7 +75,7 @@ def test_two_rivals(registry: Registry, tmp_path: Path) -> None:
     assert (won.champion, won.reason) == (first[0].name, "promoted: better")
     assert lost.champion == first[0].name
     assert lost.reason.startswith("not promoted: one's execution was faster: by entry 1 of the log version ")
-    assert [entry.version for entry in registry.history()] == [first[0].name]
+    assert [entry.version for entry in registry.read_log()] == [first[0].name]
 
 
 @pytest.mark.slow
@@ -87,12 +87,12 @@ def test_killed_at_every_write_a_second_try_ends_well(when: str, address: str, t
         killed = promoter.start("release", f"{address}{place}", str(model), KILL_AT=f"{place} {when}")
         killed.communicate()
         registry = Registry(f"{address}{place}", "model")
-        assert registry.champion() == next(reversed(registry.history()), None)
-        for entry in registry.history():
+        assert registry.read_champion() == next(reversed(registry.read_log()), None)
+        for entry in registry.read_log():
             version = versions.read_version(registry, entry.version, entry.manifest)
             versions.fetch_files(registry, version, tmp_path / f"fetched{place}", tuple(version.files))
         assert promoter.release_model(f"{address}{place}", str(model)) == "promoted: better"
-        assert [(entry.number, entry.version) for entry in registry.history()] == [(1, whole)]
+        assert [(entry.number, entry.version) for entry in registry.read_log()] == [(1, whole)]
         assert json.loads(storage.read_file(registry.at("champion.json")))["version"] == whole
         if killed.returncode == 0:
             break
@@ -105,14 +105,14 @@ def test_what_was_kept_and_is_promoted_later_has_both_verdicts(registry: Registr
     model = trained(tmp_path / "one")
     kept, verdict = stored(registry, model, decision="keep", reason="worse")
     assert apply_verdict(registry, kept, verdict, by="x").reason == "kept: worse"
-    assert not registry.history()
+    assert not registry.read_log()
     assert stored(registry, model, decision="keep", reason="no better")[0] == kept, "nothing new is written for that"
     (model / "model.onnx").write_text("exported now")
     version, verdict = stored(registry, model)
     assert stored(registry, model)[0] == version
     assert (version.name, version.folder) == (kept.name, f"versions/{kept.name}/2")
     apply_verdict(registry, version, verdict, by="x")
-    entry = registry.champion()
+    entry = registry.read_champion()
     assert entry is not None
     champion = versions.read_version(registry, entry.version, entry.manifest)
     assert champion == version == versions.read_version(registry, entry.version)
@@ -167,7 +167,7 @@ def test_a_gap_in_the_log_is_promoted_over_by_nobody(gone: int, local: Registry,
 @pytest.mark.parametrize("file", ["model.pt", "manifest.json"])
 def test_an_altered_version_is_named(file: str, local: Registry, tmp_path: Path) -> None:
     apply_verdict(local, *stored(local, trained(tmp_path / "trained")), by="x")
-    version = local.history()[0].version
+    version = local.read_log()[0].version
     path = Path(local.at("versions", version, file))
     path.write_bytes(path.read_bytes() + b" ")
     said = f"{version}: has no manifest.json with the SHA-256 " if file == "manifest.json" else f"{file}: is damaged or"
@@ -192,7 +192,7 @@ def test_a_person_can_promote_only_what_is_whole(local: Registry, tmp_path: Path
         with pytest.raises(UserError, match=said):
             roll_back_champion(local, "why", by="me")
         Path(local.at("versions", names[0], "model.pt")).unlink(missing_ok=True)
-    assert len(local.history()) == 2
+    assert len(local.read_log()) == 2
 
 
 def test_what_a_person_decides(registry: Registry, tmp_path: Path) -> None:
@@ -215,7 +215,7 @@ def test_what_a_person_decides(registry: Registry, tmp_path: Path) -> None:
     assert roll_back_champion(registry, "too slow", by="me").version == names[0]
     with pytest.raises(UserError, match="there is no champion before"):
         roll_back_champion(registry, "too slow", by="me")
-    log = registry.history()
+    log = registry.read_log()
     assert [entry.action for entry in log] == ["promote"] * 3 + ["rollback"] * 2
     assert {(entry.by, entry.best) for entry in log} == {("me", names[0])}
     weights, _ = download_champion(registry, tmp_path / "fetched")
@@ -254,7 +254,7 @@ def test_a_pod_that_tries_again_decides_once(registry: Registry, tmp_path: Path)
         promote_version(registry, names[0], "another model than before", by=f"p/d/{names[2]}", once=True)
     assert json.loads(storage.read_file(registry.at("champion.json")))["number"] == 5, "the copy is made again"
     assert roll_back_champion(registry, "why", by="p/d/another", once=True).version == names[1]
-    assert len(registry.history()) == 6
+    assert len(registry.read_log()) == 6
 
 
 def test_other_weights_and_other_classes_are_refused(local: Registry, tmp_path: Path) -> None:

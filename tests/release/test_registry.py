@@ -29,7 +29,7 @@ def appended(registry: Registry, before: Entry | None, who: str = "somebody", ma
 def promoted(registry: Registry, weights: bytes, card: bytes) -> Version:
     """A new version that is the champion."""
     version = write_version(registry, {"README.md": card, "model.pt": weights, "model.json": b"{}"})
-    appended(registry, registry.champion(), version.name, version.manifest)
+    appended(registry, registry.read_champion(), version.name, version.manifest)
     return version
 
 
@@ -39,7 +39,7 @@ def promoted(registry: Registry, weights: bytes, card: bytes) -> Version:
 def test_of_many_who_want_the_next_entry_one_gets_it(rounds: int, address: str) -> None:
     names = [f"process {number}" for number in range(20)]
     said = promoter.run_at_once("race", address, names, rounds)
-    log = Registry(address, "model").history()
+    log = Registry(address, "model").read_log()
     assert Entry.from_file(storage.read_file(Registry(address, "model").at("champion.json"))) == log[-1]
     assert [entry.number for entry in log] == [*range(1, rounds + 1)]
     for number, entry in enumerate(log):
@@ -57,7 +57,7 @@ def test_a_store_that_replaces_files_is_refused(
     monkeypatch.setenv("AWS_ENDPOINT_URL", s3[0].endpoint)
     with pytest.raises(UserError, match=r"its store ignores If-None-Match, so that two promotions .* take one that"):
         appended(Registry(bucket, "model"), None)
-    assert not Registry(bucket, "model").history()
+    assert not Registry(bucket, "model").read_log()
 
 
 @pytest.mark.parametrize("fault", ["lost", "conflicts"])
@@ -94,18 +94,18 @@ def test_a_copy_that_is_late_damaged_or_missing_changes_no_champion(copy: str | 
         shutil.copy(three.entry_address(1), path)
     else:
         path.write_text(path.read_text().replace('"number": 3', '"number": "3"') if copy == "number" else copy)
-    assert [entry.version for entry in three.history()] == ["one", "two", "three"]
-    assert three.champion() == three.history()[-1]
+    assert [entry.version for entry in three.read_log()] == ["one", "two", "three"]
+    assert three.read_champion() == three.read_log()[-1]
     assert not [*find_faults(three)][3:], "but for three versions that there are not, nothing is wrong"
 
 
 @pytest.mark.parametrize("gone", [1, 2, 3])
 def test_a_lost_entry_stops_promotions_and_no_prediction(gone: int, three: Registry) -> None:
-    last = three.champion()
+    last = three.read_champion()
     Path(three.entry_address(gone)).unlink()
-    assert three.champion() == last
+    assert three.read_champion() == last
     with pytest.raises(LogError, match=rf"model/log/0000000{gone}.json is missing; restore it, as no entry may be"):
-        three.history()
+        three.read_log()
 
 
 @pytest.mark.parametrize(
@@ -120,16 +120,16 @@ def test_a_lost_entry_stops_promotions_and_no_prediction(gone: int, three: Regis
 )
 def test_what_was_altered_is_named(name: str, content: str, of_champion: str, said: str, three: Registry) -> None:
     """By promotions and audits all of it; by who reads the champion only what that one has to read."""
-    last, path = three.champion(), Path(three.at(name))
+    last, path = three.read_champion(), Path(three.at(name))
     path.write_text(content or path.read_text().replace("why not", "because"))
     with pytest.raises(LogError, match=said):
-        three.history()
+        three.read_log()
     assert re.search(said, next(find_faults(three)))
     if of_champion:
         with pytest.raises(LogError, match=of_champion):
-            three.champion()
+            three.read_champion()
     else:
-        assert three.champion() == last
+        assert three.read_champion() == last
 
 
 def test_an_audit_names_each_fault(tmp_path: Path) -> None:
@@ -179,14 +179,14 @@ def test_a_right_that_is_missing_is_named(
     entry = appended(registry, None)
     with faulty_proxy(s3[0].endpoint) as proxy:
         monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
-        assert registry.champion() == entry
+        assert registry.read_champion() == entry
         proxy.denied = (f"{bucket.removeprefix('s3://')}/model/champion.json",)
         said = r"model cannot be read: HTTP 403 AccessDenied: the right to read it \(s3:GetObject\) is missing; check"
         with pytest.raises(UserError, match=said):
-            registry.champion()
+            registry.read_champion()
         proxy.denied, proxy.lists = (), False
         with pytest.raises(UserError, match=r"cannot be read: HTTP 403 .*s3:GetObject.* \(s3:ListBucket\) would show"):
-            registry.champion()
+            registry.read_champion()
 
 
 def test_names_and_addresses_that_are_no_registry(tmp_path: Path) -> None:
@@ -206,9 +206,9 @@ def test_a_registry_that_cannot_be_reached(bucket: str, tmp_path: Path, monkeypa
         with pytest.raises(UserError, match=r"registry '.*': model cannot be written: .*; check the address"):
             appended(registry, None)
     with pytest.raises(UserError, match=r"model cannot be listed: .*; check the address and the rights"):
-        Registry("s3://no-such-bucket-here", "model").history()
+        Registry("s3://no-such-bucket-here", "model").read_log()
     with pytest.raises(UserError, match=r"model cannot be read: File name too long; check the address"):
-        Registry(str(tmp_path / ("long" * 80)), "model").history()
+        Registry(str(tmp_path / ("long" * 80)), "model").read_log()
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
     with pytest.raises(UserError, match=r"model cannot be read: .*Connection refused"):
-        Registry(bucket, "model").history()
+        Registry(bucket, "model").read_log()

@@ -43,7 +43,7 @@ def validate(tmp_path: Path, test_dataset: str = "image_folder:tests") -> list[s
 def test_a_test_set_of_its_own_is_recommended(registry: Registry, tmp_path: Path) -> None:
     assert validate(tmp_path, test_dataset="") == [HELD_OUT]
     assert validate(tmp_path) == []
-    assert not registry.history()
+    assert not registry.read_log()
 
 
 @pytest.mark.parametrize(
