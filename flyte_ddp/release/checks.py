@@ -156,8 +156,8 @@ def check_loss_rise(
 ) -> Check:
     """Return the Check that the mean of the loss ``name`` rises by at most ``limit``, or that the rise may be chance.
 
-    By chance: a bootstrap's lower bound of it is at most 0. ``challenger`` and ``champion`` [N] hold each sample's
-    loss.
+    A rise may be chance if its lower confidence bound at 1 - ``alpha``, by a bootstrap, is at most 0. ``challenger``
+    and ``champion`` [N] hold each sample's loss.
     """
     rise = float((challenger - champion).mean())
     bound = statistics.lower_bound_of_mean(challenger - champion, alpha)

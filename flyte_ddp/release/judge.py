@@ -80,10 +80,11 @@ class Judgement:
     def export_and_set_verdict(self, reason: str = "", decision: str = "", *, best: str = "", power: str = "") -> Self:
         """Write the challenger's exports, add the Check of its ONNX, set the verdict, and return this judgement.
 
-        Exports as export_model does: reads the test split twice, starts a process. Not without the folder ``exports``,
-        if the policy says off, or if ``challenger`` is None. Without a decision, a Check that failed keeps the
-        champion, with the reasons of all that failed; else the challenger is promoted, for ``reason``. ``best`` is the
-        best version from now on; empty: as before. Raises an UnreachableError if the storage does not answer.
+        Exports as export_model does: reads the test split twice, starts a process, silences stderr. Exports nothing
+        without the folder ``exports``, if the policy says off, or if ``challenger`` is None. Without a decision, a
+        Check that failed keeps the champion, with the reasons of all that failed; else the challenger is promoted, for
+        ``reason``. ``best`` is the best version from now on; empty: as before. Raises an UnreachableError if the
+        storage does not answer.
         """
         challenger, champion, before = self.challenger, self.champion, self.before
         if challenger is not None and self.exports is not None and self.policy.export != OFF:
@@ -136,11 +137,10 @@ def judge_challenger(
     ``weights`` and ``sidecar`` are the challenger's ``model.pt`` and ``model.json``, ``data`` is a prepared data set's
     folder, and ``counts`` says whether the verdict may promote. Runs the code that the sidecars name. Evaluates the
     challenger on the whole test split, unless ``counts`` and it is the champion or was rolled back. If its logits are
-    finite, downloads the champion, compares the two, counts that in two files of the registry (if ``counts``), and
-    writes an ONNX and other exports to the folder ``exports``, if any. A champion that cannot be loaded or evaluated
-    gives a verdict that compares nothing, with the error as its reason; the traceback of an error that is no UserError
-    goes to stderr. Raises a UserError if challenger, data, slices or registry cannot be read, or the test split lacks a
-    class.
+    finite, downloads the champion, compares the two, writes two files to the registry (``counts``), and an ONNX and
+    other exports to the folder ``exports``, if any. A champion that cannot be loaded or evaluated gives a verdict that
+    compares nothing, with the error as its reason; the traceback of an error that is no UserError goes to stderr.
+    Raises a UserError if challenger, data, slices or registry cannot be read, or a class has no test sample.
     """
     before, test_digest = registry.read_champion(), read_description(data).get(TEST_DIGEST)
     if test_digest is None:
@@ -232,7 +232,7 @@ def compare_with_champion(judgement: Judgement, ours: Evaluation, champion: Save
 
 
 def describe_power(pair: PairedCounts, policy: Policy, alpha: float) -> str:
-    """Return a clause that says which difference the policy's rule finds, or how often an equal model passes it."""
+    """Return a clause that says which difference the policy's rule finds, or how often an equally good model passes."""
     samples = format_count(pair.samples, "sample")
     discordant = (pair.gained + pair.lost) / pair.samples
     if policy.rule == NOT_WORSE:

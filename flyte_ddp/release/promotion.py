@@ -39,10 +39,10 @@ def store_version(
     """Upload a judged model with its verdict, lineage and card, and return the version; promote nothing.
 
     ``weights`` and ``sidecar`` are ``model.pt`` and ``model.json`` of one run, ``beside`` further files by their names,
-    and ``by`` the Flyte execution, or the user, that trained the model. First writes the verdict among those on its
-    test split, if it has a ``look``. If the same weights were stored before and the verdict does not promote, uploads
-    nothing else and returns the stored version. Raises a UserError if the verdict is on another model, or if the same
-    weights are stored with another model name, classes or input.
+    and ``by`` the Flyte execution, or the user, that trained the model. First writes the verdict to the registry's
+    folder of its test split, if it was counted there. If the same weights were stored before and the verdict does not
+    promote, uploads nothing else and returns the stored version. Raises a UserError if the verdict is on another model,
+    or if the same weights are stored with another model name, classes or input.
     """
     verdict_file, about = verdict.to_json(indent=1).encode() + b"\n", json.loads(sidecar.read_bytes())
     name = file_digest(weights)
@@ -76,9 +76,9 @@ def store_version(
 def apply_verdict(registry: Registry, version: versions.Version, verdict: Verdict, *, by: str) -> Outcome:
     """Append the log entry that makes a stored version the champion, if its verdict promotes; return the outcome.
 
-    Reads the whole log, writes a probe file, and rewrites champion.json; only the latter if ``by``, the Flyte execution
-    or user, has appended the entry before. If another version was promoted since the judgement, writes no entry: the
-    outcome's reason names that version.
+    To promote, reads the whole log, writes a small file that tests the storage, and rewrites champion.json; only the
+    latter if ``by``, the Flyte execution or user, has appended the entry before. If another version was promoted since
+    the judgement, writes no entry: the outcome's reason names that version.
     """
     if not verdict.promotes:
         champion = registry.read_champion()
@@ -103,10 +103,10 @@ def apply_verdict(registry: Registry, version: versions.Version, verdict: Verdic
 def promote_version(registry: Registry, version: str, reason: str, *, by: str, once: bool = False) -> Entry:
     """Append the log entry that makes a version the champion because a person says so, and return the entry.
 
-    First reads the whole log and all files of the version, and writes a probe file; then rewrites champion.json. With
-    ``once``, for a task that may be tried again, returns the entry for this version that ``by`` has written before, if
-    there is one. Raises a UserError if there is no such version, it is the champion, the reason is blank, or somebody
-    else has appended an entry meanwhile.
+    First reads the whole log and all files of the version, and writes a small file that tests the storage; then
+    rewrites champion.json. With ``once``, for a task that may be tried again, returns the entry for this version that
+    ``by`` has written before, if any. Raises a UserError if there is no such version, it is the champion, the reason is
+    blank, or somebody else has appended an entry meanwhile.
     """
     history = registry.read_log()
     if once and (earlier := finish_earlier_try(registry, history, by, PROMOTE, version)):
@@ -123,10 +123,11 @@ def promote_version(registry: Registry, version: str, reason: str, *, by: str, o
 def roll_back_champion(registry: Registry, reason: str, *, by: str, once: bool = False) -> Entry:
     """Append the log entry that makes the previous champion the champion again, and return the entry.
 
-    First reads the whole log and all files of that version, and writes a probe file; then rewrites champion.json. The
-    best version is again what it was when that champion was promoted: later models are not compared with one that was
-    taken back. With ``once``, for a task that may be tried again, returns the rollback that ``by`` has written before,
-    if any. Raises a UserError if there was no champion before, the reason is blank, or somebody else was faster.
+    First reads the whole log and all files of that version, and writes a small file that tests the storage; then
+    rewrites champion.json. The best version is again what it was at that champion's promotion: later models are not
+    compared with one that was taken back. With ``once``, for a task that may be tried again, returns the rollback that
+    ``by`` has written before, if any. Raises a UserError if there was no champion before, the reason is blank, or
+    somebody else has appended an entry meanwhile.
     """
     history = registry.read_log()
     if once and (earlier := finish_earlier_try(registry, history, by, ROLLBACK)):
@@ -170,9 +171,10 @@ def has_classes_and_input_of(registry: Registry, best: str, version: versions.Ve
 
 
 def download_version(registry: Registry, version: str, folder: Path, manifest: str = "") -> tuple[Path, Path]:
-    """Download weights and sidecar of a version into an existing folder, and return their paths; UserError if missing.
+    """Download weights and sidecar of a version into an existing folder, and return their paths.
 
     ``version`` is the SHA-256 of its weights, ``manifest`` that of one revision's manifest; empty: the newest revision.
+    Raises a UserError if one is missing or was altered.
     """
     versions.fetch_files(registry, versions.read_version(registry, version, manifest), folder)
     return folder / versions.WEIGHTS, folder / versions.SIDECAR

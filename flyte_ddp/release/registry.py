@@ -75,7 +75,7 @@ class Entry:
 
     @classmethod
     def from_file(cls, content: bytes) -> Self:
-        """Parse the content of an entry's file and return the entry; raise one of DAMAGED if it is none."""
+        """Parse the content of an entry's file, return the entry; ValueError, TypeError or KeyError if it is none."""
         values = {**json.loads(content), "digest": content_digest(content)}
         found = {field.name: values[field.name] for field in dataclasses.fields(cls)}
         if any(type(found[field.name]).__name__ != field.type for field in dataclasses.fields(cls)):
@@ -164,7 +164,7 @@ class Registry:
     def create_file(self, address: str, content: bytes | Path) -> bool:
         """Write a file if there is none at the address, else read it; return whether it has this content now.
 
-        An earlier try, whose response was lost, may have written it: up to 4 are made. So rival writers' contents must
+        Makes up to 4 tries. An earlier one, whose response was lost, may have written it, so rivals' contents must
         differ.
         """
         with self.explain_failures("written"):
@@ -282,9 +282,8 @@ class Registry:
         """Write the entry after ``before``, the last one, to the log, rewrite champion.json, and return the new entry.
 
         ``before`` is None for an empty log, ``by`` a Flyte execution or user@host, and ``values`` are the other fields:
-        ``action``, ``version``, ``manifest`` and ``best``. First writes a probe file to the registry. Raises a
-        LostError if somebody else has written the entry of that number, a UserError if the reason is blank or the
-        storage overwrites files.
+        ``action``, ``version``, ``manifest`` and ``best``. First calls refuse_overwriting_storage, which writes a file.
+        Raises a LostError if somebody else has written the entry of that number, a UserError if the reason is blank.
         """
         if not reason.strip():
             raise UserError("reason='': must say why; it is kept in the registry's log")
@@ -347,7 +346,7 @@ class Registry:
 
 
 def replay_promotions(history: list[Entry]) -> tuple[list[Entry], dict[str, Entry]]:
-    """Return the promotions in a whole log that stand, oldest first; and by version the rollbacks that undid others.
+    """Return the promotions in a whole log that stand, oldest first; and the rollbacks by the version that each undid.
 
     A rollback undoes the last promotion, a second rollback the one before it. A version that became champion again is
     not among those that were undone.

@@ -87,7 +87,7 @@ def correct_p_values(p_values: Sequence[float]) -> list[float]:
 def lower_bound_of_mean(values: Floats, alpha: float) -> float:
     """Return the lower confidence bound, at 1 - ``alpha``, of the mean of ``values`` [N]; at least the smallest value.
 
-    By a studentised bootstrap with a fixed seed: Efron and Tibshirani, "An introduction to the bootstrap" (1993), 12.5.
+    By a studentised bootstrap with a fixed seed (Efron and Tibshirani, "An introduction to the bootstrap", 1993, 12.5).
     """
     mean, error = float(values.mean()), float(values.std())
     if error <= 1e-12 * abs(mean):
@@ -110,7 +110,7 @@ def detectable_difference(samples: int, discordant: float, alpha: float) -> floa
     """
 
     def missing_power(difference: float) -> float:
-        """Return the probability that the test finds a true difference, minus POWER."""
+        """Return the probability that McNemar's test finds this true difference, minus POWER."""
         share = max(discordant, difference)
         low, high = stats.binom.interval(1 - 1e-9, samples, share)
         apart = np.arange(int(low), int(high) + 1)

@@ -60,7 +60,7 @@ def revision_folder(name: str, number: int) -> str:
 
 
 def read_version(registry: Registry, name: str, manifest: str = "") -> Version:
-    """Return the version that find_version finds; raise a UserError if it is missing or incomplete."""
+    """Return a version, in the newest revision or that of a manifest's SHA-256; UserError if missing or incomplete."""
     if (found := find_version(registry, name, manifest)) is None:
         raise UserError(
             f"registry {registry.address!r}: {registry.name} has no complete version {name}: there is no {MANIFEST} "

@@ -82,7 +82,7 @@ def add_split_to_profile(
 ) -> tuple[Indices, Indices, Indices]:
     """Read and decode all samples of a split, and add them to the profile's counts and examples.
 
-    Returns number, label and digest of each sample that can be decoded: [n] each.
+    Returns number, label and digest of the pixels of each sample that can be decoded: [n] each.
     """
     numbers, counts = sample_numbers(data, split), getattr(profile, split)
     labels, digests = np.zeros(len(numbers), dtype=np.int64), np.zeros(len(numbers), dtype=np.uint64)
