@@ -41,7 +41,7 @@ def shards() -> None:
 @click.option("--classes", type=Path, help="A file with the classes' names, one a line; by default 0, 1, 2 ...")
 @PROGRESS
 def create(urls: tuple[str, ...], output: Path, name: str, classes: Path | None, progress: str) -> None:
-    """Read shards (paths, s3://, gs://, az://, http://; {000..127} stands for a range) and write their index."""
+    """Read shards (paths, s3://, gs://, az://, http://; {000..127} is a range); write their index and its .tables."""
     index = create_index(urls, output, name=name, classes=read_class_names(classes), progress=progress)
     plural = "" if len(index.classes) == 1 else "es"
     click.echo(f"{output}: {format_counts(index)}, {len(index.classes):,} class{plural}")
@@ -63,7 +63,7 @@ def join(indexes: tuple[str, ...], output: Path, weights: tuple[float, ...], nam
 @click.option("--decode", is_flag=True, help="Also decode all images, and count samples that training cannot read.")
 @PROGRESS
 def verify(index: str, decode: bool, progress: str) -> None:
-    """Read all shards of an index and list what differs from it; exit with status 1 if anything differs."""
+    """Read all shards of an index whole and print each difference from it; exit with status 1 if there is any."""
     problems = verify_index(index, decode=decode, progress=progress)
     for problem in problems:
         click.echo(problem)
@@ -76,7 +76,7 @@ def verify(index: str, decode: bool, progress: str) -> None:
 @click.argument("index")
 @click.option("--shards", "list_shards", is_flag=True, help="List the shards, too.")
 def show(index: str, list_shards: bool) -> None:
-    """Print a summary of an index; no shard is opened."""
+    """Read an index and print a summary and, with --shards, its shards; no shard is opened."""
     content = read_index(index)
     for key, value in content.summary().items():
         click.echo(f"{key:<16} {value}")
@@ -90,7 +90,7 @@ def show(index: str, list_shards: bool) -> None:
 @click.argument("number", type=int)
 @click.option("--to", type=click.Path(file_okay=False, path_type=Path), help="Write the members into this folder.")
 def sample(index: str, number: int, to: Path | None) -> None:
-    """Print one sample of an index; reads only this sample of a remote shard if the index has tables of samples."""
+    """Print one sample of an index as JSON; write its members into --to. Fetches the whole shard if it has no table."""
     shown = read_sample(index, number)
     members = {name: value for name, value in shown.items() if isinstance(value, bytes)}
     for name, value in members.items():
@@ -113,10 +113,10 @@ def sample(index: str, number: int, to: Path | None) -> None:
 def pack(
     *, source: str, folder: Path, name: str, samples_per_shard: int, order: str, seed: int, split: str, progress: str
 ) -> None:
-    """Pack SOURCE into shards and an index in FOLDER.
+    """Pack SOURCE into shards and an index in FOLDER; replace those packed before under this name.
 
     SOURCE is a folder or prefix of images (class/name.jpg; a path, s3://, gs:// or az://), a data set by its name
-    (digits, mnist, fashion_mnist, cifar10), or package.module:callable for a pair (train, test) of map-style ones.
+    (digits; downloaded: mnist, fashion_mnist, cifar10), or package.module:callable, called for a pair (train, test).
     """
     from flyte_ddp.datasets.packing import pack_source  # a room above this one, which only this command uses
 
@@ -128,7 +128,8 @@ def pack(
 def plan(**options: Any) -> None:
     """Print how many batches each rank gets, what each node reads and caches, and whether DDP would hang.
 
-    INDEX is the address of an index; only first samples of shards are read. Or give --shards, --samples and --size.
+    INDEX is the address of an index; only the first sample of each of its data sets is read. Or give --shards,
+    --samples and --size. Exits with status 1 if DDP would hang.
     """
     for line in describe_plan(PlanRequest(**options)):
         click.echo(line)

@@ -47,21 +47,22 @@ class ShardCache:
     fetched: Counter[str] = field(default_factory=Counter, compare=False)
 
     def open_shard(self, shard: Shard) -> BinaryIO:
-        """Open a shard and return the open file; download a remote shard that is not in the cache, with retries.
+        """Open a shard and return the file; download a remote shard that is not in the cache, with up to 3 retries.
 
-        Locks a cached file against eviction until it is closed or unlocked. Waits, without a limit, while another
-        process downloads the shard. Opens a shard of this machine in its own place. Raises DamagedShardError if such a
-        shard differs from the index, CacheFullError if shards in use leave no room in the cache, UserError if the shard
-        cannot be fetched, differs from the index, or the cache's folder cannot be written.
+        Evicts other shards for a download; waits, without a limit, while another process downloads the shard. Locks a
+        cached file against eviction until it is closed or unlocked. Opens a shard of this machine in its own place; the
+        first time, reads it whole to compare it with the index. Raises DamagedShardError if that differs,
+        CacheFullError if shards in use leave no room, UserError if the shard cannot be read or fetched, a fetched one
+        differs, or the cache's folder cannot be written.
         """
         path = storage.local_path(shard.url)
         if path is not None:
             return self.open_local_shard(path, shard)
         with explain_unusable_folder(self.folder):
-            return self.open_fetched_shard(shard) or self.fetch_shard(shard)
+            return self.open_cached_shard(shard) or self.fetch_shard(shard)
 
     def open_local_shard(self, path: Path, shard: Shard) -> BinaryIO:
-        """Compare a file of this machine with the shard's size and digest in the index, open and return it.
+        """Compare a file of this machine with the shard's size and digest in the index; return the open file.
 
         Reads the whole file for the digest, once, as :meth:`verify_digest_once` does. Raises DamagedShardError if size
         or digest differ, UserError if the path is no regular file or cannot be read.
@@ -79,11 +80,11 @@ class ShardCache:
             raise unusable_shard_error(shard, error) from None
 
     def verify_digest_once(self, path: Path, status: os.stat_result, shard: Shard) -> None:
-        """Read a file of this machine and compare its digest with the index; mark that by an empty file in the cache.
+        """Read a file of this machine and compare its digest with the index; record a match by an empty file.
 
-        Does nothing if the index has no digest, or if there is a mark for this path, size, times and digest. Other
-        processes that open the shard wait for the result. Each call reads the file if the folder cannot be written.
-        Raises DamagedShardError if the digest differs from the index.
+        The record, in the cache's folder, is for this path, size, times and digest; there is none if the folder cannot
+        be written. Does nothing if there is a record, or the index has no digest. Other processes that open the shard
+        wait, without a limit. Raises DamagedShardError if the digest differs, OSError if the file cannot be read.
         """
         kind, wanted = shard.digest
         # ctime too: copying tools set mtime to that of the original, but cannot set ctime.
@@ -105,10 +106,11 @@ class ShardCache:
                 with suppress(OSError):
                     mark.touch()
 
-    def open_fetched_shard(self, shard: Shard) -> BinaryIO | None:
+    def open_cached_shard(self, shard: Shard) -> BinaryIO | None:
         """Open a cached shard with a shared lock, and return the file; None if it is not there or has the wrong size.
 
-        Sets the file's time of last use. Waits, without a limit, while another process evicts the shard.
+        Sets the file's times to now: its last use. Waits, without a limit, while another process evicts the shard.
+        Raises OSError if the file cannot be opened.
         """
         path = self.shard_path(shard)
         while True:
@@ -132,14 +134,15 @@ class ShardCache:
     def remove_damaged_shard(self, shard: Shard, *, unreadable: bool = False) -> bool:
         """Remove a damaged shard from the cache, even while it is read; return whether the next open fetches it again.
 
-        Reads the whole file to compute its digest; if the index has no digest, ``unreadable`` decides. Waits for the
-        shard's lock. Removes nothing, and returns False, if the shard is undamaged, if it lies on this machine in its
-        own place, or if the cache's folder cannot be written.
+        Reads the whole file to compare its digest; if the index has no digest, ``unreadable`` says whether the shard is
+        damaged. Waits, without a limit, for the shard's lock. Removes nothing, and returns False, if the shard is
+        undamaged, if it lies on this machine in its own place, or if the cache's folder cannot be written. Returns True
+        if it is not cached. Raises UserError if it cannot be read or removed.
         """
         if storage.local_path(shard.url) is not None or not os.access(self.folder, os.W_OK):
             return False
         with explain_unusable_folder(self.folder), self.hold_lock(self.shard_path(shard).stem):
-            file = self.open_fetched_shard(shard)
+            file = self.open_cached_shard(shard)
             if file is not None:
                 with file:
                     kind, wanted = shard.digest
@@ -156,14 +159,15 @@ class ShardCache:
     def fetch_shard(self, shard: Shard) -> BinaryIO:
         """Download a shard into the cache with up to 3 retries, and return its open file with a shared lock.
 
-        Waits for the shard's lock, and downloads nothing if another process has fetched the shard meanwhile. Evicts
-        other shards to make room. Counts the download in ``fetched``. Removes the partial file after a failure. Raises
-        CacheFullError if shards in use leave no room, UserError if it cannot be fetched or differs from the index.
+        Waits, without a limit, for the shard's lock; downloads nothing if another process has fetched it. Evicts other
+        shards to make room. Counts the download in ``fetched``. Removes the partial file after a failure. Raises
+        CacheFullError if shards in use leave no room, UserError if the shard cannot be fetched or differs from the
+        index, OSError if the folder cannot be written.
         """
         path = self.shard_path(shard)
         part = path.with_suffix(PARTIAL)
         with self.hold_lock(path.stem):
-            if file := self.open_fetched_shard(shard):
+            if file := self.open_cached_shard(shard):
                 return file
             path.unlink(missing_ok=True)  # a copy with the wrong size
             try:
@@ -188,8 +192,8 @@ class ShardCache:
     def download_once(self, shard: Shard, target: io.FileIO) -> None:
         """Download a shard into an open file, from its start, and compare size and digest with the index. Tries once.
 
-        Evicts other shards if the disk or the cache is full. Raises AlteredError, transient, if size or digest differ
-        from the index, UnavailableError if the shard cannot be read, and the errors of :meth:`reserve_space`.
+        Evicts shards if disk or cache is full. Raises AlteredError, transient, if size or digest differ from the index,
+        UnavailableError if the shard cannot be read, and errors of :meth:`reserve_space` and :meth:`write_chunk`.
         """
         kind, wanted = shard.digest
         digest = hashlib.new(kind, usedforsecurity=False)
@@ -212,7 +216,7 @@ class ShardCache:
         target.truncate()  # an earlier try may have written more
 
     def write_chunk(self, file: io.FileIO, chunk: bytes) -> None:
-        """Write all bytes to a file. If the disk is full, evict the least recently used unlocked shard and go on.
+        """Write all bytes to a file; while the disk is full, evict unlocked shards, least recently used first.
 
         Raises OSError if the disk is full and no shard can be evicted, or for another failure.
         """
@@ -221,16 +225,17 @@ class ShardCache:
             try:
                 rest = rest[file.write(rest) :]
             except OSError as error:
-                wholes = (path for _, _, path in self.list_oldest_first() if path.suffix == WHOLE)
+                wholes = (path for _, _, path in self.list_files_oldest_first() if path.suffix == WHOLE)
                 # any() stops at the first eviction that frees space.
                 if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not any(map(self.evict_file, wholes)):
                     raise
 
     def reserve_space(self, file: io.FileIO, size: int) -> None:
-        """Set an open file's size to ``size`` bytes, and evict unlocked shards until the folder is within its limit.
+        """Evict unlocked shards until an open file of ``size`` bytes fits into the cache's limit; set the file's size.
 
-        Also removes partial files of killed downloads. Waits for the lock ``room``. Raises CacheFullError if shards in
-        use and other downloads leave no room, UserError if ``size`` is larger than the limit.
+        Evicts the least recently used first, none without a limit. Removes partial files of killed downloads. Waits,
+        without a limit, for the lock ``room``. Raises CacheFullError if shards in use and other downloads leave no
+        room, UserError if ``size`` is larger than the limit, OSError if the folder cannot be written.
         """
         if self.limit is not None and size > self.limit:
             problem = f"its limit of {self.limit:,} bytes is less than the {size:,} of one shard"
@@ -242,7 +247,7 @@ class ShardCache:
                     with suppress(BlockingIOError), self.hold_lock(part.stem, wait=False):
                         part.unlink(missing_ok=True)
             if self.limit is not None:
-                entries = self.list_oldest_first()
+                entries = self.list_files_oldest_first()
                 used = sum(size for _, size, _ in entries)
                 # The file itself is in the sum, with the size that it has now.
                 excess = used + size - os.fstat(file.fileno()).st_size - self.limit
@@ -255,8 +260,8 @@ class ShardCache:
                     raise CacheFullError(f"shard cache {self.folder}: {problem} {fix}")
             os.ftruncate(file.fileno(), size)
 
-    def list_oldest_first(self) -> list[tuple[int, int, Path]]:
-        """Return the time of last use (nanoseconds), size (bytes) and path of each file of the cache, oldest first."""
+    def list_files_oldest_first(self) -> list[tuple[int, int, Path]]:
+        """Return time of last use (ns), size (bytes) and path of all cached shards and partial files, oldest first."""
         files = []
         for path in self.folder.iterdir():
             if CACHED_NAME.fullmatch(path.name):
@@ -266,7 +271,7 @@ class ShardCache:
         return sorted(files)
 
     def evict_file(self, path: Path) -> int:
-        """Truncate and remove a cached shard, and return the freed bytes; return 0 if a reader holds its lock."""
+        """Truncate and remove a cached shard, and return the freed bytes; return 0 if locked, gone or read-only."""
         with suppress(FileNotFoundError, PermissionError), path.open("r+b") as file, suppress(BlockingIOError):
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             status = os.fstat(file.fileno())
@@ -277,9 +282,10 @@ class ShardCache:
         return 0
 
     def hold_lock(self, name: str, *, wait: bool = True) -> AbstractContextManager[None]:
-        """Hold an exclusive lock of this folder in a block: ``room``, or that of the shard with a hexadecimal name.
+        """Hold an exclusive lock in a block: of the cache's list of files (``room``), or of the shard with a hex name.
 
-        Waits without a limit, or raises BlockingIOError if another thread or process holds it and ``wait`` is false.
+        Makes a lock file; shards may share one. Waits without a limit, or raises BlockingIOError if another thread or
+        process holds it and ``wait`` is false. Raises OSError if the folder cannot be written.
         """
         name = name if name == "room" else f"{int(name, 16) % LOCKS:04d}"
         return hold_lock(self.folder / "locks", name, wait=wait)
@@ -303,7 +309,7 @@ def mark_as_used(file: int) -> None:
 
 @contextmanager
 def explain_unusable_folder(folder: Path) -> Iterator[None]:
-    """Raise the block's OSErrors as UserErrors, with the advice to free space or to make the folder writable."""
+    """Raise the block's OSErrors as UserErrors, with the advice to free space or to make ``folder`` writable."""
     try:
         yield
     except OSError as error:
@@ -313,7 +319,7 @@ def explain_unusable_folder(folder: Path) -> Iterator[None]:
 
 
 def unusable_shard_error(shard: Shard, failure: Exception) -> UserError:
-    """Return the UserError about a shard that cannot be read or fetched because of an exception."""
+    """Return the UserError about a shard that cannot be read or fetched: UnreachableError for a transient failure."""
     reason = getattr(failure, "strerror", None) or str(failure)
     if isinstance(failure, storage.AlteredError):
         return UserError(f"shard {shard.url}: differs from the index: {reason}; copy it again, or renew the index")

@@ -51,7 +51,7 @@ class OpenShard:
     def keep_open(self) -> Iterator[OpenShard]:
         """Yield this shard, open and protected from eviction in the block; open or fetch it as :meth:`open_file` does.
 
-        Updates the time of last use of a cached shard, at most once a second.
+        Other threads wait while it is opened. Updates the time of last use of a cached shard, at most once a second.
         """
         with self.lock:
             if self.close is None or (self.users == 0 and not self.lock_file()):
@@ -69,10 +69,7 @@ class OpenShard:
                     unlock(self.file)
 
     def lock_file(self) -> bool:
-        """Lock the open file against eviction; return False if it was evicted or is being evicted.
-
-        A shard that lies on this machine in its own place needs no lock: returns True.
-        """
+        """Lock a cached file against eviction; return False if it is evicted, True for a shard of this machine."""
         if not self.cached:
             return True
         try:
@@ -84,16 +81,16 @@ class OpenShard:
     def open_file(self) -> None:
         """Open the shard's file and read its table of samples; set ``file``, ``table`` and ``close``.
 
-        Closes the file that was open before. Fetches the shard if it is not in the cache; waits up to 60 s while the
-        cache is full. Reads the whole shard to make a table if there is none beside the index or it cannot be read.
-        Raises DamagedShardError if the shard is damaged, UserError if it cannot be opened or has another number of
-        samples than the index says.
+        Closes the file that was open before. Fetches the shard, with up to 3 retries, if it is not in the cache; waits
+        up to 60 s while the cache is full. Reads the whole shard to make a table if there is none beside the index or
+        it cannot be read. Raises DamagedShardError if the shard is damaged, UserError if it cannot be opened or has
+        another number of samples than the index says.
         """
         shard = self.shard
         if self.close is not None:
             self.close()
             self.close = None
-        with open_when_room(shard, self.cache) as file:
+        with open_shard_when_room(shard, self.cache) as file:
             try:
                 members = (member for member, _ in iterate_members(file, shard.url))
                 self.table = read_table_or_none(shard) or tabulate_members(members, shard.url)
@@ -106,11 +103,11 @@ class OpenShard:
             self.close = weakref.finalize(self, os.close, self.file)  # after the last reader has dropped this object
 
 
-def open_when_room(shard: Shard, cache: ShardCache) -> BinaryIO:
-    """Open the shard's file, and return it; wait up to WAIT_FOR_ROOM (60 s) while the cache is full.
+def open_shard_when_room(shard: Shard, cache: ShardCache) -> BinaryIO:
+    """Open a shard as :meth:`ShardCache.open_shard` does; while the cache is full, try again for up to 60 s.
 
-    Other readers release their shards after each sample, so room normally appears soon. Raises CacheFullError if the
-    cache is still full, and the other errors of :meth:`ShardCache.open_shard` at once.
+    Other readers release their shards after each sample, so room normally appears soon. Raises CacheFullError after the
+    last try, and other errors at once.
     """
     deadline, pause = time.monotonic() + WAIT_FOR_ROOM, 0.01
     while True:
@@ -126,11 +123,11 @@ def open_when_room(shard: Shard, cache: ShardCache) -> BinaryIO:
 def read_sample_members(
     shard: Shard, table: SampleTable, sample: int, read_bytes: Callable[[int, int], bytes], wanted: Wanted = None
 ) -> StoredSample:
-    """Read a sample of a shard by its number there; return its key, and its members' contents by their extensions.
+    """Read sample number ``sample`` of a shard; return its key, and its members' contents by their extensions.
 
-    Calls ``read_bytes`` with the number of a first byte of the shard and a length. Reads only the members ``wanted``
-    (extensions in lower case; None for all). Raises DamagedShardError if the shard has other bytes than ``table`` says,
-    UserError for an OSError.
+    ``read_bytes(start, length)`` must return bytes of the shard. Reads only the members ``wanted`` (extensions in lower
+    case; None for all). Raises DamagedShardError if the shard has other bytes than ``table`` says, UserError for an
+    OSError; other errors of ``read_bytes`` go through.
     """
     contents = {}
     for member in table.sample_members(sample):
@@ -183,7 +180,7 @@ class ShardReader:
         return ShardReader, (self.index, self.cache, self.most_open, self.most_ahead)
 
     @property
-    def own(self) -> OpenShards:
+    def state(self) -> OpenShards:
         """The state of this process: a forked child starts with no open shards and with free locks."""
         if self.open_shards.process != os.getpid():
             self.open_shards = OpenShards()
@@ -193,8 +190,9 @@ class ShardReader:
         """Read a sample by its number in the index; return its key, and its members' contents by their extensions.
 
         Reads only the members ``wanted`` (extensions in lower case; None for all). Fetches the shard if it is not in
-        the cache, and once more if it is damaged; waits up to 60 s while the cache is full. Raises DamagedShardError if
-        the shard is still damaged, UserError if it cannot be opened or fetched.
+        the cache, and once more if it is damaged; waits up to 60 s while the cache is full. Keeps the shard open;
+        closes others and starts threads as :meth:`open_shard` does. Raises DamagedShardError if the shard is still
+        damaged, UserError if it cannot be opened or fetched.
         """
         number, inside = self.index.locate(sample)
 
@@ -212,32 +210,34 @@ class ShardReader:
     def remove_damaged_shard(self, sample: int, *, unreadable: bool = False) -> bool:
         """Remove a sample's shard from the cache if it is damaged; return whether the next read fetches it again.
 
-        Closes the shard. Reads all of it to compute its digest; if the index has no digest, ``unreadable`` decides.
+        Closes the shard. Reads all of it to compare its digest; if the index has no digest, ``unreadable`` says whether
+        it is damaged. Raises UserError if it cannot be read or removed.
         """
         number, _ = self.index.locate(sample)
         removed = self.cache.remove_damaged_shard(self.index.shards[number], unreadable=unreadable)
-        with self.own.lock:  # after the removal: before it, another thread could open the damaged shard again
-            self.own.shards.pop(number, None)
+        with self.state.lock:  # after the removal: before it, another thread could open the damaged shard again
+            self.state.shards.pop(number, None)
         return removed
 
     @contextmanager
     def open_shard(self, number: int) -> Iterator[OpenShard]:
         """Yield the open shard of that number, protected from eviction in the block; fetch it if it is not cached.
 
-        Closes the shards that were not used for longest if more than ``most_open`` are open. Starts threads that fetch
-        the next wanted shards. Raises the errors of :meth:`OpenShard.open_file`.
+        Closes the shards not used for longest if more than ``most_open`` are open. If this one was to be prefetched,
+        starts threads that fetch the next ones. Raises the errors of :meth:`OpenShard.open_file`.
         """
-        own = self.own
-        with own.lock:
-            shard = own.shards.pop(number, None) or OpenShard(self.index.shards[number], self.cache)
-            own.shards[number] = shard  # as the last one
-            while len(own.shards) > self.most_open:
-                del own.shards[next(iter(own.shards))]  # weakref closes the file when its last reader drops the object
+        state = self.state
+        with state.lock:
+            shard = state.shards.pop(number, None) or OpenShard(self.index.shards[number], self.cache)
+            state.shards[number] = shard  # as the last one
+            while len(state.shards) > self.most_open:
+                # weakref.finalize closes the file when its last reader drops the object.
+                del state.shards[next(iter(state.shards))]
         with shard.keep_open():
-            if number in own.ahead or number in own.wanted:
-                with own.lock:
-                    own.ahead.discard(number)
-                    own.wanted.pop(number, None)
+            if number in state.ahead or number in state.wanted:
+                with state.lock:
+                    state.ahead.discard(number)
+                    state.wanted.pop(number, None)
                 self.prefetch_shards([])
             yield shard
 
@@ -245,34 +245,31 @@ class ShardReader:
         """Start daemon threads that fetch shards into the cache, at most ``most_ahead`` before they are read.
 
         ``numbers`` are in the order in which the shards will be read, and follow those of earlier calls; what is beyond
-        the limit is fetched later. Errors are not reported: the read meets them again.
+        the limit is fetched later, when shards are read. Ignores UserErrors: the read meets them again.
         """
-        own = self.own
-        with own.lock:
-            own.wanted |= {number: None for number in numbers if number not in own.ahead}
-            while own.wanted and len(own.ahead) < self.most_ahead:
-                number = next(iter(own.wanted))
-                del own.wanted[number]
-                if number in own.shards:
+        state = self.state
+        with state.lock:
+            state.wanted |= {number: None for number in numbers if number not in state.ahead}
+            while state.wanted and len(state.ahead) < self.most_ahead:
+                number = next(iter(state.wanted))
+                del state.wanted[number]
+                if number in state.shards:
                     continue
-                own.ahead.add(number)
+                state.ahead.add(number)
                 if not self.cache.holds_shard(self.index.shards[number]):
                     # A daemon: the process need not wait for it, because a download can be killed at any time.
                     name = f"prefetch {number}"
-                    threading.Thread(target=self.fetch_shard, args=(own, number), name=name, daemon=True).start()
+                    threading.Thread(target=self.prefetch_shard, args=(state, number), name=name, daemon=True).start()
 
-    def fetch_shard(self, own: OpenShards, number: int) -> None:
-        """Fetch a shard into the cache and unlock it; ignore UserErrors, because the read meets them again.
-
-        Waits until fewer than FETCHED_AHEAD threads of the process fetch.
-        """
-        with own.fetching, suppress(UserError), self.cache.open_shard(self.index.shards[number]) as file:
+    def prefetch_shard(self, state: OpenShards, number: int) -> None:
+        """Fetch a shard into the cache, unlocked, once fewer than FETCHED_AHEAD threads fetch; ignore UserErrors."""
+        with state.fetching, suppress(UserError), self.cache.open_shard(self.index.shards[number]) as file:
             unlock(file.fileno())
 
     def close(self) -> None:
         """Close all open shards; a shard that a thread is reading is closed after that read."""
-        with self.own.lock:
-            self.own.shards.clear()
+        with self.state.lock:
+            self.state.shards.clear()
 
 
 class ShardDataset:

@@ -19,7 +19,7 @@ def find_image_and_label(sample: str, extensions: Iterable[str]) -> tuple[str, s
     """Return the extensions of the image and of the label that training reads, of all ``extensions`` of a sample.
 
     Ignores case, as webdataset does. Of several images takes the kind that comes first in ``TRAINED_ON``. Raises
-    UserError, with the sample's name, if there is no image or no label.
+    UserError, which begins with ``sample``, if there is no image or no label.
     """
     found = {extension.lower(): extension for extension in extensions}
     image = next((found[kind] for kind in TRAINED_ON if kind in found and kind != LABEL), None)
@@ -44,10 +44,7 @@ def parse_class_number(sample: str, content: bytes) -> int:
 
 
 def open_image(content: bytes) -> Any:
-    """Open an encoded image and return a PIL image; Pillow decodes it when its pixels are first used.
-
-    Raises ValueError for an unknown format.
-    """
+    """Return a PIL image of an encoded image, decoded at its first use; raise ValueError for an unknown format."""
     from PIL import Image, UnidentifiedImageError
 
     try:

@@ -90,7 +90,7 @@ class ShardIndex:
         return shard, int(sample - (self.ends[shard] - self.counts[shard]))
 
     def summary(self) -> dict[str, str]:
-        """Return lines about the index for people: names and values such as {"samples": "1,000 (10 a shard)"}."""
+        """Return facts about the index for people, by their names, such as {"samples": "1,000 (10 a shard)"}."""
         known = self.sizes[self.sizes >= 0]
         known_only = "" if len(known) == len(self.shards) else f" in {len(known):,} of the shards"
         least, most = self.counts.min(), self.counts.max()
@@ -113,7 +113,7 @@ class ShardIndex:
     def digest(self) -> str:
         """SHA-256 (hex) that identifies the data: of classes, parts, and each shard's size, samples and digest.
 
-        A shard without a digest is identified by its address.
+        A shard without a digest is identified by its address. Computed once.
         """
         lines = [json.dumps([self.classes, [[part.name, part.weight] for part in self.parts]])]
         lines += [f"{s.samples} {s.size} {s.digest[1] or s.url} {s.part}" for s in self.shards]
@@ -122,10 +122,8 @@ class ShardIndex:
 
 @contextmanager
 def pause_garbage_collector() -> Iterator[None]:
-    """Turn Python's garbage collector off in the block, and on again if it was on.
-
-    While a large index is read, the collector would scan its 100,000 objects many times.
-    """
+    """Turn Python's garbage collector off in the block, for all threads, and on again if it was on."""
+    # While a large index is read, the collector would scan its 100,000 objects many times.
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -136,10 +134,11 @@ def pause_garbage_collector() -> Iterator[None]:
 
 
 def read_index(address: str) -> ShardIndex:
-    """Read an index and the indexes that it refers to, and return it. Retries transient errors up to 3 times.
+    """Read an index and the indexes that it refers to, and return one index of all their shards.
 
-    Raises UserError if an index cannot be read, is malformed or may not name one of its addresses, if it refers to an
-    index that refers to others, or if two indexes have different classes.
+    Retries transient errors up to 3 times each, with pauses of up to 7 s. Turns Python's garbage collector off
+    meanwhile. Raises UserError if an index cannot be read or is malformed, has an address that
+    :func:`resolve_named_address` refuses, or refers to one that refers to others, or if two have different classes.
     """
     try:
         return build_index(address, load_index_json(address))
@@ -154,7 +153,8 @@ def build_index(address: str, content: dict[str, Any]) -> ShardIndex:
     """Return the index whose JSON is ``content``; read the indexes that it refers to, as :func:`read_index` does.
 
     Relative addresses start from the folder of ``address``, where the index is or will be. Turns Python's garbage
-    collector off meanwhile. Raises UserError as :func:`read_index`, and one of WRONG_TYPES if a field has a wrong type.
+    collector off meanwhile. Raises the UserErrors of :func:`read_index`, or TypeError or the like for a malformed
+    field.
     """
     sources = [(address, content, content)] if content.get("shardlist") else []
     sources += [resolve_part(address, content, entry) for entry in content.get("datasets") or []]
@@ -192,7 +192,7 @@ def shorten_repr(value: Any) -> str:
 def load_index_json(address: str) -> dict[str, Any]:
     """Read an index and return its JSON as a dict. Retries transient errors up to 3 times.
 
-    Raises UserError if the file cannot be read, is not JSON, is of another kind, or has neither shards nor parts.
+    Raises UserError if it cannot be read, is not JSON, is of another kind or version, or has neither shards nor parts.
     """
     try:
         content = json.loads(storage.retry(address, storage.read_file))
@@ -215,7 +215,7 @@ def resolve_part(address: str, content: dict[str, Any], entry: Any) -> tuple[str
     """Return the address and JSON of the index that lists a part's shards, and the part's ``entry`` in ``datasets``.
 
     ``address`` and ``content`` are those of the index that has the part. An entry with ``source_url`` names another
-    index, which is read with retries. Raises UserError if that cannot be read or refers to further indexes.
+    index, which is read with up to 3 retries. Raises UserError if that is refused, unreadable or refers to others.
     """
     if entry.get("source_url"):
         where = resolve_named_address(address, base_address(address, content), entry["source_url"])
@@ -265,7 +265,7 @@ def resolve_named_address(index: str, base: str, named: Any) -> str:
 
 
 def require_encodable(index: str, named: str) -> str:
-    """Return an address of an index unchanged; raise UserError if it cannot be encoded as a URL or a file's name."""
+    """Return ``named``, an address in an index; raise UserError if it cannot be encoded as a URL or a file's name."""
     # Undecodable file names contain lone surrogates; they are allowed for local files but cannot be sent in a URL.
     try:
         named.encode("utf-8", "strict" if "://" in named and not named.startswith("file:") else "surrogateescape")
@@ -277,7 +277,7 @@ def require_encodable(index: str, named: str) -> str:
 def list_shards(address: str, content: Mapping[str, Any], part: int) -> Iterator[Shard]:
     """Yield the shards of part number ``part`` in the ``shardlist`` of an index, with absolute addresses.
 
-    Raises UserError if an entry is malformed, or the index may not name its address.
+    Raises UserError if an entry is malformed, or has an address that :func:`resolve_named_address` refuses.
     """
     base = base_address(address, content)
     folder = str(storage.local_path(base) or base.rstrip("/"))
@@ -314,7 +314,7 @@ def require_count(value: Any, most: int = MOST_BYTES, least: int = 0) -> int:
 
 
 def index_json(index: ShardIndex, folder: str, tables: str, *, packed: bool = False) -> bytes:
-    """Return the JSON of an index of one part, with one shard in each line.
+    """Return the JSON of an index of one part, with one shard in each line; raise ValueError for several parts.
 
     ``folder`` is the folder that the index will be in: addresses of shards below it become relative, and ``tables`` is
     the name of a file in it. ``packed`` says that the next packing under this name may remove the shards.

@@ -20,9 +20,9 @@ from flyte_ddp.shards.tar import iterate_members
 def read_sample(address: str, number: int) -> Sample:
     """Read one sample of the index at an address; return its members (bytes, by extension) and wids' keys in one dict.
 
-    Reads only the index and the sample's members, with up to 3 retries, and the shard's table, without. If there is no
-    table, or the server gives no parts of files, fetches the whole shard into a temporary folder. Raises UserError if
-    there is no such sample, or the index or the shard cannot be read.
+    Reads the index and the sample's members with up to 3 retries, and the shard's table of samples once. If there is no
+    table, or the members cannot be read alone, reads the whole shard; downloads a remote one into a temporary folder.
+    Raises UserError if there is no such sample, or the index or the shard cannot be read or is damaged.
     """
     index = read_index(address)
     if not 0 <= number < len(index):
@@ -53,10 +53,10 @@ def write_members(key: str, members: dict[str, bytes], folder: Path) -> None:
 
 
 def refuse_unfit_samples(index: ShardIndex, *, patient: bool = True) -> None:
-    """Read the first sample of each data set in an index; return if training can read all of these samples.
+    """Raise UserError if training cannot read the first sample of one of the data sets in an index.
 
-    Opens one shard of each data set. Retries transient errors up to 3 times if ``patient``. Raises UserError if a
-    sample has no image or no label, or if its shard cannot be read or is no tar file.
+    Reads one shard of each data set until its first sample ends; retries transient errors up to 3 times if ``patient``.
+    A sample is refused if it has no image or no class number, or if its shard cannot be read or is no tar file.
     """
     first_shards: dict[int, Shard] = {}
     for shard in index.shards:
@@ -65,17 +65,17 @@ def refuse_unfit_samples(index: ShardIndex, *, patient: bool = True) -> None:
     for shard in first_shards.values():
         try:
             if patient:
-                storage.retry(shard.url, refuse_unfit_shard)
+                storage.retry(shard.url, refuse_unfit_first_sample)
             else:
-                refuse_unfit_shard(shard.url)
+                refuse_unfit_first_sample(shard.url)
         except storage.UnavailableError as failure:
             raise unusable_shard_error(shard, failure) from None
 
 
-def refuse_unfit_shard(url: str) -> None:
-    """Read a shard until its first sample ends; raise UserError if the sample has no image or no label.
+def refuse_unfit_first_sample(url: str) -> None:
+    """Read a shard until its first sample ends; raise UserError if the sample has no image or no class number.
 
-    Raises UnavailableError if the shard cannot be read, DamagedShardError if it is no tar file.
+    Tries once. Raises UnavailableError if the shard cannot be read, DamagedShardError if it is no tar file.
     """
     key, found = None, dict[str, bytes | None]()
     with storage.open_file(url) as file:

@@ -44,13 +44,14 @@ def pack_samples(
 ) -> ShardIndex:
     """Pack samples into shards (tar files) and their index ``<name>.json`` in a folder; return the index.
 
-    Calls ``make_sample`` with each number below ``count``, in up to 32 threads; it returns a sample's key and members.
-    ``seed`` mixes the samples; None keeps their order. Training mixes only neighbouring shards, so samples that are
-    sorted by class should be mixed. The same samples make the same bytes. Replaces shards and index of an earlier
-    packing under this name when all new shards are complete; other files stay. If packing fails or is killed, the index
-    refers to the complete old shards or to the complete new ones. Delays SIGINT while it replaces them. Prints progress
-    to stderr (auto, bar, lines or off). Raises UserError if there are no samples, a sample cannot be read, a class name
-    is not UTF-8, the folder cannot be written, another process is packing this index, or ``<name>.json`` is no index.
+    Calls ``make_sample`` with each number below ``count``, in up to 32 threads; it returns a sample's key and members,
+    and its errors end the packing. ``seed`` mixes the samples; None keeps their order. Training mixes only neighbouring
+    shards, so samples that are sorted by class should be mixed. The same samples make the same bytes. Replaces shards
+    and index of an earlier packing under this name when all new shards, in a hidden folder, are complete; other files
+    stay. If packing fails or is killed, the index refers to the complete old shards or to the complete new ones. Delays
+    SIGINT while it replaces them. Prints progress to stderr (auto, bar, lines or off). Raises UserError if there are no
+    samples, an argument is out of range, a label has no class, a class name is not UTF-8, the folder cannot be written,
+    another process is packing this index, or ``<name>.json`` is no index.
     """
     if count == 0:
         raise UserError(f"{name}: there is no sample to pack")
@@ -97,8 +98,8 @@ def write_shard(path: Path, samples: Iterable[tuple[str, Members]], advance: Cal
 def open_workspace(index: Path) -> Iterator[Path]:
     """Make and lock an empty hidden folder beside the index, yield its path, and remove the folder after the block.
 
-    If a killed packing of this index was being published, first finishes that. Keeps the folder after the block while
-    the index refers to it. Raises UserError if another process is packing this index or the folder cannot be written.
+    If a killed packing of this index was being published, first finishes that. Keeps the folder after the block if the
+    index refers to it. Raises UserError if another process is packing this index or the folder cannot be written.
     """
     workspace = index.with_name(f".{index.stem}.packing")
     with ExitStack() as stack:
@@ -125,8 +126,8 @@ def publish_packed_shards(workspace: Path, index: Path) -> None:
     """Replace the index and its shards with those in the workspace.
 
     (1) Rename an index into place that refers to the shards in the workspace: the commit point. (2) Remove the old
-    shards and move the new shards to their final names. (3) Rename the final index into place. Delays SIGINT. If the
-    process is killed between (1) and (3), the next packing does the rest. Raises UserError if writing fails.
+    shards and move the new shards to their final names. (3) Rename the final index into place. Delays SIGINT. After a
+    kill between (1) and (3), the next packing does the rest. Raises UserError if writing fails, OSError if (1) fails.
     """
     content = read_json_or_empty(workspace / index.name)
     content |= {"packed_in": workspace.name, "replaced": list_packed_shards(index)}
@@ -148,7 +149,7 @@ def index_refers_to(workspace: Path, index: Path) -> bool:
 def move_packed_shards(workspace: Path, index: Path) -> None:
     """If the index refers to shards in the workspace, move these and their index to their final places.
 
-    Removes the shards that they replace. Can go on after a kill at any line. Raises UserError if writing fails.
+    Removes the shards that they replace. After a kill, another call does the rest. Raises UserError if writing fails.
     """
     if not index_refers_to(workspace, index):
         return
@@ -164,7 +165,7 @@ def move_packed_shards(workspace: Path, index: Path) -> None:
 
 
 def link_or_copy_file(path: Path, target: Path) -> None:
-    """Make ``target`` a hard link to a file, or a copy if the file system has no hard links; replace ``target``."""
+    """Replace ``target`` by a hard link to the file ``path``, or by a copy if that fails; raise OSError if both do."""
     target.unlink(missing_ok=True)
     try:
         target.hardlink_to(path)
@@ -181,7 +182,7 @@ def read_json_or_empty(index: Path) -> dict[str, Any]:
 
 
 def list_packed_shards(index: Path) -> list[str]:
-    """Read an index; return the names of the shards that were packed with it, [] for an index of existing shards."""
+    """Read an index; return the names of the shards packed with it, [] if it has existing shards or is missing."""
     content = read_json_or_empty(index)
     if not (content.get(EXTENSION) or {}).get("packed"):
         return []

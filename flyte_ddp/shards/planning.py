@@ -22,10 +22,10 @@ HYPERPARAMETERS = ("batch_size", "shuffle_shards", "accumulation_steps", "valida
 
 
 def describe_plan(request: PlanRequest) -> Iterator[str]:
-    """Yield the plan as lines of text, then a warning if training cannot read a first sample of the index.
+    """Yield the plan as texts of one or more lines, then a warning if training cannot read a first sample.
 
-    Reads the index, with retries, and the first sample of each of its parts, without. Raises UserError if the options
-    are incomplete or out of range, if the index cannot be read, or, after all lines, if DDP would hang on a stream.
+    Reads the index, with up to 3 retries, and the first sample of each part, without. Raises UserError if the options
+    are incomplete or out of range, the index cannot be read, or, after all lines, DDP would hang on a stream.
     """
     if bool(request.index) == bool(request.shards):
         raise UserError(f"index={request.index!r}, shards={request.shards}: give an index, or --shards with --samples")
@@ -57,7 +57,7 @@ def describe_plan(request: PlanRequest) -> Iterator[str]:
 
 
 def describe_epoch(request: PlanRequest, order: ShardOrder, sizes: Counts | None) -> Iterator[str]:
-    """Yield what ranks and nodes read in the first epoch of training, as lines of text: each a name and a value.
+    """Return what ranks and nodes read in the first epoch of training, as lines of text: each a name and a value.
 
     Later epochs have the same length and read other shards. ``sizes`` has the bytes of each shard, [shards]; None if
     unknown. Raises UserError if there are no samples, or a batch has fewer samples than there are ranks.

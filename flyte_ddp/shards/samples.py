@@ -45,7 +45,7 @@ class SampleTable:
         return [Member(key, self.extensions[kind], *place) for kind, *place in zip(*columns, strict=True)]
 
     def to_bytes(self) -> bytes:
-        """Return the table as bytes in numpy's ``.npz`` format; names are bytes, each ended by ``SEPARATOR``."""
+        """Return the table in numpy's compressed ``.npz`` format; in it each name ends with ``SEPARATOR``, a NUL."""
         buffer = io.BytesIO()
         columns = {name: getattr(self, name) for name in COLUMNS}
         for column, names in (("keys", self.keys), ("extensions", self.extensions)):
@@ -56,7 +56,7 @@ class SampleTable:
 
     @classmethod
     def from_bytes(cls, content: bytes) -> SampleTable:
-        """Return the table that is stored in bytes of :meth:`to_bytes`; raise ValueError for other bytes."""
+        """Return the table that is stored in bytes of :meth:`to_bytes`; numpy's errors for other bytes go through."""
         with np.load(io.BytesIO(content), allow_pickle=False) as stored:
             texts = (stored[name].tobytes().decode("utf-8", "surrogateescape") for name in ("keys", "extensions"))
             keys, extensions = (tuple(text.split(SEPARATOR)[:-1]) for text in texts)
@@ -77,10 +77,7 @@ def read_table(shard: Shard) -> SampleTable:
 
 
 def read_table_or_none(shard: Shard) -> SampleTable | None:
-    """Read and return the shard's table; return None if there is none, or it cannot be read or is damaged. Tries once.
-
-    A caller can then make the table from the shard itself.
-    """
+    """Read and return the shard's table, without retries; return None if it is missing, damaged or unreadable."""
     try:
         return None if shard.table is None else read_table(shard)
     except (storage.UnavailableError, ValueError):
@@ -93,9 +90,9 @@ def table_digest(content: bytes) -> str:
 
 
 def tabulate_members(members: Iterable[Member], shard: str) -> SampleTable:
-    """Group all members of a shard, in its order, into samples; return the table of the samples.
+    """Group the members of a whole shard, in its order, into samples; return the table of the samples.
 
-    Raises UserError, with the shard's address, if members of a sample are not adjacent or have the same extension.
+    Raises UserError, with the address ``shard``, if members of a sample are not adjacent or have the same extension.
     """
     keys: dict[str, None] = {}
     extensions: dict[str, int] = {}

@@ -52,7 +52,7 @@ class HashedStream:
         return False
 
     def read(self, length: int) -> bytes:
-        """Return the next ``length`` bytes, or fewer at the end. Adds each new chunk to the digests."""
+        """Return the next ``length`` bytes, or fewer at the end; add new chunks to the digests and ``count``."""
         while len(self.rest) < length and (chunk := next(self.chunks, None)) is not None:
             self.md5.update(chunk)
             self.sha256.update(chunk)
@@ -66,8 +66,8 @@ class HashedStream:
 def scan_shard(url: str, *, decode: bool = False) -> ScannedShard:
     """Read a whole shard and return its size, digests, samples and labels; with ``decode``, decode its images too.
 
-    Retries transient errors up to 3 times. Raises UserError if the shard cannot be read, is no tar file, or has a
-    ``.cls`` member that is no class number.
+    Retries transient errors up to 3 times. Raises UserError if the shard cannot be read, is no tar file, has members
+    that :func:`iterate_members` or :func:`tabulate_members` refuses, or a ``.cls`` member that is no class number.
     """
 
     def is_wanted(extension: str) -> bool:
@@ -75,7 +75,7 @@ def scan_shard(url: str, *, decode: bool = False) -> ScannedShard:
         return extension.lower() == LABEL or (decode and extension.rpartition(".")[2].lower() in IMAGES)
 
     def scan_once(address: str) -> ScannedShard:
-        """Read the whole shard and return what was found; raise UnavailableError if it cannot be read."""
+        """Read the whole shard, without retries, and return what was found; raise UnavailableError if that fails."""
         found, damaged, labels = list[Member](), list[str](), 0
         with storage.open_file(address) as file:
             stream = HashedStream(file.chunks)
@@ -90,7 +90,7 @@ def scan_shard(url: str, *, decode: bool = False) -> ScannedShard:
                         raise UserError(f"sample {member.key!r} in {url}: label {label}; labels are 0, 1, 2 and so on")
                     labels = max(labels, label + 1)
                 else:
-                    damaged += describe_damage(where, member.extension, content)
+                    damaged += describe_decoding_failure(where, member.extension, content)
         storage.check_length(stream.count, file.size, remote=storage.local_path(address) is None)
         table = tabulate_members(found, url)
         shard = Shard(url, len(table), stream.count, stream.md5.hexdigest(), stream.sha256.hexdigest())
@@ -103,7 +103,7 @@ def scan_shard(url: str, *, decode: bool = False) -> ScannedShard:
 
 
 def describe_unfit_samples(table: SampleTable, url: str) -> list[str]:
-    """Return a sentence about each sample of a shard that has no image or no label, so that training cannot read it."""
+    """Return a sentence about each sample in a shard's table without an image or a label: training cannot read it."""
     unfit = []
     for number, key in enumerate(table.keys):
         try:
@@ -114,7 +114,7 @@ def describe_unfit_samples(table: SampleTable, url: str) -> list[str]:
     return unfit
 
 
-def describe_damage(where: dict[str, str], extension: str, content: bytes) -> list[str]:
+def describe_decoding_failure(where: dict[str, str], extension: str, content: bytes) -> list[str]:
     """Decode an image as training does; return a sentence about the failure in a list, or [] for success.
 
     ``where`` has ``__key__`` and ``__shard__`` of the image's sample, for the sentence.
@@ -131,7 +131,7 @@ def describe_damage(where: dict[str, str], extension: str, content: bytes) -> li
 
 
 def expand_ranges(url: str) -> list[str]:
-    """Return the addresses that stand for ``url``: each range such as ``{000..127}`` is replaced by its numbers."""
+    """Return an address for each number of ranges such as ``{000..127}`` in ``url``; none if a range counts down."""
     match = RANGE.search(url)
     if match is None:
         return [url]
@@ -143,9 +143,9 @@ def expand_ranges(url: str) -> list[str]:
 def create_index(
     urls: Sequence[str], output: Path, *, name: str = "", classes: Sequence[str] = (), progress: str = "auto"
 ) -> ShardIndex:
-    """Write the index of shards as :func:`index_shards` does, and return it; ``{000..127}`` in ``urls`` is a range.
+    """Read whole shards, write their index and a file with their tables of samples, and return the index.
 
-    Also raises UserError if two classes have one name, or a class has none.
+    Expands ``{000..127}`` in ``urls`` and calls :func:`index_shards`; raises UserError for equal or blank class names.
     """
     classes = class_names("classes", classes)
     for label, count in Counter(classes).items():
@@ -160,11 +160,12 @@ def index_shards(
 ) -> ShardIndex:
     """Read whole shards in 8 threads; write their index and a file with their tables of samples; return the index.
 
-    Writes the tables to the path of the index + ``.tables``. Without ``name``, takes that of the output file; without
-    ``classes`` (names in the order of the labels), takes "0", "1", "2" up to the highest label. ``packed`` says that
-    the next packing under this name may remove the shards. Prints progress to stderr (auto, bar, lines or off), and a
-    warning if samples lack an image or a label. Raises UserError if a shard cannot be read, is no tar file or is given
-    twice; if a label has no class; if the output is a shard, or a file that is no index.
+    Replaces ``output``, and ``output`` + ``.tables`` for the tables. Reads with up to 3 retries. Without ``name``,
+    takes that of the output; without ``classes`` (names in the order of the labels), takes "0", "1", "2" up to the
+    highest label. ``packed`` says that the next packing under this name may remove the shards. Prints progress to
+    stderr (auto, bar, lines or off) and, unless off, a warning if images or labels are missing. Raises UserError, and
+    does not wait for the threads, if a shard cannot be read, is malformed or is given twice; if there is no sample; if
+    a label has no class; if the output is a shard, a remote address or a file that is no index, or cannot be written.
     """
     shards = [str(storage.local_path(url) or url) for url in urls]
     output = resolve_index_output(output, shards)
@@ -212,10 +213,10 @@ def tables_path(index: Path) -> Path:
 
 
 def resolve_index_output(path: Path, inputs: Iterable[str] = ()) -> Path:
-    """Return the absolute path of an index to write, if no file but an index would be overwritten.
+    """Return the absolute path of an index to write; raise UserError if another kind of file would be overwritten.
 
-    Reads an existing file there. Raises UserError if the path is a remote address, one of the addresses ``inputs`` that
-    the index is made from, or an existing file that is no index.
+    Reads an existing index there. Also raises UserError if the path is a remote address, or if the index or its file of
+    tables would overwrite one of the addresses ``inputs`` that it is made from.
     """
     if ADDRESS.match(str(path)):
         raise UserError(f"{path}: cannot be written to; choose a path on this machine, and copy it there afterwards")
@@ -236,9 +237,9 @@ def resolve_index_output(path: Path, inputs: Iterable[str] = ()) -> Path:
 def verify_index(address: str, *, decode: bool = False, progress: str = "auto") -> list[str]:
     """Read all shards of an index in 8 threads; return a sentence about each difference from the index.
 
-    A shard that cannot be read is such a difference. With ``decode``, also decodes images, and reports samples without
-    an image or a label. Retries transient errors; prints progress to stderr, as ``progress`` says (auto, bar, lines or
-    off). Raises UserError if the index cannot be read.
+    A shard that cannot be read is such a difference. With ``decode``, also decodes images, and reports those that fail
+    and samples without an image or a label. Retries transient errors up to 3 times. Prints progress to stderr (auto,
+    bar, lines or off). Raises UserError if the index cannot be read or is malformed.
     """
     index = read_index(address)
     verify = partial(verify_shard, classes=len(index.classes), decode=decode)
@@ -252,9 +253,10 @@ def verify_index(address: str, *, decode: bool = False, progress: str = "auto") 
 
 
 def verify_shard(shard: Shard, classes: int, *, decode: bool) -> list[str]:
-    """Read a whole shard and its table in the index, with retries; return a sentence about each difference.
+    """Read a whole shard and its stored table, with up to 3 retries each; return a sentence about each difference.
 
-    ``classes`` is the number of classes in the index, 0 if it does not say. ``decode`` is as in :func:`verify_index`.
+    A shard or table that cannot be read is a difference. ``classes`` is the number of classes in the index, 0 if it
+    does not say. ``decode`` is as in :func:`verify_index`.
     """
     try:
         found = scan_shard(shard.url, decode=decode)

@@ -87,9 +87,9 @@ class StreamPlan:
     def suggest_options(self) -> list[dict[str, int]]:
         """Return changes of options, such as {"workers": 3}; each gives all ranks the same number of batches.
 
-        These are: the largest ``nbatches`` that every rank reaches; the ``nbatches`` of the longest rank, with the
-        smallest ``dsrepeat`` with which all ranks reach it; the nearest ``workers`` below and above, up to twice as
-        many; the nearest ``shards`` below and above that can be dealt out evenly, if all have as many samples.
+        These are: the largest ``nbatches`` that every rank reaches; the most batches of a rank as ``nbatches``, with
+        the smallest ``dsrepeat`` with which all reach them; the nearest ``workers`` below and above, up to twice as
+        many; the nearest ``shards`` below and above that readers share evenly, if all shards have as many samples.
         """
         least, most = int(self.batches.min()), int(self.batches.max())
         changes = [{"nbatches": least}] if least else []
@@ -125,7 +125,7 @@ class StreamPlan:
             raise UserError(f"the ranks get {batches} batches: DDP hangs unless all get the same number; {self.advice}")
 
     def format_lines(self, limit: int = 8) -> Iterator[str]:
-        """Yield the plan as lines of text: a table of the first ``limit`` ranks, bytes, and whether DDP would hang."""
+        """Yield the plan as lines of text: the first ``limit`` ranks, bytes of the nodes, hangs and their remedies."""
         request, samples = self.request, self.samples.sum(axis=1)
         workers = f"nodes x ranks x workers = {request.nodes:,} x {request.ranks:,} x {request.workers:,}"
         shards = f"{len(self.counts):,} shards with {samples.sum():,} samples"

@@ -44,10 +44,10 @@ def iterate_members(
 ) -> Iterator[tuple[Member, bytes | None]]:
     """Yield the members of a tar file in their order, each with its content if ``is_wanted(extension)``, else None.
 
-    Reads the file, which need not be seekable, to its end; its ``read`` may give less than asked only there. Skips
-    folders and files without an extension, as wids does; names that begin with a dot, as webdataset does; and
-    ``._x.jpg``, which a Mac's tar adds. Raises DamagedShardError, with the address ``shard``, if the file is no whole
-    tar file; UserError if it has a link, a device, a sparse file, or a name that leads out of its folder.
+    Reads the file, which need not be seekable, to its end; ``file.read(n)`` may return fewer than n bytes only there,
+    and its errors go through. Skips folders, files without an extension (as wids), names that begin with a dot (as
+    webdataset), and ``._x.jpg``, which a Mac's tar adds. Raises DamagedShardError, with the address ``shard``, if the
+    file is no whole tar file; UserError if it has a link, a device, a sparse file, or a name outside its folder.
     """
     archive = Archive(file, shard)
     for header in archive.read_headers():
@@ -78,9 +78,9 @@ class Header(tarfile.TarInfo):
 
     @classmethod
     def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> Header:
-        """Parse a header block for tarfile, and return the header with its CRC-32.
+        """Parse a header block for tarfile, and return the header with the block's CRC-32.
 
-        Raises HeaderError if the block is no header, or has a size that would fill the memory.
+        Raises HeaderError if the block is no header, or announces over 1 MiB of metadata or 2**60 bytes of content.
         """
         header = super().frombuf(buf, encoding, errors)
         if not 0 <= header.size <= (MOST_METADATA if header.type in METADATA else MOST_BYTES):
@@ -99,10 +99,10 @@ class Archive:
         self.file, self.shard, self.place = file, shard, 0
 
     def read_headers(self) -> Iterator[Header]:
-        """Yield the header of each member, and read the file to its end.
+        """Yield the header of each entry, folders and links too, and read the file to its end.
 
-        The caller may read a member's content with :meth:`read` before it asks for the next header. Raises
-        DamagedShardError if a header is damaged or missing, or bytes follow the archive's end mark.
+        The caller may read an entry's content with :meth:`read` before it asks for the next header. Raises
+        DamagedShardError if a header is damaged or missing, or bytes other than zeros follow the archive's end mark.
         """
         try:
             archive = tarfile.TarFile(fileobj=self, tarinfo=Header, encoding="utf-8", errors="surrogateescape")  # type: ignore[arg-type]
@@ -124,7 +124,7 @@ class Archive:
                 raise self.damage_error("bytes follow the end mark, as in archives that were joined with cat")
 
     def read(self, length: int) -> bytes:
-        """Read and return the next ``length`` bytes; raise DamagedShardError if the file ends before."""
+        """Return the next ``length`` bytes and advance ``place``; raise DamagedShardError if the file ends before."""
         content: bytes = self.file.read(length)
         self.place += len(content)
         if len(content) < length:
@@ -136,9 +136,9 @@ class Archive:
         return self.place
 
     def skip_to(self, place: int) -> None:
-        """Go on to byte ``place``: seek in a seekable file, else read the bytes before it.
+        """Move forward to byte ``place``: seek in a seekable file, else read the bytes before it.
 
-        Raises DamagedShardError if the file ends before; after a seek, the next :meth:`read` raises it.
+        Raises DamagedShardError if the file ends before; after a seek, only the next :meth:`read` raises it.
         """
         if self.file.seekable():
             self.file.seek(place - self.place, 1)
