@@ -63,7 +63,7 @@ def join(indexes: tuple[str, ...], output: Path, weights: tuple[float, ...], nam
 @click.option("--decode", is_flag=True, help="Also decode all images, and count samples that training cannot read.")
 @PROGRESS
 def verify(index: str, decode: bool, progress: str) -> None:
-    """Read all shards of an index whole and print each difference from it; exit with status 1 if there is any."""
+    """Read all shards of an index whole and print each difference; exit with status 1 if there is any."""
     problems = verify_index(index, decode=decode, progress=progress)
     for problem in problems:
         click.echo(problem)

@@ -282,7 +282,7 @@ class ShardCache:
         return 0
 
     def hold_lock(self, name: str, *, wait: bool = True) -> AbstractContextManager[None]:
-        """Hold an exclusive lock in a block: of the cache's list of files (``room``), or of the shard with a hex name.
+        """Hold an exclusive lock in a block: ``room``, of the list of cached files; or that of a shard's hex file name.
 
         Makes a lock file; shards may share one. Waits without a limit, or raises BlockingIOError if another thread or
         process holds it and ``wait`` is false. Raises OSError if the folder cannot be written.

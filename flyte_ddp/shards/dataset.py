@@ -69,7 +69,7 @@ class OpenShard:
                     unlock(self.file)
 
     def lock_file(self) -> bool:
-        """Lock a cached file against eviction; return False if it is evicted, True for a shard of this machine."""
+        """Lock a cached file against eviction; return False if it was or is being evicted, True for a local shard."""
         if not self.cached:
             return True
         try:
@@ -191,8 +191,8 @@ class ShardReader:
 
         Reads only the members ``wanted`` (extensions in lower case; None for all). Fetches the shard if it is not in
         the cache, and once more if it is damaged; waits up to 60 s while the cache is full. Keeps the shard open;
-        closes others and starts threads as :meth:`open_shard` does. Raises DamagedShardError if the shard is still
-        damaged, UserError if it cannot be opened or fetched.
+        closes others and starts fetching threads as :meth:`open_shard` does. Raises DamagedShardError if the shard is
+        still damaged, UserError if it cannot be opened or fetched.
         """
         number, inside = self.index.locate(sample)
 

@@ -66,8 +66,9 @@ DECODERS: dict[str, Callable[[bytes], Any]] = {
 def decode_sample(sample: dict[str, Any]) -> dict[str, Any]:
     """Return a copy of a sample with its members decoded by their extensions; other members stay bytes.
 
-    Images become PIL images, ``.cls`` and ``.cls2`` int, ``.txt`` and ``.text`` str, ``.json`` Python values, ``.npy``
-    numpy arrays. Of ``.seg.png`` the last part counts, as in wids. Raises UserError if a member cannot be decoded.
+    Images become PIL images, decoded when first used; ``.cls`` and ``.cls2`` int, ``.txt`` and ``.text`` str, ``.json``
+    Python values, ``.npy`` numpy arrays. Of ``.seg.png`` the last part counts. Raises UserError if a member cannot be
+    decoded.
     """
     return {name: decode_member(sample, name, content) for name, content in sample.items()}
 

@@ -152,9 +152,8 @@ def read_index(address: str) -> ShardIndex:
 def build_index(address: str, content: dict[str, Any]) -> ShardIndex:
     """Return the index whose JSON is ``content``; read the indexes that it refers to, as :func:`read_index` does.
 
-    Relative addresses start from the folder of ``address``, where the index is or will be. Turns Python's garbage
-    collector off meanwhile. Raises the UserErrors of :func:`read_index`, or TypeError or the like for a malformed
-    field.
+    Relative addresses start from the folder of ``address``, where the index is or will be. Pauses garbage collection.
+    Raises UserError as :func:`read_index`; LookupError, TypeError, ValueError or AttributeError for bad fields.
     """
     sources = [(address, content, content)] if content.get("shardlist") else []
     sources += [resolve_part(address, content, entry) for entry in content.get("datasets") or []]

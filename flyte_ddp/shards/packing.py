@@ -123,7 +123,7 @@ def open_workspace(index: Path) -> Iterator[Path]:
 
 
 def publish_packed_shards(workspace: Path, index: Path) -> None:
-    """Replace the index and its shards with those in the workspace.
+    """Replace the index and its shards with those in the folder ``workspace``.
 
     (1) Rename an index into place that refers to the shards in the workspace: the commit point. (2) Remove the old
     shards and move the new shards to their final names. (3) Rename the final index into place. Delays SIGINT. After a

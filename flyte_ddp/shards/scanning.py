@@ -52,7 +52,7 @@ class HashedStream:
         return False
 
     def read(self, length: int) -> bytes:
-        """Return the next ``length`` bytes, or fewer at the end; add new chunks to the digests and ``count``."""
+        """Return the stream's next ``length`` bytes, or fewer at its end; add new chunks to digests and byte count."""
         while len(self.rest) < length and (chunk := next(self.chunks, None)) is not None:
             self.md5.update(chunk)
             self.sha256.update(chunk)

@@ -125,7 +125,7 @@ class StreamPlan:
             raise UserError(f"the ranks get {batches} batches: DDP hangs unless all get the same number; {self.advice}")
 
     def format_lines(self, limit: int = 8) -> Iterator[str]:
-        """Yield the plan as lines of text: the first ``limit`` ranks, bytes of the nodes, hangs and their remedies."""
+        """Yield the plan as lines of text: the first ``limit`` ranks, nodes' bytes, whether DDP would hang, advice."""
         request, samples = self.request, self.samples.sum(axis=1)
         workers = f"nodes x ranks x workers = {request.nodes:,} x {request.ranks:,} x {request.workers:,}"
         shards = f"{len(self.counts):,} shards with {samples.sum():,} samples"
