@@ -106,8 +106,7 @@ class OpenShard:
 def open_shard_when_room(shard: Shard, cache: ShardCache) -> BinaryIO:
     """Open a shard as :meth:`ShardCache.open_shard` does; while the cache is full, try again for up to 60 s.
 
-    Other readers release their shards after each sample, so room normally appears soon. Raises CacheFullError after the
-    last try, and other errors at once.
+    Other readers release shards after each sample. Raises CacheFullError after the 60 s, other errors at once.
     """
     deadline, pause = time.monotonic() + WAIT_FOR_ROOM, 0.01
     while True:
