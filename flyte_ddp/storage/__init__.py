@@ -33,7 +33,10 @@ class Storage(Protocol):
 
 
 def select_storage(address: str) -> Storage:
-    """Import and return the module that reads and writes addresses of this kind."""
+    """Return the module that reads and writes files at such an address; imports it, and with it requests or obstore.
+
+    Raises UserError for an address of no known kind, without server or bucket, or with a user name or a password.
+    """
     kind = scheme(address)
     if kind == "file":
         return local
@@ -50,8 +53,8 @@ def open_file(address: str, span: Span | None = None) -> AbstractContextManager[
     """Return a context manager that opens a file for one pass over its bytes as stored, without decompression.
 
     ``span`` is the number of the first byte and of the byte after the last; None opens the whole file. Waits up to 10 s
-    for a connection and 30 s for each piece of the content; does not retry. Raises UnavailableError if the file cannot
-    be read, when the block is entered or while it reads the chunks.
+    for a connection and 30 s for each piece of the content; does not retry. Raises UserError at once for an address of
+    no known kind; UnavailableError on entering the block, or from the chunks, if the file cannot be read.
     """
     return select_storage(address).open_file(address, span)
 
@@ -59,8 +62,8 @@ def open_file(address: str, span: Span | None = None) -> AbstractContextManager[
 def read_file(address: str, span: Span | None = None, *, tag: str = "") -> bytes:
     """Read a file, or a span of bytes of it (first, after the last), into memory and return the bytes. Does not retry.
 
-    Raises UnavailableError if the file cannot be read, or has fewer or more bytes than announced; AlteredError if the
-    storage sends a tag with the content, and ``tag``, from an earlier listing, is another one.
+    Waits as :func:`open_file`. Raises UnavailableError if the file cannot be read, or has fewer or more bytes than
+    announced; AlteredError if the storage sends a tag, and ``tag``, from an earlier listing, is another one.
     """
     with open_file(address, span) as opened:
         if tag and opened.tag and opened.tag != tag:
@@ -74,8 +77,9 @@ def read_file(address: str, span: Span | None = None, *, tag: str = "") -> bytes
 def stat_file(address: str) -> Entry:
     """Return the size and tag of a file without reading its content; the returned entry's name is "". Does not retry.
 
-    An HTTP server that sends no size gives -1; one that sends no ETag gives the time of the last change, else "".
-    Raises MissingError if there is no such file, UnavailableError if the storage cannot be asked.
+    The size is -1 if an HTTP server sends none. The tag is the ETag, else the time of the last change, else "". Waits
+    up to 10 s for a connection, 30 s for the response. Raises MissingError if there is no such file, UnavailableError
+    if the storage cannot be asked.
     """
     return select_storage(address).stat_file(address)
 
@@ -83,28 +87,28 @@ def stat_file(address: str) -> Entry:
 def list_files(address: str) -> Iterator[Entry]:
     """Yield all files below a folder or prefix, ordered by name, without the objects that stand for folders.
 
-    On this machine follows symlinks, and skips hidden files and folders. Lists a folder of an HTTP server by its file
-    ``SHA256SUMS``. Yields nothing for a prefix of a bucket without objects. Does not retry. Raises MissingError if a
-    folder of this machine is missing, UnavailableError if the files cannot be listed.
+    Keeps the whole list in memory. On this machine follows symlinks, and skips hidden files and folders; on a web
+    server reads the list in the folder's file ``SHA256SUMS``. Yields nothing for a prefix without objects. Does not
+    retry. Raises MissingError if a folder of this machine is missing, UnavailableError if the files cannot be listed.
     """
     return select_storage(address).list_files(address)
 
 
 def write_file(address: str, content: bytes | Path) -> None:
-    """Write bytes, or a copy of the file at a path, and replace a file of that name. Does not retry.
+    """Write bytes, or a copy of the file at a path, to an address, and replace the file there. Does not retry.
 
-    Makes missing folders. Readers see the old file or the whole new one. Raises UnavailableError if the file cannot be
-    written, UserError if the address is of a web server.
+    Makes missing folders. Readers see the old file or the whole new one; on this machine a power cut may lose both.
+    Raises UnavailableError if the file cannot be written, UserError if the address is of a web server.
     """
     select_storage(address).write_file(address, content, create=False)
 
 
 def create_file(address: str, content: bytes | Path) -> None:
-    """Write bytes, or a copy of the file at a path, if there is no file of that name. Does not retry.
+    """Write bytes, or a copy of the file at a path, to an address where no file is yet. Does not retry.
 
-    Makes missing folders. Readers see no file or the whole file. Raises ExistsError if there is a file of that name,
-    which an earlier try may have written whose response was lost; UnavailableError if the file cannot be written;
-    UserError if the address is of a web server.
+    Makes missing folders. Readers see no file or the whole file; on this machine it is on the disk before this returns.
+    Raises ExistsError if there is a file, which an earlier try may have written whose response was lost;
+    UnavailableError if the file cannot be written; UserError if the address is of a web server.
     """
     select_storage(address).write_file(address, content, create=True)
 
@@ -112,8 +116,8 @@ def create_file(address: str, content: bytes | Path) -> None:
 def delete_files(addresses: Sequence[str]) -> None:
     """Delete files that are all in one bucket or all on this machine, many with each request. Does not retry.
 
-    Raises MissingError if a file is missing, which S3 does not report; UnavailableError if a file cannot be deleted,
-    when others may be deleted already; UserError if the addresses are of a web server.
+    Raises MissingError if a file is missing, which S3 does not report; UnavailableError if a file cannot be deleted:
+    other files may be deleted already. Raises UserError if the addresses are of a web server.
     """
     if addresses:
         select_storage(addresses[0]).delete_files(addresses)

@@ -32,9 +32,10 @@ def scheme(address: str) -> str:
 
 
 def local_path(address: str) -> Path | None:
-    """Return the absolute path of a plain path or a ``file://`` address; None for a remote address.
+    """Return the absolute path of a plain path, or of a ``file://`` address (decodes %xx); None for a remote address.
 
-    ``~`` at the start becomes the home folder. Symlinks and ``..`` are kept. The file need not exist.
+    ``~`` at the start becomes the home folder. Symlinks and ``..`` are kept. The file need not exist. UserError as from
+    :func:`scheme`.
     """
     if scheme(address) != "file":
         return None
@@ -43,7 +44,7 @@ def local_path(address: str) -> Path | None:
 
 
 def join(folder: str, name: str) -> str:
-    """Return the address of a file by its name in a folder or below a prefix."""
+    """Return the address of a file by its name in a folder or below a prefix; encodes the name for a web server."""
     path = local_path(folder)
     return f"{folder.rstrip('/')}/{encode_name(folder, name)}" if path is None else str(path / name)
 
@@ -69,8 +70,9 @@ def parent(address: str) -> str:
 def resolve(base: str, address: str) -> str:
     """Return the absolute form of an address that may be relative to the folder or prefix ``base``.
 
-    An absolute address is returned unchanged. A relative one is names of folders and a file, joined by "/": "#", "?"
-    and "%" in them are ordinary characters, on a web server too, and ".." goes one folder up.
+    An address with "://" is returned unchanged. A relative one is names of folders and a file, joined by "/": ".." goes
+    one folder up, "/" at the start leads to the top of machine, server or bucket, and "#", "?" and "%" are ordinary
+    characters, percent-encoded on a web server.
     """
     if "://" in address:
         return address

@@ -24,9 +24,9 @@ CREDENTIALS_LIFETIME = timedelta(minutes=10)  # then obstore asks botocore again
 def make_s3_store(bucket: str) -> Any:
     """Return obstore's store of a bucket on AWS or on another server with S3's protocol.
 
-    Region, endpoint, certificates and credentials come from ``FLYTE_AWS_*``, then from botocore (variables, profiles,
-    roles), which may ask servers for them. Without credentials requests are anonymous. Without an endpoint, asks AWS
-    for the bucket's region.
+    Key and endpoint come from ``FLYTE_AWS_*``, else, as region and certificates, from botocore (variables, profiles,
+    roles), which may ask servers for credentials. Without credentials requests are anonymous. Without an endpoint, asks
+    AWS for the bucket's region. Unusable settings raise ValueError, OSError or botocore's exceptions.
     """
     from botocore.session import get_session  # type: ignore[import-untyped,unused-ignore]
     from botocore.utils import validate_region_name  # type: ignore[import-untyped,unused-ignore]
@@ -38,14 +38,14 @@ def make_s3_store(bucket: str) -> Any:
         session.set_credentials(key, secret)
     credentials = session.get_credentials()
 
-    def current_credentials() -> dict[str, Any]:
+    def fetch_credentials() -> dict[str, Any]:
         """Return botocore's credentials in obstore's form; botocore renews them if necessary."""
         frozen = credentials.get_frozen_credentials()
         names = {"access_key_id": frozen.access_key, "secret_access_key": frozen.secret_key, "token": frozen.token}
         return {**names, "expires_at": datetime.now(UTC) + CREDENTIALS_LIFETIME}
 
     if credentials:
-        current_credentials()  # called here for botocore's own exception; obstore would wrap it
+        fetch_credentials()  # called here for botocore's own exception; obstore would wrap it
     region, bundle = session.get_config_variable("region"), session.get_config_variable("ca_bundle")
     validate_region_name(region)
     endpoint = next(filter(None, map(os.environ.get, ENDPOINT_VARIABLES)), None)
@@ -57,15 +57,15 @@ def make_s3_store(bucket: str) -> Any:
         shown = endpoint.rpartition("@")[2]  # without a password
         raise ValueError(f"Invalid endpoint: {shown}; it must begin with https:// or http://")
     settings = client_settings(bundle) | {"aws_endpoint_url_s3": endpoint, "region": region or "us-east-1"}
-    settings |= {"credential_provider": current_credentials} if credentials else {"skip_signature": True}
+    settings |= {"credential_provider": fetch_credentials} if credentials else {"skip_signature": True}
     return S3Store(bucket, **settings)
 
 
 def find_bucket_region(bucket: str, default: str, bundle: str | None) -> str:
-    """Ask AWS's server in the region ``default`` for the region of a bucket; return it, or ``default`` on failure.
+    """Ask AWS's server in the region ``default`` for the region of a bucket; return it, or ``default`` after a failure.
 
-    Needs no credentials. Trusts the certificates in the file ``bundle``, if given. Waits up to 10 s for the connection
-    and 30 s for the response.
+    Needs no credentials. Trusts the certificates in the file ``bundle``, if given; OSError if there is no such file.
+    Waits up to 10 s for the connection and 30 s for the response; does not retry.
     """
     import requests
 
@@ -79,8 +79,8 @@ def find_bucket_region(bucket: str, default: str, bundle: str | None) -> str:
 def make_google_store(bucket: str) -> Any:
     """Return obstore's store of a bucket of Google Cloud Storage, with application default credentials.
 
-    google-auth may ask servers for them. Without credentials requests are anonymous. ``STORAGE_EMULATOR_HOST`` names
-    another server, also anonymous.
+    google-auth fetches a token; its exceptions go through. Requests are anonymous without credentials, and to the
+    server that ``STORAGE_EMULATOR_HOST`` names. Raises ValueError for unusable ``GOOGLE_APPLICATION_CREDENTIALS``.
     """
     from google import auth
     from google.auth.exceptions import DefaultCredentialsError
@@ -103,9 +103,9 @@ def make_google_store(bucket: str) -> Any:
 
 
 def make_azure_store(container: str) -> Any:
-    """Return obstore's store of a container of Azure Blob Storage.
+    """Return obstore's store of a container of Azure Blob Storage; sends no request yet.
 
-    ``FLYTE_AZURE_*`` come first; obstore itself reads the ``AZURE_*`` variables and asks for managed identities.
+    ``FLYTE_AZURE_*`` come first; obstore itself reads the ``AZURE_*`` variables, and later asks for managed identities.
     """
     from obstore.store import AzureStore
 
@@ -117,10 +117,11 @@ def make_azure_store(container: str) -> Any:
 
 
 def client_settings(bundle: str | None = None) -> dict[str, Any]:
-    """Return the timeouts and certificates for the stores of all clouds; obstore's own retries are turned off.
+    """Return obstore's settings for all clouds: timeouts, trusted certificates, no retries, and http:// allowed.
 
-    Reads the file of certificates (PEM) that ``bundle`` or else ``REQUESTS_CA_BUNDLE`` names, to be trusted in addition
-    to the system's. Raises OSError if it cannot be read, ValueError if it has no certificate.
+    Timeouts are 10 s for a connection, 30 s without a byte, a day in all. Reads the file of certificates (PEM) that
+    ``bundle`` or else ``REQUESTS_CA_BUNDLE`` names, to be trusted in addition to the system's. Raises OSError if it
+    cannot be read, ValueError if it has no certificate.
     """
     options: dict[str, Any] = {
         "allow_http": True,  # an endpoint may begin with http://

@@ -32,7 +32,7 @@ def parse_etag(header: str | None) -> str:
 
 
 def check_length(received: int, announced: int | None, *, remote: bool) -> None:
-    """Raise UnavailableError if fewer or more bytes were read than announced; None announces nothing.
+    """Raise UnavailableError unless as many bytes were received as ``announced``; accept any number if that is None.
 
     The error is transient, so that the read may be retried, if the file is ``remote``: on another machine.
     """

@@ -31,7 +31,8 @@ PERMANENT_ERRORS = (InvalidURL, SSLError, TooManyRedirects, urllib3.exceptions.L
 def open_file(address: str, span: Span | None) -> Iterator[Content]:
     """Open a file of an HTTP server, or a span of bytes of it, for one pass over its bytes.
 
-    Raises UnavailableError if the server gives no file, cannot give a span, or fails while the block reads the bytes.
+    Waits and redirects are those of :func:`open_response`. Raises UnavailableError if the server gives no file or
+    cannot give a span, or if the connection fails while the block reads the bytes.
     """
     span_header = {"Range": f"bytes={span[0]}-{span[1] - 1}"} if span is not None else {}
     with open_response(address, "GET", span_header) as response:
@@ -45,7 +46,8 @@ def open_file(address: str, span: Span | None) -> Iterator[Content]:
 def stat_file(address: str) -> Entry:
     """Return the size (-1 if not sent) and the tag of a file of an HTTP server, by a HEAD request.
 
-    The tag is the ETag, else the time of the last change, else "". Raises UnavailableError if the server fails.
+    The tag is the ETag, else the time of the last change, else "". Raises MissingError for status 404 or 410,
+    UnavailableError for other failures of :func:`open_response`.
     """
     with open_response(address, "HEAD", {}) as response:
         size, tag, time = (response.headers.get(name, "") for name in ("Content-Length", "ETag", "Last-Modified"))
@@ -53,7 +55,7 @@ def stat_file(address: str) -> Entry:
 
 
 def list_files(address: str) -> Iterator[Entry]:
-    """Read ``SHA256SUMS`` in a folder of an HTTP server; yield the files that it names, with size -1, by name.
+    """Read ``SHA256SUMS`` in a folder of an HTTP server; yield the files in it by name, with size -1 and digest as tag.
 
     Raises UnavailableError if the server gives no SHA256SUMS, it cannot be parsed, or it names a file outside the
     folder.
@@ -87,11 +89,12 @@ def delete_files(addresses: Sequence[str]) -> NoReturn:
 def open_response(address: str, method: str, headers: dict[str, str]) -> Iterator[Any]:
     """Send an HTTP request, follow redirects, and yield the response with an unread body; close it after the block.
 
-    Waits up to 10 s for the connection and up to 30 s for each piece of the body. Raises UnavailableError if the status
-    is not 200 or 206, a redirect is refused, or the connection fails, also while the block reads the body.
+    Waits up to 10 s for the connection and up to 30 s for each piece of the body; does not retry. Raises
+    UnavailableError if the status is not 200 or 206, a redirect is refused, or the connection fails, also while the
+    block reads the body; UserError if a redirect names a user or a password.
     """
     try:
-        with process_session(os.getpid()).request(
+        with get_process_session(os.getpid()).request(
             method,
             address,
             stream=method != "HEAD",  # without a body there is nothing to stream, and the connection stays open
@@ -119,9 +122,9 @@ class GuardedSession(requests.Session):
     """A session that refuses redirects to hosts that :func:`may_follow_redirect` does not allow."""
 
     def get_redirect_target(self, resp: requests.Response) -> str | None:
-        """Return the address that a redirect names; None if the response is no redirect.
+        """Return the address that a redirect names; None if the response is no redirect. Overrides requests' method.
 
-        Closes ``resp`` and raises UnavailableError if that host is another one, and neither public nor allowed.
+        Closes ``resp`` and raises UnavailableError if :func:`may_follow_redirect` (which looks up hosts) forbids it.
         """
         target = super().get_redirect_target(resp)
         if target is not None and not may_follow_redirect(resp.url, there := urljoin(resp.url, target)):
@@ -134,8 +137,8 @@ class GuardedSession(requests.Session):
 
 
 @cache
-def process_session(process_id: int) -> requests.Session:  # noqa: ARG001
-    """Return the session of this process, made at the first call. It keeps connections open and stores no cookies.
+def get_process_session(process_id: int) -> requests.Session:  # noqa: ARG001
+    """Return the HTTP session of this process, made at its first call. It keeps connections open and stores no cookies.
 
     A forked child must not use its parent's connections, so the process id is the cache's key.
     """

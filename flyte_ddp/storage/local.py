@@ -22,8 +22,8 @@ def require_local_path(address: str) -> Path:
 
 
 @contextmanager
-def translate_errors() -> Iterator[None]:
-    """Raise a MissingError if the block does not find a file, and an UnavailableError for its other OSErrors."""
+def translate_os_errors() -> Iterator[None]:
+    """Convert OSErrors of the block: those for a file that is not found to MissingError, others to UnavailableError."""
     try:
         yield
     except (FileNotFoundError, NotADirectoryError):
@@ -34,11 +34,11 @@ def translate_errors() -> Iterator[None]:
 
 @contextmanager
 def open_file(address: str, span: Span | None) -> Iterator[Content]:
-    """Open a file of this machine, or a span of bytes of it, for one pass over its bytes.
+    """Open a file of this machine, or a span of bytes of it, for one pass over its bytes; close it after the block.
 
     Raises MissingError if there is no such file, UnavailableError if it cannot be read, here or while the block reads.
     """
-    with translate_errors():
+    with translate_os_errors():
         file = require_local_path(address).open("rb")
     with file:
         size = os.fstat(file.fileno()).st_size
@@ -52,7 +52,7 @@ def read_chunks(file: BinaryIO, length: int) -> Iterator[bytes]:
 
     Raises UnavailableError if the file cannot be read.
     """
-    with translate_errors():
+    with translate_os_errors():
         while length > 0 and (chunk := file.read(min(length, CHUNK_BYTES))):
             length -= len(chunk)
             yield chunk
@@ -63,7 +63,7 @@ def stat_file(address: str) -> Entry:
 
     Raises MissingError if there is no such file or it is no regular file, UnavailableError for another OSError.
     """
-    with translate_errors():
+    with translate_os_errors():
         status = require_local_path(address).stat()
     if not S_ISREG(status.st_mode):
         raise MissingError("no such file")
@@ -73,8 +73,8 @@ def stat_file(address: str) -> Entry:
 def write_file(address: str, content: bytes | Path, *, create: bool) -> None:
     """Write bytes or a copy of a file by a temporary file and a rename; make missing folders.
 
-    With ``create``, returns only when the new file is on the disk, and raises ExistsError if there is a file of that
-    name. Raises UnavailableError if the file cannot be written, or the one to copy cannot be read.
+    With ``create``, returns only when the new file is on the disk (fsync), and raises ExistsError if there is a file of
+    that name; without, replaces that file. Raises UnavailableError if either file cannot be written or read.
     """
     path = require_local_path(address)
     try:
@@ -93,7 +93,7 @@ def write_file(address: str, content: bytes | Path, *, create: bool) -> None:
 
 def delete_files(addresses: Sequence[str]) -> None:
     """Delete files of this machine in order, up to one that is missing (MissingError) or stays (UnavailableError)."""
-    with translate_errors():
+    with translate_os_errors():
         for address in addresses:
             require_local_path(address).unlink()
 
@@ -105,7 +105,7 @@ def list_files(address: str) -> Iterator[Entry]:
     symlink's target cannot be read, or a symlink leads back to a folder above it.
     """
     root = require_local_path(address)
-    with translate_errors():
+    with translate_os_errors():
         if not root.is_dir():
             raise MissingError("no such directory")
     yield from sorted(walk_folder(str(root), "", ()), key=lambda entry: entry.name)

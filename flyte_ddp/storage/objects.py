@@ -39,7 +39,7 @@ Result = TypeVar("Result")
 
 @contextmanager
 def open_file(address: str, span: Span | None) -> Iterator[Content]:
-    """Open an object, or a span of bytes of it, for one pass over its bytes.
+    """Open an object, or a span of bytes of it, for one pass over its bytes, by one GET request.
 
     Raises UnavailableError if the object cannot be read, here or while the block reads the bytes.
     """
@@ -63,10 +63,10 @@ def stat_file(address: str) -> Entry:
 
 
 def list_files(address: str) -> Iterator[Entry]:
-    """Return the objects below a prefix, ordered by name; keeps the whole list in memory.
+    """List the objects below a prefix at once, into memory, and return an iterator over them, ordered by name.
 
-    An empty object whose name is the folder of another object is left out. An empty object of an empty folder is
-    listed as a file. Raises UnavailableError if the bucket cannot be listed.
+    Leaves out an empty object whose name is the folder of another object; lists other empty objects as files. Raises
+    UnavailableError if the bucket cannot be listed.
     """
     key, folders = split_key(address)[1], {""}
     start = len(key.rstrip("/")) + 1 if key else 0
@@ -101,12 +101,12 @@ def delete_files(addresses: Sequence[str]) -> None:
 def call_store(address: str, action: Callable[[Any, str], Result], right: str = READ) -> Result:
     """Call ``action(store, key)`` with obstore's store of a bucket and an object's key or prefix; return its result.
 
-    obstore's exceptions become an UnavailableError. If the server refuses the request for want of the ``right`` that
-    the action needs (READ, LIST, WRITE or DELETE), the error names it; after a refused READ this lists the bucket.
+    obstore's exceptions become an UnavailableError. If the ``right`` that the action needs (READ, LIST, WRITE or
+    DELETE) is missing, the error names it; after a refused READ this lists the bucket.
     """
     start, key = split_key(address)
     scheme, bucket = start.lower().partition("://")[0], start.split("/")[2]
-    store = get_store(scheme, bucket)
+    store = get_bucket_store(scheme, bucket)
     try:
         return action(store, key)
     except Exception as error:  # of obstore's classes, and some of Python's own
@@ -115,9 +115,9 @@ def call_store(address: str, action: Callable[[Any, str], Result], right: str = 
 
 
 def explain_refusal(refused: UnavailableError, scheme: str, store: Any, key: str, right: str) -> UnavailableError:
-    """Return the error for a response with status 403: it names the missing right, or says that the object is missing.
+    """Return the error for the failure ``refused`` with status 403: a ForbiddenError on the right, or a MissingError.
 
-    A store answers 403 and not 404 for a missing object if the caller may not list the bucket; on S3 also if the right
+    A server answers 403 and not 404 for a missing object if the caller may not list the bucket; on S3 also if the right
     to list covers only a prefix. So after a refused READ this lists the bucket around the object.
     """
     names = RIGHTS[scheme]
@@ -151,7 +151,7 @@ EXPLAINED = {
 
 
 def translate_error(error: Exception, *, anonymous: bool = False) -> UnavailableError:
-    """Return the UnavailableError for an exception of obstore, by patterns in its text, with credentials masked.
+    """Return the UnavailableError, or its subclass, for an exception of obstore: masked text, found by patterns.
 
     ``anonymous`` tells that the request was made without credentials, which the error then says.
     """
@@ -183,12 +183,12 @@ USERS: set[int] = set()  # ids of processes that have used obstore: this process
 LOCK = threading.Lock()  # held while a store is made
 
 
-def get_store(scheme: str, bucket: str) -> Any:
-    """Return obstore's store of a bucket for the current environment variables; a new one is made if they changed.
+def get_bucket_store(scheme: str, bucket: str) -> Any:
+    """Return obstore's store of a bucket for the current environment variables, which is made once for their values.
 
-    Notes in USERS that this process has used obstore, so that its forks must not. May ask servers for credentials.
-    Raises UnavailableError if the bucket's name, the settings or the credentials cannot be
-    used, or this process is a fork of a process that has used obstore.
+    While it is made, other threads wait, and servers may be asked for credentials and the bucket's region. Adds this
+    process to USERS: its forks must not use obstore. Raises UnavailableError in a fork of a process in USERS, or if the
+    bucket's name, the settings or the credentials cannot be used.
     """
     if not BUCKET.fullmatch(bucket):
         raise UnavailableError(f"bucket name {bucket!r}: may have letters, digits, '.', '_' and '-' only")
@@ -202,7 +202,7 @@ def get_store(scheme: str, bucket: str) -> Any:
     environment = tuple(sorted(pair for pair in os.environb.items() if pair[0].startswith(clouds.VARIABLES)))
     try:
         with LOCK:  # making a store takes 0.3 s, so threads must not make the same one twice
-            return make_store(scheme, bucket, environment)
+            return make_bucket_store(scheme, bucket, environment)
     except Exception as error:
         # google-auth marks its transient errors; botocore's have this name.
         transient = getattr(error, "retryable", False) or "RetrievalError" in type(error).__name__
@@ -211,8 +211,8 @@ def get_store(scheme: str, bucket: str) -> Any:
 
 
 @lru_cache(maxsize=32)
-def make_store(scheme: str, bucket: str, _: tuple[tuple[bytes, bytes], ...]) -> Any:
-    """Make obstore's store of a bucket; return it again for later calls with the same environment variables."""
+def make_bucket_store(scheme: str, bucket: str, _: tuple[tuple[bytes, bytes], ...]) -> Any:
+    """Make obstore's store of a bucket; return the same one for later calls with equal variables (the last 32)."""
     if scheme == "s3":
         return clouds.make_s3_store(bucket)
     return clouds.make_google_store(bucket) if scheme == "gs" else clouds.make_azure_store(bucket)

@@ -38,9 +38,9 @@ def parse_web_address(address: str) -> Any:
 
 
 def may_be_named(address: str, source: str) -> bool:
-    """Return whether a file on a web server, at ``source``, may name a remote address: of its own origin, or allowed.
+    """Return whether an index at the web address ``source`` may name ``address``: of its own server, or an allowed one.
 
-    FLYTE_DDP_ALLOWED_ADDRESSES has what is allowed.
+    Allowed are the addresses in FLYTE_DDP_ALLOWED_ADDRESSES. Raises UserError for an address of no known kind.
     """
     own = "/".join(source.split("/", 3)[:3])
     # The first comparison is fast and decides for nearly all of an index's 100,000 shards.
@@ -55,10 +55,11 @@ def is_allowed_address(address: str) -> bool:
 
 
 def may_follow_redirect(source: str, target: str) -> bool:
-    """Return whether a redirect between absolute addresses leads to the same host, an allowed or a public address.
+    """Return whether a redirect between absolute addresses leads to the same server, an allowed or a public address.
 
-    Looks up the target's host name, without a timeout of its own. Returns True for an unknown name: a proxy may know
-    it, and without a proxy the request fails.
+    From http:// to https:// is the same server. Looks up the host of another server that is not allowed, without a
+    timeout; returns True for an unknown name (a proxy may know it), and for a scheme that requests refuses. Raises
+    UserError for an address with a user name or password.
     """
     if target.partition("://")[0].lower() not in PORTS:
         return True  # requests refuses it

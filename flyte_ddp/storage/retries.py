@@ -18,8 +18,8 @@ def retry(
 ) -> Result:
     """Call ``action(address)`` for each address of a file in turn until one call succeeds, and return its result.
 
-    Makes up to 4 rounds over the addresses, with pauses of up to 1, 2 and 4 s between rounds, before each of which
-    ``note`` gets a sentence with an address, its error and the length of the pause. An address is not tried again after
+    Makes up to 4 rounds over the addresses, with random pauses of up to 1, 2 and 4 s between them (Python's global
+    generator), before each of which ``note`` gets a text: an address, its error, and the pause. Skips an address after
     a permanent error, or after two AlteredErrors (one may be a fault of the network). Raises the UnavailableError of
     the only address; for a list of addresses, one UnavailableError with the last error of each.
     """

@@ -63,7 +63,7 @@ def test_google_is_told_who_asks(server: FileServer, monkeypatch: pytest.MonkeyP
     from google.auth.exceptions import RefreshError
 
     def asked_as() -> str | None:
-        objects_module.make_store.cache_clear()
+        objects_module.make_bucket_store.cache_clear()
         storage.read_file("gs://bucket/x")
         return server.headers[-1].get("authorization")
 
