@@ -62,7 +62,7 @@ def measure(options: Options) -> Result:
         with TemporaryDirectory() as folder:
             served = ServedModel(model.module, model.sidecar).eval()
             with timed() as took:
-                exporting.write_graphs(served, Path(folder))
+                exporting.write_onnx_and_pt2(served, Path(folder))
             result.add(f"{name}: graphs written", took[0], "s")
             expected = exporting.TorchLogits(logits[name], len(logits[name]), float(np.ptp(logits[name])))
             found = exporting.Comparison(1e-3 * expected.spread)

@@ -34,7 +34,7 @@ def images(channels: int, height: int, width: int) -> InputSpec:
 
 
 def spec_for(model: str, side: int, *, channels: int = 1, width: int | None = None) -> InputSpec:
-    return zoo.input_spec(model, images(channels, side, width or side), size=0)
+    return zoo.choose_input_spec(model, images(channels, side, width or side), size=0)
 
 
 def marked(names: list[str]) -> list[Any]:
@@ -113,7 +113,7 @@ def test_the_size_that_a_message_names_is_taken(height: int, width: int) -> None
         with pytest.raises(UserError) as caught:
             spec_for(model, height, width=width)
         side = int(caught.value.message.rpartition("; set image_size=")[2])
-        taken = zoo.input_spec(model, images(1, height, width), size=side)
+        taken = zoo.choose_input_spec(model, images(1, height, width), size=side)
         assert (taken.height, taken.width) == (side, side)
     assert refused
 

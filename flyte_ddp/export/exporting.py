@@ -59,12 +59,12 @@ class Comparison:
         """Whether all differences are within the tolerance, and no sample has another class."""
         return self.worst <= self.tolerance and not self.others
 
-    def add_batch(self, first: int, onnx: NDArray[np.float32], expected: NDArray[np.float32]) -> None:
-        """Add a comparison of the ONNX's logits [n, classes] of the samples from number ``first`` on with torch's."""
-        self.worst = max(self.worst, float(np.nan_to_num(np.abs(onnx - expected), nan=np.inf).max()))
-        second, best = np.sort(expected, axis=1)[:, -2:].T
-        wrong = (onnx.argmax(axis=1) != expected.argmax(axis=1)) & (best - second > self.tolerance)
-        self.others.update((first + np.flatnonzero(wrong)).tolist())
+    def add_batch(self, first_sample: int, onnx_logits: NDArray[np.float32], torch_logits: NDArray[np.float32]) -> None:
+        """Add the ONNX's and torch's logits [n, classes] of the samples from ``first_sample`` on to the comparison."""
+        self.worst = max(self.worst, float(np.nan_to_num(np.abs(onnx_logits - torch_logits), nan=np.inf).max()))
+        second, best = np.sort(torch_logits, axis=1)[:, -2:].T
+        wrong = (onnx_logits.argmax(axis=1) != torch_logits.argmax(axis=1)) & (best - second > self.tolerance)
+        self.others.update((first_sample + np.flatnonzero(wrong)).tolist())
 
 
 class NotExportedError(Exception):
@@ -83,9 +83,10 @@ def export_model(
     """Export ``model.pt`` and ``model.json``, compare the ONNX with torch on all test samples; return the comparison.
 
     Writes ``model.onnx``, ``model.pt2``, ``golden.npz`` and ``serve_check.py`` into an existing folder: none of them if
-    the comparison does not pass, and no .pt2 if torch cannot write or run it. Reads the whole test split, downloading
-    shards into the cache of ``settings``. Starts a process for the ONNX. Silences torch's loggers, warnings and
-    sys.stderr of this process while the exporters run. ``device`` is where torch computed its logits: cpu or cuda.
+    the comparison does not pass, and no .pt2 if torch cannot write or run it. Runs the code that the sidecar names.
+    Reads the whole test split, downloading shards into the cache of ``settings``. Starts a process for the ONNX.
+    Silences torch's loggers, warnings and sys.stderr of this process while the exporters run. ``device``, cpu or cuda,
+    is where torch computed its logits; it decides the tolerance.
 
     Raises UnreachableError if the storage of the test split does not answer; NotExportedError if the extra is not
     installed, or after any other exception.
@@ -95,7 +96,7 @@ def export_model(
         made = Path(name)
         try:
             served = ServedModel(*artifacts.load_model(*model)).eval()
-            write_graphs(served, made)
+            write_onnx_and_pt2(served, made)
             found = Comparison(TOLERANCE[device] * logits.spread)
             images = read_test_images(split, served.channels, settings)
             golden = compare_logits(made / ONNX, served, images, logits, found)
@@ -115,7 +116,7 @@ def export_model(
     return found
 
 
-def write_graphs(served: ServedModel, folder: Path) -> None:
+def write_onnx_and_pt2(served: ServedModel, folder: Path) -> None:
     """Write ``model.onnx`` into a folder, and ``model.pt2`` if torch can write, load and run it with the same logits.
 
     Silences torch's loggers, warnings and sys.stderr meanwhile. Raises NotExportedError if the extra is not installed;
@@ -148,7 +149,7 @@ def write_graphs(served: ServedModel, folder: Path) -> None:
 
 @contextmanager
 def silence_torch() -> Iterator[None]:
-    """Silence torch's loggers, Python warnings and sys.stderr of the whole process in the block.
+    """Silence torch's loggers, Python warnings and sys.stderr of the whole process in the block; imports torch._dynamo.
 
     Exporters try several ways, and log a traceback for each one that fails. If all fail, the error is raised anyway.
     """
@@ -171,11 +172,11 @@ def silence_torch() -> Iterator[None]:
 def compare_logits(
     path: Path, served: ServedModel, images: Iterator[Image], logits: TorchLogits, found: Comparison
 ) -> dict[str, Any]:
-    """Compute the logits of the ONNX at ``path`` for all images in a new process; add their differences to ``found``.
+    """Run the ONNX at a path on all images in a new process; add its differences from torch's ``logits`` to ``found``.
 
-    Sends each image alone and in batches of BATCH_SIZES; keeps at most 64 images in memory, and the golden requests,
-    which it returns: some images, evenly spread over the test split, by names, and torch's ``logits`` of them. Raises
-    OSError if the process has ended by itself, ValueError if there are more or fewer images than logits.
+    Sends each image alone and in batches of BATCH_SIZES; waits without a timeout. Returns golden requests: up to 16
+    images, evenly spread over the test split, as ``image_<number>``, and torch's ``logits`` of them. Keeps these and 64
+    images in memory. Raises OSError if the process ends, ValueError if images and logits differ in number.
     """
     samples = logits.samples
     waiting: dict[int, list[tuple[Image, NDArray[np.float32]]]] = {size: [] for size in BATCH_SIZES}
@@ -225,7 +226,7 @@ def read_test_images(data: PreparedSet, channels: int, settings: Settings) -> It
 
 
 def place_on_common_canvas(image: Image, served: ServedModel) -> Image:
-    """Return an image that the model gives the same logits, and that has the same size for all images of a batch.
+    """Return an image with the same logits as ``image``, in the size that all images of a batch have.
 
     For a model that crops the middle, it is a black square with the image's resized middle; else the image itself.
     """

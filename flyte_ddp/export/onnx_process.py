@@ -56,7 +56,7 @@ def write_array(pipe: IO[bytes], array: Array) -> None:
 
 
 def read_array(pipe: IO[bytes]) -> Array:
-    """Read and return an array that write_array has written to a pipe; EOFError if the pipe has ended."""
+    """Read and return an array that write_array wrote to a pipe; waits for all of it. EOFError if the pipe has ended."""
     header = pipe.readline()
     if not header:
         raise EOFError
@@ -64,10 +64,10 @@ def read_array(pipe: IO[bytes]) -> Array:
     return np.frombuffer(pipe.read(int(np.prod(shape)) * np.dtype(kind).itemsize), dtype=kind).reshape(shape)
 
 
-def serve_logits(model: str, threads: str) -> None:
+def serve_logits(model_path: str, threads: str) -> None:
     """Read batches of images from stdin and write their logits to stdout, until stdin ends.
 
-    ``model`` is the path of the ONNX. Makes each later import of torch in this process fail.
+    Runs the ONNX at the path ``model_path`` on CPU ``threads``. Makes each later import of torch in this process fail.
     """
     sys.modules["torch"] = None  # type: ignore[assignment]
     import onnxruntime
@@ -75,7 +75,7 @@ def serve_logits(model: str, threads: str) -> None:
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3
     options.intra_op_num_threads = int(threads)  # it would take all of the machine's, whatever the pod has
-    session = onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+    session = onnxruntime.InferenceSession(model_path, options, providers=["CPUExecutionProvider"])
     while True:
         try:
             images = read_array(sys.stdin.buffer)

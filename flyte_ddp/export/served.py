@@ -30,7 +30,7 @@ class ServedModel(nn.Module):
         self.register_buffer("shift", shift.clone())
 
     def forward(self, images: Tensor) -> Tensor:
-        """Crop and resize as evaluations do, normalise, and return the model's logits in float32."""
+        """Crop, resize and normalise images uint8 [N, H, W, C], and return the model's logits float32 [N, classes]."""
         if self.middle:
             height, width = images.shape[1], images.shape[2]
             side = middle_square_side(torch.sym_min(height, width))
@@ -46,16 +46,16 @@ class ServedModel(nn.Module):
 def middle_square_side(shorter: Any) -> Any:
     """Return the side of the square that is cropped: 7/8 of the shorter side, rounded as by ``round``, at least 1.
 
-    Uses only operations that exporters can follow for a size that is not known yet.
+    Uses only operations that exporters can follow for a size that is not known yet (torch's SymInt).
     """
     is_odd_half = (shorter + 4) // 16 - (shorter + 3) // 16  # 1 if shorter is 12 modulo 16, else 0
     return torch.sym_max((7 * shorter + 4) // 8 - is_odd_half, 1)
 
 
 def resize_rows(pixels: Tensor, size: int, *, rounded: bool) -> Tensor:
-    """Resize each row of pixels of values 0..255, and return them: [N, H, W, C] to [N, H, size, C].
+    """Resize images of values 0..255 to the width ``size``, and return them: float32 [N, H, W, C] to [N, H, size, C].
 
-    Values are whole numbers if ``rounded``, as torch computes them for uint8.
+    If ``rounded``, the values are whole numbers, those that torch computes for uint8.
     """
     weights = triangle_weights(pixels.shape[2], size)
     if not rounded:

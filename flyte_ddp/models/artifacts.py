@@ -23,11 +23,11 @@ MIDDLE = "middle"  # ``crop`` of a model that was evaluated on the middle square
 
 
 def save_model(folder: Path, state_dict: dict[str, Tensor], sidecar: Mapping[str, Any]) -> tuple[Path, Path]:
-    """Write ``model.pt`` and ``model.json`` into a folder, both or neither, and return their paths. Makes the folder.
+    """Write ``model.pt`` and ``model.json`` into a folder, replacing older ones; return their paths. Makes the folder.
 
-    ``state_dict`` is that of the model itself, not of DDP's or torch.compile's wrapper. ``sidecar`` can be written as
-    JSON; the file also gets ``format`` and ``digests.weights``, the SHA-256 of ``model.pt``. Raises UserError if the
-    disk is full, or the folder cannot be written to.
+    Copies the weights to the CPU. The sidecar gets its name last, when both files are on the disk. ``state_dict`` is
+    that of the model itself, not of DDP's or torch.compile's wrapper. ``sidecar`` can be written as JSON; the file also
+    gets ``format`` and ``digests.weights``, the SHA-256 of ``model.pt``. Raises UserError if writing fails.
     """
     model_path, sidecar_path = folder / "model.pt", folder / "model.json"
     # The sidecar gets its name last, so that it never exists without its weights.
@@ -46,8 +46,7 @@ def portable_state_dict(state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return the state_dict with copies of its tensors: on the CPU, in row-major order, each with its own storage.
 
     torch would save a view with the whole storage behind it, and a channels-last tensor in an order that other
-    frameworks do not expect. Sparse tensors keep their layout. Modules' extra state and versions (torch's
-    ``_metadata``) are kept.
+    frameworks do not expect. Sparse tensors keep their layout. Keeps modules' extra state and versions (``_metadata``).
     """
     portable = copy.copy(state_dict)  # with ``_metadata``, which a new dict would not have
     for name, value in state_dict.items():
@@ -63,9 +62,9 @@ def load_model(
 ) -> tuple[nn.Module, dict[str, Any]]:
     """Return the trained model in evaluation mode on ``device``, and its sidecar. Reads both files whole.
 
-    Runs the code that the sidecar names (``package.module:callable``, the working directory first). So both files must
-    be trusted as that code is. Raises UserError if a file is missing or damaged, the two files are not of one run, or
-    the model that the sidecar names does not take these weights any more.
+    Builds the model by :func:`flyte_ddp.models.zoo.build_model`, which draws random numbers and runs the code that the
+    sidecar names: both files must be trusted as that code is. Raises UserError if a file is missing or damaged, the two
+    are not of one run, or the model that the sidecar names does not take these weights any more.
     """
     sidecar = read_sidecar(sidecar_path)
     try:
@@ -85,9 +84,9 @@ def load_model(
 
 
 def load_weights(model: nn.Module, model_path: Path, sidecar: Mapping[str, Any]) -> None:
-    """Read ``model.pt`` whole and load its weights into a new model of the kind that the sidecar names.
+    """Read ``model.pt`` whole and load its weights into ``model``, which is of the kind that the sidecar names.
 
-    Does not check its SHA-256. Raises UserError if the model does not take these weights.
+    Does not check its SHA-256. Raises UserError if the model does not take these weights, OSError if there is no file.
     """
     try:
         model.load_state_dict(torch.load(model_path, map_location="cpu", weights_only=True))
@@ -99,7 +98,7 @@ def load_weights(model: nn.Module, model_path: Path, sidecar: Mapping[str, Any])
 
 
 def read_sidecar(path: Path) -> dict[str, Any]:
-    """Return the content of ``model.json``. Raises UserError if the file is missing, not JSON, or incomplete."""
+    """Read ``model.json`` and return its content. Raises UserError if the file is missing, not JSON, or incomplete."""
     fix = "give the model.json of a finished run"
     try:
         sidecar = json.loads(path.read_bytes())

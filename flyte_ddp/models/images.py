@@ -29,8 +29,8 @@ def prepare_images(
 ) -> Tensor:
     """Return images scaled to the model's size and normalised; grey images as RGB if the model needs three channels.
 
-    Images are uint8 [N, H, W, C], where C is ``spec.channels``, or 1 if that is 3. The result is a tensor
-    [N, spec.channels, spec.height, spec.width] on the device of the images, computed in ``dtype``.
+    Images are uint8 [N, H, W, C]; C is ``spec.channels``, or 1 if ``spec.channels`` is 3. The result is a new tensor
+    [N, spec.channels, spec.height, spec.width] in ``memory_format``, of type ``dtype``, on the images' device.
     """
     scale, shift = normalisation(spec, images.device, dtype)
     batch = images.to(dtype, memory_format=torch.contiguous_format)

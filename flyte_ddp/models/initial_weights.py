@@ -27,8 +27,8 @@ def identify_weights(init_from: str) -> str:
     """Return a SHA-256 (hex) that changes with the weights' file; empty if ``init_from`` is empty.
 
     Reads a local file whole. Asks the server of a remote file for its ETag, or else its time of change; downloads a
-    file of a web server that tells neither. Prints each of up to 3 retries to stderr. Raises UserError if the file
-    cannot be read.
+    file of a web server that tells neither. Retries up to 3 times, and prints each retry to stderr. Raises UserError if
+    the file is missing or its server does not give it, OSError if a local file is not readable.
     """
     local_weights_path(init_from)
     return content_identity(init_from, "init_from")
@@ -38,8 +38,9 @@ def identify_weights(init_from: str) -> str:
 def fetch_weights(init_from: str, folder: Path) -> Iterator[Path | None]:
     """Yield a local path with the content of ``init_from``; None if ``init_from`` is empty.
 
-    Downloads a remote file into ``folder``, without a retry, and deletes it after the block. Raises UserError if the
-    file is missing or cannot be read.
+    Downloads a remote file into ``folder``, without a retry, and deletes it after the block. Raises UserError if a
+    local file is missing or a remote one cannot be read, also for an UnavailableError of the block; OSError on a full
+    disk.
     """
     path = local_weights_path(init_from)
     if path is not None or not init_from:
@@ -69,13 +70,14 @@ def load_initial_weights(model: nn.Module, path: Path, hp: Hyperparameters) -> N
     """Load the weights in a file into a new model, but for the parts that ``init_skip`` names. Reads the file whole.
 
     A prefix that all names in the file have is removed, such as DDP's ``module.``. Raises UserError if the weights do
-    not fit, are not finite, or reading them could run code; or if ``init_skip`` names a part that does not exist.
+    not fit, are not finite where the new model's are, or reading them could run code; or if ``init_skip`` names a part
+    that neither the model nor the file has.
     """
     own, weights = model.state_dict(), read_weights(path, hp.init_from)
     parts, stored_names = split_init_skip(hp.init_skip), [*weights]
-    drop_parts(weights, parts)  # by their names in the file, and then by those in the model
-    strip_prefix(weights, own)
-    drop_parts(weights, parts)
+    delete_parts(weights, parts)  # by their names in the file, and then by those in the model
+    remove_common_prefixes(weights, own)
+    delete_parts(weights, parts)
     for part in parts:
         if not any(is_in_parts(name, [part]) for name in (*own, *stored_names)):
             names = list_first_names(dict.fromkeys(name.partition(".")[0] for name in own), 12)
@@ -104,10 +106,10 @@ def is_finite(values: Tensor) -> bool:
 
 
 def read_weights(path: Path, init_from: str) -> Any:
-    """Return a file's tensors by name, with the versions of modules as ``_metadata``. Reads the file whole.
+    """Read a file whole; return its tensors by name, as a state_dict with the versions of modules as ``_metadata``.
 
-    The file has a state_dict, or a checkpoint that holds one under one of STATE_DICT_KEYS. Raises UserError if it has
-    no tensors with names, or reading it could run code.
+    The file has a state_dict, or a checkpoint that holds one under one of STATE_DICT_KEYS. Raises UserError if it
+    cannot be read, has no tensors with names, or reading it could run code.
     """
     import torch  # not at the top, because the launcher only downloads the file and need not import torch
 
@@ -130,22 +132,22 @@ def read_weights(path: Path, init_from: str) -> Any:
     return weights
 
 
-def drop_parts(weights: Any, parts: Collection[str]) -> None:
-    """Delete the tensors and versions of modules in ``parts`` (names of tensors or modules) from a state_dict."""
+def delete_parts(weights: Any, parts: Collection[str]) -> None:
+    """Delete the tensors and versions of ``parts`` (names of tensors or modules) from a state_dict, in place."""
     for named in (weights, weights._metadata):
         for name in [name for name in named if is_in_parts(name, parts)]:
             del named[name]
 
 
-def strip_prefix(weights: Any, own: Collection[str]) -> None:
-    """Remove prefixes that all names of a state_dict have, such as DDP's ``module.``, until a name is in ``own``.
+def remove_common_prefixes(weights: Any, model_names: Collection[str]) -> None:
+    """Remove prefixes that all names of a state_dict have, in place, until a name is one of ``model_names``.
 
-    torch.compile and Lightning add prefixes, too. Changes nothing if names with no common prefix come first.
+    DDP, torch.compile and Lightning add them, such as ``module.``. Changes nothing if no removal leads to such a name.
     """
     from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 
     names, prefixes = [*weights], []
-    while names and not any(name in own for name in names):
+    while names and not any(name in model_names for name in names):
         prefixes.append(f"{names[0].partition('.')[0]}.")
         if not all(name.startswith(prefixes[-1]) for name in names):
             return
@@ -173,7 +175,10 @@ def skipped_tensor_names(names: Iterable[str], init_skip: str) -> list[str]:
 def misfit_error(
     wanted: Mapping[str, Tensor], given: Mapping[str, Tensor], hp: Hyperparameters, reason: str
 ) -> UserError:
-    """Return the error for tensors whose names or shapes differ from the model's, or else for torch's ``reason``."""
+    """Return the error that names the missing, unknown and resized tensors (up to 3 of each), or else tells ``reason``.
+
+    ``wanted`` are the model's tensors without skipped ones, ``given`` those in the file; ``reason`` is torch's text.
+    """
     # Old files lack BatchNorm's count, which load_state_dict allows.
     missing = [name for name in wanted if name not in given and not name.endswith("num_batches_tracked")]
     unknown = [name for name in given if name not in wanted]

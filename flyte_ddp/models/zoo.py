@@ -14,10 +14,10 @@ from flyte_ddp.errors import UserError, unknown_name_error
 from flyte_ddp.models.images import InputSpec
 
 
-def input_spec(model: str, images: InputSpec, size: int) -> InputSpec:
-    """Return the input of ``model`` for such images, resized to ``size`` unless that is 0.
+def choose_input_spec(model: str, images: InputSpec, size: int) -> InputSpec:
+    """Return the input of a model that gets images such as ``images``, resized to ``size`` x ``size`` unless that is 0.
 
-    Raises UserError if the model cannot take such images; names the sizes that it can take.
+    torchvision's models get grey images as RGB. Raises UserError, with a size that fits, if the model cannot take them.
     """
     spec = replace(images, height=size or images.height, width=size or images.width)
     catalog.check_image_size(model, spec.height, spec.width)
@@ -35,8 +35,9 @@ def build_model(name: str, num_classes: int, spec: InputSpec) -> nn.Module:
     """Return a model with new weights, drawn from the global random generators of torch, Python and NumPy.
 
     It maps float32 [N, spec.channels, spec.height, spec.width] to logits [N, num_classes], in training too: those of
-    torchvision have no auxiliary heads. Imports and calls the user's code if the name is a ``package.module:callable``.
-    Raises UserError if the name is unknown, or the user's callable does not return a module.
+    torchvision have no auxiliary heads. For a ``package.module:callable`` puts the working directory on ``sys.path``,
+    imports and calls the user's code; its exceptions go through. Raises UserError if the name is unknown, cannot be
+    imported, or does not make a module.
     """
     if ":" in name:
         from flyte_ddp.user_code import load_callable
@@ -110,7 +111,7 @@ def find_refused_value(state_dict: Mapping[str, Any]) -> tuple[str, object] | No
 def check_logits(model: str, logits: object, expected_shape: tuple[int, int]) -> None:
     """Raise UserError unless the model returned floating-point logits of the expected shape: [samples, classes].
 
-    The logits must require a gradient while gradients are recorded.
+    While torch records gradients, the logits must require one.
     """
     rule = f"a tensor of shape (samples, classes) = {expected_shape}"
     if not isinstance(logits, Tensor):

@@ -151,9 +151,9 @@ EXPLAINED = {
 
 
 def translate_error(error: Exception, *, anonymous: bool = False) -> UnavailableError:
-    """Return the UnavailableError, or its subclass, for an exception of obstore: masked text, found by patterns.
+    """Return the UnavailableError, or its subclass, for an exception of obstore, by patterns in its text.
 
-    ``anonymous`` tells that the request was made without credentials, which the error then says.
+    Masks credentials. ``anonymous`` tells that the request was made without credentials, which the error then says.
     """
     text = str(error)  # the causes stand in the lines below the first
     status, cause, server = STATUS.search(text), CAUSE.search(text), SERVER.search(text)

@@ -102,7 +102,7 @@ class TrainingState:
         self.epochs = -(-self.total_steps // self.steps_per_epoch)  # the last one may end early
         height, width, channels = self.splits.shape
         images = InputSpec(channels, height, width, data.mean, data.std)
-        self.spec = zoo.input_spec(hp.model, images, size=hp.image_size)
+        self.spec = zoo.choose_input_spec(hp.model, images, size=hp.image_size)
 
     def _build_model(self, initial_weights: Path | None) -> nn.Module:
         """Return the model with its first weights; set dtype, memory format and ``uncovered_files``."""

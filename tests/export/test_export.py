@@ -91,7 +91,7 @@ def written(exported: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         for name in ("model.onnx", "model.pt2"):
             shutil.copy(exported / name, folder)
 
-    monkeypatch.setattr(exporting, "write_graphs", copy_graphs)
+    monkeypatch.setattr(exporting, "write_onnx_and_pt2", copy_graphs)
 
 
 def check_without_torch(folder: Path) -> subprocess.CompletedProcess[str]:
@@ -125,7 +125,7 @@ def test_a_damaged_bias_is_caught(exported: Path, trained: Trained, tmp_path: Pa
     onnx.save(model, tmp_path / "model.onnx")
     assert check_without_torch(tmp_path).returncode == 1
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(exporting, "write_graphs", lambda _, folder: shutil.copy(tmp_path / "model.onnx", folder))
+        patch.setattr(exporting, "write_onnx_and_pt2", lambda _, folder: shutil.copy(tmp_path / "model.onnx", folder))
         found = trained.export(tmp_path)
     assert not found.passed
     assert found.worst == pytest.approx(step, rel=1e-3)
