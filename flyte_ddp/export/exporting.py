@@ -86,10 +86,8 @@ def export_model(
     the comparison does not pass, and no .pt2 if torch cannot write or run it. Runs the code that the sidecar names.
     Reads the whole test split, downloading shards into the cache of ``settings``. Starts a process for the ONNX.
     Silences torch's loggers, warnings and sys.stderr of this process while the exporters run. ``device``, cpu or cuda,
-    is where torch computed its logits; it decides the tolerance.
-
-    Raises UnreachableError if the storage of the test split does not answer; NotExportedError if the extra is not
-    installed, or after any other exception.
+    is where torch computed its logits; it decides the tolerance. Raises UnreachableError if the storage of the test
+    split does not answer; NotExportedError if the extra is not installed, or after any other exception.
     """
     settings = settings or Settings()
     with TemporaryDirectory(dir=folder) as name:  # so that files appear only if the comparison passes
@@ -119,8 +117,8 @@ def export_model(
 def write_onnx_and_pt2(served: ServedModel, folder: Path) -> None:
     """Write ``model.onnx`` into a folder, and ``model.pt2`` if torch can write, load and run it with the same logits.
 
-    Silences torch's loggers, warnings and sys.stderr meanwhile. Raises NotExportedError if the extra is not installed;
-    the exporter's exceptions go through.
+    Silences torch's loggers, warnings and sys.stderr meanwhile. Raises NotExportedError without the extra, else what
+    exporters raise.
     """
     try:
         import onnx  # noqa: F401

@@ -56,7 +56,7 @@ def write_array(pipe: IO[bytes], array: Array) -> None:
 
 
 def read_array(pipe: IO[bytes]) -> Array:
-    """Read and return an array that write_array wrote to a pipe; waits for all of it. EOFError if the pipe has ended."""
+    """Read and return an array that write_array wrote to a pipe; waits for it. EOFError if the pipe has ended."""
     header = pipe.readline()
     if not header:
         raise EOFError

@@ -39,8 +39,7 @@ def fetch_weights(init_from: str, folder: Path) -> Iterator[Path | None]:
     """Yield a local path with the content of ``init_from``; None if ``init_from`` is empty.
 
     Downloads a remote file into ``folder``, without a retry, and deletes it after the block. Raises UserError if a
-    local file is missing or a remote one cannot be read, also for an UnavailableError of the block; OSError on a full
-    disk.
+    local file is missing, a remote one cannot be read, or the block raises UnavailableError; OSError on a full disk.
     """
     path = local_weights_path(init_from)
     if path is not None or not init_from:
@@ -69,9 +68,8 @@ def local_weights_path(init_from: str) -> Path | None:
 def load_initial_weights(model: nn.Module, path: Path, hp: Hyperparameters) -> None:
     """Load the weights in a file into a new model, but for the parts that ``init_skip`` names. Reads the file whole.
 
-    A prefix that all names in the file have is removed, such as DDP's ``module.``. Raises UserError if the weights do
-    not fit, are not finite where the new model's are, or reading them could run code; or if ``init_skip`` names a part
-    that neither the model nor the file has.
+    Removes prefixes that all names in the file have, such as DDP's ``module.``. Raises UserError if the weights do not
+    fit, are not finite where the model's are, or reading them could run code; or if a part in ``init_skip`` is unknown.
     """
     own, weights = model.state_dict(), read_weights(path, hp.init_from)
     parts, stored_names = split_init_skip(hp.init_skip), [*weights]

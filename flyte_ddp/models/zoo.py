@@ -36,8 +36,7 @@ def build_model(name: str, num_classes: int, spec: InputSpec) -> nn.Module:
 
     It maps float32 [N, spec.channels, spec.height, spec.width] to logits [N, num_classes], in training too: those of
     torchvision have no auxiliary heads. For a ``package.module:callable`` puts the working directory on ``sys.path``,
-    imports and calls the user's code; its exceptions go through. Raises UserError if the name is unknown, cannot be
-    imported, or does not make a module.
+    imports and calls the user's code; its exceptions go through. Raises UserError for an unknown or unusable name.
     """
     if ":" in name:
         from flyte_ddp.user_code import load_callable

@@ -18,7 +18,7 @@ from flyte_ddp.formatting import format_count
 from flyte_ddp.loading.encoded import BadSamples
 from flyte_ddp.loading.facts import join_few
 from flyte_ddp.models.images import InputSpec
-from flyte_ddp.predict.prediction_batches import BATCH_SIZE, Batch, find_images, read_folder, read_test_split
+from flyte_ddp.predict.prediction_batches import BATCH_SIZE, Batch, find_images, read_folder_batches, read_test_split
 from flyte_ddp.predict.saved_model import SavedModel
 from flyte_ddp.progress import Progress
 from flyte_ddp.report.page import write_html
@@ -39,18 +39,17 @@ def write_prediction_table(
 ) -> Path:
     """Predict images; write a CSV table with a row for each, and an HTML page of the first; return the table's path.
 
-    Predicts the image files in the folder ``images``, at all depths and without hidden ones, or else the test split of
-    the prepared data set in the folder ``dataset``. Columns are ``id`` (path below ``images``; of a data set the file's
-    name, the key in a shard, or the index in the test split), ``prediction`` (the likeliest class), ``truth`` (for a
-    data set), ``score`` (of the prediction: a probability) and ``score_<class>`` for every class. An image that cannot
-    be decoded has no prediction and no scores; ``bad_samples`` of them are allowed, by default as many as in training.
+    Predicts either the image files below the folder ``images``, without hidden ones, or the test split of the prepared
+    data set in the folder ``dataset``. Columns are ``id`` (path below ``images``; of a data set the file's name, the
+    key in a shard, or the index in the test split), ``prediction`` (the likeliest class), ``truth`` (for a data set),
+    ``score`` (the prediction's probability) and ``score_<class>`` for every class. An image that cannot be decoded has
+    no prediction and no scores; ``bad_samples`` of them are allowed, by default as many as in training.
 
-    The page is beside the table. Runs the code that the sidecar names. Keeps ``batch_size`` images in memory at a time.
-    Prints to stderr which files were left out, as no images, and which images have no prediction, unless the settings
-    say not to. For shards, they also say where these are cached, and how many threads decode.
-
-    Raises UserError for a missing, damaged or mismatched model; no images, one that cannot be read, or too many that
-    cannot be decoded; images whose channels the model does not take; an output that cannot be written.
+    Replaces ``output`` and the page beside it. Runs the code that the sidecar names, on the GPU if there is one.
+    ``settings`` say where remote shards are cached, how many threads decode, and whether to print to stderr which files
+    are no images and which images have no prediction. Raises UserError for a missing, damaged or mismatched model; no
+    images, one that cannot be read, or too many that cannot be decoded; channels that the model does not take; an
+    unwritable output.
     """
     if (images is None) == (dataset is None):
         raise UserError(f"images={images}, dataset={dataset}: give exactly one of the two")
@@ -67,7 +66,7 @@ def write_prediction_table(
         if others:
             left_out = f"{format_count(sum(others.values()), 'file')} left out, as no images: {join_kinds(others)}"
             progress.print_note(f"images={images}: {left_out}")
-        batches = read_folder(model, images, paths, batch_size, bad)
+        batches = read_folder_batches(model, images, paths, batch_size, bad)
     elif dataset is not None:
         batches = read_test_split(model, open_prepared(dataset), batch_size, bad)
     truth_column = ["truth"] if dataset is not None else []
@@ -77,7 +76,7 @@ def write_prediction_table(
         table.writerow(["id", "prediction", *truth_column, "score", *(f"score_{name}" for name in model.classes)])
         first = FirstPredictions()
         for batch in batches:
-            rows = [*table_rows(batch, model)]
+            rows = [*predict_rows(batch, model)]
             table.writerows(rows)
             first.add_batch(images_from_inputs(batch.inputs, model.spec), rows, truths=batch.truths is not None)
     write_html(output.with_suffix(".html"), first.render_page(output.stem))
@@ -88,14 +87,14 @@ def write_prediction_table(
 
 
 def images_from_inputs(inputs: Tensor, spec: InputSpec) -> Iterator[NDArray[np.uint8]]:
-    """Yield each of a model's normalised inputs [n, C, H, W] as an image, uint8 [H, W, C]."""
+    """Yield each of a model's normalised inputs [n, C, H, W] as an image, uint8 [H, W, C], on the CPU."""
     mean, std = (torch.tensor(values, device=inputs.device).view(-1, 1, 1) for values in (spec.mean, spec.std))
     for image in inputs:
         values = (image.float() * std + mean).clamp(0, 1).mul(255).round().byte()
         yield values.permute(1, 2, 0).cpu().numpy()
 
 
-def table_rows(batch: Batch, model: SavedModel) -> Iterator[list[str]]:
+def predict_rows(batch: Batch, model: SavedModel) -> Iterator[list[str]]:
     """Compute a batch's logits, and yield a table row for each sample: id, prediction, truth if known, scores."""
     logits = model.compute_logits(batch.inputs)
     answers = zip(logits.argmax(dim=1).tolist(), torch.softmax(logits, dim=1).tolist(), strict=True)

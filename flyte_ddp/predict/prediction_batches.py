@@ -37,7 +37,7 @@ class Batch(NamedTuple):
 def find_images(folder: Path) -> tuple[list[Path], Mapping[str, int]]:
     """List a folder at all depths; return its image files, sorted, and counts of its other files by kind.
 
-    Skips hidden files. Raises UserError if the folder is missing, cannot be listed, or has no images.
+    Follows symlinks; skips hidden files. Raises UserError if the folder is missing, cannot be listed, or has no images.
     """
     if not folder.is_dir():
         raise UserError(f"images={folder}: must be a folder of images")
@@ -49,13 +49,13 @@ def find_images(folder: Path) -> tuple[list[Path], Mapping[str, int]]:
     return sorted(folder / name for name in names if is_image(name)), others
 
 
-def read_folder(
+def read_folder_batches(
     model: SavedModel, folder: Path, paths: Sequence[Path], batch_size: int, bad: BadSamples
 ) -> Iterator[Batch]:
     """Read the image files at ``paths`` in order; yield batches of ``batch_size``, with ids relative to ``folder``.
 
-    Images that cannot be decoded count for the size of a batch, and are added to ``bad``. Raises UserError if the model
-    takes neither 1 nor 3 channels, a file cannot be read, or ``bad`` does not allow so many.
+    Images that cannot be decoded count for the size of a batch, and are recorded in ``bad``. Raises UserError if the
+    model takes neither 1 nor 3 channels, a file cannot be read, or ``bad`` does not allow so many.
     """
     spec = model.spec
     if spec.channels not in (1, 3):
@@ -72,7 +72,7 @@ def read_folder(
 
 
 def read_pixels(path: Path, model: SavedModel, bad: BadSamples) -> Tensor | None:
-    """Return an image file's pixels uint8 [H, W, C]; None if they cannot be decoded, which is added to ``bad``.
+    """Read an image file and return its pixels uint8 [H, W, C]; None if they cannot be decoded, which ``bad`` records.
 
     If the model's evaluations used the middle square of images, crops and resizes the image as they did. Raises
     UserError if the file cannot be read, or ``bad`` does not allow one more.
@@ -94,22 +94,19 @@ def read_pixels(path: Path, model: SavedModel, bad: BadSamples) -> Tensor | None
 def read_test_split(
     model: SavedModel, data: PreparedSet, batch_size: int = BATCH_SIZE, bad: BadSamples | None = None
 ) -> Generator[Batch, None, None]:
-    """Read the test split of a prepared data set, and yield it in batches of the model's inputs.
+    """Read the test split of a prepared data set, and return it as an iterator of batches of the model's inputs.
 
-    Downloads remote shards into the cache. Images that cannot be decoded count for the size of a batch, and are added
-    to ``bad``; None is a new counter that allows as many as the model does. Raises UserError if the model takes other
-    images, or too many cannot be decoded.
+    Downloads remote shards into the cache. Images that cannot be decoded count for the size of a batch, and are
+    recorded in ``bad``; None allows as many as the model does. Raises UserError for more, or images that the model does
+    not take.
     """
     if isinstance(data, ImageArrays):
-        return read_arrays(model, data, batch_size)
-    return read_encoded_images(model, data, batch_size, BadSamples(model.bad_samples) if bad is None else bad)
+        return read_array_batches(model, data, batch_size)
+    return read_encoded_batches(model, data, batch_size, BadSamples(model.bad_samples) if bad is None else bad)
 
 
-def read_arrays(model: SavedModel, arrays: ImageArrays, batch_size: int) -> Generator[Batch, None, None]:
-    """Yield the test split of a data set of arrays in batches, in the order of its samples; ids are their indices.
-
-    Raises UserError if the model takes other channels.
-    """
+def read_array_batches(model: SavedModel, arrays: ImageArrays, batch_size: int) -> Generator[Batch, None, None]:
+    """Yield the test split of arrays in batches; ids are indices. UserError if the model takes other channels."""
     channels = arrays.test_images.shape[3]
     if channels not in (1, model.spec.channels):
         raise UserError(
@@ -123,13 +120,14 @@ def read_arrays(model: SavedModel, arrays: ImageArrays, batch_size: int) -> Gene
         yield Batch(ids, truths, [True] * len(ids), prepare_images(pixels, model.spec))
 
 
-def read_encoded_images(
+def read_encoded_batches(
     model: SavedModel, data: EncodedSet, batch_size: int, bad: BadSamples
 ) -> Generator[Batch, None, None]:
-    """Read the test split of shards, or of a folder of images, and yield it in batches as evaluations do.
+    """Read the test split of shards, or of a folder of images, and yield it in batches, cropped as in evaluations.
 
-    Downloads remote shards into the cache. Adds undecodable images to ``bad``. Raises UserError if the model does not
-    take squares in colour, or ``bad`` does not allow so many.
+    Starts decoding threads, which end with the generator. Downloads remote shards into the cache. Records undecodable
+    images in ``bad``. Raises UserError for a model that does not take squares in colour, no samples, an unusable label
+    or shard, or more undecodable images than ``bad`` allows.
     """
     spec = model.spec
     if spec.channels != 3 or spec.height != spec.width:

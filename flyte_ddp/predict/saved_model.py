@@ -34,7 +34,7 @@ class SavedModel:
         return f"{self.spec.channels} x {self.spec.height} x {self.spec.width}"
 
     def compute_logits(self, inputs: Tensor) -> Tensor:
-        """Return the logits float32 [n, classes] of inputs [n, channels, height, width]; n may be 0."""
+        """Run the model without gradients on inputs [n, C, H, W] on its device; return logits float32 [n, classes]."""
         if not len(inputs):
             return torch.empty(0, len(self.classes))
         with torch.no_grad():

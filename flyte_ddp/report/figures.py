@@ -65,8 +65,8 @@ def draw_line_chart(
     """Draw lines, each with at least one point, in one chart, and return it as an SVG element; imports matplotlib.
 
     A series of more than MAX_POINTS is drawn as its mean in a band from smallest to largest value. The x axis begins at
-    ``x_from``, by default at the first point. The ``scale`` of y is ``linear``, ``from 0``, or ``log``, which is linear
-    unless the largest value is more than 5 times the smallest, and that positive.
+    ``x_from``, by default at the first point. The ``scale`` of y is ``linear``, ``from 0``, or ``log``: logarithmic if
+    all values are positive and the largest is more than 5 times the smallest, else linear.
     """
     from matplotlib.figure import Figure
     from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator, StrMethodFormatter
@@ -121,8 +121,8 @@ def thin_series(x: Floats, y: Floats) -> tuple[Floats, Floats, Floats, Floats]:
 def draw_confusion_heatmap(confusion: NDArray[np.int64], classes: Sequence[str]) -> str:
     """Draw numbers of samples [classes, classes] as SVG, and return the element: truth in rows, prediction in columns.
 
-    Correct predictions are blue, mistakes orange. A cell is the darker the larger its share of the row is; mistakes are
-    few, so that the most frequent one has the darkest orange.
+    Correct predictions are blue, mistakes orange. A cell is the darker the larger its share of the row; the most
+    frequent mistake has the darkest orange, however rare it is.
     """
     from PIL import Image
 
@@ -157,11 +157,11 @@ def draw_confusion_heatmap(confusion: NDArray[np.int64], classes: Sequence[str])
 
 
 def confusion_section(counts: NDArray[np.int64], names: Sequence[str]) -> dict[str, Any]:
-    """Return what templates show of confusions; empty if there is no sample.
+    """Return the values with which templates show confusions; an empty dict if there is no sample.
 
     ``counts`` [K, 3] are truth, prediction and number of samples, as of :func:`flyte_ddp.confusions.count_confusions`;
-    ``names`` are those of all classes. The result has a ``picture`` (SVG, empty with more than PICTURED_CLASSES),
-    whether it ``is_large``, the most frequent ``mistakes`` and the ``hardest`` classes.
+    ``names`` are those of all classes. Keys are ``picture`` (SVG, empty with more than PICTURED_CLASSES), ``is_large``,
+    ``mistakes`` (the most frequent) and ``hardest`` (classes).
     """
     if not len(counts):
         return {}

@@ -40,17 +40,14 @@ def render_template(template: str, **values: Any) -> str:
 
 
 def write_html(path: Path, page: str) -> Path:
-    """Write a page of :func:`render_template` to a file, which is replaced whole, and return the path.
-
-    Raises UserError if the file cannot be written.
-    """
+    """Replace a file by a page of :func:`render_template`; return its path. Makes folders. UserError if that fails."""
     with replace_file(path) as file:
         file.write(page.encode("ascii"))
     return path
 
 
 def thumbnail(pixels: NDArray[np.uint8], side: int = 112) -> str:
-    """Resize an image uint8 [H, W, C] to fit ``side`` pixels, and return it as a data URI (PNG).
+    """Resize an image uint8 [H, W, C] to fit ``side`` x ``side`` pixels, and return it as a data URI (PNG).
 
     A small image is enlarged by a whole multiple, so that its pixels stay sharp.
     """

@@ -28,9 +28,9 @@ LISTED = 30  # classes on a page
 
 
 def render_run_preview(hp: Hyperparameters, data: Path | None, run: str) -> str:
-    """Return the HTML page on what is going to be trained; its title is the run's name.
+    """Return an HTML page on what is going to be trained; its title is ``run``, the run's name.
 
-    Opens the prepared data set in the folder ``data`` for its sizes; None: they are left out, as it is not fetched yet.
+    Opens the prepared data set in the folder ``data`` for its sizes; None leaves them out. UserError if it is unusable.
     """
     facts = [("Data set", hp.dataset), ("Model", hp.model), ("Epochs", f"{hp.epochs:,}")]
     if data is None:
@@ -53,9 +53,10 @@ def render_run_preview(hp: Hyperparameters, data: Path | None, run: str) -> str:
 
 
 def render_index_preview(address: str) -> str:
-    """Read an index of shards, and return the HTML page on what it lists, with PICTURES of its samples.
+    """Read an index of shards, and return an HTML page on what it lists, with PICTURES of its samples.
 
-    Reads these samples from their shards, with up to 3 retries; no more than them where storage gives parts of files.
+    Downloads the index for each sample, and the sample, or its whole shard if the storage gives no parts of files;
+    tries up to 4 times. Imports torch. Raises UserError if the index or a shard cannot be read.
     """
     index = read_index(address)
     numbers = np.linspace(0, len(index) - 1, min(PICTURES, len(index)), dtype=int).tolist()
@@ -66,12 +67,12 @@ def render_index_preview(address: str) -> str:
         facts=index.summary().items(),
         classes=", ".join(index.classes[:LISTED]) or "not known",
         pictured="Some samples",
-        pictures=[picture_sample(index, read_sample(address, number)) for number in numbers],
+        pictures=[make_sample_picture(index, read_sample(address, number)) for number in numbers],
     )
 
 
-def picture_sample(index: ShardIndex, sample: Sample) -> Picture:
-    """Decode a sample's image; return it with its class, or with the reason why it cannot be decoded."""
+def make_sample_picture(index: ShardIndex, sample: Sample) -> Picture:
+    """Decode a sample's image; return it with its class, or with the reason why it cannot be decoded. Imports torch."""
     # Here, as it brings torch along, for which the pod that shows what is going to be trained would wait a second.
     from flyte_ddp.loading.decoding import DecodingError, decode_with_pillow
 
@@ -94,9 +95,10 @@ class FirstPredictions:
         self.images = self.known = self.correct = 0
 
     def add_batch(self, images: Iterable[NDArray[np.uint8]], rows: Sequence[Sequence[str]], *, truths: bool) -> None:
-        """Count a batch's predictions, and keep some with their images, uint8 [H, W, C] of the decoded samples.
+        """Count a batch's predictions, and keep the first PICTURES of all batches with their images.
 
-        A row of each sample is its id, prediction (empty if not decoded), truth if the rows have ``truths``, scores.
+        ``images``, uint8 [H, W, C], are those of the decoded samples. ``rows`` of all samples are id, prediction (empty
+        if not decoded), truth if the rows have ``truths``, scores.
         """
         decoded = iter(images)
         for row in rows:
@@ -109,7 +111,7 @@ class FirstPredictions:
                 self.pictures.append(Picture(name, next(decoded), prediction, truth, float(rest[0])))
 
     def render_page(self, title: str) -> str:
-        """Return the HTML page of the predictions so far."""
+        """Return an HTML page of the counts and the kept predictions."""
         facts = [("Images", f"{self.images:,}")]
         if self.known:
             facts.append(

@@ -38,10 +38,9 @@ CHARTS: tuple[Any, ...] = (  # title, x, label and scale of y, and the lines: la
 
 
 def write_report(run_folder: Path, name: str = "") -> Path:
-    """Read a run folder, write its report to ``report.html`` in it, and return the path.
+    """Read a run folder, write its report to ``report.html`` in it, and return the path. Imports matplotlib.
 
-    ``name`` is the run's; by default the folder's name. Raises UserError if a file in the folder is damaged, or the
-    report cannot be written.
+    ``name`` is the run's; by default the folder's name. Raises UserError if a file is missing, damaged or unwritable.
     """
     return write_html(run_folder / "report.html", render_report(run_folder, name))
 
@@ -49,8 +48,8 @@ def write_report(run_folder: Path, name: str = "") -> Path:
 def render_report(run_folder: Path, name: str = "", failure: str = "") -> str:
     """Read the folder of a run that may still be training; return its report as HTML, which may be put into a page.
 
-    ``name`` is the run's; by default the folder's name. ``failure`` is why the run has failed, if it has. Raises
-    UserError if the folder has no start record, or a file in it is damaged.
+    ``name`` is the run's; by default the folder's name. ``failure`` is why the run has failed, if it has. Imports
+    matplotlib. Raises UserError if the folder has no start record, or a file in it is damaged.
     """
     run = read_run(run_folder, name)
     seconds = {key: max(0.0, run.end.get("seconds", {}).get(key, 0.0)) for key in PARTS}
@@ -89,7 +88,7 @@ def draw_charts(run: Run) -> Iterator[tuple[str, str]]:
 
 
 def hyperparameter_rows(given: Mapping[str, Any]) -> dict[str, list[tuple[str, ...]]]:
-    """Return name, value, default and meaning of the given hyperparameters: the ``changed`` ones and the ``others``."""
+    """Return (name, value, default, meaning) of each given hyperparameter, in the lists ``changed`` and ``others``."""
     rows: dict[str, list[tuple[str, ...]]] = {"changed": [], "others": []}
     for field in dataclasses.fields(Hyperparameters):
         if field.name in given:

@@ -38,10 +38,10 @@ class Run:
 
 
 def read_run(folder: Path, name: str = "") -> Run:
-    """Read ``metrics.jsonl`` and, where they exist, ``model.json`` and ``predictions.npz``; return what they say.
+    """Read ``metrics.jsonl`` and, where they exist, ``model.json`` and ``predictions.npz`` whole; return what they say.
 
-    ``name`` is the run's; by default the folder's name. Raises UserError if a file is damaged, or if there is no start
-    record.
+    ``name`` is the run's; by default the folder's name. Raises UserError if a file is damaged, there is no
+    ``metrics.jsonl``, or it has no start record.
     """
     starts: list[Record] = []
     end: Record = {}
@@ -93,7 +93,10 @@ def read_run(folder: Path, name: str = "") -> Run:
 
 
 def read_predictions(path: Path, classes: list[str]) -> tuple[NDArray[np.int64], list[Picture]]:
-    """Read ``predictions.npz``; return the counts of confusions [K, 3] and the pictured mistakes, worst first."""
+    """Read ``predictions.npz``; return the counts of confusions [K, 3] and the pictured mistakes, worst first.
+
+    Leaves out the samples of wandb's table. A damaged file raises the exceptions that :func:`read_run` converts.
+    """
     with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
         first = int(arrays["table_rows"])  # the rows before are those of wandb's table
         columns = [arrays[key][first:] for key in ("images", "index", "truth", "scores")]
@@ -108,10 +111,7 @@ def read_predictions(path: Path, classes: list[str]) -> tuple[NDArray[np.int64],
 
 
 def sample_names(predictions: Mapping[str, NDArray[Any]]) -> list[str]:
-    """Return the names of the samples in ``predictions.npz``; empty texts if it has no names.
-
-    Bytes of file names that are not UTF-8 become replacement characters.
-    """
+    """Return the names of the samples in ``predictions.npz``; "" if unnamed. Bytes that are not UTF-8 become U+FFFD."""
     if "names" not in predictions or not len(predictions["names"]):
         return [""] * len(predictions["index"])
     names = predictions["names"].tolist()

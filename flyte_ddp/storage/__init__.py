@@ -77,9 +77,8 @@ def read_file(address: str, span: Span | None = None, *, tag: str = "") -> bytes
 def stat_file(address: str) -> Entry:
     """Return the size and tag of a file without reading its content; the returned entry's name is "". Does not retry.
 
-    The size is -1 if an HTTP server sends none. The tag is the ETag, else the time of the last change, else "". Waits
-    up to 10 s for a connection, 30 s for the response. Raises MissingError if there is no such file, UnavailableError
-    if the storage cannot be asked.
+    A web server that sends no size gives -1; without an ETag the tag is the time of the last change, else "". Waits 10
+    s for a connection, 30 s for the response. Raises MissingError if there is no such file, else UnavailableError.
     """
     return select_storage(address).stat_file(address)
 

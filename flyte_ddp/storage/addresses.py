@@ -34,8 +34,7 @@ def scheme(address: str) -> str:
 def local_path(address: str) -> Path | None:
     """Return the absolute path of a plain path, or of a ``file://`` address (decodes %xx); None for a remote address.
 
-    ``~`` at the start becomes the home folder. Symlinks and ``..`` are kept. The file need not exist. UserError as from
-    :func:`scheme`.
+    ``~`` at the start becomes the home folder. Keeps symlinks and ``..``. The file need not exist. Raises UserError.
     """
     if scheme(address) != "file":
         return None
@@ -70,9 +69,8 @@ def parent(address: str) -> str:
 def resolve(base: str, address: str) -> str:
     """Return the absolute form of an address that may be relative to the folder or prefix ``base``.
 
-    An address with "://" is returned unchanged. A relative one is names of folders and a file, joined by "/": ".." goes
-    one folder up, "/" at the start leads to the top of machine, server or bucket, and "#", "?" and "%" are ordinary
-    characters, percent-encoded on a web server.
+    An address with "://" is returned unchanged. A relative one is names joined by "/": ".." goes one folder up, "/" at
+    the start leads to the top of machine, server or bucket; "#", "?" and "%" in names are ordinary characters.
     """
     if "://" in address:
         return address

@@ -32,10 +32,7 @@ def parse_etag(header: str | None) -> str:
 
 
 def check_length(received: int, announced: int | None, *, remote: bool) -> None:
-    """Raise UnavailableError unless as many bytes were received as ``announced``; accept any number if that is None.
-
-    The error is transient, so that the read may be retried, if the file is ``remote``: on another machine.
-    """
+    """Raise UnavailableError unless ``received`` is ``announced`` bytes (None: any); transient if the file is ``remote``."""
     if announced is not None and received != announced:
         what = "truncated after" if received < announced else "goes on to byte"
         raise UnavailableError(f"{what} {received:,} of {announced:,} bytes", transient=remote)

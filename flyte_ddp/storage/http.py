@@ -57,8 +57,7 @@ def stat_file(address: str) -> Entry:
 def list_files(address: str) -> Iterator[Entry]:
     """Read ``SHA256SUMS`` in a folder of an HTTP server; yield the files in it by name, with size -1 and digest as tag.
 
-    Raises UnavailableError if the server gives no SHA256SUMS, it cannot be parsed, or it names a file outside the
-    folder.
+    Raises UnavailableError if the server gives no SHA256SUMS, or it is malformed or names a file outside the folder.
     """
     try:
         with open_file(f"{address.rstrip('/')}/{SUMS}", None) as file:

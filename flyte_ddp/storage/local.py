@@ -48,10 +48,7 @@ def open_file(address: str, span: Span | None) -> Iterator[Content]:
 
 
 def read_chunks(file: BinaryIO, length: int) -> Iterator[bytes]:
-    """Yield the next ``length`` bytes of a file in chunks of 1 MiB; fewer bytes if the file ends before.
-
-    Raises UnavailableError if the file cannot be read.
-    """
+    """Yield the next ``length`` bytes of a file, or those to its end, in chunks of 1 MiB. Raises UnavailableError."""
     with translate_os_errors():
         while length > 0 and (chunk := file.read(min(length, CHUNK_BYTES))):
             length -= len(chunk)

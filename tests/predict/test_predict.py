@@ -22,7 +22,7 @@ from flyte_ddp.loading.encoded import BadSamples
 from flyte_ddp.models import artifacts
 from flyte_ddp.models.images import InputSpec
 from flyte_ddp.predict.predict import write_prediction_table
-from flyte_ddp.predict.prediction_batches import find_images, read_folder
+from flyte_ddp.predict.prediction_batches import find_images, read_folder_batches
 from flyte_ddp.predict.saved_model import SavedModel
 from flyte_ddp.settings import Settings
 
@@ -161,7 +161,7 @@ def test_images_are_read_a_batch_at_a_time(folder: Path, grey_model: tuple[Path,
     for k in range(10):
         Image.fromarray(noise(16, 16)).save(folder / f"{k}.png")
     paths, _ = find_images(folder)
-    batches = read_folder(SavedModel(*grey_model, Settings()), folder, paths, 4, BadSamples(0))
+    batches = read_folder_batches(SavedModel(*grey_model, Settings()), folder, paths, 4, BadSamples(0))
     assert next(batches).inputs.shape == (4, 1, 16, 16)
     for k in range(4, 10):
         (folder / f"{k}.png").unlink()
