@@ -83,11 +83,11 @@ def export_model(
     """Export ``model.pt`` and ``model.json``, compare the ONNX with torch on all test samples; return the comparison.
 
     Writes ``model.onnx``, ``model.pt2``, ``golden.npz`` and ``serve_check.py`` into an existing folder: none of them if
-    the comparison does not pass, and no .pt2 if torch cannot write or run it. Runs the code that the sidecar names.
-    Reads the whole test split, downloading shards into the cache of ``settings``. Starts a process for the ONNX.
+    the comparison does not pass, and no .pt2 if torch cannot write or run it. Runs the code that ``model.json`` names.
+    Reads the whole test split, downloading shards into the cache of ``settings``. Runs the ONNX in a new process.
     Silences torch's loggers, warnings and sys.stderr of this process while the exporters run. ``device``, cpu or cuda,
     is where torch computed its logits; it decides the tolerance. Raises UnreachableError if the storage of the test
-    split does not answer; NotExportedError if the extra is not installed, or after any other exception.
+    split does not answer; NotExportedError if the extra ``export`` is not installed, or after any other exception.
     """
     settings = settings or Settings()
     with TemporaryDirectory(dir=folder) as name:  # so that files appear only if the comparison passes
@@ -117,8 +117,8 @@ def export_model(
 def write_onnx_and_pt2(served: ServedModel, folder: Path) -> None:
     """Write ``model.onnx`` into a folder, and ``model.pt2`` if torch can write, load and run it with the same logits.
 
-    Silences torch's loggers, warnings and sys.stderr meanwhile. Raises NotExportedError without the extra, else what
-    exporters raise.
+    Silences torch's loggers, warnings and sys.stderr meanwhile. Raises NotExportedError if the extra ``export`` is not
+    installed; exporters' exceptions go through.
     """
     try:
         import onnx  # noqa: F401
@@ -170,7 +170,7 @@ def silence_torch() -> Iterator[None]:
 def compare_logits(
     path: Path, served: ServedModel, images: Iterator[Image], logits: TorchLogits, found: Comparison
 ) -> dict[str, Any]:
-    """Run the ONNX at a path on all images in a new process; add its differences from torch's ``logits`` to ``found``.
+    """Run the ONNX at ``path`` on all images in a new process; add its differences from torch's logits to ``found``.
 
     Sends each image alone and in batches of BATCH_SIZES; waits without a timeout. Returns golden requests: up to 16
     images, evenly spread over the test split, as ``image_<number>``, and torch's ``logits`` of them. Keeps these and 64

@@ -60,7 +60,7 @@ def portable_state_dict(state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
 def load_model(
     model_path: Path, sidecar_path: Path, device: torch.device | str = "cpu"
 ) -> tuple[nn.Module, dict[str, Any]]:
-    """Return the trained model in evaluation mode on ``device``, and its sidecar. Reads both files whole.
+    """Return the trained model in evaluation mode on ``device``, and the content of its sidecar. Reads both files whole.
 
     Builds the model by :func:`flyte_ddp.models.zoo.build_model`, which draws random numbers and runs the code that the
     sidecar names: both files must be trusted as that code is. Raises UserError if a file is missing or damaged, the two
@@ -84,7 +84,7 @@ def load_model(
 
 
 def load_weights(model: nn.Module, model_path: Path, sidecar: Mapping[str, Any]) -> None:
-    """Read ``model.pt`` whole and load its weights into ``model``, which is of the kind that the sidecar names.
+    """Read ``model.pt`` whole and load its weights into ``model``, which is of the kind that ``sidecar`` names.
 
     Does not check its SHA-256. Raises UserError if the model does not take these weights, OSError if there is no file.
     """
@@ -118,7 +118,7 @@ def read_sidecar(path: Path) -> dict[str, Any]:
 
 
 def describe_input(spec: InputSpec, crop: str) -> dict[str, Any]:
-    """Return the sidecar's ``input``: the model's input, and how programs without this library prepare an image for it.
+    """Return ``input`` of ``model.json``: the model's input, and how other programs prepare an image for it.
 
     ``crop`` is ``middle`` if only the middle square of an image is used; empty if all of the image is.
     """

@@ -173,7 +173,7 @@ def skipped_tensor_names(names: Iterable[str], init_skip: str) -> list[str]:
 def misfit_error(
     wanted: Mapping[str, Tensor], given: Mapping[str, Tensor], hp: Hyperparameters, reason: str
 ) -> UserError:
-    """Return the error that names the missing, unknown and resized tensors (up to 3 of each), or else tells ``reason``.
+    """Return the error that names tensors missing, unknown or of another shape (up to 3 of each), or tells ``reason``.
 
     ``wanted`` are the model's tensors without skipped ones, ``given`` those in the file; ``reason`` is torch's text.
     """

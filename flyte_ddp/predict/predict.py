@@ -45,11 +45,10 @@ def write_prediction_table(
     ``score`` (the prediction's probability) and ``score_<class>`` for every class. An image that cannot be decoded has
     no prediction and no scores; ``bad_samples`` of them are allowed, by default as many as in training.
 
-    Replaces ``output`` and the page beside it. Runs the code that the sidecar names, on the GPU if there is one.
+    Replaces ``output`` and the page beside it. Runs the code that the sidecar names, and the model on the GPU if any.
     ``settings`` say where remote shards are cached, how many threads decode, and whether to print to stderr which files
     are no images and which images have no prediction. Raises UserError for a missing, damaged or mismatched model; no
-    images, one that cannot be read, or too many that cannot be decoded; channels that the model does not take; an
-    unwritable output.
+    images, unreadable or too many undecodable ones; channels that the model does not take; an unwritable output.
     """
     if (images is None) == (dataset is None):
         raise UserError(f"images={images}, dataset={dataset}: give exactly one of the two")

@@ -35,7 +35,7 @@ class Batch(NamedTuple):
 
 
 def find_images(folder: Path) -> tuple[list[Path], Mapping[str, int]]:
-    """List a folder at all depths; return its image files, sorted, and counts of its other files by kind.
+    """List a folder at all depths; return its image files, sorted, and counts of its other files by extension.
 
     Follows symlinks; skips hidden files. Raises UserError if the folder is missing, cannot be listed, or has no images.
     """
@@ -96,9 +96,8 @@ def read_test_split(
 ) -> Generator[Batch, None, None]:
     """Read the test split of a prepared data set, and return it as an iterator of batches of the model's inputs.
 
-    Downloads remote shards into the cache. Images that cannot be decoded count for the size of a batch, and are
-    recorded in ``bad``; None allows as many as the model does. Raises UserError for more, or images that the model does
-    not take.
+    Downloads remote shards into the cache. Undecodable images count for the size of a batch, and are recorded in
+    ``bad``; None allows as many as the model does. Raises UserError for more, or images that the model does not take.
     """
     if isinstance(data, ImageArrays):
         return read_array_batches(model, data, batch_size)

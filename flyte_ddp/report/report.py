@@ -49,7 +49,7 @@ def render_report(run_folder: Path, name: str = "", failure: str = "") -> str:
     """Read the folder of a run that may still be training; return its report as HTML, which may be put into a page.
 
     ``name`` is the run's; by default the folder's name. ``failure`` is why the run has failed, if it has. Imports
-    matplotlib. Raises UserError if the folder has no start record, or a file in it is damaged.
+    matplotlib. Raises UserError if ``metrics.jsonl`` has no record of a start, or a file is damaged.
     """
     run = read_run(run_folder, name)
     seconds = {key: max(0.0, run.end.get("seconds", {}).get(key, 0.0)) for key in PARTS}
@@ -88,7 +88,7 @@ def draw_charts(run: Run) -> Iterator[tuple[str, str]]:
 
 
 def hyperparameter_rows(given: Mapping[str, Any]) -> dict[str, list[tuple[str, ...]]]:
-    """Return (name, value, default, meaning) of each given hyperparameter, in the lists ``changed`` and ``others``."""
+    """Return name, value, default and meaning of the given hyperparameters: the ``changed`` ones and the ``others``."""
     rows: dict[str, list[tuple[str, ...]]] = {"changed": [], "others": []}
     for field in dataclasses.fields(Hyperparameters):
         if field.name in given:

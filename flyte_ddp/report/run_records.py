@@ -40,8 +40,8 @@ class Run:
 def read_run(folder: Path, name: str = "") -> Run:
     """Read ``metrics.jsonl`` and, where they exist, ``model.json`` and ``predictions.npz`` whole; return what they say.
 
-    ``name`` is the run's; by default the folder's name. Raises UserError if a file is damaged, there is no
-    ``metrics.jsonl``, or it has no start record.
+    ``name`` is the run's; by default the folder's name. Raises UserError if a file is damaged or there is no start
+    record.
     """
     starts: list[Record] = []
     end: Record = {}
@@ -93,9 +93,9 @@ def read_run(folder: Path, name: str = "") -> Run:
 
 
 def read_predictions(path: Path, classes: list[str]) -> tuple[NDArray[np.int64], list[Picture]]:
-    """Read ``predictions.npz``; return the counts of confusions [K, 3] and the pictured mistakes, worst first.
+    """Read ``predictions.npz``; return the counts of confusions [K, 3], and the mistakes with images, worst first.
 
-    Leaves out the samples of wandb's table. A damaged file raises the exceptions that :func:`read_run` converts.
+    Leaves out the samples of wandb's table. A damaged file raises OSError, ValueError, LookupError or zipfile's errors.
     """
     with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
         first = int(arrays["table_rows"])  # the rows before are those of wandb's table

@@ -62,8 +62,8 @@ def open_file(address: str, span: Span | None = None) -> AbstractContextManager[
 def read_file(address: str, span: Span | None = None, *, tag: str = "") -> bytes:
     """Read a file, or a span of bytes of it (first, after the last), into memory and return the bytes. Does not retry.
 
-    Waits as :func:`open_file`. Raises UnavailableError if the file cannot be read, or has fewer or more bytes than
-    announced; AlteredError if the storage sends a tag, and ``tag``, from an earlier listing, is another one.
+    Waits up to 10 s to connect, 30 s for each piece. Raises UnavailableError if the file cannot be read, or has fewer
+    or more bytes than announced; AlteredError if its storage sends a tag that is not the given one of a listing.
     """
     with open_file(address, span) as opened:
         if tag and opened.tag and opened.tag != tag:
@@ -77,8 +77,8 @@ def read_file(address: str, span: Span | None = None, *, tag: str = "") -> bytes
 def stat_file(address: str) -> Entry:
     """Return the size and tag of a file without reading its content; the returned entry's name is "". Does not retry.
 
-    A web server that sends no size gives -1; without an ETag the tag is the time of the last change, else "". Waits 10
-    s for a connection, 30 s for the response. Raises MissingError if there is no such file, else UnavailableError.
+    A web server that sends no size gives -1; without an ETag the tag is the time of the last change, else "". Waits up
+    to 10 s to connect, 30 s for the response. Raises MissingError, or UnavailableError for other failures.
     """
     return select_storage(address).stat_file(address)
 

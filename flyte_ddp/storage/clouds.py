@@ -24,9 +24,9 @@ CREDENTIALS_LIFETIME = timedelta(minutes=10)  # then obstore asks botocore again
 def make_s3_store(bucket: str) -> Any:
     """Return obstore's store of a bucket on AWS or on another server with S3's protocol.
 
-    Key and endpoint come from ``FLYTE_AWS_*``, else, as region and certificates, from botocore (variables, profiles,
-    roles), which may ask servers for credentials. Without credentials requests are anonymous. Without an endpoint, asks
-    AWS for the bucket's region. Unusable settings raise ValueError, OSError or botocore's exceptions.
+    ``FLYTE_AWS_*`` set key and endpoint; botocore (variables, profiles, roles) gives what they do not, and may ask
+    servers for credentials. Without credentials requests are anonymous. Without an endpoint, asks AWS for the bucket's
+    region. Unusable settings raise ValueError, OSError or botocore's exceptions.
     """
     from botocore.session import get_session  # type: ignore[import-untyped,unused-ignore]
     from botocore.utils import validate_region_name  # type: ignore[import-untyped,unused-ignore]
@@ -39,7 +39,7 @@ def make_s3_store(bucket: str) -> Any:
     credentials = session.get_credentials()
 
     def fetch_credentials() -> dict[str, Any]:
-        """Return botocore's credentials in obstore's form; botocore renews them if necessary."""
+        """Return botocore's credentials in obstore's form; botocore asks servers for new ones before they expire."""
         frozen = credentials.get_frozen_credentials()
         names = {"access_key_id": frozen.access_key, "secret_access_key": frozen.secret_key, "token": frozen.token}
         return {**names, "expires_at": datetime.now(UTC) + CREDENTIALS_LIFETIME}

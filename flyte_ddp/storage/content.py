@@ -32,7 +32,7 @@ def parse_etag(header: str | None) -> str:
 
 
 def check_length(received: int, announced: int | None, *, remote: bool) -> None:
-    """Raise UnavailableError unless ``received`` is ``announced`` bytes (None: any); transient if the file is ``remote``."""
+    """Raise UnavailableError unless ``announced`` bytes (None: any number) were received; transient if ``remote``."""
     if announced is not None and received != announced:
         what = "truncated after" if received < announced else "goes on to byte"
         raise UnavailableError(f"{what} {received:,} of {announced:,} bytes", transient=remote)

@@ -31,8 +31,8 @@ PERMANENT_ERRORS = (InvalidURL, SSLError, TooManyRedirects, urllib3.exceptions.L
 def open_file(address: str, span: Span | None) -> Iterator[Content]:
     """Open a file of an HTTP server, or a span of bytes of it, for one pass over its bytes.
 
-    Waits and redirects are those of :func:`open_response`. Raises UnavailableError if the server gives no file or
-    cannot give a span, or if the connection fails while the block reads the bytes.
+    Follows redirects; waits up to 10 s for a connection, 30 s for each piece. Raises UnavailableError if the server
+    gives no file or cannot give a span, or if the connection fails while the block reads the bytes.
     """
     span_header = {"Range": f"bytes={span[0]}-{span[1] - 1}"} if span is not None else {}
     with open_response(address, "GET", span_header) as response:
@@ -47,7 +47,7 @@ def stat_file(address: str) -> Entry:
     """Return the size (-1 if not sent) and the tag of a file of an HTTP server, by a HEAD request.
 
     The tag is the ETag, else the time of the last change, else "". Raises MissingError for status 404 or 410,
-    UnavailableError for other failures of :func:`open_response`.
+    UnavailableError for other failures.
     """
     with open_response(address, "HEAD", {}) as response:
         size, tag, time = (response.headers.get(name, "") for name in ("Content-Length", "ETag", "Last-Modified"))
@@ -88,9 +88,9 @@ def delete_files(addresses: Sequence[str]) -> NoReturn:
 def open_response(address: str, method: str, headers: dict[str, str]) -> Iterator[Any]:
     """Send an HTTP request, follow redirects, and yield the response with an unread body; close it after the block.
 
-    Waits up to 10 s for the connection and up to 30 s for each piece of the body; does not retry. Raises
-    UnavailableError if the status is not 200 or 206, a redirect is refused, or the connection fails, also while the
-    block reads the body; UserError if a redirect names a user or a password.
+    Waits up to 10 s for the connection and up to 30 s for each piece of the body. Raises UnavailableError if the status
+    is not 200 or 206, a redirect leads to another host that is neither public nor allowed, or the connection fails,
+    also while the block reads the body; UserError if a redirect names a user or a password.
     """
     try:
         with get_process_session(os.getpid()).request(
@@ -123,7 +123,7 @@ class GuardedSession(requests.Session):
     def get_redirect_target(self, resp: requests.Response) -> str | None:
         """Return the address that a redirect names; None if the response is no redirect. Overrides requests' method.
 
-        Closes ``resp`` and raises UnavailableError if :func:`may_follow_redirect` (which looks up hosts) forbids it.
+        Looks up another host. Closes ``resp`` and raises UnavailableError if that one is neither public nor allowed.
         """
         target = super().get_redirect_target(resp)
         if target is not None and not may_follow_redirect(resp.url, there := urljoin(resp.url, target)):

@@ -115,7 +115,7 @@ def call_store(address: str, action: Callable[[Any, str], Result], right: str = 
 
 
 def explain_refusal(refused: UnavailableError, scheme: str, store: Any, key: str, right: str) -> UnavailableError:
-    """Return the error for the failure ``refused`` with status 403: a ForbiddenError on the right, or a MissingError.
+    """Return the error for the 403 response ``refused``: a ForbiddenError with the missing right, or a MissingError.
 
     A server answers 403 and not 404 for a missing object if the caller may not list the bucket; on S3 also if the right
     to list covers only a prefix. So after a refused READ this lists the bucket around the object.
@@ -184,7 +184,7 @@ LOCK = threading.Lock()  # held while a store is made
 
 
 def get_bucket_store(scheme: str, bucket: str) -> Any:
-    """Return obstore's store of a bucket for the current environment variables, which is made once for their values.
+    """Return obstore's store of a bucket, made once for the current values of the environment variables.
 
     While it is made, other threads wait, and servers may be asked for credentials and the bucket's region. Adds this
     process to USERS: its forks must not use obstore. Raises UnavailableError in a fork of a process in USERS, or if the

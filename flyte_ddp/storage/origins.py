@@ -38,7 +38,7 @@ def parse_web_address(address: str) -> Any:
 
 
 def may_be_named(address: str, source: str) -> bool:
-    """Return whether an index at the web address ``source`` may name ``address``: of its own server, or an allowed one.
+    """Return whether an index at the web address ``source`` may refer to ``address``: on its server, or an allowed one.
 
     Allowed are the addresses in FLYTE_DDP_ALLOWED_ADDRESSES. Raises UserError for an address of no known kind.
     """
