@@ -60,7 +60,7 @@ def portable_state_dict(state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
 def load_model(
     model_path: Path, sidecar_path: Path, device: torch.device | str = "cpu"
 ) -> tuple[nn.Module, dict[str, Any]]:
-    """Return the trained model in evaluation mode on ``device``, and the content of its sidecar. Reads both files whole.
+    """Return the trained model in evaluation mode on ``device``, and the content of its sidecar. Reads both files.
 
     Builds the model by :func:`flyte_ddp.models.zoo.build_model`, which draws random numbers and runs the code that the
     sidecar names: both files must be trusted as that code is. Raises UserError if a file is missing or damaged, the two

@@ -63,7 +63,7 @@ def read_file(address: str, span: Span | None = None, *, tag: str = "") -> bytes
     """Read a file, or a span of bytes of it (first, after the last), into memory and return the bytes. Does not retry.
 
     Waits up to 10 s to connect, 30 s for each piece. Raises UnavailableError if the file cannot be read, or has fewer
-    or more bytes than announced; AlteredError if its storage sends a tag that is not the given one of a listing.
+    or more bytes than announced; AlteredError if the storage sends a tag other than ``tag`` (of an earlier listing).
     """
     with open_file(address, span) as opened:
         if tag and opened.tag and opened.tag != tag:
@@ -87,8 +87,9 @@ def list_files(address: str) -> Iterator[Entry]:
     """Yield all files below a folder or prefix, ordered by name, without the objects that stand for folders.
 
     Keeps the whole list in memory. On this machine follows symlinks, and skips hidden files and folders; on a web
-    server reads the list in the folder's file ``SHA256SUMS``. Yields nothing for a prefix without objects. Does not
-    retry. Raises MissingError if a folder of this machine is missing, UnavailableError if the files cannot be listed.
+    server reads the list in the folder's file ``SHA256SUMS``. Yields nothing for a prefix without objects. Waits up to
+    10 s to connect, 30 s for each response; does not retry. Raises MissingError if a folder of this machine is missing,
+    UnavailableError if the files cannot be listed.
     """
     return select_storage(address).list_files(address)
 
@@ -115,8 +116,9 @@ def create_file(address: str, content: bytes | Path) -> None:
 def delete_files(addresses: Sequence[str]) -> None:
     """Delete files that are all in one bucket or all on this machine, many with each request. Does not retry.
 
-    Raises MissingError if a file is missing, which S3 does not report; UnavailableError if a file cannot be deleted:
-    other files may be deleted already. Raises UserError if the addresses are of a web server.
+    Waits up to 10 s to connect, 30 s for each response. Raises MissingError if a file is missing, which S3 does not
+    report; UnavailableError if a file cannot be deleted, when others may be deleted already; UserError if the addresses
+    are of a web server.
     """
     if addresses:
         select_storage(addresses[0]).delete_files(addresses)
