@@ -63,7 +63,7 @@ def build_model(name: str, num_classes: int, spec: InputSpec) -> nn.Module:
 
 
 def check_model(name: str, model: nn.Module) -> None:
-    """Raise UserError for a model with lazy layers, nothing to train, sparse gradients, or a state that no file can hold."""
+    """Raise UserError for a model with lazy layers, nothing to train, sparse gradients, or a state no file can hold."""
     if any(nn.parameter.is_lazy(tensor) for tensor in (*model.parameters(), *model.buffers())):
         raise UserError(
             f"model {name!r} has lazy layers: their sizes must be known; run it once on zeros where you make it"

@@ -40,8 +40,7 @@ class Run:
 def read_run(folder: Path, name: str = "") -> Run:
     """Read ``metrics.jsonl`` and, where they exist, ``model.json`` and ``predictions.npz`` whole; return what they say.
 
-    ``name`` is the run's; by default the folder's name. Raises UserError if a file is damaged or there is no start
-    record.
+    ``name`` is the run's; by default the folder's name. Raises UserError if a file is damaged, or has no start record.
     """
     starts: list[Record] = []
     end: Record = {}

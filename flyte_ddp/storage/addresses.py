@@ -34,7 +34,8 @@ def scheme(address: str) -> str:
 def local_path(address: str) -> Path | None:
     """Return the absolute path of a plain path, or of a ``file://`` address (decodes %xx); None for a remote address.
 
-    ``~`` at the start becomes the home folder. Keeps symlinks and ``..``. The file need not exist. Raises UserError.
+    ``~`` at the start becomes the home folder; keeps symlinks and ``..``. The file need not exist. UserError as by
+    scheme.
     """
     if scheme(address) != "file":
         return None

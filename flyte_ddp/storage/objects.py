@@ -41,7 +41,8 @@ Result = TypeVar("Result")
 def open_file(address: str, span: Span | None) -> Iterator[Content]:
     """Open an object, or a span of bytes of it, for one pass over its bytes, by one GET request.
 
-    Raises UnavailableError if the object cannot be read, here or while the block reads the bytes.
+    Waits up to 10 s to connect, 30 s for each piece. Raises UnavailableError if the object cannot be read, here or
+    while the block reads the bytes.
     """
     stored = call_store(address, lambda store, key: obstore.get(store, key, options={"range": span} if span else {}))
     start, end = stored.range
@@ -65,8 +66,8 @@ def stat_file(address: str) -> Entry:
 def list_files(address: str) -> Iterator[Entry]:
     """List the objects below a prefix at once, into memory, and return an iterator over them, ordered by name.
 
-    Leaves out an empty object whose name is the folder of another object; lists other empty objects as files. Raises
-    UnavailableError if the bucket cannot be listed.
+    Leaves out an empty object whose name is the folder of another object; lists other empty objects as files. Waits up
+    to 10 s to connect, 30 s for each response. Raises UnavailableError if the bucket cannot be listed.
     """
     key, folders = split_key(address)[1], {""}
     start = len(key.rstrip("/")) + 1 if key else 0
@@ -92,7 +93,8 @@ def write_file(address: str, content: bytes | Path, *, create: bool) -> None:
 def delete_files(addresses: Sequence[str]) -> None:
     """Delete objects of one bucket: up to 1,000 with each request on S3, 256 on Azure, one on Google.
 
-    Raises UnavailableError if a request fails; other objects may be deleted by then.
+    Waits up to 10 s to connect, 30 s for each response. Raises MissingError if an object is missing (not on S3),
+    UnavailableError if a request fails; other objects may be deleted by then.
     """
     keys = [split_key(address)[1] for address in addresses]
     call_store(addresses[0], lambda store, _: obstore.delete(store, keys), DELETE)
