@@ -34,8 +34,7 @@ def scheme(address: str) -> str:
 def local_path(address: str) -> Path | None:
     """Return the absolute path of a plain path, or of a ``file://`` address (decodes %xx); None for a remote address.
 
-    ``~`` at the start becomes the home folder; keeps symlinks and ``..``. The file need not exist. UserError as by
-    scheme.
+    ``~`` at the start becomes the home folder; keeps symlinks and ``..``. UserError for an address of no known kind.
     """
     if scheme(address) != "file":
         return None
