@@ -17,7 +17,7 @@ import numpy as np
 
 from flyte_ddp.datasets import ImageArrays, fetch, open_arrays
 from flyte_ddp.datasets.arrays import write_arrays
-from flyte_ddp.process import living_trees
+from flyte_ddp.process import list_living_trees
 
 ROOT = Path(__file__).resolve().parent.parent
 LIMIT_SECONDS = 900.0  # for one run; a hang ends as a failure of its benchmark
@@ -57,7 +57,7 @@ def environment(home: Path | None = None, **changes: str) -> dict[str, str]:
 
 def descendants(pid: int) -> list[int]:
     """The living children of a process, theirs and so on."""
-    return living_trees([pid])[1:]
+    return list_living_trees([pid])[1:]
 
 
 def process_name(pid: int) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from flyte_ddp.errors import UserError
 
 
-def class_name(dataset: str, name: str) -> str:
+def normalize_class_name(dataset: str, name: str) -> str:
     """Return a class's name in Unicode's form NFC, in which macOS and Linux give a folder the same name.
 
     Raises UserError, which begins with ``dataset``, if the name is not UTF-8.
@@ -18,7 +18,7 @@ def class_name(dataset: str, name: str) -> str:
     return unicodedata.normalize("NFC", name)
 
 
-def class_names(dataset: str, names: Iterable[object]) -> tuple[str, ...]:
+def normalize_class_names(dataset: str, names: Iterable[object]) -> tuple[str, ...]:
     """Return names of classes, in their order, as texts in Unicode's form NFC.
 
     Raises UserError, which begins with ``dataset``, if a name is not UTF-8, or if two different names are equal in NFC:
@@ -27,7 +27,7 @@ def class_names(dataset: str, names: Iterable[object]) -> tuple[str, ...]:
     given: dict[str, str] = {}  # the first name of each form
     result = []
     for name in map(str, names):
-        normal = class_name(dataset, name)
+        normal = normalize_class_name(dataset, name)
         if given.setdefault(normal, name) != name:
             raise UserError(
                 f"{dataset}: classes {given[normal]!a} and {name!a} are one name in two of Unicode's forms, and have "

@@ -67,7 +67,7 @@ class Clock:
         return time.perf_counter() - self.started
 
 
-def clock_for(device: torch.device) -> Clock:
+def make_clock(device: torch.device) -> Clock:
     """Return a clock for work on this device: by events on CUDA devices, else by the host's time."""
     if device.type != "cuda":
         return Clock()

@@ -34,7 +34,7 @@ def library_digest(root: Path = Path(__file__).parent) -> str:
     Comments, docstrings and formatting do not count. Reads all of these files, once in a process, and parses them only
     if ``library_digest`` in Python's ``__pycache__`` does not remember their digest; writes it there if it can.
     """
-    paths = [path for name in DECIDING for path in python_files(root / name)]
+    paths = [path for name in DECIDING for path in list_python_files(root / name)]
     # Parsing takes 60 ms, reading 1. The bytes of this file count too: it may compute digests in another way one day.
     key = hash_files(root, paths, bytes) + file_digest(Path(__file__))
     remembered = Path(cache_from_source(str(root / "library_digest.py"))).with_suffix(".txt")
@@ -42,7 +42,7 @@ def library_digest(root: Path = Path(__file__).parent) -> str:
         found, digest = remembered.read_text().split()
         if found == key:
             return digest
-    digest = hash_files(root, paths, lambda source: code_text(source, parse(source)))
+    digest = hash_files(root, paths, lambda source: normalize_code(source, parse_python(source)))
     with suppress(OSError), atomic_write(remembered) as file:  # not in a folder that is not ours, or is read-only
         file.write(f"{key} {digest}\n".encode())
     return digest
@@ -50,16 +50,16 @@ def library_digest(root: Path = Path(__file__).parent) -> str:
 
 @cache
 def package_digest(root: Path = Path(__file__).parent) -> str:
-    """Return 16 hexadecimal digits of a SHA-256 over the bytes of package_files; reads them once in a process."""
-    return hash_files(root, package_files(root), bytes)
+    """Return 16 hexadecimal digits of a SHA-256 over the bytes of list_package_files; reads them once in a process."""
+    return hash_files(root, list_package_files(root), bytes)
 
 
-def package_files(root: Path) -> list[Path]:
+def list_package_files(root: Path) -> list[Path]:
     """Return the library's Python and TOML files, all that its code reads when it trains."""
-    return [*python_files(root), *sorted(root.rglob("*.toml"))]
+    return [*list_python_files(root), *sorted(root.rglob("*.toml"))]
 
 
-def python_files(place: Path) -> list[Path]:
+def list_python_files(place: Path) -> list[Path]:
     """Return all Python files below a folder, sorted; for a file the file itself."""
     return sorted(place.rglob("*.py")) if place.is_dir() else [place]
 
@@ -74,7 +74,7 @@ def hash_files(root: Path, paths: Iterable[Path], normalize: Callable[[bytes], b
     return digest.hexdigest()[:16]
 
 
-def parse(source: bytes) -> ast.Module | None:
+def parse_python(source: bytes) -> ast.Module | None:
     """Return the syntax tree of a source, None if it is no Python. Hides warnings; waits for another thread's parsing.
 
     Turns garbage collection off meanwhile: a collection takes as long as the parsing. It may also let another thread
@@ -93,7 +93,7 @@ def parse(source: bytes) -> ast.Module | None:
                 gc.enable()
 
 
-def code_text(source: bytes, tree: ast.Module | None) -> bytes:
+def normalize_code(source: bytes, tree: ast.Module | None) -> bytes:
     """Return a text of a source's syntax tree, without comments, docstrings, formatting and statements without effect.
 
     The text is the same under Python 3.11 and 3.12, but for a few f-strings. Removes those statements from the tree.

@@ -43,7 +43,7 @@ class Cpu:
         parts = {"": self.vendor or platform.machine(), "family": self.family, "model": self.model, "with": widest}
         return " ".join(f"{name} {value}" for name, value in parts.items() if value).lstrip()
 
-    def bf16(self) -> Bf16:
+    def bf16_support(self) -> Bf16:
         """Return whether bf16 is faster in training the two small CNNs; SLOWER if that was never measured."""
         for vendor, family, flag, worth in MEASURED:
             if (vendor, family) == (self.vendor, self.family) and flag in self.flags:

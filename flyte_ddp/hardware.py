@@ -35,10 +35,10 @@ class Hardware:
 def count_cores() -> int:
     """Return how many CPU cores this process may use by its affinity mask and its cgroup's quota; at least 1."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, int(min(allowed, cgroup_quota())))
+    return max(1, int(min(allowed, read_cpu_quota())))
 
 
-def cgroup_quota(root: Path = Path("/sys/fs/cgroup")) -> float:
+def read_cpu_quota(root: Path = Path("/sys/fs/cgroup")) -> float:
     """Return the CPU quota of the cgroup (version 2 or 1) below ``root``, in cores; infinity without one."""
     for names in (("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")):
         with suppress(OSError):
@@ -59,7 +59,7 @@ def count_gpus(devices: Path = Path("/dev")) -> int:
 def bf16_support(device_type: str) -> Bf16:
     """Return whether bf16 is possible and faster on this machine's devices of this type; imports torch for cuda."""
     if device_type == "cpu":
-        return read_cpu().bf16()
+        return read_cpu().bf16_support()
     import torch
 
     return Bf16.FASTER if torch.cuda.is_bf16_supported() else Bf16.NONE
@@ -89,7 +89,7 @@ def check_expected_gpus(visible: int) -> None:
         )
 
 
-def check_requested(hp: Hyperparameters, nodes: int = 1, ranks: int = 0, capacity: int = 0) -> None:
+def check_requested_resources(hp: Hyperparameters, nodes: int = 1, ranks: int = 0, capacity: int = 0) -> None:
     """Raise UserError, before training pods start, if they cannot do what ``hp`` asks for; outside pods do nothing.
 
     Args:

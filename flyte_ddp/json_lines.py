@@ -20,7 +20,7 @@ class JsonLines(AbstractContextManager["JsonLines"]):
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        with self._explain_failure():
+        with self._convert_os_errors():
             self._file = path.open("a+b", buffering=0)  # without a buffer other processes see every record at once
             # A writer that was killed may have left half a line: the next record must not become part of that line.
             if self.size():
@@ -31,12 +31,12 @@ class JsonLines(AbstractContextManager["JsonLines"]):
     def write(self, record: Mapping[str, Any]) -> None:
         """Append a mapping of JSON values, with ``time`` (Unix seconds) added; NaN and the infinities become null."""
         line = json.dumps(replace_non_finite({"time": time.time(), **record}), allow_nan=False).encode() + b"\n"
-        with self._explain_failure():
+        with self._convert_os_errors():
             while line:  # a disk that is nearly full takes a part of the line before it raises
                 line = line[self._file.write(line) :]
 
     @contextmanager
-    def _explain_failure(self) -> Iterator[None]:
+    def _convert_os_errors(self) -> Iterator[None]:
         """Convert an OSError in the block to a UserError with advice."""
         try:
             yield

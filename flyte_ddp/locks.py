@@ -19,9 +19,9 @@ def hold_lock(folder: Path, name: str, *, wait: bool = True) -> Iterator[None]:
         try:
             yield
         finally:
-            unlock(file.fileno())
+            unlock_file(file.fileno())
 
 
-def unlock(file: int) -> None:
+def unlock_file(file: int) -> None:
     """Release the lock of an open file descriptor, also for child processes that were forked while it was held."""
     fcntl.flock(file, fcntl.LOCK_UN)

@@ -105,14 +105,14 @@ def kill_process_trees(roots: Callable[[], Iterable[int]]) -> None:
     Repeats this until none is alive or KILL_SECONDS have passed. Survivors are not reported.
     """
     deadline = time.monotonic() + KILL_SECONDS
-    while (found := living_trees(roots())) and time.monotonic() < deadline:
+    while (found := list_living_trees(roots())) and time.monotonic() < deadline:
         for pid in found:
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(POLL_SECONDS)
 
 
-def living_trees(roots: Iterable[int]) -> list[int]:
+def list_living_trees(roots: Iterable[int]) -> list[int]:
     """Return those of ``roots`` and their descendants that have not exited.
 
     A zombie can still have children while other threads of it run, so the descendants of zombies count.

@@ -37,7 +37,7 @@ class Progress:
             with tqdm(total=total, desc=label, unit=unit, unit_scale=unit == "B", file=self._stream) as bar:
                 yield bar.update
         else:
-            amount = "size unknown" if total is None else size(total) if unit == "B" else f"{total:,} {unit}"
+            amount = "size unknown" if total is None else format_size(total) if unit == "B" else f"{total:,} {unit}"
             self.print_note(f"{label} ({amount})")
             yield lambda _: None
 
@@ -58,7 +58,7 @@ class Progress:
             self._mode = "off"
 
 
-def size(number: int) -> str:
+def format_size(number: int) -> str:
     """Return a number of bytes as a text such as "26.4MB"."""
     return f"{tqdm.format_sizeof(number)}B"
 

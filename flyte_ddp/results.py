@@ -81,7 +81,7 @@ def deliver_results(deliver: Deliver, rank: int) -> Iterator[None]:
 
 
 @contextmanager
-def locked_events(path: Path) -> Iterator[BinaryIO]:
+def lock_events_file(path: Path) -> Iterator[BinaryIO]:
     """Yield the file of events, open for appending; first wait without a limit for its lock, held during the block.
 
     Ranks and launcher append to the file from processes of several hosts.
@@ -108,7 +108,7 @@ class ResultWriter:
                 self.write_file(**values)
             else:
                 self.folder.mkdir(exist_ok=True)
-                with locked_events(self.folder / EVENTS), JsonLines(self.folder / EVENTS) as events:
+                with lock_events_file(self.folder / EVENTS), JsonLines(self.folder / EVENTS) as events:
                     events.write(values["record"])
         except (UserError, OSError) as error:
             if not self.failed:

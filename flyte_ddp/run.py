@@ -20,7 +20,7 @@ from flyte_ddp.runs.identity import model_identity
 from flyte_ddp.runs.result_store import mirror_results
 from flyte_ddp.runs.run_folder import METRICS, REPORT, prepare_folder, publish_if_complete, remove_outputs
 from flyte_ddp.runs.run_lock import hold_run_folder
-from flyte_ddp.settings import Settings, check_wandb, read_settings
+from flyte_ddp.settings import Settings, check_wandb_variables, read_settings
 
 STOPPED_WANDB_SECONDS = 5.0  # a pod that is told to stop has little time left
 Launch = Callable[..., None]  # (job, num_ranks=...), from flyte_ddp.launch
@@ -86,7 +86,7 @@ def run_training(
 
     settings = settings or read_settings()
     if settings.wandb_mode != "disabled":
-        check_wandb()
+        check_wandb_variables()
     hardware = hardware or detect_hardware(hp)
     launch = launch or (single.launch if hardware.num_ranks == 1 else spawn.launch)
     workers = settings.loader_threads or hardware.threads
@@ -98,7 +98,7 @@ def run_training(
     with hold_run_folder(run_folder):
         work = prepare_folder(run_folder)
         identity = checkpoint_identity(hp, data)
-        found = checkpoint.load_latest(work, identity)
+        found = checkpoint.restore_newest_checkpoint(work, identity)
         if found is not None:
             when = datetime.fromtimestamp(found.time).strftime("%Y-%m-%d %H:%M:%S")  # noqa: DTZ006 (local time)
             progress.print_note(f"going on after step {found.step:,}, saved {when}")

@@ -91,7 +91,7 @@ def read_settings(wandb_run_id: str = "") -> Settings:
     )
 
 
-def check_wandb() -> None:
+def check_wandb_variables() -> None:
     """Raise UserError if wandb would refuse WANDB_PROJECT or WANDB_BASE_URL. Do nothing if wandb is disabled.
 
     wandb checks both when it opens its run, also offline, and would then log nothing.

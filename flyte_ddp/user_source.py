@@ -11,7 +11,7 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 
-from flyte_ddp.code_digest import ARITHMETIC, code_text, parse
+from flyte_ddp.code_digest import ARITHMETIC, normalize_code, parse_python
 from flyte_ddp.user_code import missing_module_error, search_working_directory, split_spec
 
 IDENTIFIED = {"flyte_ddp", *ARITHMETIC}  # packages that count by library_digest() and by their versions
@@ -21,23 +21,23 @@ IMPORTERS = ("import_module", "__import__")
 
 
 def user_source_digest(spec: str) -> str:
-    """Return a SHA-256 (hex) of the user's own code behind ``spec``: of all files of :func:`user_sources`.
+    """Return a SHA-256 (hex) of the user's own code behind ``spec``: of all files of :func:`find_user_sources`.
 
     Comments, docstrings, formatting and the folder of the files do not count. Files that are no Python count by their
     bytes. Reads all files; puts the working directory first on ``sys.path``. Raises UserError if the spec is malformed,
     or there is no such top-level module.
     """
-    lines = (f"{name} {hashlib.sha256(code).hexdigest()}" for name, _, code in user_sources(spec))
+    lines = (f"{name} {hashlib.sha256(code).hexdigest()}" for name, _, code in find_user_sources(spec))
     return hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()
 
 
 def list_user_files(spec: str) -> set[Path]:
-    """Return the resolved paths of the files of :func:`user_sources`; none for a name without a colon."""
-    return {path.resolve() for _, path, _ in user_sources(spec)} if ":" in spec else set()
+    """Return the resolved paths of the files of :func:`find_user_sources`; none for a name without a colon."""
+    return {path.resolve() for _, path, _ in find_user_sources(spec)} if ":" in spec else set()
 
 
-def user_sources(spec: str) -> Iterator[tuple[str, Path, bytes]]:
-    """Yield name, path and code (as of code_text) of each file behind ``spec``, ``package.module:callable``.
+def find_user_sources(spec: str) -> Iterator[tuple[str, Path, bytes]]:
+    """Yield name, path and code (as of normalize_code) of each file behind ``spec``, ``package.module:callable``.
 
     These are the files of its top-level module, wherever it is. Top-level modules that a file imports follow, if they
     are the user's own: not Python's, not installed in site-packages (an editable install counts as own), not this
@@ -59,8 +59,8 @@ def user_sources(spec: str) -> Iterator[tuple[str, Path, bytes]]:
             content = path.read_bytes()
         except OSError:  # a link to nowhere, say: nothing that could be imported
             continue
-        tree = parse(content)
-        yield name, path, code_text(content, tree)
+        tree = parse_python(content)
+        yield name, path, normalize_code(content, tree)
         for other in sorted(find_imported_modules(tree) - seen):
             seen.add(other)
             if found := find_top_level(other):

@@ -9,7 +9,7 @@ import pytest
 from cli import ROOT
 
 from flyte_ddp import code_digest
-from flyte_ddp.code_digest import DECIDING, library_digest, package_digest, python_files
+from flyte_ddp.code_digest import DECIDING, library_digest, package_digest, list_python_files
 
 LIBRARY = ROOT / "flyte_ddp"
 DECIDES_NOTHING = {  # files at the root and of shards/ that are imported by those that decide
@@ -64,7 +64,7 @@ def test_what_decides_no_result_retrains_nothing(library: Path, name: str, chang
 
 @pytest.mark.parametrize("name", DECIDING)
 def test_a_line_of_what_decides_results_retrains(library: Path, name: str) -> None:
-    changed = python_files(library / name)[-1].relative_to(library).as_posix()
+    changed = list_python_files(library / name)[-1].relative_to(library).as_posix()
     assert digests_after(add_statement, library, changed)[0] != library_digest()
 
 
@@ -73,7 +73,7 @@ def test_the_digest_of_unchanged_files_is_remembered_where_it_can_be(
 ) -> None:
     expected = library_digest.__wrapped__(library)
     with monkeypatch.context() as patch:
-        patch.setattr(code_digest, "parse", lambda _: pytest.fail("parses again"))
+        patch.setattr(code_digest, "parse_python", lambda _: pytest.fail("parses again"))
         assert library_digest.__wrapped__(library) == expected
     [memory] = (library / "__pycache__").glob("library_digest*")
     for content in (b"", b"\xff", memory.read_bytes().replace(b" ", b"0 ")):
@@ -87,7 +87,7 @@ def test_the_digest_of_unchanged_files_is_remembered_where_it_can_be(
 
 def test_what_results_depend_on_is_covered() -> None:
     """Of the files at the root and of shards/ each one that is imported by those that decide."""
-    deciding = {path for name in DECIDING for path in python_files(LIBRARY / name)}
+    deciding = {path for name in DECIDING for path in list_python_files(LIBRARY / name)}
     imported = set()
     for node in [node for path in deciding for node in ast.walk(ast.parse(path.read_bytes()))]:
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("flyte_ddp"):

@@ -70,7 +70,7 @@ def test_bf16_is_taken_where_it_was_found_faster(
     """By auto; where there are instructions for it, who asks for it gets it."""
     (tmp_path / "cpuinfo").write_text(text)
     cpu = read_cpu(tmp_path / "cpuinfo")
-    assert (str(cpu), cpu.bf16()) == (description, worth)
+    assert (str(cpu), cpu.bf16_support()) == (description, worth)
     monkeypatch.setattr(hardware, "read_cpu", lambda: cpu)
     for model in ("small_cnn", "resnet18"):
         found = hardware.detect_hardware(replace(HP, model=model))
@@ -86,7 +86,7 @@ def test_a_cpu_that_nothing_says_what_it_is(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr("platform.machine", lambda: "arm64")
     cpu = read_cpu(tmp_path / "none")
     assert cpu == Cpu("", "", "", frozenset())
-    assert (str(cpu), cpu.bf16()) == ("arm64", Bf16.NONE)
+    assert (str(cpu), cpu.bf16_support()) == ("arm64", Bf16.NONE)
 
 
 class Workers:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from flyte_ddp.class_names import class_names
+from flyte_ddp.class_names import normalize_class_names
 from flyte_ddp.errors import UserError
 from flyte_ddp.files import atomic_write
 
@@ -63,7 +63,7 @@ def image_arrays(
         train_labels=convert_labels("train_labels", train_labels, len(train_images), len(classes)),
         test_images=convert_images("test_images", test_images),
         test_labels=convert_labels("test_labels", test_labels, len(test_images), len(classes)),
-        classes=class_names("classes", classes),
+        classes=normalize_class_names("classes", classes),
     )
     train, test = ("x".join(map(str, images.shape[1:])) for images in (arrays.train_images, arrays.test_images))
     if train != test:

@@ -15,7 +15,7 @@ from flyte_ddp.datasets.prepared import open_prepared
 from flyte_ddp.datasets.published import DATASETS, PublishedSet
 from flyte_ddp.errors import UserError, unknown_name_error
 from flyte_ddp.files import DISK_FULL
-from flyte_ddp.progress import MODES, Progress, size
+from flyte_ddp.progress import MODES, Progress, format_size
 
 
 def find_dataset(dataset: str, source: str) -> PublishedSet | CustomSet | None:
@@ -93,12 +93,12 @@ def fetch(dataset: str, source: str, folder: Path, *, test_dataset: str = "", pr
                 prepare_encoded_set(dataset, test_dataset, workspace)
             else:
                 arrays, origin = definition.load(source, workspace, Progress(progress))
-                needed = f"{dataset} needs {size(total_bytes(arrays))}, "
+                needed = f"{dataset} needs {format_size(total_bytes(arrays))}, "
                 write_arrays(arrays, workspace, {"source": origin, **requested})
         except OSError as error:
             if error.errno not in DISK_FULL:
                 raise
-            free = size(shutil.disk_usage(workspace).free)
+            free = format_size(shutil.disk_usage(workspace).free)
             raise UserError(
                 f"{folder}: the disk is full ({needed}{free} are free there); free some space or choose another folder"
             ) from error

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from flyte_ddp import storage
 from flyte_ddp.catalog import IMAGES
-from flyte_ddp.class_names import class_name
+from flyte_ddp.class_names import normalize_class_name
 from flyte_ddp.datasets.identity import digest_lines
 from flyte_ddp.errors import UserError
 from flyte_ddp.formatting import format_count
@@ -121,7 +121,7 @@ def list_images(address: str) -> ImageList:
     path = storage.local_path(address)  # object storage has no empty folders
     if path is not None:
         folders |= {entry.name for entry in path.iterdir() if entry.is_dir() and not entry.name.startswith(".")}
-    class_of = {folder: class_name(where, folder) for folder in sorted(folders)}
+    class_of = {folder: normalize_class_name(where, folder) for folder in sorted(folders)}
     labelled = [class_of[entry.name.partition("/")[0]] for entry in images]
     classes = tuple(sorted({*labelled}))
     if imageless := {*class_of.values()} - {*classes}:

@@ -127,7 +127,7 @@ class CheckpointStore:
         but for earlier attempts, which it does not look at.
         """
         # Only a pod whose ranks Elastic has restarted has checkpoints in its folder.
-        newest, unreadable = checkpoint.find_newest(path.parent)
+        newest, unreadable = checkpoint.verify_checkpoints(path.parent)
         reasons = {str(local): reason for local, reason in unreadable.items()}
         replaced = False
         for file in files:

@@ -64,7 +64,7 @@ def add_step_to_error(run_version: str) -> Iterator[None]:
 @contextmanager
 def set_up_workers(root: Path) -> Iterator[None]:
     """For the block, set what Elastic's workers inherit: the locked run folders, and the project's root in sys.path."""
-    variables = run_lock.held_for_children()
+    variables = run_lock.reserved_folders_variable()
     os.environ.update(variables)
     sys.path.insert(0, str(root))
     try:

@@ -10,7 +10,7 @@ from flyte_ddp.pods.platforms import Platform, is_in_pod
 from flyte_ddp.pods.profiles import training_limits
 from flyte_ddp.runs import identity
 from flyte_ddp.runs.run_folder import is_finished
-from flyte_ddp.settings import check_wandb, read_settings
+from flyte_ddp.settings import check_wandb_variables, read_settings
 
 NO_SCHEDULE = datetime(1970, 1, 1, tzinfo=UTC)  # kickoff time of a retraining that no schedule started
 
@@ -26,9 +26,9 @@ def check_and_identify_run(
     tick of a schedule that retrains each time, where NO_SCHEDULE stands for now; None is for other runs.
     """
     if not is_in_pod():
-        check_wandb()  # settings of pods were checked at registration
+        check_wandb_variables()  # settings of pods were checked at registration
     identity.check_known_image_size(hp)
-    hardware.check_requested(hp, *training_limits(engine))
+    hardware.check_requested_resources(hp, *training_limits(engine))
     fingerprint = datasets.fingerprint(hp.dataset, hp.data_source, hp.test_dataset)
     if kickoff_time == NO_SCHEDULE:
         kickoff_time = datetime.now(UTC)

@@ -114,7 +114,7 @@ def read(path: Path) -> Checkpoint | None:
         raise UnreadableError("its header is another release's") from error
 
 
-def find_newest(folder: Path) -> tuple[Checkpoint | None, dict[Path, str]]:
+def verify_checkpoints(folder: Path) -> tuple[Checkpoint | None, dict[Path, str]]:
     """Read both checkpoints of a folder to verify them; return the newest readable one and why others are unreadable.
 
     The first is None if there is none; the reasons are texts by path.
@@ -133,7 +133,7 @@ def find_newest(folder: Path) -> tuple[Checkpoint | None, dict[Path, str]]:
 
 def find_newest_checkpoint(folder: Path) -> Checkpoint | None:
     """Return the newest readable checkpoint of a folder, or None. Reads both files to verify them."""
-    return find_newest(folder)[0]
+    return verify_checkpoints(folder)[0]
 
 
 def newest_step(run_folder: Path) -> int | None:
@@ -141,7 +141,7 @@ def newest_step(run_folder: Path) -> int | None:
 
     Reads both files whole to verify them.
     """
-    found, unreadable = find_newest(run_folder / FOLDER)
+    found, unreadable = verify_checkpoints(run_folder / FOLDER)
     if found is not None:
         return found.step
     return None if unreadable else 0
@@ -154,7 +154,7 @@ def read_saved_state(checkpoint: Checkpoint) -> io.BytesIO:
         return io.BytesIO(file.read())
 
 
-def load_latest(run_folder: Path, run: Identity) -> Checkpoint | None:
+def restore_newest_checkpoint(run_folder: Path, identity: Identity) -> Checkpoint | None:
     """Return the run's newest checkpoint, and set metrics.jsonl back to its content when the checkpoint was written.
 
     Reads both files whole to verify them. Without any checkpoint, empties metrics.jsonl, removes the intermediate
@@ -162,7 +162,7 @@ def load_latest(run_folder: Path, run: Identity) -> Checkpoint | None:
     checkpoint has no metrics. Raises UserError if the checkpoint is of another run, or there are checkpoints and none
     is readable; nothing is changed.
     """
-    found, unreadable = find_newest(run_folder / FOLDER)
+    found, unreadable = verify_checkpoints(run_folder / FOLDER)
     reasons = " and ".join(f"{path} ({why})" for path, why in unreadable.items())
     if found is None and unreadable:
         raise UserError(
@@ -173,7 +173,7 @@ def load_latest(run_folder: Path, run: Identity) -> Checkpoint | None:
         if unreadable:
             text = f"checkpoint {reasons} cannot be used; {found.path.name} is used, of step {found.step:,}"
             print(text, file=sys.stderr, flush=True)
-        check_same_run(found, run)
+        check_same_run(found, identity)
     with replace_file(run_folder / "metrics.jsonl") as file:
         file.write(found.metrics if found else b"")
     if found is None:
@@ -182,9 +182,9 @@ def load_latest(run_folder: Path, run: Identity) -> Checkpoint | None:
     return replace(found, metrics=b"")  # the ranks, to which it is sent, do not need the metrics
 
 
-def check_same_run(checkpoint: Checkpoint, run: Identity) -> None:
+def check_same_run(checkpoint: Checkpoint, identity: Identity) -> None:
     """Raise UserError, with the differences, if the checkpoint's identity is not this run's."""
-    theirs, ours = asdict(checkpoint.identity), asdict(run)
+    theirs, ours = asdict(checkpoint.identity), asdict(identity)
     before, now = theirs.pop("hyperparameters"), ours.pop("hyperparameters")
     changed = [name for name in {**before, **now} if before.get(name) != now.get(name)]
     reasons = [f"{name}={before.get(name)!r}, now {now.get(name)!r}" for name in changed]

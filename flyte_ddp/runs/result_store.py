@@ -38,8 +38,8 @@ def mirror_results(run_folder: Path, address: str, *, resuming: bool, name: str 
             f"FLYTE_DDP_RESULTS={mask_credentials(address)!r}: cannot be written to ({error}); correct it, or allow "
             "writing"
         ) from None
-    over = threading.Event()
-    thread = threading.Thread(target=mirror.copy_until_over, args=(over,), name="results", daemon=True)
+    ended = threading.Event()
+    thread = threading.Thread(target=mirror.copy_until_ended, args=(ended,), name="results", daemon=True)
     thread.start()
     last_seconds = LAST_SECONDS
     try:
@@ -48,7 +48,7 @@ def mirror_results(run_folder: Path, address: str, *, resuming: bool, name: str 
         last_seconds = STOPPED_SECONDS
         raise
     finally:
-        over.set()
+        ended.set()
         thread.join(last_seconds)
         if thread.is_alive() or mirror.failure:
             print(f"results are in {mirror.folder}, but not all in {mirror.address}", file=sys.stderr, flush=True)
@@ -83,19 +83,19 @@ class Mirror:
         content = here.read_bytes() if here.exists() else b""
         storage.retry(there, lambda _: storage.write_file(there, content))
 
-    def copy_until_over(self, over: threading.Event) -> None:
-        """Copy changed files every LOOK_SECONDS or more until ``over`` is set, then once more.
+    def copy_until_ended(self, ended: threading.Event) -> None:
+        """Copy changed files every LOOK_SECONDS or more until ``ended`` is set, then once more.
 
         Prints to stderr the first failure after a success.
         """
         last = False
         while not last:
-            last, began = over.is_set(), time.monotonic()
+            last, began = ended.is_set(), time.monotonic()
             before, self.failure = self.failure, self.copy_changed_files()
             if self.failure and not before:
                 print(f"results are not copied to {self.address}: {self.failure}", file=sys.stderr, flush=True)
             if not last:
-                over.wait(max(LOOK_SECONDS, (time.monotonic() - began) / LARGEST_SHARE))
+                ended.wait(max(LOOK_SECONDS, (time.monotonic() - began) / LARGEST_SHARE))
 
     def copy_changed_files(self) -> str:
         """Copy the files that have changed since their last copy. Return the first failure as text; empty without any.

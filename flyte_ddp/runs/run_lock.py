@@ -69,7 +69,7 @@ def release_reserved_folders() -> None:
         reserved.locks.popitem()[1].close()
 
 
-def held_for_children() -> dict[str, str]:
+def reserved_folders_variable() -> dict[str, str]:
     """Return the environment variable that lets child processes write into the folders this thread has reserved."""
     return {HELD_FOR_CHILDREN: os.pathsep.join([str(os.getpid()), *map(str, reserved.locks)])}
 

@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 
 from flyte_ddp import storage
 from flyte_ddp.errors import UserError
-from flyte_ddp.locks import unlock
+from flyte_ddp.locks import unlock_file
 from flyte_ddp.shards.cache import CacheFullError, ShardCache, mark_as_used, unusable_shard_error
 from flyte_ddp.shards.decoding import decode_sample
 from flyte_ddp.shards.index import Shard, ShardIndex, read_index
@@ -66,7 +66,7 @@ class OpenShard:
             with self.lock:
                 self.users -= 1
                 if self.cached and self.users == 0:
-                    unlock(self.file)
+                    unlock_file(self.file)
 
     def lock_file(self) -> bool:
         """Lock a cached file against eviction; return False if it was or is being evicted, True for a local shard."""
@@ -263,7 +263,7 @@ class ShardReader:
     def prefetch_shard(self, state: OpenShards, number: int) -> None:
         """Fetch a shard into the cache, unlocked, once fewer than FETCHED_AHEAD threads fetch; ignore UserErrors."""
         with state.fetching, suppress(UserError), self.cache.open_shard(self.index.shards[number]) as file:
-            unlock(file.fileno())
+            unlock_file(file.fileno())
 
     def close(self) -> None:
         """Close all open shards; a shard that a thread is reading is closed after that read."""

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flyte_ddp import storage
-from flyte_ddp.class_names import class_names
+from flyte_ddp.class_names import normalize_class_names
 from flyte_ddp.errors import UserError
 from flyte_ddp.settings import ALLOWED
 
@@ -231,7 +231,7 @@ def list_class_names(address: str, content: dict[str, Any]) -> tuple[str, ...]:
     classes = (content.get(EXTENSION) or {}).get("classes", [])
     if not isinstance(classes, list):
         raise malformed_index_error(address, f"classes is {shorten_repr(classes)}")
-    return class_names(f"index {address}", classes)
+    return normalize_class_names(f"index {address}", classes)
 
 
 def base_address(address: str, content: Mapping[str, Any]) -> str:

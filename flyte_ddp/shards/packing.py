@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from flyte_ddp.class_names import class_names
+from flyte_ddp.class_names import normalize_class_names
 from flyte_ddp.errors import UserError
 from flyte_ddp.files import replace_file
 from flyte_ddp.lookahead import map_in_threads
@@ -60,7 +60,7 @@ def pack_samples(
             raise UserError(f"{option}={value}: must be at least {least}")
     if not name or PurePath(name).name != name:
         raise UserError(f"name={name!r}: must be fit for a file's name")
-    classes = class_names(name, classes)
+    classes = normalize_class_names(name, classes)
     index = resolve_index_output(folder / f"{name}.json")
     order = np.arange(count)
     if seed is not None:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from flyte_ddp import storage
 from flyte_ddp.catalog import IMAGES
-from flyte_ddp.class_names import class_names
+from flyte_ddp.class_names import normalize_class_names
 from flyte_ddp.errors import UserError
 from flyte_ddp.files import replace_file
 from flyte_ddp.formatting import format_count
@@ -147,7 +147,7 @@ def create_index(
 
     Expands ``{000..127}`` in ``urls`` and calls :func:`index_shards`; raises UserError for equal or blank class names.
     """
-    classes = class_names("classes", classes)
+    classes = normalize_class_names("classes", classes)
     for label, count in Counter(classes).items():
         if count > 1 or not label.strip():
             raise UserError(f"class {label!r} is named {format_count(count, 'time')}: each must have a name of its own")

@@ -26,7 +26,7 @@ NOT_SENT = 2  # exit code: the run is complete on disk, but not on the server
 RETRY_SECONDS = 30.0  # between attempts to reach the server
 OWN_VARIABLES = ("WANDB_ERROR_REPORTING", "WANDB_DATA_DIR")  # set by wandb_run.py, not by the user
 
-IsOver = Callable[[float], bool]  # waits up to so many seconds for the end of training; returns whether it has ended
+WaitForEnd = Callable[[float], bool]  # waits up to so many seconds; returns whether training has ended
 
 
 def feed_wandb(launcher: Connection[Any, Any]) -> int:
@@ -40,7 +40,7 @@ def feed_wandb(launcher: Connection[Any, Any]) -> int:
     arguments, offset = launcher.recv()
     folder = Path(arguments["dir"])
 
-    def is_over(seconds: float) -> bool:
+    def wait_for_end(seconds: float) -> bool:
         """Wait up to ``seconds`` for the end of training; return whether it has ended or the launcher is dead."""
         return launcher.poll(seconds) or os.getppid() != parent
 
@@ -49,13 +49,13 @@ def feed_wandb(launcher: Connection[Any, Any]) -> int:
         with suppress(OSError):  # the launcher was killed
             launcher.send(status)
 
-    os.nice(0 if is_over(0) else 10)  # training has priority while it runs
+    os.nice(0 if wait_for_end(0) else 10)  # training has priority while it runs
     try:
-        run = open_wandb_run(arguments, is_over, lambda error: send_status(reason=print_error(error)))
+        run = open_wandb_run(arguments, wait_for_end, lambda error: send_status(reason=print_error(error)))
         send_status(folder=str(Path(run.dir).parent), url=run.url or "", **({"reason": ""} if run.url else {}))
         # An offline run gets all records: `wandb sync` replaces the server's run, also what earlier attempts have sent.
         first = 0 if arguments["mode"] == "offline" else offset
-        trained, classes = log_records(run, follow_records(folder, first, is_over))
+        trained, classes = log_records(run, follow_records(folder, first, wait_for_end))
         try:
             if trained:
                 with open_run_file(folder, PREDICTIONS) as file:
@@ -78,10 +78,10 @@ def print_error(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).strip()}".partition("\n")[0][:200]
 
 
-def open_wandb_run(arguments: dict[str, Any], is_over: IsOver, report: Callable[[Exception], None]) -> wandb.Run:
+def open_wandb_run(arguments: dict[str, Any], wait_for_end: WaitForEnd, report_error: Callable[[Exception], None]) -> wandb.Run:
     """Open a wandb run whose x axis is the optimiser step; offline if no server answers before training ends.
 
-    Tries the server every RETRY_SECONDS, and calls ``report`` with each error. If an offline run cannot be opened,
+    Tries the server every RETRY_SECONDS, and calls ``report_error`` with each error. If an offline run cannot be opened,
     removes the user's ``WANDB_`` variables from the environment and tries again, because wandb may refuse one of them,
     such as a long tag. Raises the error of the last attempt. Sets ``arguments["mode"]`` to offline for such a run.
     """
@@ -98,9 +98,9 @@ def open_wandb_run(arguments: dict[str, Any], is_over: IsOver, report: Callable[
                     raise
                 for name in users:
                     del os.environ[name]
-            report(error)
+            report_error(error)
             wandb.teardown(exit_code=1)  # else wandb refuses the run's id as already in use
-            if arguments["mode"] == "online" and is_over(RETRY_SECONDS):
+            if arguments["mode"] == "online" and wait_for_end(RETRY_SECONDS):
                 arguments["mode"] = "offline"
     # The step is a column of each row and not log(step=...): wandb drops rows whose step is not above the last one.
     # But a train and an evaluation record share a step, and a retry resumes at an earlier step.
@@ -135,7 +135,7 @@ def log_records(run: wandb.Run, records: Iterable[dict[str, Any]]) -> tuple[bool
     return trained, classes
 
 
-def follow_records(run_folder: Path, offset: int, is_over: IsOver) -> Iterator[dict[str, Any]]:
+def follow_records(run_folder: Path, offset: int, wait_for_end: WaitForEnd) -> Iterator[dict[str, Any]]:
     """Yield the records of metrics.jsonl from ``offset`` on, until training has ended and all is read.
 
     Polls the file every POLL_SECONDS. If a restarted run replaces the file, reads the new file from its start. No
@@ -144,7 +144,7 @@ def follow_records(run_folder: Path, offset: int, is_over: IsOver) -> Iterator[d
     pending, ended, inode = b"", False, None
     yielded: set[int] = set()  # hashes of lines; any two lines differ in their time
     while not ended:
-        ended = is_over(POLL_SECONDS)  # asked before reading, so the last lines are read, too
+        ended = wait_for_end(POLL_SECONDS)  # before reading, so the last lines are read, too
         try:
             file = open_run_file(run_folder, METRICS)
         except FileNotFoundError:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from flyte_ddp import catalog, user_source
-from flyte_ddp.clock import clock_for
+from flyte_ddp.clock import make_clock
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets.prepared import PreparedSet, resolve_class_names
 from flyte_ddp.errors import UserError
@@ -83,7 +83,7 @@ class TrainingState:
             synchronise_batch_norm(model, self.this_pass, on_one_machine=hardware.strategy == "shared_memory")
         model.train()  # called as in every training loop: a model may override it to keep layers in evaluation mode
         self.model = model
-        self.clock = clock_for(self.device)
+        self.clock = make_clock(self.device)
         self.sync = create_gradient_sync(compile_model(model) if hp.compile else model, hardware.strategy, self.clock)
         self.optimizer = make_optimizer(model.parameters(), hp)
         self.average = create_moving_average(model, hp.ema_decay) if hp.ema_decay else None

@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from image_folders import write_files
 
-from flyte_ddp.code_digest import PARSING, parse
+from flyte_ddp.code_digest import PARSING, parse_python
 from flyte_ddp.errors import UserError
 from flyte_ddp.user_code import SPEC, load_callable, split_spec
-from flyte_ddp.user_source import user_source_digest, user_sources
+from flyte_ddp.user_source import user_source_digest, find_user_sources
 
 
 @pytest.fixture
@@ -156,7 +156,7 @@ def test_the_digest_follows_imports_through_the_users_own_code(project: Path, te
         "users_top.py": text,
     }
     write_sources(project, sources)
-    names = {name for name, *_ in user_sources(USERS_TOP)}
+    names = {name for name, *_ in find_user_sources(USERS_TOP)}
     assert {"users_top.py", "users_layers.py"} <= names
     assert "users_other.py" not in names
     assert not [name for name in sys.modules if name.startswith("users_")]
@@ -166,7 +166,7 @@ def test_no_other_thread_parses_at_the_same_time(monkeypatch: pytest.MonkeyPatch
     """Nor is there a collection of garbage, which may let one run: Python 3.11 takes it for an error of its own."""
     seen = []
     monkeypatch.setattr(ast, "parse", lambda _: seen.append((gc.isenabled(), PARSING.locked())))
-    parse(b"x = 1")
+    parse_python(b"x = 1")
     assert seen == [(False, True)]
     assert gc.isenabled()
 
@@ -219,7 +219,7 @@ def test_neither_pythons_own_nor_torch_nor_this_library_is_read(project: Path, m
     (project / "sndhdr.py").write_text("x = 1\n")
     text = "import torch, torchvision, flyte_ddp.datasets, numpy, os, sys, json, sndhdr\n"
     (project / "users_top.py").write_text(text)
-    assert [name for name, *_ in user_sources(USERS_TOP)] == ["users_top.py", "sndhdr.py"]
+    assert [name for name, *_ in find_user_sources(USERS_TOP)] == ["users_top.py", "sndhdr.py"]
 
 
 def test_the_digest_depends_neither_on_the_place_nor_on_the_order_of_the_path(
@@ -233,7 +233,7 @@ def test_the_digest_depends_neither_on_the_place_nor_on_the_order_of_the_path(
         with monkeypatch.context() as patch:
             patch.setattr(sys, "path", [str(project / first), str(project / second), *sys.path])
             digests.add(user_source_digest("users_parts.a:make"))
-            assert len([*user_sources("users_parts.a:make")]) == 4
+            assert len([*find_user_sources("users_parts.a:make")]) == 4
     assert len(digests) == 1
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from flyte_ddp.code_digest import package_files
+from flyte_ddp.code_digest import list_package_files
 from flyte_ddp.launch.remote.sources import LIBRARY, pack_sources, unpack_sources
 
 
@@ -26,7 +26,7 @@ def test_only_what_the_cache_key_covers_is_sent(tmp_path: Path, monkeypatch: pyt
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     sources = pack_sources("sources_mine:model", "sources_set:make")
-    library = {path.relative_to(LIBRARY.parent).as_posix() for path in package_files(LIBRARY)}
+    library = {path.relative_to(LIBRARY.parent).as_posix() for path in list_package_files(LIBRARY)}
     assert {name for _, name, _ in pickle.loads(zlib.decompress(sources))} == {*sent, *library}
     with unpack_sources(sources, str(tmp_path)) as (folder, path):
         assert (folder, {*path}) == (None, {str(tmp_path), str(LIBRARY.parent)})

@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 
-from flyte_ddp.clock import Clock, clock_for
+from flyte_ddp.clock import Clock, make_clock
 
 
 class Device:
@@ -102,7 +102,7 @@ def test_evaluation_and_work_of_a_cpu_need_no_events() -> None:
         pass
     assert clock.seconds["evaluation"] > 0.0
     assert not clock.pending
-    on_cpu = clock_for(torch.device("cpu"))
+    on_cpu = make_clock(torch.device("cpu"))
     with pytest.raises(ArithmeticError), on_cpu("data"):
         raise ArithmeticError
     assert 0.0 < on_cpu.seconds["data"] <= on_cpu.total(), "a block that raises is counted"

@@ -45,7 +45,7 @@ def write_piece(folder: Path, message: dict[str, Any]) -> None:
     path = folder / message["name"]
     if message["name"] == EVENTS:
         path.parent.mkdir(exist_ok=True)
-        with results.locked_events(path) as file:
+        with results.lock_events_file(path) as file:
             file.write(message["data"])
         return
     partial = path if message["name"] == METRICS else path.with_name(f".{path.name}.tmp")
@@ -93,7 +93,7 @@ class FileSender:
         with self.sending_results:
             if size_or_zero(events) > self.events_sent:
                 # In one message, and while no rank is writing, so that no other host's lines come inside a line.
-                with results.locked_events(events), events.open("rb") as file:
+                with results.lock_events_file(events), events.open("rb") as file:
                     file.seek(self.events_sent)
                     lines = file.read()
                 self.send({"kind": "file", "name": EVENTS, "data": lines, "last": True})

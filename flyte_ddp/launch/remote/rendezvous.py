@@ -27,7 +27,7 @@ from flyte_ddp.launch.supervise.processes import RankHandle
 from flyte_ddp.launch.supervise.rank_process import RankInfo
 from flyte_ddp.launch.supervise.stopping import StopRequest, catch_stop_signals, stop_error
 from flyte_ddp.launch.supervise.supervisor import end_ranks, supervise_ranks
-from flyte_ddp.runs.checkpoint import load_latest, newest_step
+from flyte_ddp.runs.checkpoint import restore_newest_checkpoint, newest_step
 from flyte_ddp.runs.job import Job
 
 GATHER_SECONDS = 300.0  # for all agents to connect: images may have to be pulled, and nodes added
@@ -274,7 +274,7 @@ def resume_from_newest_checkpoint(job: Job, why: str) -> Job:
 
     Prints to stderr ``why`` and the step from which the run resumes, unless progress is off.
     """
-    found = load_latest(job.run_folder, job.identity)
+    found = restore_newest_checkpoint(job.run_folder, job.identity)
     if job.settings.progress != "off":
         what = f"going on after step {found.step:,}" if found else "restarting from scratch"
         print(f"{why}; {what}", file=sys.stderr, flush=True)

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from flyte_ddp.code_digest import package_files
+from flyte_ddp.code_digest import list_package_files
 from flyte_ddp.errors import UserError
-from flyte_ddp.user_source import user_sources
+from flyte_ddp.user_source import find_user_sources
 
 LIBRARY = Path(__file__).parents[2]
 
@@ -19,10 +19,10 @@ def pack_sources(*specs: str) -> bytes:
 
     Reads all these files. The user's are those of the models and data sets that the specs name, as ``mine:model`` does.
     """
-    files = {path.relative_to(LIBRARY.parent).as_posix(): path for path in package_files(LIBRARY)}
+    files = {path.relative_to(LIBRARY.parent).as_posix(): path for path in list_package_files(LIBRARY)}
     for spec in specs:
         with suppress(UserError):  # names no user's code, or a missing module, which the rank will report
-            files |= {name: path for name, path, _ in user_sources(spec)}
+            files |= {name: path for name, path, _ in find_user_sources(spec)}
     contents = [(str(path.parents[name.count("/")]), name, path.read_bytes()) for name, path in files.items()]
     return zlib.compress(pickle.dumps(contents), level=1)
 
