@@ -50,15 +50,15 @@ MODELS: tuple[str, ...] = (*SMALL_MODELS, *TORCHVISION_MODELS)
 
 
 def encoded_kind(dataset: str) -> str:
-    """Return which of ENCODED_KINDS a data set's name ``kind:ADDRESS`` starts with; "" for other names."""
+    """Return "shards", "stream" or "image_folder" for a data set's name that begins so, with an address; else ""."""
     kind, _, address = dataset.partition(":")
     return kind if kind in ENCODED_KINDS and address else ""
 
 
 def check_image_size(model: str, height: int, width: int) -> None:
-    """Raise UserError if a model cannot take images of this size in pixels; the error names a size that fits.
+    """Raise UserError, with a size that fits, if a model cannot take images of this size in pixels.
 
-    Accepts any size for the user's own models, about which nothing is known here.
+    Accepts any size for users' own models, about which nothing is known here.
     """
     smallest = {**SMALL_MODELS, **TORCHVISION_MODELS}.get(model, 1)
     multiple = SIZE_MULTIPLES.get(model, 1)

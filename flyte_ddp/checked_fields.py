@@ -25,9 +25,9 @@ LARGEST_INT = 2**53  # the console's form (protobuf Struct) carries doubles: lar
 
 
 def setting(default: Any, doc: str, *, choices: tuple[str, ...] | None = None, **bounds: float) -> Any:
-    """Return a dataclass field with a default, which also gives the type, a help text, and the values it may have.
+    """Return a dataclass field with a default, a help text, and the values that :func:`check_value` accepts for it.
 
-    ``bounds`` are limits of a number, by the names of BOUNDS. Whole numbers are at most LARGEST_INT by default.
+    ``bounds`` of a number are any of at_least, at_most (2**53 by default for whole numbers), above and below.
     """
     if type(default) is int:
         bounds.setdefault("at_most", LARGEST_INT)
@@ -58,7 +58,7 @@ class CheckedFields(DataClassJsonMixin):
 
     @classmethod
     def check_names(cls, values: Any) -> dict[str, Any]:
-        """Return a copy of a mapping; UserError if it is no mapping, or if one of its keys is no field's name."""
+        """Return a mapping as a new dict; UserError if it is no mapping, or if a key is not the name of a field."""
         if not isinstance(values, Mapping):
             raise UserError(f"{cls.called}s must be a JSON object, got {short_repr(values)}")
         names = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
@@ -77,9 +77,9 @@ class CheckedFields(DataClassJsonMixin):
 
     @classmethod
     def from_json(cls, s: Any, **_: Any) -> Self:
-        """Return an instance from JSON text, for ``--hp`` and ``--inputs-file``; UserError if it is not valid.
+        """Return an instance from JSON text of ``--hp`` or ``--inputs-file``; UserError for bad JSON, keys or values.
 
-        Numbers such as 1e-1, which flytekit's YAML reader has left as texts, are converted.
+        Converts numbers such as 1e-1, which flytekit's YAML reader has left as texts.
         """
         try:
             values = json.loads(s)
@@ -99,9 +99,10 @@ class CheckedFields(DataClassJsonMixin):
 
 
 def check_value(field: "dataclasses.Field[Any]", value: Any) -> Any:
-    """Return the value, converted to the field's type: ``3.0`` is an int, as the console's form has only doubles.
+    """Return a value in its field's type: the float 3.0 becomes an int, because the console's form has only doubles.
 
-    Raises UserError if it has another type, is out of range, is no UTF-8, or has an address with a password.
+    Raises UserError for a value of another type, NaN, infinity, a number out of range, a text that is none of the
+    choices or not UTF-8, and an address with a user name or a password.
     """
     rule = field.metadata
     kind: Any = field.type

@@ -9,7 +9,7 @@ from flyte_ddp.errors import UserError
 def normalize_class_name(dataset: str, name: str) -> str:
     """Return a class's name in Unicode's form NFC, in which macOS and Linux give a folder the same name.
 
-    Raises UserError, which begins with ``dataset``, if the name is not UTF-8.
+    Raises UserError if the name is not UTF-8; its text begins with ``dataset``.
     """
     try:
         name.encode()
@@ -19,10 +19,10 @@ def normalize_class_name(dataset: str, name: str) -> str:
 
 
 def normalize_class_names(dataset: str, names: Iterable[object]) -> tuple[str, ...]:
-    """Return names of classes, in their order, as texts in Unicode's form NFC.
+    """Return the names of classes, in their order, as texts in Unicode's form NFC.
 
-    Raises UserError, which begins with ``dataset``, if a name is not UTF-8, or if two different names are equal in NFC:
-    they would look alike but have two labels.
+    Raises UserError if a name is not UTF-8, or if two different names are equal in NFC: they would look alike but have
+    two labels. Its text begins with ``dataset``.
     """
     given: dict[str, str] = {}  # the first name of each form
     result = []

@@ -30,7 +30,7 @@ class Clock:
 
     @property
     def seconds(self) -> defaultdict[str, float]:
-        """The seconds by name, without work that the device has not finished; takes finished work out of pending."""
+        """Return the clock's own dict of seconds by name, of finished blocks only; removes those from ``pending``."""
         with self._lock:
             while self.pending and self.pending[0][2].query():
                 name, begin, end = self.pending.popleft()
@@ -47,7 +47,7 @@ class Clock:
             self.add_since(name, begin)
 
     def start_timing(self, name: str) -> Any:
-        """Return the present time for :meth:`add_since`: the host's, or an event recorded in the GPU's queue."""
+        """Return a time for ``add_since``: the host's (for "evaluation" always), or an event put into the GPU's queue."""
         if self.event is None or name == "evaluation":  # evaluation waits for the device anyway
             return time.perf_counter()
         event = self.event()
@@ -55,7 +55,7 @@ class Clock:
         return event
 
     def add_since(self, name: str, begin: Any) -> None:
-        """Add the seconds since ``begin``, which ``start_timing(name)`` returned, to those of ``name``."""
+        """Add to the seconds of ``name`` those since ``begin``, from ``start_timing(name)``; never wait for the GPU."""
         if isinstance(begin, float):
             self._seconds[name] += time.perf_counter() - begin
         else:

@@ -29,10 +29,10 @@ NO_PYTHON = (SyntaxError, ValueError, RecursionError, MemoryError)  # what parsi
 
 @cache
 def library_digest(root: Path = Path(__file__).parent) -> str:
-    """Return 16 hexadecimal digits of a SHA-256 over the code that decides a run's result (DECIDING).
+    """Return 16 hexadecimal digits of a SHA-256 over the code that decides a run's result, as listed in DECIDING.
 
-    Comments, docstrings and formatting do not count. Reads all of these files, once in a process, and parses them only
-    if ``library_digest`` in Python's ``__pycache__`` does not remember their digest; writes it there if it can.
+    Comments, docstrings and formatting do not count. Reads the files once in a process. Parses them only if
+    ``__pycache__`` holds no digest of just these files; then stores it there, if that folder can be written to.
     """
     paths = [path for name in DECIDING for path in list_python_files(root / name)]
     # Parsing takes 60 ms, reading 1. The bytes of this file count too: it may compute digests in another way one day.
@@ -50,7 +50,7 @@ def library_digest(root: Path = Path(__file__).parent) -> str:
 
 @cache
 def package_digest(root: Path = Path(__file__).parent) -> str:
-    """Return 16 hexadecimal digits of a SHA-256 over the bytes of list_package_files; reads them once in a process."""
+    """Return 16 hexadecimal digits of a SHA-256 over the library's Python and TOML files; reads them once a process."""
     return hash_files(root, list_package_files(root), bytes)
 
 
@@ -65,7 +65,7 @@ def list_python_files(place: Path) -> list[Path]:
 
 
 def hash_files(root: Path, paths: Iterable[Path], normalize: Callable[[bytes], bytes]) -> str:
-    """Return 16 hexadecimal digits of a SHA-256 over the files' names below ``root`` and their normalized contents."""
+    """Return 16 hexadecimal digits of a SHA-256 over names (below ``root``) and ``normalize(content)`` of the files."""
     digest = hashlib.sha256()
     for path in paths:
         content = normalize(path.read_bytes())
@@ -75,14 +75,14 @@ def hash_files(root: Path, paths: Iterable[Path], normalize: Callable[[bytes], b
 
 
 def parse_python(source: bytes) -> ast.Module | None:
-    """Return the syntax tree of a source, None if it is no Python. Hides warnings; waits for another thread's parsing.
+    """Return the syntax tree of Python source; None if it is not Python, or is nested too deeply.
 
-    Turns garbage collection off meanwhile: a collection takes as long as the parsing. It may also let another thread
-    run, and Python 3.11 raises SystemError when two threads parse at the same time.
+    Waits while another thread parses here. Meanwhile the whole process hides warnings and collects no garbage.
     """
     with PARSING, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         collecting = gc.isenabled()
+        # A collection takes as long as the parsing, and may let another thread parse: SystemError in Python 3.11.
         gc.disable()
         try:
             return ast.parse(source)
@@ -94,10 +94,10 @@ def parse_python(source: bytes) -> ast.Module | None:
 
 
 def normalize_code(source: bytes, tree: ast.Module | None) -> bytes:
-    """Return a text of a source's syntax tree, without comments, docstrings, formatting and statements without effect.
+    """Return a syntax tree as text, without comments, docstrings, formatting, ``pass`` and constants that stand alone.
 
-    The text is the same under Python 3.11 and 3.12, but for a few f-strings. Removes those statements from the tree.
-    Returns the source if there is no tree or it is nested too deeply.
+    Removes them from the tree. The text is the same under Python 3.11 and 3.12, but for a few f-strings. Returns
+    ``source`` if there is no tree or it is nested too deeply.
     """
     if tree is None:
         return source
@@ -117,7 +117,7 @@ def normalize_code(source: bytes, tree: ast.Module | None) -> bytes:
 
 
 def list_releases() -> str:
-    """Return the versions of those ARITHMETIC packages that are installed, such as ``torch 2.15.0, numpy 2.3.1``.
+    """Return the versions of torch, numpy and the like that are installed, such as ``torch 2.15.0, numpy 2.3.1``.
 
     Reads the packages' metadata; does not import them.
     """

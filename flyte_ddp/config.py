@@ -15,11 +15,7 @@ from flyte_ddp.errors import UserError, unknown_name_error
 
 @dataclass(frozen=True)
 class Hyperparameters(CheckedFields, called="hyperparameter"):
-    """Everything that determines a training run's result.
-
-    Raises UserError for an unknown field, a value of the wrong type, or a value out of range, on every path by which a
-    value arrives (Python, command-line JSON, the console's form, a pod's msgpack).
-    """
+    """Everything that determines a training run's result; UserError for an unknown field or a value that it may not have."""
 
     # Data
     dataset: str = setting(
@@ -215,7 +211,7 @@ def check_batch_size(hp: Hyperparameters, num_ranks: int) -> None:
 
 
 def check_combinations(hp: Hyperparameters) -> None:
-    """Raise UserError for fields that contradict one another."""
+    """Raise UserError for the first contradiction between fields, such as ``keep="ema"`` without ``ema_decay``."""
     check_batch_size(hp, max(1, hp.num_ranks))
     encoded, error = bool(catalog.encoded_kind(hp.dataset)), ""
     if hp.augment in (("crop", "crop_flip") if encoded else ("resized_crop",)):

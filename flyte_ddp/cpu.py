@@ -44,7 +44,7 @@ class Cpu:
         return " ".join(f"{name} {value}" for name, value in parts.items() if value).lstrip()
 
     def bf16_support(self) -> Bf16:
-        """Return whether bf16 is faster in training the two small CNNs; SLOWER if that was never measured."""
+        """Return whether bf16 is faster than fp32 in training the two small CNNs; SLOWER if that was never measured."""
         for vendor, family, flag, worth in MEASURED:
             if (vendor, family) == (self.vendor, self.family) and flag in self.flags:
                 return worth

@@ -44,7 +44,7 @@ class RankError(click.ClickException, RuntimeError):
         return "\n\n".join(filter(None, (f"{self.message}{self.remark}", self.details)))
 
     def format_message(self) -> str:
-        """Return message and remark, where the details are, and from which step a retry resumes; for click's panel."""
+        """Return the text of click's panel: message, cut short, file of the details, and from where a retry resumes."""
         message = self.message if len(self.message) <= LONGEST_MESSAGE else f"{self.message[:LONGEST_MESSAGE]} ..."
         lines = [f"{message}{self.remark}"]
         if self.file is not None:
@@ -86,7 +86,7 @@ class PeerGoneError(CollectiveError):
 
 
 def describe_resumption(step: int | None) -> str:
-    """Return a sentence that says from where a new start of the same run resumes.
+    """Return a sentence that says from which step a new start of the same run resumes.
 
     ``step`` is that of the run's newest checkpoint; 0: it has none; None: not known.
     """
@@ -122,7 +122,7 @@ def unknown_name_error(
 ) -> UserError:
     """Return the error for an unknown name of a kind such as "model": it suggests the nearest choice and lists choices.
 
-    If there are more than LONGEST_LIST, it lists a few of them and refers to the document ``page``.
+    Of more than 12 choices it lists at most 6, and refers to the document ``page``.
     """
     names = sorted(choices)
     near = difflib.get_close_matches(name, names, n=6, cutoff=0.5)

@@ -19,9 +19,9 @@ def atomic_write(path: Path, *, durable: bool = True, create: bool = False) -> I
     """Yield a new temporary file; rename it to ``path`` when the block succeeds, remove it when the block fails.
 
     Creates missing folders. Readers see the old file or the whole new one. The temporary name is unique, so several
-    threads and processes may write the same path; the last one wins. If ``durable``, the content is flushed to disk
-    (fsync) before the rename, so that a power cut leaves the old file or the new one. ``create`` raises FileExistsError
-    if ``path`` exists, and flushes the folder too. Raises OSError if the file cannot be written.
+    threads and processes may write the same path; the last one wins. ``durable`` flushes the content to disk (fsync)
+    before the rename, so that a power cut leaves the old file or the new one. ``create`` raises FileExistsError if
+    ``path`` exists, and flushes the folder too. Raises OSError if the file cannot be written.
     """
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -47,8 +47,8 @@ def atomic_write(path: Path, *, durable: bool = True, create: bool = False) -> I
 def replace_file(path: Path, *, durable: bool = True) -> Iterator[BinaryIO]:
     """Yield a new file that replaces ``path`` when the block succeeds, as by :func:`atomic_write`.
 
-    Raises UserError, which names the fix, for each OSError of the block or of the renaming. So a block that also reads
-    must convert its own OSErrors.
+    Raises UserError, which names the fix, in place of each OSError of the block or of the renaming, and of a
+    RuntimeError that an OSError has caused. So a block that also reads must convert its own OSErrors.
     """
     try:
         with atomic_write(path, durable=durable) as file:

@@ -39,7 +39,7 @@ def count_cores() -> int:
 
 
 def read_cpu_quota(root: Path = Path("/sys/fs/cgroup")) -> float:
-    """Return the CPU quota of the cgroup (version 2 or 1) below ``root``, in cores; infinity without one."""
+    """Return the CPU quota of the cgroup (version 2 or 1) below ``root``, in cores; infinity if there is none."""
     for names in (("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")):
         with suppress(OSError):
             quota, period = " ".join((root / name).read_text() for name in names).split()
@@ -68,8 +68,8 @@ def bf16_support(device_type: str) -> Bf16:
 def detect_hardware(hp: Hyperparameters) -> Hardware:
     """Return the Hardware of a run whose ranks are all on this machine. Imports torch if there are GPUs.
 
-    Raises UserError if the hyperparameters need what the machine does not have, or if this is a pod that does not see
-    the GPUs that were requested for it.
+    Raises UserError if the machine does not have what the hyperparameters need, if the batch has too few samples for
+    the ranks, or if this is a pod that does not see the GPUs that were requested for it.
     """
     gpus = count_gpus()
     check_expected_gpus(gpus)
@@ -80,7 +80,7 @@ def detect_hardware(hp: Hyperparameters) -> Hardware:
 
 
 def check_expected_gpus(visible: int) -> None:
-    """Raise UserError in a pod where ``visible`` is not the number of GPUs that were requested for it."""
+    """Raise UserError if FLYTE_DDP_GPUS, the GPUs requested for this pod, is set and is not the number ``visible``."""
     expected = os.environ.get(REQUESTED_GPUS)
     if expected is not None and int(expected) != visible:
         raise UserError(
@@ -90,11 +90,11 @@ def check_expected_gpus(visible: int) -> None:
 
 
 def check_requested_resources(hp: Hyperparameters, nodes: int = 1, ranks: int = 0, capacity: int = 0) -> None:
-    """Raise UserError, before training pods start, if they cannot do what ``hp`` asks for; outside pods do nothing.
+    """Raise UserError, in a pod (FLYTE_DDP_GPUS is set), if its training pods, with bf16, cannot do what ``hp`` asks for.
 
     Args:
         nodes: largest number of training pods.
-        ranks: number of ranks that the engine starts; ``num_ranks`` must be 0 or equal. 0: ``num_ranks`` decides.
+        ranks: number of ranks that the engine starts; ``hp.num_ranks`` must be 0 or equal. 0: ``hp.num_ranks`` decides.
         capacity: largest number of ranks without GPUs; 0: no limit.
     """
     requested = os.environ.get(REQUESTED_GPUS)
@@ -119,9 +119,10 @@ def check_requested_resources(hp: Hyperparameters, nodes: int = 1, ranks: int = 
 
 
 def choose_device_type(hp: Hyperparameters, gpus: int, who_has: str, other_fix: str = "") -> str:
-    """Return the type of the ranks' devices, "cuda" or "cpu", if they can have so many GPUs; UserError if too few.
+    """Return "cuda" if there are GPUs and ``hp.backend`` is not gloo, else "cpu".
 
-    ``who_has`` is subject and verb of the errors' sentence "... no GPU", and ``other_fix`` more advice at their end.
+    Raises UserError if nccl is asked for without GPUs, or each rank cannot have a GPU of its own. ``who_has`` is
+    subject and verb of the error, such as "this process sees"; ``other_fix`` is more advice at its end.
     """
     if hp.backend == "nccl" and not gpus:
         raise UserError(f"backend='nccl': {who_has} no GPU; use backend='gloo' or 'auto'{other_fix}")
@@ -135,10 +136,10 @@ def choose_device_type(hp: Hyperparameters, gpus: int, who_has: str, other_fix: 
 
 
 def choose_hardware(hp: Hyperparameters, device_type: str, num_ranks: int, *, threads: int, bf16: Bf16) -> Hardware:
-    """Return the Hardware of these ranks, each with so many CPU threads: decides every ``auto`` of ``hp``.
+    """Return the Hardware of ``num_ranks`` ranks with ``threads`` CPU threads each; decide every ``auto`` of ``hp``.
 
-    ``bf16`` must hold for all devices. Raises UserError if the batch has too few samples for the ranks, or the devices
-    cannot do what ``hp`` asks for.
+    ``bf16`` is the least support among the devices. Raises UserError if the batch has too few samples for the ranks, or
+    the devices cannot do what ``hp`` asks for.
     """
     check_batch_size(hp, num_ranks)
     small = hp.model in catalog.SMALL_MODELS
@@ -164,7 +165,7 @@ def choose_hardware(hp: Hyperparameters, device_type: str, num_ranks: int, *, th
 
 
 def choose_strategy(hp: Hyperparameters, device_type: str) -> str:
-    """Return the gradient strategy of ``hp``; for "auto" shared memory if CPU ranks are on Linux, else ddp.
+    """Return the gradient strategy of ``hp``; for "auto" shared memory if the ranks are CPU ranks on Linux, else ddp.
 
     Raises UserError if ``hp`` asks for shared memory, and the ranks are on GPUs or not on Linux.
     """

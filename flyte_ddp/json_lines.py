@@ -74,7 +74,7 @@ def parse_records(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
 
 
 def replace_non_finite(value: Any) -> Any:
-    """Return a copy of nested mappings and sequences with None in place of NaN and infinite floats."""
+    """Return a copy of a value, and of mappings, lists and tuples in it, with None for NaN and infinite floats."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):

@@ -10,8 +10,8 @@ from pathlib import Path
 def hold_lock(folder: Path, name: str, *, wait: bool = True) -> Iterator[None]:
     """Hold an exclusive lock on the empty file ``name`` in ``folder`` during the block; create both if missing.
 
-    Waits without a limit while another thread or process holds the lock; with ``wait=False`` raises BlockingIOError
-    then. Raises OSError if the folder cannot be written to. The file stays there.
+    Waits without a limit while the lock is held, even by this thread; with ``wait=False`` raises BlockingIOError
+    instead. Raises OSError if the folder cannot be written to. The file stays there.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / name).open("ab") as file:

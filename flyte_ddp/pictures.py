@@ -15,7 +15,7 @@ GREY_LEVELS = {"L;2": 85, "L;4": 17}  # by layout: the factor by which Pillow sc
 
 
 def opaque_picture(image: Image.Image) -> Image.Image:
-    """Return a picture with 8 bits a channel, composited on BACKGROUND; the same object if nothing must change.
+    """Return a picture with 8 bits a channel, white where it was transparent; the same object if nothing must change.
 
     Keeps the upper 8 bits of 16-bit values, and of 12-bit values in TIFF. A picture with transparency becomes RGBA with
     an alpha of 255 everywhere. Raises ValueError if the pixels are floating-point numbers, or integers that are signed

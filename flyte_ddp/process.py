@@ -49,7 +49,7 @@ def become_subreaper(wanted: bool = True) -> bool:
 
 @contextmanager
 def signal_handlers(handlers: Mapping[signal.Signals, Any]) -> Iterator[None]:
-    """Set handlers of signals for the block and restore the earlier ones; do nothing outside the main thread."""
+    """Set handlers of signals for the block and restore the earlier ones; outside the main thread set none."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -63,7 +63,7 @@ def signal_handlers(handlers: Mapping[signal.Signals, Any]) -> Iterator[None]:
 
 @contextmanager
 def postpone_signal(number: signal.Signals) -> Iterator[None]:
-    """Defer a signal until the end of the block; do nothing outside the main thread."""
+    """Defer a signal that comes during the block, and raise it once at the end; outside the main thread defer none."""
     came: list[int] = []
     try:
         with signal_handlers({number: lambda number, _: came.append(number)}):
@@ -83,8 +83,8 @@ def kill_new_descendants_at_end() -> Iterator[None]:
     """SIGKILL, at the end of the block, the processes that this thread has started in it, and their descendants.
 
     Waits up to KILL_SECONDS. Spares earlier children with their descendants, processes that other threads start, and
-    Python's and torch's own helpers. Kills orphaned daemons, which this process adopts during the block, only if this
-    is the main thread and this process had no children before: otherwise nobody could tell who started them.
+    Python's and torch's own helpers. In the main thread of a process that had no other children, it adopts orphans
+    during the block and kills them too: with other children nobody could tell who started an orphan. Linux only.
     """
     before = list_children(os.getpid(), ended=True)
     in_main = threading.current_thread() is threading.main_thread()
@@ -100,9 +100,9 @@ def kill_new_descendants_at_end() -> Iterator[None]:
 
 
 def kill_process_trees(roots: Callable[[], Iterable[int]]) -> None:
-    """SIGKILL the processes that ``roots()`` returns, and their descendants.
+    """SIGKILL the processes whose ids ``roots()`` returns, and their descendants; Linux only.
 
-    Repeats this until none is alive or KILL_SECONDS have passed. Survivors are not reported.
+    Calls ``roots`` and kills again until none is alive or KILL_SECONDS have passed. Survivors are not reported.
     """
     deadline = time.monotonic() + KILL_SECONDS
     while (found := list_living_trees(roots())) and time.monotonic() < deadline:
@@ -113,7 +113,7 @@ def kill_process_trees(roots: Callable[[], Iterable[int]]) -> None:
 
 
 def list_living_trees(roots: Iterable[int]) -> list[int]:
-    """Return those of ``roots`` and their descendants that have not exited.
+    """Return the ids of those processes among ``roots`` and their descendants that have not exited.
 
     A zombie can still have children while other threads of it run, so the descendants of zombies count.
     """
@@ -153,7 +153,7 @@ def list_processes() -> dict[int, tuple[int, bool]]:
 
 
 def list_helpers() -> set[int]:
-    """Return the child processes that Python and torch have started for themselves; they exit with this process.
+    """Return the ids of children that Python and torch have started for themselves, and that exit with this process.
 
     These are multiprocessing's resource tracker, and the process in which torch compiles for GPUs, known by its command
     line: if that were killed, later compilations of this process would fail.

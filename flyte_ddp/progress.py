@@ -28,7 +28,7 @@ class Progress:
 
     @contextmanager
     def track(self, label: str, total: int | None, unit: str) -> Iterator[Callable[[int], object]]:
-        """Show a bar during the block, or print one line; yield a function to report progress.
+        """Show a bar during the block, or print one line at its start; yield a function to report progress.
 
         ``total`` is the number of units, None if it is not known; the unit "B" stands for bytes. The yielded function
         takes the number of units that were done since its last call.
@@ -42,7 +42,7 @@ class Progress:
             yield lambda _: None
 
     def print_note(self, text: str) -> None:
-        """Print a text on a line of its own, above a bar; nothing if progress is off."""
+        """Print a text on a line of its own, above a bar, unless progress is off; a stream that fails turns it off."""
         with self._turn_off_on_failure():
             if self._mode == "bar":
                 tqdm.write(text, file=self._stream)
@@ -96,7 +96,7 @@ class TrainingProgress(Progress):
         return self._mode != "off" and self._clock() - self._start >= self._next
 
     def show_step(self, epoch: int, step: int, loss: float | None, samples_per_second: float | None) -> None:
-        """Store the values of step number ``step`` of the run; show them if :meth:`is_due`.
+        """Store the values of step number ``step`` of the run; show them if :meth:`is_due`, and schedule the next.
 
         ``epoch`` is counted from 0, and the rate is that of all ranks together. For None the last known value is shown.
         """
@@ -125,7 +125,7 @@ class TrainingProgress(Progress):
         self.print_note(", ".join(parts))
 
     def print_evaluation(self, record: Mapping[str, Any]) -> None:
-        """Print a line with the accuracies and losses in an evaluation record of metrics.jsonl."""
+        """Print a line with the results of an evaluation record of metrics.jsonl, unless progress is off."""
         self._last_step = record["step"]
         results = [
             f"{split} accuracy {100 * record[f'{split}_accuracy']:.2f} % (loss {record[f'{split}_loss']:.4f})"

@@ -29,9 +29,10 @@ _delivery: tuple[int, int, Deliver] | None = None  # process id, rank, and the f
 def submit(name: str, content: bytes) -> None:
     """Write a result file into ``results/`` of the run folder, in place of one of the same name; return when written.
 
-    ``name`` is a path below ``results/``, such as ``maps/epoch-3.png``. Does nothing outside a rank's own process, such
-    as in prediction and in worker processes of streams. A failure to write is printed to stderr once, and training
-    continues. Raises UserError if the name is no path below ``results/``, or the content is not bytes.
+    ``name`` is a path below ``results/``, such as ``maps/epoch-3.png``. A rank on another host writes to that host,
+    which sends the file later. Does nothing outside a rank's own process, such as in prediction and in worker processes
+    of streams. A failure to write is printed to stderr once, and training continues. Raises UserError if the name is no
+    path below ``results/``, or the content is not bytes.
     """
     check_result_name(name)
     if not isinstance(content, (bytes, bytearray, memoryview)):
@@ -43,9 +44,9 @@ def submit(name: str, content: bytes) -> None:
 def event(**values: Any) -> None:
     """Append a line to ``results/events.jsonl`` of the run folder: the values, the rank, and the time (Unix seconds).
 
-    Does nothing outside a rank's own process. A failure to write is printed to stderr once, and training continues.
-    NaN and the infinities become null. A run that resumes repeats some steps and their events. Raises UserError if a
-    value is not of JSON, or is named ``rank`` or ``time``.
+    Waits without a limit for the file's lock. Does nothing outside a rank's own process. A failure to write is printed
+    to stderr once, and training continues. NaN and the infinities become null. A run that resumes repeats some steps
+    and their events. Raises UserError if a value is not of JSON, or is named ``rank`` or ``time``.
     """
     if taken := [name for name in ("rank", "time") if name in values]:
         raise UserError(f"event: {' and '.join(taken)} is added to each event; choose another name")
@@ -59,7 +60,7 @@ def event(**values: Any) -> None:
 
 
 def check_result_name(name: str) -> None:
-    """Raise UserError if a name is no plain relative path of a file, has hidden parts, or is EVENTS."""
+    """Raise UserError if a name is no plain relative path of a file, has hidden parts, or means ``events.jsonl``."""
     path = PurePosixPath(name)
     wrong = not path.parts or str(path) != name or path.is_absolute() or "\\" in name or not name.isprintable()
     if wrong or any(part.startswith(".") for part in path.parts) or path.parts[0] == EVENTS:
@@ -82,7 +83,7 @@ def deliver_results(deliver: Deliver, rank: int) -> Iterator[None]:
 
 @contextmanager
 def lock_events_file(path: Path) -> Iterator[BinaryIO]:
-    """Yield the file of events, open for appending; first wait without a limit for its lock, held during the block.
+    """Wait without a limit for the lock of the file of events; yield the file, created if missing, open for appending.
 
     Ranks and launcher append to the file from processes of several hosts.
     """
@@ -101,7 +102,7 @@ class ResultWriter:
     def write(self, kind: str, **values: Any) -> None:
         """Write a file (kind "result": name, content) or an event (kind "event": record); any thread may call this.
 
-        An event waits without a limit for the lock of the file of events.
+        Prints the first failure to stderr, and hides later ones. An event waits without a limit for the file's lock.
         """
         try:
             if kind == "result":
@@ -116,7 +117,7 @@ class ResultWriter:
             self.failed = True
 
     def write_file(self, name: str, content: bytes) -> None:
-        """Create or replace a result file atomically; UserError if its name or a symlink leads out of the folder."""
+        """Create or replace a result file atomically; UserError if that fails or the path leads out of the folder."""
         check_result_name(name)
         path = self.folder / name
         if not path.resolve().is_relative_to(self.folder.resolve()):

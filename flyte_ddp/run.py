@@ -66,18 +66,19 @@ def run_training(
 ) -> Result:
     """Train a model on all ranks, write its files and the report into the run folder, and return their paths.
 
-    ``data`` is the folder of a prepared data set, from ``flyte_ddp.datasets.fetch``. Resumes from the checkpoint of an
-    interrupted run in the same folder. Locks the folder. Replaces an earlier run's files only when all new ones are
-    complete. Uploads to wandb from a process of its own, if the settings ask for it, for whose end it waits up to
-    ``settings.wandb_timeout`` seconds. Prints warnings and progress to stderr, unless progress is off.
+    ``data`` is the folder of a prepared data set, from ``flyte_ddp.datasets.fetch``. Locks the run folder. Resumes from
+    the checkpoint of an interrupted run in it. Replaces an earlier run's files only when all new ones are complete.
+    Downloads a remote ``hp.init_from``, and copies ``results/`` to ``settings.results_copy``. Unless wandb is disabled,
+    a child process logs to it, for whose end it waits up to ``settings.wandb_timeout`` seconds (5 s if SIGTERM stopped
+    the run). Prints warnings and progress to stderr, unless progress is off.
 
     By default the settings (logging, caching, timeouts) are those of the environment, the ranks' hardware is chosen for
     this machine, and ``launch``, which starts the ranks and waits for them, runs a single rank in this process and
     several in processes of their own.
 
-    Raises UserError for a mistake that the user can fix, such as another run in the same folder, and leaves no result;
-    RankError if a rank failed (the whole error is in ``traceback.txt`` in the run folder's ``unfinished``); and
-    StoppedError if a signal stopped the run.
+    Raises UserError for a mistake that the user can fix, such as another run in the same folder; RankError if a rank
+    failed (the whole error is in ``traceback.txt`` in the run folder's ``unfinished``); StoppedError after SIGTERM, and
+    KeyboardInterrupt after Ctrl-C. Then there is no new result; checkpoints and metrics stay in ``unfinished``.
     """
     # Imported here so that importing this module stays cheap for command-line start-up.
     from flyte_ddp.report import report
@@ -127,7 +128,7 @@ def run_training(
 
 
 def publish_complete_run(run_folder: Path) -> None:
-    """Replace the earlier run's files by the complete ones; finish this also if Ctrl-C interrupts it, then raise."""
+    """Replace the earlier run's files by the complete ones; after Ctrl-C or another exception try again, then raise."""
     try:
         publish_if_complete(run_folder)
     except BaseException:
@@ -136,9 +137,9 @@ def publish_complete_run(run_folder: Path) -> None:
 
 
 def checkpoint_identity(hp: Hyperparameters, data: Path) -> checkpoint.Identity:
-    """Return the identity that a checkpoint must have for this run to resume from it; reads the data set's description.
+    """Return the identity that a checkpoint must have for this run to resume from it, whatever the number of ranks.
 
-    The number of ranks does not count: another number may resume.
+    Reads the data set's description and what :func:`model_identity` reads.
     """
     values = {name: value for name, value in hp.to_dict().items() if name != "num_ranks"}
     return checkpoint.Identity(values, data=read_description(data)["digest"], **model_identity(hp))

@@ -69,7 +69,7 @@ class Settings:
 def read_settings(wandb_run_id: str = "") -> Settings:
     """Return the settings by this process's environment; UserError if a variable has a value that it may not have.
 
-    Without a wandb key wandb is offline, so that nothing prompts.
+    Unless WANDB_MODE is set, wandb is offline without WANDB_API_KEY, so that nothing prompts.
     """
     with_key = "online" if read_text("WANDB_API_KEY").strip() else "offline"
     return Settings(
@@ -92,7 +92,7 @@ def read_settings(wandb_run_id: str = "") -> Settings:
 
 
 def check_wandb_variables() -> None:
-    """Raise UserError if wandb would refuse WANDB_PROJECT or WANDB_BASE_URL. Do nothing if wandb is disabled.
+    """Raise UserError if wandb would refuse WANDB_PROJECT or WANDB_BASE_URL. Do nothing if WANDB_MODE is disabled.
 
     wandb checks both when it opens its run, also offline, and would then log nothing.
     """

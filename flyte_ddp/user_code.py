@@ -16,9 +16,9 @@ SPEC = re.compile(rf"({NAME}(?:\.{NAME})*):({NAME})")
 def load_callable(spec: str) -> Callable[..., Any]:
     """Import a module and return the callable in it that ``spec``, ``package.module:callable``, names.
 
-    Puts the working directory first on ``sys.path``. Raises UserError if the spec is malformed, if there is no such
-    module, attribute or callable, or if the module's import ends with ImportError or SyntaxError. Other exceptions that
-    the module raises while it is imported are not caught.
+    First puts the working directory on ``sys.path``. Raises UserError if the spec is malformed, if there is no such
+    module, attribute or callable, or if the import raises ImportError or SyntaxError. Its other exceptions are not
+    caught.
     """
     module_name, attribute = split_spec(spec)
     search_working_directory()
@@ -51,7 +51,7 @@ def split_spec(spec: str) -> tuple[str, str]:
 
 
 def search_working_directory() -> None:
-    """Put the working directory first on ``sys.path``, unless it is there, and make importlib look at folders again.
+    """Put the working directory first on ``sys.path``, unless it is there, and clear importlib's caches of folders.
 
     ``python -m`` does this, console scripts such as pyflyte don't.
     """
@@ -62,10 +62,7 @@ def search_working_directory() -> None:
 
 
 def find_modules_shadowing_stdlib() -> dict[str, Path]:
-    """Return the modules and packages in the working directory that have a standard library module's name, by name.
-
-    A rank imports them instead of the standard library's.
-    """
+    """Return, by name, modules and packages in the working directory that are imported instead of Python's own."""
     here = [*Path.cwd().glob("*.py"), *(path.parent for path in Path.cwd().glob("*/__init__.py"))]
     return {path.stem: path for path in here if path.stem in sys.stdlib_module_names}
 

@@ -21,11 +21,10 @@ IMPORTERS = ("import_module", "__import__")
 
 
 def user_source_digest(spec: str) -> str:
-    """Return a SHA-256 (hex) of the user's own code behind ``spec``: of all files of :func:`find_user_sources`.
+    """Return a SHA-256 (hex) of the user's own code behind ``spec``: of the files of :func:`find_user_sources`.
 
     Comments, docstrings, formatting and the folder of the files do not count. Files that are no Python count by their
-    bytes. Reads all files; puts the working directory first on ``sys.path``. Raises UserError if the spec is malformed,
-    or there is no such top-level module.
+    bytes. Does and raises what :func:`find_user_sources` does.
     """
     lines = (f"{name} {hashlib.sha256(code).hexdigest()}" for name, _, code in find_user_sources(spec))
     return hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()
@@ -37,14 +36,14 @@ def list_user_files(spec: str) -> set[Path]:
 
 
 def find_user_sources(spec: str) -> Iterator[tuple[str, Path, bytes]]:
-    """Yield name, path and code (as of normalize_code) of each file behind ``spec``, ``package.module:callable``.
+    """Yield name, path and normalized code of each file of the user's own behind ``spec``, ``package.module:callable``.
 
-    These are the files of its top-level module, wherever it is. Top-level modules that a file imports follow, if they
-    are the user's own: not Python's, not installed in site-packages (an editable install counts as own), not this
-    library, not one of ARITHMETIC. Of a package all ``.py`` files count, because packages may import their modules by
-    computed names. Misses data files, and other top-level modules that are imported by computed names or by another
-    name for a function of IMPORTERS. Skips files that cannot be read. Puts the working directory first on ``sys.path``.
-    Raises UserError if the spec is malformed, or there is no such top-level module.
+    Imports nothing. First come the files of the top-level module, wherever it is; then those of each top-level module
+    that a file imports, unless it is Python's, in site-packages (an editable install is not), this library, torch or
+    the like. Of a package all ``.py`` files count, because packages may import their modules by computed names. Misses
+    data files, files that cannot be read, and what :func:`find_imported_modules` misses, such as computed names. Puts
+    the working directory first on ``sys.path``. Raises UserError if the spec is malformed or there is no such top-level
+    module.
     """
     top = split_spec(spec)[0].partition(".")[0]
     search_working_directory()
@@ -105,9 +104,9 @@ def is_user_file(place: str) -> bool:
 
 
 def find_imported_modules(tree: ast.Module | None) -> set[str]:
-    """Return the names of top-level modules that a source imports by statements or by a literal given to IMPORTERS.
+    """Return the names of top-level modules that a source imports; none without a tree.
 
-    Leaves out relative imports, which stay in the package. Returns none without a tree.
+    Statements count, and texts given to functions named ``import_module`` or ``__import__``, but no relative imports.
     """
     names: list[str] = []
     for node in ast.walk(tree) if tree else ():
@@ -122,12 +121,13 @@ def find_imported_modules(tree: ast.Module | None) -> set[str]:
 
 
 def list_uncovered_files(known: set[Path], spec: str, modules: Iterable[str]) -> list[str]:
-    """Return files of the user's own that were imported for ``spec`` but are not ``known``, as sorted relative paths.
+    """Return the user's own files that were imported for ``spec`` but are not ``known``, as sorted relative paths.
 
-    Starts from the module of ``spec`` and from ``modules`` (further names in ``sys.modules``, such as those of the
-    model's layers), and follows every object in a module's namespace to the module that defines it. Only files below
-    the folder of the spec's top-level module count; paths are relative to it. Returns nothing for a name without a
-    colon. ``known`` is from :func:`list_user_files`, taken before the code was imported: it may change sys.path.
+    Looks at the imported module of ``spec`` and at ``modules`` (names in ``sys.modules``, such as those of the model's
+    layers), then at each module that is or defines an object in their namespaces, and so on. Only files below the
+    folder that holds the top-level module of ``spec`` count; paths are relative to it. Returns none for a name without
+    a colon. ``known`` is from :func:`list_user_files`, called before the import of the code, which may change
+    ``sys.path``.
     """
     if ":" not in spec:
         return []

@@ -9,7 +9,7 @@ import pytest
 from cli import ROOT
 
 from flyte_ddp import code_digest
-from flyte_ddp.code_digest import DECIDING, library_digest, package_digest, list_python_files
+from flyte_ddp.code_digest import DECIDING, library_digest, list_python_files, package_digest
 
 LIBRARY = ROOT / "flyte_ddp"
 DECIDES_NOTHING = {  # files at the root and of shards/ that are imported by those that decide

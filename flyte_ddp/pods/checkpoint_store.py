@@ -171,7 +171,7 @@ class CheckpointStore:
 
         try:
             self.retry_on_outage(address, download)
-            found = checkpoint.read(temporary)
+            found = checkpoint.read_checkpoint(temporary)
             assert found is not None
             temporary.replace(path)
             return replace(found, path=path)
@@ -221,7 +221,7 @@ class CheckpointStore:
 
         Raises FileNotFoundError if there is no file ``path``, and UnreadableError if the checkpoint is damaged.
         """
-        header = checkpoint.read(path)
+        header = checkpoint.read_checkpoint(path)
         if header is None:
             raise FileNotFoundError(path)
         storage.write_file(self.new_address(SAVED, header.step, header.epoch), path)

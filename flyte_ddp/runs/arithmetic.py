@@ -27,7 +27,7 @@ class Arithmetic:
     strategy: str  # of gradients; empty for one rank
 
     def describe_changes(self, before: Iterable[Arithmetic]) -> str:
-        """Return in words which values differ from the values ``before``; empty if none does."""
+        """Return the values that differ from those of ``before`` as text, such as "ranks 2, now 4"; "" if none does."""
         words = []
         for name, now in vars(self).items():
             earlier = [*dict.fromkeys(getattr(one, name) for one in before)]
@@ -37,7 +37,7 @@ class Arithmetic:
 
 
 def detect_arithmetic(hardware: Hardware, device: torch.device) -> Arithmetic:
-    """Return the rounding settings of this run. All ranks must call it, because it collects their devices."""
+    """Return the rounding settings of this run. All ranks must call it: it collects their devices. Imports torch."""
     import torch
 
     from flyte_ddp.parallel.distributed import gather_objects

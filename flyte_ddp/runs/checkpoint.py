@@ -86,7 +86,7 @@ def write_checkpoint(
         file.write(f"{FORMAT} {hashing.sha256.hexdigest()}\n".encode())
 
 
-def read(path: Path) -> Checkpoint | None:
+def read_checkpoint(path: Path) -> Checkpoint | None:
     """Return a checkpoint's header and metrics, or None if there is no file. The state stays in the file.
 
     Reads the file whole to verify its SHA-256. Raises UnreadableError if the system does not allow reading, or the file
@@ -115,15 +115,12 @@ def read(path: Path) -> Checkpoint | None:
 
 
 def verify_checkpoints(folder: Path) -> tuple[Checkpoint | None, dict[Path, str]]:
-    """Read both checkpoints of a folder to verify them; return the newest readable one and why others are unreadable.
-
-    The first is None if there is none; the reasons are texts by path.
-    """
+    """Read both checkpoints of a folder whole; return the newest readable one, or None, and by path why others are not."""
     readable: list[Checkpoint] = []
     unreadable: dict[Path, str] = {}
     for name in SLOTS:
         try:
-            found = read(folder / name)
+            found = read_checkpoint(folder / name)
         except UnreadableError as reason:
             unreadable[folder / name] = str(reason)
         else:
@@ -157,10 +154,10 @@ def read_saved_state(checkpoint: Checkpoint) -> io.BytesIO:
 def restore_newest_checkpoint(run_folder: Path, identity: Identity) -> Checkpoint | None:
     """Return the run's newest checkpoint, and set metrics.jsonl back to its content when the checkpoint was written.
 
-    Reads both files whole to verify them. Without any checkpoint, empties metrics.jsonl, removes the intermediate
-    results, and returns None. Prints to stderr which checkpoints cannot be read if another one is used. The returned
-    checkpoint has no metrics. Raises UserError if the checkpoint is of another run, or there are checkpoints and none
-    is readable; nothing is changed.
+    Reads both checkpoints whole to verify them. If there are none, empties metrics.jsonl, removes ``results/`` and
+    returns None. If only one is readable, prints the other's fault to stderr. Raises UserError, and changes nothing, if
+    there are checkpoints and none is readable, or the newest is of another run. ``metrics`` of the returned checkpoint
+    is empty.
     """
     found, unreadable = verify_checkpoints(run_folder / FOLDER)
     reasons = " and ".join(f"{path} ({why})" for path, why in unreadable.items())
@@ -183,7 +180,7 @@ def restore_newest_checkpoint(run_folder: Path, identity: Identity) -> Checkpoin
 
 
 def check_same_run(checkpoint: Checkpoint, identity: Identity) -> None:
-    """Raise UserError, with the differences, if the checkpoint's identity is not this run's."""
+    """Raise UserError, with the differences, if the checkpoint's identity is not ``identity``."""
     theirs, ours = asdict(checkpoint.identity), asdict(identity)
     before, now = theirs.pop("hyperparameters"), ours.pop("hyperparameters")
     changed = [name for name in {**before, **now} if before.get(name) != now.get(name)]

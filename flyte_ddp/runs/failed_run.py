@@ -11,11 +11,11 @@ from flyte_ddp.user_code import find_modules_shadowing_stdlib
 
 
 def add_failure_details(error: BaseException, run_folder: Path) -> None:
-    """Set a RankError's ``step``, after which the run resumes, and ``file``, to which all details are written.
+    """Set a RankError's ``step``, after which the run resumes, and ``file``, to which the whole error is written.
 
-    Reads both checkpoints whole. If the file cannot be written, prints the details to stderr. Adds to ``remark`` the
-    user's modules that may have been imported instead of Python's own: those that the details mention, or all of them
-    if a rank failed before it began. A KeyboardInterrupt without a text gets a text with the step. Other errors stay
+    Reads both checkpoints whole. If the file cannot be written, prints its text to stderr. Adds to ``remark`` the
+    modules in the working directory that hide Python's own: those that the details mention, or all of them if the error
+    has no details and is not recoverable. A KeyboardInterrupt without a text gets one with the step. Other errors stay
     unchanged.
     """
     if isinstance(error, KeyboardInterrupt) and not error.args:

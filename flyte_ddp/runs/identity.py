@@ -31,7 +31,8 @@ def model_identity(hp: Hyperparameters) -> dict[str, str]:
     """Return digests of the library, the user's model code and ``init_from``, and the releases of torch and the like.
 
     Beside hyperparameters and data these decide a run's result. Keys are the fields of checkpoint.Identity. Reads the
-    code and a local file of ``init_from`` whole; asks the server of a remote file for its tag, with retries.
+    code and a local file of ``init_from`` whole; asks the server of a remote file for its tag, up to 4 times. UserError
+    if the model's module or the file is missing.
     """
     return {
         "code": library_digest(),
@@ -42,10 +43,7 @@ def model_identity(hp: Hyperparameters) -> dict[str, str]:
 
 
 def check_known_image_size(hp: Hyperparameters) -> None:
-    """Raise UserError if the model cannot take the data set's images.
-
-    Does nothing if their size is not known in advance. Fetches no data.
-    """
+    """Raise UserError if the model cannot take the data set's images, unless their size is known only after fetching."""
     encoded = catalog.ENCODED_SIDE if catalog.encoded_kind(hp.dataset) else 0
     if side := hp.image_size or catalog.DATASETS.get(hp.dataset, encoded):
         catalog.check_image_size(hp.model, side, side)

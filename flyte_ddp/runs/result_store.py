@@ -23,10 +23,10 @@ def mirror_results(run_folder: Path, address: str, *, resuming: bool, name: str 
     """Copy the files below ``results/`` of the run folder to ``ADDRESS/NAME`` in a thread, as they change.
 
     The address is a path, s3://, gs:// or az://; empty: nothing is copied. An empty name stands for the folder's name.
-    If the run resumes, maybe on another host, fetches the events there first. At the end of the block waits up to
-    LAST_SECONDS for the last files (STOPPED_SECONDS if the process is being stopped), and prints to stderr if files are
-    missing in the copy. Raises UserError if nothing can be written to the address at the start; a later failure is only
-    printed, and tried again.
+    If the run resumes and the folder has no events, first fetches those at the address. At the end of the block waits
+    up to LAST_SECONDS for the last files (STOPPED_SECONDS after a StoppedError), and prints to stderr if files are
+    missing in the copy. Raises UserError if the first write fails after up to 4 tries; later failures are printed, and
+    tried again.
     """
     if not address:
         yield
@@ -84,9 +84,9 @@ class Mirror:
         storage.retry(there, lambda _: storage.write_file(there, content))
 
     def copy_until_ended(self, ended: threading.Event) -> None:
-        """Copy changed files every LOOK_SECONDS or more until ``ended`` is set, then once more.
+        """Copy changed files until ``ended`` is set, then once more; pause between rounds for LOOK_SECONDS or longer.
 
-        Prints to stderr the first failure after a success.
+        Sets ``failure`` to the last round's first failure, and prints it to stderr if the round before had none.
         """
         last = False
         while not last:
@@ -100,7 +100,7 @@ class Mirror:
     def copy_changed_files(self) -> str:
         """Copy the files that have changed since their last copy. Return the first failure as text; empty without any.
 
-        Hidden files are left out. Reads each file whole.
+        Leaves out hidden files, and removes no copies. Reads each file whole.
         """
         failure = ""
         for path in sorted(self.folder.rglob("*")):

@@ -44,9 +44,10 @@ def reserve_run_folder(folder: Path) -> bool:
 
 @contextmanager
 def hold_run_folder(folder: Path) -> Iterator[None]:
-    """Hold the folder's lock, reserved or not, until the end of the block; UserError if another process or run has it.
+    """Hold the folder's lock, reserved by this thread or taken now, until the end of the block.
 
-    Takes no lock if the parent process holds it for this process, as its environment says.
+    Raises UserError if another process or run has it. Takes none if the parent process holds it for its children
+    (FLYTE_DDP_HELD_FOR_CHILDREN).
     """
     if not reserve_run_folder(folder):
         holder, *folders = os.environ.get(HELD_FOR_CHILDREN, "").split(os.pathsep)

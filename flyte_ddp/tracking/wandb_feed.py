@@ -26,15 +26,16 @@ NOT_SENT = 2  # exit code: the run is complete on disk, but not on the server
 RETRY_SECONDS = 30.0  # between attempts to reach the server
 OWN_VARIABLES = ("WANDB_ERROR_REPORTING", "WANDB_DATA_DIR")  # set by wandb_run.py, not by the user
 
-WaitForEnd = Callable[[float], bool]  # waits up to so many seconds; returns whether training has ended
+WaitForEnd = Callable[[float], bool]  # waits up to so many seconds for the end of training; returns whether it has come
 
 
 def feed_wandb(launcher: Connection[Any, Any]) -> int:
-    """Open the wandb run, send records until training has ended, and close the run; return the exit code.
+    """Open the wandb run, log records and the table of predictions until training has ended, and close the run.
 
-    The launcher first sends the arguments of ``wandb.init`` and the offset in metrics.jsonl where this attempt begins.
-    It sends one more message when training has ended; the launcher's death counts as that message. Sends the launcher
-    wandb's status: folder, url, and the reason of a failure. Lowers the priority of this process.
+    Returns the exit code: 0, NOT_SENT if the server took too long, 1 for another failure. The launcher first sends the
+    arguments of ``wandb.init`` and the offset in metrics.jsonl where this attempt begins, and one more message when
+    training has ended; its death counts as that message. Sends the launcher wandb's status: folder, url, and the reason
+    of a failure. Prints tracebacks to stderr. Lowers the priority of this process, unless training has ended.
     """
     parent = os.getppid()
     arguments, offset = launcher.recv()
@@ -78,10 +79,12 @@ def print_error(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).strip()}".partition("\n")[0][:200]
 
 
-def open_wandb_run(arguments: dict[str, Any], wait_for_end: WaitForEnd, report_error: Callable[[Exception], None]) -> wandb.Run:
+def open_wandb_run(
+    arguments: dict[str, Any], wait_for_end: WaitForEnd, report_error: Callable[[Exception], None]
+) -> wandb.Run:
     """Open a wandb run whose x axis is the optimiser step; offline if no server answers before training ends.
 
-    Tries the server every RETRY_SECONDS, and calls ``report_error`` with each error. If an offline run cannot be opened,
+    Tries the server every RETRY_SECONDS; passes each error to ``report_error``. If an offline run cannot be opened,
     removes the user's ``WANDB_`` variables from the environment and tries again, because wandb may refuse one of them,
     such as a long tag. Raises the error of the last attempt. Sets ``arguments["mode"]`` to offline for such a run.
     """
@@ -109,7 +112,7 @@ def open_wandb_run(arguments: dict[str, Any], wait_for_end: WaitForEnd, report_e
 
 
 def log_records(run: wandb.Run, records: Iterable[dict[str, Any]]) -> tuple[bool, list[str]]:
-    """Log the records to the run, its config and its summary; return whether training has finished, and the classes."""
+    """Log records to the run, its config and its summary; return whether training has finished, and the class names."""
     import wandb
 
     trained, classes = False, []
@@ -136,9 +139,9 @@ def log_records(run: wandb.Run, records: Iterable[dict[str, Any]]) -> tuple[bool
 
 
 def follow_records(run_folder: Path, offset: int, wait_for_end: WaitForEnd) -> Iterator[dict[str, Any]]:
-    """Yield the records of metrics.jsonl from ``offset`` on, until training has ended and all is read.
+    """Yield the records of metrics.jsonl from byte ``offset`` on, until training has ended and all is read.
 
-    Polls the file every POLL_SECONDS. If a restarted run replaces the file, reads the new file from its start. No
+    Reads the file every POLL_SECONDS. If a restarted run replaces the file, reads the new file from its start. No
     record is yielded twice.
     """
     pending, ended, inode = b"", False, None
@@ -173,7 +176,7 @@ def open_run_file(run_folder: Path, name: str) -> BinaryIO:
 def predictions_table(file: BinaryIO, classes: list[str]) -> wandb.Table:
     """Return a wandb table of the first test samples: id, image, prediction, truth and scores of the classes.
 
-    Above PICTURED_CLASSES classes only the prediction's score is in the table.
+    For more than PICTURED_CLASSES classes only the prediction's score is in the table.
     """
     import wandb
 

@@ -35,11 +35,11 @@ OPEN_SHARE = 0.25  # of the time in finish(): for the server to answer, before a
 def start_wandb(
     run_folder: Path, settings: Settings, hyperparameters: Mapping[str, Any], name: str
 ) -> WandbProcess | None:
-    """Start the child process that sends the run folder's metrics.jsonl to wandb. Never raises.
+    """Start the child process that sends the run folder's metrics.jsonl to wandb, and return it.
 
-    Records of an earlier attempt at the run are not sent again. An offline run gets all records, because ``wandb sync``
-    replaces what the server has. wandb's files are in the run folder's ``wandb``. Returns None if wandb is disabled, or
-    if the child cannot be started; the latter is printed to stderr.
+    Returns None if wandb is disabled, or if the child cannot be started, which is printed to stderr. Records of an
+    earlier attempt are not sent again, but to an offline run, because ``wandb sync`` replaces what the server has.
+    wandb's files are in the run folder's ``wandb``.
     """
     if settings.wandb_mode == "disabled":
         return None
@@ -86,9 +86,9 @@ class WandbProcess:
         self.start_child()
 
     def start_child(self) -> None:
-        """Start a child in a session of its own, and send it the run. Sets ``process``, ``pipe`` and ``status``.
+        """Start a child in its own session; send it the arguments of ``wandb.init`` and the offset in metrics.jsonl.
 
-        Appends the child's output to ``wandb/feed.log``.
+        Sets ``process``, ``pipe`` and ``status``. Appends the child's output to ``wandb/feed.log``.
         """
         self.status = {"folder": "", "url": "", "reason": ""}  # as the child has sent it
         self.pipe, childs_pipe = multiprocessing.Pipe()
@@ -117,8 +117,8 @@ class WandbProcess:
 
         If wandb did not open the run, or was killed, a second child writes it to an offline run. Children are killed
         after ``limit`` or ``settings.wandb_timeout`` seconds in all, whichever is less. Removes the folders of runs
-        that could not be opened. Writes the name of a run that was not sent to ``wandb/unsent`` if a pod keeps it
-        elsewhere.
+        that could not be opened. Writes the folder name of a run that was not sent to ``wandb/unsent`` if
+        ``settings.wandb_kept_at`` is set.
         """
         seconds = min(limit, self.settings.wandb_timeout)
         deadline = time.monotonic() + seconds
@@ -169,7 +169,7 @@ class WandbProcess:
         return is_open and (late or code in (0, NOT_SENT))
 
     def describe_outcome(self, sent: bool) -> str:
-        """Return one line for the user: where the run is, how to send it, or why nothing was logged."""
+        """Return one line for the user: where the run is, how to send it if not ``sent``, or why nothing was logged."""
         folder, url, reason = self.status.values()
         if not folder:
             reason, log = reason or "wandb did not start", shorten_path(self.folder / LOG)

@@ -15,7 +15,7 @@ from image_folders import write_files
 from flyte_ddp.code_digest import PARSING, parse_python
 from flyte_ddp.errors import UserError
 from flyte_ddp.user_code import SPEC, load_callable, split_spec
-from flyte_ddp.user_source import user_source_digest, find_user_sources
+from flyte_ddp.user_source import find_user_sources, user_source_digest
 
 
 @pytest.fixture

@@ -27,7 +27,7 @@ from flyte_ddp.launch.supervise.processes import RankHandle
 from flyte_ddp.launch.supervise.rank_process import RankInfo
 from flyte_ddp.launch.supervise.stopping import StopRequest, catch_stop_signals, stop_error
 from flyte_ddp.launch.supervise.supervisor import end_ranks, supervise_ranks
-from flyte_ddp.runs.checkpoint import restore_newest_checkpoint, newest_step
+from flyte_ddp.runs.checkpoint import newest_step, restore_newest_checkpoint
 from flyte_ddp.runs.job import Job
 
 GATHER_SECONDS = 300.0  # for all agents to connect: images may have to be pulled, and nodes added
