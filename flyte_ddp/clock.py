@@ -47,7 +47,7 @@ class Clock:
             self.add_since(name, begin)
 
     def start_timing(self, name: str) -> Any:
-        """Return a time for ``add_since``: the host's (for "evaluation" always), or an event put into the GPU's queue."""
+        """Return an event put into the GPU's queue, or the host's time (always for "evaluation"), for ``add_since``."""
         if self.event is None or name == "evaluation":  # evaluation waits for the device anyway
             return time.perf_counter()
         event = self.event()

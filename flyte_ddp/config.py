@@ -15,7 +15,7 @@ from flyte_ddp.errors import UserError, unknown_name_error
 
 @dataclass(frozen=True)
 class Hyperparameters(CheckedFields, called="hyperparameter"):
-    """Everything that determines a training run's result; UserError for an unknown field or a value that it may not have."""
+    """Everything that determines a training run's result; UserError for an unknown field or a wrong value."""
 
     # Data
     dataset: str = setting(

@@ -90,7 +90,7 @@ def check_expected_gpus(visible: int) -> None:
 
 
 def check_requested_resources(hp: Hyperparameters, nodes: int = 1, ranks: int = 0, capacity: int = 0) -> None:
-    """Raise UserError, in a pod (FLYTE_DDP_GPUS is set), if its training pods, with bf16, cannot do what ``hp`` asks for.
+    """Raise UserError, in pods (FLYTE_DDP_GPUS is set), if training pods, with bf16, cannot do what ``hp`` asks for.
 
     Args:
         nodes: largest number of training pods.

@@ -41,9 +41,8 @@ def find_user_sources(spec: str) -> Iterator[tuple[str, Path, bytes]]:
     Imports nothing. First come the files of the top-level module, wherever it is; then those of each top-level module
     that a file imports, unless it is Python's, in site-packages (an editable install is not), this library, torch or
     the like. Of a package all ``.py`` files count, because packages may import their modules by computed names. Misses
-    data files, files that cannot be read, and what :func:`find_imported_modules` misses, such as computed names. Puts
-    the working directory first on ``sys.path``. Raises UserError if the spec is malformed or there is no such top-level
-    module.
+    data files, files that cannot be read, and what :func:`find_imported_modules` misses. Puts the working directory
+    first on ``sys.path``. Raises UserError if the spec is malformed or there is no such top-level module.
     """
     top = split_spec(spec)[0].partition(".")[0]
     search_working_directory()
@@ -126,8 +125,7 @@ def list_uncovered_files(known: set[Path], spec: str, modules: Iterable[str]) ->
     Looks at the imported module of ``spec`` and at ``modules`` (names in ``sys.modules``, such as those of the model's
     layers), then at each module that is or defines an object in their namespaces, and so on. Only files below the
     folder that holds the top-level module of ``spec`` count; paths are relative to it. Returns none for a name without
-    a colon. ``known`` is from :func:`list_user_files`, called before the import of the code, which may change
-    ``sys.path``.
+    a colon. ``known`` is from :func:`list_user_files`, before the code was imported: it may change ``sys.path``.
     """
     if ":" not in spec:
         return []

@@ -115,7 +115,7 @@ def read_checkpoint(path: Path) -> Checkpoint | None:
 
 
 def verify_checkpoints(folder: Path) -> tuple[Checkpoint | None, dict[Path, str]]:
-    """Read both checkpoints of a folder whole; return the newest readable one, or None, and by path why others are not."""
+    """Read both checkpoints of a folder whole; return the newest readable one or None, and why others are not."""
     readable: list[Checkpoint] = []
     unreadable: dict[Path, str] = {}
     for name in SLOTS:
@@ -156,8 +156,8 @@ def restore_newest_checkpoint(run_folder: Path, identity: Identity) -> Checkpoin
 
     Reads both checkpoints whole to verify them. If there are none, empties metrics.jsonl, removes ``results/`` and
     returns None. If only one is readable, prints the other's fault to stderr. Raises UserError, and changes nothing, if
-    there are checkpoints and none is readable, or the newest is of another run. ``metrics`` of the returned checkpoint
-    is empty.
+    there are checkpoints and none is readable, or the newest is of another run. Leaves ``metrics`` of what it returns
+    empty.
     """
     found, unreadable = verify_checkpoints(run_folder / FOLDER)
     reasons = " and ".join(f"{path} ({why})" for path, why in unreadable.items())

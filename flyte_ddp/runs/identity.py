@@ -31,8 +31,9 @@ def model_identity(hp: Hyperparameters) -> dict[str, str]:
     """Return digests of the library, the user's model code and ``init_from``, and the releases of torch and the like.
 
     Beside hyperparameters and data these decide a run's result. Keys are the fields of checkpoint.Identity. Reads the
-    code and a local file of ``init_from`` whole; asks the server of a remote file for its tag, up to 4 times. UserError
-    if the model's module or the file is missing.
+    code as :func:`user_source_digest` does, and a local ``init_from`` whole; asks the server of a remote one for its
+    tag, up to 4 times, or downloads it if there is no tag. Raises UserError if the model's module or ``init_from``
+    cannot be read.
     """
     return {
         "code": library_digest(),
@@ -43,7 +44,7 @@ def model_identity(hp: Hyperparameters) -> dict[str, str]:
 
 
 def check_known_image_size(hp: Hyperparameters) -> None:
-    """Raise UserError if the model cannot take the data set's images, unless their size is known only after fetching."""
+    """Raise UserError if the model cannot take the data set's images; nothing if their size is not known yet."""
     encoded = catalog.ENCODED_SIDE if catalog.encoded_kind(hp.dataset) else 0
     if side := hp.image_size or catalog.DATASETS.get(hp.dataset, encoded):
         catalog.check_image_size(hp.model, side, side)

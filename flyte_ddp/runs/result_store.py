@@ -23,10 +23,10 @@ def mirror_results(run_folder: Path, address: str, *, resuming: bool, name: str 
     """Copy the files below ``results/`` of the run folder to ``ADDRESS/NAME`` in a thread, as they change.
 
     The address is a path, s3://, gs:// or az://; empty: nothing is copied. An empty name stands for the folder's name.
-    If the run resumes and the folder has no events, first fetches those at the address. At the end of the block waits
-    up to LAST_SECONDS for the last files (STOPPED_SECONDS after a StoppedError), and prints to stderr if files are
-    missing in the copy. Raises UserError if the first write fails after up to 4 tries; later failures are printed, and
-    tried again.
+    If the run resumes and the folder has no events, first fetches those at the address. At the end waits up to
+    LAST_SECONDS for the last files (STOPPED_SECONDS after a StoppedError), and prints to stderr if files are missing in
+    the copy. Raises UserError if the first write fails after up to 4 tries; later failures are printed, and tried
+    again.
     """
     if not address:
         yield

@@ -47,7 +47,7 @@ def remove_outputs(work: Path) -> None:
 
 
 def publish_if_complete(folder: Path) -> bool:
-    """Move a complete run from ``unfinished/`` to the run folder, and return :func:`is_finished` of the folder.
+    """Move a complete run from ``unfinished/`` to the run folder; return whether the folder then holds a finished run.
 
     Replaces the files of the last run and removes ``unfinished/`` with the checkpoints. Does nothing if the run in it
     is not complete. The caller must hold the folder's lock. After a kill in between, the next call does the rest.

@@ -112,7 +112,10 @@ def open_wandb_run(
 
 
 def log_records(run: wandb.Run, records: Iterable[dict[str, Any]]) -> tuple[bool, list[str]]:
-    """Log records to the run, its config and its summary; return whether training has finished, and the class names."""
+    """Log records to the run, its config and its summary; return whether training has finished, and the class names.
+
+    Takes ``kind``, ``time`` and ``hyperparameters`` out of the records.
+    """
     import wandb
 
     trained, classes = False, []

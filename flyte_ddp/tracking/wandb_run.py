@@ -37,8 +37,8 @@ def start_wandb(
 ) -> WandbProcess | None:
     """Start the child process that sends the run folder's metrics.jsonl to wandb, and return it.
 
-    Returns None if wandb is disabled, or if the child cannot be started, which is printed to stderr. Records of an
-    earlier attempt are not sent again, but to an offline run, because ``wandb sync`` replaces what the server has.
+    Returns None if wandb is disabled, or if the child cannot be started, which is printed to stderr. Does not send
+    again what an earlier attempt has sent, but for an offline run, because ``wandb sync`` replaces what the server has.
     wandb's files are in the run folder's ``wandb``.
     """
     if settings.wandb_mode == "disabled":
