@@ -44,7 +44,7 @@ def model_identity(hp: Hyperparameters) -> dict[str, str]:
 
 
 def check_known_image_size(hp: Hyperparameters) -> None:
-    """Raise UserError if the model cannot take the data set's images; nothing if their size is not known yet."""
+    """Raise UserError if the model cannot take the data set's images, if their size is known without a fetch."""
     encoded = catalog.ENCODED_SIDE if catalog.encoded_kind(hp.dataset) else 0
     if side := hp.image_size or catalog.DATASETS.get(hp.dataset, encoded):
         catalog.check_image_size(hp.model, side, side)
