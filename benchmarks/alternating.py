@@ -28,8 +28,8 @@ from flyte_ddp.training.training_state import TrainingState
 ACCOUNT = "FLYTE_DDP_COST_ACCOUNT"  # environment: where to
 
 
-MUTATION, COPY_AFTER_STEP = TrainingState.mutation, Buffers.copy_after_step
-CHECK_LOSS, SAVE_EPOCH, WRITE = LossWatch.check_loss, Checkpointer.save_epoch, Checkpointer._write
+EXCLUDE_SNAPSHOTS, COPY_AFTER_STEP = TrainingState.exclude_snapshots, Buffers.copy_after_step
+CHECK_LOSS, SAVE_EPOCH, WRITE = LossWatch.check_loss, Checkpointer.save_epoch, Checkpointer._write_snapshot
 seconds: defaultdict[str, float] = defaultdict(float)
 current = {"epoch": 0}
 
@@ -48,13 +48,13 @@ def timed(what: str) -> Iterator[None]:
 
 
 @contextmanager
-def mutation(state: TrainingState) -> Iterator[None]:
+def exclude_snapshots(state: TrainingState) -> Iterator[None]:
     current["epoch"] = state.epoch
     if not guarded(state.epoch):
         yield
         return
     with timed("lock"):
-        around = MUTATION(state)
+        around = EXCLUDE_SNAPSHOTS(state)
         around.__enter__()
     yield
     with timed("lock"):
@@ -90,10 +90,10 @@ def alternate() -> None:
     """Changes the library in this process, which is a rank."""
     patched: Any
     for patched, functions in (
-        (TrainingState, {"mutation": mutation}),
+        (TrainingState, {"exclude_snapshots": exclude_snapshots}),
         (Buffers, {"copy_after_step": copy_after_step}),
         (LossWatch, {"check_loss": check_loss}),
-        (Checkpointer, {"save_epoch": save_epoch, "_write": write}),
+        (Checkpointer, {"save_epoch": save_epoch, "_write_snapshot": write}),
     ):
         for name, function in functions.items():
             setattr(patched, name, function)

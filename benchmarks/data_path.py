@@ -113,11 +113,12 @@ def run_rank(rank: int, order: dict[str, Any], records: str) -> None:
         account: dict[str, float] = {}
         for block in range(order["blocks"] + 1):
             for kind, steps in kinds.items():
-                before = recorder.seconds()
+                before = recorder.seconds_by_activity()
                 measured = rate(steps, order["steps"])
                 if block and kind == "ours":
                     account = {
-                        part: account.get(part, 0) + now - before[part] for part, now in recorder.seconds().items()
+                        part: account.get(part, 0) + now - before[part]
+                        for part, now in recorder.seconds_by_activity().items()
                     }
                 if block:
                     rates[kind].append(measured)

@@ -37,7 +37,7 @@ def augment_images(images: Tensor, kind: str, *, seed: int, epoch: int, samples:
     """Return uint8 images [N, H, W, C] shifted at random by up to 1/8 of their sides, with 0 where nothing is left.
 
     ``kind`` "crop" only shifts, "crop_flip" also mirrors half of the images, "none" returns ``images`` themselves. The
-    random numbers are derived from seed, epoch (from 0) and ``samples``: [N] positions in the training set.
+    random numbers depend on seed, epoch (from 0) and ``samples``: [N] positions in the training set.
     """
     if kind == "none":
         return images

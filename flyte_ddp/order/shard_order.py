@@ -56,7 +56,7 @@ class ShardSplits:
         return {"training": self.counts - test - validation, "validation": validation, "test": test}
 
     def samples(self, shard: int, split: str) -> NDArray[np.int64]:
-        """Return the numbers within the shard of the split's samples, ascending."""
+        """Return the samples of ``split`` in a shard, ascending, as numbers within the shard."""
         tests, held_out = (int(self.sizes[name][shard]) for name in ("test", "validation"))
         numbers = np.arange(self.counts[shard])
         if tests:
@@ -75,7 +75,7 @@ class WholeShardSplits(ShardSplits):
 
     @functools.cached_property
     def sizes(self) -> dict[str, NDArray[np.int64]]:
-        """Samples of each shard, [shards], for each split: all of the shard, or 0."""
+        """Return the number of samples of each shard, [shards], for each split: all of the shard, or 0."""
         every = np.arange(len(self.counts))
         rest, shards = every, {}
         for split, fraction, seed, purpose in (
@@ -138,8 +138,8 @@ class ShardOrder(sampling.Order):
         return np.asarray(self.firsts[shard] + self.samples_in_shard(shard))
 
     def batches(self, epoch: int, batch_size: int, first: int = 0) -> Iterator[Indices]:
-        """Yield the global batches of an epoch from number ``first`` on: each with its samples stream by stream."""
-        starts, each = self.stream_starts(batch_size)
+        """Yield the global batches of an epoch from number ``first`` on, each with its samples stream by stream."""
+        starts, each = self.locate_streams(batch_size)
         shards, ends_of_shards = self.sequence(epoch)
         full, ragged = divmod(self.total, batch_size)
         for number in range(first, sampling.steps_per_epoch(self.total, batch_size)):
@@ -153,12 +153,15 @@ class ShardOrder(sampling.Order):
             yield np.concatenate(parts)
 
     def prefetch_distance(self, batch_size: int, *, mixed: bool) -> int:
-        """Return how many batches a shard lasts: in training (``mixed``) a batch takes samples of several streams."""
+        """Return how many batches ahead to fetch shards: as many as the largest shard lasts.
+
+        ``mixed`` means an epoch of training, where a batch takes samples of several streams; else an evaluation.
+        """
         longest = int(self.taken.max()) if mixed else int(self.available.max())
         return -(-longest // max(1, batch_size // self.shuffle_streams if mixed else batch_size))
 
-    def stream_starts(self, batch_size: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return where each stream starts in the epoch's sequence, and its samples in a full batch, both [streams]."""
+    def locate_streams(self, batch_size: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return where each stream starts in an epoch's sequence, and its samples in a full batch, both [streams]."""
         full, ragged = divmod(self.total, batch_size)
         streams = min(self.shuffle_streams, batch_size)
         each = slice_lengths(batch_size, streams)
@@ -172,7 +175,7 @@ class ShardOrder(sampling.Order):
         return shards, np.cumsum(self.taken[shards])
 
     def _shuffle_samples(self, epoch: int, shard: int) -> Indices:
-        """Return the samples that an epoch takes from a shard, in order."""
+        """Return the samples that an epoch takes from a shard, in random order, as numbers in the data set."""
         numbers, taken = self.samples_in_shard(shard), int(self.taken[shard])
         if taken != len(numbers):
             # A weight other than 1: go on in a fixed cycle of the samples where the epoch before has stopped.
@@ -183,7 +186,7 @@ class ShardOrder(sampling.Order):
 
 
 def slices_by_shard(ends: NDArray[np.int64], start: int, end: int) -> Iterator[tuple[int, slice]]:
-    """Yield (shard, slice within it) for places ``start`` to ``end`` of consecutive shards; they end at ``ends``."""
+    """Yield (shard, slice within it) for places ``start`` to ``end`` of shards that end at the places ``ends``."""
     while start < end:
         shard = int(np.searchsorted(ends, start, side="right"))
         first, until = int(ends[shard - 1]) if shard else 0, min(end, int(ends[shard]))

@@ -28,9 +28,9 @@ Gather = Callable[[Tensor], Tensor]  # takes this rank's fp64 [n], and returns t
 def synchronise_batch_norm(model: nn.Module, this_pass: TrainingPass, *, on_one_machine: bool) -> None:
     """Change the class of each BatchNorm layer of a model to one that uses the statistics of all ranks.
 
-    All ranks must call it. Parameters, buffers, hooks and ``state_dict`` stay unchanged. The new class is a subclass of
-    the old class and has its name, because models may test a layer's type or name. ``on_one_machine`` exchanges
-    statistics through memory that the ranks share (mapped here), not by torch's collectives.
+    All ranks must call it. Parameters, buffers, hooks and ``state_dict`` stay unchanged, and layers with a ``forward``
+    of their own. The new class is a subclass of the old class and has its name, because models may test a layer's type
+    or name. ``on_one_machine`` exchanges statistics through shared memory (mapped here), not by torch's collectives.
     """
     # The class of a module that torch.jit has scripted has no forward.
     norms = [module for module in model.modules() if getattr(type(module), "forward", None) in KNOWN_FORWARDS]
@@ -61,7 +61,7 @@ class GlobalBatchNorm(_BatchNorm):
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
         """Return the input [N, C, ...] normalised for each channel; N may differ between ranks.
 
-        In training all ranks must call it. It then exchanges statistics, and updates the running statistics. Raises
+        In training all ranks must call it; it exchanges statistics and updates the running statistics. Raises
         ValueError if the input has fewer than 2 dimensions, or all ranks together have one value for each channel.
         """
         self._check_input_dim(input)
@@ -72,7 +72,7 @@ class GlobalBatchNorm(_BatchNorm):
     def gather_from_ranks(self, numbers: Tensor, *, backward: bool = False) -> Tensor:
         """Return the fp64 [n] of all ranks as [ranks, n]; wait until all have called it for this layer and pass.
 
-        Raises UserError if ranks are at different layers. Not on a GPU, whose host would have to wait for the numbers:
+        Raises UserError on a CPU if ranks are at different layers. A GPU's host would have to wait to compare them:
         there such ranks run into the time limit.
         """
         # The layer and the pass (its sign), so that ranks notice that they exchange numbers of different layers.
@@ -100,7 +100,7 @@ class GlobalNormalisation(torch.autograd.Function):
         Raises ValueError if all ranks together have one value for each channel.
         """
         ctx.has_values = layer.this_pass.has_samples and values.numel() > 0
-        mean, variance, count = compute_global_statistics(values, layer.gather_from_ranks, taking_part=ctx.has_values)
+        mean, variance, count = compute_global_statistics(values, layer.gather_from_ranks, has_values=ctx.has_values)
         # The count is read only where it may be 1, because reading it makes the host wait for a GPU.
         if values.numel() <= values.shape[1] and count.item() <= 1:
             raise ValueError("Expected more than 1 value per channel when training, over all ranks")
@@ -152,17 +152,17 @@ class GlobalNormalisation(torch.autograd.Function):
         )
 
 
-def compute_global_statistics(values: Tensor, gather: Gather, *, taking_part: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Return mean [C], biased variance [C] and count [] of the values [N, C, ...] of all ranks ``taking_part``, fp64.
+def compute_global_statistics(values: Tensor, gather: Gather, *, has_values: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Return mean [C], biased variance [C] and count [] of the values [N, C, ...] of all ranks, in fp64.
 
-    All ranks must call it.
+    All ranks must call it. The values of ranks with ``has_values`` False do not count.
     """
     # Each rank's mean and sum of squared deviations are gathered in one exchange, and combined in the order of the
     # ranks: Chan, Golub and LeVeque, "Algorithms for computing the sample variance", 1983. Sums of plain squares would
     # lose digits.
     channels = values.shape[1]
     own = torch.zeros(2 * channels + 1, dtype=torch.float64, device=values.device)
-    if taking_part:
+    if has_values:
         count = values.numel() // channels
         precise = values.to(torch.promote_types(values.dtype, torch.float32))
         # torch's batch_norm uses this function, in two passes; var_mean takes four times as long on a CPU.
@@ -182,9 +182,9 @@ def per_rank_norm_layers(model: nn.Module) -> list[_BatchNorm]:
 
 
 def has_per_rank_statistics(model: nn.Module, synchronised: bool) -> bool:
-    """Return whether a BatchNorm layer of the model uses, on several ranks, statistics of each rank alone.
+    """Return whether, on several ranks, a BatchNorm layer of the model uses the statistics of each rank alone.
 
-    With ``synchronised`` these are the layers whose class overrides ``forward``, otherwise all.
+    With ``synchronised``, the hyperparameter sync_batchnorm, only layers whose class overrides ``forward`` do.
     """
     known = KNOWN_FORWARDS if synchronised else ()
     return any(type(layer).forward not in known for layer in per_rank_norm_layers(model))
@@ -192,7 +192,7 @@ def has_per_rank_statistics(model: nn.Module, synchronised: bool) -> bool:
 
 @contextmanager
 def restore_running_statistics(model: nn.Module) -> Iterator[None]:
-    """Restore at the end of the block, also after an exception, running statistics that each rank has of its own."""
+    """Undo at the end of the block, also after an exception, its changes to statistics that each rank has alone."""
     statistics = [buffer for layer in per_rank_norm_layers(model) for buffer in layer.buffers()]
     before = [statistic.clone() for statistic in statistics]
     try:
@@ -205,9 +205,9 @@ def restore_running_statistics(model: nn.Module) -> Iterator[None]:
 
 @torch.no_grad()
 def mean_running_statistics(model: nn.Module, samples: int) -> list[tuple[Tensor, Tensor]]:
-    """Return pairs of a per-rank running statistic and its mean over all ranks, weighted by each rank's ``samples``.
+    """Return pairs: a running statistic of a layer that is not synchronised, and its mean over the ranks.
 
-    Changes no statistic. All ranks must call it. Synchronised statistics are left out, because all ranks have the same.
+    All ranks must call it. ``samples`` is this rank's weight in the mean. Changes no statistic.
     """
     layers = per_rank_norm_layers(model)
     statistics = [value for layer in layers for value in (layer.running_mean, layer.running_var) if value is not None]

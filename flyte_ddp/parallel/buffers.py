@@ -46,7 +46,7 @@ class Buffers:
         self.last_broadcast = torch.zeros_like(self.bytes)  # the bytes that all ranks had after the last broadcast
 
     def require_same_buffers(self, model: nn.Module) -> dict[str, Tensor]:
-        """Return the buffers of ``model`` by name: of the trained model or of its moving average.
+        """Return the buffers by name of ``model``, which is the trained model or its moving average.
 
         Raises UserError if names, shapes or types of the buffers have changed since the model was made.
         """
@@ -63,8 +63,8 @@ class Buffers:
     def differ_from_last_broadcast(self) -> bool:
         """Return whether any bit of the shared buffers has changed since the last broadcast; False on one rank.
 
-        Copies them for the next broadcast. On a GPU always True, because the host would have to wait for a comparison.
-        Raises UserError if names, shapes or types of the buffers have changed since the model was made.
+        Copies the buffers to the tensor that the next broadcast sends. On a GPU always True, because the host would
+        have to wait for a comparison. Raises UserError if names, shapes or types of the buffers have changed.
         """
         values = self.require_same_buffers(self.model)
         if not self.views:
@@ -76,10 +76,10 @@ class Buffers:
 
     @torch.no_grad()
     def copy_from_rank_0(self, ranks_with_changes: Tensor) -> None:
-        """Overwrite the shared buffers of all other ranks by rank 0's, in one broadcast.
+        """Overwrite the shared buffers of all other ranks with rank 0's, in one broadcast.
 
         All ranks must call it, after :meth:`differ_from_last_broadcast`. ``ranks_with_changes`` is on how many ranks
-        that was True; on a CPU nothing is sent if it is 0, because all then have the buffers of the last broadcast.
+        that returned True; if on none, nothing is sent on a CPU, because all have the buffers of the last broadcast.
         """
         if not self.views or (self.bytes.is_cpu and not ranks_with_changes):
             return
@@ -117,7 +117,7 @@ class Buffers:
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the result of :meth:`state_dict`, also in the model. The model's own comes first."""
+        """Restore the result of :meth:`state_dict`, also in the model, whose own ``load_state_dict`` comes first."""
         values = self.require_same_buffers(self.model)
         for name in self.shared_names:
             if name in state["unsaved"]:
@@ -131,8 +131,8 @@ class Buffers:
     def use_saved_buffers(self, model: nn.Module) -> Iterator[None]:
         """Give ``model`` for the block the buffers that it would have after save and load; restore them at the end.
 
-        Buffers that no ``state_dict`` holds have a new model's values in the block. Raises UserError if the block has
-        changed names, shapes or types of the buffers.
+        Buffers that no ``state_dict`` holds get a new model's values. Raises UserError if names, shapes or types of the
+        buffers have changed, before or in the block.
         """
         with torch.no_grad():
             values = self.require_same_buffers(model)

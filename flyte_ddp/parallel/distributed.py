@@ -69,7 +69,7 @@ def gather_numbers(numbers: Tensor) -> Tensor:
 
 
 def copy_from_rank_0(tensors: Iterable[Tensor]) -> None:
-    """Overwrite tensors in place by rank 0's, one broadcast each; all ranks must call it, in a process group.
+    """Overwrite tensors in place with rank 0's, one broadcast each; all ranks must call it, in a process group.
 
     Sparse and expanded tensors stay as they are.
     """
@@ -90,7 +90,7 @@ def has_own_elements(tensor: Tensor) -> bool:
 
 
 def broadcast_object(value: Value) -> Value:
-    """Return rank 0's value on all ranks. All ranks must call it. The value is pickled, so it should be small."""
+    """Return rank 0's value; all ranks must call it, and wait for rank 0. The value is pickled: it should be small."""
     if not dist.is_initialized():
         return value
     values = [value]
@@ -100,7 +100,7 @@ def broadcast_object(value: Value) -> Value:
 
 
 def gather_objects(value: Value) -> list[Value]:
-    """Return the values of all ranks, by rank. All ranks must call it. The values are pickled: they should be small."""
+    """Return all ranks' values, by rank; all must call it, and wait for all. They are pickled: they should be small."""
     if not dist.is_initialized():
         return [value]
     values = [value] * world_size()
@@ -112,8 +112,8 @@ def gather_objects(value: Value) -> list[Value]:
 def patch_collective_wait() -> None:
     """Replace ``torch.distributed.Work.wait`` in this process by a wait that raises CollectiveError, not RuntimeError.
 
-    torch's own blocking functions, such as ``all_reduce``, call it, and collective operations in user code. Waits in
-    C++ stay as they are: those of DistributedDataParallel (see strategies.py) and of functional collectives.
+    torch's own blocking functions, such as ``all_reduce``, and collectives in user code call it. Waits in C++ stay as
+    they are: those of DistributedDataParallel (see strategies.py) and of functional collectives.
     """
 
     def wait(work: dist.Work, timeout: timedelta = GROUP_TIMEOUT) -> bool:
@@ -125,10 +125,10 @@ def patch_collective_wait() -> None:
 
 @contextmanager
 def translate_collective_errors(since: float | None = None) -> Iterator[None]:
-    """Turn a RuntimeError of the block, which must only wait for other ranks, into a CollectiveError of the same text.
+    """Turn a RuntimeError of the block, which must only wait for other ranks, into a CollectiveError.
 
-    It becomes a CollectiveTimeoutError if the block failed after at least TIMEOUT_SHARE of the collectives' time limit.
-    ``since`` is when the wait began, by ``time.monotonic()``; None: at the start of the block.
+    It becomes a CollectiveTimeoutError if the block failed after at least 90 % of :func:`collective_timeout`, counted
+    from ``since``, by ``time.monotonic()``; None: from the start of the block.
     """
     begin = time.monotonic() if since is None else since
     try:

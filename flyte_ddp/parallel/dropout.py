@@ -17,7 +17,7 @@ class SampleDropout(nn.Module):
     p: float
 
     def forward(self, values: Tensor) -> Tensor:
-        """Return the values [N, ...] with a share p zeroed, the others divided by 1 - p; in place if ``inplace``."""
+        """Return the values [N, ...] with a random share p zeroed, others divided by 1 - p; in place if ``inplace``."""
         if not self.training or self.p == 0.0:
             return values
         if values.shape[:1] != (len(self.this_pass.keys),):
@@ -30,10 +30,10 @@ class SampleDropout(nn.Module):
         return values.mul_(scale) if getattr(self, "inplace", False) else values * scale
 
     def count_drawn_dimensions(self, values: Tensor) -> int:
-        """Return for how many leading dimensions, N included, each index gets its own random number.
+        """Return how many leading dimensions, N included, have a random number for each index.
 
-        The other dimensions are zeroed together: values for Dropout, channels for Dropout1d to 3d, samples for
-        StochasticDepth.
+        Values along the other dimensions are zeroed together: whole channels for Dropout1d to 3d, whole samples for
+        StochasticDepth. Dropout has no other dimensions.
         """
         if isinstance(self, (nn.Dropout1d, nn.Dropout3d)):  # they also take a batch without channels
             return 1 if values.dim() == (2 if isinstance(self, nn.Dropout1d) else 4) else 2
@@ -45,8 +45,8 @@ class SampleDropout(nn.Module):
 def make_dropout_rank_independent(model: nn.Module, this_pass: TrainingPass) -> None:
     """Change the class of the model's dropout layers to one that draws by the samples of ``this_pass``.
 
-    The new class is a subclass of the old class and has its name, because models may test a layer's type or name. Own
-    subclasses with a ``forward`` of their own, and scripted modules, stay as they are.
+    The new class is a subclass of the old class and has its name, because models may test a layer's type or name.
+    Layers with a ``forward`` of their own, and scripted modules, stay as they are.
     """
     for module in model.modules():
         known = [kind.forward for kind in (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)]

@@ -23,11 +23,11 @@ _watch: HangWatch | None = None
 
 
 def watch_collectives(limit: float, report: Callable[[BaseException], object], new_event: Callable[[], Any]) -> None:
-    """Start a daemon thread that watches this process's collectives for more than ``limit`` seconds; sets ``_watch``.
+    """Start a daemon thread that calls ``report`` when a collective takes more than ``limit`` seconds.
 
-    Must be called in the rank's main thread. The thread calls ``report`` with a CollectiveTimeoutError when a
-    collective takes longer, and ends after that, or when the device has failed. ``new_event`` returns an object with
-    the methods of ``torch.cuda.Event``.
+    Must be called in the rank's main thread. From then on collectives are recorded, in ``_watch``. The thread ends
+    after ``report`` has got a CollectiveTimeoutError, or when the device has failed. ``new_event`` returns an object
+    with the methods of ``torch.cuda.Event``.
     """
     global _watch  # noqa: PLW0603 (a property of the process, as the process group is)
     _watch = HangWatch(limit, report, new_event)
@@ -55,7 +55,7 @@ class HangWatch:
 
     @contextmanager
     def in_collective(self) -> Iterator[None]:
-        """Record the block as a collective: it has ended when host and device have finished the block's work."""
+        """Record the block as a collective: it ends when host and device have done its work, or on an exception."""
         event: Any = None
         left = False
         self.entered.append((time.monotonic(), lambda: left and (event is None or event.query())))
@@ -73,7 +73,7 @@ class HangWatch:
         return bool(self.entered) and time.monotonic() - self.entered[0][0] > self.limit
 
     def watch_until_overdue(self) -> None:
-        """Look every POLL_SECONDS until a collective is overdue, then report it with the stack of the own thread.
+        """Poll until a collective is overdue, then call ``report`` with an error that has the main thread's stack.
 
         Returns without a report if the device has failed, because the rank's main thread gets that failure, too.
         """

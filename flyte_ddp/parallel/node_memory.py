@@ -43,13 +43,13 @@ class NodeMemory:
         self.peers: dict[int, socket.socket] = {}
         size = max(size, 1)
         with translate_socket_errors("a rank", collective_timeout()):
-            file = self._send_memory(2 * size) if rank() == 0 else self._receive_memory()
+            file = self._create_and_send_memory(2 * size) if rank() == 0 else self._receive_memory()
         self.halves = torch.frombuffer(mmap.mmap(file, 2 * size), dtype=torch.uint8).view(2, size)
         self.turn = 0  # which half is being filled
         os.close(file)
 
-    def _send_memory(self, size: int) -> int:
-        """Create an unnamed file of ``size`` bytes, send it to every other rank, return its descriptor; on rank 0."""
+    def _create_and_send_memory(self, size: int) -> int:
+        """Create an unnamed file, send it to the other ranks by sockets kept in ``peers``, return its descriptor."""
         # A name that starts with \0 is in no file system, and found by processes of the same network namespace only.
         address = f"\0flyte-ddp-{secrets.token_hex(16)}"
         file = os.memfd_create("flyte-ddp")
@@ -66,7 +66,7 @@ class NodeMemory:
         return file
 
     def _receive_memory(self) -> int:
-        """Connect to rank 0, receive its file, and return the descriptor; on the other ranks."""
+        """Connect to rank 0, keep the socket in ``peers``, wait for rank 0's file, and return its descriptor."""
         self.peers[0] = peer = create_socket()
         peer.connect(broadcast_object(""))
         peer.send(str(rank()).encode())
@@ -148,7 +148,10 @@ def receive_message(peer: socket.socket) -> bytes:
 
 @contextmanager
 def translate_socket_errors(peer: str, limit: float | None) -> Iterator[None]:
-    """Turn a socket's errors into CollectiveTimeoutError or PeerGoneError, which name the peer and the limit in s."""
+    """Turn a TimeoutError of the block into CollectiveTimeoutError, a ConnectionError into PeerGoneError.
+
+    ``peer`` names whom the block waits for, ``limit`` is the socket's time limit in seconds; both for the message.
+    """
     try:
         yield
     except TimeoutError:

@@ -87,7 +87,7 @@ class SharedMemorySync(GradientSync):
     def average_gradients(self, sums: Tensor) -> Tensor:
         """Average the gradients over the ranks in place; return ``sums`` [1 or 2], fp64, added up over the ranks.
 
-        All ranks must call it. A gradient that no rank has stays None, as on one rank.
+        All ranks must call it, and wait in :meth:`NodeMemory.wait_at_barrier`. A gradient that no rank has stays None.
         """
         own = rank()
         for number, parameters in enumerate(self.groups):
@@ -111,7 +111,7 @@ class SharedMemorySync(GradientSync):
 
 
 def create_bucket(parameters: Sequence[nn.Parameter], memory: Tensor) -> SharedBucket:
-    """Return the views of ``memory``, uint8 [bytes], for the gradients of these parameters."""
+    """Return views of ``memory``, uint8 [bytes], for the gradients that all ranks have for these parameters."""
     ranks = world_size()
     sums, has_gradient, *flats = split_memory(memory, bucket_layout(parameters))
     gradients = [
@@ -130,7 +130,7 @@ def bucket_layout(parameters: Sequence[nn.Parameter]) -> list[Piece]:
 
 
 def split_into_groups(parameters: Sequence[nn.Parameter], most_bytes: int) -> list[list[nn.Parameter]]:
-    """Split parameters, in order, into groups of at most ``most_bytes``; a larger parameter is a group of its own."""
+    """Return the parameters, in order, in groups of at most ``most_bytes``; a larger one is a group of its own."""
     groups: list[list[nn.Parameter]] = []
     free = 0
     for parameter in parameters:
@@ -173,7 +173,7 @@ class DDPSync(GradientSync):
                 # buckets after the first step, which changes the rounding: a resumed run would get other bits.
                 find_unused_parameters=True,
             )
-        self.parallel.register_comm_hook(self, average_bucket)
+        self.parallel.register_comm_hook(self, start_averaging_bucket)
         super().__init__(self.parallel)
 
     @contextmanager
@@ -201,7 +201,7 @@ class DDPSync(GradientSync):
         return sum_over_ranks(sums)
 
 
-def average_bucket(sync: DDPSync, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+def start_averaging_bucket(sync: DDPSync, bucket: GradBucket) -> torch.futures.Future[Tensor]:
     """Start the all-reduce of a bucket of gradients, and return the future of their mean over the ranks.
 
     This is DDP's communication hook. Notes the start time, and a later failure, in ``sync``.
@@ -212,7 +212,7 @@ def average_bucket(sync: DDPSync, bucket: GradBucket) -> torch.futures.Future[Te
     watch_async_collective(work)  # the backward pass may wait for it, as DDP asks which parameters any rank has used
 
     def divide_sum(done: torch.futures.Future[Any]) -> Tensor:
-        """Return the mean; keep a CollectiveError in ``sync.failure`` before it is raised."""
+        """Divide a finished sum by the number of ranks, and return it; keep a CollectiveError in ``sync.failure``."""
         try:
             with distributed.translate_collective_errors(begin):
                 total: Tensor = done.value()[0]
@@ -269,9 +269,9 @@ class HooksSync(GradientSync):
         return nullcontext()
 
     def average_gradients(self, sums: Tensor) -> Tensor:
-        """Wait for the all-reduces and average the gradients; return ``sums`` added up over the ranks, in place.
+        """Start missing all-reduces, wait for all, and average the gradients; return ``sums`` added up over the ranks.
 
-        All ranks must call it. A gradient that no rank has becomes None, as on one rank.
+        All ranks must call it. Works in place. A gradient that no rank has becomes None, as on one rank.
         """
         # Read before missing gradients become zeros: a parameter that no rank has used must not be updated.
         has_gradient = torch.tensor([parameter.grad is not None for parameter in self.order], dtype=torch.int32)
@@ -303,8 +303,8 @@ def repeated_gradient_error(strategy: str, fix: str) -> UserError:
 def create_gradient_sync(model: nn.Module, strategy: str, clock: Clock) -> GradientSync:
     """Return the model wrapped by a gradient strategy: ``ddp``, ``shared_memory`` or ``hooks``; none for a single rank.
 
-    All ranks must call it. ``clock`` gets the seconds of communication that did not overlap with the backward pass
-    (``ddp`` only).
+    All ranks must call it: overwrites the model with rank 0's. ``shared_memory`` maps memory, ``hooks`` adds autograd's
+    hooks, ``ddp`` hides three warnings, and adds to ``clock`` the seconds that backward passes wait for other ranks.
     """
     if world_size() == 1:
         return GradientSync(model)
@@ -314,10 +314,10 @@ def create_gradient_sync(model: nn.Module, strategy: str, clock: Clock) -> Gradi
 
 
 def compile_model(model: nn.Module) -> nn.Module:
-    """Return the model compiled by torch.compile, without layers that exchange between ranks or draw by sample.
+    """Return the model wrapped by torch.compile, which compiles all layers but those that draw by sample or exchange.
 
-    Changes ``forward`` of these layers to run uncompiled: each one is a graph break. A dropout layer with p = 0 is
-    compiled; torchvision's models have many.
+    It compiles at the first call. Changes ``forward`` of the other layers to run uncompiled: each one is a graph break.
+    A dropout layer with p = 0 is compiled; torchvision's models have many.
     """
     for module in model.modules():
         if isinstance(module, GlobalBatchNorm) or (isinstance(module, SampleDropout) and module.p > 0):

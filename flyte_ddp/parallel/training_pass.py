@@ -40,9 +40,9 @@ class TrainingPass:
     ) -> None:
         """Set the samples [N] of the next pass; seed the global generators of torch (CPU and GPU), Python and NumPy.
 
-        The seed is a function of the first sample, the epoch and ``seed``. So a model that draws from these generators
-        draws the same numbers after a resume. Seeds nothing if ``may_draw`` is False. ``has_samples`` is False if this
-        rank has no sample of its own, and runs another rank's sample that must not count.
+        The seed depends on ``seed``, ``epoch`` and the first sample. So a model that draws from these generators draws
+        the same numbers after a resume. If ``may_draw`` is False, only ``has_samples`` is set: False if this rank has
+        no sample of its own, and runs another rank's sample that must not count.
         """
         self.has_samples = has_samples
         if not self.may_draw:
@@ -59,8 +59,8 @@ class TrainingPass:
     def finish_pass(self) -> None:
         """Set ``model_draws`` if the model itself has drawn from a global generator in its forward or backward pass.
 
-        Such numbers depend on how samples are dealt to ranks. Does not notice a model that restores the random state
-        (``fork_rng``). Draws one number from each generator, if ``may_draw`` is True.
+        Such numbers depend on how samples are dealt to ranks. Draws up to one number from each generator on the CPU.
+        Does not notice a model that restores the random state (``fork_rng``).
         """
         if not self.may_draw or self.model_draws:
             return
@@ -69,9 +69,9 @@ class TrainingPass:
         self.model_draws = on_gpu or self.generators.draw_from_each() != self.reference.draw_from_each()
 
     def draw_uniform(self, shape: tuple[int, ...]) -> Tensor:
-        """Return random fp32 numbers [N, *shape] in [0, 1), and draw from torch's global generator.
+        """Return fp32 numbers [N, *shape] in [0, 1), random by sample and by the number of this call in the pass.
 
-        Each sample has a SplitMix64 stream, each call a part of it.
+        Draws from torch's CPU generator to count the calls. Each sample has a SplitMix64 stream, each call a part.
         """
         # torch.utils.checkpoint runs a block again in the backward pass, which then needs the same numbers. It restores
         # torch's random state before. So a number drawn from torch's generator tells which call this is.

@@ -94,7 +94,7 @@ def describe_epoch(request: PlanRequest, order: ShardOrder, sizes: Counts | None
 def shards_of_nodes(order: ShardOrder, batch_size: int, *, nodes: int, ranks: int) -> list[Counts]:
     """Return for each node the sorted numbers of the shards that its ``ranks`` ranks read in the first epoch."""
     full, ragged = divmod(len(order), batch_size)
-    starts, each = order.stream_starts(batch_size)
+    starts, each = order.locate_streams(batch_size)
     shards, ends = order.sequence(0)
     # Full batches and the last, ragged one: samples from each stream, first batch, batch after the last.
     kinds = [(each, 0, full), (slice_lengths(ragged, len(each)), full, full + 1)]

@@ -34,10 +34,10 @@ class Snapshot:
 
 
 def take_snapshot(state: TrainingState, recorder: Recorder) -> Snapshot | None:
-    """Return a copy, on the CPU, of the state after the last finished step, or None.
+    """Return a copy, on the CPU, of the state after the last finished step; None if a step failed halfway.
 
-    May be called while the next step is computed. None means that a step failed after it had changed a part of the
-    state. Holds the state's lock meanwhile.
+    Waits for the state's lock without a limit and holds it, so another thread may call it while the next step is
+    computed. Makes the host wait for a GPU.
     """
     selection = state.selection
     with state.lock:
@@ -62,7 +62,7 @@ def take_snapshot(state: TrainingState, recorder: Recorder) -> Snapshot | None:
 
 
 def copy_to_cpu(value: Any) -> Any:
-    """Return a deep copy of the value with all tensors on the CPU; a state_dict keeps its ``_metadata``."""
+    """Return a deep copy of a value with its tensors on the CPU, detached; a state_dict keeps its ``_metadata``."""
     if isinstance(value, Tensor):
         return value.detach().to("cpu", copy=True)
     if type(value) in (dict, OrderedDict):
@@ -75,7 +75,7 @@ def copy_to_cpu(value: Any) -> Any:
 
 
 def restore_run(state: TrainingState, recorder: Recorder, found: checkpoint.Checkpoint) -> None:
-    """Load a checkpoint into the objects of a run. Reads the file whole. Every rank calls it for its own objects."""
+    """Read a checkpoint file whole, and set all of the run's state and its recorder to it. Each rank calls it."""
     values = torch.load(checkpoint.read_saved_state(found), map_location="cpu", weights_only=True)
     state.model.load_state_dict(values["model"])
     state.buffers.load_state_dict(values["buffers"])
@@ -134,10 +134,10 @@ class Checkpointer:
             self.wake.set()
 
     def save_now(self) -> int:
-        """Write the state unless it is saved already, and return the step of the newest checkpoint; 0 if there is none.
+        """Write a last checkpoint unless the state is saved; return the newest checkpoint's step, 0 if there is none.
 
-        May be called from any thread. No checkpoint is written after it. A failure is printed as in
-        :meth:`_write_newest_snapshot`.
+        May be called from any thread; waits for a checkpoint that is being written. Afterwards no other can be written.
+        A failure is printed, not raised. Writes nothing on ranks other than 0.
         """
         with self.write_lock:
             if self.active:
@@ -146,25 +146,25 @@ class Checkpointer:
         return self.saved_position[0]
 
     def _write_newest_snapshot(self, *, now: bool) -> None:
-        """Write one checkpoint: of the current state if ``now``, else (or if that is not resumable) the waiting copy.
+        """Write one checkpoint: of the current state if ``now``, else (or if that cannot be saved) of the waiting copy.
 
-        Writes nothing if no copy is newer than the newest checkpoint. A failure is printed to stderr once in a run, and
-        not raised: training continues. The caller holds ``write_lock``.
+        Empties ``pending``. Writes nothing if no copy is newer than the newest checkpoint and resumable. A failure is
+        printed to stderr once in a run, and not raised: training continues. The caller holds ``write_lock``.
         """
         waiting, self.pending = self.pending, None
         try:
             # The current state first: it is newer than the waiting copy, which is then skipped as older.
             for snapshot in (take_snapshot(self.state, self.recorder) if now else None, waiting):
                 if snapshot and (snapshot.step, snapshot.epoch) > self.saved_position and self._is_resumable(snapshot):
-                    self._write(snapshot)
+                    self._write_snapshot(snapshot)
                     self.saved_position = (snapshot.step, snapshot.epoch)
         except Exception as error:
             if not self.failure_printed:
                 print(f"checkpoint could not be written: {error}; training continues", file=sys.stderr, flush=True)
             self.failure_printed = True
 
-    def _write(self, snapshot: Snapshot) -> None:
-        """Write the snapshot to the checkpoint file whose turn it is."""
+    def _write_snapshot(self, snapshot: Snapshot) -> None:
+        """Write the snapshot, with metrics.jsonl up to it, to the checkpoint file whose turn it is."""
         with (self.job.run_folder / "metrics.jsonl").open("rb") as file:
             metrics = file.read(snapshot.metrics_bytes)  # not the records of steps after the snapshot
         before = self.job.checkpoint.trained_in if self.job.checkpoint else ()
@@ -179,7 +179,7 @@ class Checkpointer:
         )
 
     def _write_until_closed(self) -> None:
-        """Write each waiting copy, also the last one, or the current state after ``checkpoint_seconds`` without one."""
+        """Write, until ``closed``, each waiting copy, or the current state after ``checkpoint_seconds`` without one."""
         closed = False
         while not closed:
             self.wake.wait(self.job.settings.checkpoint_seconds)
@@ -190,7 +190,7 @@ class Checkpointer:
                     self._write_newest_snapshot(now=not closed and self.pending is None)
 
     def _is_resumable(self, snapshot: Snapshot) -> bool:
-        """Return whether a run can resume from the snapshot: a file can hold it, and losses and weights are finite."""
+        """Return whether losses and weights are finite, and torch.load(weights_only=True) takes the state_dict."""
         saved = snapshot.values["model"]
         # A step that went wrong may show in the weights before it shows in a loss. A user's state_dict may leave out
         # frozen parameters.

@@ -33,12 +33,12 @@ class LossWatch:
         self.pending: Callable[[], None] | None = None
 
     def check_loss(self, epoch: int, step: int, loss_sum: Tensor, forward: Callable[[], object]) -> None:
-        """Check that the sum of all ranks' losses of a step is finite, now or one step later (``a_step_later``).
+        """Raise UserError if the loss of this step (with ``a_step_later`` that of the step before) is not finite.
 
-        All ranks must call it, before the optimiser's step. Now means that the host waits for the device. Later it sets
-        the optimiser's ``found_inf``, and checks the loss of the step before. Epochs count from 0, steps from 1. If a
-        loss is not finite, calls ``forward`` on all ranks, which must repeat the step's forward passes, and raises
-        UserError with the first weight or activation that is not finite.
+        All ranks must call it, before the optimiser's step; the host waits for that loss, a sum over all ranks.
+        ``a_step_later`` also sets the optimiser's ``found_inf``, so that the device skips updates. Before it raises,
+        calls ``forward`` on all ranks to name what broke: it must repeat that step's passes. Epochs count from 0, steps
+        from 1.
         """
         # With blocking=True the host sleeps in the wait, and leaves its core to the threads that load data.
         arrived = torch.cuda.Event(blocking=True) if loss_sum.is_cuda else None  # type: ignore[no-untyped-call]
@@ -47,7 +47,7 @@ class LossWatch:
             arrived.record()
 
         def raise_if_not_finite() -> None:
-            """Wait for the loss to arrive on the host; raise UserError if it is not finite."""
+            """Wait until the loss is on the host; if it is not finite, call ``forward`` and raise UserError."""
             if arrived is not None:
                 arrived.synchronize()
             if not math.isfinite(loss := on_host.item()):
@@ -71,10 +71,10 @@ class LossWatch:
 
 
 def find_non_finite_activation(model: nn.Module, forward: Callable[[], object]) -> str:
-    """Call ``forward`` without gradients; return in words the first module output that is not finite on any rank.
+    """Call ``forward`` without gradients; return in words which module's output is the first that is not finite, or "".
 
-    All ranks must call it. Returns an empty text if all outputs are finite. Adds hooks to all modules, and removes
-    them.
+    All ranks must call it, and get the first of any rank. Looks only at outputs that are tensors. Hooks all modules
+    meanwhile, and makes the host wait for the device at each.
     """
     found: list[tuple[int, int, str]] = []  # at most one: count of modules that finished before, rank, module's name
     finished = itertools.count()
@@ -100,8 +100,8 @@ def non_finite_loss_error(
 ) -> UserError:
     """Return the error for a loss that is NaN or infinite. Reads all weights, to name the last one that is not finite.
 
-    ``update_step`` is the step whose update made the weights that gave this loss; ``activation`` the first module
-    output that is not finite, in words; empty if unknown.
+    ``update_step`` is the step whose update made the weights that gave this loss. ``activation`` is the first module
+    output that is not finite, in words; the error names it if all weights are finite.
     """
     # The weight nearest to the output is named, because its gradient was computed first.
     broken = [name for name, parameter in model.named_parameters() if not bool(parameter.isfinite().all())]
@@ -115,8 +115,10 @@ def non_finite_loss_error(
 
 
 def nothing_learned_warning(loss: float, labels: Tensor, learning_rate: float, clip_norm: float) -> str:
-    """Return a warning if the last loss is not below that of random predictions of ``labels`` [N]; else empty."""
-    # The loss of random predictions is the entropy of the classes' shares.
+    """Return a warning if ``loss`` is at least 97 % of the loss of random predictions; else an empty text.
+
+    Random predictions' loss is the entropy of the classes' shares of ``labels`` [N]. ``clip_norm`` 0 means no clipping.
+    """
     shares = labels.bincount().double() / len(labels)
     random_loss = -torch.special.xlogy(shares, shares).sum().item()
     if loss < LEARNED * random_loss or not random_loss:

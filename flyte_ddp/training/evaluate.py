@@ -29,10 +29,10 @@ class Evaluation:
 def evaluate_split(
     predict: Callable[[Tensor], Tensor], split: Split, batch_size: int, device: torch.device
 ) -> Evaluation:
-    """Evaluate a split on all ranks together and return the result, on every rank. All ranks must call it.
+    """Return the metrics of a split, equal on all ranks: each rank predicts a part. All ranks must call it.
 
-    ``predict`` maps uint8 images [n, H, W, C] to logits [n, classes]. The result does not depend on the number of
-    ranks. Raises RuntimeError if a sample was not counted exactly once.
+    ``predict`` maps uint8 images [n, H, W, C] to logits [n, classes], and is called without gradients. The result does
+    not depend on the number of ranks. Raises RuntimeError if a sample was not counted exactly once.
     """
     # Fixed whole batches are dealt to the ranks. A sample's loss, prediction, truth and count go to its own column. One
     # rank writes it, so the sum over the ranks is exact.
@@ -71,10 +71,10 @@ class Selection:
         self.weights: dict[str, Tensor]
 
     def select_weights(self, epoch: int, validation: Evaluation, test: Evaluation, weights: dict[str, Tensor]) -> None:
-        """Keep these weights if ``keep`` says so; set ``stopped`` if training must end after this epoch.
+        """Keep these weights and their test evaluation if ``keep`` is not "best", or the validation loss is the lowest.
 
-        With ``keep`` "best" keeps a copy of the weights with the lowest validation loss, else the newest weights
-        themselves, which go on changing with the model.
+        With ``keep`` "best" keeps a copy; else the weights themselves, which go on changing with the model. Sets
+        ``stopped`` to the reason after ``patience`` evaluations without a lower loss; never if that is 0.
         """
         self.evaluations_since_best += 1
         if better := validation.loss < self.best_loss:

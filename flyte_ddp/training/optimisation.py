@@ -26,7 +26,7 @@ Kind = TypeVar("Kind", bound=torch.optim.Optimizer)
 
 
 def make_optimizer(parameters: Iterable[nn.Parameter], hp: Hyperparameters) -> torch.optim.Optimizer:
-    """Return an optimiser for the parameters with ``requires_grad``; torch's fused one if no parameter is complex."""
+    """Return SGD, Adam or AdamW, as ``hp`` says, for parameters with ``requires_grad``; fused if none is complex."""
     parameters = [parameter for parameter in parameters if parameter.requires_grad]
     fused = True if all(parameter.is_floating_point() for parameter in parameters) else None
     options: dict[str, Any] = {"lr": hp.learning_rate, "weight_decay": hp.weight_decay, "fused": fused}
@@ -40,18 +40,18 @@ def make_optimizer(parameters: Iterable[nn.Parameter], hp: Hyperparameters) -> t
     return sgd
 
 
-def strip_compiler_decorators(kind: type[Kind]) -> type[Kind]:
-    """Return a subclass of torch's optimiser without the decorators that keep torch's compiler out of some methods.
+def strip_compiler_decorators(optimizer_class: type[Kind]) -> type[Kind]:
+    """Return a subclass of torch's optimiser whose methods do not import torch's compiler, which takes a second.
 
-    These decorators import the compiler, which takes a second.
+    Removes the decorators of DECORATED_METHODS; ``step`` gets ``torch.no_grad`` again.
     """
-    methods = {name: inspect.unwrap(getattr(kind, name)) for name in DECORATED_METHODS}
+    methods = {name: inspect.unwrap(getattr(optimizer_class, name)) for name in DECORATED_METHODS}
     methods["step"] = torch.no_grad()(methods["step"])
-    return cast("type[Kind]", type(kind.__name__, (kind,), methods))
+    return cast("type[Kind]", type(optimizer_class.__name__, (optimizer_class,), methods))
 
 
 def gradient_clip_norm(hp: Hyperparameters) -> float:
-    """Return the norm that gradients are clipped to; 0 for no clipping.
+    """Return the norm that gradients are clipped to: ``grad_clip_norm``, or a default if it is negative; 0: none.
 
     By default only the small models on photos are clipped. These models have no normalisation between layers: at the
     default learning rate their loss explodes on photos, or stays at that of random predictions (measured on five sets
@@ -63,7 +63,10 @@ def gradient_clip_norm(hp: Hyperparameters) -> float:
 
 
 def learning_rate(hp: Hyperparameters, step: int, total_steps: int) -> float:
-    """Return the rate of optimiser step ``step`` (from 0): a linear warm-up, then the schedule over the rest."""
+    """Return the learning rate of optimiser step ``step`` (counted from 0) of ``total_steps``.
+
+    First a linear warm-up of ``warmup_steps``, for one_cycle by default a quarter of the steps; then ``schedule``.
+    """
     warmup = hp.warmup_steps
     if hp.schedule == "one_cycle" and not warmup:
         warmup = int(total_steps * ONE_CYCLE_RISE)

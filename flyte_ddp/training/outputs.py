@@ -42,7 +42,7 @@ TOLERANCE = 1e-3  # share of the largest logit; a GPU may compute convolutions i
 
 
 def write_start_record(job: Job, data: PreparedSet, state: TrainingState, recorder: Recorder) -> None:
-    """Write the start record to metrics.jsonl and print the number of ranks; does nothing on ranks other than 0.
+    """Append the start record to metrics.jsonl and print the number of ranks; does nothing on ranks other than 0.
 
     Also prints, and keeps for the report, the tensors that ``init_skip`` leaves to the seed, and the files of the
     model's code that the cache key does not cover.
@@ -84,11 +84,11 @@ def write_start_record(job: Job, data: PreparedSet, state: TrainingState, record
 
 
 def write_outputs(job: Job, data: PreparedSet, state: TrainingState, recorder: Recorder) -> None:
-    """Write the model with its sidecar, the predictions, and the end record, in this order. All ranks must call it.
+    """Write into the run folder the model, its sidecar, the predictions, and last the end record of metrics.jsonl.
 
-    All ranks build a second model, which runs the user's code. Then rank 0 writes alone, and prints a warning if
-    nothing was learned. It loads the kept weights into the trained model, and reads the saved model to verify it.
-    Raises UserError if the disk is full, or the model's file does not hold all of the model.
+    All ranks must call it: each builds a second model, which runs the user's code, and waits for the others. Then rank
+    0 loads the kept weights into the trained model, seeds the random generators, reads the saved model to verify it,
+    and prints if nothing was learned. Raises UserError if a file cannot be written, or does not hold all of the model.
     """
     facts = combine_over_ranks(state.splits.facts())
     # Built on all ranks, because a user's model may wait for other ranks while it is built, such as for a download.
@@ -138,7 +138,7 @@ def write_outputs(job: Job, data: PreparedSet, state: TrainingState, recorder: R
             "kind": "end",
             "test_accuracy": test.accuracy,
             "test_loss": test.loss,
-            "seconds": recorder.seconds(),
+            "seconds": recorder.seconds_by_activity(),
             "samples_per_second": recorder.samples_in_all / max(recorder.training_seconds, 1e-9),
             "stopped": selection.stopped,
             "notes": [*recorder.warnings, *report_notes(state, recorder.arithmetic, job.checkpoint), *facts.describe()],
@@ -146,15 +146,15 @@ def write_outputs(job: Job, data: PreparedSet, state: TrainingState, recorder: R
     )
 
 
-def verify_saved_model(new: nn.Module, model_path: Path, sidecar: Mapping[str, Any], state: TrainingState) -> None:
-    """Load saved weights into a new model and compare its logits on the first 64 test samples with the trained model's.
+def verify_saved_model(fresh: nn.Module, model_path: Path, sidecar: Mapping[str, Any], state: TrainingState) -> None:
+    """Raise UserError unless a new model with the saved weights predicts the first 64 test samples as the trained one.
 
-    Reads the weights' file, and seeds the random generators. Changes ``new``: its weights, device, type, mode and
-    dropout layers. Raises UserError if the logits differ, or the new model does not take the weights.
+    Logits may differ by 0.1 % of the largest. Loads the weights' file into ``fresh``, the new model, and changes its
+    device, type, evaluation mode and dropout layers. Reads the samples, and seeds the random generators.
     """
     images = state.test.gather(state.test.order.samples(slice(0, min(VERIFIED_SAMPLES, len(state.test))))).images
-    artifacts.load_weights(new, model_path, sidecar)
-    model = new.to(state.device).eval()
+    artifacts.load_weights(fresh, model_path, sidecar)
+    model = fresh.to(state.device).eval()
     make_dropout_rank_independent(model, state.this_pass)  # a user's model may use dropout in evaluations, too
     if state.dtype == torch.float64:
         model.double()
@@ -174,9 +174,10 @@ def verify_saved_model(new: nn.Module, model_path: Path, sidecar: Mapping[str, A
 
 
 def collect_predictions(state: TrainingState, test: Evaluation, rows: int) -> dict[str, Any]:
-    """Return arrays of the first ``rows`` test samples and the worst mistakes: images, scores, truth, losses, names.
+    """Return the predictions file's arrays, by name: of the first ``rows`` test samples and up to 16 worst mistakes.
 
-    Also the counts of all confusions. Reads these samples, predicts their logits, and seeds the random generators.
+    For each: index, name, image, scores, truth, loss; and the counts of all confusions. Reads these samples, predicts
+    their logits, and seeds the random generators.
     """
     wrong = test.predictions != test.truth
     worst = torch.where(wrong, test.losses, -torch.inf).topk(min(WORST_MISTAKES, int(wrong.sum()))).indices
@@ -200,9 +201,9 @@ def collect_predictions(state: TrainingState, test: Evaluation, rows: int) -> di
 
 
 def report_notes(state: TrainingState, arithmetic: Arithmetic, resumed_from: Checkpoint | None) -> list[str]:
-    """Return the notes for the report, one sentence each; for rank 0, at the end of a run.
+    """Return sentences for the report: what makes the result depend on the number of ranks, or on a resume.
 
-    ``arithmetic`` is the number of ranks, the devices and the precision since the run was started or resumed.
+    For rank 0, at the end of a run. ``arithmetic`` is what decides rounding since the run was started or resumed.
     """
     hp = state.hp
     notes = []
@@ -223,8 +224,8 @@ def report_notes(state: TrainingState, arithmetic: Arithmetic, resumed_from: Che
     if encoded_kind(hp.dataset) == "stream":
         notes.append("The training data were a stream: ranks and workers each read shards of their own.")
     if resumed_from is not None:
-        by_ranks = separate or state.this_pass.model_draws or bool(changed)
-        exactly = describe_exactness(state, arithmetic, resumed_from, separate=separate, by_ranks=by_ranks)
+        rank_dependent = separate or state.this_pass.model_draws or bool(changed)
+        exactly = describe_exactness(state, arithmetic, resumed_from, separate=separate, rank_dependent=rank_dependent)
         notes.append(
             f"The run went on from a checkpoint after step {resumed_from.step:,}; the result is as if it had not been "
             f"cut off, {exactly}."
@@ -233,12 +234,11 @@ def report_notes(state: TrainingState, arithmetic: Arithmetic, resumed_from: Che
 
 
 def describe_exactness(
-    state: TrainingState, arithmetic: Arithmetic, resumed_from: Checkpoint, *, separate: bool, by_ranks: bool
+    state: TrainingState, arithmetic: Arithmetic, resumed_from: Checkpoint, *, separate: bool, rank_dependent: bool
 ) -> str:
     """Return in words how exactly the result of a resumed run equals that of an uninterrupted run.
 
-    ``separate`` is whether BatchNorm used statistics of each rank alone, ``by_ranks`` whether the result depends on the
-    number of ranks.
+    ``separate``: BatchNorm used each rank's own statistics; ``rank_dependent``: the number of ranks changes the result.
     """
     before = resumed_from.trained_in
     differences = []
@@ -246,7 +246,7 @@ def describe_exactness(
         differences.append("but for the stream, which restarted from scratch")
     if separate and world_size() > 1:
         differences.append("but for the statistics of BatchNorm, of which rank 0's were saved")
-    if by_ranks and any(earlier.num_ranks != arithmetic.num_ranks for earlier in before):
+    if rank_dependent and any(earlier.num_ranks != arithmetic.num_ranks for earlier in before):
         differences.append("but for what depends on the number of ranks")
     if changes := arithmetic.describe_changes(before):
         differences.append(f"up to rounding, because these changed: {changes}")

@@ -60,10 +60,10 @@ class Recorder:
         return time.perf_counter() - self.clock.seconds["evaluation"]
 
     def record_step(self, epoch: int, step: int, loss_sum: torch.Tensor, samples: int, learning_rate: float) -> None:
-        """Add a finished step to the sums; every ``log_interval`` steps write a record with the mean loss, on rank 0.
+        """Add a step to the sums; every ``log_interval`` steps, and after the last, record their mean and reset them.
 
-        ``loss_sum`` and ``samples`` are of all ranks; steps count from 1. Writing makes the host wait for the device.
-        Between records it only updates the progress.
+        Only rank 0 writes the record to metrics.jsonl, and shows progress, between records too. A record makes the host
+        wait for the device. ``loss_sum`` and ``samples`` are of all ranks; steps count from 1.
         """
         self.loss_sum += loss_sum
         self.samples += samples
@@ -87,7 +87,7 @@ class Recorder:
     def record_evaluation(
         self, epoch: int, step: int, validation: Evaluation, test: Evaluation, model: torch.nn.Module
     ) -> None:
-        """Write and print the metrics after ``epoch`` epochs, and weight histograms if ``wandb_watch``; on rank 0."""
+        """Keep the test accuracy; on rank 0 write the metrics, and histograms if ``wandb_watch``, and print metrics."""
         self.epoch_accuracies.append(test.accuracy)
         if self.writes:
             record: dict[str, Any] = {"kind": "evaluation", "epoch": epoch, "step": step}
@@ -105,8 +105,8 @@ class Recorder:
             self.warnings.append(warning)
             self.progress.print_note(warning)
 
-    def seconds(self) -> dict[str, float]:
-        """Return rank 0's seconds by activity. ``communication`` is only what did not overlap with computation."""
+    def seconds_by_activity(self) -> dict[str, float]:
+        """Return this rank's seconds by activity. ``communication`` is only what did not overlap with computation."""
         spent = self.clock.seconds
         seconds = {
             "data": spent["data"],
@@ -119,7 +119,7 @@ class Recorder:
 
 
 def parameter_histograms(model: torch.nn.Module) -> dict[str, dict[str, list[float]]]:
-    """Return counts and bin edges of each parameter's values, by name. Copies the parameters to the CPU."""
+    """Return the counts and edges of 64 bins for each parameter's values, by name. Copies the parameters to the CPU."""
     result = {}
     for name, parameter in model.named_parameters():
         counts, edges = np.histogram(parameter.detach().float().cpu().numpy(), bins=HISTOGRAM_BINS)

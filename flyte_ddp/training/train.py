@@ -32,12 +32,12 @@ from flyte_ddp.training.training_state import TrainingState
 
 
 def train(job: Job, offer_saving: Callable[[Callable[[], int]], None] = lambda _: None) -> None:
-    """Train, evaluate every ``eval_interval`` epochs, and write metrics, model and sidecar into the run folder.
+    """Train and evaluate the job's model, and write metrics, checkpoints, model and predictions into the run folder.
 
-    All ranks must call it. Resumes from the job's checkpoint, if there is one. Rank 0 prints progress, and saves
-    checkpoints in a thread. Calls ``offer_saving`` once with a function that writes a checkpoint at once, from any
-    thread, and returns the step of the newest checkpoint; 0 if there is none. Raises UserError for a model whose output
-    does not fit the classes, a loss that is not finite, weights that do not fit.
+    All ranks must call it. Resumes from the job's checkpoint, if there is one. Seeds the global random generators. Rank
+    0 prints progress, and saves checkpoints in a thread. Calls ``offer_saving`` once with a function that writes a
+    checkpoint at once, from any thread, and returns the step of the newest checkpoint; 0 if there is none. Raises
+    UserError for what the user can fix, such as a loss that is not finite, bad samples or a full disk.
     """
     hp = job.hp
     data = open_prepared(job.data)
@@ -64,11 +64,10 @@ def train(job: Job, offer_saving: Callable[[Callable[[], int]], None] = lambda _
 
 
 def equal_pictures_warning(state: TrainingState) -> str:
-    """Return a warning if most of the first 64 pictures are equal; empty otherwise. Reads these pictures.
+    """Return a warning if at least 3/4 of the first 64 pictures are equal; else an empty text. Loads these pictures.
 
-    They are the first pictures of the first epoch; remote shards with them are fetched. Of a stream, which gives each
-    picture once, the test pictures are compared. Of shards that are fetched, this rank's own pictures are compared: its
-    training fetches the same shards.
+    They are the first of the first epoch: of all ranks, or only this rank's if shards are fetched, because its training
+    fetches the same shards. Of a stream, which gives each picture once, they are those of the test split.
     """
     hp, split = state.hp, state.training
     if encoded_kind(hp.dataset) == "stream":
@@ -82,7 +81,7 @@ def equal_pictures_warning(state: TrainingState) -> str:
 
 
 def remaining_batches(state: TrainingState) -> Iterator[sampling.Indices]:
-    """Yield the current epoch's global batches without a step so far. Threads load this rank's samples ahead."""
+    """Yield the global batches of the current epoch that had no step yet. Threads load this rank's samples ahead."""
     epoch, training, hp = state.epoch, state.training, state.hp
     done = state.step - epoch * state.steps_per_epoch
     batches = training.order.batches(epoch, hp.batch_size, first=done)
@@ -95,22 +94,22 @@ def remaining_batches(state: TrainingState) -> Iterator[sampling.Indices]:
 
 
 def train_step(state: TrainingState, recorder: Recorder, batch: sampling.Indices) -> None:
-    """Do one optimiser step on a global batch [B] of positions in the training set, and record it; on all ranks."""
+    """Do and record an optimiser step on a global batch [B], on all ranks. Raises UserError if a loss is not finite."""
     loss_sum = compute_gradients(state, batch)
     # Before the weights change, so that the last checkpoint's are good and the error can name where it began.
     state.loss_watch.check_loss(state.epoch, state.step + 1, loss_sum, lambda: repeat_forward(state, batch))
-    with state.mutation():  # a checkpoint sees all of a step or nothing of it
+    with state.exclude_snapshots():  # a checkpoint sees all of a step or nothing of it
         apply_gradients(state)
         rate = state.optimizer.param_groups[0]["lr"]
         recorder.record_step(state.epoch, state.step, loss_sum, len(batch), rate)
 
 
 def compute_gradients(state: TrainingState, batch: sampling.Indices) -> Tensor:
-    """Do the forward and backward passes of this rank's slices of a global batch [B]; average gradients over the ranks.
+    """Compute the gradients of a global batch [B] on all ranks together; return the sum of all losses, fp64 [].
 
-    All ranks must call it. Loads the samples, seeds the random generators, adds the gradients to the parameters, and
-    copies rank 0's buffers to the other ranks if any rank's have changed. Returns the sum of all ranks' losses, fp64
-    []. Raises the errors of :func:`compute_logits`.
+    All ranks must call it. Loads this rank's samples, does their forward and backward passes, and averages the
+    gradients. Seeds the random generators, and copies rank 0's buffers to the other ranks if any rank's have changed.
+    Raises the errors of :func:`compute_logits`, and UserError if buffers were registered or resized.
     """
     hp = state.hp
     loss_sum = torch.zeros((), dtype=torch.float64, device=state.device)
@@ -170,7 +169,7 @@ def split_for_rank(batch: sampling.Indices, parts: int) -> list[RankSlice]:
 
 
 def compute_logits(state: TrainingState, model: Callable[[Tensor], Tensor], images: Tensor, part: RankSlice) -> Tensor:
-    """Return the logits [n, classes] of this rank's samples in training. Seeds the random generators for the pass.
+    """Return the logits [n, classes] of ``images``, the samples of ``part``, in training. Seeds the random generators.
 
     Raises UserError for logits that do not fit the classes or have no gradient, or a batch too small for BatchNorm.
     """
@@ -192,16 +191,17 @@ def compute_logits(state: TrainingState, model: Callable[[Tensor], Tensor], imag
 
 
 def repeat_forward(state: TrainingState, batch: sampling.Indices) -> None:
-    """Load a step's samples and repeat its forward passes, without any gradient, for hooks on the modules."""
+    """Load a step's samples and repeat its forward passes, for hooks on the modules. The caller disables gradients."""
     for part in split_for_rank(batch, state.hp.accumulation_steps):
         images = state.training.gather(part.samples, state.epoch).images
         compute_logits(state, state.model, state.prepare_images(images), part)
 
 
 def apply_gradients(state: TrainingState) -> None:
-    """Clip the gradients, update learning rate, weights, average, step number and copied buffers; clear the gradients.
+    """Clip the gradients, do the optimiser's step at its learning rate, clear the gradients, and count the step.
 
-    The caller holds :meth:`TrainingState.mutation`, or no checkpoint is written meanwhile.
+    Also updates the moving average and the checkpoint's copy of the buffers (UserError if these were resized). The
+    caller holds :meth:`TrainingState.exclude_snapshots`, or no checkpoint is written meanwhile.
     """
     hp = state.hp
     if largest := gradient_clip_norm(hp):
@@ -218,8 +218,8 @@ def apply_gradients(state: TrainingState) -> None:
 def evaluate_splits(state: TrainingState) -> tuple[Evaluation, Evaluation]:
     """Return the evaluations of the kept weights on the validation and the test split. All ranks must call it.
 
-    Before, BatchNorm's per-rank running statistics are replaced by their mean over the ranks, in the model itself. So
-    all ranks evaluate the same model, and the run saves that model. Seeds the random generators.
+    Before that, overwrites BatchNorm's per-rank running statistics in the model by their mean over the ranks. So all
+    ranks evaluate the same model, and the run saves that model. Loads both splits, and seeds the random generators.
     """
     hp = state.hp
     with state.clock("communication"):
@@ -228,7 +228,7 @@ def evaluate_splits(state: TrainingState) -> tuple[Evaluation, Evaluation]:
         parts = split_for_rank(largest_batch, hp.accumulation_steps)
         own_samples = sum(len(part.samples) for part in parts if part.has_samples)
         averaged = mean_running_statistics(state.kept_model(), own_samples)
-        with state.mutation():
+        with state.exclude_snapshots():
             for statistic, average in averaged:
                 statistic.copy_(average)
             state.buffers.copy_after_step()
@@ -243,13 +243,13 @@ def evaluate_splits(state: TrainingState) -> tuple[Evaluation, Evaluation]:
 def finish_epoch(
     state: TrainingState, recorder: Recorder, evaluations: tuple[Evaluation, Evaluation] | tuple[()]
 ) -> None:
-    """Count the epoch, and record its evaluations of the validation and the test split, if any.
+    """Count the epoch as done; record its evaluations of validation and test split, if any, and select the weights.
 
-    Raises UserError if a loss of an evaluation is not finite: the last update may break weights after its own loss was
-    checked. Also if forward passes have changed the model so that no file can hold it.
+    Raises UserError if an evaluation's loss is not finite, because the last update may break weights after its own loss
+    was checked; no checkpoint is written after that. Before, raises the errors of :meth:`TrainingState.check_model`.
     """
     state.check_model()
-    with state.mutation():
+    with state.exclude_snapshots():
         state.epoch += 1
         for loss in (evaluation.loss for evaluation in evaluations):
             if not math.isfinite(loss):

@@ -61,7 +61,7 @@ class TrainingState:
         self.hp, self.hardware = hp, hardware
         self.step = 0  # optimiser steps that are done
         self.epoch = 0  # epochs that are done, with their evaluation
-        self.lock = threading.Lock()  # held while the state is read by the checkpoint thread, or changed (`mutation`)
+        self.lock = threading.Lock()  # held while the state is copied for a checkpoint, or changed
         self.inconsistent = False  # whether an update has raised halfway: then nothing is saved
         on_gpu = hardware.device_type == "cuda"
         self.device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
@@ -93,7 +93,7 @@ class TrainingState:
         self.selection = Selection(hp.keep, hp.early_stop_patience)
 
     def _open_data(self, data: PreparedSet, settings: Settings) -> None:
-        """Open the splits of the data, and compute from their sizes the numbers of steps and the model's input."""
+        """Open the splits and start their threads; set from their sizes the steps, epochs and input ``spec``."""
         hp = self.hp
         self.splits = open_splits(data, hp, self.hardware, self.device, settings)
         self.training, self.validation, self.test = self.splits.training, self.splits.validation, self.splits.test
@@ -105,7 +105,11 @@ class TrainingState:
         self.spec = zoo.choose_input_spec(hp.model, images, size=hp.image_size)
 
     def _build_model(self, initial_weights: Path | None) -> nn.Module:
-        """Return the model with its first weights; set dtype, memory format and ``uncovered_files``."""
+        """Return the model with its first weights, on the device; set dtype, memory format and ``uncovered_files``.
+
+        Reads and runs the user's code; puts the working directory first on ``sys.path`` for it. Raises UserError if the
+        model cannot be built or trained, or the initial weights, whose file is read whole, do not fit.
+        """
         hp = self.hp
         own_files = user_source.list_user_files(hp.model)  # before the model's code runs, as the digest finds them
         model = zoo.build_model(hp.model, self.num_classes, self.spec)
@@ -121,11 +125,8 @@ class TrainingState:
         return model.to(self.device).to(memory_format=self.memory_format)
 
     @contextmanager
-    def mutation(self) -> Iterator[None]:
-        """Hold the lock while the block changes the state; no checkpoint is taken meanwhile.
-
-        After an exception ``inconsistent`` stays True, and no checkpoint is taken any more.
-        """
+    def exclude_snapshots(self) -> Iterator[None]:
+        """Hold the state's lock for the block: no checkpoint copies the state meanwhile, or after the block fails."""
         with self.lock:
             self.inconsistent = True
             yield
@@ -141,10 +142,10 @@ class TrainingState:
 
     @contextmanager
     def evaluation_mode(self) -> Iterator[None]:
-        """Switch the kept model to evaluation mode for the block, with the buffers that save and load would give it.
+        """Set model and average to evaluation mode for the block, the kept one with the buffers of a saved model.
 
         Training mode and buffers are restored at the end, also after an exception. One block is used for all batches,
-        because a model's own ``train`` method may have effects.
+        because a model's own ``train`` method may have effects. Raises UserError if buffers were registered or resized.
         """
         modules = [self.model, *([self.average.module] if self.average else [])]
         for module in modules:
@@ -157,7 +158,7 @@ class TrainingState:
                 module.train()
 
     def check_model(self) -> None:
-        """Raise UserError if no file can hold the model as it is now, or the optimiser never trains a parameter."""
+        """Raise UserError if no file can hold the model, its buffers changed, or the optimiser lacks a parameter."""
         zoo.check_state_dict(self.hp.model, self.model.state_dict())
         self.buffers.require_same_buffers(self.model)
         trained = {parameter for group in self.optimizer.param_groups for parameter in group["params"]}
@@ -169,10 +170,9 @@ class TrainingState:
                 )
 
     def predict_logits(self, images: Tensor) -> Tensor:
-        """Return logits [N, classes] of the kept weights for uint8 images [N, H, W, C].
+        """Return the kept weights' logits [N, classes] for uint8 images [N, H, W, C], in :meth:`evaluation_mode`.
 
-        Call it inside :meth:`evaluation_mode`. Seeds the random generators. So a model that draws random numbers in
-        evaluations draws the same for each batch, on any rank. Raises UserError if the model's output does not fit.
+        Seeds the random generators, equally for each batch, for models that draw. UserError if the output does not fit.
         """
         self.this_pass.begin_pass(self.hp.seed, 0, np.arange(len(images)), self.device)
         logits: Tensor = self.kept_model()(self.prepare_images(images))
@@ -190,7 +190,7 @@ class TrainingState:
 
 
 def create_moving_average(model: nn.Module, decay: float) -> AveragedModel:
-    """Return a copy of the model whose weights and buffers are to be averaged exponentially; integers are copied."""
+    """Return a copy of the model that can average its weights and buffers exponentially; integers are only copied."""
     average_floats = get_ema_multi_avg_fn(decay)  # type: ignore[no-untyped-call]
 
     def average(averaged: Tensors, newest: Tensors, updates: Tensor | int) -> None:
