@@ -161,7 +161,7 @@ class ShardOrder(sampling.Order):
         return -(-longest // max(1, batch_size // self.shuffle_streams if mixed else batch_size))
 
     def locate_streams(self, batch_size: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return where each stream starts in an epoch's sequence, and its samples in a full batch, both [streams]."""
+        """Return each stream's start in an epoch's order, and its number of samples in a full batch, both [streams]."""
         full, ragged = divmod(self.total, batch_size)
         streams = min(self.shuffle_streams, batch_size)
         each = slice_lengths(batch_size, streams)

@@ -100,7 +100,7 @@ def broadcast_object(value: Value) -> Value:
 
 
 def gather_objects(value: Value) -> list[Value]:
-    """Return all ranks' values, by rank; all must call it, and wait for all. They are pickled: they should be small."""
+    """Return all ranks' values, by rank; all must call it, and wait for all. A value is pickled: it should be small."""
     if not dist.is_initialized():
         return [value]
     values = [value] * world_size()

@@ -111,7 +111,7 @@ class SharedMemorySync(GradientSync):
 
 
 def create_bucket(parameters: Sequence[nn.Parameter], memory: Tensor) -> SharedBucket:
-    """Return views of ``memory``, uint8 [bytes], for the gradients that all ranks have for these parameters."""
+    """Return views of ``memory``, uint8 [bytes], for all ranks' gradients of these parameters."""
     ranks = world_size()
     sums, has_gradient, *flats = split_memory(memory, bucket_layout(parameters))
     gradients = [
@@ -212,7 +212,7 @@ def start_averaging_bucket(sync: DDPSync, bucket: GradBucket) -> torch.futures.F
     watch_async_collective(work)  # the backward pass may wait for it, as DDP asks which parameters any rank has used
 
     def divide_sum(done: torch.futures.Future[Any]) -> Tensor:
-        """Divide a finished sum by the number of ranks, and return it; keep a CollectiveError in ``sync.failure``."""
+        """Return a finished sum / number of ranks; CollectiveError, also put in ``sync.failure``, if it has failed."""
         try:
             with distributed.translate_collective_errors(begin):
                 total: Tensor = done.value()[0]

@@ -51,7 +51,7 @@ def strip_compiler_decorators(optimizer_class: type[Kind]) -> type[Kind]:
 
 
 def gradient_clip_norm(hp: Hyperparameters) -> float:
-    """Return the norm that gradients are clipped to: ``grad_clip_norm``, or a default if it is negative; 0: none.
+    """Return the norm that gradients are clipped to: ``grad_clip_norm``, or a default if that is negative; 0: none.
 
     By default only the small models on photos are clipped. These models have no normalisation between layers: at the
     default learning rate their loss explodes on photos, or stays at that of random predictions (measured on five sets

@@ -44,8 +44,8 @@ TOLERANCE = 1e-3  # share of the largest logit; a GPU may compute convolutions i
 def write_start_record(job: Job, data: PreparedSet, state: TrainingState, recorder: Recorder) -> None:
     """Append the start record to metrics.jsonl and print the number of ranks; does nothing on ranks other than 0.
 
-    Also prints, and keeps for the report, the tensors that ``init_skip`` leaves to the seed, and the files of the
-    model's code that the cache key does not cover.
+    Also prints, and keeps for the report, the tensors that ``init_skip`` excludes from ``init_from``, and the files of
+    the model's code that the cache key does not cover.
     """
     if not recorder.writes:
         return
@@ -88,7 +88,7 @@ def write_outputs(job: Job, data: PreparedSet, state: TrainingState, recorder: R
 
     All ranks must call it: each builds a second model, which runs the user's code, and waits for the others. Then rank
     0 loads the kept weights into the trained model, seeds the random generators, reads the saved model to verify it,
-    and prints if nothing was learned. Raises UserError if a file cannot be written, or does not hold all of the model.
+    and prints a warning if nothing was learned. UserError if a file cannot be written, or lacks a part of the model.
     """
     facts = combine_over_ranks(state.splits.facts())
     # Built on all ranks, because a user's model may wait for other ranks while it is built, such as for a download.
@@ -141,7 +141,7 @@ def write_outputs(job: Job, data: PreparedSet, state: TrainingState, recorder: R
             "seconds": recorder.seconds_by_activity(),
             "samples_per_second": recorder.samples_in_all / max(recorder.training_seconds, 1e-9),
             "stopped": selection.stopped,
-            "notes": [*recorder.warnings, *report_notes(state, recorder.arithmetic, job.checkpoint), *facts.describe()],
+            "notes": [*recorder.warnings, *list_notes(state, recorder.arithmetic, job.checkpoint), *facts.describe()],
         }
     )
 
@@ -200,7 +200,7 @@ def collect_predictions(state: TrainingState, test: Evaluation, rows: int) -> di
     }
 
 
-def report_notes(state: TrainingState, arithmetic: Arithmetic, resumed_from: Checkpoint | None) -> list[str]:
+def list_notes(state: TrainingState, arithmetic: Arithmetic, resumed_from: Checkpoint | None) -> list[str]:
     """Return sentences for the report: what makes the result depend on the number of ranks, or on a resume.
 
     For rank 0, at the end of a run. ``arithmetic`` is what decides rounding since the run was started or resumed.

@@ -142,7 +142,7 @@ class TrainingState:
 
     @contextmanager
     def evaluation_mode(self) -> Iterator[None]:
-        """Set model and average to evaluation mode for the block, the kept one with the buffers of a saved model.
+        """Set model and moving average to evaluation mode for the block, the kept one with a saved model's buffers.
 
         Training mode and buffers are restored at the end, also after an exception. One block is used for all batches,
         because a model's own ``train`` method may have effects. Raises UserError if buffers were registered or resized.
@@ -170,7 +170,7 @@ class TrainingState:
                 )
 
     def predict_logits(self, images: Tensor) -> Tensor:
-        """Return the kept weights' logits [N, classes] for uint8 images [N, H, W, C], in :meth:`evaluation_mode`.
+        """Return the kept weights' logits [N, classes] for uint8 images [N, H, W, C]; for :meth:`evaluation_mode`.
 
         Seeds the random generators, equally for each batch, for models that draw. UserError if the output does not fit.
         """
@@ -190,7 +190,7 @@ class TrainingState:
 
 
 def create_moving_average(model: nn.Module, decay: float) -> AveragedModel:
-    """Return a copy of the model that can average its weights and buffers exponentially; integers are only copied."""
+    """Return a copy of the model whose ``update_parameters`` averages weights and buffers; integers are only copied."""
     average_floats = get_ema_multi_avg_fn(decay)  # type: ignore[no-untyped-call]
 
     def average(averaged: Tensors, newest: Tensors, updates: Tensor | int) -> None:
