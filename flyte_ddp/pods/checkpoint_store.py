@@ -59,7 +59,7 @@ class RunFile(NamedTuple):
 
 
 def parse_run_file(address: str) -> RunFile | None:
-    """Return what the address of a run's file says; None for the address of another file."""
+    """Return what the address of a run's file says; None if the address is of another file."""
     match = ADDRESS.fullmatch(address)
     return RunFile(match[1], match[2], *map(int, match.groups()[2:])) if match else None
 
@@ -79,15 +79,15 @@ class CheckpointStore:
     memory_advice: str = "give it more memory"  # for an attempt whose memory ran out
 
     def download_newest(self, path: Path) -> Checkpoint | None:
-        """Return the newest readable checkpoint of the blob store and the folder of ``path``; None if there is none.
+        """Return the newest readable checkpoint, of the blob store or of the folder of ``path``; None if there is none.
 
-        Downloads it to ``path`` unless the folder has an equally new one. Prints which checkpoint is used, and which
-        ones cannot be read. Raises UserError if the blob store may not be read, if there are checkpoints and none can
+        Downloads it to ``path``, unless the folder has one that is as new. Prints retries, which checkpoint is used,
+        and which ones cannot be read. Raises UserError if the blob store refuses, if there are checkpoints and none can
         be read, or if earlier attempts made no progress; UnreachableError if the blob store does not answer in 4 tries,
         or if another attempt replaced the checkpoints meanwhile.
         """
         try:
-            files = self.retry_on_outage(self.folder, lambda _: self.list_newest_first())
+            files = self.retry_on_outage(self.folder, lambda _: self.list_files_newest_first())
         except UnavailableError as error:
             raise UserError(
                 f"{self.folder}: {error}; whether there is a checkpoint is not known: allow pods to list, read and "
@@ -98,10 +98,9 @@ class CheckpointStore:
         return newest
 
     def retry_on_outage(self, address: str, action: Callable[[str], Result]) -> Result:
-        """Return ``action(address)``; try up to 4 times if the blob store does not answer, and print why.
+        """Return ``action(address)``; repeat it up to 3 times, after pauses of up to 4 s, if the blob store is silent.
 
-        Raises UnavailableError if the blob store refuses, so that another try would fail too; UnreachableError if it
-        answers no try.
+        Prints why it waits. Raises UnavailableError if the blob store refuses, UnreachableError if it answers no try.
         """
         try:
             return storage.retry(address, action, lambda note: print(f"checkpoints: {note}", flush=True))
@@ -110,8 +109,8 @@ class CheckpointStore:
                 raise
             raise UnreachableError(f"checkpoints in {address}: {error}; the same run will try again") from error
 
-    def list_newest_first(self) -> list[RunFile]:
-        """Return the run's files in the blob store, highest step first.
+    def list_files_newest_first(self) -> list[RunFile]:
+        """List the run's files in the blob store, without a retry, and return them, highest step first.
 
         Leaves out files of other executions that have a result; with ``from_scratch``, of all other executions.
         """
@@ -121,10 +120,10 @@ class CheckpointStore:
         return sorted(files, key=lambda file: (file.step, file.epoch, file.time), reverse=True)
 
     def download_newest_of(self, files: list[RunFile], path: Path) -> Checkpoint | None:
-        """Download the newest readable checkpoint of ``files`` to ``path``, unless its folder has an equally new one.
+        """Return the newest readable checkpoint, of ``files`` or of the folder of ``path``; None if there is none.
 
-        ``files`` are ordered, newest checkpoint first. Returns, prints and raises what :meth:`download_newest` does,
-        but for earlier attempts, which it does not look at.
+        ``files`` are ordered, newest first. Downloads them in turn to ``path`` until one can be read or is as old as
+        the folder's. Prints and raises what :meth:`download_newest` does, but does not look at earlier attempts.
         """
         # Only a pod whose ranks Elastic has restarted has checkpoints in its folder.
         newest, unreadable = checkpoint.verify_checkpoints(path.parent)
@@ -159,8 +158,9 @@ class CheckpointStore:
     def download_checkpoint(self, address: str, path: Path) -> Checkpoint:
         """Download a checkpoint, verify it, replace the file ``path`` by it, and return it.
 
-        Raises MissingError if the blob store has no such file, UnreachableError if it does not answer in 4 tries, and
-        UnreadableError if the checkpoint is damaged or of another release's format; ``path`` then stays as it was.
+        Raises UnavailableError if the blob store refuses (MissingError if it has no such file), UnreachableError if it
+        does not answer in 4 tries, UnreadableError if the checkpoint is damaged or of another release's format, and
+        OSError if it cannot be written; ``path`` then stays as it was.
         """
         temporary = path.with_name(f".{path.name}.tmp")
 
@@ -179,12 +179,12 @@ class CheckpointStore:
             temporary.unlink(missing_ok=True)
 
     def refuse_futile_attempt(self, files: list[RunFile], step: int) -> None:
-        """Raise UserError if enough earlier attempts of this execution began at ``step`` or later and ended in vain.
+        """Raise UserError if too many earlier attempts of this execution began at ``step`` or later and ended in vain.
 
-        Enough are two in which a rank failed or which had time to save a checkpoint and did not, or five that were lost
-        earlier: a pod is lost by bad luck, or because its memory ran out, which only Kubernetes knows. Attempts do not
-        count that were told to stop, could not reach something, or were lost while they fetched their data. Downloads
-        the note of the last futile attempt, if there are two. ``files`` are the run's in the blob store, newest first.
+        Too many are two in which a rank failed, or which had time to save a checkpoint and did not; or five that were
+        lost earlier: a pod is lost by bad luck, or because its memory ran out, which only Kubernetes knows. Others do
+        not count: they were told to stop, could not reach something, or launched no ranks. ``files`` are the run's in
+        the blob store, newest first. For the error's text, downloads the last note of the two.
         """
         attempts: dict[int, dict[str, RunFile]] = defaultdict(dict)
         # An attempt that Elastic restarted has several starts. The last in the list has the lowest step, and counts.
@@ -212,12 +212,12 @@ class CheckpointStore:
     def record_start(self, step: int) -> None:
         """Write a note that the attempt has its data and launches its ranks, which resume after ``step``.
 
-        Raises UnreachableError if the blob store does not answer in 4 tries.
+        Raises UnreachableError if the blob store does not answer in 4 tries, UnavailableError if it refuses.
         """
         self.retry_on_outage(self.folder, lambda _: self.write_note(STARTED, step))
 
     def upload_checkpoint(self, path: Path) -> None:
-        """Verify and upload a checkpoint, then delete those of this execution but the KEPT_CHECKPOINTS newest.
+        """Verify and upload a checkpoint, then delete this execution's but the KEPT_CHECKPOINTS newest. Does not retry.
 
         Raises FileNotFoundError if there is no file ``path``, and UnreadableError if the checkpoint is damaged.
         """
@@ -228,7 +228,7 @@ class CheckpointStore:
         self.delete_older_checkpoints(KEPT_CHECKPOINTS)
 
     def record_end(self, error: BaseException | None) -> None:
-        """Write a note how the attempt ended: by ``error``, or with a result if that is None.
+        """Write a note that says how the attempt ended: by ``error``, or with a result if that is None. Does not retry.
 
         After a result, deletes all but the newest checkpoint of this execution. Writes nothing for a RankLostError,
         which says nothing about the run.
@@ -242,7 +242,7 @@ class CheckpointStore:
             self.write_note(FAILED if isinstance(error, RankError) else ENDED, text=str(error))
 
     def write_note(self, kind: str, step: int = 0, text: str = "") -> None:
-        """Write a small file of this attempt, which holds the text, or the kind if the text is empty."""
+        """Write a small file of this attempt, which holds ``text``, or ``kind`` if that is empty. Does not retry."""
         content = text or kind  # some stores take no empty file
         storage.write_file(self.new_address(kind, step), content.encode(errors="replace"))
 
@@ -251,15 +251,17 @@ class CheckpointStore:
         return RunFile(f"{self.folder}/{self.execution}", kind, self.attempt, step, epoch, int(time.time())).address
 
     def delete_older_checkpoints(self, kept: int) -> None:
-        """Delete this execution's checkpoints but the ``kept`` newest; do nothing if the store refuses."""
-        mine = [file for file in self.list_newest_first() if (file.execution, file.kind) == (self.execution, SAVED)]
+        """List and delete this execution's checkpoints but the ``kept`` newest; ignore a failure to delete."""
+        mine = [
+            file for file in self.list_files_newest_first() if (file.execution, file.kind) == (self.execution, SAVED)
+        ]
         delete_run_files(mine[kept:])
 
     def delete_abandoned_files(self, seconds: float) -> None:
-        """Delete the files of all runs in this project that nobody will continue, until ``seconds`` have passed.
+        """Delete the files of all runs in this project and domain that nobody will continue; ignore all errors.
 
-        Such files are older than ``days``, or of an execution that has had a result for DONE_SECONDS. The request that
-        runs at the end of the time is not interrupted. Ignores all errors.
+        Such files are older than ``days``, or of an execution that has had a result for DONE_SECONDS. Begins no
+        deletion when ``seconds`` have passed, but waits for the list of files and for a deletion that has begun.
         """
         now, deadline = time.time(), time.monotonic() + seconds
         with suppress(Exception):  # the next pod repeats what fails
@@ -272,7 +274,7 @@ class CheckpointStore:
 
 
 def list_run_files(folder: str) -> list[RunFile]:
-    """Return what the addresses of all runs' files below a folder of the blob store say; [] if there is no folder."""
+    """List the files below a folder, and return what the addresses of runs' files say; [] if there is no folder."""
     with suppress(MissingError):  # for a path only: a missing prefix of a bucket is empty
         files = [parse_run_file(f"{folder}/{entry.name}") for entry in storage.list_files(folder)]
         return [file for file in files if file is not None]
@@ -280,6 +282,6 @@ def list_run_files(folder: str) -> list[RunFile]:
 
 
 def delete_run_files(files: list[RunFile]) -> None:
-    """Delete files; stop without an error if the blob store refuses, or if another pod has deleted one of them."""
+    """Delete files; stop without an error if the blob store refuses or does not answer, or if a file is missing."""
     with suppress(UnavailableError):
         storage.delete_files([file.address for file in files])

@@ -25,7 +25,7 @@ UPLOAD_SECONDS = 600.0  # for rank 0's pod to upload its outputs
 
 
 def refuse_unresolvable_host_name() -> None:
-    """Raise UserError if this machine's name has no address, for which Elastic's workers would wait ten minutes."""
+    """Raise UserError if a look-up of this machine's name finds no address, for which Elastic would wait 10 minutes."""
     name = socket.getfqdn()
     try:
         socket.getaddrinfo(name, None)
@@ -37,17 +37,17 @@ def refuse_unresolvable_host_name() -> None:
 
 
 def has_rank_0() -> bool:
-    """Return whether this pod has rank 0: it is the job's only pod, or the one in which Elastic's store is."""
+    """Return whether this pod has rank 0: it is the job's only pod, or the host of Elastic's store by its variable."""
     host, _, _ = os.environ.get(STORE_VARIABLE, "").rpartition(":")
     return host in ("", socket.gethostname())
 
 
 @contextmanager
 def add_step_to_error(run_version: str) -> Iterator[None]:
-    """Add to an exception of a local run the step of its newest checkpoint, after which the same run would resume.
+    """Add to an error of a local run the step of the run's newest checkpoint, after which the same run would resume.
 
-    Elastic's launcher and workers do not know the step. Reads the headers of checkpoints in the run folder, and writes
-    the details of a RankError to a file there. Does nothing in a pod.
+    Raises a new StoppedError in place of one; changes a RankError in place, and writes its details to a file in the run
+    folder; gives a KeyboardInterrupt a text. Other errors pass, and all in a pod. Reads both checkpoints whole.
     """
     try:
         yield
@@ -62,8 +62,8 @@ def add_step_to_error(run_version: str) -> Iterator[None]:
 
 
 @contextmanager
-def set_up_workers(root: Path) -> Iterator[None]:
-    """For the block, set what Elastic's workers inherit: the locked run folders, and the project's root in sys.path."""
+def set_up_worker_environment(root: Path) -> Iterator[None]:
+    """For the block, put ``root`` first in sys.path and the locked run folders into a variable, for Elastic's workers."""
     variables = run_lock.reserved_folders_variable()
     os.environ.update(variables)
     sys.path.insert(0, str(root))
@@ -77,13 +77,13 @@ def set_up_workers(root: Path) -> Iterator[None]:
 
 @contextmanager
 def end_after_rank_0(ended_without_outputs: type[BaseException]) -> Iterator[None]:
-    """Make this pod end after rank 0's pod, whose end makes the operator delete the other pods; nothing for one pod.
+    """Let this pod of a PyTorchJob end only after rank 0's pod, if the block raises; do nothing if it is the only pod.
 
-    An exception in a pod without rank 0, such as ``ended_without_outputs``, lets this process wait at its exit for up
-    to UPLOAD_SECONDS until it is deleted: rank 0's pod may still upload. If this pod gets SIGTERM, or Elastic's store
-    is gone, the process ends at once without an error for the platform, and the operator starts another pod in its
-    place. Replaces a method of torch's for the block: see :func:`publish_address_each_time`. Raises UnreachableError if
-    the other pods do not join within FLYTE_DDP_MEET_SECONDS.
+    The operator deletes the others when rank 0's pod ends, which may still upload. So after an exception in another
+    pod, such as ``ended_without_outputs``, this process sleeps at its exit for up to UPLOAD_SECONDS. After SIGTERM, or
+    if Elastic's store is gone, it prints so and ends at once, without an error for the platform, and the operator
+    starts another pod. Imports torch, and replaces its DynamicRendezvousHandler.next_rendezvous for the block. Raises
+    UnreachableError if too few pods join within FLYTE_DDP_MEET_SECONDS.
     """
     from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -116,7 +116,7 @@ def end_after_rank_0(ended_without_outputs: type[BaseException]) -> Iterator[Non
 
 @contextmanager
 def publish_address_each_time() -> Iterator[None]:
-    """For the block, replace a method of torch's so that rank 0 publishes its address at each rendezvous.
+    """For the block, replace torch's DynamicRendezvousHandler.next_rendezvous: rank 0 publishes its address each time.
 
     torch publishes the address once. A pod that replaces a lost pod joins a later rendezvous and would wait in vain.
     """

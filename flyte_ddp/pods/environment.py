@@ -32,7 +32,7 @@ REPORT_SECONDS = 5  # of a pod's time to stop, to report to the platform
 
 
 def pod_environment() -> dict[str, str]:
-    """Return the variables that every pod is given at registration."""
+    """Return the variables of every pod: profile, GPUs, nodes, settings, and the digest of the library's sources."""
     return {
         CODE_VARIABLE: package_digest(),
         PROFILE_VARIABLE: read_text(PROFILE_VARIABLE),
@@ -71,10 +71,10 @@ def registry_variable() -> dict[str, str]:
 
 
 def registered_settings(kind: str = "") -> dict[str, str]:
-    """Return the settings in this environment that a registration gives to pods, ordered by name.
+    """Return the settings of this process's environment that a registration gives to pods, ordered by name.
 
-    With ``kind``, such as ALL_PODS, returns only those of one kind of pods. Raises UserError if a setting is an address
-    with a user name or a password, which anybody who sees the pod could read.
+    With ``kind``, such as ALL_PODS, returns only those of one kind of pods. Raises UserError if any setting is an
+    address with a user name or a password, which anybody who sees the pod could read.
     """
     left_here, settings = list_settings_left_here(), {}
     for name, variable in sorted(read_variable_table().items()):
@@ -95,7 +95,7 @@ def list_settings_left_here() -> list[str]:
 
 
 def check_registration() -> None:
-    """Print to stderr which settings in this environment no pod is given; raise UserError for an unknown variable.
+    """Print to stderr which settings of this process's environment no pod is given; UserError for an unknown variable.
 
     Unknown is a variable that begins with FLYTE_DDP_ and is not in variables.toml.
     """
@@ -130,9 +130,9 @@ def wandb_secret_id() -> tuple[str, str] | None:
 
 
 def refuse_unregistered_code() -> None:
-    """Raise UserError if the digest of this pod's library is not the registered one, as in an image with a stale copy.
+    """Raise UserError if this pod's copy of the library, whose sources are read, is not the registered one.
 
-    Its results would get into the platform's cache. Reads all sources. Does nothing if no digest was registered.
+    The results of a stale copy would get into the platform's cache. Does nothing if no digest was registered.
     """
     registered = os.environ.get(CODE_VARIABLE)
     if registered is not None and registered != (here := package_digest()):

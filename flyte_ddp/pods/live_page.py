@@ -10,7 +10,7 @@ from flyte_ddp.pods.retries import start_thread_in_context
 from flyte_ddp.report import report
 from flyte_ddp.runs.run_folder import UNFINISHED
 
-SECONDS = 30.0  # between two pages
+PAGE_SECONDS = 30.0  # between two pages
 LAST_SECONDS = 10.0  # limit of the wait for the last page, and for a page before it that is being uploaded
 TITLE = "Training report"
 PLACEHOLDER = "<p>Training has not begun yet; the report comes with its first steps.</p>"
@@ -18,10 +18,10 @@ PLACEHOLDER = "<p>Training has not begun yet; the report comes with its first st
 
 @contextmanager
 def publish_report_while_training(platform: Platform, run_folder: Path) -> Iterator[None]:
-    """In a pod, publish the run's report every SECONDS during the block, and once more at its end; do nothing locally.
+    """In a pod, publish the run's report every PAGE_SECONDS during the block, and at its end; do nothing locally.
 
-    The last page is the finished report, or after an exception the report with the reason. A thread does the work, and
-    its errors are ignored. The end of the block waits up to LAST_SECONDS for the last page.
+    The last page is the finished report, or after an exception the report with the reason. A thread reads the run
+    folder and uploads pages; its errors are ignored. The end of the block waits up to LAST_SECONDS for the last page.
     """
     if not is_in_pod():
         yield
@@ -29,7 +29,7 @@ def publish_report_while_training(platform: Platform, run_folder: Path) -> Itera
     ended, failure = threading.Event(), ""
 
     def publish_pages() -> None:
-        """Upload a page every SECONDS until ``ended`` is set, then the last page."""
+        """Upload the report so far, or a placeholder, every PAGE_SECONDS until ``ended`` is set, then the last page."""
         page, is_last = PLACEHOLDER, False
         while not is_last:
             is_last = ended.is_set()
@@ -40,7 +40,7 @@ def publish_report_while_training(platform: Platform, run_folder: Path) -> Itera
                     page = report.render_report(run_folder / UNFINISHED, run_folder.name, failure)
             with suppress(Exception):  # the blob store does not answer
                 platform.publish_page(TITLE, page)
-            ended.wait(SECONDS)
+            ended.wait(PAGE_SECONDS)
 
     thread = start_thread_in_context("page", publish_pages, daemon=True)
     try:

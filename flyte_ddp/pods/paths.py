@@ -22,7 +22,7 @@ from flyte_ddp.settings import read_text, runs_folder
 
 
 def resolve_folder(name: str) -> Path:
-    """Return the folder of a run or a data set: in the runs folder locally, else in the pod's folder; do not make it.
+    """Return the path of a run's or data set's folder: in the runs folder, or in a pod in the pod's; do not make it.
 
     A token after an @ in the name is ignored.
     """
@@ -32,7 +32,7 @@ def resolve_folder(name: str) -> Path:
 def registry_address() -> str:
     """Return the address of the registry of models: FLYTE_DDP_REGISTRY, or locally a folder in the runs folder.
 
-    Raises UserError in a pod where the variable is no address that all pods reach.
+    Raises UserError in a pod where the variable is not set, or is a path and no address that all pods reach.
     """
     address = read_text(REGISTRY_VARIABLE)
     if not is_in_pod():
@@ -49,7 +49,8 @@ def reserve_run(platform: Platform, name: str) -> str:
     """Lock a local run's folder for this thread, and return the run's name; in a pod return the name only.
 
     If another process or run has the folder, prints so and takes the name with a number: NAME-2, NAME-3 and so on.
-    Unlocks the folder again if it holds a result and no retraining was requested: no training will unlock it.
+    Moves the files of a complete run out of ``unfinished``. Unlocks the folder again if it holds a result and no
+    retraining was requested: no training will unlock it. Raises UserError if the lock cannot be written.
     """
     if is_in_pod():
         return name
@@ -65,7 +66,7 @@ def reserve_run(platform: Platform, name: str) -> str:
 
 
 def add_token(name: str, *, complete: bool) -> str:
-    """Return NAME@TOKEN for a local folder of that name; in a pod return the name only.
+    """Return NAME@TOKEN for a local folder of that name; in a pod only return ``name``.
 
     The token is in a file of ``.tokens`` in the runs folder. Writes a new one if there is none, or if the folder is not
     ``complete``: files are missing to which cached results point. Raises UserError if the file cannot be written.
@@ -82,9 +83,9 @@ def add_token(name: str, *, complete: bool) -> str:
 
 @contextmanager
 def make_dated_folder(prefix: str) -> Iterator[Path]:
-    """Make a folder PREFIX-TIME-RANDOM for the block, and remove it after the block if it is empty.
+    """Make a folder PREFIX-TIME-RANDOM, yield its path, and remove the folder after the block if it is empty.
 
-    Raises UserError if the folder cannot be made.
+    It is in the runs folder, in a pod in the pod's own folder. Raises UserError if it cannot be made.
     """
     folder = resolve_folder(f"{prefix}-{datetime.now(UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(2)}")
     with explain_unwritable_runs_folder():
@@ -111,7 +112,7 @@ def explain_unwritable_runs_folder() -> Iterator[None]:
 def print_files(headline: str, files: Mapping[Path, str]) -> None:
     """Print a headline with the folder of a local run's files, and a line for each file; print nothing in a pod.
 
-    ``files`` says what each file holds, by its path; all files are in one folder.
+    ``files`` has the path of each file, all in one folder, and what the file holds.
     """
     if not is_in_pod():
         [folder] = {path.parent for path in files}

@@ -46,7 +46,7 @@ def is_in_pod() -> bool:
 def pod_folder() -> Path:
     """Return the folder for the files of this pod's task. Only for pods.
 
-    The first call makes a temporary folder and sets FLYTE_DDP_POD_FOLDER, so that Elastic's workers use the folder too.
+    The first call makes a temporary folder, and sets FLYTE_DDP_POD_FOLDER so that child processes use the folder too.
     """
     if POD_FOLDER not in os.environ:
         os.environ[POD_FOLDER] = tempfile.mkdtemp(prefix="flyte-ddp-")
@@ -65,7 +65,7 @@ def storage_address(address: str) -> str:
 
 
 def author_name() -> str:
-    """Return the author to record for a change: PROJECT/DOMAIN/EXECUTION in a pod, USER@HOST elsewhere."""
+    """Return who makes a change, for a log: PROJECT/DOMAIN/EXECUTION in a pod, USER@HOST elsewhere."""
     if is_in_pod():
         return "/".join(execution_names())
     try:

@@ -18,12 +18,13 @@ NO_SCHEDULE = datetime(1970, 1, 1, tzinfo=UTC)  # kickoff time of a retraining t
 def check_and_identify_run(
     platform: Platform, hp: Hyperparameters, engine: str, kickoff_time: datetime | None
 ) -> tuple[str, str]:
-    """Check hyperparameters against the hardware to come, reserve a local run's folder, and name the run and its data.
+    """Check hyperparameters and the pods' hardware; reserve a local run's folder; return the versions of run and data.
 
-    Returns the names of the folders of run and data set, each followed locally by @ and the folder's token. Asks the
-    data's origin for the version of the data. Raises UserError if a hyperparameter or a setting is wrong, or if the
-    origin does not answer. ``engine`` is elastic, ray, dask, or "" for training in one pod. ``kickoff_time`` is the
-    tick of a schedule that retrains each time, where NO_SCHEDULE stands for now; None is for other runs.
+    Versions are names of folders, each followed locally by @ and the folder's token, which is written. Reads local
+    data; asks the origins of other data and of initial weights, in up to 4 tries. Raises UserError if a hyperparameter
+    or a setting is wrong, an origin does not answer, or the runs folder cannot be written. ``engine`` is elastic, ray,
+    dask, or "" for training in one pod. ``kickoff_time`` is the tick of a schedule that retrains each time, where
+    NO_SCHEDULE stands for now; None is for other runs.
     """
     if not is_in_pod():
         check_wandb_variables()  # settings of pods were checked at registration
@@ -42,7 +43,8 @@ def fetch_data_set(dataset: str, data_source: str, test_dataset: str, data_versi
     """Return the folder of a data set; download, verify and prepare the data set if the folder is not complete.
 
     The first three arguments are hyperparameters. ``data_version`` is the folder's name, with or without @ and its
-    token; "" asks the data's origin for the version of the data. Prints the progress.
+    token; "" asks the data's origin for it. Tries each download up to 4 times, and prints the progress. Calls a user's
+    own data set. Raises UserError if the data cannot be fetched or written.
     """
     name = data_version or f"datasets/{datasets.fingerprint(dataset, data_source, test_dataset)}"
     folder, progress = paths.resolve_folder(name), read_settings().progress

@@ -108,7 +108,7 @@ def split_size(size: Size, parts: int) -> Size:
 
 
 def node_range() -> tuple[int, int]:
-    """Return the least and the highest number of nodes (pods of the profile's size) of a training on an engine.
+    """Return the least and the highest number of nodes of a training on an engine; each node is a pod of the profile.
 
     Raises UserError if FLYTE_DDP_NODES is neither a number above 0 nor a range such as 2:4.
     """
@@ -133,7 +133,7 @@ def training_limits(engine: str) -> tuple[int, int, int]:
     """Return the highest number of nodes of a training, the number of its ranks, and its highest number of CPU ranks.
 
     ``engine`` is elastic, ray, dask, or "" for training in one pod. 0 ranks: the hyperparameter num_ranks decides. 0
-    CPU ranks: there is no limit. Raises UserError if the engine is another one, or FLYTE_DDP_NODES is wrong.
+    CPU ranks: there is no limit. Raises UserError for another engine, or a wrong FLYTE_DDP_NODES or FLYTE_DDP_PROFILE.
     """
     if not engine:
         return 1, 0, 0

@@ -41,11 +41,12 @@ def raise_sigterm(*_: object) -> None:
 
 @contextmanager
 def translate_errors(platform: Platform) -> Iterator[None]:
-    """In a pod, replace an exception of the block that may not occur again by the platform's retryable error.
+    """In a pod, raise the platform's retryable error in place of an exception after which a retry may succeed.
 
-    Such exceptions are an UnreachableError, SIGTERM, and a RankError with ``recoverable``. In the main thread, sets a
-    handler of SIGTERM for the block. After any exception, unlocks the run folders that this thread has reserved. Raises
-    StoppedError for SIGTERM in a local run, and UserError in a pod whose library is not the registered one.
+    Such exceptions are UnreachableError, StoppedError, SIGTERM, and a RankError with ``recoverable``. In the main
+    thread, sets a handler of SIGTERM for the block. After any exception, unlocks the run folders that this thread has
+    reserved. Raises StoppedError for SIGTERM in a local run, and UserError in a pod with another copy of the library
+    than registered.
     """
     with signal_handlers({signal.SIGTERM: raise_sigterm}):
         try:
@@ -64,9 +65,9 @@ def translate_errors(platform: Platform) -> Iterator[None]:
 
 
 def eviction_reason(limit: str) -> str:
-    """Return a clause for an error: Kubernetes evicts this pod, as its files take more disk than ``limit``; else "".
+    """Return a clause for an error if Kubernetes evicts this pod, as its files take more disk than ``limit``; else "".
 
-    Adds up the files in the working directory and the temporary folder for up to COUNT_SECONDS. ``limit`` is a
+    Adds up the files in the working directory and the temporary folder; gives up after COUNT_SECONDS. ``limit`` is a
     Kubernetes quantity; "" stands for none.
     """
     if not limit:
@@ -92,7 +93,7 @@ def sync_checkpoints(platform: Platform, run_folder: Path) -> Iterator[Callable[
     Yields a function that records the start of the ranks in the blob store: call it when the data are there. Defers
     SIGTERM during the download. A thread looks for new checkpoints every POLL_SECONDS. The end of the block uploads the
     last one, records how the attempt ended, and after a result deletes the project's files that nobody will continue,
-    for up to SWEEP_SECONDS. Raises what CheckpointStore.download_newest and record_start raise.
+    for up to SWEEP_SECONDS. Raises what CheckpointStore.download_newest raises: a UserError or UnreachableError.
     """
     if not is_in_pod():
         yield lambda: None
@@ -105,7 +106,7 @@ def sync_checkpoints(platform: Platform, run_folder: Path) -> Iterator[Callable[
     uploader = CheckpointUploader(store, folder, read_settings(), newest)
 
     def record_start() -> None:
-        """Record in the blob store that ranks are launched; print a refusal to write instead of raising it."""
+        """Record in the blob store that ranks are launched, in up to 4 tries; print a refusal instead of raising it."""
         try:
             store.record_start(newest.step if newest else 0)
         except ForbiddenError as error:
@@ -131,7 +132,7 @@ def sync_checkpoints(platform: Platform, run_folder: Path) -> Iterator[Callable[
 
 
 def open_checkpoint_store(platform: Platform, run: str) -> CheckpointStore:
-    """Return the store of a run's checkpoints for this pod's attempt, by the pod's environment."""
+    """Return the CheckpointStore of a run for this pod's attempt, by the pod's environment; send no request yet."""
     project, domain, execution = execution_names()
     return CheckpointStore(
         posixpath.join(checkpoints_address(platform.output_address()), project, domain, run),
@@ -186,9 +187,9 @@ class CheckpointUploader:
                 self.record_missing_checkpoint()
 
     def upload_changed_checkpoints(self) -> None:
-        """Upload the checkpoints that have changed since the last call, by way of hard links in ``.sending``.
+        """Upload the checkpoints that have changed since their last upload, by way of hard links in ``.sending``.
 
-        Never raises: prints the first failure, and the next call tries again.
+        Deletes older ones in the blob store. Never raises: prints the first failure, and the next call tries again.
         """
         for name in SLOTS:
             # A hard link keeps the content while a newer checkpoint takes the place of this one.
@@ -212,7 +213,7 @@ class CheckpointUploader:
                 link.unlink(missing_ok=True)
 
     def record_missing_checkpoint(self) -> None:
-        """Write a note to the blob store, once, if there was time for a checkpoint since training began and none came.
+        """Write a note to the blob store, once, if training has had time for a checkpoint and none was uploaded.
 
         The time is the ranks' time limit, which the first step does not exceed, plus the time between two checkpoints.
         Reads the run's metrics.jsonl whole until training has begun; raises FileNotFoundError without that file.

@@ -15,10 +15,10 @@ from flyte_ddp.settings import Settings, read_settings
 
 
 def read_run_settings(platform: Platform, run: str) -> Settings:
-    """Return the settings for a run from the environment. All attempts at a run get one run id of wandb.
+    """Return the settings of a run from the environment, with one wandb run id for all attempts at the run.
 
     The id is the run's name locally; in a pod it is EXECUTION-RUN. In a pod without WANDB_API_KEY, sets that variable
-    from the secret, or prints that the pod has no such secret.
+    from the platform's secret, or prints that the pod has no such secret. Raises UserError if a variable is wrong.
     """
     if not is_in_pod():
         return read_settings(wandb_run_id=run)
@@ -35,13 +35,13 @@ def read_run_settings(platform: Platform, run: str) -> Settings:
 
 
 def unsent_address(platform: Platform) -> str:
-    """Return the address, beside a pod's outputs, for wandb's folder if wandb could not send it."""
+    """Return the address, among a pod's outputs, to which wandb's folder is uploaded if wandb could not send it."""
     return posixpath.join(storage_address(platform.output_address()), "wandb")
 
 
 @contextmanager
 def upload_unsent_wandb(platform: Platform, run_folder: Path) -> Iterator[None]:
-    """In a pod, upload the run's wandb folder after the block, if wandb could not send it; only print an error."""
+    """In a pod, upload the run's wandb folder after the block if wandb could not send it; print errors. No retries."""
     try:
         yield
     finally:
