@@ -4,5 +4,5 @@ from tasks import command_line, flyte, input_form
 
 __all__ = ["input_form"]  # its import registers the forms
 
-flyte.leave_pod_of_person()
+flyte.remove_execution_id_outside_tasks()
 command_line.set_up_command()

@@ -47,10 +47,10 @@ EXAMPLES = {"--hp": '{"epochs": 3}', "--policy": '{"rule": "not_worse"}', "--inp
 def set_up_command() -> None:
     """Set up the ``pyflyte`` command that imports our modules; do nothing in a pod or for another command.
 
-    For run, register and package: translates errors, and removes flytekit's temporary folders at exit. For run: reads
-    the files of inputs. For pods: checks the settings, and prints to stderr which of them stay here. For run --remote:
-    sets the time limit of calls, and changes what is sent. Raises UserError if a file of inputs cannot be read, or a
-    setting that pods get is wrong.
+    For run, register and package: shows errors as panels, and removes flytekit's temporary folders at exit. For run:
+    reads the files of inputs. For pods: checks the settings, and prints to stderr which of them stay here. For run
+    --remote: limits each call to CALL_SECONDS, and changes what is sent. Raises UserError if a file of inputs cannot be
+    read, or a setting that pods get is wrong.
     """
     context = click.get_current_context(silent=True)
     command = None if context is None else context.find_root().invoked_subcommand
@@ -140,9 +140,9 @@ def word_after_option(arguments: Sequence[str], option: str) -> str | None:
 
 @contextmanager
 def show_errors_in_panels(context: click.Context) -> Iterator[None]:
-    """Replace exceptions that a person can fix by a click exception, shown as a panel; other exceptions pass.
+    """Replace exceptions of the block that a person can fix by a click exception, shown as a panel; let others pass.
 
-    ``context`` is click's context of the command.
+    ``context`` is click's context of the command. Reads the command line from sys.argv for the texts.
     """
     try:
         yield
@@ -162,7 +162,7 @@ def show_errors_in_panels(context: click.Context) -> Iterator[None]:
 
 
 def unknown_entity_error(context: click.Context) -> UserError:
-    """Return the error for the name of a workflow, task or launch plan that is not in the file of the command."""
+    """Return the error for a name on the command line that is no workflow, task or launch plan of the file."""
     name = word_after_option(sys.argv, str(context.info_name)) or ""
     if name in engines.left_out:
         return UserError(engines.left_out[name])

@@ -33,9 +33,11 @@ RUNNER = Size(cpu="1", memory="2Gi", ephemeral_storage="10Gi")
     shared_memory=PROFILE.shared_memory,  # of the workers; the plugin makes all pods from one
 )
 def train_on_dask(hp: Hyperparameters, data: FlyteDirectory, run_version: str) -> TrainingOutputs:
-    """Train a model with distributed data parallelism on a Dask cluster, one rank to a worker.
+    """Train an image classifier on a Dask cluster that Flyte sets up for this task, with a rank on each worker.
 
-    Returns what train_model returns.
+    Give the hyperparameters, the data and the run version that check_inputs returns. Returns accuracies, weights,
+    sidecar, report and metrics, as train_model does. A local run uses the cluster of DASK_SCHEDULER_ADDRESS, or starts
+    one.
     """
     return training_outputs(train_in_run_folder(hp, data, run_version, launch_on_dask))
 
@@ -43,7 +45,7 @@ def train_on_dask(hp: Hyperparameters, data: FlyteDirectory, run_version: str) -
 def launch_on_dask(hp: Hyperparameters, data: Path, run_folder: Path, settings: Settings) -> Result:
     """Train on the Dask cluster that Flyte has set up, or locally on one of this machine, and return the result.
 
-    Waits up to FLYTE_DDP_TIMEOUT for the cluster's workers.
+    Raises UnreachableError if the cluster's workers do not come within FLYTE_DDP_TIMEOUT.
     """
     from flyte_ddp.launch import dask
 

@@ -58,9 +58,10 @@ class ElasticTrainingTask(PytorchElasticFunctionTask):  # type: ignore[misc]
     def _execute(self, **inputs: Any) -> Any:
         """Start this node's workers, wait for their end, and return rank 0's outputs, or those of a finished local run.
 
-        In a pod with rank 0, publishes the console's page meanwhile: Flyte's decks are of this process, not of workers.
-        Raises IgnoreOutputs if this node has no rank 0; the error of the worker that failed first; StoppedError after
-        SIGTERM; and Flyte's recoverable error in place of an error after which another attempt may succeed.
+        A local run has one node, and as many workers as fit this machine. In a pod with rank 0, publishes the console's
+        page meanwhile: Flyte's decks are of this process, not of workers. Raises IgnoreOutputs if this node has no rank
+        0; the error of the worker that failed first; StoppedError after SIGTERM; Flyte's recoverable error in place of
+        an error after which another attempt may succeed; and UserError if this machine's name has no address.
         """
         from torch.distributed.elastic.multiprocessing.api import SignalException
 
@@ -121,9 +122,10 @@ def elastic_config() -> ElasticTraining:
 @report_refused_inputs
 @task(task_config=elastic_config(), **pods.training_pod())
 def train_on_elastic(hp: Hyperparameters, data: FlyteDirectory, run_version: str) -> TrainingOutputs:
-    """Train a model with distributed data parallelism on torch Elastic, on one node or several.
+    """Train an image classifier on torch Elastic, on one node or several, with a rank in each of Elastic's workers.
 
-    Returns what train_model returns.
+    Give the hyperparameters, the data and the run version that check_inputs returns. Returns accuracies, weights,
+    sidecar, report and metrics, as train_model does.
     """
     from flyte_ddp.launch import elastic
 
@@ -139,7 +141,7 @@ def train_on_elastic(hp: Hyperparameters, data: FlyteDirectory, run_version: str
 
 
 def launch_as_leader(hp: Hyperparameters, data: Path, run_folder: Path, settings: Settings) -> Result:
-    """Train as rank 0 and return the result; record an exception for Elastic before Flyte's error replaces it."""
+    """Train as rank 0 and return the result; pickle an exception for Elastic before Flyte's error replaces it."""
     from flyte_ddp.launch import elastic
 
     with elastic.pickle_exception():

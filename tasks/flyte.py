@@ -32,7 +32,7 @@ AnyTask = TypeVar("AnyTask", bound=PythonTask)
 FileType = TypeVar("FileType", bound=FlyteFile)
 
 
-def leave_pod_of_person() -> None:
+def remove_execution_id_outside_tasks() -> None:
     """Remove FLYTE_INTERNAL_EXECUTION_ID from the environment, unless Flyte executes a task in this process.
 
     So ``pyflyte run`` and notebooks of a person inside a pod, such as a workspace in the cluster, are local runs.
@@ -63,7 +63,7 @@ class Flyte:
         return str(FlyteContextManager.current_context().file_access.raw_output_prefix)
 
     def publish_page(self, title: str, html: str) -> None:
-        """Replace the page of this task's deck of that title, or add the deck; then upload all decks of the task.
+        """Replace the HTML of this task's deck of that title, or add a deck; then upload all decks of the task.
 
         flytekit publishes no deck of a dynamic task, so a context is set in which any task looks like an ordinary one.
         """
@@ -85,7 +85,7 @@ translate_errors_for_flyte = partial(retries.translate_errors, PLATFORM)  # Flyt
 
 
 def report_refused_inputs(task: AnyTask) -> AnyTask:
-    """Make Flyte count a UserError for an input as the user's: replace a task's ``dispatch_execute``; return the task.
+    """Return a task, changed in place so that Flyte counts a UserError for an input as the user's (``dispatch_execute``).
 
     flytekit reports any error before the task's body as the system's. Use as a decorator above ``@task``.
     """

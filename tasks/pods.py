@@ -135,9 +135,9 @@ def secret_requests() -> list[Secret]:
 
 
 def cache_by_content(ignored_inputs: tuple[str, ...] = (), code: str = "") -> Cache:
-    """Return a cache by inputs and sources; of equal executions at the same time, one runs and the others wait.
+    """Return the setting by which Flyte caches results by inputs and sources; of equal executions at once, one runs.
 
-    ``code`` is a digest of sources; "" takes that of all that training may import.
+    The others wait for its result. ``code`` is a digest of sources; "" takes that of all that training may import.
     """
     return Cache(version=code or library_digest(), ignored_inputs=ignored_inputs, serialize=True)
 

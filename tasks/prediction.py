@@ -39,9 +39,10 @@ def predict_images(
 ) -> Predictions:
     """Classify a folder of images, or the test split of a data set, into a table (CSV) of predictions.
 
-    The model is a run's (model_state and sidecar), or the champion of model_name in the registry. Up to bad_samples
-    images may be impossible to decode, and have no prediction; the default is the value of the model's training.
-    The first predictions are on the task's page. A local run prints the folder of the table and the page.
+    Give model_state and sidecar of a run, or the model_name of a model in the registry, whose champion is downloaded.
+    Give images or a dataset. Up to bad_samples images may be impossible to decode, and have no prediction; the default
+    is the value of the model's training. Returns the table, with one row for each image. The first predictions are on
+    the task's page. A local run prints the folder of the table and the page.
     """
     from flyte_ddp.predict.predict import write_prediction_table
 

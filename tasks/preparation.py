@@ -29,7 +29,10 @@ class CheckedInputs(NamedTuple):
 @task(**pods.data_pod(), cache=pods.cache_by_content(ignored_inputs=("data_source",)))
 @translate_errors_for_flyte()
 def fetch_dataset(dataset: str, data_source: str, test_dataset: str, data_version: str) -> FlyteDirectory:
-    """Download, verify and prepare a data set, once for each version of its content."""
+    """Download, verify and prepare a data set, once for each version of its content, and return its folder.
+
+    Give the hyperparameters of these names, and the data_version that check_inputs returns.
+    """
     return output_folder(fetch_data_set(dataset, data_source, test_dataset, data_version))
 
 
@@ -44,10 +47,11 @@ def check_inputs(
 ) -> CheckedInputs:
     """Check hyperparameters, identify the run, and prepare the data, before any GPU pod starts.
 
-    The engine (elastic, ray, dask, or empty for training in one pod) decides how many GPUs there will be. Data sets
-    that are not downloaded as a whole (digits, shards, streams, image folders) are prepared here; others by the task
-    fetch_dataset, which has a larger disk. For a release (model_name is given), also checks that name and the
-    registry's address. In a pod, publishes a page that shows what will be trained.
+    Returns the hyperparameters, the data set, and the versions of the data and of the run. The engine (elastic, ray,
+    dask, or empty for training in one pod) decides how many GPUs there will be. Data sets that are not downloaded as a
+    whole (digits, shards, streams, image folders) are prepared here; others by the task fetch_dataset, which has a
+    larger disk. For a release (model_name is given), also checks that name and the registry's address. Locks a local
+    run's folder. In a pod, publishes a page that shows what will be trained.
 
     Never cached. Its outputs change exactly when training has to run again: with the data, the code, the weights to
     start from, or the kickoff time of a schedule that retrains at every tick.

@@ -51,10 +51,11 @@ def judge_model(
     model_name: str,
     policy: Policy,
 ) -> Judged:
-    """Compare a model with the champion on the test split of a data set, by the checks of a policy.
+    """Compare a model with the champion on the test split of a data set, by the checks of a policy; promote nothing.
 
-    Downloads the model and the data set. Returns whether to promote, the verdict, and a folder with the verdict's page
-    (also the task's deck), exports, and the data's profile.
+    Give the weights and sidecar of a run, the data set and its profile, and the model's name in the registry. Downloads
+    them and the champion, and counts the comparison in the registry. Returns whether to promote, the verdict, and a
+    folder with the verdict's page (also the task's deck), exports, and the data's profile.
     """
     model = Path(model_state.download()), Path(sidecar.download())
     return judge_files(model, Path(data.download()), open_registry(model_name), policy, profile)
@@ -68,8 +69,9 @@ def evaluate_version(
 ) -> Judged:
     """Compare a version with the champion on the test split of any data set, which decides nothing.
 
-    Downloads the model from the registry, and the data set. Without a version judges the champion itself. Returns a
-    folder with the verdict's page. The champion stays as it is.
+    Give the model's name in the registry, the version (empty for the champion itself), and the data set by its
+    hyperparameters; both models and the data are downloaded. Returns whether the policy would promote the version, the
+    verdict, and a folder with the verdict's page, which is also the task's deck. The champion stays as it is.
     """
     registry = open_registry(model_name)
     with TemporaryDirectory() as temporary:
@@ -86,9 +88,11 @@ def evaluate_version(
 def promote_challenger(
     model_state: PythonPickledFile, sidecar: FlyteFile, verdict: Verdict, files: FlyteDirectory, model_name: str
 ) -> Released:
-    """Store a version, and make it the champion.
+    """Store a judged model as a version, and make it the champion, unless another one was promoted since the judgement.
 
-    Writes the model's files and an entry of the log to the registry, and copies the champion to wandb.
+    Give the weights and sidecar of a run, and what judge_model returned. Writes the model's files and an entry of the
+    log to the registry, and copies the champion to wandb if that is online. Returns the model's version, the champion's
+    version, and the outcome in words.
     """
     return carry_out_verdict(model_state, sidecar, verdict, files, model_name)
 
@@ -98,9 +102,10 @@ def promote_challenger(
 def keep_champion(
     model_state: PythonPickledFile, sidecar: FlyteFile, verdict: Verdict, files: FlyteDirectory, model_name: str
 ) -> Released:
-    """Store a version, and leave the champion as it is.
+    """Store a judged model as a version, and leave the champion as it is.
 
-    Writes the model's files to the registry.
+    Give the weights and sidecar of a run, and what judge_model returned. Writes the model's files to the registry.
+    Returns the model's version, the champion's version, and the outcome in words.
     """
     return carry_out_verdict(model_state, sidecar, verdict, files, model_name)
 
@@ -110,7 +115,9 @@ def keep_champion(
 def promote_version(model_name: str, version: str, reason: str) -> Released:
     """Make a stored version the champion, as the person who launched this says.
 
-    Writes an entry of the log with the reason and the author to the registry, and copies the champion to wandb.
+    Give the model's name, the version (the SHA-256 of its weights), and the reason. Writes an entry of the log with the
+    reason and the author to the registry, and copies the champion to wandb if that is online. Returns the version, the
+    champion's version, and the outcome in words.
     """
     registry = open_registry(model_name)
     entry = promotion.promote_version(registry, version, reason, by=author_name(), once=is_in_pod())
@@ -122,7 +129,9 @@ def promote_version(model_name: str, version: str, reason: str) -> Released:
 def roll_back_champion(model_name: str, reason: str) -> Released:
     """Make the champion before the present one the champion again.
 
-    Writes an entry of the log with the reason and the author to the registry, and copies the champion to wandb.
+    Give the model's name and the reason. Writes an entry of the log with the reason and the author to the registry, and
+    copies the champion to wandb if that is online. Returns the version that is champion again, the champion's version,
+    and the outcome in words.
     """
     registry = open_registry(model_name)
     return announce_champion(
@@ -140,9 +149,10 @@ def judge_files(
 ) -> Judged:
     """Compare a model (weights and sidecar) with the registry's champion on a prepared data set; return the verdict.
 
-    Makes a folder with the verdict's page, and publishes the page as a deck; prints the folder in a local run. With the
-    data's ``profile`` the verdict counts for a promotion: then the folder also gets exports and the profile. Raises
-    UserError if this pod sees another number of GPUs than requested, or if the judgement refuses its inputs.
+    Downloads the champion. Makes a folder with the verdict's page, and publishes the page as a deck; prints the folder
+    in a local run. With the data's ``profile`` the verdict may promote: then the comparison is counted in the registry,
+    and the folder also gets exports and the profile. Raises UserError if this pod sees another number of GPUs than
+    requested, or if the judgement refuses its inputs.
     """
     from flyte_ddp.release.judge import judge_challenger
     from flyte_ddp.release.page import write_page
@@ -165,7 +175,8 @@ def carry_out_verdict(
 ) -> Released:
     """Store a model as a version in the registry, promote it if the verdict says so, and return the outcome.
 
-    Downloads the files first. Copies a champion to wandb, and prints the outcome in a local run.
+    Downloads the files first. Does not promote if another version was promoted since the judgement. Copies a champion
+    to wandb if that is online, and prints the outcome in a local run.
     """
     registry, by = open_registry(model_name), author_name()
     model = Path(model_state.download()), Path(sidecar.download())
@@ -176,14 +187,20 @@ def carry_out_verdict(
 
 
 def announce_champion(registry: Registry, entry: Entry) -> Released:
-    """Announce a new entry of the registry's log and return the outcome, with the present champion."""
+    """Return the outcome of a new entry of the registry's log, and the champion, which is read from the registry.
+
+    Copies that version to wandb and prints the outcome as announce_release does.
+    """
     now = registry.read_champion() or entry  # after a retry of this task another entry may be newer
     released = Released(entry.version, now.version, f"champion {entry.number}: {entry.reason}")
     return announce_release(registry, released, promoted=True)
 
 
 def announce_release(registry: Registry, released: Released, *, promoted: bool) -> Released:
-    """Return the outcome; copy a promoted version to wandb, and print the outcome in a local run."""
+    """Return the outcome, and print it in a local run; copy a promoted version to wandb if wandb is online.
+
+    Copies only the present champion. An error of wandb's is printed and stops nothing.
+    """
     if promoted:
         settings = read_run_settings(PLATFORM, f"{registry.name}-champion")
         copy_champion_to_wandb(registry, released.version, settings)

@@ -39,8 +39,9 @@ def pack_shards(
 ) -> FlyteDirectory:
     """Pack images into shards with an index: a folder of class/name.jpg, a data set by its name, or one's own.
 
-    The order of images is mixed by the seed, or with order="own" is that of the source. Returns a folder with the
-    shards and the index NAME.json.
+    Give as source the folder, the name, or package.module:callable; the split (train or test) is of the last two. The
+    order of images is mixed by the seed, or with order="own" is that of the source. Returns a folder with the shards
+    and the index NAME.json.
     """
     from flyte_ddp.datasets.packing import pack_source
 
@@ -62,7 +63,7 @@ def pack_shards(
 @task(**pods.data_pod())
 @translate_errors_for_flyte()
 def index_shards(urls: List[str], name: str = "train", classes: Optional[List[str]] = None) -> FlyteDirectory:
-    """Read shards and make their index; {000..127} in an address stands for a range of numbers.
+    """Read all shards at the addresses and make their index; {000..127} in an address stands for a range of numbers.
 
     Returns a folder with the index NAME.json. Without classes, these are named 0, 1, 2 up to the highest label.
     """
@@ -77,9 +78,9 @@ def index_shards(urls: List[str], name: str = "train", classes: Optional[List[st
 @task(**pods.light_pod())
 @translate_errors_for_flyte()
 def join_shards(indexes: List[str], weights: Optional[List[float]] = None, name: str = "train") -> FlyteDirectory:
-    """Join several indexes into one: an epoch reads each of them as many times as its weight says.
+    """Join several indexes into one: an epoch reads each of them as many times as its weight says, by default once.
 
-    Reads the indexes and no shard. Returns a folder with the index NAME.json.
+    Give the addresses of the indexes, which are read; no shard is. Returns a folder with the index NAME.json.
     """
     from flyte_ddp.shards.joining import join_indexes
 
@@ -98,9 +99,9 @@ def index_output(folder: Path, name: str, headline: str) -> FlyteDirectory:
 @task(**pods.data_pod())
 @translate_errors_for_flyte()
 def verify_shards(index: str, decode: bool = False) -> str:
-    """Read all shards of an index, decode each image if decode is set, and fail with the first 20 differences from it.
+    """Read all shards of an index, and fail with the first 20 differences from it; with decode, also decode each image.
 
-    Returns a sentence that no shard differs.
+    Give the address of the index. Returns a sentence that no shard differs.
     """
     refuse_damaged_shards(index, decode=decode)
     return f"{index}: no shard differs from it"
@@ -109,10 +110,10 @@ def verify_shards(index: str, decode: bool = False) -> str:
 @task(**pods.data_pod(), **pods.WITH_DECK)
 @translate_errors_for_flyte()
 def verify_packed(packed: FlyteDirectory, name: str = "train") -> PackedShards:
-    """Check shards where they were put, and return them with their name as a data set.
+    """Check the shards that pack_shards returned where they were put, and return them with their name as a data set.
 
-    Reads all shards and decodes each image; fails with the first 20 differences from the index. In a pod, shows some of
-    the images on the task's page.
+    Reads all shards and decodes each image; fails with the first 20 differences from the index NAME.json. In a pod,
+    shows some of the images on the task's page.
     """
     from flyte_ddp.report import previews
 
@@ -124,7 +125,7 @@ def verify_packed(packed: FlyteDirectory, name: str = "train") -> PackedShards:
 
 
 def refuse_damaged_shards(index: str, *, decode: bool) -> None:
-    """Read all shards of an index, decode each image if asked to, and print the progress.
+    """Read all shards of an index, decode each image if ``decode``, and print the progress to stderr.
 
     Raises UserError with the first 20 differences from the index.
     """
@@ -138,7 +139,7 @@ def refuse_damaged_shards(index: str, *, decode: bool) -> None:
 @task(**pods.light_pod())
 @translate_errors_for_flyte()
 def show_shards(index: str) -> str:
-    """Describe an index, without opening a shard.
+    """Describe the index at an address, without opening a shard.
 
     Returns a line each for the name, the shards, the samples, the bytes, the classes and more.
     """
@@ -150,9 +151,9 @@ def show_shards(index: str) -> str:
 @task(**pods.light_pod())
 @translate_errors_for_flyte()
 def sample_shards(index: str, number: int) -> FlyteDirectory:
-    """Read one sample of an index, from its part of a shard or from the whole shard.
+    """Read one sample of an index by its number, from 0; from its part of a shard, or from the whole shard.
 
-    Returns a folder with the sample's members as files.
+    Returns a folder with the sample's members, such as its image and its label, as files.
     """
     from flyte_ddp.shards.inspection import read_sample, write_members
 
@@ -167,7 +168,11 @@ def sample_shards(index: str, number: int) -> FlyteDirectory:
 @task(**pods.light_pod())
 @translate_errors_for_flyte()
 def plan_shards(request: PlanRequest) -> str:
-    """Describe a training on shards: batches of each rank, what nodes read and cache, and whether DDP would hang."""
+    """Describe a training on shards: batches of each rank, what nodes read and cache, and whether DDP would hang.
+
+    Give an index, or numbers of shards and samples, and how many nodes and ranks there are. Reads the index and its
+    first samples. Returns the lines of the plan; fails if DDP would hang.
+    """
     from flyte_ddp.shards.planning import describe_plan
 
     return "\n".join(describe_plan(request))

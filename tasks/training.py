@@ -39,11 +39,12 @@ Train = Callable[[Hyperparameters, Path, Path, Settings], Result]  # the paths a
 @report_refused_inputs
 @task(**pods.training_pod())
 def train_model(hp: Hyperparameters, data: FlyteDirectory, run_version: str) -> TrainingOutputs:
-    """Train a model with distributed data parallelism on all GPUs of one pod.
+    """Train an image classifier with distributed data parallelism in one pod: a rank on each GPU, else on CPUs.
 
-    Returns the test accuracy after each epoch, the weights (a bare state_dict), a JSON sidecar that makes them usable,
-    an HTML report, and all metrics as JSON lines. A local run trains in its run folder, where the files stay. A pod
-    continues from the run's newest checkpoint, uploads checkpoints, and shows the report while it trains.
+    Give the hyperparameters, the data and the run version that check_inputs returns. Returns the test accuracy after
+    each evaluation, the weights (a bare state_dict), a JSON sidecar that makes them usable, an HTML report, and all
+    metrics as JSON lines. A local run leaves these files in its run folder, and trains only if they are not there. A
+    pod continues from the run's newest checkpoint, uploads checkpoints, and shows the report while it trains.
     """
     return training_outputs(train_in_run_folder(hp, data, run_version, run_training))
 
@@ -55,8 +56,8 @@ def train_in_run_folder(
 
     ``train`` launches the ranks and returns the result. ``run_version`` is the run's name, locally with @ and a token.
     In a pod, downloads the run's newest checkpoint and uploads new ones, uploads what wandb could not send, and
-    publishes the console's page while training, unless another process does (``page`` is False). Failures that may not
-    happen again become Flyte's recoverable error.
+    publishes the console's page while training, unless another process does (``page`` is False). Raises Flyte's
+    recoverable error in place of an error after which another attempt may succeed.
     """
     with translate_errors_for_flyte():
         result = read_finished_run(run_version)
@@ -74,7 +75,7 @@ def train_in_run_folder(
 
 
 def read_finished_run(run_version: str) -> Result | None:
-    """Return the result of a finished local run and print that; None in a pod, or if retraining was requested.
+    """Return the result of a finished local run, and print that it is; None in a pod, or if retraining was requested.
 
     Flyte's cache does not know a run whose launching process was killed at the very end, or that another launcher
     trained. ``run_version`` is the run's name, followed by @ and the token of its folder.

@@ -37,9 +37,10 @@ class Validated(NamedTuple):
 @task(**pods.data_pod(), cache=pods.cache_by_content(ignored_inputs=("data",), code=package_digest()))
 @translate_errors_for_flyte()
 def profile_dataset(data: FlyteDirectory, data_version: str) -> DataProfile:
-    """Read all samples of a data set, once for each version of its content.
+    """Read and decode all samples of a data set, once for each version of its content.
 
-    Returns a profile: counts of classes, sizes and modes of images, duplicates, and images that cannot be decoded.
+    Give the data and their version, as check_inputs returns them. Returns a profile: counts of classes, sizes and modes
+    of images, duplicates, and images that cannot be decoded.
     """
     from flyte_ddp.validation.profiling import compute_profile
 
@@ -55,8 +56,9 @@ def validate_dataset(
 ) -> Validated:
     """Refuse data that should not be trained on, and warn of differences from the champion's data.
 
-    Returns the data and the warnings, which are also printed and on the task's page. Fails for data that the policy
-    refuses, and for a registry that cannot be written to or whose log has a gap. Writes a probe file to the registry.
+    Give the data, their profile, the hyperparameters, the model's name in the registry, and the policy. Returns the
+    data and the warnings, which are also printed and on the task's page. Fails for data that the policy refuses, and
+    for a registry that cannot be written to or whose log has a gap. Writes a probe file to the registry.
     """
     from flyte_ddp.validation.validate import check_profile, describe_differences
 

@@ -63,7 +63,7 @@ def add_step_to_error(run_version: str) -> Iterator[None]:
 
 @contextmanager
 def set_up_worker_environment(root: Path) -> Iterator[None]:
-    """For the block, put ``root`` first in sys.path and the locked run folders into a variable, for Elastic's workers."""
+    """For the block, put ``root`` first in sys.path, and locked run folders into a variable, for Elastic's workers."""
     variables = run_lock.reserved_folders_variable()
     os.environ.update(variables)
     sys.path.insert(0, str(root))
