@@ -52,7 +52,7 @@ class CommandWithShortErrors(click.Command):
             return super().parse_args(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the command; each call to the cluster may take CALL_SECONDS."""
+        """Run the command and return its result; each call to the cluster may take CALL_SECONDS."""
         with show_errors_in_panels(ctx), scoped_grpc_deadline(CALL_SECONDS):
             return super().invoke(ctx)
 

@@ -22,8 +22,8 @@ RESOURCES = (
 )
 
 
-def main(archive: str) -> None:
-    """Read a package; print a table of its launch plans, and a table of the pods of its tasks."""
+def print_package(archive: str) -> None:
+    """Read a package, and print a table of its launch plans, and a table of the pods of its tasks."""
     plans, tasks = list[LaunchPlan](), list[tuple[str, TaskSpec]]()
     with tarfile.open(archive) as tar:
         for member in tar:
@@ -108,4 +108,4 @@ def print_table(rows: list[tuple[str, ...]]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    print_package(sys.argv[1])

@@ -74,8 +74,8 @@ def set_up_command() -> None:
 def change_remote_run(parameters: RunLevelParams) -> None:
     """Change parameters of ``pyflyte run --remote``: send all sources, and make settings part of the version.
 
-    flytekit would send only modules that are imported by now, and makes the version from sources alone. With
-    --overwrite-cache pods get FLYTE_DDP_FROM_SCRATCH.
+    flytekit would send only modules that are imported by now, and makes the version from sources alone, by a method of
+    its remote that this replaces. With --overwrite-cache pods get FLYTE_DDP_FROM_SCRATCH.
     """
     if parameters.copy == CopyFileDetection.LOADED_MODULES:
         parameters.copy = CopyFileDetection.ALL
@@ -154,8 +154,8 @@ def show_errors_in_panels(context: click.Context) -> Iterator[None]:
     except FlyteEntityNotFoundException:
         raise unknown_entity_error(context) from None
     except Exception as error:
-        refusal = path_error(error) or option_error(error) or cache_error(error)
-        refusal = refusal or call_error(error, context.find_root().params.get("config") or "")
+        refusal = missing_path_error(error) or unknown_option_error(error) or local_cache_error(error)
+        refusal = refusal or cluster_call_error(error, context.find_root().params.get("config") or "")
         if refusal is not None:
             raise refusal from None
         raise
@@ -170,7 +170,7 @@ def unknown_entity_error(context: click.Context) -> UserError:
     return unknown_name_error("workflow, task or launch plan", name, context.command.list_commands(context))
 
 
-def path_error(error: BaseException | None) -> UserError | None:
+def missing_path_error(error: BaseException | None) -> UserError | None:
     """Return the error for a missing path, or a file in place of a folder; None if the exception has another cause."""
     while error is not None:
         if isinstance(error, TypeTransformerFailedError) and (found := re.search(r"t '(\w+)'", str(error))):
@@ -185,7 +185,7 @@ def path_error(error: BaseException | None) -> UserError | None:
     return None
 
 
-def option_error(error: Exception) -> UserError | None:
+def unknown_option_error(error: Exception) -> UserError | None:
     """Return the error for an unknown option or an unknown key of --inputs-file; None where click's text is enough."""
     if not isinstance(error, click.NoSuchOption):
         return None
@@ -200,7 +200,7 @@ def option_error(error: Exception) -> UserError | None:
     return UserError(f"{source}: {unknown_name_error('input', name, inputs).message}")
 
 
-def cache_error(error: Exception) -> UserError | None:
+def local_cache_error(error: Exception) -> UserError | None:
     """Return the error for a local cache of flytekit that cannot be used; None if the exception has another cause."""
     folder = str(Path(local_cache.CACHE_LOCATION).expanduser())
     if not isinstance(error, sqlite3.Error) and not (isinstance(error, OSError) and folder in str(error)):
@@ -211,7 +211,7 @@ def cache_error(error: Exception) -> UserError | None:
     )
 
 
-def call_error(error: BaseException | None, config: str) -> UserError | None:
+def cluster_call_error(error: BaseException | None, config: str) -> UserError | None:
     """Return the error for a failed call to a Flyte cluster, by the call's status; None if the exception is another.
 
     ``config`` is the path of the configuration that names the cluster; "" takes flytekit's default.

@@ -81,11 +81,13 @@ class Flyte:
 
 
 PLATFORM = Flyte()
-translate_errors_for_flyte = partial(retries.translate_errors, PLATFORM)  # Flyte counts any other exception as final
+translate_errors_for_flyte = partial(
+    retries.raise_retryable_errors, PLATFORM
+)  # Flyte counts any other exception as final
 
 
 def report_refused_inputs(task: AnyTask) -> AnyTask:
-    """Return a task, changed in place so that Flyte counts a UserError for an input as the user's (``dispatch_execute``).
+    """Replace a task's ``dispatch_execute``: Flyte then counts a UserError for an input as the user's. Return the task.
 
     flytekit reports any error before the task's body as the system's. Use as a decorator above ``@task``.
     """

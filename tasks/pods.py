@@ -96,9 +96,9 @@ def pod_options(
 ) -> dict[str, Any]:
     """Return the options that every task has, for a pod whose limits are ``size``.
 
-    Without ``requests`` the pod requests its limits, so that it is not evicted for memory. Without ``template``, the
-    name of a pod template in the cluster, takes FLYTE_DDP_POD_TEMPLATE; without ``hours``, the time limit of an
-    attempt, FLYTE_DDP_HOURS.
+    Without ``requests`` the pod requests its limits, so that it is not evicted for memory. ``template`` is the name of
+    a pod template in the cluster, by default FLYTE_DDP_POD_TEMPLATE; ``hours`` is the time limit of an attempt, by
+    default FLYTE_DDP_HOURS.
     """
     return {
         "requests": flytekit_resources(requests or size),
@@ -154,7 +154,7 @@ class RestrictedPod(PodTemplate):  # type: ignore[misc]
 
     @cached_property
     def pod_spec(self) -> "V1PodSpec":
-        """The pod's specification, made at the first access, when a task is serialized.
+        """Specification of the pod, made at the first access, when a task is serialized.
 
         Importing Kubernetes' client takes a second, which local runs and pods save.
         """

@@ -68,5 +68,5 @@ def predict_images(
     page = table.with_suffix(".html")
     Deck("First predictions", page.read_text(encoding="ascii"))
     files = {table: "one row for each image", page: "the first ones, to open in a browser"}
-    paths.print_files("predictions made in", files)
+    paths.print_local_files("predictions made in", files)
     return Predictions(table=output_file(FlyteFile, table))

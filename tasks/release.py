@@ -166,7 +166,7 @@ def judge_files(
         if profile is not None:
             (folder / promotion.PROFILE).write_text(profile.to_json(indent=1), encoding="utf-8")
     Deck("Verdict", page.read_text(encoding="ascii"))
-    paths.print_files(f"{judgement.verdict.describe()}; made in", {page: "all checks, to open in a browser"})
+    paths.print_local_files(f"{judgement.verdict.describe()}; made in", {page: "all checks, to open in a browser"})
     return Judged(judgement.verdict.promotes, judgement.verdict, output_folder(folder))
 
 

@@ -92,7 +92,7 @@ def join_shards(indexes: List[str], weights: Optional[List[float]] = None, name:
 def index_output(folder: Path, name: str, headline: str) -> FlyteDirectory:
     """Return a folder with an index NAME.json as a task's output; in a local run, print where the index is."""
     index = folder / f"{name}.json"
-    paths.print_files(headline, {index: f"the index, a data set: shards:{index}"})
+    paths.print_local_files(headline, {index: f"the index, a data set: shards:{index}"})
     return output_folder(folder)
 
 
@@ -161,7 +161,7 @@ def sample_shards(index: str, number: int) -> FlyteDirectory:
     members = {name: value for name, value in sample.items() if isinstance(value, bytes)}
     with paths.make_dated_folder("sample") as folder:
         write_members(sample["__key__"], members, folder)
-    paths.print_files(f"sample {sample['__key__']} in", {folder: ", ".join(members)})
+    paths.print_local_files(f"sample {sample['__key__']} in", {folder: ", ".join(members)})
     return output_folder(folder)
 
 

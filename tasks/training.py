@@ -66,10 +66,10 @@ def train_in_run_folder(
             with (
                 publish_report_while_training(PLATFORM, folder) if page else nullcontext(),
                 upload_unsent_wandb(PLATFORM, folder),
-                sync_checkpoints(PLATFORM, folder) as record_start,
+                sync_checkpoints(PLATFORM, folder) as record_attempt_start,
             ):
                 prepared = Path(data.download())
-                record_start()
+                record_attempt_start()
                 result = train(hp, prepared, folder, read_run_settings(PLATFORM, folder.name))
     return result
 
@@ -95,7 +95,7 @@ def training_outputs(result: Result) -> TrainingOutputs:
         result.report: "the report, to open in a browser",
         result.metrics: "all metrics, one JSON object a line",
     }
-    paths.print_files(f"test accuracy {result.test_accuracy:.2%}; made in", files)
+    paths.print_local_files(f"test accuracy {result.test_accuracy:.2%}; made in", files)
     model, *others = files
     return TrainingOutputs(
         result.epoch_accuracies,

@@ -36,8 +36,8 @@ def release_wf(
 ) -> Released:
     """Train an image classifier, judge it against the champion, and promote it if it passes all checks.
 
-    Returns the version that was trained, the champion's version, and what was decided and why. The deck of judge_model
-    is a page with all checks.
+    Returns the version that was trained, which the registry keeps in any case, the champion's version, and what was
+    decided and why. The deck of judge_model is a page with all checks.
 
     Args:
         model_name: Name of the model in the registry (FLYTE_DDP_REGISTRY), such as digits. Must be given.
@@ -67,7 +67,7 @@ def release_wf(
 def promote_wf(model_name: str, version: str, reason: str) -> Released:
     """Make a stored version the champion. The log of the registry records who launched this, and the reason.
 
-    Returns the version, which is the champion from now on.
+    Returns the version, the champion's version, which is the same from now on, and the outcome in words.
 
     Args:
         model_name: Name of the model in the registry.
@@ -81,7 +81,7 @@ def promote_wf(model_name: str, version: str, reason: str) -> Released:
 def rollback_wf(model_name: str, reason: str) -> Released:
     """Take the last promotion back: the champion before it is the champion again.
 
-    Returns the version that is the champion from now on.
+    Returns the version that is the champion from now on, the champion's version, and the outcome in words.
 
     Args:
         model_name: Name of the model in the registry.
@@ -101,7 +101,8 @@ def evaluate_wf(
 ) -> Judged:
     """Judge a stored version against the champion on the test split of any data set. Nothing is promoted.
 
-    Returns the verdict, as for a first judgement on these data, and a page with all checks.
+    Returns whether the policy would promote the version, the verdict, as for a first judgement on these data, and a
+    folder with a page of all checks.
 
     Args:
         model_name: Name of the model in the registry.

@@ -64,7 +64,7 @@ def make_launch_plans(
 ) -> dict[str, LaunchPlan]:
     """Make the launch plans of workflows from config/schedules.yaml, and return them by their names.
 
-    Makes none without the environment variable ``needs``, if one is given; a registration then prints to stderr which
+    Makes none if ``needs`` names an environment variable that is not set; a registration then prints to stderr which
     plans are left out. Raises UserError if an entry of the file is wrong, whatever its workflow, or has one of the
     names ``taken`` in the calling module.
     """
@@ -112,8 +112,8 @@ def make_launch_plan(schedule: Schedule, workflow: PythonFunctionWorkflow) -> La
 def read_schedules(file: Path = FILE) -> list[Schedule]:
     """Read the file and the presets that it names, check all entries, and return them; [] for an empty file.
 
-    The result is cached for this process. Raises UserError, which names the entry, if the file or a preset cannot be
-    read, or an entry is wrong.
+    Reads once in a process. Raises UserError, which names the entry, if the file or a preset cannot be read, or an
+    entry is wrong.
     """
     label = f"{file.parent.name}/{file.name}"
     try:
@@ -136,7 +136,7 @@ def read_schedules(file: Path = FILE) -> list[Schedule]:
 
 
 def parse_entry(entry: object, taken: list[str]) -> Schedule:
-    """Check an entry of the file, as YAML's parser returned it, and return it as a Schedule; may read a preset.
+    """Check an entry of the file, as YAML's parser returned it, read the presets in it, and return it as a Schedule.
 
     Raises UserError if a key or its value is missing, unknown or wrong, or if an entry before has ``taken`` the name.
     """

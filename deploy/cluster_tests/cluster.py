@@ -61,9 +61,9 @@ class Cluster:
         self.has_kubectl = found is not None and found.returncode == 0
 
     def pyflyte(self, *arguments: str, **environment: str) -> str:
-        """Run pyflyte in the copy of the sources, with a home folder of this run's own; check that it succeeds.
+        """Run pyflyte in the copy of the sources, with a home folder of this run's own, and return its output.
 
-        Waits up to DEADLINE. Returns its output.
+        Raises AssertionError with the output if pyflyte fails, TimeoutExpired if it takes over DEADLINE.
         """
         home = self.folder / "home"
         home.mkdir(exist_ok=True)
@@ -111,25 +111,25 @@ class Cluster:
         return self.remote.sync_execution(execution, sync_nodes=True)
 
     def wait_for_end(self, name: str) -> FlyteWorkflowExecution:
-        """Wait until an execution has ended; return it with its nodes."""
+        """Wait up to DEADLINE until an execution has ended; return it with its nodes."""
         self.wait_until(lambda: self.remote.fetch_execution(name=name).is_done, f"the end of {name}")
         return self.fetch_execution_with_nodes(name)
 
     def wait_for_success(self, name: str) -> FlyteWorkflowExecution:
-        """Wait until an execution has ended, check that it succeeded, and return it with its nodes."""
+        """Wait up to DEADLINE until an execution has ended, check that it succeeded, and return it with its nodes."""
         execution = self.wait_for_end(name)
         phase = WorkflowExecutionPhase.enum_to_string(execution.closure.phase)
         assert phase == "SUCCEEDED", f"{name}: {phase}: {execution.error.message if execution.error else ''}"
         return execution
 
     def wait_for_error(self, name: str) -> str:
-        """Wait until an execution has ended, check that it failed, and return its error's message."""
+        """Wait up to DEADLINE until an execution has ended, check that it failed, and return its error's message."""
         execution = self.wait_for_end(name)
         assert execution.error is not None, f"{name} has not failed"
         return str(execution.error.message)
 
     def is_from_cache(self, execution: FlyteWorkflowExecution) -> bool:
-        """Return whether the result came from the cache, of the node that ran train_model; else of the last node."""
+        """Return whether the result came from the cache: that of train_model, or without that task of the last node."""
         node = execution.node_executions[max(name for name in execution.node_executions if name.startswith("n"))]
         for found in execution.node_executions.values():
             tasks, metadata = found.task_executions, found.closure.task_node_metadata
@@ -155,7 +155,7 @@ class Cluster:
             return bytes(answer.read())
 
     def wait_until(self, condition: Callable[[], object], what: str, limit: float = DEADLINE) -> Any:
-        """Call the condition until its result is true, for up to ``limit`` seconds; return the result."""
+        """Call ``condition`` until its result is true; return the result. AssertionError after ``limit`` seconds."""
         deadline = time.monotonic() + limit
         while not (found := condition()):
             assert time.monotonic() < deadline, f"{what} did not come within {limit:g} s"
@@ -163,7 +163,10 @@ class Cluster:
         return found
 
     def kubectl(self, *arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]:
-        """Run kubectl in the project's namespace; once more if it takes over 30 s, as on a busy cluster."""
+        """Run kubectl in the project's namespace, and return its result; once more if it takes over 30 s.
+
+        The second run, as on a busy cluster, may take 60 s. With ``check``, raises CalledProcessError if kubectl fails.
+        """
         command = ["kubectl", "--namespace", getattr(self, "namespace", "default"), *arguments]
         with suppress(subprocess.TimeoutExpired):
             return subprocess.run(command, capture_output=True, text=True, timeout=30, check=check)
@@ -175,7 +178,7 @@ class Cluster:
         return list(found["items"])
 
     def wait_for_training_log(self, name: str, words: str, lost: str = "") -> str:
-        """Wait until a training pod of the execution, other than ``lost``, has logged these words; return its name."""
+        """Wait until a training pod of the execution, other than ``lost``, has logged ``words``; return its name."""
 
         def found() -> str:
             for pod in self.list_pods(name):
@@ -189,7 +192,7 @@ class Cluster:
         return str(self.wait_until(found, f"{words!r} in the log of {name}"))
 
     def activate_launch_plan(self, plan: LaunchPlan) -> None:
-        """Register a launch plan and make it active."""
+        """Register a launch plan, and make it active until :meth:`clean_up`."""
         images = ImageConfig(Image.look_up_image_info("default", self.image))
         settings = SerializationSettings(images, self.project, self.domain, self.version)
         self.remote.register_launch_plan(plan, self.version, serialization_settings=settings)

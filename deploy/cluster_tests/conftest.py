@@ -29,7 +29,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.fixture(scope="session")
 def cluster(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """Yield the cluster; all is registered under a version of this run's own, and cleaned up in the end."""
+    """Yield the cluster, with a version of this run's own to register; end its launch plans and executions after."""
     option = pytestconfig.getoption
     found = Cluster(
         config=Path(option("--flyte-config")).resolve(),
@@ -56,7 +56,7 @@ def kubectl(cluster: Cluster) -> Cluster:
 
 @pytest.fixture
 def restricted(kubectl: Cluster) -> Iterator[Cluster]:
-    """Yield the cluster while its namespace enforces PodSecurity "restricted", if kubectl may label the namespace."""
+    """Yield the cluster; label its namespace meanwhile to enforce PodSecurity "restricted", if kubectl may do that."""
     found = json.loads(kubectl.kubectl("get", "namespace", kubectl.namespace, "-o", "json").stdout)
     before = found["metadata"]["labels"].get(SECURITY_LEVEL)
     label = ("label", "--overwrite", "namespace", kubectl.namespace)

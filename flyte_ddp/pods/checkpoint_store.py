@@ -78,13 +78,13 @@ class CheckpointStore:
     from_scratch: bool = False  # whether to ignore checkpoints of other executions
     memory_advice: str = "give it more memory"  # for an attempt whose memory ran out
 
-    def download_newest(self, path: Path) -> Checkpoint | None:
+    def download_newest_checkpoint(self, path: Path) -> Checkpoint | None:
         """Return the newest readable checkpoint, of the blob store or of the folder of ``path``; None if there is none.
 
         Downloads it to ``path``, unless the folder has one that is as new. Prints retries, which checkpoint is used,
-        and which ones cannot be read. Raises UserError if the blob store refuses, if there are checkpoints and none can
-        be read, or if earlier attempts made no progress; UnreachableError if the blob store does not answer in 4 tries,
-        or if another attempt replaced the checkpoints meanwhile.
+        and which ones cannot be read. Raises UserError if the blob store refuses access, if there are checkpoints and
+        none can be read, or if earlier attempts made no progress; UnreachableError if the blob store does not answer in
+        4 tries, or if another attempt replaced the checkpoints meanwhile.
         """
         try:
             files = self.retry_on_outage(self.folder, lambda _: self.list_files_newest_first())
@@ -93,12 +93,12 @@ class CheckpointStore:
                 f"{self.folder}: {error}; whether there is a checkpoint is not known: allow pods to list, read and "
                 "write files there, or set FLYTE_DDP_CHECKPOINTS to where they may, and register again"
             ) from error
-        newest = self.download_newest_of(files, path)
+        newest = self.download_newest_readable(files, path)
         self.refuse_futile_attempt(files, newest.step if newest else 0)
         return newest
 
     def retry_on_outage(self, address: str, action: Callable[[str], Result]) -> Result:
-        """Return ``action(address)``; repeat it up to 3 times, after pauses of up to 4 s, if the blob store is silent.
+        """Return ``action(address)``, in up to 4 tries, with pauses of up to 4 s, if the blob store does not answer.
 
         Prints why it waits. Raises UnavailableError if the blob store refuses, UnreachableError if it answers no try.
         """
@@ -110,7 +110,7 @@ class CheckpointStore:
             raise UnreachableError(f"checkpoints in {address}: {error}; the same run will try again") from error
 
     def list_files_newest_first(self) -> list[RunFile]:
-        """List the run's files in the blob store, without a retry, and return them, highest step first.
+        """List the run's files in the blob store, without retries, and return them, highest step first.
 
         Leaves out files of other executions that have a result; with ``from_scratch``, of all other executions.
         """
@@ -119,11 +119,12 @@ class CheckpointStore:
         files = [file for file in files if file.execution not in ignored]
         return sorted(files, key=lambda file: (file.step, file.epoch, file.time), reverse=True)
 
-    def download_newest_of(self, files: list[RunFile], path: Path) -> Checkpoint | None:
+    def download_newest_readable(self, files: list[RunFile], path: Path) -> Checkpoint | None:
         """Return the newest readable checkpoint, of ``files`` or of the folder of ``path``; None if there is none.
 
         ``files`` are ordered, newest first. Downloads them in turn to ``path`` until one can be read or is as old as
-        the folder's. Prints and raises what :meth:`download_newest` does, but does not look at earlier attempts.
+        that of the folder. Prints and raises what :meth:`download_newest_checkpoint` does, without regard to earlier
+        attempts.
         """
         # Only a pod whose ranks Elastic has restarted has checkpoints in its folder.
         newest, unreadable = checkpoint.verify_checkpoints(path.parent)
@@ -209,7 +210,7 @@ class CheckpointStore:
                 f"the console): if it is OOMKilled, {self.memory_advice}; else launch it again"
             )
 
-    def record_start(self, step: int) -> None:
+    def record_attempt_start(self, step: int) -> None:
         """Write a note that the attempt has its data and launches its ranks, which resume after ``step``.
 
         Raises UnreachableError if the blob store does not answer in 4 tries, UnavailableError if it refuses.
@@ -217,21 +218,22 @@ class CheckpointStore:
         self.retry_on_outage(self.folder, lambda _: self.write_note(STARTED, step))
 
     def upload_checkpoint(self, path: Path) -> None:
-        """Verify and upload a checkpoint, then delete this execution's but the KEPT_CHECKPOINTS newest. Does not retry.
+        """Verify and upload a checkpoint, then delete those of this execution but the KEPT_CHECKPOINTS newest.
 
-        Raises FileNotFoundError if there is no file ``path``, and UnreadableError if the checkpoint is damaged.
+        Raises FileNotFoundError if there is no file ``path``, UnreadableError if the checkpoint is damaged, and
+        UnavailableError if the blob store refuses or does not answer at once.
         """
         header = checkpoint.read_checkpoint(path)
         if header is None:
             raise FileNotFoundError(path)
-        storage.write_file(self.new_address(SAVED, header.step, header.epoch), path)
+        storage.write_file(self.new_file_address(SAVED, header.step, header.epoch), path)
         self.delete_older_checkpoints(KEPT_CHECKPOINTS)
 
-    def record_end(self, error: BaseException | None) -> None:
-        """Write a note that says how the attempt ended: by ``error``, or with a result if that is None. Does not retry.
+    def record_attempt_end(self, error: BaseException | None) -> None:
+        """Write a note to the blob store that this attempt ended by ``error``, or with a result if that is None.
 
         After a result, deletes all but the newest checkpoint of this execution. Writes nothing for a RankLostError,
-        which says nothing about the run.
+        which says nothing about the run. Does not retry; raises UnavailableError.
         """
         if error is None:
             self.write_note(DONE)
@@ -244,9 +246,9 @@ class CheckpointStore:
     def write_note(self, kind: str, step: int = 0, text: str = "") -> None:
         """Write a small file of this attempt, which holds ``text``, or ``kind`` if that is empty. Does not retry."""
         content = text or kind  # some stores take no empty file
-        storage.write_file(self.new_address(kind, step), content.encode(errors="replace"))
+        storage.write_file(self.new_file_address(kind, step), content.encode(errors="replace"))
 
-    def new_address(self, kind: str, step: int, epoch: int = 0) -> str:
+    def new_file_address(self, kind: str, step: int, epoch: int = 0) -> str:
         """Return the address for a file of this attempt that is written now."""
         return RunFile(f"{self.folder}/{self.execution}", kind, self.attempt, step, epoch, int(time.time())).address
 

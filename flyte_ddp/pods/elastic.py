@@ -63,7 +63,7 @@ def add_step_to_error(run_version: str) -> Iterator[None]:
 
 @contextmanager
 def set_up_worker_environment(root: Path) -> Iterator[None]:
-    """For the block, put ``root`` first in sys.path, and locked run folders into a variable, for Elastic's workers."""
+    """Put ``root`` first in sys.path, and locked run folders into a variable, for the block and Elastic's workers."""
     variables = run_lock.reserved_folders_variable()
     os.environ.update(variables)
     sys.path.insert(0, str(root))
@@ -116,7 +116,7 @@ def end_after_rank_0(ended_without_outputs: type[BaseException]) -> Iterator[Non
 
 @contextmanager
 def publish_address_each_time() -> Iterator[None]:
-    """For the block, replace torch's DynamicRendezvousHandler.next_rendezvous: rank 0 publishes its address each time.
+    """Replace torch's DynamicRendezvousHandler.next_rendezvous for the block: rank 0 publishes its address each time.
 
     torch publishes the address once. A pod that replaces a lost pod joins a later rendezvous and would wait in vain.
     """

@@ -18,7 +18,7 @@ PLACEHOLDER = "<p>Training has not begun yet; the report comes with its first st
 
 @contextmanager
 def publish_report_while_training(platform: Platform, run_folder: Path) -> Iterator[None]:
-    """In a pod, publish the run's report every PAGE_SECONDS during the block, and at its end; do nothing locally.
+    """Publish a pod's report of its run every PAGE_SECONDS during the block, and at its end; do nothing locally.
 
     The last page is the finished report, or after an exception the report with the reason. A thread reads the run
     folder and uploads pages; its errors are ignored. The end of the block waits up to LAST_SECONDS for the last page.

@@ -49,8 +49,8 @@ def reserve_run(platform: Platform, name: str) -> str:
     """Lock a local run's folder for this thread, and return the run's name; in a pod return the name only.
 
     If another process or run has the folder, prints so and takes the name with a number: NAME-2, NAME-3 and so on.
-    Moves the files of a complete run out of ``unfinished``. Unlocks the folder again if it holds a result and no
-    retraining was requested: no training will unlock it. Raises UserError if the lock cannot be written.
+    Moves a complete run's files from ``unfinished`` to the folder. Unlocks the folder again if it holds a result and no
+    retraining was requested, as no training will. Raises UserError if the lock cannot be written.
     """
     if is_in_pod():
         return name
@@ -65,7 +65,7 @@ def reserve_run(platform: Platform, name: str) -> str:
     return candidate
 
 
-def add_token(name: str, *, complete: bool) -> str:
+def add_folder_token(name: str, *, complete: bool) -> str:
     """Return NAME@TOKEN for a local folder of that name; in a pod only return ``name``.
 
     The token is in a file of ``.tokens`` in the runs folder. Writes a new one if there is none, or if the folder is not
@@ -109,10 +109,10 @@ def explain_unwritable_runs_folder() -> Iterator[None]:
         ) from None
 
 
-def print_files(headline: str, files: Mapping[Path, str]) -> None:
+def print_local_files(headline: str, files: Mapping[Path, str]) -> None:
     """Print a headline with the folder of a local run's files, and a line for each file; print nothing in a pod.
 
-    ``files`` has the path of each file, all in one folder, and what the file holds.
+    ``files`` says by a file's path what it holds; all are in one folder.
     """
     if not is_in_pod():
         [folder] = {path.parent for path in files}

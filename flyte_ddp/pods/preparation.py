@@ -20,11 +20,11 @@ def check_and_identify_run(
 ) -> tuple[str, str]:
     """Check hyperparameters and the pods' hardware; reserve a local run's folder; return the versions of run and data.
 
-    Versions are names of folders, each followed locally by @ and the folder's token, which is written. Reads local
-    data; asks the origins of other data and of initial weights, in up to 4 tries. Raises UserError if a hyperparameter
-    or a setting is wrong, an origin does not answer, or the runs folder cannot be written. ``engine`` is elastic, ray,
-    dask, or "" for training in one pod. ``kickoff_time`` is the tick of a schedule that retrains each time, where
-    NO_SCHEDULE stands for now; None is for other runs.
+    Versions are names of folders, locally with @ and a token, which is written. Reads local data; asks the origins of
+    other data and of initial weights, in up to 4 tries. Raises UserError if a hyperparameter or a setting is wrong, an
+    origin does not answer, or the runs folder cannot be written. ``engine`` is elastic, ray, dask, or "" for training
+    in one pod. ``kickoff_time`` is the tick of a schedule that retrains at each, or NO_SCHEDULE for now; None for other
+    runs.
     """
     if not is_in_pod():
         check_wandb_variables()  # settings of pods were checked at registration
@@ -35,16 +35,16 @@ def check_and_identify_run(
         kickoff_time = datetime.now(UTC)
     name = identity.run_name(hp, fingerprint, trigger=kickoff_time.isoformat() if kickoff_time else "")
     run, data = paths.reserve_run(platform, name), f"datasets/{fingerprint}"
-    run_version = paths.add_token(run, complete=is_finished(paths.resolve_folder(run)))
-    return run_version, paths.add_token(data, complete=datasets.is_whole(paths.resolve_folder(data)))
+    run_version = paths.add_folder_token(run, complete=is_finished(paths.resolve_folder(run)))
+    return run_version, paths.add_folder_token(data, complete=datasets.is_whole(paths.resolve_folder(data)))
 
 
 def fetch_data_set(dataset: str, data_source: str, test_dataset: str, data_version: str = "") -> Path:
     """Return the folder of a data set; download, verify and prepare the data set if the folder is not complete.
 
     The first three arguments are hyperparameters. ``data_version`` is the folder's name, with or without @ and its
-    token; "" asks the data's origin for it. Tries each download up to 4 times, and prints the progress. Calls a user's
-    own data set. Raises UserError if the data cannot be fetched or written.
+    token; "" asks the data's origin for it. Tries downloads up to 4 times; calls a user's own data set; prints the
+    progress to stderr. Raises UserError if the data cannot be fetched or written.
     """
     name = data_version or f"datasets/{datasets.fingerprint(dataset, data_source, test_dataset)}"
     folder, progress = paths.resolve_folder(name), read_settings().progress

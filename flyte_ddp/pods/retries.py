@@ -40,8 +40,8 @@ def raise_sigterm(*_: object) -> None:
 
 
 @contextmanager
-def translate_errors(platform: Platform) -> Iterator[None]:
-    """In a pod, raise the platform's retryable error in place of an exception after which a retry may succeed.
+def raise_retryable_errors(platform: Platform) -> Iterator[None]:
+    """Raise, in a pod, the platform's retryable error in place of an exception after which a retry may succeed.
 
     Such exceptions are UnreachableError, StoppedError, SIGTERM, and a RankError with ``recoverable``. In the main
     thread, sets a handler of SIGTERM for the block. After any exception, unlocks the run folders that this thread has
@@ -60,11 +60,11 @@ def translate_errors(platform: Platform) -> Iterator[None]:
             failure = StoppedError("SIGTERM", step=None) if isinstance(error, Sigterm) else error
             if not is_in_pod() or (isinstance(failure, RankError) and not failure.recoverable):
                 raise failure from failure.__cause__  # a rank's own traceback, for the pod's log
-            evicted = eviction_reason(platform.disk_limit()) if isinstance(failure, StoppedError) else ""
+            evicted = explain_eviction(platform.disk_limit()) if isinstance(failure, StoppedError) else ""
             raise platform.retryable_error(f"{failure}{evicted}") from error
 
 
-def eviction_reason(limit: str) -> str:
+def explain_eviction(limit: str) -> str:
     """Return a clause for an error if Kubernetes evicts this pod, as its files take more disk than ``limit``; else "".
 
     Adds up the files in the working directory and the temporary folder; gives up after COUNT_SECONDS. ``limit`` is a
@@ -88,12 +88,13 @@ def eviction_reason(limit: str) -> str:
 
 @contextmanager
 def sync_checkpoints(platform: Platform, run_folder: Path) -> Iterator[Callable[[], None]]:
-    """In a pod, download the run's newest checkpoint, and upload new checkpoints during the block; do nothing locally.
+    """Download the run's newest checkpoint, and upload new checkpoints during the block; do nothing outside pods.
 
     Yields a function that records the start of the ranks in the blob store: call it when the data are there. Defers
     SIGTERM during the download. A thread looks for new checkpoints every POLL_SECONDS. The end of the block uploads the
     last one, records how the attempt ended, and after a result deletes the project's files that nobody will continue,
-    for up to SWEEP_SECONDS. Raises what CheckpointStore.download_newest raises: a UserError or UnreachableError.
+    for up to SWEEP_SECONDS. Raises what CheckpointStore.download_newest_checkpoint raises: a UserError or
+    UnreachableError.
     """
     if not is_in_pod():
         yield lambda: None
@@ -102,13 +103,13 @@ def sync_checkpoints(platform: Platform, run_folder: Path) -> Iterator[Callable[
     folder.mkdir(parents=True, exist_ok=True)
     store = open_checkpoint_store(platform, run_folder.name)
     with postpone_signal(signal.SIGTERM):
-        newest = store.download_newest(folder / SLOTS[0])
+        newest = store.download_newest_checkpoint(folder / SLOTS[0])
     uploader = CheckpointUploader(store, folder, read_settings(), newest)
 
-    def record_start() -> None:
+    def record_attempt_start() -> None:
         """Record in the blob store that ranks are launched, in up to 4 tries; print a refusal instead of raising it."""
         try:
-            store.record_start(newest.step if newest else 0)
+            store.record_attempt_start(newest.step if newest else 0)
         except ForbiddenError as error:
             lost = "without checkpoints there, a lost pod loses all that it has done"
             print(f"{store.folder}: {error}; {lost}", flush=True)
@@ -116,7 +117,7 @@ def sync_checkpoints(platform: Platform, run_folder: Path) -> Iterator[Callable[
     thread = start_thread_in_context("uploader", uploader.upload_until_stopped)
     failure: BaseException | None = None
     try:
-        yield record_start
+        yield record_attempt_start
     except BaseException as error:
         failure = error
         raise
@@ -125,7 +126,7 @@ def sync_checkpoints(platform: Platform, run_folder: Path) -> Iterator[Callable[
         thread.join()
         uploader.upload_changed_checkpoints()
         with suppress(Exception):  # the result counts even if the blob store does not answer
-            store.record_end(failure)
+            store.record_attempt_end(failure)
         if failure is None:  # in a thread, which a request that gets no answer does not hold up
             sweep = partial(store.delete_abandoned_files, SWEEP_SECONDS)
             start_thread_in_context("sweep", sweep, daemon=True).join(SWEEP_SECONDS)

@@ -41,7 +41,7 @@ def unsent_address(platform: Platform) -> str:
 
 @contextmanager
 def upload_unsent_wandb(platform: Platform, run_folder: Path) -> Iterator[None]:
-    """In a pod, upload the run's wandb folder after the block if wandb could not send it; print errors. No retries."""
+    """Upload a pod's wandb folder after the block, without retries, if wandb could not send it; only print errors."""
     try:
         yield
     finally:

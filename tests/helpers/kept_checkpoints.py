@@ -28,9 +28,9 @@ def write(path: Path, step: int, metrics: bytes = b"") -> Path:
 def begun(store: CheckpointStore, folder: Path) -> int:
     """Begin an attempt and report its start; return the step after which it resumes."""
     folder.mkdir(parents=True, exist_ok=True)
-    found = store.download_newest(folder / SLOTS[0])
+    found = store.download_newest_checkpoint(folder / SLOTS[0])
     step = found.step if found else 0
-    store.record_start(step)
+    store.record_attempt_start(step)
     assert found == checkpoint.find_newest_checkpoint(folder)
     return step
 

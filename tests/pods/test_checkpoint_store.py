@@ -67,7 +67,7 @@ def test_a_new_execution_resumes_where_one_without_a_result_stopped(
     assert begun(other, tmp_path / "2") == 5
     other.upload_checkpoint(write(tmp_path / "a.ckpt", 6))
     assert names(base) == ["one 0 5", "two 0 6"], "each removes only its own"
-    other.record_end(None)
+    other.record_attempt_end(None)
     assert begun(replace(store, attempt=1), tmp_path / "1") == 5
     assert begun(replace(other, attempt=1), tmp_path / "2b") == 6, "it may be lost before it has handed its result over"
     assert begun(replace(store, execution="three", from_scratch=True), tmp_path / "3") == 0

@@ -28,7 +28,7 @@ def end_attempts(store: CheckpointStore, folder: Path, numbers: range, *errors: 
         own = replace(store, attempt=number)
         assert begun(own, folder / str(number)) == 0
         for error in errors:
-            own.record_end(error)
+            own.record_attempt_end(error)
 
 
 def test_two_attempts_whose_ranks_fail_at_one_step_are_the_last(store: CheckpointStore, tmp_path: Path) -> None:
@@ -36,7 +36,7 @@ def test_two_attempts_whose_ranks_fail_at_one_step_are_the_last(store: Checkpoin
     for attempt, failure in enumerate(("a cosmic ray", "another one")):
         own = replace(store, attempt=2 * attempt)  # pods that were lost before they began do not count
         assert begun(own, tmp_path / str(attempt)) == 5
-        own.record_end(RankError(f"rank 1: {failure}"))
+        own.record_attempt_end(RankError(f"rank 1: {failure}"))
     third = replace(store, attempt=4)
     with pytest.raises(UserError, match=r"^2 attempts got no further than step 5, .*; the last one: rank 1: another"):
         begun(third, tmp_path / "4")
@@ -64,7 +64,7 @@ def test_attempts_that_were_lost_while_they_fetched_their_data_do_not_count(
     store: CheckpointStore, tmp_path: Path
 ) -> None:
     for attempt in range(6):
-        assert replace(store, attempt=attempt).download_newest(tmp_path / SLOTS[0]) is None
+        assert replace(store, attempt=attempt).download_newest_checkpoint(tmp_path / SLOTS[0]) is None
 
 
 @pytest.mark.parametrize("errors", [(), (RankLostError("rank 1 was killed by SIGKILL", recoverable=True),)])
@@ -83,7 +83,7 @@ def test_two_attempts_that_had_time_to_save_and_did_not_are_the_last(store: Chec
     end_attempts(store, tmp_path, range(2))
     for attempt in (0, 1):
         replace(store, attempt=attempt).write_note(TRAINED, text="it trained for 660 s, and no checkpoint came here")
-    replace(store, attempt=1).record_end(StoppedError("SIGTERM", step=0))
+    replace(store, attempt=1).record_attempt_end(StoppedError("SIGTERM", step=0))
     with pytest.raises(UserError, match="the last one: it trained for 660 s, and no checkpoint came here"):
         begun(replace(store, attempt=2), tmp_path / "2")
 

@@ -61,8 +61,8 @@ class TestInAPod:
 
     @staticmethod
     def attempt(folder: Path, work: Callable[[Path], object]) -> None:
-        with translate_errors_for_flyte(), retries.sync_checkpoints(PLATFORM, folder / "run") as record_start:
-            record_start()
+        with translate_errors_for_flyte(), retries.sync_checkpoints(PLATFORM, folder / "run") as record_attempt_start:
+            record_attempt_start()
             work(folder / "run" / UNFINISHED / FOLDER)
 
     @staticmethod
@@ -133,13 +133,13 @@ class TestInAPod:
     def test_sigterm_during_the_download_loses_no_checkpoint(
         self, project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        download = CheckpointStore.download_newest
+        download = CheckpointStore.download_newest_checkpoint
 
         def stop_and_download(store: CheckpointStore, path: Path) -> None:
             os.kill(os.getpid(), signal.SIGTERM)
             download(store, path)
 
-        monkeypatch.setattr(CheckpointStore, "download_newest", stop_and_download)
+        monkeypatch.setattr(CheckpointStore, "download_newest_checkpoint", stop_and_download)
         with pytest.raises(FlyteRecoverableException, match="will go on from its last checkpoint"):
             self.attempt(tmp_path / "0", lambda _: None)
         assert names(project / "run", STARTED) == []
