@@ -124,8 +124,7 @@ def read_config(path: str) -> Config:
 def fetch_launch_plan(remote: FlyteRemote, name: str, version: str | None) -> FlyteLaunchPlan:
     """Query the cluster, and return the launch plan of this version; without a version the active one, else the newest.
 
-    Raises a UserError that lists the choices if there is no such project, launch plan or version, or if nothing is
-    registered.
+    Raises a UserError that lists the choices if project, launch plan or version are missing, or if none is registered.
     """
     project, domain = remote.default_project, remote.default_domain
     try:

@@ -96,9 +96,8 @@ def pod_options(
 ) -> dict[str, Any]:
     """Return the options that every task has, for a pod whose limits are ``size``.
 
-    Without ``requests`` the pod requests its limits, so that it is not evicted for memory. ``template`` is the name of
-    a pod template in the cluster, by default FLYTE_DDP_POD_TEMPLATE; ``hours`` is the time limit of an attempt, by
-    default FLYTE_DDP_HOURS.
+    Without ``requests`` the pod requests its limits, so that it is not evicted for memory. ``template`` is a pod
+    template's name in the cluster, ``hours`` an attempt's time limit; else FLYTE_DDP_POD_TEMPLATE and FLYTE_DDP_HOURS.
     """
     return {
         "requests": flytekit_resources(requests or size),

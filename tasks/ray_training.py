@@ -67,7 +67,7 @@ def train_on_ray(hp: Hyperparameters, data: FlyteDirectory, run_version: str) ->
     """Train an image classifier on a Ray cluster that Flyte sets up for this task, with a GPU for each rank, or CPUs.
 
     Give the hyperparameters, the data and the run version that check_inputs returns. Returns accuracies, weights,
-    sidecar, report and metrics, as train_model does. A local run uses the cluster of RAY_ADDRESS, or starts one.
+    sidecar, report and metrics, as train_model does. A local run uses the cluster in RAY_ADDRESS, or a new one.
     """
     return training_outputs(train_in_run_folder(hp, data, run_version, launch_on_ray))
 

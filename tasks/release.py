@@ -91,8 +91,8 @@ def promote_challenger(
     """Store a judged model as a version, and make it the champion, unless another one was promoted since the judgement.
 
     Give the weights and sidecar of a run, and what judge_model returned. Writes the model's files and an entry of the
-    log to the registry, and copies the champion to wandb if that is online. Returns the model's version, the champion's
-    version, and the outcome in words.
+    log to the registry, and copies the champion to wandb if that is online. Returns the versions of the model and of
+    the champion, and the outcome.
     """
     return carry_out_verdict(model_state, sidecar, verdict, files, model_name)
 
@@ -105,7 +105,7 @@ def keep_champion(
     """Store a judged model as a version, and leave the champion as it is.
 
     Give the weights and sidecar of a run, and what judge_model returned. Writes the model's files to the registry.
-    Returns the model's version, the champion's version, and the outcome in words.
+    Returns the versions of the model and of the champion, and the outcome in words.
     """
     return carry_out_verdict(model_state, sidecar, verdict, files, model_name)
 
@@ -115,9 +115,9 @@ def keep_champion(
 def promote_version(model_name: str, version: str, reason: str) -> Released:
     """Make a stored version the champion, as the person who launched this says.
 
-    Give the model's name, the version (the SHA-256 of its weights), and the reason. Writes an entry of the log with the
-    reason and the author to the registry, and copies the champion to wandb if that is online. Returns the version, the
-    champion's version, and the outcome in words.
+    Give the model's name, the version (SHA-256 of its weights), and the reason. Writes an entry of the log with reason
+    and author to the registry, and copies the champion to wandb if that is online. Returns that version, the champion's
+    version, and the outcome.
     """
     registry = open_registry(model_name)
     entry = promotion.promote_version(registry, version, reason, by=author_name(), once=is_in_pod())
@@ -129,9 +129,8 @@ def promote_version(model_name: str, version: str, reason: str) -> Released:
 def roll_back_champion(model_name: str, reason: str) -> Released:
     """Make the champion before the present one the champion again.
 
-    Give the model's name and the reason. Writes an entry of the log with the reason and the author to the registry, and
-    copies the champion to wandb if that is online. Returns the version that is champion again, the champion's version,
-    and the outcome in words.
+    Give the model's name and the reason. Writes an entry of the log with reason and author to the registry, and copies
+    the champion to wandb if that is online. Returns that version, the champion's version, and the outcome.
     """
     registry = open_registry(model_name)
     return announce_champion(

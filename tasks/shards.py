@@ -40,8 +40,7 @@ def pack_shards(
     """Pack images into shards with an index: a folder of class/name.jpg, a data set by its name, or one's own.
 
     Give as source the folder, the name, or package.module:callable; the split (train or test) is of the last two. The
-    order of images is mixed by the seed, or with order="own" is that of the source. Returns a folder with the shards
-    and the index NAME.json.
+    seed mixes the images, or order="own" keeps their order. Returns a folder with the shards and the index NAME.json.
     """
     from flyte_ddp.datasets.packing import pack_source
 

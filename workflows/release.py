@@ -67,7 +67,7 @@ def release_wf(
 def promote_wf(model_name: str, version: str, reason: str) -> Released:
     """Make a stored version the champion. The log of the registry records who launched this, and the reason.
 
-    Returns the version, the champion's version, which is the same from now on, and the outcome in words.
+    Returns the version, the champion's version now, and the outcome in words.
 
     Args:
         model_name: Name of the model in the registry.
@@ -81,7 +81,7 @@ def promote_wf(model_name: str, version: str, reason: str) -> Released:
 def rollback_wf(model_name: str, reason: str) -> Released:
     """Take the last promotion back: the champion before it is the champion again.
 
-    Returns the version that is the champion from now on, the champion's version, and the outcome in words.
+    Returns the version that is the champion again, the champion's version now, and the outcome in words.
 
     Args:
         model_name: Name of the model in the registry.

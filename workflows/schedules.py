@@ -65,8 +65,7 @@ def make_launch_plans(
     """Make the launch plans of workflows from config/schedules.yaml, and return them by their names.
 
     Makes none if ``needs`` names an environment variable that is not set; a registration then prints to stderr which
-    plans are left out. Raises UserError if an entry of the file is wrong, whatever its workflow, or has one of the
-    names ``taken`` in the calling module.
+    are left out. Raises UserError if any entry of the file is wrong, or has one of the caller's names in ``taken``.
     """
     by_name = {workflow.short_name: workflow for workflow in workflows}
     schedules = [schedule for schedule in read_schedules() if schedule.workflow in by_name]
@@ -110,10 +109,9 @@ def make_launch_plan(schedule: Schedule, workflow: PythonFunctionWorkflow) -> La
 
 @cache
 def read_schedules(file: Path = FILE) -> list[Schedule]:
-    """Read the file and the presets that it names, check all entries, and return them; [] for an empty file.
+    """Read the file and the presets that it names, once in a process; check and return all entries; [] for no entries.
 
-    Reads once in a process. Raises UserError, which names the entry, if the file or a preset cannot be read, or an
-    entry is wrong.
+    Raises UserError, which names the entry, if the file or a preset cannot be read, or an entry is wrong.
     """
     label = f"{file.parent.name}/{file.name}"
     try:
@@ -173,8 +171,8 @@ def read_fields_key(entry: Mapping[str, Any], key: str, kind: type[Fields]) -> F
     """Return the hyperparameters or the policy under a key of an entry; fields that are left out have their defaults.
 
     A text as the value is the path of a JSON or YAML file, which is read. The file must be in the repository, as only
-    such a file is part of a registration's version. Raises UserError if it is elsewhere or cannot be read, or if a
-    value is refused.
+    such a file is part of a registration's version. Raises UserError if it is elsewhere or unreadable, or a value is
+    refused.
     """
     values = entry.get(key) or {}
     if isinstance(values, str):

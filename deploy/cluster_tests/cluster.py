@@ -163,9 +163,9 @@ class Cluster:
         return found
 
     def kubectl(self, *arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]:
-        """Run kubectl in the project's namespace, and return its result; once more if it takes over 30 s.
+        """Run kubectl in the project's namespace and return its result; CalledProcessError if it fails with ``check``.
 
-        The second run, as on a busy cluster, may take 60 s. With ``check``, raises CalledProcessError if kubectl fails.
+        If it takes over 30 s, as on a busy cluster, runs it once more, for up to 60 s.
         """
         command = ["kubectl", "--namespace", getattr(self, "namespace", "default"), *arguments]
         with suppress(subprocess.TimeoutExpired):

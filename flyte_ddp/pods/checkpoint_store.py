@@ -123,8 +123,7 @@ class CheckpointStore:
         """Return the newest readable checkpoint, of ``files`` or of the folder of ``path``; None if there is none.
 
         ``files`` are ordered, newest first. Downloads them in turn to ``path`` until one can be read or is as old as
-        that of the folder. Prints and raises what :meth:`download_newest_checkpoint` does, without regard to earlier
-        attempts.
+        the folder's. Prints and raises what :meth:`download_newest_checkpoint` does, but for earlier attempts.
         """
         # Only a pod whose ranks Elastic has restarted has checkpoints in its folder.
         newest, unreadable = checkpoint.verify_checkpoints(path.parent)
@@ -218,10 +217,9 @@ class CheckpointStore:
         self.retry_on_outage(self.folder, lambda _: self.write_note(STARTED, step))
 
     def upload_checkpoint(self, path: Path) -> None:
-        """Verify and upload a checkpoint, then delete those of this execution but the KEPT_CHECKPOINTS newest.
+        """Verify and upload a checkpoint, then delete this execution's but the KEPT_CHECKPOINTS newest. Does not retry.
 
-        Raises FileNotFoundError if there is no file ``path``, UnreadableError if the checkpoint is damaged, and
-        UnavailableError if the blob store refuses or does not answer at once.
+        Raises FileNotFoundError if there is no file ``path``, UnreadableError if it is damaged, and UnavailableError.
         """
         header = checkpoint.read_checkpoint(path)
         if header is None:

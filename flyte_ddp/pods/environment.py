@@ -32,7 +32,7 @@ REPORT_SECONDS = 5  # of a pod's time to stop, to report to the platform
 
 
 def pod_environment() -> dict[str, str]:
-    """Return the variables of every pod: profile, GPUs, nodes, settings, and the digest of the library's sources."""
+    """Return the variables of every pod, with a digest of the library's sources; UserError if a setting is wrong."""
     return {
         CODE_VARIABLE: package_digest(),
         PROFILE_VARIABLE: read_text(PROFILE_VARIABLE),
@@ -46,7 +46,7 @@ def training_environment() -> dict[str, str]:
     """Return the variables that a training pod is given: those of every pod, limits, settings, and wandb's secret.
 
     Half of the profile's grace period is for writing the last checkpoint, the other half for ending the ranks and
-    uploading the checkpoint. A variable that is set at registration replaces the value made here.
+    uploading it. A variable that is set at registration replaces the value made here. Raises UserError for a wrong one.
     """
     grace = chosen_profile().grace_seconds
     return {

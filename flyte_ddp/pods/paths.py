@@ -22,9 +22,9 @@ from flyte_ddp.settings import read_text, runs_folder
 
 
 def resolve_folder(name: str) -> Path:
-    """Return the path of a run's or data set's folder: in the runs folder, or in a pod in the pod's; do not make it.
+    """Return the path of a run's or data set's folder: in the runs folder, or in a pod in its pod_folder.
 
-    A token after an @ in the name is ignored.
+    Does not make the folder. A token after an @ in the name is ignored.
     """
     return (pod_folder() if is_in_pod() else runs_folder()) / name.partition("@")[0]
 

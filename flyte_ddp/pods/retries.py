@@ -45,8 +45,8 @@ def raise_retryable_errors(platform: Platform) -> Iterator[None]:
 
     Such exceptions are UnreachableError, StoppedError, SIGTERM, and a RankError with ``recoverable``. In the main
     thread, sets a handler of SIGTERM for the block. After any exception, unlocks the run folders that this thread has
-    reserved. Raises StoppedError for SIGTERM in a local run, and UserError in a pod with another copy of the library
-    than registered.
+    reserved. Raises StoppedError for SIGTERM in a local run, and UserError in a pod whose library is not the registered
+    one.
     """
     with signal_handlers({signal.SIGTERM: raise_sigterm}):
         try:
@@ -67,8 +67,7 @@ def raise_retryable_errors(platform: Platform) -> Iterator[None]:
 def explain_eviction(limit: str) -> str:
     """Return a clause for an error if Kubernetes evicts this pod, as its files take more disk than ``limit``; else "".
 
-    Adds up the files in the working directory and the temporary folder; gives up after COUNT_SECONDS. ``limit`` is a
-    Kubernetes quantity; "" stands for none.
+    Adds up files in working directory and temporary folder, for up to COUNT_SECONDS. ``limit`` "" stands for none.
     """
     if not limit:
         return ""
@@ -93,8 +92,7 @@ def sync_checkpoints(platform: Platform, run_folder: Path) -> Iterator[Callable[
     Yields a function that records the start of the ranks in the blob store: call it when the data are there. Defers
     SIGTERM during the download. A thread looks for new checkpoints every POLL_SECONDS. The end of the block uploads the
     last one, records how the attempt ended, and after a result deletes the project's files that nobody will continue,
-    for up to SWEEP_SECONDS. Raises what CheckpointStore.download_newest_checkpoint raises: a UserError or
-    UnreachableError.
+    for up to SWEEP_SECONDS. Raises UserError or UnreachableError as CheckpointStore.download_newest_checkpoint does.
     """
     if not is_in_pod():
         yield lambda: None
