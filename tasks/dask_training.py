@@ -36,8 +36,8 @@ def train_on_dask(hp: Hyperparameters, data: FlyteDirectory, run_version: str) -
     """Train an image classifier on a Dask cluster that Flyte sets up for this task, with a rank on each worker.
 
     Give the hyperparameters, the data and the run version that check_inputs returns. Returns accuracies, weights,
-    sidecar, report and metrics, as train_model does. A local run uses the cluster in DASK_SCHEDULER_ADDRESS, or a new
-    one.
+    sidecar, report and metrics, as train_model does. A local run uses the cluster in DASK_SCHEDULER_ADDRESS, or its
+    own.
     """
     return training_outputs(train_in_run_folder(hp, data, run_version, launch_on_dask))
 

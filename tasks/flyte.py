@@ -36,8 +36,7 @@ def remove_execution_id_outside_tasks() -> None:
     """Remove FLYTE_INTERNAL_EXECUTION_ID from the environment, unless Flyte executes a task in this process.
 
     So ``pyflyte run`` and notebooks of a person inside a pod, such as a workspace in the cluster, are local runs.
-    Flyte's pyflyte-execute has set the mode TASK_EXECUTION by now; Elastic's workers always have it, and inherit the
-    environment.
+    Flyte's pyflyte-execute has set the mode TASK_EXECUTION by now; Elastic's workers always have it.
     """
     state = FlyteContextManager.current_context().execution_state
     if state is None or state.mode is not ExecutionState.Mode.TASK_EXECUTION:

@@ -171,8 +171,7 @@ def read_fields_key(entry: Mapping[str, Any], key: str, kind: type[Fields]) -> F
     """Return the hyperparameters or the policy under a key of an entry; fields that are left out have their defaults.
 
     A text as the value is the path of a JSON or YAML file, which is read. The file must be in the repository, as only
-    such a file is part of a registration's version. Raises UserError if it is elsewhere or unreadable, or a value is
-    refused.
+    such a file is part of a registration's version. Raises UserError for another file, or if a value is refused.
     """
     values = entry.get(key) or {}
     if isinstance(values, str):

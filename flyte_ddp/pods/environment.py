@@ -46,7 +46,7 @@ def training_environment() -> dict[str, str]:
     """Return the variables that a training pod is given: those of every pod, limits, settings, and wandb's secret.
 
     Half of the profile's grace period is for writing the last checkpoint, the other half for ending the ranks and
-    uploading it. A variable that is set at registration replaces the value made here. Raises UserError for a wrong one.
+    uploading it. A variable that is set at registration replaces the value made here; UserError for a wrong one.
     """
     grace = chosen_profile().grace_seconds
     return {

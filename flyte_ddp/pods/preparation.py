@@ -23,8 +23,7 @@ def check_and_identify_run(
     Versions are names of folders, locally with @ and a token, which is written. Reads local data and model code; asks
     the origins of other data and of initial weights, in up to 4 tries. Raises UserError if a hyperparameter or a
     setting is wrong, an origin does not answer, or the runs folder cannot be written. ``engine`` is elastic, ray, dask,
-    or "" for training in one pod. ``kickoff_time`` is the tick of a schedule that always retrains, NO_SCHEDULE (now),
-    or None.
+    or "" for one pod. ``kickoff_time`` is the tick of a schedule that always retrains, NO_SCHEDULE for now, or None.
     """
     if not is_in_pod():
         check_wandb_variables()  # settings of pods were checked at registration

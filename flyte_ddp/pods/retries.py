@@ -45,8 +45,7 @@ def raise_retryable_errors(platform: Platform) -> Iterator[None]:
 
     Such exceptions are UnreachableError, StoppedError, SIGTERM, and a RankError with ``recoverable``. In the main
     thread, sets a handler of SIGTERM for the block. After any exception, unlocks the run folders that this thread has
-    reserved. Raises StoppedError for SIGTERM in a local run, and UserError in a pod whose library is not the registered
-    one.
+    reserved. Raises StoppedError for SIGTERM in a local run, and UserError in a pod with an unregistered library.
     """
     with signal_handlers({signal.SIGTERM: raise_sigterm}):
         try:
