@@ -251,11 +251,11 @@ class CheckpointStore:
         return RunFile(f"{self.folder}/{self.execution}", kind, self.attempt, step, epoch, int(time.time())).address
 
     def delete_older_checkpoints(self, kept: int) -> None:
-        """List and delete this execution's checkpoints but the ``kept`` newest; ignore a failure to delete."""
-        mine = [
-            file for file in self.list_files_newest_first() if (file.execution, file.kind) == (self.execution, SAVED)
-        ]
-        delete_run_files(mine[kept:])
+        """List and delete this execution's checkpoints but the ``kept`` newest; ignore that the blob store fails."""
+        with suppress(UnavailableError):
+            files = self.list_files_newest_first()
+            mine = [file for file in files if (file.execution, file.kind) == (self.execution, SAVED)]
+            delete_run_files(mine[kept:])
 
     def delete_abandoned_files(self, seconds: float) -> None:
         """Delete the files of all runs in this project and domain that nobody will continue; ignore all errors.

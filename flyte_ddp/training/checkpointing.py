@@ -103,6 +103,7 @@ class Checkpointer:
         self.job, self.state, self.recorder = job, state, recorder
         found = job.checkpoint
         self.slots = checkpoint.alternate_slots(job.run_folder / checkpoint.FOLDER, found.path if found else None)
+        self.slot = next(self.slots)  # the older of the two files
         self.saved_position = (found.step, found.epoch) if found else (0, 0)  # of the newest checkpoint
         self.write_lock = threading.Lock()
         self.wake = threading.Event()  # set when there is something to write, or at the end
@@ -175,8 +176,9 @@ class Checkpointer:
             "time": time.time(),
         }
         checkpoint.write_checkpoint(
-            next(self.slots), description, self.job.identity, metrics, lambda file: torch.save(snapshot.values, file)
+            self.slot, description, self.job.identity, metrics, lambda file: torch.save(snapshot.values, file)
         )
+        self.slot = next(self.slots)  # not after a failed write: it left this file as it was, the older of the two
 
     def _write_until_closed(self) -> None:
         """Write, until ``closed``, each waiting copy, or the current state after ``checkpoint_seconds`` without one."""
@@ -192,8 +194,9 @@ class Checkpointer:
     def _is_resumable(self, snapshot: Snapshot) -> bool:
         """Return whether losses and weights are finite, and torch.load(weights_only=True) takes the state_dict."""
         saved = snapshot.values["model"]
-        # A step that went wrong may show in the weights before it shows in a loss. A user's state_dict may leave out
-        # frozen parameters.
-        weights = (saved[name] for name, _ in self.state.model.named_parameters() if name in saved)
+        # A wrong step may show in the weights before it shows in a loss. Frozen weights may be infinite, as a mask is.
+        # A user's state_dict may have other names.
+        trained = (name for name, weight in self.state.model.named_parameters() if weight.requires_grad)
+        weights = (saved[name] for name in trained if name in saved)
         is_finite = not snapshot.values["saw_non_finite"] and all(bool(value.isfinite().all()) for value in weights)
         return is_finite and not find_refused_value(saved)

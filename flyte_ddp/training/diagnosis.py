@@ -104,7 +104,8 @@ def non_finite_loss_error(
     output that is not finite, in words; the error names it if all weights are finite.
     """
     # The weight nearest to the output is named, because its gradient was computed first.
-    broken = [name for name, parameter in model.named_parameters() if not bool(parameter.isfinite().all())]
+    trained = ((name, weight) for name, weight in model.named_parameters() if weight.requires_grad)
+    broken = [name for name, weight in trained if not bool(weight.isfinite().all())]
     where = f" (the first activation that was not finite is {activation})" if activation else ""
     if broken:
         where = f" (the first gradient that was not finite is that of {broken[-1]}, in step {update_step})"

@@ -119,9 +119,10 @@ class Recorder:
 
 
 def parameter_histograms(model: torch.nn.Module) -> dict[str, dict[str, list[float]]]:
-    """Return the counts and edges of 64 bins for each parameter's values, by name. Copies the parameters to the CPU."""
+    """Return counts and edges of 64 bins for each parameter's finite values, by name. Copies parameters to the CPU."""
     result = {}
     for name, parameter in model.named_parameters():
-        counts, edges = np.histogram(parameter.detach().float().cpu().numpy(), bins=HISTOGRAM_BINS)
+        values = parameter.detach().float().cpu().numpy()
+        counts, edges = np.histogram(values[np.isfinite(values)], bins=HISTOGRAM_BINS)
         result[name] = {"counts": counts.tolist(), "edges": edges.tolist()}
     return result

@@ -73,6 +73,18 @@ def test_a_new_execution_resumes_where_one_without_a_result_stopped(
     assert begun(replace(store, execution="three", from_scratch=True), tmp_path / "3") == 0
 
 
+def test_an_upload_counts_though_files_cannot_be_listed(
+    store: CheckpointStore, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_: str) -> list[storage.Entry]:
+        raise ForbiddenError("listing is not allowed")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(storage, "list_files", refuse)
+        store.upload_checkpoint(write(tmp_path / "a.ckpt", 5))
+    assert names(base) == ["one 0 5"]
+
+
 def cut(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-1])
 

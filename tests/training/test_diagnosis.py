@@ -22,6 +22,7 @@ from flyte_ddp.settings import Settings
 from flyte_ddp.training import training_state
 from flyte_ddp.training.diagnosis import LossWatch, nothing_learned_warning
 from flyte_ddp.training.optimisation import make_optimizer
+from flyte_ddp.training.recording import parameter_histograms
 
 QUIET = Settings(progress="off", wandb_mode="disabled", checkpoint_seconds=0.1)
 BAD_STEP = 17  # in the second epoch, of 14 steps
@@ -164,3 +165,11 @@ def test_random_predictions_know_how_common_classes_are() -> None:
     assert nothing_learned_warning(0.33, labels, 0.1, 0.0)  # the entropy is 0.325
     assert not nothing_learned_warning(0.30, labels, 0.1, 0.0)
     assert not nothing_learned_warning(0.0, torch.zeros(5, dtype=torch.int64), 0.1, 0.0)  # of a single class
+
+
+def test_histograms_leave_out_what_is_not_finite() -> None:
+    weights = torch.nn.Linear(4, 1, bias=False)
+    weights.weight.data = torch.tensor([[0.0, 1.0, float("inf"), float("nan")]])
+    [(_, histogram)] = parameter_histograms(weights).items()
+    assert sum(histogram["counts"]) == 2
+    assert (histogram["edges"][0], histogram["edges"][-1]) == (0.0, 1.0)
