@@ -150,7 +150,7 @@ def ours(state: TrainingState, recorder: Recorder) -> Iterator[int]:
 def resident(state: TrainingState, synchronised: bool) -> Iterator[int]:
     """Steps on one prepared batch, with or without communication; yields the global batch's number of samples."""
     size = state.hp.batch_size
-    images, labels, _ = state.training.gather(
+    images, labels, _ = state.training.load_batch(
         sampling.take_slice(state.training.order.samples(slice(0, size)), distributed.get_rank(), state.hp.num_ranks)
     )
     images = state.prepare_images(images)

@@ -16,7 +16,7 @@ import torch
 from benchmarks.measuring import Options, Result, Target
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import fetch, open_prepared
-from flyte_ddp.datasets.prepared import check_prepared
+from flyte_ddp.datasets.prepared import check_prepared_set
 from flyte_ddp.hardware import detect_hardware
 from flyte_ddp.loading import open_splits
 from flyte_ddp.settings import Settings
@@ -61,7 +61,7 @@ def start_up(hp: Hyperparameters, folder: Path) -> tuple[float, float]:
     """Seconds of the launcher and of a rank."""
     begin = time.perf_counter()
     prepared = fetch(hp.dataset, "", folder, progress="off")
-    check_prepared(prepared, hp, ranks=1, workers=1)
+    check_prepared_set(prepared, hp, ranks=1, workers=1)
     middle = time.perf_counter()
     settings = Settings(progress="off", cache_folder=folder / "cache", loader_threads=1)
     splits = open_splits(open_prepared(prepared), hp, detect_hardware(hp), torch.device("cpu"), settings)

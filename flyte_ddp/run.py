@@ -8,7 +8,7 @@ from pathlib import Path
 
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets.arrays import read_description
-from flyte_ddp.datasets.prepared import check_prepared
+from flyte_ddp.datasets.prepared import check_prepared_set
 from flyte_ddp.errors import StoppedError
 from flyte_ddp.hardware import Hardware, detect_hardware
 from flyte_ddp.launch import single, spawn
@@ -92,7 +92,7 @@ def run_training(
     launch = launch or (single.launch if hardware.num_ranks == 1 else spawn.launch)
     workers = settings.loader_threads or hardware.threads
     progress = Progress(settings.progress)
-    for warning in check_prepared(
+    for warning in check_prepared_set(
         data, hp, ranks=hardware.num_ranks, workers=workers, cache_bytes=settings.cache_bytes
     ):
         progress.print_note(warning)

@@ -106,7 +106,7 @@ def open_encoded_set(folder: Path) -> EncodedSet:
     missing or damaged.
     """
 
-    def open_source(dataset: str, split: str) -> ShardIndex | ImageList:
+    def open_split_source(dataset: str, split: str) -> ShardIndex | ImageList:
         """Return the shard index, or the list of image files, of the split "train" or "test" of ``kind:ADDRESS``."""
         if encoded_kind(dataset) != IMAGE_FOLDER:
             with pause_garbage_collector():
@@ -122,8 +122,8 @@ def open_encoded_set(folder: Path) -> EncodedSet:
     described = arrays.read_description(folder)
     with arrays.translate_damage_to_user_error(folder):
         classes, tests, left_out = tuple(described["classes"]), described["test_dataset"], described["left_out"]
-        train = open_source(described["name"], "train")
-        test = open_source(tests, "test") if tests else None
+        train = open_split_source(described["name"], "train")
+        test = open_split_source(tests, "test") if tests else None
         return EncodedSet(described["name"], classes, described["digest"], train, test)
 
 

@@ -10,16 +10,16 @@ from flyte_ddp.progress import Progress
 from flyte_ddp.storage.digest_list import SUMS
 
 
-def content_identity(source: str, asked_as: str = "data_source") -> str:
+def content_identity(source: str, hyperparameter: str = "data_source") -> str:
     """Return a SHA-256 (hex) that changes with the content of ``source``; "" for an empty ``source``.
 
     Reads a local file, or all files of a directory, whole. Lists object storage, asks a web server for ``SHA256SUMS``
     or the file's ETag, and downloads from it only without either; tries up to 4 times, and prints failures to stderr.
-    Raises a UserError if there is nothing or the source is unreachable; ``asked_as`` names the hyperparameter in it.
+    Raises a UserError if there is nothing or the source is unreachable; ``hyperparameter`` names the hyperparameter in it.
     """
     if not source:
         return ""
-    where, path = f"{asked_as}={source!r}", storage.local_path(source)
+    where, path = f"{hyperparameter}={source!r}", storage.local_path(source)
     if path is not None:
         if path.is_file():
             return digest_lines([file_digest(path)])
@@ -34,7 +34,7 @@ def content_identity(source: str, asked_as: str = "data_source") -> str:
         return storage.retry(source, identify, Progress().print_note)
     except storage.UnavailableError as failure:
         fix = "check the address, and that the server is up"
-        if asked_as == "data_source":
+        if hyperparameter == "data_source":
             fix += "; a directory on a web server needs a SHA256SUMS file in it"
         raise failure.to_user_error(f"{where}: cannot be read: {failure}; {fix}") from None
 

@@ -62,7 +62,7 @@ class ImageList:
                 advice = "run again to list what is there now"
             raise failure.to_user_error(f"image {address}: cannot be read ({failure}); {advice}") from None
 
-    def describe(self) -> list[str]:
+    def describe_images(self) -> list[str]:
         """Return lines for the user: how many images and classes there are, files left out, and warnings.
 
         Warns of a single class, and of classes that are named like splits.

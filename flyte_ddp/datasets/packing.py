@@ -51,7 +51,7 @@ def pack_image_folder(address: str, folder: Path, **options: Any) -> ShardIndex:
     :func:`flyte_ddp.shards.packing.pack_samples`. Raises a UserError if there are no images or they cannot be read.
     """
     images = list_images(address)
-    for line in images.describe():
+    for line in images.describe_images():
         Progress(options.get("progress", "auto")).print_note(line)
     keys = make_sample_keys(images.names)
 

@@ -30,7 +30,7 @@ def open_prepared(folder: Path) -> PreparedSet:
     return open_encoded_set(folder) if encoded else open_arrays(folder)
 
 
-def order_of_tests(data: PreparedSet) -> SampleOrder:
+def order_test_split(data: PreparedSet) -> SampleOrder:
     """Return the order of the test split: all of the test set, or else a tenth of the encoded images.
 
     The tenth is the same for each seed of a run.
@@ -54,7 +54,7 @@ def order_splits(data: PreparedSet, hp: Hyperparameters) -> dict[str, SampleOrde
 
     Validation gets ``hp.validation_fraction`` of the samples that are not in the test split.
     """
-    tests = order_of_tests(data)
+    tests = order_test_split(data)
     if isinstance(data, ImageArrays):
         samples = np.arange(len(data.train_labels), dtype=np.int32)
     elif isinstance(data.train, ShardIndex):
@@ -72,7 +72,7 @@ def order_splits(data: PreparedSet, hp: Hyperparameters) -> dict[str, SampleOrde
     return {"training": training, "validation": validation, "test": tests}
 
 
-def check_prepared(
+def check_prepared_set(
     folder: Path, hp: Hyperparameters, *, ranks: int, workers: int, cache_bytes: int | None = None
 ) -> list[str]:
     """Refuse a prepared data set that cannot be trained on; return lines for the user: contents, and warnings.
@@ -96,7 +96,7 @@ def check_prepared(
     if isinstance(data, ImageArrays):
         return []
     if isinstance(data.train, ImageList):
-        return data.train.describe() + (data.test.describe() if isinstance(data.test, ImageList) else [])
+        return data.train.describe_images() + (data.test.describe_images() if isinstance(data.test, ImageList) else [])
     if encoded_kind(hp.dataset) == "stream":
         assert isinstance(orders["training"], ShardOrder)
         left = int(np.count_nonzero(orders["training"].available))

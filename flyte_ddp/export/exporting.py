@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from flyte_ddp.datasets.arrays import ImageArrays
-from flyte_ddp.datasets.prepared import PreparedSet, order_of_tests
+from flyte_ddp.datasets.prepared import PreparedSet, order_test_split
 from flyte_ddp.errors import UnreachableError, install_hint
 from flyte_ddp.export.onnx_process import OnnxProcess
 from flyte_ddp.export.served import ServedModel
@@ -25,7 +25,7 @@ from flyte_ddp.hardware import count_cores
 from flyte_ddp.loading.cropping import crop_to_square
 from flyte_ddp.loading.decoding import DecodingError, Pixels
 from flyte_ddp.loading.encoded import Encoded, decode_or_refetch, map_samples
-from flyte_ddp.loading.opening import open_reader
+from flyte_ddp.loading.opening import open_image_reader
 from flyte_ddp.models import artifacts
 from flyte_ddp.settings import Settings
 
@@ -208,8 +208,8 @@ def read_test_images(data: PreparedSet, channels: int, settings: Settings) -> It
         for image in data.test_images:
             yield np.repeat(image, channels // image.shape[2], axis=2)
         return
-    order = order_of_tests(data)
-    with closing(open_reader(data.test_source, settings)) as images:
+    order = order_test_split(data)
+    with closing(open_image_reader(data.test_source, settings)) as images:
 
         def decode_or_none(sample: int, found: Encoded) -> Pixels | None:
             try:

@@ -26,7 +26,7 @@ class ArrayImages(ImageSource):
     augment: str = "none"  # kind of augmentation: none, crop or crop_flip
     seed: int = 0  # of the augmentation
 
-    def gather(self, samples: Indices, epoch: int | None = None) -> Batch:
+    def load_batch(self, samples: Indices, epoch: int | None = None) -> Batch:
         """Return these rows of the arrays as a batch; augmented if ``epoch`` is given."""
         if isinstance(self.images, Tensor):
             assert isinstance(self.labels, Tensor)

@@ -93,7 +93,7 @@ class EncodedImages(ImageSource):
     bad: BadSamples
     threads: int  # that decode
     device: torch.device
-    batches_ahead = 2  # enough to keep the threads busy while gather() waits for a batch
+    batches_ahead = 2  # enough to keep the threads busy while load_batch() waits for a batch
 
     def __post_init__(self) -> None:
         self.fetches_files = self.reader.fetches_files
@@ -112,7 +112,7 @@ class EncodedImages(ImageSource):
         """Start to fetch the files that hold these samples."""
         self.reader.prefetch_files(samples)
 
-    def gather(self, samples: Indices, epoch: int | None) -> Batch:
+    def load_batch(self, samples: Indices, epoch: int | None) -> Batch:
         """Return images uint8 [n, size, size, 3], labels int64 [n] on the device, and the samples' names as a batch.
 
         Starts to load the samples unless :meth:`prefetch_batch` has, and waits for the threads without a timeout.
@@ -157,7 +157,7 @@ class EncodedImages(ImageSource):
         and decoded in this thread. Adds a damaged sample to ``bad`` and ``replaced``. Raises a UserError if no sample
         can stand in, or there are too many bad samples.
         """
-        if loaded := self.decode_or_count(sample, encoded):
+        if loaded := self.decode_or_record(sample, encoded):
             return *loaded, encoded.key
         self.replaced.add(sample)
         for order in self.orders:
@@ -168,11 +168,11 @@ class EncodedImages(ImageSource):
         else:
             raise IndexError(f"sample {sample} is in no split")
         for other in [*others[place + 1 :].tolist(), *others[:place].tolist()]:
-            if loaded := self.decode_or_count(other, self.reader.read_sample(other)):
+            if loaded := self.decode_or_record(other, self.reader.read_sample(other)):
                 return *loaded, encoded.key
         raise UserError(f"{encoded.name}: neither this nor any of its {len(others) - 1} substitutes can be decoded")
 
-    def decode_or_count(self, sample: int, encoded: Encoded) -> tuple[Pixels, int] | None:
+    def decode_or_record(self, sample: int, encoded: Encoded) -> tuple[Pixels, int] | None:
         """Return pixels and label of a sample; None if its image is damaged: then add the sample to ``bad``."""
         if encoded.name in self.bad.names:
             return None
@@ -184,7 +184,7 @@ class EncodedImages(ImageSource):
 
     def read_label(self, sample: int) -> int:
         """Read a sample and return its label, even for a damaged image. Raises a UserError for a wrong label."""
-        return valid_label(self.reader.read_sample(sample), self.classes)
+        return require_valid_label(self.reader.read_sample(sample), self.classes)
 
     def facts(self) -> Facts:
         """Return the decoder's name, the bad samples, and how often each shard was fetched."""
@@ -246,12 +246,12 @@ def decode_checked_sample(reader: ImageReader, sample: int, encoded: Encoded, cl
 
     Raises a UserError for a label outside 0..classes-1, and a DecodingError for an image that is damaged at its source.
     """
-    valid_label(encoded, classes)
+    require_valid_label(encoded, classes)
     pixels, whole = decode_or_refetch(reader, sample, encoded)
-    return pixels, valid_label(whole, classes)
+    return pixels, require_valid_label(whole, classes)
 
 
-def valid_label(encoded: Encoded, classes: int) -> int:
+def require_valid_label(encoded: Encoded, classes: int) -> int:
     """Return the sample's label; raise a UserError if it is not in 0..classes-1."""
     if not 0 <= encoded.label < classes:
         raise UserError(

@@ -18,7 +18,7 @@ class Facts:
     bad: frozenset[str] = frozenset()  # names of samples that cannot be decoded
     fetched: Mapping[str, int] = field(default_factory=dict)  # how often each shard was fetched, by its address
 
-    def describe(self) -> list[str]:
+    def describe_facts(self) -> list[str]:
         """Return one sentence for each fact, for the report."""
         sentences = []
         if self.decoder:
@@ -43,7 +43,7 @@ def sum_facts(parts: Iterable[Facts]) -> Facts:
     return Facts(decoder, frozenset().union(*(part.bad for part in parts)), fetched)
 
 
-def combine_over_ranks(facts: Facts) -> Facts:
+def combine_facts_of_ranks(facts: Facts) -> Facts:
     """Return the combined facts of all ranks, on each rank. Collective: all ranks must call it."""
     return sum_facts(gather_objects(facts))
 
@@ -55,7 +55,7 @@ def refuse_too_many_bad_samples(facts: Facts, allowed: int) -> None:
     """
     if not allowed:
         return
-    bad = combine_over_ranks(facts).bad
+    bad = combine_facts_of_ranks(facts).bad
     if len(bad) > allowed:
         raise UserError(
             f"{join_few(bad)} cannot be decoded; there are {len(bad):,} such samples, more than bad_samples={allowed}; "

@@ -11,7 +11,7 @@ from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets.arrays import ImageArrays
 from flyte_ddp.datasets.encoded_set import EncodedSet
 from flyte_ddp.datasets.image_folder import ImageList
-from flyte_ddp.datasets.prepared import PreparedSet, no_samples_error, order_of_tests, order_splits
+from flyte_ddp.datasets.prepared import PreparedSet, no_samples_error, order_splits, order_test_split
 from flyte_ddp.hardware import Hardware, count_cores
 from flyte_ddp.loading.arrays import open_array_source
 from flyte_ddp.loading.encoded import BadSamples, EncodedImages, ImageReader
@@ -49,10 +49,10 @@ def open_splits(
     options: dict[str, Any] = {"size": side, "crop": hp.augment, "seed": hp.seed, "classes": classes}
     options |= {"bad": BadSamples(hp.bad_samples), "threads": threads, "device": device}
     in_train = [order for split, order in orders.items() if split != "test" or data.test is None]
-    train = EncodedImages(open_reader(data.train, settings, streams), orders=in_train, **options)
+    train = EncodedImages(open_image_reader(data.train, settings, streams), orders=in_train, **options)
     splits = {split: Split(train, order) for split, order in orders.items()}
     if data.test is not None:
-        tests = EncodedImages(open_reader(data.test, settings, streams), orders=[orders["test"]], **options)
+        tests = EncodedImages(open_image_reader(data.test, settings, streams), orders=[orders["test"]], **options)
         splits["test"] = Split(tests, orders["test"])
     if encoded_kind(hp.dataset) == "stream":
         assert isinstance(data.train, ShardIndex)
@@ -65,7 +65,7 @@ def open_splits(
     return Splits(**splits, shape=(side, side, 3))
 
 
-def open_tests(
+def open_test_split(
     data: EncodedSet, size: int, classes: int, bad: BadSamples, *, device: torch.device, settings: Settings
 ) -> Split:
     """Open the test split of encoded images alone, start its decoding threads, and return the split.
@@ -73,11 +73,11 @@ def open_tests(
     ``size`` is the side of the images in pixels. Samples that cannot be decoded are added to ``bad``. Raises a
     UserError if the split is empty.
     """
-    order = order_of_tests(data)
+    order = order_test_split(data)
     if not len(order):
         raise no_samples_error(data.name, "testing")
     images = EncodedImages(
-        open_reader(data.test_source, settings),
+        open_image_reader(data.test_source, settings),
         orders=[order],
         size=size,
         classes=classes,
@@ -88,7 +88,7 @@ def open_tests(
     return Split(images, order)
 
 
-def open_reader(source: ShardIndex | ImageList, settings: Settings, streams: int = 16) -> ImageReader:
+def open_image_reader(source: ShardIndex | ImageList, settings: Settings, streams: int = 16) -> ImageReader:
     """Return a reader of a list of image files, or of shards.
 
     It keeps at most ``2 * streams`` shards open, and fetches at most ``streams`` ahead into the cache of ``settings``.

@@ -32,12 +32,12 @@ class ImageSource:
     batches_ahead = 0  # how many batches to prefetch
     fetches_files = False  # True if whole files are fetched, so that prefetch_files() is useful
 
-    def gather(self, samples: Indices, epoch: int | None) -> Batch:
+    def load_batch(self, samples: Indices, epoch: int | None) -> Batch:
         """Load these samples as a batch on the device: augmented for this epoch, or unchanged if ``epoch`` is None."""
         raise NotImplementedError
 
     def prefetch_batch(self, samples: Indices, epoch: int | None) -> None:
-        """Start to load these samples for a later :meth:`gather` with the same arguments."""
+        """Start to load these samples for a later :meth:`load_batch` with the same arguments."""
 
     def prefetch_files(self, samples: Indices) -> None:
         """Start to fetch the files that hold these samples, which will be loaded later."""
@@ -60,11 +60,11 @@ class Split:
     def __len__(self) -> int:
         return len(self.order)
 
-    def gather(self, samples: Indices, epoch: int | None = None) -> Batch:
+    def load_batch(self, samples: Indices, epoch: int | None = None) -> Batch:
         """Load these samples as a batch on the device, and return it; augmented if ``epoch`` is given."""
-        return self.source.gather(samples, epoch)
+        return self.source.load_batch(samples, epoch)
 
-    def batches(self, batch_size: int, part: int, parts: int) -> Iterator[tuple[slice, Batch]]:
+    def load_evaluation_batches(self, batch_size: int, part: int, parts: int) -> Iterator[tuple[slice, Batch]]:
         """Yield a part of the split's batches, unaugmented, each with its slice of the split's order.
 
         The batches are divided into ``parts`` runs of consecutive batches, which need few shards; run number ``part``
@@ -73,26 +73,26 @@ class Split:
         numbers = take_slice(np.arange(-(-len(self) // batch_size)), part, parts).tolist()
         places = [slice(number * batch_size, min((number + 1) * batch_size, len(self))) for number in numbers]
         wanted = ((place, self.order.samples(place)) for place in places)
-        for place, samples in self.load_ahead(wanted, lambda item: [item[1]], None, batch_size):
-            yield place, self.gather(samples)
+        for place, samples in self.iterate_with_prefetch(wanted, lambda item: [item[1]], None, batch_size):
+            yield place, self.load_batch(samples)
 
-    def load_ahead(
+    def iterate_with_prefetch(
         self,
         items: Iterator[Item],
-        samples_of: Callable[[Item], Iterable[Indices]],
+        list_samples: Callable[[Item], Iterable[Indices]],
         epoch: int | None,
         batch_size: int,
     ) -> Iterator[Item]:
         """Yield items such as batches in order, while the source loads the next ones and fetches files of later ones.
 
-        ``samples_of`` returns the samples of an item that this rank loads, as one or more arrays, each for one call of
-        :meth:`gather`. ``epoch`` is the epoch of training that the items are for; None for an evaluation.
+        ``list_samples`` returns the samples of an item that this rank loads, as one or more arrays, each for one call of
+        :meth:`load_batch`. ``epoch`` is the epoch of training that the items are for; None for an evaluation.
         ``batch_size`` is the number of samples of an item over all ranks.
         """
 
         def begin_item(begin: Callable[[Indices], None], item: Item) -> Item:
             """Call ``begin`` with each array of the item's samples; return the item."""
-            for samples in samples_of(item):
+            for samples in list_samples(item):
                 begin(samples)
             return item
 
@@ -136,7 +136,7 @@ def describe_equal_pictures(split: Split, samples: Indices) -> str:
     Decoding may have lost what they show. Loads the samples as an evaluation does. Fewer than 8 samples give no
     warning: most may be equal by chance.
     """
-    batch = split.gather(samples)
+    batch = split.load_batch(samples)
     pixels = [image.tobytes() for image in batch.images.cpu().numpy()]
     [(commonest, count)] = Counter(pixels).most_common(1)
     if len(pixels) < 8 or count < 0.75 * len(pixels):

@@ -84,7 +84,7 @@ class StreamImages(ImageSource):
         self.samples: Iterator[tuple[Pixels, int]] | None = None  # the rank's stream, once it has begun
         self.last: tuple[bytes, Batch] | None = None  # the last batch, with the bytes of its numbers
 
-    def gather(self, samples: Indices, epoch: int | None) -> Batch:  # noqa: ARG002
+    def load_batch(self, samples: Indices, epoch: int | None) -> Batch:  # noqa: ARG002
         """Return the next ``len(samples)`` images uint8 [n, size, size, 3] and labels on the device.
 
         A second call with the same numbers returns the same batch. Starts the worker processes at the first call. Waits
@@ -133,7 +133,7 @@ def open_sample_stream(stream: RankStream) -> Iterator[tuple[Pixels, int]]:
     loader = wds.WebLoader(
         make_worker_pipeline(stream),
         batch_size=None,
-        collate_fn=keep_batch,
+        collate_fn=return_batch_unchanged,
         num_workers=stream.workers,
         multiprocessing_context="spawn" if stream.workers else None,
         persistent_workers=bool(stream.workers),
@@ -149,7 +149,7 @@ def open_sample_stream(stream: RankStream) -> Iterator[tuple[Pixels, int]]:
     return iter(mixed)
 
 
-def keep_batch(batch: Any) -> Any:
+def return_batch_unchanged(batch: Any) -> Any:
     """Return a worker's batch unchanged: NumPy arrays, which are sent through a pipe.
 
     A DataLoader's default converts them to tensors, which are sent through ``/dev/shm``. If ``/dev/shm`` is full (a

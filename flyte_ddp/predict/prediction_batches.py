@@ -15,7 +15,7 @@ from flyte_ddp.datasets.encoded_set import EncodedSet
 from flyte_ddp.datasets.image_folder import SUFFIXES, file_kind, is_image, join_kinds, list_visible_files
 from flyte_ddp.datasets.prepared import PreparedSet
 from flyte_ddp.errors import UserError
-from flyte_ddp.loading import cropping, open_tests
+from flyte_ddp.loading import cropping, open_test_split
 from flyte_ddp.loading.decoding import DecodingError, decode_image, decode_with_pillow
 from flyte_ddp.loading.encoded import BadSamples, EncodedImages
 from flyte_ddp.models.artifacts import MIDDLE
@@ -135,11 +135,11 @@ def read_encoded_batches(
             f"{model.describe_input()}; predict with a model that was trained on such images"
         )
     names = data.classes or model.classes
-    tests = open_tests(data, spec.height, len(names), bad, device=model.device, settings=model.settings)
+    tests = open_test_split(data, spec.height, len(names), bad, device=model.device, settings=model.settings)
     images = tests.source
     assert isinstance(images, EncodedImages)
     with closing(images):
-        for place, (pixels, labels, ids) in tests.batches(batch_size, 0, 1):
+        for place, (pixels, labels, ids) in tests.load_evaluation_batches(batch_size, 0, 1):
             samples = tests.order.samples(place)
             decoded = [sample not in images.replaced for sample in samples.tolist()]
             truths = [

@@ -38,7 +38,7 @@ def evaluate_split(
     # rank writes it, so the sum over the ranks is exact.
     table = torch.zeros(4, len(split), dtype=torch.float64, device=device)
     with torch.no_grad():  # not inference_mode: training could not use a tensor that a model keeps from an evaluation
-        for place, (pixels, labels, _) in split.batches(batch_size, rank(), world_size()):
+        for place, (pixels, labels, _) in split.load_evaluation_batches(batch_size, rank(), world_size()):
             logits = predict(pixels).double()
             table[0, place] = functional.cross_entropy(logits, labels, reduction="none")
             table[1, place] = logits.argmax(1).double()

@@ -18,7 +18,7 @@ from flyte_ddp.confusions import count_confusions
 from flyte_ddp.datasets.prepared import PreparedSet, resolve_class_names
 from flyte_ddp.errors import UserError
 from flyte_ddp.files import replace_file
-from flyte_ddp.loading.facts import combine_over_ranks, join_few
+from flyte_ddp.loading.facts import combine_facts_of_ranks, join_few
 from flyte_ddp.models import artifacts, zoo
 from flyte_ddp.models.initial_weights import skipped_tensor_names
 from flyte_ddp.parallel.batch_norm import has_per_rank_statistics
@@ -90,7 +90,7 @@ def write_outputs(job: Job, data: PreparedSet, state: TrainingState, recorder: R
     0 loads the kept weights into the trained model, seeds the random generators, reads the saved model to verify it,
     and prints a warning if nothing was learned. UserError if a file cannot be written, or lacks a part of the model.
     """
-    facts = combine_over_ranks(state.splits.facts())
+    facts = combine_facts_of_ranks(state.splits.facts())
     # Built on all ranks, because a user's model may wait for other ranks while it is built, such as for a download.
     # Built anew and not copied, because load_model will build it, too.
     new_model = zoo.build_model(job.hp.model, state.num_classes, state.spec)
@@ -141,7 +141,11 @@ def write_outputs(job: Job, data: PreparedSet, state: TrainingState, recorder: R
             "seconds": recorder.seconds_by_activity(),
             "samples_per_second": recorder.samples_in_all / max(recorder.training_seconds, 1e-9),
             "stopped": selection.stopped,
-            "notes": [*recorder.warnings, *list_notes(state, recorder.arithmetic, job.checkpoint), *facts.describe()],
+            "notes": [
+                *recorder.warnings,
+                *list_notes(state, recorder.arithmetic, job.checkpoint),
+                *facts.describe_facts(),
+            ],
         }
     )
 
@@ -152,7 +156,7 @@ def verify_saved_model(fresh: nn.Module, model_path: Path, sidecar: Mapping[str,
     Logits may differ by 0.1 % of the largest. Loads the weights' file into ``fresh``, the new model, and changes its
     device, type, evaluation mode and dropout layers. Reads the samples, and seeds the random generators.
     """
-    images = state.test.gather(state.test.order.samples(slice(0, min(VERIFIED_SAMPLES, len(state.test))))).images
+    images = state.test.load_batch(state.test.order.samples(slice(0, min(VERIFIED_SAMPLES, len(state.test))))).images
     artifacts.load_weights(fresh, model_path, sidecar)
     model = fresh.to(state.device).eval()
     make_dropout_rank_independent(model, state.this_pass)  # a user's model may use dropout in evaluations, too
@@ -183,7 +187,7 @@ def collect_predictions(state: TrainingState, test: Evaluation, rows: int) -> di
     worst = torch.where(wrong, test.losses, -torch.inf).topk(min(WORST_MISTAKES, int(wrong.sum()))).indices
     index = torch.cat([torch.arange(rows), worst]).numpy().astype(np.int32)
     samples = np.array([int(state.test.order.samples(slice(at, at + 1))[0]) for at in index.tolist()], dtype=np.int64)
-    images, _, names = state.test.gather(samples)
+    images, _, names = state.test.load_batch(samples)
     scores = torch.zeros(0, state.num_classes)
     if len(samples):  # no model gets an empty batch
         with torch.no_grad(), state.evaluation_mode():

@@ -90,7 +90,7 @@ def remaining_batches(state: TrainingState) -> Iterator[sampling.Indices]:
     def list_rank_samples(batch: sampling.Indices) -> list[sampling.Indices]:
         return [part.samples for part in split_for_rank(batch, hp.accumulation_steps)]
 
-    return training.load_ahead(wanted, list_rank_samples, epoch, hp.batch_size)
+    return training.iterate_with_prefetch(wanted, list_rank_samples, epoch, hp.batch_size)
 
 
 def train_step(state: TrainingState, recorder: Recorder, batch: sampling.Indices) -> None:
@@ -116,7 +116,7 @@ def compute_gradients(state: TrainingState, batch: sampling.Indices) -> Tensor:
     parts = split_for_rank(batch, hp.accumulation_steps)
     for part in parts:
         with state.clock("data"):
-            images, labels, _ = state.training.gather(part.samples, state.epoch)
+            images, labels, _ = state.training.load_batch(part.samples, state.epoch)
             images = state.prepare_images(images)
         with (
             state.clock("forward_backward"),
@@ -193,7 +193,7 @@ def compute_logits(state: TrainingState, model: Callable[[Tensor], Tensor], imag
 def repeat_forward(state: TrainingState, batch: sampling.Indices) -> None:
     """Load a step's samples and repeat its forward passes, for hooks on the modules. The caller disables gradients."""
     for part in split_for_rank(batch, state.hp.accumulation_steps):
-        images = state.training.gather(part.samples, state.epoch).images
+        images = state.training.load_batch(part.samples, state.epoch).images
         compute_logits(state, state.model, state.prepare_images(images), part)
 
 

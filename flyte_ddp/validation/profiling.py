@@ -9,12 +9,12 @@ from typing import NamedTuple
 import numpy as np
 
 from flyte_ddp.datasets.arrays import ImageArrays
-from flyte_ddp.datasets.prepared import PreparedSet, open_prepared, order_of_tests
+from flyte_ddp.datasets.prepared import PreparedSet, open_prepared, order_test_split
 from flyte_ddp.hardware import count_cores
 from flyte_ddp.loading.decoding import DecodingError, Pixels, open_with_pillow
 from flyte_ddp.loading.encoded import Encoded, decode_or_refetch, map_samples
 from flyte_ddp.loading.facts import FEW
-from flyte_ddp.loading.opening import open_reader
+from flyte_ddp.loading.opening import open_image_reader
 from flyte_ddp.order.sampling import Indices
 from flyte_ddp.settings import Settings
 from flyte_ddp.shards.index import ShardIndex
@@ -105,7 +105,7 @@ def add_split_to_profile(
 
 def sample_numbers(data: PreparedSet, split: str) -> Indices:
     """Return the numbers of the samples of the split "training", which includes validation, or "test", each once."""
-    order = order_of_tests(data)
+    order = order_test_split(data)
     tests = order.samples(slice(0, len(order)))
     if split == "test":
         return tests
@@ -139,7 +139,7 @@ def measure_samples(
         except DecodingError as error:
             return SampleFacts(encoded.name, encoded.label, failure=str(error))
 
-    with closing(open_reader(data.test_source if split == "test" else data.train, settings)) as source:
+    with closing(open_image_reader(data.test_source if split == "test" else data.train, settings)) as source:
         yield from map_samples(source, numbers, settings.loader_threads or count_cores(), decode_and_measure, AHEAD)
 
 

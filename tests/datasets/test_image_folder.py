@@ -19,7 +19,7 @@ from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import fetch, open_prepared
 from flyte_ddp.datasets.image_folder import SUFFIXES, list_images
 from flyte_ddp.datasets.packing import pack_image_folder, pack_images
-from flyte_ddp.datasets.prepared import check_prepared
+from flyte_ddp.datasets.prepared import check_prepared_set
 from flyte_ddp.errors import UserError
 from flyte_ddp.loading import decoding
 from flyte_ddp.shards.index import read_index
@@ -54,12 +54,12 @@ def test_other_files_are_counted_by_their_kinds(tmp_path: Path) -> None:
     )
     found = list_images(folder)
     assert list(found.names) == ["ant/1.jfif", "ant/2.PNG", "bee/1.avif"]
-    assert found.describe()[1:] == [expected]
+    assert found.describe_images()[1:] == [expected]
     tests = write_files(tmp_path / "tests", files_of({"ant": ["1.png"], "bee": ["1.png"]}))
     test_dataset = f"image_folder:{tests}"
     data = fetch(f"image_folder:{folder}", "", tmp_path / "data", test_dataset=test_dataset, progress="off")
     hp = Hyperparameters(dataset=f"image_folder:{folder}", test_dataset=test_dataset, validation_fraction=0.0)
-    said = check_prepared(data, hp, ranks=1, workers=1)
+    said = check_prepared_set(data, hp, ranks=1, workers=1)
     assert [line for line in said if "left out" in line] == [expected], "also of a folder that was listed before"
 
 

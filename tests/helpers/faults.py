@@ -144,6 +144,6 @@ if FAULT and dist.is_initialized():  # in a rank
     from flyte_ddp.runs import checkpoint
 
     passing("import")
-    before(Split, "gather", "data")
+    before(Split, "load_batch", "data")
     before(checkpoint, "write_checkpoint", "checkpoint")
     before(artifacts, "save_model", "results")

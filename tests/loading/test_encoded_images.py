@@ -76,7 +76,7 @@ def test_a_substitute_is_of_the_same_split_and_shard(load: Load) -> None:
         for shard in range(3):
             own = [sample for sample in samples if sample // 20 == shard]
             good = [sample for sample in own if sample % 2]
-            pixels, labels, _ = loading.gather(np.array(own), None)
+            pixels, labels, _ = loading.load_batch(np.array(own), None)
             expected = [min([other for other in good if other >= sample] or good) for sample in own]
             assert pixels[:, 4, 4, 0].tolist() == expected
             assert labels.tolist() == [sample % 10 for sample in expected]
@@ -98,14 +98,14 @@ def test_a_damaged_sample_is_decoded_once(load: Load) -> None:
     images = Images(bad={3})
     loading = load(images, [ListedOrder(np.arange(10))], bad=1)
     for _ in range(5):
-        assert loading.gather(np.array([2, 3, 9]), None)[0][:, 0, 0, 0].tolist() == [2, 4, 9]
+        assert loading.load_batch(np.array([2, 3, 9]), None)[0][:, 0, 0, 0].tolist() == [2, 4, 9]
     assert images.heals == {3: 1}
 
 
 def test_no_decodable_substitute_is_an_error(load: Load) -> None:
     loading = load(Images(bad={3, 4, 5}), [ListedOrder(np.array([3, 4, 5]))], bad=9)
     with pytest.raises(UserError, match=r"^sample 4: neither this nor any of its 2 substitutes can be decoded"):
-        loading.gather(np.array([4]), None)
+        loading.load_batch(np.array([4]), None)
 
 
 def test_images_of_a_store_are_asked_for_at_the_same_time(
@@ -116,7 +116,7 @@ def test_images_of_a_store_are_asked_for_at_the_same_time(
     server.files = {f"bucket/a/{number}.png": png(number) for number in range(16)}
     listed = list_images("s3://bucket")
     server.before_answer = threading.Barrier(16)
-    pixels = load(FileReader(listed), [ListedOrder(np.arange(16))], bad=0).gather(np.arange(16), None).images
+    pixels = load(FileReader(listed), [ListedOrder(np.arange(16))], bad=0).load_batch(np.arange(16), None).images
     assert sorted(pixels[:, 0, 0, 0].tolist()) == list(range(16))
 
 
@@ -126,7 +126,7 @@ def test_an_error_does_not_wait_for_what_is_being_read(load: Load) -> None:
     loading.prefetch_batch(np.array([2]), None)
     assert images.begun.wait(DEADLINE)
     with pytest.raises(UserError, match=r"^sample 1 cannot be decoded"):
-        loading.gather(np.array([1]), None)
+        loading.load_batch(np.array([1]), None)
     loading.close()
     assert not images.over.is_set()
     images.over.set()

@@ -24,7 +24,7 @@ from torchvision.transforms import v2
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import fetch, fingerprint
 from flyte_ddp.datasets.packing import pack_image_folder, pack_source
-from flyte_ddp.datasets.prepared import check_prepared
+from flyte_ddp.datasets.prepared import check_prepared_set
 from flyte_ddp.errors import RankError, UserError
 from flyte_ddp.json_lines import read_records
 from flyte_ddp.models import zoo
@@ -153,7 +153,7 @@ def test_training_alone_fetches_shards_of_s3_once(tmp_path: Path, monkeypatch: p
         data = fetch(hp.dataset, "", tmp_path / "data", test_dataset=hp.test_dataset, progress="off")
         size = max(path.stat().st_size for path in folder.glob("*.tar"))
         settings = quiet(tmp_path, cache_bytes=8 * size)
-        assert check_prepared(data, hp, ranks=2, workers=1, cache_bytes=settings.cache_bytes) == []
+        assert check_prepared_set(data, hp, ranks=2, workers=1, cache_bytes=settings.cache_bytes) == []
         result = run_training(hp, data, tmp_path / "run", settings)
     with np.load(result.run_folder / "predictions.npz") as kept:
         truth, _, samples = kept["confusion_counts"].T
@@ -176,7 +176,7 @@ def test_a_cache_that_is_too_small_is_a_warning_before_training(
     data = fetch(hp.dataset, "", tmp_path / "data", progress="off")
 
     def said(cache_bytes: int | None, hp: Hyperparameters = hp) -> list[str]:
-        return check_prepared(data, hp, ranks=2, workers=1, cache_bytes=cache_bytes)
+        return check_prepared_set(data, hp, ranks=2, workers=1, cache_bytes=cache_bytes)
 
     assert said(None) == said(whole) == said(whole, replace(hp, shuffle_shards=1000)) == []
     [caution] = said(8 * largest - 1)

@@ -105,7 +105,7 @@ def test_samples_are_mixed_beyond_shards_and_come_once_a_pass(tmp_path: Path) ->
 
     def labels(seed: int) -> list[list[int]]:
         images = StreamImages(options_of(tmp_path, classes=300, shuffle_buffer=100, seed=seed), torch.device("cpu"))
-        return [images.gather(samples, 0)[1].tolist() for samples in StreamOrder(1200).batches(0, 30)]
+        return [images.load_batch(samples, 0)[1].tolist() for samples in StreamOrder(1200).batches(0, 30)]
 
     batches = labels(0)
     assert batches == labels(0)  # a function of the seed
@@ -121,10 +121,10 @@ def test_the_same_batch_asked_for_again_is_the_same(shards: Path) -> None:
     """The diagnosis of a loss that is not finite computes a step twice."""
     images = StreamImages(options_of(shards), torch.device("cpu"))
     samples = np.arange(10)
-    first, again, following = (images.gather(numbers, 0)[0] for numbers in (samples, samples, samples + 10))
+    first, again, following = (images.load_batch(numbers, 0)[0] for numbers in (samples, samples, samples + 10))
     assert torch.equal(first, again)
     assert not torch.equal(first, following)
-    assert images.gather(np.arange(0), 0)[0].shape == (0, 8, 8, 3)
+    assert images.load_batch(np.arange(0), 0)[0].shape == (0, 8, 8, 3)
 
 
 def test_an_epoch_is_as_many_samples_as_there_are_in_whole_batches() -> None:
@@ -213,7 +213,7 @@ def test_samples_that_cannot_be_used_are_one_clear_error(
     options = options_of(tmp_path, classes=2, workers=workers, bad_samples=bad_samples)
     images = StreamImages(options, torch.device("cpu"))
     with pytest.raises(UserError, match=rf"^sample '\d+' in shard .*{said}") as caught:
-        images.gather(np.arange(3), 0)
+        images.load_batch(np.arange(3), 0)
     # The error, which is still held, holds no worker: whoever ends the run kills those left, for which torch raises.
     assert caught.tb is not None
     assert not multiprocessing.active_children()
@@ -239,7 +239,7 @@ def test_a_shard_that_cannot_be_had_is_one_clear_error(shards: Path) -> None:
     gone = ShardIndex("gone", [index.shards[0]._replace(url=str(shards / "gone.tar"))])
     images = StreamImages(options_of(shards, index=gone), torch.device("cpu"))
     with pytest.raises(UserError, match=r"gone\.tar: .*No such file"):
-        images.gather(np.arange(3), 0)
+        images.load_batch(np.arange(3), 0)
 
 
 @pytest.mark.slow

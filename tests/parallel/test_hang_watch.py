@@ -202,7 +202,7 @@ def test_the_host_does_not_wait_for_the_device_to_copy_a_batch(monkeypatch: pyte
     stream.samples = iter([(np.zeros((8, 8, 3), np.uint8), 0)] * 4)
     with copies:
         for source in (ArrayImages(images, labels, augment="crop_flip"), stream):
-            batch = source.gather(samples, 0)
+            batch = source.load_batch(samples, 0)
             assert (batch.images.device, batch.labels.device) == (META, META)
         TrainingPass().begin_pass(0, 0, samples, META)
     assert copies.found == [(True, True)] * 6  # rows; places of two axes; images and labels; keys

@@ -61,9 +61,9 @@ def test_metrics_are_the_same_on_any_number_of_ranks(tmp_path: Path) -> None:
 
 def test_a_sample_that_is_not_counted_once_is_an_error() -> None:
     class Twice(Split):
-        def batches(self, batch_size, part, parts):
-            yield from super().batches(batch_size, part, parts)
-            yield from super().batches(batch_size, part, parts)
+        def load_evaluation_batches(self, batch_size, part, parts):
+            yield from super().load_evaluation_batches(batch_size, part, parts)
+            yield from super().load_evaluation_batches(batch_size, part, parts)
 
     images, labels = torch.zeros(5, 1, 1, 1, dtype=torch.uint8), torch.zeros(5, dtype=torch.int64)
     split = Twice(ArrayImages(images, labels), ListedOrder(torch.arange(5, dtype=torch.int32).numpy()))

@@ -133,7 +133,7 @@ def test_the_host_prepares_a_batch_while_the_device_is_busy() -> None:
 
     def prepare() -> float:
         begin = time.monotonic()
-        arrays.gather(samples, 0)
+        arrays.load_batch(samples, 0)
         this_pass.begin_pass(0, 0, samples, device)
         this_pass.finish_pass()
         return time.monotonic() - begin
