@@ -50,8 +50,9 @@ def image_arrays(
     """Check arrays, lists or CPU tensors of images and labels, and return them as :class:`ImageArrays`.
 
     Images are uint8 [N, H, W, C], or [N, H, W] if grey; test images have the training images' height, width and
-    channels. Labels are whole numbers [N]: for each image the position of its class in ``classes``, the names of the
-    classes. ``name`` may stay empty in a callable that the hyperparameter ``dataset`` names.
+    channels. Labels are whole numbers [N], positions in ``classes``, the class names, which become Unicode's form NFC.
+    ``name`` may stay empty in a callable that the hyperparameter ``dataset`` names. The result shares memory with
+    arrays that need no conversion.
     Raises a UserError for another type or shape, a set without images, no classes, a class name that is not UTF-8, two
     names that differ only in Unicode's form, or a label that is not in 0..len(classes)-1.
     """
@@ -72,9 +73,10 @@ def image_arrays(
 
 
 def convert_images(name: str, values: Any) -> Images:
-    """Return ``values`` as images uint8 [N, H, W, C] in C order; [N, H, W] gets one channel. Copies only if necessary.
+    """Return ``values`` as images uint8 [N, H, W, C] in C order; [N, H, W] gets one channel.
 
-    Raises a UserError, which calls the array ``name``, for another type or shape.
+    Copies arrays only if they are in another order. Raises a UserError, which calls the array ``name``, for another
+    type or shape, for no images, and for axes that look like [N, C, H, W].
     """
     images = np.asarray(values)
     if images.dtype != np.uint8:
@@ -89,9 +91,10 @@ def convert_images(name: str, values: Any) -> Images:
 
 
 def convert_labels(name: str, values: Any, samples: int, classes: int) -> Labels:
-    """Return ``values`` as labels int64 [samples] of 0..classes-1. Copies only if necessary.
+    """Return ``values`` as labels int64 [samples] of 0..classes-1.
 
-    Raises a UserError, which calls the array ``name``, for another type, shape or value.
+    Copies arrays only if they are of another type or order. Raises a UserError, which calls the array ``name``, for
+    numbers that are not whole, another shape or another label.
     """
     labels = np.asarray(values)
     if labels.dtype.kind not in "iu":
@@ -110,8 +113,9 @@ def convert_labels(name: str, values: Any, samples: int, classes: int) -> Labels
 def channel_mean_and_std(images: Images) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Return mean and standard deviation of each channel of images uint8 [N, H, W, C], scaled to 0..1.
 
-    Exact but for the rounding to fp64, as the 256 values are counted. A constant channel gets the deviation 1, because
-    inputs are divided by it. Takes memory of about ten times CHUNK_BYTES (4 MiB), or of ten images if these are larger.
+    Counts each of the 256 values, so only the result is rounded (fp64). A constant channel gets the deviation 1,
+    because inputs are divided by it. Takes memory of about ten times CHUNK_BYTES (4 MiB), or of ten images if one is
+    larger than that.
     """
     rows = max(1, CHUNK_BYTES * len(images) // images.nbytes)  # images in a chunk
     chunks = [images[start : start + rows].reshape(-1, images.shape[3]) for start in range(0, len(images), rows)]
@@ -126,7 +130,7 @@ def channel_mean_and_std(images: Images) -> tuple[tuple[float, ...], tuple[float
 
 
 def arrays_sha256(arrays: ImageArrays, names: Sequence[str] = ARRAYS) -> str:
-    """Return the SHA-256 (hex) of the class names and of the arrays called ``names``: type, shape and values."""
+    """Return the SHA-256 (hex) of the class names, and of type, shape and values of the arrays called ``names``."""
     digest = hashlib.sha256(json.dumps(arrays.classes).encode())
     for name in names:
         array = getattr(arrays, name)
@@ -138,8 +142,8 @@ def arrays_sha256(arrays: ImageArrays, names: Sequence[str] = ARRAYS) -> str:
 def write_arrays(arrays: ImageArrays, folder: Path, origin: dict[str, str]) -> None:
     """Write a data set into an existing folder: one ``.npy`` file for each array, then ``dataset.json``.
 
-    ``dataset.json`` holds name, classes, mean, deviation, digests and the entries of ``origin``. Raises an OSError; its
-    errno tells a full disk.
+    Replaces files of these names. ``dataset.json`` holds name, classes, mean, standard deviation, digests and the
+    entries of ``origin``. Raises an OSError if a file cannot be written; its errno tells a full disk.
     """
     for name in ARRAYS:
         write_array(folder / f"{name}.npy", getattr(arrays, name))
@@ -194,9 +198,9 @@ def read_description(folder: Path) -> dict[str, Any]:
 
 @contextmanager
 def translate_damage_to_user_error(folder: Path) -> Iterator[None]:
-    """Raise a UserError for an OSError, EOFError, ValueError, KeyError or TypeError of the block.
+    """Raise a UserError in place of an OSError, EOFError, ValueError, KeyError or TypeError of the block.
 
-    The error says that the prepared ``folder`` is damaged, and advises to fetch it again.
+    The error says that the prepared ``folder`` is damaged, and advises to delete it and to fetch it again.
     """
     try:
         yield

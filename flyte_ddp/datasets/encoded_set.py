@@ -45,7 +45,8 @@ class EncodedSet:
 def list_encoded_set(dataset: str, test_dataset: str) -> EncodedSet:
     """Read the shard indexes, or list the image files, of ``dataset`` and ``test_dataset``; return the EncodedSet.
 
-    Tries up to 4 times. Raises a UserError if one cannot be read, is empty, or if both have different classes.
+    Reads no images. Reads or lists each address in up to 4 tries. Raises a UserError if that fails, there are no shards
+    or images, or both sets name different classes.
     """
     read = list_images if encoded_kind(dataset) == IMAGE_FOLDER else read_index
     train: Any = read(dataset.partition(":")[2])
@@ -61,11 +62,11 @@ def list_encoded_set(dataset: str, test_dataset: str) -> EncodedSet:
 
 
 def prepare_encoded_set(dataset: str, test_dataset: str, folder: Path) -> None:
-    """Write the indexes or file lists of a data set into an existing folder, and ``dataset.json`` last.
+    """Call :func:`list_encoded_set`, write the indexes or file lists into an existing folder, then ``dataset.json``.
 
-    Reads the first sample of each shard index. ``dataset.json`` holds names, classes, digests, and counts of files that
-    are no images. Raises a UserError as :func:`list_encoded_set` does, or for a first sample without image or label; an
-    OSError if a file cannot be written.
+    ``dataset.json`` holds names, classes, digests, and counts of files that are no images. Reads the first sample of
+    each data set in an index, in up to 4 tries. Raises a UserError as :func:`list_encoded_set` does, or if such a
+    sample cannot be read or lacks image or label; an OSError if a file cannot be written.
     """
     data = list_encoded_set(dataset, test_dataset)
     for index in (data.train, data.test):
@@ -102,12 +103,15 @@ def prepare_encoded_set(dataset: str, test_dataset: str, folder: Path) -> None:
 def open_encoded_set(folder: Path) -> EncodedSet:
     """Open a folder that :func:`prepare_encoded_set` wrote, and return its EncodedSet.
 
-    Lists of image files are memory-mapped, so all processes share one copy in memory. Raises a UserError if a file is
-    missing or damaged.
+    Lists of image files are memory-mapped, so all processes share one copy in memory. Turns Python's garbage collector
+    off while it reads an index. Raises a UserError if a file is missing or damaged.
     """
 
     def open_split_source(dataset: str, split: str) -> ShardIndex | ImageList:
-        """Return the shard index, or the list of image files, of the split "train" or "test" of ``kind:ADDRESS``."""
+        """Read the index of the split's shards from the folder, or memory-map its list of image files; return it.
+
+        ``dataset`` is ``kind:ADDRESS``, ``split`` is "train" or "test".
+        """
         if encoded_kind(dataset) != IMAGE_FOLDER:
             with pause_garbage_collector():
                 content = json.loads((folder / f"{split}.json").read_bytes())

@@ -19,10 +19,10 @@ from flyte_ddp.progress import MODES, Progress, format_size
 
 
 def find_dataset(dataset: str, source: str) -> PublishedSet | CustomSet | None:
-    """Return the published data set of that name, or a CustomSet for ``package.module:callable``.
+    """Return the published data set of that name, or a CustomSet for ``package.module:callable``, which is not checked.
 
-    Returns None for a data set of encoded images. Raises a UserError for an unknown name, or for encoded images with a
-    ``source``.
+    Returns None for shards, a stream or a folder of images. Raises a UserError for these with a ``source``, and for an
+    unknown name.
     """
     if encoded_kind(dataset):
         if source:
@@ -40,10 +40,10 @@ def find_dataset(dataset: str, source: str) -> PublishedSet | CustomSet | None:
 def fingerprint(dataset: str, source: str, test_dataset: str = "") -> str:
     """Return a short text, fit for a file name, that changes exactly when the content of the data does.
 
-    Downloads no images. For a published data set it covers the digests of the files, which a mirror's ``SHA256SUMS``
-    gives. For ``package.module:callable`` it covers the callable's source code, which is not imported, and the content
-    of ``source``. For shards it covers address and index, for a folder of images address and list of files. Tries
-    remote reads up to 4 times, and prints failures to stderr. Puts the working directory first on ``sys.path`` for
+    It covers: for a published data set the digests of its files, which ``SHA256SUMS`` at ``source`` can give; for
+    ``package.module:callable`` its source code, which is not imported, and the content of ``source`` (a local one is
+    read whole); for shards address and index; for a folder of images address and list of files. Tries remote reads up
+    to 4 times, and prints those of ``source`` that fail to stderr. Puts the working directory first on ``sys.path`` for
     ``package.module:callable``. Raises a UserError for an unknown data set, or a source that cannot be read.
     """
     definition = find_dataset(dataset, source)
@@ -62,14 +62,14 @@ def is_quickly_prepared(dataset: str) -> bool:
 def fetch(dataset: str, source: str, folder: Path, *, test_dataset: str = "", progress: str = "auto") -> Path:
     """Download a data set, verify it and write it into ``folder``, which appears complete or not at all.
 
-    Does nothing if ``folder`` already holds this data set of this source undamaged; replaces it if it is damaged or of
-    another release's format. Put the :func:`fingerprint` into the folder's name if the content of the source can
-    change. Tries each download up to 4 times. Imports and calls the code of ``package.module:callable``, and puts the
-    working directory first on ``sys.path`` for it.
+    Does nothing if ``folder`` already holds this data set of this source undamaged; replaces it if its arrays or lists
+    are damaged or of another release's format. Put the :func:`fingerprint` into the folder's name if the content of the
+    source can change. Tries each download up to 4 times. Imports and calls the code of ``package.module:callable``,
+    whose own errors are not caught, and puts the working directory first on ``sys.path`` for it.
 
     Args:
-        dataset: a name in ``DATASETS``, ``package.module:callable``, ``shards:...`` or ``image_folder:...``. Of the
-            last two only the index or the list of files is fetched, and the first sample of each index.
+        dataset: a name in ``DATASETS``, ``package.module:callable``, ``shards:...``, ``stream:...`` or
+            ``image_folder:...``. Of the last three only the index or the list of files is fetched, and a first sample.
         source: directory, or file://, s3:// or https:// mirror; no other place is tried then. If empty: a copy that the
             operating system has installed, then the public addresses.
         folder: destination; missing parents are created.
@@ -78,7 +78,7 @@ def fetch(dataset: str, source: str, folder: Path, *, test_dataset: str = "", pr
 
     Returns the absolute path of ``folder``, for :func:`flyte_ddp.datasets.open_prepared`. Raises a UserError for an
     unknown data set; a source that is unreachable, empty, damaged or altered; shards whose first sample has no image or
-    no label; a full disk; a folder that holds something else or cannot be written.
+    no label; a full disk; a folder that holds something else or no readable ``dataset.json``, or cannot be written.
     """
     if progress not in MODES:
         raise unknown_name_error("progress", progress, MODES)
@@ -116,9 +116,10 @@ def fetch(dataset: str, source: str, folder: Path, *, test_dataset: str = "", pr
 
 
 def holds_requested_data(folder: Path, dataset: str, requested: dict[str, str]) -> bool:
-    """Return whether ``folder`` holds this data set undamaged; False for a missing or empty folder.
+    """Return whether ``folder`` holds this data set, undamaged and in this release's format; False if missing or empty.
 
-    ``requested`` holds ``data_source`` and ``test_dataset``. Raises a UserError if the folder holds something else.
+    ``requested`` holds ``data_source`` and ``test_dataset``. Raises a UserError if the folder holds something else, or
+    no readable ``dataset.json``.
     """
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return False
@@ -132,7 +133,10 @@ def holds_requested_data(folder: Path, dataset: str, requested: dict[str, str]) 
 
 
 def is_whole(folder: Path) -> bool:
-    """Return whether a prepared data set can be opened and has this release's format; False for a missing folder."""
+    """Return whether a prepared data set can be opened and has this release's format; False for a missing folder.
+
+    Opens its files, but compares no digests.
+    """
     try:
         open_prepared(folder)
         return FORMAT.items() <= read_description(folder).items()
@@ -144,8 +148,8 @@ def is_whole(folder: Path) -> bool:
 def make_workspace_beside(folder: Path) -> Iterator[Path]:
     """Create a temporary folder beside ``folder``, on the same file system, and yield its path.
 
-    Removes it on exit, after any exception too, unless the block has renamed it. Creates missing parents. Raises a
-    UserError if the folder cannot be created.
+    Creates missing parents. After the block removes the temporary folder, unless it was renamed, and ignores errors of
+    the removal. Raises a UserError if the temporary folder cannot be created.
     """
     # Not tempfile.mkdtemp, whose folders other users cannot read.
     workspace = folder.with_name(f".{folder.name}.{secrets.token_hex(8)}")

@@ -13,9 +13,10 @@ from flyte_ddp.storage.digest_list import SUMS
 def content_identity(source: str, hyperparameter: str = "data_source") -> str:
     """Return a SHA-256 (hex) that changes with the content of ``source``; "" for an empty ``source``.
 
-    Reads a local file, or all files of a directory, whole. Lists object storage, asks a web server for ``SHA256SUMS``
-    or the file's ETag, and downloads from it only without either; tries up to 4 times, and prints failures to stderr.
-    Raises a UserError if there is nothing or the source is unreachable; ``hyperparameter`` names the hyperparameter in it.
+    Reads a local file, or all files of a directory, whole. Lists object storage. Asks a web server for ``SHA256SUMS``
+    or the file's ETag or time of change, and downloads the file only without these. Tries up to 4 times, and prints
+    failures to stderr. Raises a UserError, which names ``hyperparameter``, if ``source`` is missing, empty or
+    unreachable.
     """
     if not source:
         return ""
@@ -45,9 +46,10 @@ def digest_lines(lines: Iterable[str]) -> str:
 
 
 def hash_object_listing(source: str) -> str:
-    """Return the SHA-256 (hex) of name, size and ETag of all files under a prefix, or of the one file.
+    """Return the SHA-256 (hex) of name, size and ETag of all files under a prefix, or of the one file of that address.
 
-    Lists object storage once. Raises an UnavailableError; a MissingError if there is nothing.
+    Asks object storage for the file only if it lists nothing. Does not retry. Raises a MissingError if there is
+    nothing, an UnavailableError if the storage cannot be asked.
     """
     entries = list(storage.list_files(source))
     if not entries:
@@ -61,8 +63,8 @@ def hash_object_listing(source: str) -> str:
 def hash_http_content(source: str) -> str:
     """Return the SHA-256 (hex) of ``SHA256SUMS`` at the address, else of the file's size and ETag or time of change.
 
-    Downloads the file to hash its content if the server sends neither ETag nor time of change. Raises an
-    UnavailableError if the file cannot be read.
+    Downloads the file to hash its content if the server sends neither ETag nor time of change. Does not retry. Raises
+    an UnavailableError if the file cannot be read.
     """
     try:
         return hashlib.sha256(storage.read_file(storage.join(source, SUMS))).hexdigest()

@@ -41,7 +41,7 @@ class ImageList:
     def read_image(self, number: int) -> bytes:
         """Read an image file whole, in up to 4 tries, and return its bytes.
 
-        Raises a UserError if the file cannot be read, or is not the one that was listed.
+        Raises a UserError if the file cannot be read, or has changed since it was listed.
         """
         address, size, tag = self.image_address(number), int(self.sizes[number]), self.tags[number].decode()
 
@@ -63,9 +63,9 @@ class ImageList:
             raise failure.to_user_error(f"image {address}: cannot be read ({failure}); {advice}") from None
 
     def describe_images(self) -> list[str]:
-        """Return lines for the user: how many images and classes there are, files left out, and warnings.
+        """Return lines for the user: how many images and classes there are, which files were left out, and warnings.
 
-        Warns of a single class, and of classes that are named like splits.
+        Warns of several classes that are named like splits, or else of a single class.
         """
         where = f"image folder {self.address}:"
         counts = np.bincount(self.labels, minlength=len(self.classes)).tolist()
@@ -100,12 +100,12 @@ class ImageList:
 
 
 def list_images(address: str) -> ImageList:
-    """List the images below ``address``, in up to 4 tries, and return the list.
+    """List the images below ``address``, in up to 4 tries, and return the list. Reads no image.
 
-    As in torchvision's ImageFolder, the first folder of a name is the class. Leaves out hidden files and folders. Class
-    names are the folders' names in Unicode form NFC, so folders whose names differ only in form are one class.
-    Raises a UserError if the address cannot be listed, no image is in a class's folder, a class's folder has no images
-    (an empty folder counts on this machine only), or a folder's name is not UTF-8.
+    As in torchvision's ImageFolder, the first folder in a file's name is the class. Leaves out hidden files and
+    folders. Class names are the folders' names in Unicode form NFC, so folders whose names differ only in form are one
+    class. Raises a UserError if the address cannot be listed, no image is in a class's folder, a class's folder has no
+    images (an empty folder counts on this machine only), or a folder's name is not UTF-8.
     """
     where, files = f"image folder {address}", sorted(list_visible_files(address), key=lambda entry: entry.name)
     images = [entry for entry in files if "/" in entry.name and is_image(entry.name)]
@@ -141,10 +141,10 @@ def list_images(address: str) -> ImageList:
 
 
 def list_visible_files(address: str) -> list[storage.Entry]:
-    """List the files below a folder or prefix, in up to 4 tries. Follows links. Leaves out hidden ones and SHA256SUMS.
+    """List the files below a folder or prefix, in up to 4 tries; return their names, sizes and tags. Follows links.
 
-    Hidden files have a dot at the beginning of their name or of a folder's. Raises a UserError if the address cannot be
-    listed.
+    Leaves out SHA256SUMS, and hidden files: with a dot at the beginning of their name or of a folder's. Raises a
+    UserError if the address cannot be listed.
     """
     try:
         entries = storage.retry(address, lambda where: list(storage.list_files(where)))
@@ -161,9 +161,9 @@ def is_image(name: str) -> bool:
 
 
 def file_kind(name: str) -> str:
-    """Return a file's kind for the user: its extension, such as ``.heic``, or "without an extension".
+    """Return a file's kind as text for the user: its extension, such as ``.heic``, or "without an extension".
 
-    An image outside of all folders gets the addition "in no class's folder".
+    Adds "in no class's folder" for an image outside of all folders.
     """
     _, dot, extension = name.rpartition("/")[2].rpartition(".")
     kind = f".{extension.lower()}" if dot else "without an extension"

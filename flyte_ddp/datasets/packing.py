@@ -23,10 +23,11 @@ def pack_source(source: str, folder: Path, *, split: str = "train", **options: A
     """Pack a source into shards and their index in ``folder``; return the index.
 
     ``source`` is a name in ``catalog.DATASETS``, whose data are downloaded into a temporary folder; or
-    ``package.module:callable``, which returns a pair (training set, test set) of map-style data sets; or a folder or
-    prefix of images, which has no test split. ``options`` are keyword arguments of
-    :func:`flyte_ddp.shards.packing.pack_samples`. Prints progress to stderr. Raises a UserError for any other source or
-    split, or one that cannot be read; errors of the user's code go through.
+    ``package.module:callable``, which is imported, is called with "" and returns a pair (training set, test set) of
+    map-style data sets; or a folder or prefix of images, which is one split. ``split`` is "train" or "test".
+    ``options`` are keyword arguments of :func:`flyte_ddp.shards.packing.pack_samples`. Prints progress to stderr; puts
+    the working directory first on ``sys.path`` for a callable. Raises a UserError for any other source, a folder with
+    the split "test", or a source that cannot be read; does not catch other errors of the user's code.
     """
     if source in catalog.DATASETS:
         with tempfile.TemporaryDirectory(prefix="flyte-ddp.") as data:
@@ -47,8 +48,8 @@ def pack_source(source: str, folder: Path, *, split: str = "train", **options: A
 def pack_image_folder(address: str, folder: Path, **options: Any) -> ShardIndex:
     """Pack the files ``class/name.jpg`` below a path or prefix unchanged into ``folder``; return the shards' index.
 
-    Prints to stderr what the folder of images holds. ``options`` are keyword arguments of
-    :func:`flyte_ddp.shards.packing.pack_samples`. Raises a UserError if there are no images or they cannot be read.
+    Lists the files and reads each in up to 4 tries; prints to stderr what there is. ``options`` are keyword arguments
+    of :func:`flyte_ddp.shards.packing.pack_samples`. Raises a UserError if there are no images or they cannot be read.
     """
     images = list_images(address)
     for line in images.describe_images():
@@ -83,11 +84,11 @@ def make_sample_keys(names: Iterable[str]) -> list[str]:
 def pack_images(samples: Any, folder: Path, *, classes: Sequence[str] = (), **options: Any) -> ShardIndex:
     """Pack a map-style data set of (image, label), such as torchvision's, as lossless PNG; return the shards' index.
 
-    ``samples`` has ``len()`` and gives (image, label) for each index; threads ask it one after the other. Images have
-    the types that :func:`flyte_ddp.datasets.custom.arrays_from_result` accepts, and any size. ``classes`` are the class
-    names; default: the attribute ``classes`` of ``samples``, if it has one. ``options`` are keyword arguments of
+    ``samples`` has ``len()`` and gives (image, label) for each index; up to 32 threads read it, one at a time. Images
+    have the types that :func:`flyte_ddp.datasets.custom.arrays_from_result` accepts, and any size. ``classes`` are the
+    class names; default: the attribute ``classes`` of ``samples``, if it has one. ``options`` are keyword arguments of
     :func:`flyte_ddp.shards.packing.pack_samples`.
-    Raises a UserError if ``samples`` is not a map-style data set of images, or a sample cannot be read.
+    Raises a UserError if ``samples`` is not a map-style data set of images, or a sample raises an OSError.
     """
     from PIL import Image
 
@@ -96,8 +97,11 @@ def pack_images(samples: Any, folder: Path, *, classes: Sequence[str] = (), **op
     width = len(str(count - 1))
     one_at_a_time = threading.Lock()  # the user's data set need not be thread-safe
 
-    def make_sample(number: int) -> tuple[str, Members]:
-        """Return key, PNG and label of a sample."""
+    def make_png_sample(number: int) -> tuple[str, Members]:
+        """Read a sample while no other thread does, and return its key with PNG and label by extension.
+
+        Raises a UserError if it raises an OSError or is no image with a label, or the image has not 1, 3 or 4 channels.
+        """
         try:
             with one_at_a_time:
                 pixels, label = convert_sample(what, number, samples[number])
@@ -110,4 +114,4 @@ def pack_images(samples: Any, folder: Path, *, classes: Sequence[str] = (), **op
         return f"{number:0{width}d}", {".png": buffer.getvalue(), ".cls": str(label).encode()}
 
     named = classes or getattr(samples, "classes", ())
-    return pack_samples(make_sample, count, folder, classes=[str(label) for label in named], **options)
+    return pack_samples(make_png_sample, count, folder, classes=[str(label) for label in named], **options)

@@ -38,19 +38,20 @@ class PublishedSet:
     system_folder: str = ""  # where a system or Python package installs the files
 
     def fingerprint(self, source: str) -> str:
-        """Return a name with a hash of the digests that the files must have.
+        """Return the set's name with a hash of the digests that its files must have.
 
-        Reads a mirror's ``SHA256SUMS`` with retries. Raises a UserError as :meth:`read_mirror_digests` does.
+        Reads a mirror's ``SHA256SUMS`` in up to 4 tries, and prints failures to stderr. Raises a UserError as
+        :meth:`read_mirror_digests` does.
         """
         sums = self.read_mirror_digests(source, Progress())
         lines = (f"{name} {sums.get(name, known[0])}" for name, known in self.files.items())
         return f"{self.name}-{digest_lines(lines)[:16]}"
 
     def load(self, source: str, workspace: Path, progress: Progress) -> tuple[ImageArrays, str]:
-        """Download and verify the files with retries; return checked arrays, and the addresses of the files as text.
+        """Download and verify the files; return checked arrays, and the addresses that served them as text.
 
-        Downloads into ``workspace/raw``, and removes it after reading. Raises a UserError if a file cannot be had or
-        holds something else.
+        Tries the addresses of a file in up to 4 rounds. Downloads into ``workspace/raw``, and removes it after reading,
+        but not after an error. Raises a UserError if a file cannot be had or holds something else.
         """
         sums = self.read_mirror_digests(source, progress)
         raw = workspace / "raw"
@@ -64,15 +65,16 @@ class PublishedSet:
         return arrays, " and ".join(dict.fromkeys(used))
 
     def download_file(self, name: str, source: str, sums: dict[str, str], folder: Path, progress: Progress) -> str:
-        """Download one file into ``folder`` with retries, verify its digest, and return the place it came from.
+        """Download one file into ``folder``, verify its digest, and return the folder or address it came from.
 
-        With a ``source`` only this mirror is tried. ``sums`` holds the mirror's SHA-256 by file name; if it is empty,
-        the published MD5 counts. Shows progress on stderr. Raises a UserError if no address serves the verified file.
+        Tries only ``source``; if it is empty, the system's copy and then the public addresses; up to 4 rounds. ``sums``
+        holds the mirror's SHA-256 by file name; if it is empty, the published MD5 counts. Shows progress on stderr.
+        Raises a UserError if no address serves the verified file.
         """
         algorithm, digests = ("sha256", (sums[name],)) if sums else ("md5", self.files[name])
 
         def download_and_verify(address: str) -> str:
-            """Download the file from one address, verify it, and return the address's folder.
+            """Download the file from one address, replace an earlier try, verify it, and return the address's folder.
 
             Raises an UnavailableError; an AlteredError for a wrong digest.
             """
@@ -105,10 +107,11 @@ class PublishedSet:
             ) from None
 
     def read_mirror_digests(self, source: str, progress: Progress) -> dict[str, str]:
-        """Return the SHA-256 of each file by a mirror's ``SHA256SUMS``; {} without a mirror or without that file.
+        """Return the SHA-256 of each file by name, from a mirror's ``SHA256SUMS``; {} without a mirror or that file.
 
-        A team can so serve its own data in the format of a published set. Retries, and shows failures on stderr. Raises
-        a UserError if the mirror is missing, or ``SHA256SUMS`` cannot be parsed or lacks one of the files.
+        With it a team can serve its own data in the format of a published set. Tries up to 4 times, and shows failures
+        on stderr. A web server's 403 counts as a missing file. Raises a UserError if a local mirror is missing, one
+        cannot be read, or ``SHA256SUMS`` cannot be parsed or lacks one of the files.
         """
         if not source:
             return {}
@@ -151,7 +154,7 @@ SKLEARN = importlib.util.find_spec("sklearn")  # found but not imported: the imp
 
 
 def read_digits_file(folder: Path) -> Arrays:
-    """Read scikit-learn's digits; return train images and labels, then test ones. Scales 0..16 to 0..255.
+    """Read scikit-learn's digits; return train images [N, 8, 8] and labels, then test ones. Scales 0..16 to 0..255.
 
     The first 1,500 images are for training, the last 297 for testing. One writer's digits are neighbours in the file,
     so most writers of the test set are not in the training set.
@@ -250,7 +253,7 @@ class BatchUnpickler(pickle.Unpickler):
 def read_cifar10_archive(folder: Path) -> Arrays:
     """Read CIFAR-10's archive; return train images [N, 32, 32, 3] and labels, then the test ones.
 
-    Raises a UserError for a damaged archive or another file.
+    Raises a UserError for a damaged archive, one that lacks a batch, or one whose pickles ask for more than arrays.
     """
     images, labels = {}, {}
     try:

@@ -27,7 +27,7 @@ class ArrayImages(ImageSource):
     seed: int = 0  # of the augmentation
 
     def load_batch(self, samples: Indices, epoch: int | None = None) -> Batch:
-        """Return these rows of the arrays as a batch; augmented if ``epoch`` is given."""
+        """Return these rows of the arrays as a batch on the arrays' device; augmented if ``epoch`` is given."""
         if isinstance(self.images, Tensor):
             assert isinstance(self.labels, Tensor)
             rows = copy_to_device(torch.from_numpy(samples), self.images.device)
@@ -43,9 +43,9 @@ class ArrayImages(ImageSource):
 def open_array_source(
     device: torch.device, images: NDArray[np.uint8], labels: NDArray[np.int64], augment: str = "none", seed: int = 0
 ) -> ArrayImages:
-    """Return the source of these arrays; copies them to ``device`` first if it is a GPU.
+    """Return an ArrayImages of these arrays; on a GPU it holds a copy on ``device``, on a CPU the arrays themselves.
 
-    ``augment`` is the kind of augmentation, ``seed`` its seed.
+    ``augment`` is the kind of augmentation (none, crop or crop_flip), ``seed`` the seed of its random numbers.
     """
     if device.type == "cpu":
         # A plain array of the same mapped memory: indexing an np.memmap is slower.

@@ -39,10 +39,11 @@ def draw_crops(seed: int, epoch: int, samples: Indices) -> NDArray[np.float64]:
 
 
 def random_crop(draws: NDArray[np.float64], height: int, width: int) -> Crop:
-    """Return the random part of a ``height`` x ``width`` image that these ``draws`` [DRAWS] select.
+    """Return the part of a ``height`` x ``width`` image that the random numbers ``draws`` [DRAWS] select.
 
     Each of ten proposals has an area and a ratio of width to height. The first proposal that fits into the image is
-    taken. If none fits, it is the middle of the image, in the allowed ratio that is nearest to the image's.
+    taken. If none fits, the middle of the image is taken, in the allowed ratio that is nearest to the image's. Half of
+    all parts are mirrored.
     """
     *proposals, vertical, horizontal, mirror = draws.tolist()
     low, high = math.log(RATIO[0]), math.log(RATIO[1])
@@ -64,7 +65,10 @@ def middle_crop(height: int, width: int) -> Crop:
 
 
 def resize_crop(pixels: Pixels, crop: Crop, size: int) -> Pixels:
-    """Return a part of an image uint8 [H, W, 3], resized to a square [size, size, 3] (bilinear, antialiased)."""
+    """Return the part ``crop`` of an image uint8 [H, W, 3], resized to a square [size, size, 3].
+
+    Resizes bilinearly with antialiasing, and mirrors the part if ``crop`` says so.
+    """
     part = np.ascontiguousarray(pixels[crop.top : crop.top + crop.height, crop.left : crop.left + crop.width])
     # unsqueeze by torch, not by NumPy: only with torch's strides is interpolate's result channels-last, too.
     channels_last = torch.from_numpy(part).unsqueeze(0).permute(0, 3, 1, 2)

@@ -28,17 +28,20 @@ class DecodingError(ValueError):
 
 
 def decode_image(content: bytes) -> Pixels:
-    """Decode an image file to upright RGB pixels. Transparent parts become white, 16-bit values their upper 8 bits.
+    """Decode an image file; return upright RGB pixels, white where transparent, with the upper 8 bits of 16-bit values.
 
-    Raises a DecodingError for bytes that are no image, a damaged image, more pixels than Pillow's limit, or pixels
-    without a known range (floating-point, 32-bit or signed).
+    Uses torchcodec if it can be imported, else Pillow. Raises a DecodingError for bytes that are no image, a damaged
+    image, more pixels than Pillow's limit, or pixels without a known range (floating-point, 32-bit or signed).
     """
     return choose_decoder()(content)
 
 
 @functools.cache
 def choose_decoder() -> Callable[[bytes], Pixels]:
-    """Return the decoding function: torchcodec's if it can be imported, else Pillow's. Tries only once in a process."""
+    """Import torchcodec, and return the function that decodes with it; if that fails, the one that decodes with Pillow.
+
+    Tries once in a process: later calls return the same function.
+    """
     try:
         import torchcodec.decoders  # noqa: F401
     except (ImportError, RuntimeError, OSError):  # not installed, or built for another version of torch
@@ -92,7 +95,7 @@ def decode_with_pillow(content: bytes, mode: str = "RGB") -> NDArray[np.uint8]:
 
 
 def exif_orientation(image: Image.Image) -> int:
-    """Return the orientation in the image's EXIF data, 1 to 8; 1 (upright) if it is missing or damaged.
+    """Return the orientation stored in the image's EXIF data, normally 1 to 8; 1 (upright) if missing or damaged.
 
     Pillow's ``exif_transpose`` would fail if an entry has a wrong type, and read XMP, which torchcodec does not. Pillow
     itself turns a TIFF upright when it loads it.
@@ -112,8 +115,8 @@ def exif_orientation(image: Image.Image) -> int:
 def open_with_pillow(content: bytes) -> Iterator[Image.Image]:
     """Open an image file with Pillow, and yield the image, of which only the header is read.
 
-    Raises a DecodingError for Pillow's errors, in the block too: bytes that are no image, a damaged image, or more
-    pixels than Pillow's limit.
+    Scales a PNG's transparent colour to 8 bits. Raises a DecodingError for bytes that are no image, a damaged image,
+    more pixels than Pillow's limit, and in place of an OSError, EOFError, ValueError or SyntaxError of the block.
     """
     from PIL import Image, UnidentifiedImageError
 

@@ -70,7 +70,7 @@ class BadSamples:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def add_sample(self, name: str, reason: str) -> None:
-        """Record a sample that cannot be decoded, once for each name. Raises a UserError if they exceed ``allowed``."""
+        """Record a sample that cannot be decoded, once for each name. Raises a UserError for over ``allowed`` names."""
         with self.lock:
             self.names[name] = reason
             count = len(self.names)
@@ -113,7 +113,7 @@ class EncodedImages(ImageSource):
         self.reader.prefetch_files(samples)
 
     def load_batch(self, samples: Indices, epoch: int | None) -> Batch:
-        """Return images uint8 [n, size, size, 3], labels int64 [n] on the device, and the samples' names as a batch.
+        """Return a batch of images uint8 [n, size, size, 3] and labels int64 [n] on the device, and the samples' names.
 
         Starts to load the samples unless :meth:`prefetch_batch` has, and waits for the threads without a timeout.
         Raises the first exception of a thread, such as a UserError for too many bad samples.
@@ -127,9 +127,9 @@ class EncodedImages(ImageSource):
         return Batch(images, labels, batch.names)
 
     def submit_batch(self, samples: Indices, epoch: int | None) -> tuple[Batch, list[Future[None]]]:
-        """Submit tasks of a few samples each to the threads; return the batch in CPU memory that they fill, and them.
+        """Start to read all samples, and submit tasks that decode up to 8 of them each; return the batch and the tasks.
 
-        Starts to read all samples. The batch is complete when all tasks are done.
+        The tasks fill the batch, which is in CPU memory (page-locked for a GPU), and complete when all tasks are done.
         """
         on_gpu = self.device.type == "cuda"
         images = torch.empty(len(samples), self.size, self.size, 3, dtype=torch.uint8, pin_memory=on_gpu)
@@ -151,11 +151,11 @@ class EncodedImages(ImageSource):
         return Batch(images, labels, names), tasks
 
     def load_image_or_substitute(self, sample: int, encoded: Encoded) -> tuple[Pixels, int, str]:
-        """Return pixels, label and key of a sample; for a damaged one pixels and label of the next good one.
+        """Return pixels, label and key of a sample; for a damaged one, pixels and label of another sample of its split.
 
-        ``encoded`` is the sample as it was read. The good one is of the same split, and of the same shard; it is read
-        and decoded in this thread. Adds a damaged sample to ``bad`` and ``replaced``. Raises a UserError if no sample
-        can stand in, or there are too many bad samples.
+        ``encoded`` is the sample as it was read. The other sample is the next good one, in shards of the same shard; it
+        is read and decoded in this thread. Adds damaged samples to ``bad``, and the sample to ``replaced``. Raises a
+        UserError if no other can be decoded, or there are too many bad samples.
         """
         if loaded := self.decode_or_record(sample, encoded):
             return *loaded, encoded.key
@@ -173,7 +173,10 @@ class EncodedImages(ImageSource):
         raise UserError(f"{encoded.name}: neither this nor any of its {len(others) - 1} substitutes can be decoded")
 
     def decode_or_record(self, sample: int, encoded: Encoded) -> tuple[Pixels, int] | None:
-        """Return pixels and label of a sample; None if its image is damaged: then add the sample to ``bad``."""
+        """Decode a sample; return pixels and label, or None if the image is damaged, which is recorded in ``bad``.
+
+        Decodes no sample that is in ``bad`` already. Raises a UserError for a wrong label or too many bad samples.
+        """
         if encoded.name in self.bad.names:
             return None
         try:
@@ -203,7 +206,7 @@ def map_samples(
     """Read samples, call ``use`` in threads with each sample's number and encoded image; yield its results in order.
 
     At most ``ahead`` samples are read or in use at a time; the files of up to ``2 * ahead`` samples are being fetched.
-    Raises the exceptions of reading and of ``use``. The threads end with the iterator.
+    Raises the exceptions of reading and of ``use``. The end of the iterator ends the threads, without waiting for them.
     """
 
     def start_reads() -> Iterator[tuple[int, Callable[[], Encoded]]]:
@@ -226,10 +229,10 @@ def limit_threads() -> None:
 
 
 def decode_or_refetch(reader: ImageReader, sample: int, encoded: Encoded) -> tuple[Pixels, Encoded]:
-    """Decode a sample that was read as ``encoded``; return its pixels, and the sample as read from an undamaged copy.
+    """Decode a sample that was read as ``encoded``; return its pixels, and the sample whose bytes were decoded.
 
-    If decoding fails, the cached copy of the file is checked, fetched again if damaged, and read once more. Raises a
-    DecodingError if the file is damaged at its source.
+    If decoding fails, removes the cached copy of the file if it is damaged, and reads and decodes the sample once more.
+    Raises a DecodingError if the file is damaged at its source, a UserError if it cannot be read again.
     """
     try:
         return decode_image(encoded.content), encoded
@@ -242,7 +245,7 @@ def decode_or_refetch(reader: ImageReader, sample: int, encoded: Encoded) -> tup
 
 
 def decode_checked_sample(reader: ImageReader, sample: int, encoded: Encoded, classes: int) -> tuple[Pixels, int]:
-    """Decode a sample, and return its pixels and label. Reads it again as :func:`decode_or_refetch` does.
+    """Decode a sample, and return its pixels and label. Reads and decodes it again as :func:`decode_or_refetch` does.
 
     Raises a UserError for a label outside 0..classes-1, and a DecodingError for an image that is damaged at its source.
     """

@@ -19,7 +19,7 @@ class Facts:
     fetched: Mapping[str, int] = field(default_factory=dict)  # how often each shard was fetched, by its address
 
     def describe_facts(self) -> list[str]:
-        """Return one sentence for each fact, for the report."""
+        """Return sentences for the report: the decoder, samples that were replaced, how many shards were fetched."""
         sentences = []
         if self.decoder:
             instead = "; torchcodec is not installed or cannot be loaded" if self.decoder == "Pillow" else ""
@@ -51,7 +51,7 @@ def combine_facts_of_ranks(facts: Facts) -> Facts:
 def refuse_too_many_bad_samples(facts: Facts, allowed: int) -> None:
     """Raise a UserError if all ranks together found more than ``allowed`` undecodable samples.
 
-    Collective: all ranks must call it. Does nothing if ``allowed`` is 0, because a rank then fails at its first one.
+    Collective: all ranks must call it. Does nothing if ``allowed`` is 0: then a rank fails at its first bad sample.
     """
     if not allowed:
         return

@@ -29,11 +29,11 @@ from flyte_ddp.shards.index import ShardIndex
 def open_splits(
     data: PreparedSet, hp: Hyperparameters, hardware: Hardware, device: torch.device, settings: Settings
 ) -> Splits:
-    """Open training, validation and test split of a prepared data set for this rank, and return them.
+    """Open the training, validation and test split of a prepared data set for this rank, and return them.
 
-    Copies arrays to the device if it is a GPU. Starts threads that decode encoded images, and at the first batch of a
-    stream worker processes; :meth:`Splits.close` ends them. Takes rank and world size from the process group, if there
-    is one.
+    Copies arrays to the device if it is a GPU. Threads that decode encoded images, and worker processes of a stream,
+    start at the first batch; :meth:`Splits.close` ends them. Takes rank and world size from the process group (0 and 1
+    without).
     """
     orders = order_splits(data, hp)
     if isinstance(data, ImageArrays):
@@ -68,7 +68,7 @@ def open_splits(
 def open_test_split(
     data: EncodedSet, size: int, classes: int, bad: BadSamples, *, device: torch.device, settings: Settings
 ) -> Split:
-    """Open the test split of encoded images alone, start its decoding threads, and return the split.
+    """Open the test split of encoded images alone, and return it. Its decoding threads start at the first batch.
 
     ``size`` is the side of the images in pixels. Samples that cannot be decoded are added to ``bad``. Raises a
     UserError if the split is empty.
@@ -89,9 +89,10 @@ def open_test_split(
 
 
 def open_image_reader(source: ShardIndex | ImageList, settings: Settings, streams: int = 16) -> ImageReader:
-    """Return a reader of a list of image files, or of shards.
+    """Return a reader of a list of image files, or of shards. Reads nothing yet.
 
-    It keeps at most ``2 * streams`` shards open, and fetches at most ``streams`` ahead into the cache of ``settings``.
+    A reader of shards keeps at most ``2 * streams`` of them open, and fetches at most ``streams`` ahead into the cache
+    of ``settings``.
     """
     if isinstance(source, ImageList):
         return FileReader(source)

@@ -65,10 +65,10 @@ class Split:
         return self.source.load_batch(samples, epoch)
 
     def load_evaluation_batches(self, batch_size: int, part: int, parts: int) -> Iterator[tuple[slice, Batch]]:
-        """Yield a part of the split's batches, unaugmented, each with its slice of the split's order.
+        """Yield one share of the split's batches, unaugmented, each with its slice of the split's order.
 
-        The batches are divided into ``parts`` runs of consecutive batches, which need few shards; run number ``part``
-        is yielded. Later batches are loaded ahead.
+        The batches are divided into ``parts`` shares of consecutive batches, which need few shards; yields share
+        ``part``, counted from 0. Later batches are loaded ahead.
         """
         numbers = take_slice(np.arange(-(-len(self) // batch_size)), part, parts).tolist()
         places = [slice(number * batch_size, min((number + 1) * batch_size, len(self))) for number in numbers]
@@ -83,10 +83,10 @@ class Split:
         epoch: int | None,
         batch_size: int,
     ) -> Iterator[Item]:
-        """Yield items such as batches in order, while the source loads the next ones and fetches files of later ones.
+        """Yield ``items``, such as batches, in order; before each, start to load or fetch the samples of later items.
 
-        ``list_samples`` returns the samples of an item that this rank loads, as one or more arrays, each for one call of
-        :meth:`load_batch`. ``epoch`` is the epoch of training that the items are for; None for an evaluation.
+        ``list_samples`` returns the samples of an item that this rank loads, as one or more arrays, each for one call
+        of :meth:`load_batch`. ``epoch`` is the epoch of training that the items are for; None for an evaluation.
         ``batch_size`` is the number of samples of an item over all ranks.
         """
 
@@ -131,10 +131,10 @@ class Splits:
 
 
 def describe_equal_pictures(split: Split, samples: Indices) -> str:
-    """Return a warning if at least 3/4 of these ``samples`` of ``split`` are equal pictures, else "".
+    """Load ``samples`` of ``split``, unaugmented; return a warning if at least 3/4 are equal pictures, else "".
 
-    Decoding may have lost what they show. Loads the samples as an evaluation does. Fewer than 8 samples give no
-    warning: most may be equal by chance.
+    The cause may be a decoding that loses what pictures show. Fewer than 8 samples give no warning: most may be equal
+    by chance.
     """
     batch = split.load_batch(samples)
     pixels = [image.tobytes() for image in batch.images.cpu().numpy()]

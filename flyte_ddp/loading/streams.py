@@ -85,10 +85,11 @@ class StreamImages(ImageSource):
         self.last: tuple[bytes, Batch] | None = None  # the last batch, with the bytes of its numbers
 
     def load_batch(self, samples: Indices, epoch: int | None) -> Batch:  # noqa: ARG002
-        """Return the next ``len(samples)`` images uint8 [n, size, size, 3] and labels on the device.
+        """Return the stream's next ``len(samples)`` images uint8 [n, size, size, 3] and labels on the device, a batch.
 
-        A second call with the same numbers returns the same batch. Starts the worker processes at the first call. Waits
-        for them without a timeout. Raises their UserError.
+        A second call with the same numbers returns the same batch. Starts the worker processes at the first call, whose
+        first number selects the order. Waits for them without a timeout. Raises their UserError, and ends them after
+        any error.
         """
         key = samples.tobytes()
         if self.last is None or self.last[0] != key:
@@ -118,8 +119,8 @@ class StreamImages(ImageSource):
 def open_sample_stream(stream: RankStream) -> Iterator[tuple[Pixels, int]]:
     """Return an endless iterator of a rank's shuffled samples: images uint8 [size, size, 3] with their labels.
 
-    It starts the worker processes when it is first asked, waits for them without a timeout, and raises a UserError that
-    a worker raised. They end when the iterator is released.
+    The iterator starts the worker processes at the first sample, waits for them without a timeout, and raises a
+    UserError that a worker raised. The workers end when the iterator is released.
     """
     import webdataset as wds
 
@@ -165,9 +166,9 @@ def prepare_worker(_: int) -> None:
 
 
 def make_worker_pipeline(stream: RankStream) -> Any:
-    """Return a worker's endless pipeline, which reads its shards, shuffles, decodes, and yields small batches.
+    """Return a worker's endless pipeline, which reads its shards, shuffles, decodes, and yields batches of 16 samples.
 
-    A UserError is its last item.
+    If one of these steps raises a UserError, the pipeline yields that as its last item.
     """
     import webdataset as wds
 
@@ -196,7 +197,8 @@ def order_worker_shards(stream: RankStream) -> Iterator[tuple[int, int]]:
 def read_shard_samples(reader: ShardImages, shards: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int, Encoded]]:
     """Yield pass, sample number and encoded sample for all samples of each (pass, shard), in order.
 
-    Meanwhile a thread fetches the next shard. Raises a UserError if a shard cannot be had.
+    Reads a sample when it is asked for; meanwhile a thread fetches the next shard. Raises a UserError if a shard cannot
+    be had.
     """
     index = reader.reader.index
 
@@ -216,8 +218,9 @@ def decode_samples(
 ) -> Iterator[tuple[Pixels, int]]:
     """Decode and crop samples (pass, number, encoded image); yield images uint8 [size, size, 3] and labels.
 
-    Leaves out samples that cannot be decoded. Raises a UserError for more than ``bad_samples`` of them in this worker,
-    for a whole pass of them, and for a label that is no class's number.
+    Crops a random part if ``augment`` is "resized_crop", else the middle. Leaves out samples that cannot be decoded.
+    Raises a UserError for more than ``bad_samples`` of them in this worker, for a whole pass of them, and for a label
+    that is no class's number.
     """
     bad, failures_in_a_row = BadSamples(stream.hp.bad_samples), 0
     number, workers = worker_number_and_count()
