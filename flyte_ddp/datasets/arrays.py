@@ -51,10 +51,9 @@ def image_arrays(
 
     Images are uint8 [N, H, W, C], or [N, H, W] if grey; test images have the training images' height, width and
     channels. Labels are whole numbers [N], positions in ``classes``, the class names, which become Unicode's form NFC.
-    ``name`` may stay empty in a callable that the hyperparameter ``dataset`` names. The result shares memory with
-    arrays that need no conversion.
-    Raises a UserError for another type or shape, a set without images, no classes, a class name that is not UTF-8, two
-    names that differ only in Unicode's form, or a label that is not in 0..len(classes)-1.
+    ``name`` may stay empty in a callable that the hyperparameter ``dataset`` names. Raises a UserError for another type
+    or shape, a set without images, no classes, a class name that is not UTF-8, two names that differ only in Unicode's
+    form, or a label that is not in 0..len(classes)-1. Copies arrays only to convert them.
     """
     if not classes:
         raise UserError("classes=(): there must be a name for each class")
@@ -73,10 +72,9 @@ def image_arrays(
 
 
 def convert_images(name: str, values: Any) -> Images:
-    """Return ``values`` as images uint8 [N, H, W, C] in C order; [N, H, W] gets one channel.
+    """Return ``values`` as images uint8 [N, H, W, C] in C order (copied if they are not); [N, H, W] gets one channel.
 
-    Copies arrays only if they are in another order. Raises a UserError, which calls the array ``name``, for another
-    type or shape, for no images, and for axes that look like [N, C, H, W].
+    Raises a UserError, which calls the array ``name``, for another type or shape, such as [0, H, W, C] or [N, C, H, W].
     """
     images = np.asarray(values)
     if images.dtype != np.uint8:
@@ -91,10 +89,9 @@ def convert_images(name: str, values: Any) -> Images:
 
 
 def convert_labels(name: str, values: Any, samples: int, classes: int) -> Labels:
-    """Return ``values`` as labels int64 [samples] of 0..classes-1.
+    """Return ``values`` as labels int64 [samples] of 0..classes-1 in C order (copied if they are not).
 
-    Copies arrays only if they are of another type or order. Raises a UserError, which calls the array ``name``, for
-    numbers that are not whole, another shape or another label.
+    Raises a UserError, which calls the array ``name``, for numbers that are not whole, another shape or another label.
     """
     labels = np.asarray(values)
     if labels.dtype.kind not in "iu":
@@ -113,9 +110,9 @@ def convert_labels(name: str, values: Any, samples: int, classes: int) -> Labels
 def channel_mean_and_std(images: Images) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Return mean and standard deviation of each channel of images uint8 [N, H, W, C], scaled to 0..1.
 
-    Counts each of the 256 values, so only the result is rounded (fp64). A constant channel gets the deviation 1,
-    because inputs are divided by it. Takes memory of about ten times CHUNK_BYTES (4 MiB), or of ten images if one is
-    larger than that.
+    Counts how often each value occurs, so only the result is rounded (fp64). A constant channel gets the deviation 1,
+    because inputs are divided by it. Takes about ten times CHUNK_BYTES (4 MiB) of memory, or ten images if these are
+    larger.
     """
     rows = max(1, CHUNK_BYTES * len(images) // images.nbytes)  # images in a chunk
     chunks = [images[start : start + rows].reshape(-1, images.shape[3]) for start in range(0, len(images), rows)]

@@ -27,8 +27,8 @@ class CustomSet:
         """Return a name that changes with the source code of the callable and with the content of ``source``.
 
         Reads the user's code without importing it, and puts the working directory first on ``sys.path``. Reads a local
-        source whole; a remote one as :func:`content_identity` does, with network, up to 4 tries and messages on stderr.
-        Raises a UserError if there is no such module or source, or the source is unreachable.
+        source whole; a remote one as :func:`content_identity` does, in up to 4 tries with messages on stderr. Raises a
+        UserError if there is no such module or source, or the source is unreachable.
         """
         identity = digest_lines([self.spec, user_source_digest(self.spec), source, content_identity(source)])
         return f"{re.sub(r'[^A-Za-z0-9_.]', '-', self.spec)}-{identity[:16]}"
@@ -36,9 +36,8 @@ class CustomSet:
     def load(self, source: str, workspace: Path, progress: Progress) -> tuple[ImageArrays, str]:
         """Import the user's callable, call it with ``source``, and return checked arrays, and the call as text.
 
-        Puts the working directory first on ``sys.path``; shows on stderr what is read. Raises a UserError if the import
-        raises ImportError or SyntaxError, there is no such callable, or its result is wrong; does not catch other
-        errors of the user's code. Does not use ``workspace``.
+        Puts the working directory first on ``sys.path``; shows progress on stderr. Raises a UserError for a missing
+        callable, a failed import or a wrong result; the callable's other errors are not caught. Ignores ``workspace``.
         """
         del workspace  # the user's code chooses its own place for downloads
         arrays = arrays_from_result(self.spec, load_callable(self.spec)(source), progress)
@@ -49,11 +48,11 @@ def arrays_from_result(spec: str, result: Any, progress: Progress) -> ImageArray
     """Convert what the user's callable returned to checked :class:`ImageArrays` named ``spec``, and return them.
 
     ``result`` is an ``ImageArrays``, or a pair (training set, test set) of map-style data sets such as torchvision's,
-    with ``len()`` and items (image, label), all of which are read into memory. An image is a PIL image, a uint8 array
-    [H, W] or [H, W, C], or a uint8 tensor [H, W] or [C, H, W]. PIL images become 8-bit grey or RGB (the upper 8 of 16
-    bits), white where transparent. The class names are the training set's attribute ``classes``, or else "0", "1", "2"
-    and so on. ``progress`` displays what is read.
-    Raises a UserError that names ``spec`` for another result, image or label; does not catch errors of the data sets.
+    with ``len()`` and items (image, label), which are read into memory. An image is a PIL image, a uint8 array [H, W]
+    or [H, W, C], or a uint8 tensor [H, W] or [C, H, W]. PIL images become 8-bit grey or RGB (the upper 8 of 16 bits),
+    white where transparent. The class names are the training set's attribute ``classes``, or else "0", "1", "2", ...
+    ``progress`` shows it. Raises a UserError that names ``spec`` for another result, image or label; the sets' own
+    errors are not caught.
     """
     if not isinstance(result, ImageArrays) and not (isinstance(result, (tuple, list)) and len(result) == 2):
         raise UserError(
@@ -109,10 +108,9 @@ def map_style_length(set_name: str, samples: Any) -> int:
 
 
 def convert_sample(set_name: str, index: int, item: Any) -> tuple[Images, int]:
-    """Convert one item (image, label) of a map-style data set; return pixels uint8 [H, W, C] and an int label.
+    """Convert an item (image, label) of a map-style data set; return pixels uint8 [H, W, C] and an int label.
 
-    PIL images become 8-bit grey or RGB, white where transparent. Raises a UserError for other types. ``set_name`` and
-    ``index`` name the item in the error.
+    PIL images become 8-bit grey or RGB, white where transparent. Raises a UserError for other types of item ``index``.
     """
     try:
         image, label = item

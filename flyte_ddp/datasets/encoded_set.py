@@ -45,8 +45,7 @@ class EncodedSet:
 def list_encoded_set(dataset: str, test_dataset: str) -> EncodedSet:
     """Read the shard indexes, or list the image files, of ``dataset`` and ``test_dataset``; return the EncodedSet.
 
-    Reads no images. Reads or lists each address in up to 4 tries. Raises a UserError if that fails, there are no shards
-    or images, or both sets name different classes.
+    Reads no images. Tries up to 4 times. Raises a UserError if one cannot be read or is empty, or if classes differ.
     """
     read = list_images if encoded_kind(dataset) == IMAGE_FOLDER else read_index
     train: Any = read(dataset.partition(":")[2])
@@ -62,7 +61,7 @@ def list_encoded_set(dataset: str, test_dataset: str) -> EncodedSet:
 
 
 def prepare_encoded_set(dataset: str, test_dataset: str, folder: Path) -> None:
-    """Call :func:`list_encoded_set`, write the indexes or file lists into an existing folder, then ``dataset.json``.
+    """Read or list a data set, write its indexes or file lists into an existing folder, then ``dataset.json``.
 
     ``dataset.json`` holds names, classes, digests, and counts of files that are no images. Reads the first sample of
     each data set in an index, in up to 4 tries. Raises a UserError as :func:`list_encoded_set` does, or if such a
@@ -108,10 +107,7 @@ def open_encoded_set(folder: Path) -> EncodedSet:
     """
 
     def open_split_source(dataset: str, split: str) -> ShardIndex | ImageList:
-        """Read the index of the split's shards from the folder, or memory-map its list of image files; return it.
-
-        ``dataset`` is ``kind:ADDRESS``, ``split`` is "train" or "test".
-        """
+        """Read the split's shard index, or memory-map its image list; return it; ``dataset`` is ``kind:ADDRESS``."""
         if encoded_kind(dataset) != IMAGE_FOLDER:
             with pause_garbage_collector():
                 content = json.loads((folder / f"{split}.json").read_bytes())

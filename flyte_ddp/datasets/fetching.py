@@ -19,10 +19,9 @@ from flyte_ddp.progress import MODES, Progress, format_size
 
 
 def find_dataset(dataset: str, source: str) -> PublishedSet | CustomSet | None:
-    """Return the published data set of that name, or a CustomSet for ``package.module:callable``, which is not checked.
+    """Return the published data set of that name, or an unchecked CustomSet for ``package.module:callable``.
 
-    Returns None for shards, a stream or a folder of images. Raises a UserError for these with a ``source``, and for an
-    unknown name.
+    Returns None for shards, a stream or an image folder; these with a ``source`` and other names raise a UserError.
     """
     if encoded_kind(dataset):
         if source:
@@ -40,11 +39,11 @@ def find_dataset(dataset: str, source: str) -> PublishedSet | CustomSet | None:
 def fingerprint(dataset: str, source: str, test_dataset: str = "") -> str:
     """Return a short text, fit for a file name, that changes exactly when the content of the data does.
 
-    It covers: for a published data set the digests of its files, which ``SHA256SUMS`` at ``source`` can give; for
-    ``package.module:callable`` its source code, which is not imported, and the content of ``source`` (a local one is
-    read whole); for shards address and index; for a folder of images address and list of files. Tries remote reads up
-    to 4 times, and prints those of ``source`` that fail to stderr. Puts the working directory first on ``sys.path`` for
-    ``package.module:callable``. Raises a UserError for an unknown data set, or a source that cannot be read.
+    Covers the digests of a published set's files, which ``SHA256SUMS`` at ``source`` can give; the address and index of
+    shards; the address and file list of an image folder; for ``package.module:callable`` the source code, which is not
+    imported, and ``source``, hashed by :func:`content_identity`. Tries remote reads up to 4 times, and prints failed
+    reads of ``source`` to stderr. Puts the working directory first on ``sys.path`` for ``package.module:callable``.
+    Raises a UserError for an unknown data set, or a source that cannot be read.
     """
     definition = find_dataset(dataset, source)
     if definition is not None:
@@ -63,9 +62,10 @@ def fetch(dataset: str, source: str, folder: Path, *, test_dataset: str = "", pr
     """Download a data set, verify it and write it into ``folder``, which appears complete or not at all.
 
     Does nothing if ``folder`` already holds this data set of this source undamaged; replaces it if its arrays or lists
-    are damaged or of another release's format. Put the :func:`fingerprint` into the folder's name if the content of the
-    source can change. Tries each download up to 4 times. Imports and calls the code of ``package.module:callable``,
-    whose own errors are not caught, and puts the working directory first on ``sys.path`` for it.
+    are damaged, or its format is another release's. Put the :func:`fingerprint` into the folder's name if the content
+    of the source can change. Tries each download up to 4 times. Imports and calls the code of
+    ``package.module:callable``, whose own errors are not caught, and puts the working directory first on ``sys.path``
+    for it.
 
     Args:
         dataset: a name in ``DATASETS``, ``package.module:callable``, ``shards:...``, ``stream:...`` or
@@ -77,8 +77,8 @@ def fetch(dataset: str, source: str, folder: Path, *, test_dataset: str = "", pr
         progress: auto, bar, lines or off; printed to stderr.
 
     Returns the absolute path of ``folder``, for :func:`flyte_ddp.datasets.open_prepared`. Raises a UserError for an
-    unknown data set; a source that is unreachable, empty, damaged or altered; shards whose first sample has no image or
-    no label; a full disk; a folder that holds something else or no readable ``dataset.json``, or cannot be written.
+    unknown data set; a source that is unreachable, empty, damaged or altered; shards whose first sample lacks image or
+    label; a full disk; a folder that holds something else or no readable ``dataset.json``, or cannot be written.
     """
     if progress not in MODES:
         raise unknown_name_error("progress", progress, MODES)
@@ -118,8 +118,8 @@ def fetch(dataset: str, source: str, folder: Path, *, test_dataset: str = "", pr
 def holds_requested_data(folder: Path, dataset: str, requested: dict[str, str]) -> bool:
     """Return whether ``folder`` holds this data set, undamaged and in this release's format; False if missing or empty.
 
-    ``requested`` holds ``data_source`` and ``test_dataset``. Raises a UserError if the folder holds something else, or
-    no readable ``dataset.json``.
+    ``requested`` holds ``data_source`` and ``test_dataset``. Raises a UserError for other data or a bad
+    ``dataset.json``.
     """
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return False
@@ -133,10 +133,7 @@ def holds_requested_data(folder: Path, dataset: str, requested: dict[str, str]) 
 
 
 def is_whole(folder: Path) -> bool:
-    """Return whether a prepared data set can be opened and has this release's format; False for a missing folder.
-
-    Opens its files, but compares no digests.
-    """
+    """Return whether a prepared data set can be opened (digests are not compared) and has this release's format."""
     try:
         open_prepared(folder)
         return FORMAT.items() <= read_description(folder).items()
@@ -148,8 +145,7 @@ def is_whole(folder: Path) -> bool:
 def make_workspace_beside(folder: Path) -> Iterator[Path]:
     """Create a temporary folder beside ``folder``, on the same file system, and yield its path.
 
-    Creates missing parents. After the block removes the temporary folder, unless it was renamed, and ignores errors of
-    the removal. Raises a UserError if the temporary folder cannot be created.
+    Creates missing parents; raises a UserError if it cannot. Removes the folder after the block, unless it was renamed.
     """
     # Not tempfile.mkdtemp, whose folders other users cannot read.
     workspace = folder.with_name(f".{folder.name}.{secrets.token_hex(8)}")

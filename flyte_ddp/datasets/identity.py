@@ -14,9 +14,8 @@ def content_identity(source: str, hyperparameter: str = "data_source") -> str:
     """Return a SHA-256 (hex) that changes with the content of ``source``; "" for an empty ``source``.
 
     Reads a local file, or all files of a directory, whole. Lists object storage. Asks a web server for ``SHA256SUMS``
-    or the file's ETag or time of change, and downloads the file only without these. Tries up to 4 times, and prints
-    failures to stderr. Raises a UserError, which names ``hyperparameter``, if ``source`` is missing, empty or
-    unreachable.
+    or the file's ETag or time of change, and downloads the file only without these. Tries up to 4 times, prints
+    failures to stderr. Raises a UserError about ``hyperparameter`` for a missing, empty or unreachable ``source``.
     """
     if not source:
         return ""
@@ -48,8 +47,7 @@ def digest_lines(lines: Iterable[str]) -> str:
 def hash_object_listing(source: str) -> str:
     """Return the SHA-256 (hex) of name, size and ETag of all files under a prefix, or of the one file of that address.
 
-    Asks object storage for the file only if it lists nothing. Does not retry. Raises a MissingError if there is
-    nothing, an UnavailableError if the storage cannot be asked.
+    Asks for the file only if nothing is listed. Does not retry; raises an UnavailableError, such as a MissingError.
     """
     entries = list(storage.list_files(source))
     if not entries:
@@ -63,8 +61,7 @@ def hash_object_listing(source: str) -> str:
 def hash_http_content(source: str) -> str:
     """Return the SHA-256 (hex) of ``SHA256SUMS`` at the address, else of the file's size and ETag or time of change.
 
-    Downloads the file to hash its content if the server sends neither ETag nor time of change. Does not retry. Raises
-    an UnavailableError if the file cannot be read.
+    Downloads the file and hashes its content if the server sends neither. Does not retry. Raises an UnavailableError.
     """
     try:
         return hashlib.sha256(storage.read_file(storage.join(source, SUMS))).hexdigest()

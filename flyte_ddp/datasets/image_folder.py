@@ -46,7 +46,7 @@ class ImageList:
         address, size, tag = self.image_address(number), int(self.sizes[number]), self.tags[number].decode()
 
         def read_once(address: str) -> bytes:
-            """Read the file once. Raises an AlteredError if it is not the one that was listed."""
+            """Read the file once; return its bytes. Raises an UnavailableError, an AlteredError for a changed file."""
             content = storage.read_file(address, tag=tag if size >= 0 else "")
             if size < 0 and hashlib.sha256(content).hexdigest() != tag:
                 raise storage.AlteredError("does not have the SHA-256 of the list")
@@ -143,7 +143,7 @@ def list_images(address: str) -> ImageList:
 def list_visible_files(address: str) -> list[storage.Entry]:
     """List the files below a folder or prefix, in up to 4 tries; return their names, sizes and tags. Follows links.
 
-    Leaves out SHA256SUMS, and hidden files: with a dot at the beginning of their name or of a folder's. Raises a
+    Leaves out SHA256SUMS and hidden files: those with a dot at the beginning of their name or of a folder's. Raises a
     UserError if the address cannot be listed.
     """
     try:

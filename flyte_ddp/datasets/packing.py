@@ -20,14 +20,14 @@ from flyte_ddp.user_code import SPEC, load_callable
 
 
 def pack_source(source: str, folder: Path, *, split: str = "train", **options: Any) -> ShardIndex:
-    """Pack a source into shards and their index in ``folder``; return the index.
+    """Pack a source into shards and their index in ``folder``; return the index. Prints progress to stderr.
 
     ``source`` is a name in ``catalog.DATASETS``, whose data are downloaded into a temporary folder; or
     ``package.module:callable``, which is imported, is called with "" and returns a pair (training set, test set) of
     map-style data sets; or a folder or prefix of images, which is one split. ``split`` is "train" or "test".
-    ``options`` are keyword arguments of :func:`flyte_ddp.shards.packing.pack_samples`. Prints progress to stderr; puts
-    the working directory first on ``sys.path`` for a callable. Raises a UserError for any other source, a folder with
-    the split "test", or a source that cannot be read; does not catch other errors of the user's code.
+    ``options`` are keyword arguments of :func:`flyte_ddp.shards.packing.pack_samples`. For a callable puts the working
+    directory first on ``sys.path``. Raises a UserError for another source, the test split of a folder, or a source that
+    cannot be read; does not catch other errors of the user's code.
     """
     if source in catalog.DATASETS:
         with tempfile.TemporaryDirectory(prefix="flyte-ddp.") as data:
@@ -67,8 +67,7 @@ def pack_image_folder(address: str, folder: Path, **options: Any) -> ShardIndex:
 def make_sample_keys(names: Iterable[str]) -> list[str]:
     """Return a different key for each file: its name without the extension, with "%2E" for other dots.
 
-    A sample's key in a tar file ends at the first dot. If two files differ in their extension alone, the second one's
-    key ends with its extension.
+    A key in a tar file ends at the first dot. If files differ in the extension only, later keys get the extension, too.
     """
     keys: dict[str, None] = {}
     for name in names:
@@ -87,8 +86,8 @@ def pack_images(samples: Any, folder: Path, *, classes: Sequence[str] = (), **op
     ``samples`` has ``len()`` and gives (image, label) for each index; up to 32 threads read it, one at a time. Images
     have the types that :func:`flyte_ddp.datasets.custom.arrays_from_result` accepts, and any size. ``classes`` are the
     class names; default: the attribute ``classes`` of ``samples``, if it has one. ``options`` are keyword arguments of
-    :func:`flyte_ddp.shards.packing.pack_samples`.
-    Raises a UserError if ``samples`` is not a map-style data set of images, or a sample raises an OSError.
+    :func:`flyte_ddp.shards.packing.pack_samples`. Raises a UserError if ``samples`` is no map-style data set of images,
+    or raises an OSError.
     """
     from PIL import Image
 
@@ -98,9 +97,9 @@ def pack_images(samples: Any, folder: Path, *, classes: Sequence[str] = (), **op
     one_at_a_time = threading.Lock()  # the user's data set need not be thread-safe
 
     def make_png_sample(number: int) -> tuple[str, Members]:
-        """Read a sample while no other thread does, and return its key with PNG and label by extension.
+        """Read a sample while no other thread does; return its key, and PNG and label by extension.
 
-        Raises a UserError if it raises an OSError or is no image with a label, or the image has not 1, 3 or 4 channels.
+        Raises a UserError if reading raises an OSError, for other types, or for other than 1, 3 or 4 channels.
         """
         try:
             with one_at_a_time:

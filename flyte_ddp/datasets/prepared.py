@@ -52,8 +52,7 @@ def order_test_split(data: PreparedSet) -> SampleOrder:
 def order_splits(data: PreparedSet, hp: Hyperparameters) -> dict[str, SampleOrder]:
     """Return the orders of the splits by name: "training", "validation" and "test".
 
-    Validation gets ``hp.validation_fraction`` of the samples that are not in the test split; for a stream, whole
-    shards.
+    Validation gets ``hp.validation_fraction`` of the samples that are not in the test split (whole shards of a stream).
     """
     tests = order_test_split(data)
     if isinstance(data, ImageArrays):
@@ -79,10 +78,9 @@ def check_prepared_set(
     """Refuse a prepared data set that cannot be trained on; return lines for the user: contents, and warnings.
 
     To be called before ranks start. ``workers`` is the number of decoding threads or processes of each rank,
-    ``cache_bytes`` the limit of the shard cache (None: no limit).
-    Raises a UserError if the folder is damaged, the number of classes is unknown or not ``num_classes``, no samples are
-    left for training or testing, or a stream has too few shards, has weights or needs webdataset, which is not
-    installed.
+    ``cache_bytes`` the limit of the shard cache (None: no limit). Raises a UserError if the folder is damaged, the
+    number of classes is unknown or not ``num_classes``, no samples are left for training or testing, or a stream has
+    too few shards, has weights or needs webdataset, which is not installed.
     """
     data = open_prepared(folder)
     resolve_class_names(data.classes, hp)
@@ -108,10 +106,7 @@ def check_prepared_set(
 
 
 def cache_size_warnings(index: ShardIndex, hp: Hyperparameters, ranks: int, cache_bytes: int | None) -> list[str]:
-    """Return at most one warning, in a list: remote shards will be fetched again, because ``cache_bytes`` are too few.
-
-    Returns [] if all shards are on this machine, a shard's size is unknown, or ``cache_bytes`` is None (no limit).
-    """
+    """Return at most one warning, in a list: ``cache_bytes`` (None: no limit) are too few to keep the remote shards."""
     sizes = index.sizes
     if cache_bytes is None or not index.remote.any() or (sizes < 0).any() or cache_bytes >= sizes.sum():
         return []

@@ -40,8 +40,7 @@ class PublishedSet:
     def fingerprint(self, source: str) -> str:
         """Return the set's name with a hash of the digests that its files must have.
 
-        Reads a mirror's ``SHA256SUMS`` in up to 4 tries, and prints failures to stderr. Raises a UserError as
-        :meth:`read_mirror_digests` does.
+        Reads a mirror's ``SHA256SUMS`` in up to 4 tries; prints and raises as :meth:`read_mirror_digests` does.
         """
         sums = self.read_mirror_digests(source, Progress())
         lines = (f"{name} {sums.get(name, known[0])}" for name, known in self.files.items())
@@ -50,8 +49,9 @@ class PublishedSet:
     def load(self, source: str, workspace: Path, progress: Progress) -> tuple[ImageArrays, str]:
         """Download and verify the files; return checked arrays, and the addresses that served them as text.
 
-        Tries the addresses of a file in up to 4 rounds. Downloads into ``workspace/raw``, and removes it after reading,
-        but not after an error. Raises a UserError if a file cannot be had or holds something else.
+        Downloads into ``workspace/raw``, and removes it after reading, but not after an error. Makes up to 4 rounds,
+        shows progress and raises as :meth:`download_file` does; also raises a UserError if the files hold something
+        else.
         """
         sums = self.read_mirror_digests(source, progress)
         raw = workspace / "raw"
@@ -110,8 +110,7 @@ class PublishedSet:
         """Return the SHA-256 of each file by name, from a mirror's ``SHA256SUMS``; {} without a mirror or that file.
 
         With it a team can serve its own data in the format of a published set. Tries up to 4 times, and shows failures
-        on stderr. A web server's 403 counts as a missing file. Raises a UserError if a local mirror is missing, one
-        cannot be read, or ``SHA256SUMS`` cannot be parsed or lacks one of the files.
+        on stderr. Raises a UserError if the mirror cannot be read, or ``SHA256SUMS`` cannot be parsed or lacks a file.
         """
         if not source:
             return {}

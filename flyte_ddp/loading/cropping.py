@@ -42,8 +42,7 @@ def random_crop(draws: NDArray[np.float64], height: int, width: int) -> Crop:
     """Return the part of a ``height`` x ``width`` image that the random numbers ``draws`` [DRAWS] select.
 
     Each of ten proposals has an area and a ratio of width to height. The first proposal that fits into the image is
-    taken. If none fits, the middle of the image is taken, in the allowed ratio that is nearest to the image's. Half of
-    all parts are mirrored.
+    taken. If none fits, the middle is taken, in the allowed ratio nearest to the image's. Mirrors half of the parts.
     """
     *proposals, vertical, horizontal, mirror = draws.tolist()
     low, high = math.log(RATIO[0]), math.log(RATIO[1])
@@ -65,10 +64,7 @@ def middle_crop(height: int, width: int) -> Crop:
 
 
 def resize_crop(pixels: Pixels, crop: Crop, size: int) -> Pixels:
-    """Return the part ``crop`` of an image uint8 [H, W, 3], resized to a square [size, size, 3].
-
-    Resizes bilinearly with antialiasing, and mirrors the part if ``crop`` says so.
-    """
+    """Crop, resize (bilinear, antialiased) and, if ``crop`` says so, mirror an image; return uint8 [size, size, 3]."""
     part = np.ascontiguousarray(pixels[crop.top : crop.top + crop.height, crop.left : crop.left + crop.width])
     # unsqueeze by torch, not by NumPy: only with torch's strides is interpolate's result channels-last, too.
     channels_last = torch.from_numpy(part).unsqueeze(0).permute(0, 3, 1, 2)

@@ -38,10 +38,7 @@ def decode_image(content: bytes) -> Pixels:
 
 @functools.cache
 def choose_decoder() -> Callable[[bytes], Pixels]:
-    """Import torchcodec, and return the function that decodes with it; if that fails, the one that decodes with Pillow.
-
-    Tries once in a process: later calls return the same function.
-    """
+    """Import torchcodec if possible, once in a process; return the function that decodes with it, else with Pillow."""
     try:
         import torchcodec.decoders  # noqa: F401
     except (ImportError, RuntimeError, OSError):  # not installed, or built for another version of torch
@@ -50,7 +47,7 @@ def choose_decoder() -> Callable[[bytes], Pixels]:
 
 
 def decode_with_torchcodec(content: bytes) -> Pixels:
-    """Decode an image file with torchcodec to RGB pixels, as :func:`decode_image` describes.
+    """Decode an image file with torchcodec to upright RGB pixels, as :func:`decode_image` does.
 
     Animations, 16-bit PNGs and files that torchcodec refuses are decoded with Pillow. Raises a DecodingError.
     """
@@ -82,10 +79,7 @@ def decode_with_torchcodec(content: bytes) -> Pixels:
 
 
 def decode_with_pillow(content: bytes, mode: str = "RGB") -> NDArray[np.uint8]:
-    """Decode an image file with Pillow to RGB pixels, as :func:`decode_image` describes; mode "L" gives grey [H, W].
-
-    Raises a DecodingError.
-    """
+    """Decode an image file with Pillow to upright RGB, or grey [H, W] for mode "L", as :func:`decode_image` does."""
     from PIL.Image import Transpose
 
     with open_with_pillow(content) as image:

@@ -153,9 +153,9 @@ class EncodedImages(ImageSource):
     def load_image_or_substitute(self, sample: int, encoded: Encoded) -> tuple[Pixels, int, str]:
         """Return pixels, label and key of a sample; for a damaged one, pixels and label of another sample of its split.
 
-        ``encoded`` is the sample as it was read. The other sample is the next good one, in shards of the same shard; it
-        is read and decoded in this thread. Adds damaged samples to ``bad``, and the sample to ``replaced``. Raises a
-        UserError if no other can be decoded, or there are too many bad samples.
+        ``encoded`` is the sample as it was read. The other sample is the next that can be decoded, of the same shard if
+        any; it is read and decoded in this thread. Adds damaged samples to ``bad``, and the sample to ``replaced``.
+        Raises a UserError if no other can be decoded, or there are too many bad samples.
         """
         if loaded := self.decode_or_record(sample, encoded):
             return *loaded, encoded.key
@@ -173,9 +173,9 @@ class EncodedImages(ImageSource):
         raise UserError(f"{encoded.name}: neither this nor any of its {len(others) - 1} substitutes can be decoded")
 
     def decode_or_record(self, sample: int, encoded: Encoded) -> tuple[Pixels, int] | None:
-        """Decode a sample; return pixels and label, or None if the image is damaged, which is recorded in ``bad``.
+        """Decode a sample; return pixels and label, or None for a damaged image, which is recorded in ``bad``.
 
-        Decodes no sample that is in ``bad`` already. Raises a UserError for a wrong label or too many bad samples.
+        Raises a UserError for a wrong label or too many bad samples.
         """
         if encoded.name in self.bad.names:
             return None
@@ -206,7 +206,7 @@ def map_samples(
     """Read samples, call ``use`` in threads with each sample's number and encoded image; yield its results in order.
 
     At most ``ahead`` samples are read or in use at a time; the files of up to ``2 * ahead`` samples are being fetched.
-    Raises the exceptions of reading and of ``use``. The end of the iterator ends the threads, without waiting for them.
+    Raises the exceptions of reading and of ``use``. The threads end with the iterator, which does not wait for them.
     """
 
     def start_reads() -> Iterator[tuple[int, Callable[[], Encoded]]]:

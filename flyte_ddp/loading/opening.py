@@ -32,8 +32,7 @@ def open_splits(
     """Open the training, validation and test split of a prepared data set for this rank, and return them.
 
     Copies arrays to the device if it is a GPU. Threads that decode encoded images, and worker processes of a stream,
-    start at the first batch; :meth:`Splits.close` ends them. Takes rank and world size from the process group (0 and 1
-    without).
+    start at the first batch; :meth:`Splits.close` ends them. Takes rank and world size from the process group, if any.
     """
     orders = order_splits(data, hp)
     if isinstance(data, ImageArrays):
@@ -70,8 +69,7 @@ def open_test_split(
 ) -> Split:
     """Open the test split of encoded images alone, and return it. Its decoding threads start at the first batch.
 
-    ``size`` is the side of the images in pixels. Samples that cannot be decoded are added to ``bad``. Raises a
-    UserError if the split is empty.
+    ``size`` is the images' side in pixels; ``bad`` collects undecodable samples. Raises a UserError for an empty split.
     """
     order = order_test_split(data)
     if not len(order):
@@ -91,8 +89,7 @@ def open_test_split(
 def open_image_reader(source: ShardIndex | ImageList, settings: Settings, streams: int = 16) -> ImageReader:
     """Return a reader of a list of image files, or of shards. Reads nothing yet.
 
-    A reader of shards keeps at most ``2 * streams`` of them open, and fetches at most ``streams`` ahead into the cache
-    of ``settings``.
+    At most ``2 * streams`` shards stay open; at most ``streams`` are fetched ahead into the cache of ``settings``.
     """
     if isinstance(source, ImageList):
         return FileReader(source)

@@ -23,10 +23,9 @@ class ShardImages(ImageReader):
         self.reader, self.fetches_files = reader, bool(reader.index.remote.any())
 
     def read_sample(self, sample: int) -> Encoded:
-        """Read a sample's image and label from its shard, and return them; fetch the shard if it is not in the cache.
+        """Read and return a sample's image and label from its shard; fetch the shard if it is not cached or is damaged.
 
-        Fetches a damaged shard once more; waits up to 60 s while the cache is full. Raises a UserError if the sample
-        lacks image or label, or the shard cannot be had.
+        Waits up to 60 s while the cache is full. Raises a UserError if image, label or shard cannot be had.
         """
         key, contents = self.reader.read_sample(sample, WANTED)
         if len(contents) < 2:  # read all members, because the error of find_image_and_label() lists them

@@ -85,11 +85,10 @@ class StreamImages(ImageSource):
         self.last: tuple[bytes, Batch] | None = None  # the last batch, with the bytes of its numbers
 
     def load_batch(self, samples: Indices, epoch: int | None) -> Batch:  # noqa: ARG002
-        """Return the stream's next ``len(samples)`` images uint8 [n, size, size, 3] and labels on the device, a batch.
+        """Return a batch: the stream's next ``len(samples)`` images uint8 [n, size, size, 3] and labels, on the device.
 
-        A second call with the same numbers returns the same batch. Starts the worker processes at the first call, whose
-        first number selects the order. Waits for them without a timeout. Raises their UserError, and ends them after
-        any error.
+        A second call with the same ``samples`` returns the same batch. The first call starts the worker processes.
+        Waits for them without a timeout; raises their UserError, and ends them after any error.
         """
         key = samples.tobytes()
         if self.last is None or self.last[0] != key:
@@ -168,7 +167,7 @@ def prepare_worker(_: int) -> None:
 def make_worker_pipeline(stream: RankStream) -> Any:
     """Return a worker's endless pipeline, which reads its shards, shuffles, decodes, and yields batches of 16 samples.
 
-    If one of these steps raises a UserError, the pipeline yields that as its last item.
+    A UserError of these steps is yielded as the last item.
     """
     import webdataset as wds
 
@@ -197,8 +196,7 @@ def order_worker_shards(stream: RankStream) -> Iterator[tuple[int, int]]:
 def read_shard_samples(reader: ShardImages, shards: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int, Encoded]]:
     """Yield pass, sample number and encoded sample for all samples of each (pass, shard), in order.
 
-    Reads a sample when it is asked for; meanwhile a thread fetches the next shard. Raises a UserError if a shard cannot
-    be had.
+    Meanwhile a thread fetches the next shard. Raises a UserError if a shard cannot be had.
     """
     index = reader.reader.index
 
@@ -218,9 +216,8 @@ def decode_samples(
 ) -> Iterator[tuple[Pixels, int]]:
     """Decode and crop samples (pass, number, encoded image); yield images uint8 [size, size, 3] and labels.
 
-    Crops a random part if ``augment`` is "resized_crop", else the middle. Leaves out samples that cannot be decoded.
-    Raises a UserError for more than ``bad_samples`` of them in this worker, for a whole pass of them, and for a label
-    that is no class's number.
+    Leaves out samples that cannot be decoded. Raises a UserError for more than ``bad_samples`` of them in this worker,
+    for a whole pass of them, and for a label that is no class's number.
     """
     bad, failures_in_a_row = BadSamples(stream.hp.bad_samples), 0
     number, workers = worker_number_and_count()
