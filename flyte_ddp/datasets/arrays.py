@@ -111,8 +111,7 @@ def channel_mean_and_std(images: Images) -> tuple[tuple[float, ...], tuple[float
     """Return mean and standard deviation of each channel of images uint8 [N, H, W, C], scaled to 0..1.
 
     Counts how often each value occurs, so only the result is rounded (fp64). A constant channel gets the deviation 1,
-    because inputs are divided by it. Takes about ten times CHUNK_BYTES (4 MiB) of memory, or ten images if these are
-    larger.
+    because inputs are divided by it. Takes ten times CHUNK_BYTES (4 MiB) of memory, or ten images if these are larger.
     """
     rows = max(1, CHUNK_BYTES * len(images) // images.nbytes)  # images in a chunk
     chunks = [images[start : start + rows].reshape(-1, images.shape[3]) for start in range(0, len(images), rows)]

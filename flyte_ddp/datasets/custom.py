@@ -51,8 +51,8 @@ def arrays_from_result(spec: str, result: Any, progress: Progress) -> ImageArray
     with ``len()`` and items (image, label), which are read into memory. An image is a PIL image, a uint8 array [H, W]
     or [H, W, C], or a uint8 tensor [H, W] or [C, H, W]. PIL images become 8-bit grey or RGB (the upper 8 of 16 bits),
     white where transparent. The class names are the training set's attribute ``classes``, or else "0", "1", "2", ...
-    ``progress`` shows it. Raises a UserError that names ``spec`` for another result, image or label; the sets' own
-    errors are not caught.
+    ``progress`` shows what is read. Raises a UserError that names ``spec`` for another result, image or label; the
+    sets' own errors are not caught.
     """
     if not isinstance(result, ImageArrays) and not (isinstance(result, (tuple, list)) and len(result) == 2):
         raise UserError(

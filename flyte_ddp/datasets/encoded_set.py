@@ -107,7 +107,7 @@ def open_encoded_set(folder: Path) -> EncodedSet:
     """
 
     def open_split_source(dataset: str, split: str) -> ShardIndex | ImageList:
-        """Read the split's shard index, or memory-map its image list; return it; ``dataset`` is ``kind:ADDRESS``."""
+        """Read the split's shard index or memory-map its image list; return it (``dataset`` is ``kind:ADDRESS``)."""
         if encoded_kind(dataset) != IMAGE_FOLDER:
             with pause_garbage_collector():
                 content = json.loads((folder / f"{split}.json").read_bytes())

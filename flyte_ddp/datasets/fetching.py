@@ -64,8 +64,7 @@ def fetch(dataset: str, source: str, folder: Path, *, test_dataset: str = "", pr
     Does nothing if ``folder`` already holds this data set of this source undamaged; replaces it if its arrays or lists
     are damaged, or its format is another release's. Put the :func:`fingerprint` into the folder's name if the content
     of the source can change. Tries each download up to 4 times. Imports and calls the code of
-    ``package.module:callable``, whose own errors are not caught, and puts the working directory first on ``sys.path``
-    for it.
+    ``package.module:callable``, with the working directory first on ``sys.path``; its errors are not caught.
 
     Args:
         dataset: a name in ``DATASETS``, ``package.module:callable``, ``shards:...``, ``stream:...`` or
@@ -118,8 +117,7 @@ def fetch(dataset: str, source: str, folder: Path, *, test_dataset: str = "", pr
 def holds_requested_data(folder: Path, dataset: str, requested: dict[str, str]) -> bool:
     """Return whether ``folder`` holds this data set, undamaged and in this release's format; False if missing or empty.
 
-    ``requested`` holds ``data_source`` and ``test_dataset``. Raises a UserError for other data or a bad
-    ``dataset.json``.
+    ``requested`` holds ``data_source``, ``test_dataset``. Raises a UserError for other data or a bad ``dataset.json``.
     """
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return False

@@ -50,8 +50,7 @@ class PublishedSet:
         """Download and verify the files; return checked arrays, and the addresses that served them as text.
 
         Downloads into ``workspace/raw``, and removes it after reading, but not after an error. Makes up to 4 rounds,
-        shows progress and raises as :meth:`download_file` does; also raises a UserError if the files hold something
-        else.
+        shows progress and raises as :meth:`download_file` does; also raises a UserError for other content.
         """
         sums = self.read_mirror_digests(source, progress)
         raw = workspace / "raw"

@@ -17,8 +17,8 @@ from flyte_ddp.order.sampling import Indices
 class ArrayImages(ImageSource):
     """Source of images in arrays.
 
-    On a CPU batches are gathered from the memory-mapped file, so ranks share one copy in the page cache. On a GPU the
-    uint8 arrays are copied there once, and batches are gathered on the GPU.
+    On a CPU batches are copied from the memory-mapped file, so ranks share one copy in the page cache. On a GPU the
+    uint8 arrays are copied there once, and batches are indexed on the GPU.
     """
 
     images: NDArray[np.uint8] | Tensor  # [N, H, W, C]
@@ -27,7 +27,7 @@ class ArrayImages(ImageSource):
     seed: int = 0  # of the augmentation
 
     def load_batch(self, samples: Indices, epoch: int | None = None) -> Batch:
-        """Return these rows of the arrays as a batch on the arrays' device; augmented if ``epoch`` is given."""
+        """Return a batch of these rows of the arrays, on the arrays' device; augmented if ``epoch`` is given."""
         if isinstance(self.images, Tensor):
             assert isinstance(self.labels, Tensor)
             rows = copy_to_device(torch.from_numpy(samples), self.images.device)

@@ -66,7 +66,7 @@ class FileReader(ImageReader):
         return super().start_read(sample) if self.pool is None else self.pool.submit(self.read_sample, sample).result
 
     def read_sample(self, sample: int) -> Encoded:
-        """Read an image file whole, in up to 4 tries. Raises a UserError if it cannot be read."""
+        """Read an image file whole, in up to 4 tries; return it and its label. Raises a UserError if that fails."""
         content = self.images.read_image(sample)
         name, label = str(self.images.names[sample]), int(self.images.labels[sample])
         return Encoded(content, label, f"image {self.images.image_address(sample)}", name)

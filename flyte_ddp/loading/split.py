@@ -33,7 +33,7 @@ class ImageSource:
     fetches_files = False  # True if whole files are fetched, so that prefetch_files() is useful
 
     def load_batch(self, samples: Indices, epoch: int | None) -> Batch:
-        """Load these samples as a batch on the device: augmented for this epoch, or unchanged if ``epoch`` is None."""
+        """Return these samples as a batch on the device: augmented for this epoch, or as they are for None."""
         raise NotImplementedError
 
     def prefetch_batch(self, samples: Indices, epoch: int | None) -> None:
