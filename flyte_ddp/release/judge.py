@@ -51,7 +51,7 @@ class Judgement:
     test_digest: str
     counts: bool  # whether the verdict may lead to a promotion
     exports: Path | None  # the folder for the challenger's ONNX; None: no export
-    challenger: Evaluation | None = None  # None where the verdict did not need it, or a logit is not finite
+    challenger: Evaluation | None = None  # None where the verdict did not need it
     champion: Evaluation | None = None  # None where nothing was compared
     checks: list[Check] = field(default_factory=list)
     parts: dict[str, list[Check]] = field(default_factory=dict)  # for "class" and "slice": a check for each of them
@@ -81,20 +81,21 @@ class Judgement:
         """Write the challenger's exports, add the Check of its ONNX, set the verdict, and return this judgement.
 
         Exports as export_model does: reads the test split twice, starts a process, silences stderr. Exports nothing
-        without the folder ``exports``, if the policy says off, or if ``challenger`` is None. Without a decision, a
-        Check that failed keeps the champion, with the reasons of all that failed; else the challenger is promoted, for
-        ``reason``. ``best`` is the best version from now on; empty: as before. Raises an UnreachableError if the
-        storage does not answer.
+        without the folder ``exports``, if the policy says off, or if ``challenger`` is None or has a logit that is not
+        finite. Without a decision, a Check that failed keeps the champion, with the reasons of all that failed; else
+        the challenger is promoted, for ``reason``. ``best`` is the best version from now on; empty: as before. Raises
+        an UnreachableError if the storage does not answer.
         """
         challenger, champion, before = self.challenger, self.champion, self.before
-        if challenger is not None and self.exports is not None and self.policy.export != OFF:
+        exports = self.exports if self.policy.export != OFF else None
+        if challenger is not None and challenger.finite.all() and exports is not None:
             model, required = self.model, self.policy.export == REQUIRED
             rows = compute_logits_of_split(model, self.split)
             logits = TorchLogits(rows, len(challenger.labels), challenger.spread)
             found: Comparison | str
             try:
                 device, settings = model.device.type, model.settings
-                found = export_model(model.files, self.split, logits, self.exports, device=device, settings=settings)
+                found = export_model(model.files, self.split, logits, exports, device=device, settings=settings)
             except NotExportedError as error:
                 found = str(error)
             self.checks.append(checks.check_export(found, required=required))
@@ -156,12 +157,12 @@ def judge_challenger(
         if back := taken_back.get(model.digest):
             said = f"{back.by} took it back ({back.reason}); only a person can promote it again"
             return judgement.export_and_set_verdict(said, KEPT)
-    ours = evaluate_split(model, split)
-    if not judgement.add_check(checks.check_finite_logits(ours)):
-        return judgement.export_and_set_verdict()
-    judgement.challenger = ours
+    ours = judgement.challenger = evaluate_split(model, split)
     if before is None:
         checks.group_by_class(ours, model.classes)
+    if not judgement.add_check(checks.check_finite_logits(ours)):
+        return judgement.export_and_set_verdict()
+    if before is None:
         alpha = judgement.claim_alpha()
         judgement.checks += [checks.check_accuracy(ours, policy), checks.check_above_majority(ours, alpha)]
         judgement.add_check(checks.calibration_check(ours))

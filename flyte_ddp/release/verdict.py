@@ -30,7 +30,7 @@ class Verdict(DataClassJsonMixin):
     best: str  # the version with the best accuracy so far, the challenger among them
     log_number: int  # of the log's last entry when this was judged; 0: the log was empty
     test_digest: str  # of the test split
-    samples: int  # of the test split, without undecodable ones; 0: not evaluated, or a logit is not finite
+    samples: int  # of the test split, without undecodable ones; 0: not evaluated
     challenger_accuracy: float  # from 0 to 1; 0 where samples is 0
     champion_accuracy: float  # from 0 to 1; 0 if there was no champion, or it was not evaluated
     look: int  # number of the judgement on this test split, from 1; 0: it is not counted, and can promote nothing

@@ -185,6 +185,22 @@ def test_useless_weights_are_kept_back(gate: Gate, value: float, first: bool, sa
     assert verdict.look == first, "nothing is decided by the test split where a logit is no number"
 
 
+def test_a_first_model_whose_logits_are_no_numbers(gate: Gate) -> None:
+    """It is not exported, but its verdict says how many samples it was judged on; also if a person promotes it."""
+    model = gate.alter(lambda weights, _: [tensor.fill_(math.nan) for tensor in weights.values()])
+    first = gate.judge(model, exports=gate.folder / "exports")
+    assert "<span>Challenger</span>" in write_page(first, "digits", gate.folder / "page.html").read_text()
+    assert not [*(gate.folder / "exports").iterdir()]
+    version = store_version(gate.registry, model / "model.pt", model / "model.json", first.verdict, {}, by="x")
+    lacking = gate.change_data("lacking", open_arrays(gate.digits).test_labels != 4)
+    with pytest.raises(UserError, match="class '4': the test split has no sample of it"):
+        gate.judge(model, lacking)
+    promote_version(gate.registry, version.name, "a test", by="me")
+    zeros = (open_arrays(gate.digits).test_labels == 0).mean()  # class 0 is predicted for NaN
+    for verdict in (first.verdict, gate.judge(model, counts=False).verdict):
+        assert (verdict.samples, verdict.challenger_accuracy) == (297, pytest.approx(zeros))
+
+
 @pytest.mark.parametrize("gone", ["model.pt", "its code", "its answers"])
 def test_a_champion_that_cannot_be_evaluated(
     gate: Gate, gone: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
