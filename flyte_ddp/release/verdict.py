@@ -47,5 +47,6 @@ class Verdict(DataClassJsonMixin):
     def describe(self) -> str:
         """Return the decision and its reason as text."""
         promoted = "to be promoted" if self.look else "would be promoted"
-        decision = {PROMOTED: promoted, KEPT: "the champion is kept", NO_COMPARISON: "no comparison"}
+        kept = "the champion is kept" if self.champion else "there is no champion yet"
+        decision = {PROMOTED: promoted, KEPT: kept, NO_COMPARISON: "no comparison"}
         return f"{decision[self.decision]}: {self.reason}"

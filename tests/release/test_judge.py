@@ -189,7 +189,10 @@ def test_a_first_model_whose_logits_are_no_numbers(gate: Gate) -> None:
     """It is not exported, but its verdict says how many samples it was judged on; also if a person promotes it."""
     model = gate.alter(lambda weights, _: [tensor.fill_(math.nan) for tensor in weights.values()])
     first = gate.judge(model, exports=gate.folder / "exports")
-    assert "<span>Challenger</span>" in write_page(first, "digits", gate.folder / "page.html").read_text()
+    page = write_page(first, "digits", gate.folder / "page.html").read_text()
+    assert "<span>Challenger</span>" in page
+    assert "<h1>digits: No champion yet</h1>" in page
+    assert first.verdict.describe() == "there is no champion yet: sample 0 gives NaN or infinity"
     assert not [*(gate.folder / "exports").iterdir()]
     version = store_version(gate.registry, model / "model.pt", model / "model.json", first.verdict, {}, by="x")
     lacking = gate.change_data("lacking", open_arrays(gate.digits).test_labels != 4)
@@ -197,7 +200,9 @@ def test_a_first_model_whose_logits_are_no_numbers(gate: Gate) -> None:
         gate.judge(model, lacking)
     promote_version(gate.registry, version.name, "a test", by="me")
     zeros = (open_arrays(gate.digits).test_labels == 0).mean()  # class 0 is predicted for NaN
-    for verdict in (first.verdict, gate.judge(model, counts=False).verdict):
+    again = gate.judge(model, counts=False).verdict
+    assert again.describe() == "the champion is kept: sample 0 gives NaN or infinity"
+    for verdict in (first.verdict, again):
         assert (verdict.samples, verdict.challenger_accuracy) == (297, pytest.approx(zeros))
 
 
