@@ -191,7 +191,8 @@ def shorten_repr(value: Any) -> str:
 def load_index_json(address: str) -> dict[str, Any]:
     """Read an index and return its JSON as a dict. Retries transient errors up to 3 times.
 
-    Raises UserError if it cannot be read, is not JSON, is of another kind or version, or has neither shards nor parts.
+    Raises UserError if it cannot be read, is not JSON, is of another kind or version, has neither shards nor parts, or
+    if its shardlist is no list or the field ``flyte_ddp`` no object.
     """
     try:
         content = json.loads(storage.retry(address, storage.read_file))
@@ -207,6 +208,9 @@ def load_index_json(address: str) -> dict[str, Any]:
     kind, version = content.get("__kind__", KIND), content.get("wids_version", 1)
     if (version, kind) != (1, KIND):
         raise malformed_index_error(address, f"is of kind {kind!r}, version {version!r}")
+    for field, required in ((EXTENSION, dict), ("shardlist", list)):
+        if not isinstance(value := content.get(field) or required(), required):
+            raise malformed_index_error(address, f"a field has a wrong type ({field} is {shorten_repr(value)})")
     return content
 
 

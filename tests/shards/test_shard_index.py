@@ -220,7 +220,7 @@ MALFORMED = {
     "[" * 100_000: "is not JSON",
     "[]": "has neither shardlist nor datasets",
     '{"shardlist": []}': "has neither",
-    '{"shardlist": {"a": 1}}': "shard 0 in its shardlist is 'a'",
+    '{"shardlist": {"a": 1}}': "a field has a wrong type .shardlist is ",
     '{"datasets": 5}': "a field has a wrong type",
     '{"datasets": ["a"]}': "a wrong type",
     '{"datasets": [{"name": "a"}]}': "has no shards",

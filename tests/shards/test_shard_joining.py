@@ -66,6 +66,8 @@ MISTAKES: list[tuple[Callable[[str, str, str], list[str]], list[float], str]] = 
     (lambda a, *_: [a, a.replace("all", "gone")], [], "gone.json: cannot be read"),
     (lambda a, *_: [a, a.replace("a/all", "joined")], [], "refers to other indexes"),
     (lambda a, _, c: [a, c], [], "c/all.json has the classes ['x',"),
+    (lambda a, *_: [a, a.replace("a/all", "wrong")], [], "wrong.json: a field has a wrong type (flyte_ddp is 'x')"),
+    (lambda a, *_: [a, a.replace("a/all", "number")], [], "number.json: a field has a wrong type (shardlist is 5)"),
 ]
 
 
@@ -73,6 +75,8 @@ def test_mistakes(tmp_path: Path) -> None:
     a, b = (indexed(tmp_path / name, 7) for name in "ab")
     c = indexed(tmp_path / "c", 7, classes=tuple("xyzuvwt"))
     join_indexes([a, b], tmp_path / "joined.json")
+    (tmp_path / "wrong.json").write_text('{"flyte_ddp": "x", "shardlist": [{"url": "0.tar", "nsamples": 1}]}')
+    (tmp_path / "number.json").write_text('{"shardlist": 5}')
     for addresses, weights, said in MISTAKES:
         with pytest.raises(UserError) as caught:
             join_indexes(addresses(a, b, c), tmp_path / "out.json", weights=weights)
