@@ -213,7 +213,7 @@ def tables_path(index: Path) -> Path:
 
 
 def resolve_index_output(path: Path, inputs: Iterable[str] = ()) -> Path:
-    """Return the absolute path of an index to write; raise UserError if another kind of file would be overwritten.
+    """Return the absolute path of an index to write; raise UserError if a folder, or a file of another kind, is there.
 
     Reads an existing index there. Also raises UserError if the path is a remote address, or if the index or its file of
     tables would overwrite one of the addresses ``inputs`` that it is made from.
@@ -226,7 +226,7 @@ def resolve_index_output(path: Path, inputs: Iterable[str] = ()) -> Path:
         found = storage.local_path(address)
         if found is not None and found.resolve() in outputs:
             raise UserError(f"{output}: would replace {found}, which it is made from; choose another name")
-    if output.is_file():
+    if output.is_file() or output.is_dir():
         try:
             load_index_json(str(output))
         except UserError as error:

@@ -141,6 +141,9 @@ def test_other_files_in_an_indexs_place_are_kept(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"train\.json: exists and is not an index; remove it, or choose another name"):
         letters(3, tmp_path)
     assert all_files(tmp_path) == {"train.json": b'{"annotations": []}'}
+    (tmp_path / "test.json").mkdir()
+    with pytest.raises(UserError, match=r"test\.json: exists and is not an index; remove it, or choose another name"):
+        pack_samples(lambda number: pytest.fail(f"{number} is read"), 1, tmp_path, classes=[], name="test")
 
 
 def test_braces_in_names_are_only_braces(tmp_path: Path) -> None:
