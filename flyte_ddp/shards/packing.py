@@ -45,13 +45,13 @@ def pack_samples(
     """Pack samples into shards (tar files) and their index ``<name>.json`` in a folder; return the index.
 
     Calls ``make_sample`` with each number below ``count``, in up to 32 threads; it returns a sample's key and members,
-    and its errors end the packing. ``seed`` mixes the samples; None keeps their order. Training mixes only neighbouring
-    shards, so samples that are sorted by class should be mixed. The same samples make the same bytes. Replaces shards
-    and index of an earlier packing under this name when all new shards, in a hidden folder, are complete; other files
-    stay. If packing fails or is killed, the index refers to the complete old shards or to the complete new ones. Delays
-    SIGINT while it replaces them. Prints progress to stderr (auto, bar, lines or off). Raises UserError if there are no
-    samples, an argument is out of range, a label has no class, a class name is not UTF-8, the folder cannot be written,
-    another process is packing this index, or ``<name>.json`` is no index.
+    and its exceptions end the packing, and reach the caller. ``seed`` mixes the samples; None keeps their order.
+    Training mixes only neighbouring shards, so samples that are sorted by class should be mixed. The same samples make
+    the same bytes. Replaces shards and index of an earlier packing under this name when all new shards, in a hidden
+    folder, are complete; other files stay. If packing fails or is killed, the index refers to the complete old shards
+    or to the complete new ones. Delays SIGINT while it replaces them. Prints progress to stderr (auto, bar, lines or
+    off). Raises UserError if there are no samples, an argument is out of range, a label has no class, a class name is
+    not UTF-8, the folder cannot be written, another process is packing this index, or ``<name>.json`` is no index.
     """
     if count == 0:
         raise UserError(f"{name}: there is no sample to pack")
@@ -67,12 +67,24 @@ def pack_samples(
         order = sampling.make_generator(sampling.PACKING, seed).permutation(order)
     starts = range(0, count, per_shard)
     digits = max(6, len(str(len(starts) - 1)))  # as many for all shards, so that their names are in order
+    failures = list[Exception]()
+
+    def take_until_failure(made: Iterator[tuple[str, Members]]) -> Iterator[tuple[str, Members]]:
+        """Yield samples; if ``make_sample`` fails, append its exception to ``failures`` and end."""
+        try:
+            yield from made
+        except Exception as error:  # in write_shard, an OSError would be taken for a failure to write
+            failures.append(error)
+
     track = Progress(progress).track("packing", count, "samples")
     with open_workspace(index) as workspace:
         paths = [workspace / f"{name}-{number:0{digits}d}.tar" for number in range(len(starts))]
         with map_in_threads(make_sample, order.tolist(), AHEAD) as made, track as advance:
+            samples = take_until_failure(made)
             for path in paths:
-                write_shard(path, itertools.islice(made, per_shard), advance)
+                write_shard(path, itertools.islice(samples, per_shard), advance)
+                if failures:
+                    raise failures[0]
         urls = [str(path) for path in paths]
         index_shards(urls, workspace / index.name, name=name, classes=classes, progress="off", packed=True)
         publish_packed_shards(workspace, index)

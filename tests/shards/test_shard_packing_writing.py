@@ -21,7 +21,10 @@ from flyte_ddp.shards.packing import pack_samples
 from flyte_ddp.shards.scanning import create_index, verify_index
 
 
-@pytest.mark.parametrize("error", [UserError("sample 19 is bad"), KeyboardInterrupt("Ctrl-C"), "in two places"])
+@pytest.mark.parametrize(
+    "error",
+    [UserError("sample 19 is bad"), FileNotFoundError("19.png"), KeyboardInterrupt("Ctrl-C"), "in two places"],
+)
 def test_what_fails_leaves_all_as_it_was(tmp_path: Path, error: BaseException | str) -> None:
     """Nothing in a new folder, and what was packed before, still of use, in one that has it."""
 
@@ -34,8 +37,9 @@ def test_what_fails_leaves_all_as_it_was(tmp_path: Path, error: BaseException | 
     (tmp_path / "old" / "other.json").write_text("")
     before = all_files(tmp_path / "old")
     for name in ("new", "old"):
-        with pytest.raises(UserError if isinstance(error, str) else type(error), match=str(error)):
+        with pytest.raises(UserError if isinstance(error, str) else type(error), match=str(error)) as caught:
             pack_samples(sample, 20, tmp_path / name, per_shard=16, classes=[], seed=None, progress="off")
+        assert isinstance(error, str) or caught.value is error
     assert leftovers(tmp_path / "new") == []
     assert all_files(tmp_path / "old") == before
     assert packed_texts(tmp_path / "old" / "train.json") == "a" * 9
