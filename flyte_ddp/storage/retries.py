@@ -9,6 +9,7 @@ from flyte_ddp.storage.failures import AlteredError, UnavailableError
 
 ATTEMPTS = 4
 FIRST_DELAY = 1.0  # seconds; doubled each time
+PRIVATE_RANDOM = random.SystemRandom()  # users' models may draw from Python's global generator
 
 Result = TypeVar("Result")
 
@@ -18,10 +19,10 @@ def retry(
 ) -> Result:
     """Call ``action(address)`` for each address of a file in turn until one call succeeds, and return its result.
 
-    Makes up to 4 rounds over the addresses, with random pauses of up to 1, 2 and 4 s between them (Python's global
-    generator), before each of which ``note`` gets a text: an address, its error, and the pause. Skips an address after
-    a permanent error, or after two AlteredErrors (one may be a fault of the network). Raises the UnavailableError of
-    the only address; for a list of addresses, one UnavailableError with the last error of each.
+    Makes up to 4 rounds over the addresses, with random pauses of up to 1, 2 and 4 s between them, before each of which
+    ``note`` gets a text: an address, its error, and the pause. Skips an address after a permanent error, or after two
+    AlteredErrors (one may be a fault of the network). Raises the UnavailableError of the only address; for a list of
+    addresses, one UnavailableError with the last error of each.
     """
     remaining = [addresses] if isinstance(addresses, str) else [*addresses]
     failures: dict[str, UnavailableError] = {}
@@ -36,7 +37,8 @@ def retry(
                     remaining.remove(address)
         if not remaining or attempt + 1 == ATTEMPTS:
             break
-        delay = FIRST_DELAY * 2**attempt * random.uniform(0.5, 1.0)  # so that many pods do not return at one moment
+        # A random part, so that many pods do not return at one moment.
+        delay = FIRST_DELAY * 2**attempt * PRIVATE_RANDOM.uniform(0.5, 1.0)
         note(f"{remaining[0]}: {failures[remaining[0]]}; next try in {delay:.1f} s")
         time.sleep(delay)
     if isinstance(addresses, str):

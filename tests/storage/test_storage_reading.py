@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import random
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -323,8 +324,10 @@ def test_pauses_grow_and_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(_: str) -> None:
         raise UnavailableError("no", transient=True)
 
+    before = random.getstate()
     with pytest.raises(UnavailableError, match=r"^a: no; b: no$"):
         storage.retry(["a", "b"], fails)
+    assert random.getstate() == before, "a user's model may draw from Python's global generator"
     assert [4 <= waited[0] <= 8, 8 <= waited[1] <= 16, 16 <= waited[2] <= 32] == [True] * 3
     assert len(waited) == 3
 
