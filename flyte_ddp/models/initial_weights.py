@@ -13,6 +13,7 @@ from flyte_ddp import storage
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets.identity import content_identity
 from flyte_ddp.errors import UserError
+from flyte_ddp.files import replace_file
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -39,7 +40,7 @@ def fetch_weights(init_from: str, folder: Path) -> Iterator[Path | None]:
     """Yield a local path with the content of ``init_from``; None if ``init_from`` is empty.
 
     Downloads a remote file into ``folder``, without a retry, and deletes it after the block. Raises UserError if a
-    local file is missing, a remote one cannot be read, or the block raises UnavailableError; OSError on a full disk.
+    local file is missing, a remote one cannot be read, or it cannot be written, as on a full disk.
     """
     path = local_weights_path(init_from)
     if path is not None or not init_from:
@@ -47,11 +48,12 @@ def fetch_weights(init_from: str, folder: Path) -> Iterator[Path | None]:
         return
     path = folder / ".initial_weights.tmp"
     try:
-        with storage.open_file(init_from) as opened, path.open("wb") as target:
+        with storage.open_file(init_from) as opened, replace_file(path, durable=False) as target:
             target.writelines(opened.chunks)
-        yield path
     except storage.UnavailableError as error:
         raise error.to_user_error(f"init_from={init_from!r}: cannot be fetched: {error}; check the address") from None
+    try:
+        yield path
     finally:
         path.unlink(missing_ok=True)
 

@@ -2,6 +2,8 @@
 
 import json
 import math
+import resource
+import signal
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +23,7 @@ from flyte_ddp.models.initial_weights import FILE_ADVICE, fetch_weights, load_in
 from flyte_ddp.run import Result, run_training
 from flyte_ddp.runs import identity
 from flyte_ddp.settings import Settings
+from flyte_ddp.storage import UnavailableError
 
 
 class Named(nn.Module):
@@ -243,6 +246,28 @@ def test_weights_behind_addresses(tmp_path: Path, server: FileServer) -> None:
             assert path is not None
             load_initial_weights(into, path, hp)
         assert torch.equal(into.fc.weight, state(seed=1)["fc.weight"])
+
+
+def test_an_error_of_the_run_is_not_blamed_on_the_weights(tmp_path: Path, server: FileServer) -> None:
+    server.files["weights.pt"] = b"content"
+    address = f"{server.url}/weights.pt"
+    with pytest.raises(UnavailableError, match=r"^of a shard$"), fetch_weights(address, tmp_path):
+        raise UnavailableError("of a shard")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_disk_that_fills_up_while_weights_are_fetched(tmp_path: Path, server: FileServer) -> None:
+    server.files["weights.pt"] = bytes(200_000)
+    before, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))  # the kernel refuses to make larger files
+    said = f"cannot write {tmp_path}/.*: File too large; free some space"
+    try:
+        with pytest.raises(UserError, match=said), fetch_weights(f"{server.url}/weights.pt", tmp_path):
+            pass
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_part_is_only_skipped_where_there_are_weights() -> None:
