@@ -15,20 +15,24 @@ def content_identity(source: str, hyperparameter: str = "data_source") -> str:
 
     Reads a local file, or all files of a directory, whole. Lists object storage. Asks a web server for ``SHA256SUMS``
     or the file's ETag or time of change, and downloads the file only without these. Tries up to 4 times, prints
-    failures to stderr. Raises a UserError about ``hyperparameter`` for a missing, empty or unreachable ``source``.
+    failures to stderr. Raises a UserError about ``hyperparameter`` for a ``source`` that is missing, empty or
+    cannot be read.
     """
     if not source:
         return ""
     where, path = f"{hyperparameter}={source!r}", storage.local_path(source)
     if path is not None:
-        if path.is_file():
-            return digest_lines([file_digest(path)])
-        if not path.is_dir():
-            raise UserError(f"{where}: there is no such file or directory; give one that exists")
-        files = {file.relative_to(path).as_posix(): file for file in path.rglob("*") if file.is_file()}
-        if not files:
-            raise UserError(f"{where}: the directory is empty; give one that holds the data")
-        return digest_lines(f"{name} {file_digest(file)}" for name, file in sorted(files.items()))
+        try:
+            if path.is_file():
+                return digest_lines([file_digest(path)])
+            if not path.is_dir():
+                raise UserError(f"{where}: there is no such file or directory; give one that exists")
+            files = {file.relative_to(path).as_posix(): file for file in path.rglob("*") if file.is_file()}
+            if not files:
+                raise UserError(f"{where}: the directory is empty; give one that holds the data")
+            return digest_lines(f"{name} {file_digest(file)}" for name, file in sorted(files.items()))
+        except OSError as error:
+            raise UserError(f"{where}: cannot be read: {error}; allow reading it, or give another") from None
     identify = hash_http_content if storage.scheme(source) in ("http", "https") else hash_object_listing
     try:
         return storage.retry(source, identify, Progress().print_note)

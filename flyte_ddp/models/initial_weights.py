@@ -29,7 +29,7 @@ def identify_weights(init_from: str) -> str:
 
     Reads a local file whole. Asks the server of a remote file for its ETag, or else its time of change; downloads a
     file of a web server that tells neither. Retries up to 3 times, and prints each retry to stderr. Raises UserError if
-    the file is missing or its server does not give it, OSError if a local file is not readable.
+    the file is missing or cannot be read, or its server does not give it.
     """
     local_weights_path(init_from)
     return content_identity(init_from, "init_from")
@@ -59,11 +59,17 @@ def fetch_weights(init_from: str, folder: Path) -> Iterator[Path | None]:
 
 
 def local_weights_path(init_from: str) -> Path | None:
-    """Return the path of a file on this machine; None for a remote or empty address. UserError if it is missing."""
+    """Return the path of a file on this machine; None for a remote or empty address.
+
+    Raises UserError if there is no such file, or its folder may not be entered.
+    """
     path = storage.local_path(init_from) if init_from else None
-    if path is not None and not path.is_file():
-        what = "is a folder" if path.is_dir() else "there is no such file"
-        raise UserError(f"init_from={init_from!r}: {what}; {FILE_ADVICE}")
+    try:
+        if path is not None and not path.is_file():
+            what = "is a folder" if path.is_dir() else "there is no such file"
+            raise UserError(f"init_from={init_from!r}: {what}; {FILE_ADVICE}")
+    except OSError as error:
+        raise UserError(f"init_from={init_from!r}: cannot be read: {error.strerror}; {FILE_ADVICE}") from None
     return path
 
 

@@ -155,6 +155,15 @@ def test_a_source_that_is_missing_or_empty_is_an_error(tmp_path: Path, source: s
         content_identity(source.format(tmp_path))
 
 
+@pytest.mark.parametrize("source", ["/proc/self/mem", "{}"])
+def test_a_source_that_cannot_be_read_is_an_error(tmp_path: Path, source: str) -> None:
+    """The file of a process's memory, where none is: root, who runs these tests in CI, may read all other files."""
+    (tmp_path / "file").symlink_to("/proc/self/mem")
+    source = source.format(tmp_path)
+    with pytest.raises(UserError, match=f"^data_source='{source}': cannot be read: .*Input/output error"):
+        content_identity(source)
+
+
 def test_the_identity_of_a_file_on_a_web_server(server: FileServer) -> None:
     server.tagged = False
     server.files = {"data.zip": b"content"}

@@ -19,7 +19,7 @@ from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import UserError
 from flyte_ddp.json_lines import read_records
 from flyte_ddp.models import artifacts
-from flyte_ddp.models.initial_weights import FILE_ADVICE, fetch_weights, load_initial_weights
+from flyte_ddp.models.initial_weights import FILE_ADVICE, fetch_weights, identify_weights, load_initial_weights
 from flyte_ddp.run import Result, run_training
 from flyte_ddp.runs import identity
 from flyte_ddp.settings import Settings
@@ -268,6 +268,13 @@ def test_a_disk_that_fills_up_while_weights_are_fetched(tmp_path: Path, server: 
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
         signal.signal(signal.SIGXFSZ, handler)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("path", "reason"), [("/proc/self/mem", "Input/output"), ("n" * 300, "File name too long")])
+def test_a_file_that_cannot_be_read(path: str, reason: str) -> None:
+    """For other reasons than a missing permission: root, who runs these tests in CI, has them all."""
+    with pytest.raises(UserError, match=f"^init_from='{path}': .*{reason}"):
+        identify_weights(path)
 
 
 def test_a_part_is_only_skipped_where_there_are_weights() -> None:
