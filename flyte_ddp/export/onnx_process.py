@@ -56,12 +56,15 @@ def write_array(pipe: IO[bytes], array: Array) -> None:
 
 
 def read_array(pipe: IO[bytes]) -> Array:
-    """Read and return an array that write_array wrote to a pipe; waits for it. EOFError if the pipe has ended."""
+    """Read and return an array that write_array wrote to a pipe; waits for it. EOFError if the pipe ends before."""
     header = pipe.readline()
-    if not header:
+    if not header.endswith(b"\n"):
         raise EOFError
     kind, shape = json.loads(header)
-    return np.frombuffer(pipe.read(int(np.prod(shape)) * np.dtype(kind).itemsize), dtype=kind).reshape(shape)
+    size = int(np.prod(shape)) * np.dtype(kind).itemsize
+    if len(content := pipe.read(size)) < size:
+        raise EOFError
+    return np.frombuffer(content, dtype=kind).reshape(shape)
 
 
 def serve_logits(model_path: str, threads: str) -> None:

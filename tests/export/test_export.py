@@ -1,6 +1,7 @@
 """Models as ONNX and .pt2, which answer as torch does wherever they are asked."""
 
 import errno
+import io
 import os
 import shutil
 import subprocess
@@ -22,7 +23,7 @@ from flyte_ddp.datasets.arrays import ImageArrays
 from flyte_ddp.datasets.prepared import PreparedSet, open_prepared
 from flyte_ddp.export import exporting
 from flyte_ddp.export.exporting import Comparison, NotExportedError, TorchLogits, export_model
-from flyte_ddp.export.onnx_process import OnnxProcess
+from flyte_ddp.export.onnx_process import OnnxProcess, read_array, write_array
 from flyte_ddp.export.served import ServedModel, middle_square_side
 from flyte_ddp.loading.cropping import crop_to_square, middle_crop
 from flyte_ddp.models.artifacts import load_model, parse_input_spec
@@ -185,6 +186,14 @@ def test_a_process_that_cannot_import_torch_answers(exported: Path, tmp_path: Pa
     (tmp_path / "model.onnx").write_bytes(b"no model")
     with OnnxProcess(tmp_path / "model.onnx", 1) as broken, pytest.raises(OSError, match="onnxruntime cannot run it: "):
         broken.compute_logits(images)
+
+
+@pytest.mark.parametrize("length", [0, 3, 20, -1])
+def test_an_array_that_ends_early_is_the_end_of_its_process(length: int) -> None:
+    pipe = io.BytesIO()
+    write_array(pipe, np.ones((3, 4), np.float32))
+    with pytest.raises(EOFError):
+        read_array(io.BytesIO(pipe.getvalue()[:length]))
 
 
 def test_a_users_own_model_that_takes_views(digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
