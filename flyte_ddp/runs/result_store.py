@@ -106,11 +106,12 @@ class Mirror:
         for path in sorted(self.folder.rglob("*")):
             if path.name.startswith(".") or not path.is_file():
                 continue
-            name, found = path.relative_to(self.folder).as_posix(), path.stat()
-            if self.done.get(name) != (mark := (found.st_mtime_ns, found.st_size)):
-                try:
+            name = path.relative_to(self.folder).as_posix()
+            try:
+                found = path.stat()
+                if self.done.get(name) != (mark := (found.st_mtime_ns, found.st_size)):
                     storage.write_file(storage.join(self.address, name), path.read_bytes())
                     self.done[name] = mark
-                except Exception as error:  # the other files are still copied
-                    failure = failure or f"{name} ({type(error).__name__}: {error})"
+            except Exception as error:  # the other files are still copied
+                failure = failure or f"{name} ({type(error).__name__}: {error})"
         return failure

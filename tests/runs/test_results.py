@@ -156,6 +156,23 @@ def test_one_file_that_cannot_be_copied_keeps_no_other_back(
     assert (copies / "run/zz").read_bytes() == b"2"
 
 
+def test_a_file_that_is_deleted_meanwhile_keeps_no_other_back(
+    kept: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mirror = result_store.Mirror(kept, str(tmp_path / "copies"), resuming=False)
+    for name in ("gone", "zz"):
+        (kept / name).touch()
+
+    def is_file(path: Path) -> bool:
+        if path.name == "gone":
+            path.unlink()
+        return path.name != "maps"
+
+    monkeypatch.setattr(Path, "is_file", is_file)
+    assert mirror.copy_changed_files().startswith("gone (FileNotFoundError: ")
+    assert (tmp_path / "copies/zz").exists()
+
+
 @pytest.mark.parametrize("readable", [True, False])
 def test_a_run_that_resumes_in_another_pod_keeps_its_events(
     kept: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], readable: bool
