@@ -20,7 +20,7 @@ from flyte_ddp.runs.identity import model_identity
 from flyte_ddp.runs.result_store import mirror_results
 from flyte_ddp.runs.run_folder import METRICS, REPORT, prepare_folder, publish_if_complete, remove_outputs
 from flyte_ddp.runs.run_lock import hold_run_folder
-from flyte_ddp.settings import Settings, check_wandb_variables, read_settings
+from flyte_ddp.settings import Settings, check_wandb_settings, read_settings
 
 STOPPED_WANDB_SECONDS = 5.0  # a pod that is told to stop has little time left
 Launch = Callable[..., None]  # (job, num_ranks=...), from flyte_ddp.launch
@@ -86,8 +86,7 @@ def run_training(
     from flyte_ddp.tracking import wandb_run
 
     settings = settings or read_settings()
-    if settings.wandb_mode != "disabled":
-        check_wandb_variables()
+    check_wandb_settings(settings)
     hardware = hardware or detect_hardware(hp)
     launch = launch or (single.launch if hardware.num_ranks == 1 else spawn.launch)
     workers = settings.loader_threads or hardware.threads

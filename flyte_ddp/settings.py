@@ -91,14 +91,14 @@ def read_settings(wandb_run_id: str = "") -> Settings:
     )
 
 
-def check_wandb_variables() -> None:
-    """Raise UserError if wandb would refuse WANDB_PROJECT or WANDB_BASE_URL. Do nothing if WANDB_MODE is disabled.
+def check_wandb_settings(settings: Settings) -> None:
+    """Raise UserError if wandb would refuse its project or WANDB_BASE_URL. Do nothing if wandb is disabled.
 
     wandb checks both when it opens its run, also offline, and would then log nothing.
     """
-    if read_text("WANDB_MODE") == "disabled":
+    if settings.wandb_mode == "disabled":
         return
-    project, address = read_text("WANDB_PROJECT"), read_text("WANDB_BASE_URL")
+    project, address = settings.wandb_project, read_text("WANDB_BASE_URL")
     if len(project) > WANDB_NAME_LENGTH or set(project) & set(WANDB_RESERVED):
         raise UserError(
             f"WANDB_PROJECT={project!r}: must have at most {WANDB_NAME_LENGTH} characters, and none of "

@@ -34,7 +34,7 @@ from flytekit.exceptions.user import FlyteEntityNotFoundException
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import RankError, StoppedError, UnreachableError, UserError, unknown_name_error
 from flyte_ddp.pods import environment
-from flyte_ddp.settings import check_wandb_variables
+from flyte_ddp.settings import check_wandb_settings, read_settings
 from tasks import engines
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def set_up_command() -> None:
     is_remote = getattr(context.obj, "is_remote", False)
     if is_remote or command != "run":  # a registration copies settings to pods
         environment.check_registration()
-        check_wandb_variables()
+        check_wandb_settings(read_settings())
     if is_remote:
         from flytekit.clients.grpc_utils.deadline_interceptor import scoped_grpc_deadline
 

@@ -10,7 +10,7 @@ from flyte_ddp.pods.platforms import Platform, is_in_pod
 from flyte_ddp.pods.profiles import training_limits
 from flyte_ddp.runs import identity
 from flyte_ddp.runs.run_folder import is_finished
-from flyte_ddp.settings import check_wandb_variables, read_settings
+from flyte_ddp.settings import check_wandb_settings, read_settings
 
 NO_SCHEDULE = datetime(1970, 1, 1, tzinfo=UTC)  # kickoff time of a retraining that no schedule started
 
@@ -26,7 +26,7 @@ def check_and_identify_run(
     or "" for one pod. ``kickoff_time`` is the tick of a schedule that always retrains, NO_SCHEDULE for now, or None.
     """
     if not is_in_pod():
-        check_wandb_variables()  # settings of pods were checked at registration
+        check_wandb_settings(read_settings())  # settings of pods were checked at registration
     identity.check_known_image_size(hp)
     hardware.check_requested_resources(hp, *training_limits(engine))
     fingerprint = datasets.fingerprint(hp.dataset, hp.data_source, hp.test_dataset)

@@ -9,7 +9,7 @@ from cli import OWN_MODEL, TINY, Ended, pyflyte, train
 from mounts import ALONE, need_mounts
 
 from flyte_ddp.errors import UserError
-from flyte_ddp.settings import check_wandb_variables
+from flyte_ddp.settings import check_wandb_settings, read_settings
 
 RESULTS = ("model.pt", "model.json", "report.html", "predictions*")  # patterns of what looks like a result
 FASHION = Path("/usr/share/datasets/fashion-mnist")
@@ -88,7 +88,7 @@ def test_a_setting_that_wandb_would_refuse(
 ) -> None:
     monkeypatch.setenv(variable, value)
     with pytest.raises(UserError, match=f"^{variable}='{value}': .*{rule}"):
-        check_wandb_variables()
+        check_wandb_settings(read_settings())
 
 
 @pytest.mark.slow
