@@ -55,8 +55,8 @@ def render_run_preview(hp: Hyperparameters, data: Path | None, run: str) -> str:
 def render_index_preview(address: str) -> str:
     """Read an index of shards, and return an HTML page on what it lists, with PICTURES of its samples.
 
-    Downloads the index for each sample, and the sample, or its whole shard if the storage gives no parts of files;
-    tries up to 4 times. Imports torch. Raises UserError if the index or a shard cannot be read.
+    Downloads the index and each sample, or its whole shard if the storage gives no parts of files; tries up to 4 times.
+    Imports torch. Raises UserError if the index or a shard cannot be read.
     """
     index = read_index(address)
     numbers = np.linspace(0, len(index) - 1, min(PICTURES, len(index)), dtype=int).tolist()
@@ -67,7 +67,7 @@ def render_index_preview(address: str) -> str:
         facts=index.summary().items(),
         classes=", ".join(index.classes[:LISTED]) or "not known",
         pictured="Some samples",
-        pictures=[make_sample_picture(index, read_sample(address, number)) for number in numbers],
+        pictures=[make_sample_picture(index, read_sample(index, number)) for number in numbers],
     )
 
 

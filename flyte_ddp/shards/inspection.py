@@ -17,14 +17,15 @@ from flyte_ddp.shards.scanning import HashedStream
 from flyte_ddp.shards.tar import iterate_members
 
 
-def read_sample(address: str, number: int) -> Sample:
-    """Read one sample of the index at an address; return its members (bytes, by extension) and wids' keys in one dict.
+def read_sample(index: ShardIndex | str, number: int) -> Sample:
+    """Read one sample of an index; return its members (bytes, by extension) and wids' keys in one dict.
 
-    Reads the index and the sample's members with up to 3 retries, and the shard's table of samples once. If there is no
-    table, or the members cannot be read alone, reads the whole shard; downloads a remote one into a temporary folder.
-    Raises UserError if there is no such sample, or the index or the shard cannot be read or is damaged.
+    ``index`` is an index, or its address, from which it is read. Reads with up to 3 retries, but the shard's table of
+    samples once. If there is no table, or the members cannot be read alone, reads the whole shard; downloads a remote
+    one into a temporary folder. Raises UserError if there is no such sample, or the index or the shard cannot be read
+    or is damaged.
     """
-    index = read_index(address)
+    index = index if isinstance(index, ShardIndex) else read_index(index)
     if not 0 <= number < len(index):
         raise UserError(f"sample {number}: the index has {len(index):,}, so it must be 0..{len(index) - 1}")
     shard_number, inside = index.locate(number)

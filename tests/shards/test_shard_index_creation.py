@@ -9,6 +9,7 @@ from surroundings import s3_environment
 from tars import samples, shard_bytes, write_shards
 
 from flyte_ddp.errors import UserError
+from flyte_ddp.report.previews import render_index_preview
 from flyte_ddp.shards import scanning
 from flyte_ddp.shards.__main__ import read_class_names
 from flyte_ddp.shards.dataset import ShardDataset
@@ -63,6 +64,15 @@ def test_a_sample_of_a_server_that_gives_no_parts_or_without_tables(server: File
     server.files["0.tar"] = shard_bytes(samples(5, seed=1))
     with pytest.raises(UserError, match=r"0\.tar: damaged at byte [\d,]+, where .* should be; copy it again, or renew"):
         read_sample(str(index), 3)
+
+
+def test_a_page_of_samples_reads_the_index_once(server: FileServer, tmp_path: Path) -> None:
+    server.files["0.tar"] = shard_bytes(samples(5))
+    create_index([f"{server.url}/0.tar"], tmp_path / "index.json", progress="off")
+    server.files["index.json"] = (tmp_path / "index.json").read_bytes()
+    page = render_index_preview(f"{server.url}/index.json")
+    assert all(key in page for key in samples(5))
+    assert server.requests.count("index.json") == 1
 
 
 def test_patterns_of_names() -> None:
