@@ -89,8 +89,8 @@ def open_response(address: str, method: str, headers: dict[str, str]) -> Iterato
     """Send an HTTP request, follow redirects, and yield the response with an unread body; close it after the block.
 
     Waits up to 10 s for the connection and up to 30 s for each piece of the body. Raises UnavailableError if the status
-    is not 200 or 206, a redirect leads to another host that is neither public nor allowed, or the connection fails,
-    also while the block reads the body; UserError if a redirect names a user or a password.
+    is not 200 or 206, a redirect names a user or a password or leads to another host that is neither public nor
+    allowed, or the connection fails, also while the block reads the body.
     """
     try:
         with get_process_session(os.getpid()).request(
@@ -123,16 +123,21 @@ class GuardedSession(requests.Session):
     def get_redirect_target(self, resp: requests.Response) -> str | None:
         """Return the address that a redirect names; None if the response is no redirect. Overrides requests' method.
 
-        Looks up another host. Closes ``resp`` and raises UnavailableError if that one is neither public nor allowed.
+        Looks up another host. Closes ``resp`` and raises UnavailableError if that one is neither public nor allowed, or
+        the address is malformed or has a user name or a password.
         """
         target = super().get_redirect_target(resp)
-        if target is not None and not may_follow_redirect(resp.url, there := urljoin(resp.url, target)):
+        try:
+            if target is None or may_follow_redirect(resp.url, there := urljoin(resp.url, target)):
+                return target
+        except ValueError as error:  # such as a UserError
             resp.close()
-            raise UnavailableError(
-                f"redirected to {origin_of(there)}, which is another host and not a public one; set "
-                f"{ALLOWED}={origin_of(there)} if that may be read"
-            )
-        return target
+            raise UnavailableError(f"redirected to an address that is refused: {error}") from None
+        resp.close()
+        raise UnavailableError(
+            f"redirected to {origin_of(there)}, which is another host and not a public one; set "
+            f"{ALLOWED}={origin_of(there)} if that may be read"
+        )
 
 
 @cache

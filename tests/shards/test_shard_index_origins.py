@@ -98,6 +98,13 @@ def test_a_redirect_to_a_private_address_is_not_followed(
     server.redirects["secret"] = "file:///etc/hostname"
     with pytest.raises(storage.UnavailableError, match="No connection adapters"):
         storage.retry(f"{server.url}/secret", storage.read_file)
+    for target, problem in (
+        (f"{other.url.replace('://', '://user:hidden@')}/secret", r"address='http://\*\*\*@127\..* or a password"),
+        ("http://[::1/secret", "Invalid IPv6 URL"),
+    ):
+        server.redirects["secret"] = target
+        with pytest.raises(storage.UnavailableError, match=rf"^redirected to an address that is refused: {problem}"):
+            storage.retry(f"{server.url}/secret", storage.read_file)
     server.redirects["secret"] = "/plain"
     server.files["plain"] = b"content"
     assert storage.read_file(f"{server.url}/secret") == b"content", "on the same server"
