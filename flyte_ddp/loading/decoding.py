@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import io
+import struct
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -91,18 +92,21 @@ def decode_with_pillow(content: bytes, mode: str = "RGB") -> NDArray[np.uint8]:
 def exif_orientation(image: Image.Image) -> int:
     """Return the orientation stored in the image's EXIF data, normally 1 to 8; 1 (upright) if missing or damaged.
 
-    Pillow's ``exif_transpose`` would fail if an entry has a wrong type, and read XMP, which torchcodec does not. Pillow
-    itself turns a TIFF upright when it loads it.
+    Reads 16 bits whatever the entry's type, as torchcodec does. Pillow's ``exif_transpose`` would fail if an entry has
+    a wrong type, and read XMP, which torchcodec does not. Pillow itself turns a TIFF upright when it loads it.
     """
-    from PIL import Image
-
-    exif = Image.Exif()
+    exif = image.info.get("exif", b"").removeprefix(b"Exif\0\0")
     try:
-        exif.load(image.info.get("exif", b""))
-    except SyntaxError:
-        return 1
-    orientation: int = exif.get(ORIENTATION, 1)
-    return orientation
+        order = {b"II*\0": "<", b"MM\0*": ">"}[exif[:4]]
+        (start,) = struct.unpack_from(f"{order}I", exif, 4)
+        (entries,) = struct.unpack_from(f"{order}H", exif, start)
+        for entry in range(entries):
+            tag, value = struct.unpack_from(f"{order}H6xH", exif, start + 2 + 12 * entry)
+            if tag == ORIENTATION:
+                return int(value)
+    except (KeyError, struct.error):
+        pass
+    return 1
 
 
 @contextmanager

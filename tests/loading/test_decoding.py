@@ -73,6 +73,18 @@ def test_what_else_the_exif_data_say_does_not_matter(decode, content: bytes) -> 
     assert np.array_equal(decode(content), np.rot90(decode(JPEG), -1))
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")  # Pillow's, of damaged EXIF data
+@pytest.mark.parametrize("kind", range(1, 14))
+@pytest.mark.parametrize("value", [b"\0\6\0\0", b"6\0\0\0", struct.pack(">f", 6)], ids=["number", "text", "float"])
+def test_both_decoders_read_an_orientation_of_any_type_alike(kind: int, value: bytes) -> None:
+    """Types 1 to 13 of TIFF, such as text (2), undefined (7) and float (11), where the standard asks for shorts (3)."""
+    right = struct.pack(">HHIHH", 0x0112, 3, 1, 6, 0)
+    content = TEXT_FOR_A_NUMBER.replace(right, struct.pack(">HHI", 0x0112, kind, 1) + value)
+    ours, theirs = (decode(content).astype(int) for decode in DECODERS)
+    assert ours.shape == theirs.shape
+    assert np.abs(ours - theirs).max() <= 1
+
+
 @BOTH
 @pytest.mark.parametrize("kind", ["JPEG", "WEBP"])
 def test_pictures_are_turned_by_their_exif_data_only(decode, kind: str) -> None:
