@@ -45,7 +45,13 @@ class ImageArrays:
 
 
 def image_arrays(
-    train_images: Any, train_labels: Any, test_images: Any, test_labels: Any, classes: Sequence[str], *, name: str = ""
+    train_images: Any,
+    train_labels: Any,
+    test_images: Any,
+    test_labels: Any,
+    classes: Sequence[str] | NDArray[np.str_],
+    *,
+    name: str = "",
 ) -> ImageArrays:
     """Check arrays, lists or CPU tensors of images and labels, and return them as :class:`ImageArrays`.
 
@@ -55,7 +61,7 @@ def image_arrays(
     or shape, a set without images, no classes, a class name that is not UTF-8, two names that differ only in Unicode's
     form, or a label that is not in 0..len(classes)-1. Copies arrays only to convert them.
     """
-    if not classes:
+    if not len(classes):  # may be an array, whose truth value is ambiguous
         raise UserError("classes=(): there must be a name for each class")
     arrays = ImageArrays(
         name=name,

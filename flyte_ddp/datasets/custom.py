@@ -65,8 +65,10 @@ def arrays_from_result(spec: str, result: Any, progress: Progress) -> ImageArray
             return image_arrays(**arrays, classes=result.classes, name=spec)
         train_images, train_labels = read_map_style_set("training set", result[0], progress)
         test_images, test_labels = read_map_style_set("test set", result[1], progress)
-        classes = getattr(result[0], "classes", None) or map(str, range(max(*train_labels, *test_labels) + 1))
-        return image_arrays(train_images, train_labels, test_images, test_labels, list(classes), name=spec)
+        given = getattr(result[0], "classes", None)
+        classes = [] if given is None else list(given)
+        classes = classes or [str(label) for label in range(max(*train_labels, *test_labels) + 1)]
+        return image_arrays(train_images, train_labels, test_images, test_labels, classes, name=spec)
     except UserError as error:
         raise UserError(f"dataset={spec!r}: {error.message}") from error
 

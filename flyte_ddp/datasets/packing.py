@@ -112,5 +112,5 @@ def pack_images(samples: Any, folder: Path, *, classes: Sequence[str] = (), **op
         Image.fromarray(pixels[..., 0] if pixels.shape[2] == 1 else pixels).save(buffer, "PNG")
         return f"{number:0{width}d}", {".png": buffer.getvalue(), ".cls": str(label).encode()}
 
-    named = classes or getattr(samples, "classes", ())
+    named = classes if len(classes) else getattr(samples, "classes", ())
     return pack_samples(make_png_sample, count, folder, classes=[str(label) for label in named], **options)

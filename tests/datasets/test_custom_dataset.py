@@ -85,6 +85,22 @@ def test_image_types_are_converted(kind: str) -> None:
     assert made.classes == ("0", "1", "2")
 
 
+class Named(list[Any]):
+    """A data set with the attribute ``classes``."""
+
+    classes: Any
+
+
+@pytest.mark.parametrize(
+    ("classes", "expected"),
+    [(["a", "b"], "ab"), (np.array(["a", "b"]), "ab"), (None, "01"), ([], "01"), (np.array([]), "01")],
+)
+def test_class_names_are_those_of_the_training_set_or_numbers(classes: Any, expected: str) -> None:
+    train = Named([(GREY, 0), (GREY, 1)])
+    train.classes = classes
+    assert arrays_from_result("own:data", (train, train[:1]), Progress("off")).classes == tuple(expected)
+
+
 @pytest.mark.parametrize(
     ("train", "said"),
     [

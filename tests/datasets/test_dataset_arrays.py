@@ -67,6 +67,14 @@ def test_tensors_lists_and_grey_images_are_taken() -> None:
     assert made.classes == ("0", "1", "2")
 
 
+def test_an_array_of_names_is_taken_as_a_list_is() -> None:
+    made = image_arrays(**small(classes=np.array(["a", "b", "c"])))
+    assert made.classes == ("a", "b", "c")
+    assert {type(name) for name in made.classes} == {str}  # as JSON and fingerprints need them
+    with pytest.raises(UserError, match="a name for each class"):
+        image_arrays(**small(classes=np.array([])))
+
+
 def test_written_arrays_are_opened_unchanged(tmp_path: Path) -> None:
     made = image_arrays(**small(), name="flowers")
     write_arrays(made, tmp_path, {"source": "a field"})
