@@ -155,10 +155,13 @@ def read_digits_file(folder: Path) -> Arrays:
     """Read scikit-learn's digits; return train images [N, 8, 8] and labels, then test ones. Scales 0..16 to 0..255.
 
     The first 1,500 images are for training, the last 297 for testing. One writer's digits are neighbours in the file,
-    so most writers of the test set are not in the training set.
+    so most writers of the test set are not in the training set. Raises a UserError for a file of another format.
     """
-    rows = np.loadtxt(folder / DIGITS_FILE, delimiter=",")  # 64 pixels and the label
-    images = np.rint(rows[:, :-1] * (255 / 16)).astype(np.uint8).reshape(-1, 8, 8)
+    try:
+        rows = np.loadtxt(folder / DIGITS_FILE, delimiter=",", ndmin=2)  # 64 pixels and the label
+        images = np.rint(rows[:, :-1] * (255 / 16)).astype(np.uint8).reshape(-1, 8, 8)
+    except (OSError, EOFError, zlib.error, ValueError) as error:
+        raise UserError(f"{DIGITS_FILE}: not a whole, gzipped table of 64 pixels and a label each ({error})") from error
     labels, first_test = rows[:, -1].astype(np.int64), DIGITS_FOR_TRAINING
     return images[:first_test], labels[:first_test], images[first_test:], labels[first_test:]
 

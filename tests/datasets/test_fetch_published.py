@@ -119,6 +119,31 @@ def test_a_file_of_another_format_is_named(tiny: Tiny, tmp_path: Path, content: 
     assert leftovers(tmp_path) == ["mirror"]
 
 
+ROW = b"0," * 64 + b"1\n"  # 64 pixels and the label
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"no gzip at all", "digits.csv.gz: not a whole, gzipped table .*Not a gzipped file"),
+        (gzip.compress(ROW, mtime=0)[:-12], "digits.csv.gz: not a whole, gzipped table"),
+        (gzip.compress(b"image,label\n", mtime=0), "digits.csv.gz: not a whole, gzipped table .*could not convert"),
+        (gzip.compress(ROW[2:] * 2, mtime=0), "digits.csv.gz: not a whole, gzipped table .*cannot reshape"),
+        (gzip.compress(ROW, mtime=0), "test_images: must be .* at least one sample"),
+    ],
+)
+def test_digits_of_another_format_are_named(tmp_path: Path, content: bytes, said: str) -> None:
+    """As above, of the set whose file is a table."""
+    mirror = tmp_path / "mirror"
+    mirror.mkdir()
+    files = {"digits.csv.gz": content}
+    for name, stored in {**files, "SHA256SUMS": sums(files)}.items():
+        (mirror / name).write_bytes(stored)
+    with pytest.raises(UserError, match=f"mirror: {said}"):
+        fetch("digits", str(mirror), tmp_path / "data", progress="off")
+    assert leftovers(tmp_path) == ["mirror"]
+
+
 def test_an_unknown_name_lists_the_choices(tmp_path: Path) -> None:
     for call in (lambda: fingerprint("MNIST", ""), lambda: fetch("", "", tmp_path / "data")):
         with pytest.raises(UserError, match=r"unknown dataset.*cifar10, digits, fashion_mnist, image_folder:ADDRESS"):
