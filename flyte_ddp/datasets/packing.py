@@ -12,7 +12,7 @@ from flyte_ddp.datasets.arrays import open_arrays
 from flyte_ddp.datasets.custom import convert_sample, map_style_length
 from flyte_ddp.datasets.fetching import fetch
 from flyte_ddp.datasets.image_folder import list_images
-from flyte_ddp.errors import UserError
+from flyte_ddp.errors import UserError, unknown_name_error
 from flyte_ddp.progress import Progress
 from flyte_ddp.shards.index import ShardIndex
 from flyte_ddp.shards.packing import Members, pack_samples
@@ -26,9 +26,11 @@ def pack_source(source: str, folder: Path, *, split: str = "train", **options: A
     ``package.module:callable``, which is imported, is called with "" and returns a pair (training set, test set) of
     map-style data sets; or a folder or prefix of images, which is one split. ``split`` is "train" or "test".
     ``options`` are keyword arguments of :func:`flyte_ddp.shards.packing.pack_samples`. For a callable puts the working
-    directory first on ``sys.path``. Raises a UserError for another source, the test split of a folder, or a source that
-    cannot be read; does not catch other errors of the user's code.
+    directory first on ``sys.path``. Raises a UserError for another source or split, the test split of a folder, or a
+    source that cannot be read; does not catch other errors of the user's code.
     """
+    if split not in ("train", "test"):
+        raise unknown_name_error("split", split, ("train", "test"))
     if source in catalog.DATASETS:
         with tempfile.TemporaryDirectory(prefix="flyte-ddp.") as data:
             arrays = open_arrays(fetch(source, "", Path(data) / source, progress="off"))

@@ -215,6 +215,9 @@ def test_what_a_callable_of_the_users_makes(tmp_path: Path, monkeypatch: pytest.
         assert (len(index), index.classes) == (6, ("0", "1"))
         found = ShardDataset(tmp_path / split / "train.json", tmp_path / "cache")
         assert [np.unique(np.asarray(sample[".png"])).tolist() for sample in found] == [[value]] * 6
+    for source in ("own_sets:make", "digits", str(tmp_path)):
+        with pytest.raises(UserError, match=r"^unknown split 'Test': did you mean 'test'\? choose one of test, train$"):
+            pack_source(source, tmp_path / "out", split="Test", progress="off")
     index = pack_source("own_sets:make", tmp_path / "named", classes=np.array(["a", "b"]), progress="off")
     assert index.classes == ("a", "b")
     with pytest.raises(UserError, match=r"own_sets:one: returned list; must return a pair \(train, test\)"):
