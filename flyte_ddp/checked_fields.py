@@ -49,7 +49,7 @@ class CheckedFields(DataClassJsonMixin):
 
     def __new__(cls, *_: Any, **values: Any) -> Self:
         """Raise UserError for an unknown field, with the nearest known one; ``__init__`` would raise a TypeError."""
-        cls.check_names(values)
+        cls.check_field_names(values)
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
@@ -57,7 +57,7 @@ class CheckedFields(DataClassJsonMixin):
             object.__setattr__(self, field.name, check_value(field, getattr(self, field.name)))
 
     @classmethod
-    def check_names(cls, values: Any) -> dict[str, Any]:
+    def check_field_names(cls, values: Any) -> dict[str, Any]:
         """Return a mapping as a new dict; UserError if it is no mapping, or if a key is not the name of a field."""
         if not isinstance(values, Mapping):
             raise UserError(f"{cls.called}s must be a JSON object, got {short_repr(values)}")
@@ -73,7 +73,7 @@ class CheckedFields(DataClassJsonMixin):
 
         Replaces the inherited method, which would drop unknown keys and convert values.
         """
-        return cls(**cls.check_names(kvs))
+        return cls(**cls.check_field_names(kvs))
 
     @classmethod
     def from_json(cls, s: Any, **_: Any) -> Self:
@@ -85,7 +85,7 @@ class CheckedFields(DataClassJsonMixin):
             values = json.loads(s)
         except (ValueError, RecursionError) as error:
             raise UserError(f"{cls.called}s are not valid JSON: {error}") from None
-        values = cls.check_names(values)
+        values = cls.check_field_names(values)
         for field in dataclasses.fields(cls):  # type: ignore[arg-type]
             text = values.get(field.name)
             if field.type in (int, float) and isinstance(text, str) and YAML_NUMBER.fullmatch(text):

@@ -68,7 +68,7 @@ class Clock:
 
 
 def make_clock(device: torch.device) -> Clock:
-    """Return a clock for work on this device: by events on CUDA devices, else by the host's time."""
+    """Return a new :class:`Clock` for work on this device: by CUDA events on a CUDA device, else by the host's time."""
     if device.type != "cuda":
         return Clock()
     import torch

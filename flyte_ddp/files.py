@@ -45,10 +45,10 @@ def atomic_write(path: Path, *, durable: bool = True, create: bool = False) -> I
 
 @contextmanager
 def replace_file(path: Path, *, durable: bool = True) -> Iterator[BinaryIO]:
-    """Yield a new file that replaces ``path`` when the block succeeds, as by :func:`atomic_write`.
+    """Yield a new file that replaces ``path`` when the block succeeds, as :func:`atomic_write` does (``durable`` too).
 
-    Raises UserError, which names the fix, in place of each OSError of the block or of the renaming, and of a
-    RuntimeError that an OSError has caused. So a block that also reads must convert its own OSErrors.
+    An OSError of the block or of the renaming becomes a UserError that names the fix; so does a RuntimeError raised
+    while an OSError was handled, as by torch.save. So a block that also reads must convert its own OSErrors.
     """
     try:
         with atomic_write(path, durable=durable) as file:

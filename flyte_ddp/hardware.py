@@ -48,7 +48,7 @@ def read_cpu_quota(root: Path = Path("/sys/fs/cgroup")) -> float:
 
 
 def count_gpus(devices: Path = Path("/dev")) -> int:
-    """Return how many GPUs torch sees; imports torch only if ``devices`` has a file of a GPU driver."""
+    """Return how many GPUs torch sees; imports torch only if ``devices`` has a GPU driver's file, such as nvidia0."""
     if not any((devices / name).exists() for name in ("nvidiactl", "nvidia0", "kfd", "dxg")):
         return 0
     import torch
@@ -57,7 +57,10 @@ def count_gpus(devices: Path = Path("/dev")) -> int:
 
 
 def bf16_support(device_type: str) -> Bf16:
-    """Return whether bf16 is possible and faster on this machine's devices of this type; imports torch for cuda."""
+    """Return whether bf16 is possible and faster on this machine's devices of this type.
+
+    For cuda imports torch and initialises CUDA in this process: forks of it can use no GPU.
+    """
     if device_type == "cpu":
         return read_cpu().bf16_support()
     import torch
@@ -66,10 +69,11 @@ def bf16_support(device_type: str) -> Bf16:
 
 
 def detect_hardware(hp: Hyperparameters) -> Hardware:
-    """Return the Hardware of a run whose ranks are all on this machine. Imports torch if there are GPUs.
+    """Return the Hardware of a run whose ranks are all on this machine.
 
-    Raises UserError if the machine does not have what the hyperparameters need, if the batch has too few samples for
-    the ranks, or if this is a pod that does not see the GPUs that were requested for it.
+    Imports torch if there are GPUs. If the ranks use them, initialises CUDA in this process: forks of it can use no
+    GPU. Raises UserError if the machine does not have what the hyperparameters need, if the batch has too few samples
+    for the ranks, or if this is a pod that does not see the GPUs that were requested for it.
     """
     gpus = count_gpus()
     check_expected_gpus(gpus)
@@ -90,7 +94,9 @@ def check_expected_gpus(visible: int) -> None:
 
 
 def check_requested_resources(hp: Hyperparameters, nodes: int = 1, ranks: int = 0, capacity: int = 0) -> None:
-    """Raise UserError, in pods (FLYTE_DDP_GPUS is set), if training pods, with bf16, cannot do what ``hp`` asks for.
+    """Raise UserError if the training pods, supposed to have bf16, cannot do what ``hp`` asks for.
+
+    Does nothing outside pods (where FLYTE_DDP_GPUS is not set).
 
     Args:
         nodes: largest number of training pods.
@@ -138,8 +144,8 @@ def choose_device_type(hp: Hyperparameters, gpus: int, who_has: str, other_fix: 
 def choose_hardware(hp: Hyperparameters, device_type: str, num_ranks: int, *, threads: int, bf16: Bf16) -> Hardware:
     """Return the Hardware of ``num_ranks`` ranks with ``threads`` CPU threads each; decide every ``auto`` of ``hp``.
 
-    ``bf16`` is the least support among the devices. Raises UserError if the batch has too few samples for the ranks, or
-    the devices cannot do what ``hp`` asks for.
+    ``bf16`` is that of the device that supports it least. Raises UserError if the batch has too few samples for the
+    ranks, or the devices cannot do what ``hp`` asks for.
     """
     check_batch_size(hp, num_ranks)
     small = hp.model in catalog.SMALL_MODELS

@@ -60,7 +60,10 @@ def event(**values: Any) -> None:
 
 
 def check_result_name(name: str) -> None:
-    """Raise UserError if a name is no plain relative path of a file, has hidden parts, or means ``events.jsonl``."""
+    """Raise UserError unless a name is a plain relative path of a file, without a part that begins with a dot.
+
+    Also raises UserError for ``events.jsonl``, or a path that begins with it.
+    """
     path = PurePosixPath(name)
     wrong = not path.parts or str(path) != name or path.is_absolute() or "\\" in name or not name.isprintable()
     if wrong or any(part.startswith(".") for part in path.parts) or path.parts[0] == EVENTS:

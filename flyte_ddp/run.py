@@ -68,9 +68,10 @@ def run_training(
 
     ``data`` is the folder of a prepared data set, from ``flyte_ddp.datasets.fetch``. Locks the run folder. Resumes from
     the checkpoint of an interrupted run in it. Replaces an earlier run's files only when all new ones are complete.
-    Downloads a remote ``hp.init_from``, and copies ``results/`` to ``settings.results_copy``. Unless wandb is disabled,
-    a child process logs to it, for whose end it waits up to ``settings.wandb_timeout`` seconds (5 s if SIGTERM stopped
-    the run). Prints warnings and progress to stderr, unless progress is off.
+    Downloads a remote ``hp.init_from``, and copies ``results/`` to ``settings.results_copy``: waits for that at the end
+    up to 60 s. Unless wandb is disabled, a child process logs to it; waits for its end up to ``settings.wandb_timeout``
+    seconds. If SIGTERM stopped the run, these waits are 3 s and 5 s. Prints to stderr warnings and progress, with
+    progress off only failures and where wandb's run is. A single rank's child processes are killed at the end.
 
     By default the settings (logging, caching, timeouts) are those of the environment, the ranks' hardware is chosen for
     this machine, and ``launch``, which starts the ranks and waits for them, runs a single rank in this process and
@@ -78,7 +79,8 @@ def run_training(
 
     Raises UserError for a mistake that the user can fix, such as another run in the same folder; RankError if a rank
     failed (the whole error is in ``traceback.txt`` in the run folder's ``unfinished``); StoppedError after SIGTERM, and
-    KeyboardInterrupt after Ctrl-C. Then there is no new result; checkpoints and metrics stay in ``unfinished``.
+    KeyboardInterrupt after Ctrl-C. Then there is no new result, unless Ctrl-C came while it was moved into place;
+    checkpoints and metrics stay in ``unfinished``.
     """
     # Imported here so that importing this module stays cheap for command-line start-up.
     from flyte_ddp.report import report

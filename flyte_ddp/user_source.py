@@ -119,13 +119,14 @@ def find_imported_modules(tree: ast.Module | None) -> set[str]:
     return {name.partition(".")[0] for name in names} - {""}
 
 
-def list_uncovered_files(known: set[Path], spec: str, modules: Iterable[str]) -> list[str]:
-    """Return the user's own files that were imported for ``spec`` but are not ``known``, as sorted relative paths.
+def list_files_outside_digest(known: set[Path], spec: str, modules: Iterable[str]) -> list[str]:
+    """Return the user's files that ``spec`` imported and the digest left out (not in ``known``): sorted relative paths.
 
-    Looks at the imported module of ``spec`` and at ``modules`` (names in ``sys.modules``, such as those of the model's
-    layers), then at each module that is or defines an object in their namespaces, and so on. Only files below the
-    folder that holds the top-level module of ``spec`` count; paths are relative to it. Returns none for a name without
-    a colon. ``known`` is from :func:`list_user_files`, before the code was imported: it may change ``sys.path``.
+    Starts at the modules of ``spec`` and ``modules`` (names in ``sys.modules``, such as those of the model's layers).
+    Follows the modules in each module's namespace, and those of the classes, functions and instances there; so a module
+    from which only numbers, texts or containers come is missed. Only files below the folder that holds the top-level
+    module of ``spec`` count; paths are relative to it. Returns none for a catalog name (no colon). Get ``known`` from
+    :func:`list_user_files` before the user's code is imported, because that code may change ``sys.path``.
     """
     if ":" not in spec:
         return []

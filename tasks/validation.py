@@ -15,7 +15,7 @@ from flyte_ddp.progress import Progress
 from flyte_ddp.release.policy import Policy
 from flyte_ddp.release.promotion import read_data_profile
 from flyte_ddp.release.registry import Registry
-from flyte_ddp.release.slices import read_slices
+from flyte_ddp.release.slices import read_slices_file
 from flyte_ddp.settings import read_settings
 from flyte_ddp.validation.profile import DataProfile, render_profile
 from tasks import pods
@@ -68,7 +68,7 @@ def validate_dataset(
     registry.refuse_overwriting_storage()
     history = registry.read_log()
     if policy.slices:
-        read_slices(policy.slices)
+        read_slices_file(policy.slices)
     warnings = [HELD_OUT] if encoded_kind(hp.dataset) and not hp.test_dataset else []
     try:
         champions = read_data_profile(registry, history[-1]) if history else None

@@ -57,9 +57,9 @@ def image_arrays(
 
     Images are uint8 [N, H, W, C], or [N, H, W] if grey; test images have the training images' height, width and
     channels. Labels are whole numbers [N], positions in ``classes``, the class names, which become Unicode's form NFC.
-    ``name`` may stay empty in a callable that the hyperparameter ``dataset`` names. Raises a UserError for another type
-    or shape, a set without images, no classes, a class name that is not UTF-8, two names that differ only in Unicode's
-    form, or a label that is not in 0..len(classes)-1. Copies arrays only to convert them.
+    ``name`` may be empty if the hyperparameter ``dataset`` names the callable that returns this. Raises a UserError for
+    another type or shape, a set without images, no classes, a class name that is not UTF-8, two names that differ only
+    in Unicode's form, or a label that is not in 0..len(classes)-1. Copies arrays only to convert them.
     """
     if not len(classes):  # may be an array, whose truth value is ambiguous
         raise UserError("classes=(): there must be a name for each class")
@@ -77,12 +77,21 @@ def image_arrays(
     return arrays
 
 
-def convert_images(name: str, values: Any) -> Images:
-    """Return ``values`` as images uint8 [N, H, W, C] in C order (copied if they are not); [N, H, W] gets one channel.
+def to_array(name: str, values: Any) -> NDArray[Any]:
+    """Return ``values`` as an array; UserError, with ``name`` in its text, for ragged lists or a tensor on a GPU."""
+    try:
+        return np.asarray(values)
+    except (ValueError, TypeError) as error:
+        raise UserError(f"{name}: is no array ({error}); give one of equal parts, in the CPU's memory") from None
 
-    Raises a UserError, which calls the array ``name``, for another type or shape, such as [0, H, W, C] or [N, C, H, W].
+
+def convert_images(name: str, values: Any) -> Images:
+    """Return ``values`` as uint8 [N, H, W, C] in C order, copied only if they are not; [N, H, W] gets one channel.
+
+    Raises UserError, with ``name`` in its text, unless they are uint8 with 3 or 4 dimensions, none of them 0; also if
+    they look like [N, 1 or 3, H, W] (last dimension above 4).
     """
-    images = np.asarray(values)
+    images = to_array(name, values)
     if images.dtype != np.uint8:
         raise UserError(f"{name}: must be uint8 with values 0..255, got {images.dtype}; scale and convert them")
     if images.ndim == 3:
@@ -95,11 +104,11 @@ def convert_images(name: str, values: Any) -> Images:
 
 
 def convert_labels(name: str, values: Any, samples: int, classes: int) -> Labels:
-    """Return ``values`` as labels int64 [samples] of 0..classes-1 in C order (copied if they are not).
+    """Return ``values`` as labels int64 [samples] of 0..classes-1 in C order, copied only if they are not.
 
-    Raises a UserError, which calls the array ``name``, for numbers that are not whole, another shape or another label.
+    Raises UserError, with ``name`` in its text, for numbers that are not whole, another shape or another label.
     """
-    labels = np.asarray(values)
+    labels = to_array(name, values)
     if labels.dtype.kind not in "iu":
         raise UserError(f"{name}: must be whole numbers, got {labels.dtype}")
     if labels.shape != (samples,):

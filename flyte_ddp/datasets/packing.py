@@ -98,10 +98,11 @@ def pack_images(samples: Any, folder: Path, *, classes: Sequence[str] = (), **op
     width = len(str(count - 1))
     one_at_a_time = threading.Lock()  # the user's data set need not be thread-safe
 
-    def make_png_sample(number: int) -> tuple[str, Members]:
-        """Read a sample while no other thread does; return its key, and PNG and label by extension.
+    def encode_sample_as_png(number: int) -> tuple[str, Members]:
+        """Read a sample, one thread at a time; return its key, and PNG and label (bytes) by ".png" and ".cls".
 
-        Raises a UserError if reading raises an OSError, for other types, or for other than 1, 3 or 4 channels.
+        Raises a UserError for an OSError while reading, an item that convert_sample refuses, or channels other than 1,
+        3, 4.
         """
         try:
             with one_at_a_time:
@@ -115,4 +116,4 @@ def pack_images(samples: Any, folder: Path, *, classes: Sequence[str] = (), **op
         return f"{number:0{width}d}", {".png": buffer.getvalue(), ".cls": str(label).encode()}
 
     named = classes if len(classes) else getattr(samples, "classes", ())
-    return pack_samples(make_png_sample, count, folder, classes=[str(label) for label in named], **options)
+    return pack_samples(encode_sample_as_png, count, folder, classes=[str(label) for label in named], **options)

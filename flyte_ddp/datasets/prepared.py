@@ -77,10 +77,10 @@ def check_prepared_set(
 ) -> list[str]:
     """Refuse a prepared data set that cannot be trained on; return lines for the user: contents, and warnings.
 
-    To be called before ranks start. ``workers`` is the number of decoding threads or processes of each rank,
-    ``cache_bytes`` the limit of the shard cache (None: no limit). Raises a UserError if the folder is damaged, the
-    number of classes is unknown or not ``num_classes``, no samples are left for training or testing, or a stream has
-    too few shards, has weights or needs webdataset, which is not installed.
+    Call it before ranks start. ``workers`` is the number of decoding threads or processes of each rank, ``cache_bytes``
+    the limit of the shard cache (None: no limit). Raises a UserError if the folder is damaged, the number of classes is
+    unknown or not ``num_classes``, or no samples are left for training or testing; for dataset=stream:ADDRESS also if
+    webdataset is not installed, a part of the index has a weight, or there are fewer shards than decoding workers.
     """
     data = open_prepared(folder)
     resolve_class_names(data.classes, hp)

@@ -57,7 +57,7 @@ def resize_rows(pixels: Tensor, size: int, *, rounded: bool) -> Tensor:
 
     If ``rounded``, the values are whole numbers, those that torch computes for uint8.
     """
-    weights = triangle_weights(pixels.shape[2], size)
+    weights = resize_weights(pixels.shape[2], size)
     if not rounded:
         return torch.matmul(weights.float(), pixels)
     # torch's own arithmetic for uint8 (upsample_avx_bilinear_bicubic_uint8): weights are whole numbers below 2 ** 15,
@@ -68,11 +68,11 @@ def resize_rows(pixels: Tensor, size: int, *, rounded: bool) -> Tensor:
     return (sums / unit.float() + 0.5).floor().clamp(0, 255)
 
 
-def triangle_weights(inputs: Any, outputs: int) -> Tensor:
-    """Return the weight of each of ``inputs`` pixels in each of ``outputs`` pixels of a resized row.
+def resize_weights(inputs: Any, outputs: int) -> Tensor:
+    """Return the float64 matrix [outputs, inputs] that resizes a row of ``inputs`` pixels to ``outputs`` pixels.
 
-    The float64 matrix [outputs, inputs] is that of bilinear interpolation with antialiasing, as in torch and Pillow: a
-    triangle as wide as two pixels of the smaller picture.
+    Each row sums to 1. The weights are those of bilinear interpolation with antialiasing, as in torch and Pillow: a
+    triangle as wide as two pixels of the row that has fewer. ``inputs`` is an int, or torch's SymInt during an export.
     """
     scale = torch.full((), inputs, dtype=torch.float64) / outputs
     centers = (torch.arange(outputs, dtype=torch.float64) + 0.5) * scale

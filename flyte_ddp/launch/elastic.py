@@ -166,10 +166,12 @@ def first_worker_error(error: Any, memory_kills: int) -> BaseException:
 
 
 def train_in_worker(job: Job, key: str) -> None:
-    """Train in a worker that launch started, as rank 0 or another rank; the worker's first function.
+    """Train in a worker that launch started, as rank 0, or as another rank, which waits up to an hour for rank 0.
 
-    Sets FLYTE_DDP_ELASTIC_KEY to ``key``. A restarted rank 0 resumes from the newest checkpoint. An exception is
-    pickled for :func:`first_worker_error`.
+    It is the worker's first function. Sets FLYTE_DDP_ELASTIC_KEY to ``key``, the secret that ranks' connections prove.
+    A restarted rank 0 resumes from the newest checkpoint, and prints that to stderr. Kills at the end what this thread
+    has started. Raises the run's outcome, the same on all ranks, and pickles it for :func:`first_worker_error`; a rank
+    that still trains 2 s (rank 0: 10 s) after the run has failed is ended by os._exit(1).
     """
     os.environ[KEY_VARIABLE] = key
     with pickle_exception():

@@ -77,12 +77,14 @@ def raise_if_task_failed(tasks: Sequence[Any]) -> None:
 
 
 def hardware(hp: Hyperparameters, nodes_to_come: int = 0, seconds: float = 0.0) -> Hardware:
-    """Return the Hardware for ranks on the cluster: a GPU for each, or CPUs, of which all ranks have equally many.
+    """Return the Hardware for ranks on the Ray cluster: one GPU for each rank, or the same number of CPUs for each.
 
-    Waits up to ``seconds`` for ``nodes_to_come`` nodes for ranks, and prints their number to stderr; with 0 nodes uses
-    the cluster as it is. Fewer ranks than requested are an error if there are nodes to wait for, else they are printed.
-    Runs a task on each node if the precision depends on the nodes' processors. Raises UserError if the hyperparameters
-    do not fit the cluster, and UnreachableError if there is no cluster, or nodes have not come in time.
+    Connects as :func:`connected` unless called inside it: without RAY_ADDRESS that starts a cluster and ends it. Waits
+    up to ``seconds`` for ``nodes_to_come`` nodes, and prints to stderr how many there are. If fewer ranks fit than
+    requested, raises UserError when ``nodes_to_come`` is not 0, else prints that. For precision auto or bf16 runs a
+    task on each node, and waits for it without a limit. Also raises UserError if the hyperparameters do not fit the
+    cluster, or Ray is missing or refuses; UnreachableError if no cluster answers at RAY_ADDRESS, or nodes have not come
+    in time.
     """
     with connected():
         capacity.wait_for_hosts(lambda: len(list_rank_nodes()), nodes_to_come, "nodes of the Ray cluster", seconds)
@@ -117,10 +119,11 @@ def cpus_per_rank(cpus: Sequence[int], num_ranks: int) -> int:
 
 
 def least_bf16_support(device: str) -> Bf16:
-    """Return the least bf16 support of all nodes that may get ranks, because all ranks compute alike.
+    """Return the least bf16 support of all nodes that may get ranks: ranks must all compute in one precision.
 
-    Runs a task on each node and waits for all, without a limit. The tasks reserve nothing, so they also run where all
-    CPUs and GPUs are taken. On GPUs a task looks at the first of the node.
+    Call it inside :func:`connected`. Runs a task on each node and waits for all, without a limit. The tasks reserve
+    nothing, so they also run where all CPUs and GPUs are taken. On GPUs a task asks the node's first GPU. Ray's own
+    exceptions, as for a lost node, go through.
     """
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -138,7 +141,7 @@ def connected() -> Iterator[None]:
 
     Does nothing if Ray is initialised already. Else restores the handler of SIGTERM, and shuts Ray down at the end,
     with a cluster that was started. Raises UserError if Ray is not installed, refuses this process, or does not start
-    here, and UnreachableError if no cluster answers at the address within REACH_SECONDS.
+    here, and UnreachableError if no cluster answers at the address within REACH_SECONDS (10).
     """
     with require_extra("ray"):
         import ray

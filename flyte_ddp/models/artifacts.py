@@ -117,7 +117,7 @@ def read_sidecar(path: Path) -> dict[str, Any]:
     )
 
 
-def describe_input(spec: InputSpec, crop: str) -> dict[str, Any]:
+def describe_model_input(spec: InputSpec, crop: str) -> dict[str, Any]:
     """Return ``input`` of ``model.json``: the model's input, and how other programs prepare an image for it.
 
     ``crop`` is ``middle`` if only the middle square of an image is used; empty if all of the image is.

@@ -103,7 +103,7 @@ def load_initial_weights(model: nn.Module, path: Path, hp: Hyperparameters) -> N
     try:
         model.load_state_dict(weights)
     except RuntimeError as error:
-        raise misfit_error(wanted, given, hp, str(error)) from error
+        raise weights_misfit_error(wanted, given, hp, str(error)) from error
 
 
 def is_finite(values: Tensor) -> bool:
@@ -178,12 +178,13 @@ def skipped_tensor_names(names: Iterable[str], init_skip: str) -> list[str]:
     return [name for name in names if is_in_parts(name, parts)]
 
 
-def misfit_error(
+def weights_misfit_error(
     wanted: Mapping[str, Tensor], given: Mapping[str, Tensor], hp: Hyperparameters, reason: str
 ) -> UserError:
-    """Return the error that names tensors missing, unknown or of another shape (up to 3 of each), or tells ``reason``.
+    """Return the error that names tensors missing, unknown or of another shape, up to 3 of each, or else ``reason``.
 
-    ``wanted`` are the model's tensors without skipped ones, ``given`` those in the file; ``reason`` is torch's text.
+    ``wanted`` are the model's tensors without those that ``init_skip`` names, ``given`` those in the file; ``reason``
+    is the text of torch's exception. The error advises an ``init_skip`` if up to 3 modules do not fit.
     """
     # Old files lack BatchNorm's count, which load_state_dict allows.
     missing = [name for name in wanted if name not in given and not name.endswith("num_batches_tracked")]

@@ -97,7 +97,8 @@ class GlobalNormalisation(torch.autograd.Function):
     def forward(ctx: Any, values: Tensor, weight: Tensor | None, bias: Tensor | None, layer: Any) -> Tensor:
         """Return the values [N, C, ...] normalised; exchange statistics with all ranks, update the running statistics.
 
-        Raises ValueError if all ranks together have one value for each channel.
+        All ranks must call it. ``layer`` is the GlobalBatchNorm. Raises ValueError if all ranks together have one value
+        for each channel; on a CPU UserError if ranks are at different layers.
         """
         ctx.has_values = layer.this_pass.has_samples and values.numel() > 0
         mean, variance, count = compute_global_statistics(values, layer.gather_from_ranks, has_values=ctx.has_values)

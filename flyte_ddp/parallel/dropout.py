@@ -17,7 +17,12 @@ class SampleDropout(nn.Module):
     p: float
 
     def forward(self, values: Tensor) -> Tensor:
-        """Return the values [N, ...] with a random share p zeroed, others divided by 1 - p; in place if ``inplace``."""
+        """Zero each value [N, ...] with probability p, divide the others by 1 - p, and return all.
+
+        Returns the input itself outside training and for p 0. Values of one channel or sample are zeroed together as
+        :meth:`count_drawn_dimensions` tells. Takes one number from torch's CPU generator in each call. In place if
+        ``inplace``.
+        """
         if not self.training or self.p == 0.0:
             return values
         if values.shape[:1] != (len(self.this_pass.keys),):

@@ -66,7 +66,10 @@ class NodeMemory:
         return file
 
     def _receive_memory(self) -> int:
-        """Connect to rank 0, keep the socket in ``peers``, wait for rank 0's file, and return its descriptor."""
+        """Get rank 0's address by a broadcast, connect, keep the socket in ``peers``; return the memory's descriptor.
+
+        All ranks must take part. Raises TimeoutError after the collectives' limit, ConnectionError if rank 0 has ended.
+        """
         self.peers[0] = peer = create_socket()
         peer.connect(broadcast_object(""))
         peer.send(str(rank()).encode())

@@ -32,7 +32,11 @@ REPORT_SECONDS = 5  # of a pod's time to stop, to report to the platform
 
 
 def pod_environment() -> dict[str, str]:
-    """Return the variables of every pod, with a digest of the library's sources; UserError if a setting is wrong."""
+    """Return the environment variables that a registration gives to every pod, with a digest of the library's sources.
+
+    Raises UserError for an unknown profile, or a setting that is an address with a user name or a password; other
+    values are not checked.
+    """
     return {
         CODE_VARIABLE: package_digest(),
         PROFILE_VARIABLE: read_text(PROFILE_VARIABLE),
@@ -43,10 +47,11 @@ def pod_environment() -> dict[str, str]:
 
 
 def training_environment() -> dict[str, str]:
-    """Return the variables that a training pod is given: those of every pod, limits, settings, and wandb's secret.
+    """Return a training pod's variables: those of every pod, limits of cache and shutdown, and settings of training.
 
     Half of the profile's grace period is for writing the last checkpoint, the other half for ending the ranks and
-    uploading it. A variable that is set at registration replaces the value made here; UserError for a wrong one.
+    uploading it. FLYTE_DDP_WANDB_SECRET is the name of wandb's secret, or off. A variable of this process's environment
+    replaces the value made here. Raises UserError as :func:`pod_environment`, or if the secret's name is not group/key.
     """
     grace = chosen_profile().grace_seconds
     return {

@@ -96,8 +96,12 @@ def chosen_profile() -> Profile:
     return PROFILES[name]
 
 
-def split_size(size: Size, parts: int) -> Size:
-    """Return a size with one of ``parts`` equal parts of the CPUs, the memory and the GPUs, and with the whole disk."""
+def size_of_one_part(size: Size, parts: int) -> Size:
+    """Return a size with 1/``parts`` of the CPUs, the memory and the GPUs, each rounded down, and with the whole disk.
+
+    GPUs may become 0; CPUs are at least a thousandth, memory is in whole MiB. Raises UserError for a malformed
+    quantity.
+    """
     thousandths = max(1, int(parse_quantity(size.cpu) / parts * 1000))
     return Size(
         cpu=f"{thousandths}m" if thousandths % 1000 else f"{thousandths // 1000}",

@@ -41,7 +41,10 @@ def unsent_address(platform: Platform) -> str:
 
 @contextmanager
 def upload_unsent_wandb(platform: Platform, run_folder: Path) -> Iterator[None]:
-    """Upload a pod's wandb folder after the block, without retries, if wandb could not send it; only print errors."""
+    """Upload a pod's wandb folder to :func:`unsent_address` after the block, if wandb could not send it.
+
+    Also after an exception; does nothing locally. Does not retry; prints errors to stdout and raises none.
+    """
     try:
         yield
     finally:

@@ -108,14 +108,15 @@ def check_not_worse(name: str, pair: PairedCounts, margin: float, alpha: float) 
     return Check(f"not worse than the {name}", bound > -margin, f"at least {least}", f"above {needed}", reason)
 
 
-def check_parts(
+def check_losses_by_part(
     kind: str, members: Mapping[str, NDArray[np.int64]], challenger: Evaluation, champion: Evaluation, policy: Policy
 ) -> tuple[Check, list[Check]]:
-    """Return the Check that no class, or no slice, loses accuracy; and a Check for each class or slice.
+    """Return the Check that the challenger loses no class, or no slice, to the champion; and a Check for each of them.
 
     A part fails if it loses more than the policy's ``class_loss`` and the p-value (McNemar's test, with Holm's
-    correction) is at most the policy's ``alpha``. Parts of fewer than LEAST_SAMPLES (30) samples pass. ``kind`` is
-    class or slice, and ``members`` holds the positions of each part's samples, by the part's name.
+    correction) is at most the policy's ``alpha``; the first Check fails if any part fails. Parts of fewer than
+    LEAST_SAMPLES (30) samples pass. ``kind`` is class or slice, and ``members`` holds the positions of each part's
+    samples, at least one, by the part's name.
     """
     pairs = {
         name: PairedCounts.count(challenger.correct[part], champion.correct[part]) for name, part in members.items()

@@ -62,10 +62,11 @@ class Evaluation:
 
 
 def evaluate_split(model: SavedModel, data: PreparedSet) -> Evaluation:
-    """Read the test split of a data set, and return the model's evaluation on its decodable samples.
+    """Read a data set's test split, and return the model's evaluation on those of its samples that can be decoded.
 
-    Downloads remote shards into the cache. Raises a UserError if the split cannot be read, the model does not know a
-    class or take the images, or undecodable ones are all of them or more than ``model.bad_samples``.
+    Downloads remote shards into the cache; decodes in threads, which end with it. Raises UserError if the split cannot
+    be read, has a class that the model lacks or images that it does not take, or if no sample can be decoded, or more
+    than ``model.bad_samples`` cannot.
     """
     places = {name: place for place, name in enumerate(model.classes)}
     ids, undecoded = list[str](), list[str]()

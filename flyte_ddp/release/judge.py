@@ -65,10 +65,12 @@ class Judgement:
         return check.passed
 
     def claim_alpha(self) -> float:
-        """Count this judgement among those on the test split, and return its share of the policy's alpha.
+        """Give this judgement its number among those on the test split; return its share of the policy's alpha.
 
-        Sets ``look``, its number, and ``alpha``. Writes two files to the registry, unless this comparison was counted
-        before. A judgement that may not promote writes nothing, keeps look 0, and has the share of a first one.
+        Sets ``look``, the number, and ``alpha``. Writes two files to the registry, unless the registry has this
+        comparison already. A judgement that may not promote writes nothing, keeps look 0, and gets the share of number
+        1. Raises UserError if the registry cannot be read or written in up to 4 tries, or its file of this comparison
+        is damaged.
         """
         if self.counts:
             champion = self.before.version if self.before else "none"
@@ -78,13 +80,14 @@ class Judgement:
         return self.alpha
 
     def export_and_set_verdict(self, reason: str = "", decision: str = "", *, best: str = "", power: str = "") -> Self:
-        """Write the challenger's exports, add the Check of its ONNX, set the verdict, and return this judgement.
+        """Export the challenger, add the Check of its ONNX to ``checks``, set ``verdict``, and return this judgement.
 
-        Exports as export_model does: reads the test split twice, starts a process, silences stderr. Exports nothing
-        without the folder ``exports``, if the policy says off, or if ``challenger`` is None or has a logit that is not
-        finite. Without a decision, a Check that failed keeps the champion, with the reasons of all that failed; else
-        the challenger is promoted, for ``reason``. ``best`` is the best version from now on; empty: as before. Raises
-        an UnreachableError if the storage does not answer.
+        Promotes nothing. Exports nothing if ``exports`` or ``challenger`` is None, a logit of ``challenger`` is not
+        finite, or the policy's ``export`` is off. An export reads the test split twice, starts a process, silences
+        stderr meanwhile, and raises UnreachableError if the storage of the test split does not answer. Without
+        ``decision`` (KEPT, PROMOTED or NO_COMPARISON) the verdict is KEPT with the reasons of all failed Checks, or else
+        PROMOTED for ``reason``. ``best`` is the best version from now on (empty: as before), ``power`` says which
+        differences the comparison could find.
         """
         challenger, champion, before = self.challenger, self.champion, self.before
         exports = self.exports if self.policy.export != OFF else None
@@ -221,7 +224,7 @@ def compare_with_champion(judgement: Judgement, ours: Evaluation, champion: Save
         decisive = [checks.check_superior(pair, alpha)]
     judgement.checks += decisive
     for kind, members in groups.items():
-        check, judgement.parts[kind] = checks.check_parts(kind, members, ours, theirs, policy)
+        check, judgement.parts[kind] = checks.check_losses_by_part(kind, members, ours, theirs, policy)
         judgement.add_check(check)
     judgement.checks += [
         checks.check_loss_rise("negative log-likelihood", ours.nll, theirs.nll, policy.nll_rise, policy.alpha),
@@ -291,7 +294,8 @@ def measure_latency_ratio(challenger: SavedModel, champion: SavedModel, split: P
     """Return the challenger's time for a batch as a multiple of the champion's.
 
     Reads up to LATENCY_BATCH (64) test images, which both models compute by turns; waits for the GPU. The result is the
-    median of LATENCY_ROUNDS (15) ratios.
+    median of LATENCY_ROUNDS (15) ratios. Downloads remote shards into the cache, and raises UserError, as
+    :func:`read_test_split`.
     """
     inputs: dict[SavedModel, Tensor] = {}
     for model in (challenger, champion):

@@ -124,10 +124,10 @@ def roll_back_champion(registry: Registry, reason: str, *, by: str, once: bool =
     """Append the log entry that makes the previous champion the champion again, and return the entry.
 
     First reads the whole log and all files of that version, and writes a small file that tests the storage; then
-    rewrites champion.json. The best version is again what it was at that champion's promotion: later models are not
-    compared with one that was taken back. With ``once``, for a task that may be tried again, returns the rollback that
-    ``by`` has written before, if any. Raises a UserError if there was no champion before, the reason is blank, or
-    somebody else has appended an entry meanwhile.
+    rewrites champion.json, or prints that it cannot. ``best``, with which later models are compared, becomes again what
+    it was when that champion was promoted. With ``once``, for a task that may be tried again, if ``by`` has rolled back
+    before, only rewrites champion.json and returns that entry. Raises a UserError if there was no champion before, the
+    reason is blank, or somebody else has appended an entry meanwhile.
     """
     history = registry.read_log()
     if once and (earlier := finish_earlier_try(registry, history, by, ROLLBACK)):
@@ -171,10 +171,11 @@ def has_classes_and_input_of(registry: Registry, best: str, version: versions.Ve
 
 
 def download_version(registry: Registry, version: str, folder: Path, manifest: str = "") -> tuple[Path, Path]:
-    """Download weights and sidecar of a version into an existing folder, and return their paths.
+    """Download model.pt and model.json of a version into an existing folder, in up to 4 tries each; return their paths.
 
-    ``version`` is the SHA-256 of its weights, ``manifest`` that of one revision's manifest; empty: the newest revision.
-    Raises a UserError if one is missing or was altered.
+    Replaces files of these names. ``version`` is the SHA-256 of its weights, ``manifest`` that of one revision's
+    manifest; empty: the newest revision. Raises a UserError if a file is missing or was altered; an altered one stays
+    in the folder.
     """
     versions.fetch_files(registry, versions.read_version(registry, version, manifest), folder)
     return folder / versions.WEIGHTS, folder / versions.SIDECAR

@@ -12,8 +12,8 @@ from flyte_ddp.errors import UserError
 from flyte_ddp.storage import UnavailableError
 
 
-def read_slices(address: str) -> list[tuple[int, str, str]]:
-    """Read a CSV file with the columns ``id`` and ``slice``; return line number, id and slice of each row.
+def read_slices_file(address: str) -> list[tuple[int, str, str]]:
+    """Read a CSV file of samples' slices (columns ``id`` and ``slice``); return line number, id and slice of each row.
 
     Raises a UserError if the file cannot be read in up to 4 tries, is no such CSV file, or lacks a value.
     """
@@ -38,12 +38,12 @@ def read_slices(address: str) -> list[tuple[int, str, str]]:
 def group_by_slice(address: str, ids: Sequence[str], undecoded: Collection[str]) -> dict[str, NDArray[np.int64]]:
     """Read a CSV file of slices; return the ascending positions in ``ids`` of each slice's samples, by its name.
 
-    ``undecoded`` are ids of samples that are left out, as they cannot be decoded. Raises a UserError as read_slices
-    does, and if the file names a sample that is neither in ``ids`` nor in ``undecoded``.
+    ``undecoded`` are ids of samples that are left out, as they cannot be decoded. Raises a UserError as
+    read_slices_file does, and if the file names a sample that is neither in ``ids`` nor in ``undecoded``.
     """
     places = {name: place for place, name in enumerate(ids)}
     members: dict[str, set[int]] = {}
-    for line, sample, name in read_slices(address):
+    for line, sample, name in read_slices_file(address):
         if sample in places:
             members.setdefault(name, set()).add(places[sample])
         elif sample not in undecoded:

@@ -80,9 +80,9 @@ def upload_entry(registry: Registry, entry: Entry, settings: Settings) -> str:
 
 
 def upload_artifact(request: str, files: str) -> None:
-    """Upload a folder as an artifact to wandb, wait for it, and print its name; or print the error, and exit with 1.
+    """Upload the folder ``files`` to wandb as an artifact, wait, print its name; or print the error, and exit with 1.
 
-    ``request`` is JSON: the run, the artifact and its aliases, as wandb takes them.
+    ``request`` is JSON: ``run`` (arguments of wandb.init), ``artifact`` (of wandb.Artifact) and ``aliases``.
     """
     import wandb
 

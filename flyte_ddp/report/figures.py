@@ -119,10 +119,10 @@ def thin_series(x: Floats, y: Floats) -> tuple[Floats, Floats, Floats, Floats]:
 
 
 def draw_confusion_heatmap(confusion: NDArray[np.int64], classes: Sequence[str]) -> str:
-    """Draw a confusion matrix [classes, classes] as SVG, and return the element: truth in rows, prediction in columns.
+    """Draw a confusion matrix [classes, classes], truth in rows, prediction in columns; return it as an SVG element.
 
-    Correct predictions are blue, mistakes orange. A cell is the darker the larger its share of the row; the most
-    frequent mistake has the darkest orange, however rare it is.
+    Correct predictions are blue, mistakes orange. A cell is the darker the larger its share of its row; the mistake
+    with the largest share of its row has the darkest orange, however rare it is.
     """
     from PIL import Image
 

@@ -70,10 +70,11 @@ def alternate_slots(folder: Path, newest: Path | None) -> Iterator[Path]:
 def write_checkpoint(
     path: Path, description: Mapping[str, Any], identity: Identity, metrics: bytes, save: Callable[[Any], object]
 ) -> None:
-    """Write a checkpoint, in place of an older one at ``path``, atomically; UserError if that fails, as on a full disk.
+    """Write a checkpoint to ``path``, atomically and flushed to disk, over an older one; UserError if that fails.
 
-    ``description`` has ``epoch``, ``step``, ``trained_in`` and ``time``; ``metrics`` is the content of metrics.jsonl up
-    to this step; ``save`` writes the state into the file that it is given.
+    Makes missing folders. ``description`` has ``epoch``, ``step``, ``trained_in`` (a list of dicts) and ``time``;
+    ``metrics`` is the content of metrics.jsonl up to this step; ``save`` writes the state into the object that it gets,
+    which has only ``write`` and ``flush``.
     """
     header = {**description, "identity": asdict(identity), "metrics_bytes": len(metrics)}
     with replace_file(path) as file:

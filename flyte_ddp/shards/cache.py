@@ -282,10 +282,11 @@ class ShardCache:
         return 0
 
     def hold_lock(self, name: str, *, wait: bool = True) -> AbstractContextManager[None]:
-        """Hold an exclusive lock in a block: ``room``, of the list of cached files; or that of a shard's hex file name.
+        """Hold an exclusive lock for a block: ``room``, of the list of cached files, or a shard's, by its hex file name.
 
-        Makes a lock file; shards may share one. Waits without a limit, or raises BlockingIOError if another thread or
-        process holds it and ``wait`` is false. Raises OSError if the folder cannot be written.
+        Makes a lock file, which stays; some shards have one lock in common. Waits without a limit, even for a lock that
+        this thread holds, so never wait for one shard's lock inside another's. With ``wait`` false raises
+        BlockingIOError instead. Raises OSError if the folder cannot be written.
         """
         name = name if name == "room" else f"{int(name, 16) % LOCKS:04d}"
         return hold_lock(self.folder / "locks", name, wait=wait)

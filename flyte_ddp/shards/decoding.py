@@ -64,11 +64,11 @@ DECODERS: dict[str, Callable[[bytes], Any]] = {
 
 
 def decode_sample(sample: dict[str, Any]) -> dict[str, Any]:
-    """Return a copy of a sample with its members decoded by their extensions; other members stay bytes.
+    """Return a copy of a sample with its members decoded by their extensions; other members stay as they are.
 
-    Images become PIL images, decoded when first used; ``.cls`` and ``.cls2`` int, ``.txt`` and ``.text`` str, ``.json``
-    Python values, ``.npy`` numpy arrays. Of ``.seg.png`` the last part counts. Raises UserError if a member cannot be
-    decoded.
+    Images become PIL images, ``.cls`` and ``.cls2`` int, ``.txt`` and ``.text`` str, ``.json`` Python values, ``.npy``
+    numpy arrays; ``.seg.png`` is decoded as ``.png``. Raises UserError if a member cannot be decoded; but an image is
+    decoded when first used, and raises Pillow's OSError then if it is truncated.
     """
     return {name: decode_member(sample, name, content) for name, content in sample.items()}
 

@@ -138,7 +138,7 @@ def read_index(address: str) -> ShardIndex:
 
     Retries transient errors up to 3 times each, with pauses of up to 7 s. Turns Python's garbage collector off
     meanwhile. Raises UserError if an index cannot be read or is malformed, has an address that
-    :func:`resolve_named_address` refuses, or refers to one that refers to others, or if two have different classes.
+    :func:`resolve_address_in_index` refuses, or refers to one that refers to others, or if two have different classes.
     """
     try:
         return build_index(address, load_index_json(address))
@@ -150,7 +150,7 @@ def read_index(address: str) -> ShardIndex:
 
 @pause_garbage_collector()
 def build_index(address: str, content: dict[str, Any]) -> ShardIndex:
-    """Return the index whose JSON is ``content``; read the indexes that it refers to, as :func:`read_index` does.
+    """Return the index whose JSON is ``content``; read the indexes that it refers to, in up to 4 tries each.
 
     Relative addresses start from the folder of ``address``, where the index is or will be. Pauses garbage collection.
     Raises UserError as :func:`read_index`; LookupError, TypeError, ValueError or AttributeError for bad fields.
@@ -221,7 +221,7 @@ def resolve_part(address: str, content: dict[str, Any], entry: Any) -> tuple[str
     index, which is read with up to 3 retries. Raises UserError if that is refused, unreadable or refers to others.
     """
     if entry.get("source_url"):
-        where = resolve_named_address(address, base_address(address, content), entry["source_url"])
+        where = resolve_address_in_index(address, base_address(address, content), entry["source_url"])
         listed = load_index_json(where)
     else:
         where, listed = address, {"base": content.get("base"), **entry}
@@ -241,13 +241,13 @@ def list_class_names(address: str, content: dict[str, Any]) -> tuple[str, ...]:
 def base_address(address: str, content: Mapping[str, Any]) -> str:
     """Return the folder or prefix that relative addresses in the JSON of an index start from."""
     folder = storage.parent(address)
-    return resolve_named_address(address, folder, content["base"]) if content.get("base") else folder
+    return resolve_address_in_index(address, folder, content["base"]) if content.get("base") else folder
 
 
-def resolve_named_address(index: str, base: str, named: Any) -> str:
-    """Return the absolute form of an address in an index; a relative one starts from the folder or prefix ``base``.
+def resolve_address_in_index(index: str, base: str, named: Any) -> str:
+    """Return ``named``, an address in an index, as an absolute one; a relative one starts at folder or prefix ``base``.
 
-    Raises UserError if ``named`` is no address; if it is a file of this machine and the index is not; or if the index
+    Raises UserError if ``named`` is no usable address; if it is a local file, but the index is remote; or if the index
     is on a web server, and ``named`` has another origin that FLYTE_DDP_ALLOWED_ADDRESSES does not list.
     """
     shown = shorten_repr(named)
@@ -280,12 +280,12 @@ def require_encodable(index: str, named: str) -> str:
 def list_shards(address: str, content: Mapping[str, Any], part: int) -> Iterator[Shard]:
     """Yield the shards of part number ``part`` in the ``shardlist`` of an index, with absolute addresses.
 
-    Raises UserError if an entry is malformed, or has an address that :func:`resolve_named_address` refuses.
+    Raises UserError if an entry is malformed, or has an address that :func:`resolve_address_in_index` refuses.
     """
     base = base_address(address, content)
     folder = str(storage.local_path(base) or base.rstrip("/"))
     tables = (content.get(EXTENSION) or {}).get("tables")
-    tables = resolve_named_address(address, storage.parent(address), tables) if tables else ""
+    tables = resolve_address_in_index(address, storage.parent(address), tables) if tables else ""
     for number, entry in enumerate(content.get("shardlist") or []):
         try:
             url, place = entry["url"], entry.get("table") if tables else None
@@ -293,7 +293,7 @@ def list_shards(address: str, content: Mapping[str, Any], part: int) -> Iterator
                 # A fast path: an index may have 100,000 shards, and most have plain names.
                 url=require_encodable(address, f"{folder}/{storage.encode_name(base, url)}")
                 if PLAIN_NAME.fullmatch(url)
-                else resolve_named_address(address, base, url),
+                else resolve_address_in_index(address, base, url),
                 samples=require_count(entry["nsamples"], MOST_SAMPLES),
                 size=require_count(entry.get("filesize", -1), least=-1),
                 md5=str(entry.get("md5sum") or "").lower(),

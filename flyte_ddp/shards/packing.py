@@ -110,8 +110,10 @@ def write_shard(path: Path, samples: Iterable[tuple[str, Members]], advance: Cal
 def open_workspace(index: Path) -> Iterator[Path]:
     """Make and lock an empty hidden folder beside the index, yield its path, and remove the folder after the block.
 
-    If a killed packing of this index was being published, first finishes that. Keeps the folder after the block if the
-    index refers to it. Raises UserError if another process is packing this index or the folder cannot be written.
+    If an earlier packing was killed while its shards were moved to their final places, first moves the others; deletes
+    what else it left. Makes missing parent folders, which stay. Keeps the folder after the block if the index refers to
+    it. Does not wait for the lock: raises UserError if another process is packing this index, or the folder cannot be
+    written.
     """
     workspace = index.with_name(f".{index.stem}.packing")
     with ExitStack() as stack:

@@ -84,12 +84,13 @@ def stat_file(address: str) -> Entry:
 
 
 def list_files(address: str) -> Iterator[Entry]:
-    """Yield all files below a folder or prefix, ordered by name, without the objects that stand for folders.
+    """Yield all files below a folder or prefix, ordered by name, without the empty objects that mark folders.
 
     Keeps the whole list in memory. On this machine follows symlinks, and skips hidden files and folders; on a web
     server reads the list in the folder's file ``SHA256SUMS``. Yields nothing for a prefix without objects. Waits up to
-    10 s to connect, 30 s for each response; does not retry. Raises MissingError if a folder of this machine is missing,
-    UnavailableError if the files cannot be listed.
+    10 s to connect and 30 s for each response; does not retry. Raises UserError at once for an address of no known
+    kind; MissingError if a folder of this machine is missing, UnavailableError if the files cannot be listed: at the
+    call for a bucket, else at the first file.
     """
     return select_storage(address).list_files(address)
 

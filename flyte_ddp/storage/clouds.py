@@ -24,9 +24,9 @@ CREDENTIALS_LIFETIME = timedelta(minutes=10)  # then obstore asks botocore again
 def make_s3_store(bucket: str) -> Any:
     """Return obstore's store of a bucket on AWS or on another server with S3's protocol.
 
-    ``FLYTE_AWS_*`` set key and endpoint; botocore (variables, profiles, roles) gives what they do not, and may ask
-    servers for credentials. Without credentials requests are anonymous. Without an endpoint, asks AWS for the bucket's
-    region. Unusable settings raise ValueError, OSError or botocore's exceptions.
+    Key and endpoint are those of ``FLYTE_AWS_*``; where these are not set, botocore's (variables, profiles, roles),
+    which may ask servers for credentials. Without credentials requests are anonymous. Without an endpoint, asks AWS for
+    the bucket's region. Unusable settings raise ValueError, OSError or botocore's exceptions.
     """
     from botocore.session import get_session  # type: ignore[import-untyped,unused-ignore]
     from botocore.utils import validate_region_name  # type: ignore[import-untyped,unused-ignore]
@@ -117,11 +117,11 @@ def make_azure_store(container: str) -> Any:
 
 
 def client_settings(bundle: str | None = None) -> dict[str, Any]:
-    """Return obstore's settings for all clouds: timeouts, trusted certificates, no retries, and http:// allowed.
+    """Return the keyword arguments that obstore's stores of all clouds get: ``client_options`` and ``retry_config``.
 
-    Timeouts are 10 s for a connection, 30 s without a byte, a day in all. Reads the file of certificates (PEM) that
-    ``bundle`` or else ``REQUESTS_CA_BUNDLE`` names, to be trusted in addition to the system's. Raises OSError if it
-    cannot be read, ValueError if it has no certificate.
+    Timeouts are 10 s for a connection, 30 s without a byte, a day in all; no retries; http:// is allowed. Reads the
+    file of certificates (PEM) that ``bundle`` or else ``REQUESTS_CA_BUNDLE`` names, to be trusted in addition to the
+    system's. Raises OSError if it cannot be read, ValueError if it has no certificate.
     """
     options: dict[str, Any] = {
         "allow_http": True,  # an endpoint may begin with http://

@@ -39,10 +39,11 @@ Result = TypeVar("Result")
 
 @contextmanager
 def open_file(address: str, span: Span | None) -> Iterator[Content]:
-    """Open an object, or a span of bytes of it, for one pass over its bytes, by one GET request.
+    """Open an object, or a span of bytes of it, for one pass over its bytes; the server sends no more than the span.
 
-    Waits up to 10 s to connect, 30 s for each piece. Raises UnavailableError if the object cannot be read, here or
-    while the block reads the bytes.
+    Waits up to 10 s to connect, 30 s without a byte. The first use of a bucket may ask servers for credentials and
+    region; from then on forks of this process cannot use object storage. Raises UnavailableError if the object cannot
+    be read, here or while the block reads the bytes.
     """
     stored = call_store(address, lambda store, key: obstore.get(store, key, options={"range": span} if span else {}))
     start, end = stored.range

@@ -110,7 +110,7 @@ def write_outputs(job: Job, data: PreparedSet, state: TrainingState, recorder: R
         "format": artifacts.FORMAT,
         "model": hp.model,
         "classes": list(resolve_class_names(data.classes, hp)),
-        "input": artifacts.describe_input(state.spec, artifacts.MIDDLE if encoded_kind(hp.dataset) else ""),
+        "input": artifacts.describe_model_input(state.spec, artifacts.MIDDLE if encoded_kind(hp.dataset) else ""),
         "hyperparameters": hp.to_dict(),
         "metrics": {
             "test_accuracy": test.accuracy,
@@ -143,7 +143,7 @@ def write_outputs(job: Job, data: PreparedSet, state: TrainingState, recorder: R
             "stopped": selection.stopped,
             "notes": [
                 *recorder.warnings,
-                *list_notes(state, recorder.arithmetic, job.checkpoint),
+                *list_report_notes(state, recorder.arithmetic, job.checkpoint),
                 *facts.describe_facts(),
             ],
         }
@@ -204,10 +204,11 @@ def collect_predictions(state: TrainingState, test: Evaluation, rows: int) -> di
     }
 
 
-def list_notes(state: TrainingState, arithmetic: Arithmetic, resumed_from: Checkpoint | None) -> list[str]:
-    """Return sentences for the report: what makes the result depend on the number of ranks, or on a resume.
+def list_report_notes(state: TrainingState, arithmetic: Arithmetic, resumed_from: Checkpoint | None) -> list[str]:
+    """Return sentences for the report: what made the result depend on the number of ranks, and how exact a resume was.
 
-    For rank 0, at the end of a run. ``arithmetic`` is what decides rounding since the run was started or resumed.
+    Also names buffers that no state_dict has, and a stream. For rank 0, at the end of a run. ``arithmetic`` is the
+    hardware and versions of this process, which decide rounding.
     """
     hp = state.hp
     notes = []
@@ -242,6 +243,7 @@ def describe_exactness(
 ) -> str:
     """Return in words how exactly the result of a resumed run equals that of an uninterrupted run.
 
+    ``arithmetic`` is the hardware and versions of this process; those of the steps before are in ``resumed_from``.
     ``separate``: BatchNorm used each rank's own statistics; ``rank_dependent``: the number of ranks changes the result.
     """
     before = resumed_from.trained_in

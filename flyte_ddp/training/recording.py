@@ -106,7 +106,11 @@ class Recorder:
             self.progress.print_note(warning)
 
     def seconds_by_activity(self) -> dict[str, float]:
-        """Return this rank's seconds by activity. ``communication`` is only what did not overlap with computation."""
+        """Return this rank's seconds since its clock was made, by activity, and their sum as ``total``.
+
+        The activities are data, forward_backward, communication (only what did not overlap with computation),
+        evaluation and other. What a GPU has not finished yet counts as other.
+        """
         spent = self.clock.seconds
         seconds = {
             "data": spent["data"],

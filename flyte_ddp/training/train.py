@@ -81,7 +81,10 @@ def equal_pictures_warning(state: TrainingState) -> str:
 
 
 def remaining_batches(state: TrainingState) -> Iterator[sampling.Indices]:
-    """Yield the global batches of the current epoch that had no step yet. Threads load this rank's samples ahead."""
+    """Yield the indices of each global batch that is left of the current epoch, up to the run's last step.
+
+    While it is iterated, threads load this rank's samples of later batches, and download remote shards into the cache.
+    """
     epoch, training, hp = state.epoch, state.training, state.hp
     done = state.step - epoch * state.steps_per_epoch
     batches = training.order.batches(epoch, hp.batch_size, first=done)
@@ -169,9 +172,11 @@ def split_for_rank(batch: sampling.Indices, parts: int) -> list[RankSlice]:
 
 
 def compute_logits(state: TrainingState, model: Callable[[Tensor], Tensor], images: Tensor, part: RankSlice) -> Tensor:
-    """Return the logits [n, classes] of ``images``, the samples of ``part``, in training. Seeds the random generators.
+    """Begin a training pass on the samples of ``part``, and return the model's logits [n, classes] of their ``images``.
 
-    Raises UserError for logits that do not fit the classes or have no gradient, or a batch too small for BatchNorm.
+    Sets ``state.this_pass`` and seeds the random generators as :meth:`TrainingPass.begin_pass`; the caller finishes the
+    pass. Leaves the model's mode as it is. Raises UserError for logits that do not fit the classes or have no gradient,
+    or a batch too small for BatchNorm.
     """
     hp = state.hp
     state.this_pass.begin_pass(hp.seed, state.epoch, part.samples, state.device, has_samples=part.has_samples)
@@ -198,10 +203,11 @@ def repeat_forward(state: TrainingState, batch: sampling.Indices) -> None:
 
 
 def apply_gradients(state: TrainingState) -> None:
-    """Clip the gradients, do the optimiser's step at its learning rate, clear the gradients, and count the step.
+    """Clip the gradients, step the optimiser with the scheduled learning rate, clear the gradients, and count the step.
 
-    Also updates the moving average and the checkpoint's copy of the buffers (UserError if these were resized). The
-    caller holds :meth:`TrainingState.exclude_snapshots`, or no checkpoint is written meanwhile.
+    Sets the learning rate of every parameter group. Updates the moving average and, on rank 0, the copy of the buffers
+    for checkpoints (UserError if a buffer was registered, removed or resized). Call it inside
+    :meth:`TrainingState.exclude_snapshots` if a thread may write a checkpoint.
     """
     hp = state.hp
     if largest := gradient_clip_norm(hp):

@@ -114,7 +114,7 @@ class TrainingState:
         own_files = user_source.list_user_files(hp.model)  # before the model's code runs, as the digest finds them
         model = zoo.build_model(hp.model, self.num_classes, self.spec)
         modules = {type(module).__module__ for module in model.modules()}
-        self.uncovered_files = user_source.list_uncovered_files(own_files, hp.model, modules)
+        self.uncovered_files = user_source.list_files_outside_digest(own_files, hp.model, modules)
         zoo.check_model(hp.model, model)
         if initial_weights is not None:
             load_initial_weights(model, initial_weights, hp)

@@ -57,6 +57,15 @@ def test_wrong_arrays_are_refused(changes: dict[str, Any], said: str) -> None:
         image_arrays(**small(**changes))
 
 
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [("train_images", [blank(4, 5, 3), blank(4, 6, 3)]), ("test_labels", [[0], [0, 1], [0], [0]])],
+)
+def test_ragged_lists_are_refused(name: str, values: Any) -> None:
+    with pytest.raises(UserError, match=f"^{name}: is no array"):
+        image_arrays(**small(**{name: values}))
+
+
 def test_tensors_lists_and_grey_images_are_taken() -> None:
     given_images = small()["train_images"][..., 0].transpose(0, 2, 1).copy().transpose(0, 2, 1)  # in another order
     made = image_arrays(torch.from_numpy(given_images), [0, 1, 2, 0, 1, 2], blank(1, 4, 5), np.uint8([2]), range(3))  # type: ignore[arg-type]

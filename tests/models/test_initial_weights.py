@@ -305,7 +305,7 @@ def test_a_run_says_what_did_not_start_from_the_file(
     assert said in result.report.read_text()
     sidecars = [json.loads(run.sidecar.read_text()) for run in (first, result)]
     assert ["init_from" in each["digests"] for each in sidecars] == [False, True]
-    assert sidecars[0]["input"] == artifacts.describe_input(artifacts.parse_input_spec(sidecars[0]), "")
+    assert sidecars[0]["input"] == artifacts.describe_model_input(artifacts.parse_input_spec(sidecars[0]), "")
     assert sidecars[0]["input"]["mode"] == "L"
     after = torch.load(result.model, weights_only=True)
     for name, value in before.items():

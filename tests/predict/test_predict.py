@@ -199,7 +199,7 @@ def test_outside_this_package_ten_lines_of_the_readme_prepare_an_image(
     crop, spec = artifacts.MIDDLE if kind == "photos" else "", GREY if kind == "grey" else RGB
     saved = save(tmp_path / "model", spec)
     sidecar = json.loads(saved[1].read_text())
-    sidecar["input"] = artifacts.describe_input(spec, crop)
+    sidecar["input"] = artifacts.describe_model_input(spec, crop)
     saved[1].write_text(json.dumps(sidecar))
     rows = predict(saved, images=photos[0].parent)
     [code] = re.findall(r"```python\n(import json\n.*?)```", (ROOT / "docs/model.md").read_text(), re.DOTALL)

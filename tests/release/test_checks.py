@@ -24,7 +24,7 @@ def check_classes(
     challenger: Correct, champion: Correct, labels: np.ndarray, names: list[str], **policy: float
 ) -> tuple[Check, list[Check]]:
     one, other = (answers(correct, labels, len(names)) for correct in (challenger, champion))
-    return checks.check_parts("class", checks.group_by_class(one, names), one, other, Policy(**policy))
+    return checks.check_losses_by_part("class", checks.group_by_class(one, names), one, other, Policy(**policy))
 
 
 def test_equal_challengers_are_hardly_ever_promoted_in_a_lifetime() -> None:

@@ -114,10 +114,11 @@ class FileSender:
 
     @contextmanager
     def send_results_during(self) -> Iterator[None]:
-        """Have a thread send new results every SEND_SECONDS during the block, and wait for the thread at the end.
+        """Have a thread send new results every SEND_SECONDS (0.5) during the block; stop it at the end and wait for it.
 
-        So other messages need not wait until a slow disk has taken all results. The thread ends early if the connection
-        fails.
+        So other messages need not wait while the launcher's slow disk takes in results. Call send_results after the
+        block: the last results may not be sent yet. Any OSError ends the thread silently, of the connection or of a
+        file here.
         """
         if not self.enabled:
             yield

@@ -242,8 +242,9 @@ class RemoteHandle(RankHandle):
     def _wait_for_message(self, kind: str, seconds: float | None) -> dict[str, Any] | None:
         """Return the next message of a kind; None if it has not come within ``seconds``, or the connection has ended.
 
-        Without ``seconds`` waits without a limit. Writes the pieces of files that come before it, and keeps other
-        messages for read_messages.
+        Without ``seconds`` waits without a limit. Writes pieces of files that the rank sends before (UserError if one
+        cannot be written; for a result prints only the first failure to stderr), and keeps other messages for
+        read_messages.
         """
         deadline = None if seconds is None else time.monotonic() + seconds
         with suppress(EOFError, OSError):

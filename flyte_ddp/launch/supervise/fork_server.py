@@ -44,9 +44,10 @@ class ForkedHandle(ProcessHandle):
         return self.poll_exit() or self.pid is not None
 
     def poll_exit(self) -> bool:
-        """Set ``pid`` and ``exitcode`` by what the server has sent; return whether the rank has ended.
+        """Read the rank's pid and exit code, if the server has sent them, without waiting; return whether it has ended.
 
-        If the server has ended, its exit code is the rank's: Linux kills ranks with their server.
+        Sets ``pid`` and ``exitcode``. A rank whose own code was not sent gets that of the server once the server has
+        ended: Linux kills ranks with their server.
         """
         server = self.process.exitcode  # before the pipe is read: the server's last messages are then in the pipe
         with suppress(EOFError, OSError):
@@ -66,7 +67,10 @@ class ForkedHandle(ProcessHandle):
             os.kill(self.process.pid, END)
 
     def close(self) -> None:
-        """Wait up to JOIN_SECONDS for the end of all ranks and of the server, then kill the server; close the pipes."""
+        """Wait up to JOIN_SECONDS (10) for the end of all ranks and of their server, and close the pipes.
+
+        If one still runs then, kills the server, and with it all ranks, and waits for it up to JOIN_SECONDS again.
+        """
         # Ranks have inherited the writing end of the server's sentinel, so that it is ready when all have ended.
         if not connection.wait([self.process.sentinel], JOIN_SECONDS):
             self.process.kill()

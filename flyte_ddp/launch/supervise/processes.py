@@ -105,7 +105,7 @@ class RankHandle:
         raise NotImplementedError
 
     def close(self) -> None:
-        """Wait up to 10 s for the end of the rank's process, which was killed, and close its pipes."""
+        """Wait up to 20 s for the end of the rank's process, which was killed, and close its pipes."""
         raise NotImplementedError
 
 
@@ -141,7 +141,7 @@ class ProcessHandle(RankHandle):
         self.process.kill()
 
     def close(self) -> None:
-        """Wait up to JOIN_SECONDS for the end of the rank's process, and close the pipes."""
+        """Wait up to JOIN_SECONDS (10) for the end of the rank's process, and close the pipes."""
         self.process.join(JOIN_SECONDS)
         self.pipe.close()
         self.stacks.close()
@@ -178,7 +178,8 @@ def spawn_context() -> Iterator[SpawnContext]:
 def hide_main_script() -> Iterator[None]:
     """Keep processes that are spawned during the block from running the main script again.
 
-    Removes ``__file__`` and ``__spec__`` from the main module, and restores them. Saves 0.7 s a process with pyflyte.
+    Removes ``__file__`` from the main module and sets its ``__spec__`` to None, and restores both. If pyflyte is the
+    main script, each process starts 0.7 s sooner.
     """
     main = vars(sys.modules["__main__"])
     before: dict[str, Any] = {name: main[name] for name in ("__file__", "__spec__") if name in main}
