@@ -20,7 +20,7 @@ def format_count(count: int | None, noun: str, rest: str = "") -> str:
 
 
 def format_duration(seconds: float | None) -> str:
-    """Return seconds as "12 ms", "3.45 s", "31.2 s", "1 min 12 s" or "27 h 46 min"; "n/a" for None, NaN and infinity."""
+    """Return seconds as "12 ms", "3.45 s", "1 min 12 s" or "27 h 46 min"; "n/a" for None, NaN and infinity."""
     if seconds is None or not math.isfinite(seconds):
         return "n/a"
     if seconds < 1:
