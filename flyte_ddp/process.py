@@ -74,7 +74,7 @@ def postpone_signal(number: signal.Signals) -> Iterator[None]:
 
 
 def kill_descendants() -> None:
-    """SIGKILL all descendants of this process but Python's and torch's own helpers; wait up to KILL_SECONDS."""
+    """SIGKILL all descendants of this process but Python's and torch's own helpers; wait up to KILL_SECONDS (5 s)."""
     kill_process_trees(lambda: list_children(os.getpid(), ended=True) - list_helpers())
 
 
@@ -82,8 +82,8 @@ def kill_descendants() -> None:
 def kill_new_descendants_at_end() -> Iterator[None]:
     """SIGKILL, at the end of the block, the processes that this thread has started in it, and their descendants.
 
-    Waits up to KILL_SECONDS. Spares earlier children with their descendants, processes that other threads start, and
-    Python's and torch's own helpers. In the main thread of a process that had no other children, it adopts orphans
+    Waits up to KILL_SECONDS (5 s). Spares earlier children with their descendants, processes that other threads start,
+    and Python's and torch's own helpers. In the main thread of a process that had no other children, it adopts orphans
     during the block and kills them too: with other children nobody could tell who started an orphan. Linux only.
     """
     before = list_children(os.getpid(), ended=True)
@@ -102,7 +102,7 @@ def kill_new_descendants_at_end() -> Iterator[None]:
 def kill_process_trees(roots: Callable[[], Iterable[int]]) -> None:
     """SIGKILL the processes whose ids ``roots()`` returns, and their descendants; Linux only.
 
-    Calls ``roots`` and kills again until none is alive or KILL_SECONDS have passed. Survivors are not reported.
+    Calls ``roots`` and kills again until none is alive or KILL_SECONDS (5 s) have passed. Survivors are not reported.
     """
     deadline = time.monotonic() + KILL_SECONDS
     while (found := list_living_trees(roots())) and time.monotonic() < deadline:

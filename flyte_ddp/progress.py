@@ -14,7 +14,7 @@ MODES = ("auto", "bar", "lines", "off")  # auto: a bar if the stream is a termin
 
 
 class Progress:
-    """Shows the progress of work whose steps are counted, in one of MODES, on ``stream`` (default stderr).
+    """Shows the progress of counted steps, in one of MODES (auto, bar, lines, off), on ``stream`` (default stderr).
 
     Turns itself off if the stream cannot be written to. For a bar replaces tqdm's lock in the whole process.
     """
@@ -64,7 +64,7 @@ def format_size(number: int) -> str:
 
 
 class TrainingProgress(Progress):
-    """Shows the optimiser steps and evaluations of a run, in one of MODES, on ``stream`` (default stderr).
+    """Shows a run's optimiser steps and evaluations, in one of MODES, on ``stream`` (default stderr).
 
     A bar is renewed every 0.1 s. Lines come at once, every two seconds, and then whenever the elapsed time has grown by
     30 %: 12 in the first minute, 28 in the first hour. Each evaluation has a line.

@@ -172,9 +172,9 @@ def compare_logits(
 ) -> dict[str, Any]:
     """Run the ONNX at ``path`` on all images in a new process; add its differences from torch's logits to ``found``.
 
-    Sends each image alone and in batches of BATCH_SIZES; waits without a timeout. Returns golden requests: up to 16
-    images, evenly spread over the test split, as ``image_<number>``, and torch's ``logits`` of them. Keeps these and 64
-    images in memory. Raises OSError if the process ends, ValueError if images and logits differ in number.
+    Sends each image alone and in batches of BATCH_SIZES (1, 7, 64); waits without a timeout. Returns golden requests:
+    up to 16 images, evenly spread over the test split, as ``image_<number>``, and torch's ``logits`` of them. Keeps
+    these and 64 images in memory. Raises OSError if the process ends, ValueError if images and logits differ in number.
     """
     samples = logits.samples
     waiting: dict[int, list[tuple[Image, NDArray[np.float32]]]] = {size: [] for size in BATCH_SIZES}

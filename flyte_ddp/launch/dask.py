@@ -41,8 +41,8 @@ def launch(job: Job, *, num_ranks: int, client: Any = None, retries: int = 0) ->
     Waits for the workers up to FLYTE_DDP_TIMEOUT, and sends them this process's sources of the library and of the user.
     Without a client, connects as :func:`connected` does. Dask starts a failed task again up to ``retries`` times; all
     ranks then resume from the newest checkpoint. Each rank stays on its worker, so a lost worker ends the run. Cancels
-    the tasks at the end, for up to JOIN_SECONDS. Raises the error of the rank that failed first, or StoppedError or
-    KeyboardInterrupt after a signal.
+    the tasks at the end, for up to JOIN_SECONDS (10 s). Raises the error of the rank that failed first, or StoppedError
+    or KeyboardInterrupt after a signal.
     """
     with require_extra("dask"):
         from dask import annotate  # type: ignore[attr-defined]
@@ -256,10 +256,9 @@ def translate_cluster_errors(client: Any) -> Iterator[None]:
 def connected(client: Any = None, num_ranks: int = 0, seconds: float | None = None) -> Iterator[Any]:
     """Yield a Dask client: the given one, Dask's current one, or a new one, which is closed at the end.
 
-    A new one connects to the scheduler of ``DASK_SCHEDULER_ADDRESS``, for up to ``seconds`` (None: REACH_SECONDS), or
-    to a cluster that is started on this machine for the block. That has ``num_ranks`` workers; with 0 one for each GPU,
-    or for each core up to MOST_CPU_RANKS. Raises UserError if Dask is not installed, or the address has not the form
-    tcp://host:port, and UnreachableError if no scheduler answers at the address.
+    A new one connects to the scheduler of ``DASK_SCHEDULER_ADDRESS``, for up to ``seconds`` (None: 10), or to a cluster that is started on this machine for the block. That has ``num_ranks`` workers; with 0 one for
+    each GPU, or for each core up to MOST_CPU_RANKS (4). Raises UserError if Dask is not installed, or the address has
+    not the form tcp://host:port, and UnreachableError if no scheduler answers at the address.
     """
     with require_extra("dask"):
         from dask import config

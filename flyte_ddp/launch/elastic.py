@@ -344,8 +344,8 @@ class WorkerLink(Link):
     def end_rank(self, outcome: BaseException | None) -> None:
         """Give the run's outcome to wait_for_outcome, once: after it, the end of the connection says nothing new.
 
-        If it is an error for which nobody waits within UNWIND_SECONDS, writes it for Elastic, kills all descendants,
-        and exits this process with 1. Sleeps NOTICE_SECONDS before a RankError.
+        If it is an error for which nobody waits within UNWIND_SECONDS (2 s, rank 0: 10 s), writes it for Elastic, kills
+        all descendants, and exits this process with 1. Sleeps NOTICE_SECONDS (1 s) before a RankError.
         """
         if self.outcome.done():
             return
@@ -364,7 +364,7 @@ class WorkerLink(Link):
     def wait_for_outcome(self, own_error: BaseException | None = None) -> BaseException | None:
         """Wait for the run's outcome and return it: the error, or None if the run has completed.
 
-        A rank with an error of its own waits up to OUTCOME_SECONDS, and then returns that error; if a collective
+        A rank with an error of its own waits up to OUTCOME_SECONDS (45 s), and then returns that error; if a collective
         operation failed, it returns that rank 0 is lost, which is most likely gone, too. Else the wait has no limit.
         """
         self.unwinding.set()

@@ -30,8 +30,8 @@ def launch(job: Job, *, num_ranks: int, max_retries: int = 0) -> None:
     """Run the job as ``num_ranks`` tasks of the cluster, on as few hosts as possible, and wait for their end.
 
     Ray starts a task again up to ``max_retries`` times when it has failed or its host is gone; all ranks then resume
-    from the newest checkpoint. Cancels the tasks at the end, and waits up to twice JOIN_SECONDS for that. Raises the
-    error of the rank that failed first, or StoppedError or KeyboardInterrupt after a signal.
+    from the newest checkpoint. Cancels the tasks at the end, and waits up to twice JOIN_SECONDS (10 s) for that. Raises
+    the error of the rank that failed first, or StoppedError or KeyboardInterrupt after a signal.
     """
     with connected():
         import ray
@@ -141,7 +141,7 @@ def connected() -> Iterator[None]:
 
     Does nothing if Ray is initialised already. Else restores the handler of SIGTERM, and shuts Ray down at the end,
     with a cluster that was started. Raises UserError if Ray is not installed, refuses this process, or does not start
-    here, and UnreachableError if no cluster answers at the address within REACH_SECONDS (10).
+    here, and UnreachableError if no cluster answers at the address within REACH_SECONDS (10 s).
     """
     with require_extra("ray"):
         import ray
@@ -169,7 +169,7 @@ def connected() -> Iterator[None]:
 
 
 def refuse_unanswered_address(address: str | None) -> None:
-    """Connect to the address once; raise OSError if no server with HTTP/2, as Ray's, answers within REACH_SECONDS.
+    """Connect to the address once; raise OSError unless a server with HTTP/2, as Ray's, answers in REACH_SECONDS (10 s).
 
     Does nothing if Ray would start a cluster on this machine. Raises UserError if the address has a scheme, such as
     ``ray://``, and ValueError if Ray does not understand it.

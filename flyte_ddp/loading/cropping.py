@@ -34,12 +34,12 @@ class Crop(NamedTuple):
 
 
 def draw_crops(seed: int, epoch: int, samples: Indices) -> NDArray[np.float64]:
-    """Return the random numbers in [0, 1) that decide on each sample's crop in an epoch, [N, DRAWS]."""
+    """Return the random numbers in [0, 1) that decide on each sample's crop in an epoch, [N, DRAWS (23)]."""
     return uniform_draws(seed, epoch, samples, DRAWS)
 
 
 def random_crop(draws: NDArray[np.float64], height: int, width: int) -> Crop:
-    """Return the part of a ``height`` x ``width`` image that the random numbers ``draws`` [DRAWS] select.
+    """Return the part of a ``height`` x ``width`` image that the random numbers ``draws`` [DRAWS (23)] select.
 
     Each of ten proposals has an area and a ratio of width to height. The first proposal that fits into the image is
     taken. If none fits, the middle is taken, in the allowed ratio nearest to the image's. Mirrors half of the parts.

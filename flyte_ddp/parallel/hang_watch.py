@@ -40,7 +40,7 @@ def in_collective() -> AbstractContextManager[None]:
 
 
 def watch_async_collective(work: Any) -> None:
-    """Add a ``torch.distributed.Work`` to the hang watch, if any; its tensors live up to POLL_SECONDS longer."""
+    """Add a ``torch.distributed.Work`` to the hang watch, if any; its tensors live up to 0.25 s longer."""
     if _watch is not None:
         _watch.entered.append((time.monotonic(), work.is_completed))
 

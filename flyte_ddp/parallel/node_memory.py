@@ -117,12 +117,12 @@ class NodeGather:
 
 
 def aligned_sizes(pieces: Sequence[Piece]) -> list[int]:
-    """Return the bytes of each piece, rounded up to a multiple of ALIGNMENT."""
+    """Return the bytes of each piece, rounded up to a multiple of ALIGNMENT (64 bytes)."""
     return [-(-count * dtype.itemsize // ALIGNMENT) * ALIGNMENT for count, dtype in pieces]
 
 
 def split_memory(memory: Tensor, pieces: Sequence[Piece]) -> list[Tensor]:
-    """Return a flat view for each piece of a uint8 tensor: one after another, each at a multiple of ALIGNMENT."""
+    """Return a flat view for each piece of a uint8 tensor: one after another, each at a multiple of ALIGNMENT (64 bytes)."""
     offsets = itertools.accumulate(aligned_sizes(pieces), initial=0)
     return [
         memory[offset : offset + count * dtype.itemsize].view(dtype)

@@ -217,7 +217,7 @@ class CheckpointStore:
         self.retry_on_outage(self.folder, lambda _: self.write_note(STARTED, step))
 
     def upload_checkpoint(self, path: Path) -> None:
-        """Verify and upload a checkpoint, then delete this execution's but the KEPT_CHECKPOINTS newest. Does not retry.
+        """Verify and upload a checkpoint, without a retry; then delete this execution's but the KEPT_CHECKPOINTS (2) newest.
 
         Raises FileNotFoundError if there is no file ``path``, UnreadableError if it is damaged, and UnavailableError.
         """
@@ -260,8 +260,8 @@ class CheckpointStore:
     def delete_abandoned_files(self, seconds: float) -> None:
         """Delete the files of all runs in this project and domain that nobody will continue; ignore all errors.
 
-        Such files are older than ``days``, or of an execution that has had a result for DONE_SECONDS. Begins no
-        deletion when ``seconds`` have passed, but waits for the list of files and for a deletion that has begun.
+        Such files are older than ``days``, or of an execution that has had a result for DONE_SECONDS (an hour). Begins
+        no deletion when ``seconds`` have passed, but waits for the list of files and for a deletion that has begun.
         """
         now, deadline = time.time(), time.monotonic() + seconds
         with suppress(Exception):  # the next pod repeats what fails

@@ -80,10 +80,10 @@ def end_after_rank_0(ended_without_outputs: type[BaseException]) -> Iterator[Non
     """Let this pod of a PyTorchJob end only after rank 0's pod, if the block raises; do nothing if it is the only pod.
 
     The operator deletes the others when rank 0's pod ends, which may still upload. So after an exception in another
-    pod, such as ``ended_without_outputs``, this process sleeps at its exit for up to UPLOAD_SECONDS. After SIGTERM, or
-    if Elastic's store is gone, it prints so and ends at once, without an error for the platform, and the operator
-    starts another pod. Imports torch, and replaces its DynamicRendezvousHandler.next_rendezvous for the block. Raises
-    UnreachableError if too few pods join within FLYTE_DDP_MEET_SECONDS.
+    pod, such as ``ended_without_outputs``, this process sleeps at its exit for up to UPLOAD_SECONDS (600 s). After
+    SIGTERM, or if Elastic's store is gone, it prints so and ends at once, without an error for the platform, and the
+    operator starts another pod. Imports torch, and replaces its DynamicRendezvousHandler.next_rendezvous for the block.
+    Raises UnreachableError if too few pods join within FLYTE_DDP_MEET_SECONDS.
     """
     from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -146,6 +146,6 @@ def exit_for_replacement(reason: str, code: int) -> NoReturn:
 
 
 def wait_for_deletion() -> None:
-    """Sleep for UPLOAD_SECONDS, longer than rank 0's pod needs to upload; SIGTERM ends this process with code 0."""
+    """Sleep for UPLOAD_SECONDS (600 s), so that rank 0's pod can upload; SIGTERM ends this process with code 0."""
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
     time.sleep(UPLOAD_SECONDS)

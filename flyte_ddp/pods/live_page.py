@@ -18,10 +18,10 @@ PLACEHOLDER = "<p>Training has not begun yet; the report comes with its first st
 
 @contextmanager
 def publish_report_while_training(platform: Platform, run_folder: Path) -> Iterator[None]:
-    """Publish a pod's report of its run every PAGE_SECONDS (30) during the block, and at its end; do nothing locally.
+    """Publish a pod's report of its run every PAGE_SECONDS (30 s) during the block, and at its end; do nothing locally.
 
     The last page is the finished report, or after an exception the report with its message. A thread reads the run
-    folder and uploads pages; its errors are ignored. The end of the block waits up to LAST_SECONDS (10) for the last
+    folder and uploads pages; its errors are ignored. The end of the block waits up to LAST_SECONDS (10 s) for the last
     page.
     """
     if not is_in_pod():

@@ -128,7 +128,7 @@ def node_range() -> tuple[int, int]:
 
 
 def elastic_ranks_per_node() -> int:
-    """Return the number of ranks of torch Elastic on each node: of GPUs, or else of CPUs up to MOST_CPU_RANKS."""
+    """Return the number of ranks of torch Elastic on each node: of GPUs, or else of CPUs up to MOST_CPU_RANKS (4)."""
     profile = chosen_profile()
     return profile.gpus or max(1, min(int(parse_quantity(profile.cpu)), MOST_CPU_RANKS))
 

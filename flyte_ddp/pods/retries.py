@@ -66,7 +66,8 @@ def raise_retryable_errors(platform: Platform) -> Iterator[None]:
 def explain_eviction(limit: str) -> str:
     """Return a clause for an error if Kubernetes evicts this pod, as its files take more disk than ``limit``; else "".
 
-    Adds up files in working directory and temporary folder, for up to COUNT_SECONDS. ``limit`` "" stands for none.
+    Adds up files in working directory and temporary folder, for up to COUNT_SECONDS (0.3 s). ``limit`` "" stands for
+    none.
     """
     if not limit:
         return ""
@@ -89,9 +90,10 @@ def sync_checkpoints(platform: Platform, run_folder: Path) -> Iterator[Callable[
     """Download the run's newest checkpoint, and upload new checkpoints during the block; do nothing outside pods.
 
     Yields a function that records the start of the ranks in the blob store: call it when the data are there. Defers
-    SIGTERM during the download. A thread looks for new checkpoints every POLL_SECONDS. The end of the block uploads the
-    last one, records how the attempt ended, and after a result deletes the project's files that nobody will continue,
-    for up to SWEEP_SECONDS. Raises UserError or UnreachableError as CheckpointStore.download_newest_checkpoint does.
+    SIGTERM during the download. A thread looks for new checkpoints every POLL_SECONDS (0.5 s). The end of the block
+    uploads the last one, records how the attempt ended, and after a result deletes the project's files that nobody will
+    continue, for up to SWEEP_SECONDS (30 s). Raises UserError or UnreachableError as
+    CheckpointStore.download_newest_checkpoint does.
     """
     if not is_in_pod():
         yield lambda: None
@@ -178,7 +180,7 @@ class CheckpointUploader:
         self.failure_printed = False
 
     def upload_until_stopped(self) -> None:
-        """Upload new checkpoints every POLL_SECONDS until ``stop`` is set."""
+        """Upload new checkpoints every POLL_SECONDS (0.5 s) until ``stop`` is set."""
         while not self.stop.wait(POLL_SECONDS):
             self.upload_changed_checkpoints()
             with suppress(Exception):  # the blob store does not answer, or the file is being replaced

@@ -103,14 +103,14 @@ def lower_bound_of_mean(values: Floats, alpha: float) -> float:
 
 
 def detectable_difference(samples: int, discordant: float, alpha: float) -> float | None:
-    """Return the true difference in accuracy that McNemar's test finds with probability POWER; None if it finds none.
+    """Return the true difference in accuracy that McNemar's test finds with probability POWER (0.8); None if there is none.
 
     ``discordant`` is the share of samples that only one of the two models gets right, and ``alpha`` the significance
     level. The probability is exact: a sum over the number of such samples.
     """
 
     def missing_power(difference: float) -> float:
-        """Return the probability that McNemar's test finds this true difference, minus POWER."""
+        """Return the probability that McNemar's test finds this true difference, minus POWER (0.8)."""
         share = max(discordant, difference)
         low, high = stats.binom.interval(1 - 1e-9, samples, share)
         apart = np.arange(int(low), int(high) + 1)

@@ -64,9 +64,9 @@ def draw_line_chart(
 ) -> str:
     """Draw lines, each with at least one point, in one chart, and return it as an SVG element; imports matplotlib.
 
-    A series of more than MAX_POINTS is drawn as its mean in a band from smallest to largest value. The x axis begins at
-    ``x_from``, by default at the first point. The ``scale`` of y is ``linear``, ``from 0``, or ``log``: logarithmic if
-    all values are positive and the largest is more than 5 times the smallest, else linear.
+    A series of more than MAX_POINTS (300) is drawn as its mean in a band from smallest to largest value. The x axis
+    begins at ``x_from``, by default at the first point. The ``scale`` of y is ``linear``, ``from 0``, or ``log``:
+    logarithmic if all values are positive and the largest is more than 5 times the smallest, else linear.
     """
     from matplotlib.figure import Figure
     from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator, StrMethodFormatter
@@ -160,8 +160,8 @@ def confusion_section(counts: NDArray[np.int64], names: Sequence[str]) -> dict[s
     """Return the values with which templates show confusions; an empty dict if there is no sample.
 
     ``counts`` [K, 3] are truth, prediction and number of samples, as of :func:`flyte_ddp.confusions.count_confusions`;
-    ``names`` are those of all classes. Keys are ``picture`` (SVG, empty with more than PICTURED_CLASSES), ``is_large``,
-    ``mistakes`` (the most frequent) and ``hardest`` (classes).
+    ``names`` are those of all classes. Keys are ``picture`` (SVG, empty with more than PICTURED_CLASSES (1,000)),
+    ``is_large``, ``mistakes`` (the most frequent) and ``hardest`` (classes).
     """
     if not len(counts):
         return {}

@@ -53,7 +53,7 @@ def render_run_preview(hp: Hyperparameters, data: Path | None, run: str) -> str:
 
 
 def render_index_preview(address: str) -> str:
-    """Read an index of shards, and return an HTML page on what it lists, with PICTURES of its samples.
+    """Read an index of shards, and return an HTML page on what it lists, with PICTURES (24) of its samples.
 
     Downloads the index and each sample, or its whole shard if the storage gives no parts of files; tries up to 4 times.
     Imports torch. Raises UserError if the index or a shard cannot be read.
@@ -88,14 +88,14 @@ def make_sample_picture(index: ShardIndex, sample: Sample) -> Picture:
 
 
 class FirstPredictions:
-    """Keeps the first PICTURES predictions with their images; counts all predictions, and the correct ones."""
+    """Keeps the first PICTURES (24) predictions with their images; counts all predictions, and the correct ones."""
 
     def __init__(self) -> None:
         self.pictures: list[Picture] = []
         self.images = self.known = self.correct = 0
 
     def add_batch(self, images: Iterable[NDArray[np.uint8]], rows: Sequence[Sequence[str]], *, truths: bool) -> None:
-        """Count a batch's predictions, and keep the first PICTURES of all batches with their images.
+        """Count a batch's predictions, and keep the first PICTURES (24) of all batches with their images.
 
         ``images``, uint8 [H, W, C], are those of the decoded samples. ``rows`` of all samples are id, prediction (empty
         if not decoded), truth if the rows have ``truths``, scores.

@@ -24,9 +24,9 @@ def mirror_results(run_folder: Path, address: str, *, resuming: bool, name: str 
 
     The address is a path, s3://, gs:// or az://; empty: nothing is copied. An empty name stands for the folder's name.
     If the run resumes and the folder has no events, first fetches those at the address. At the end waits up to
-    LAST_SECONDS for the last files (STOPPED_SECONDS after a StoppedError), and prints to stderr if files are missing in
-    the copy. Raises UserError if the first write fails after up to 4 tries; later failures are printed, and tried
-    again.
+    LAST_SECONDS (60 s) for the last files (STOPPED_SECONDS (3 s) after a StoppedError), and prints to stderr if files
+    are missing in the copy. Raises UserError if the first write fails after up to 4 tries; later failures are printed,
+    and tried again.
     """
     if not address:
         yield
@@ -84,7 +84,7 @@ class Mirror:
         storage.retry(there, lambda _: storage.write_file(there, content))
 
     def copy_until_ended(self, ended: threading.Event) -> None:
-        """Copy changed files until ``ended`` is set, then once more; pause between rounds for LOOK_SECONDS or longer.
+        """Copy changed files until ``ended`` is set, then once more; pause for LOOK_SECONDS (1 s) or longer between rounds.
 
         Sets ``failure`` to the last round's first failure, and prints it to stderr if the round before had none.
         """

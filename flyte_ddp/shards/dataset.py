@@ -261,7 +261,7 @@ class ShardReader:
                     threading.Thread(target=self.prefetch_shard, args=(state, number), name=name, daemon=True).start()
 
     def prefetch_shard(self, state: OpenShards, number: int) -> None:
-        """Fetch a shard into the cache, unlocked, once fewer than FETCHED_AHEAD threads fetch; ignore UserErrors."""
+        """Fetch a shard into the cache, unlocked, once under FETCHED_AHEAD (4) threads fetch; ignore UserErrors."""
         with state.fetching, suppress(UserError), self.cache.open_shard(self.index.shards[number]) as file:
             unlock_file(file.fileno())
 

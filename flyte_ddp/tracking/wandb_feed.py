@@ -32,8 +32,8 @@ WaitForEnd = Callable[[float], bool]  # waits up to so many seconds for the end 
 def feed_wandb(launcher: Connection[Any, Any]) -> int:
     """Open the wandb run, log records and the table of predictions until training has ended, and close the run.
 
-    Returns the exit code: 0, NOT_SENT if the server took too long, 1 for another failure. The launcher first sends the
-    arguments of ``wandb.init`` and the offset in metrics.jsonl where this attempt begins, and one more message when
+    Returns the exit code: 0, NOT_SENT (2) if the server took too long, 1 for another failure. The launcher first sends
+    the arguments of ``wandb.init`` and the offset in metrics.jsonl where this attempt begins, and one more message when
     training has ended; its death counts as that message. Sends the launcher wandb's status: folder, url, and the reason
     of a failure. Prints tracebacks to stderr. Lowers the priority of this process, unless training has ended.
     """
@@ -84,9 +84,10 @@ def open_wandb_run(
 ) -> wandb.Run:
     """Open a wandb run whose x axis is the optimiser step; offline if no server answers before training ends.
 
-    Tries the server every RETRY_SECONDS; passes each error to ``report_error``. If an offline run cannot be opened,
-    removes the user's ``WANDB_`` variables from the environment and tries again, because wandb may refuse one of them,
-    such as a long tag. Raises the error of the last attempt. Sets ``arguments["mode"]`` to offline for such a run.
+    Tries the server every RETRY_SECONDS (30 s); passes each error to ``report_error``. If an offline run cannot be
+    opened, removes the user's ``WANDB_`` variables from the environment and tries again, because wandb may refuse one
+    of them, such as a long tag. Raises the error of the last attempt. Sets ``arguments["mode"]`` to offline for such a
+    run.
     """
     import wandb
 
@@ -144,8 +145,8 @@ def log_records(run: wandb.Run, records: Iterable[dict[str, Any]]) -> tuple[bool
 def follow_records(run_folder: Path, offset: int, wait_for_end: WaitForEnd) -> Iterator[dict[str, Any]]:
     """Yield the records of metrics.jsonl from byte ``offset`` on, until training has ended and all is read.
 
-    Reads the file every POLL_SECONDS. If a restarted run replaces the file, reads the new file from its start. No
-    record is yielded twice.
+    Reads the file every POLL_SECONDS (0.25 s). If a restarted run replaces the file, reads the new file from its start.
+    No record is yielded twice.
     """
     pending, ended, inode = b"", False, None
     yielded: set[int] = set()  # hashes of lines; any two lines differ in their time
@@ -179,7 +180,7 @@ def open_run_file(run_folder: Path, name: str) -> BinaryIO:
 def predictions_table(file: BinaryIO, classes: list[str]) -> wandb.Table:
     """Return a wandb table of the first test samples: id, image, prediction, truth and scores of the classes.
 
-    For more than PICTURED_CLASSES classes only the prediction's score is in the table.
+    For more than PICTURED_CLASSES (1,000) classes only the prediction's score is in the table.
     """
     import wandb
 

@@ -73,8 +73,8 @@ def connect_to_launcher(ticket: JoinTicket, folder: Path) -> Connection:
     """Connect to the launcher for a rank of this host, and return the pipe after both sides have proved the key.
 
     Tells the launcher that this host keeps the run's files in ``folder``. Tries the ticket's addresses in turn, each
-    for up to twice CONNECT_SECONDS. Unpickles nothing from a peer that does not know the key. Raises the error of the
-    last address (OSError, EOFError, AuthenticationError) if none leads to the launcher.
+    for up to twice CONNECT_SECONDS (10 s). Unpickles nothing from a peer that does not know the key. Raises the error
+    of the last address (OSError, EOFError, AuthenticationError) if none leads to the launcher.
     """
     failure: Exception = OSError("the launcher has no address")
     for host in ticket.hosts:
@@ -131,9 +131,9 @@ class WorkerConnection:
 def accept_agents(server: socket.socket, key: bytes) -> Iterator[Callable[[], list[WorkerConnection]]]:
     """Yield a function that returns the agents that have connected to a listening socket since it was last called.
 
-    Each is served by a thread, so that a slow peer delays no other, up to MOST_AT_ONCE at once. Connections without a
-    proof of the key are dropped after HELLO_SECONDS. Makes the socket non-blocking and leaves it open; at the end
-    closes the connections that were not returned.
+    Each is served by a thread, so that a slow peer delays no other, up to MOST_AT_ONCE (64) at once. Connections
+    without a proof of the key are dropped after HELLO_SECONDS (10 s). Makes the socket non-blocking and leaves it open;
+    at the end closes the connections that were not returned.
     """
     server.setblocking(False)
     pool = ThreadPoolExecutor(MOST_AT_ONCE, thread_name_prefix="agent")
@@ -153,7 +153,7 @@ def accept_agents(server: socket.socket, key: bytes) -> Iterator[Callable[[], li
         return [future.result() for future in done if future.exception() is None]
 
     def new_connections() -> list[WorkerConnection]:
-        """Return the agents that have proved the key since the last call; wait up to WAIT_SECONDS for the first."""
+        """Return the agents that have proved the key since the last call; wait up to 0.1 s for the first."""
         deadline = time.monotonic() + WAIT_SECONDS
         proved: list[WorkerConnection] = []
         while not proved and time.monotonic() < deadline:

@@ -19,7 +19,7 @@ OUTPUTS = ("model.pt", "model.json", "predictions.npz", *(f"{FOLDER}/{name}" for
 
 
 def split_file(path: Path, name: str, start: int = 0) -> Iterator[dict[str, Any]]:
-    """Read a file from byte ``start`` on, and yield messages of up to PIECE_BYTES for the receiver's file ``name``.
+    """Read a file from byte ``start`` on; yield messages of up to PIECE_BYTES (4 MiB) for the receiver's file ``name``.
 
     Yields at least one message, also for an empty file; the last one has ``last`` set. Leaves out bytes that are
     appended meanwhile.

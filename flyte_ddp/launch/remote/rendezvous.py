@@ -82,8 +82,8 @@ class Rendezvous:
         After a recoverable failure waits for the engine to start agents again by its own retry policy, and resumes the
         run from its newest checkpoint. While agents connect calls ``check_engine``, which raises if one will not come.
         Catches SIGTERM and Ctrl-C. In the end sends all agents the outcome, and kills all ranks. Raises the error of
-        the rank that failed first if no retry follows, UnreachableError if agents do not connect within GATHER_SECONDS,
-        and StoppedError or KeyboardInterrupt after a signal.
+        the rank that failed first if no retry follows, UnreachableError if agents do not connect within GATHER_SECONDS
+        (300 s), and StoppedError or KeyboardInterrupt after a signal.
         """
         failure: BaseException | None = None
         with catch_stop_signals() as stop:
@@ -119,8 +119,8 @@ class Rendezvous:
         """Wait until all agents have connected; the group holds the handles of those that have, in the order of ranks.
 
         Of two agents that claim a rank the later counts: the engine has replaced the first, whose connection is closed.
-        Raises UnreachableError after GATHER_SECONDS, UserError if an agent runs another version of this library,
-        StoppedError or KeyboardInterrupt if a stop was requested, and what ``check_engine`` raises.
+        Raises UnreachableError after GATHER_SECONDS (300 s), UserError if an agent runs another version of this
+        library, StoppedError or KeyboardInterrupt if a stop was requested, and what ``check_engine`` raises.
         """
         deadline = time.monotonic() + GATHER_SECONDS
         found: dict[int, WorkerConnection] = {}
@@ -212,7 +212,8 @@ class RemoteHandle(RankHandle):
     def read_messages(self) -> Iterator[dict[str, Any]]:
         """Yield what the rank has sent since the last call. Writes the pieces of files, and sets ``exitcode``.
 
-        So a slow disk holds up the launcher for READ_SECONDS and one piece of a file, for each host that sends files.
+        So a slow disk holds up the launcher for READ_SECONDS (0.1 s) and one piece of a file, for each host that sends
+        files.
         """
         early, self.early = self.early, []
         for message in itertools.chain(early, super().read_messages()):  # lazily: writing counts as time of reading
@@ -224,7 +225,7 @@ class RemoteHandle(RankHandle):
                 yield message
 
     def read_stack(self) -> str:
-        """Ask the agent for the rank's Python stack and return it; empty if it has not come within STACK_SECONDS."""
+        """Ask the agent for the rank's Python stack and return it; empty if none comes within STACK_SECONDS (3 s)."""
         self.send("stack")
         message = self._wait_for_message("stack", STACK_SECONDS)
         return str(message["text"]) if message else ""
@@ -234,7 +235,7 @@ class RemoteHandle(RankHandle):
         self.send("kill")
 
     def close(self) -> None:
-        """Write files until the rank's exit is reported, up to JOIN_SECONDS; close the connection. Kills nothing."""
+        """Write files until the rank's exit is reported, up to JOIN_SECONDS (10 s); close the connection; kill nothing."""
         if self.exitcode is None:
             self._wait_for_message("exit", JOIN_SECONDS)
         self.pipe.close()

@@ -67,7 +67,7 @@ class ForkedHandle(ProcessHandle):
             os.kill(self.process.pid, END)
 
     def close(self) -> None:
-        """Wait up to JOIN_SECONDS (10) for the end of all ranks and of their server, and close the pipes.
+        """Wait up to JOIN_SECONDS (10 s) for the end of all ranks and of their server, and close the pipes.
 
         If one still runs then, kills the server, and with it all ranks, and waits for it up to JOIN_SECONDS again.
         """
@@ -111,8 +111,8 @@ def start_ranks(group: list[RankHandle], infos: Sequence[RankInfo], *, with_torc
 def run_rank_server(ranks: list[RankPipes], with_torch: bool) -> NoReturn:
     """Fork the ranks, send the launcher their process ids and exit codes, and exit after the last; runs in the server.
 
-    Is called with SIGNALS blocked. Linux ends the server when the launcher ends, and the ranks with the server. Orphans
-    of the ranks become children of the server, which kills them before it exits.
+    Call it with SIGNALS (SIGTERM, SIGINT) blocked. Linux ends the server when the launcher ends, and the ranks with
+    the server. Orphans of the ranks become children of the server, which kills them before it exits.
     """
     die_with_parent()
     become_subreaper()

@@ -85,7 +85,7 @@ class RankHandle:
             self.pipe.send({"kind": kind, **values})
 
     def read_messages(self) -> Iterator[dict[str, Any]]:
-        """Yield the messages that have come from the rank; stop after READ_SECONDS, unless the rank has ended.
+        """Yield the messages that have come from the rank; stop after READ_SECONDS (0.1 s), unless the rank has ended.
 
         Clears ``listening`` when the pipe has ended.
         """
@@ -97,7 +97,7 @@ class RankHandle:
             self.listening = False
 
     def read_stack(self) -> str:
-        """Ask the rank for its Python stack and return it as text; empty if none comes within a few seconds."""
+        """Ask the rank for its Python stack and return it as text; empty if none comes within 1 s (3 s from another host)."""
         raise NotImplementedError
 
     def kill(self) -> None:
@@ -123,7 +123,7 @@ class ProcessHandle(RankHandle):
         return self.exitcode is not None
 
     def read_stack(self) -> str:
-        """Return the Python stack that the rank writes on SIGUSR1; empty if it has ended, or after STACK_SECONDS."""
+        """Return the Python stack that the rank writes on SIGUSR1; empty if it has ended or STACK_SECONDS (1 s) pass."""
         number = self.pid or self.process.pid
         if self.poll_exit() or number is None:
             return ""
@@ -141,7 +141,7 @@ class ProcessHandle(RankHandle):
         self.process.kill()
 
     def close(self) -> None:
-        """Wait up to JOIN_SECONDS (10) for the end of the rank's process, and close the pipes."""
+        """Wait up to JOIN_SECONDS (10 s) for the end of the rank's process, and close the pipes."""
         self.process.join(JOIN_SECONDS)
         self.pipe.close()
         self.stacks.close()
@@ -161,9 +161,9 @@ def start_process(group: list[RankHandle], info: RankInfo) -> None:
 
 @contextmanager
 def spawn_context() -> Iterator[SpawnContext]:
-    """Yield multiprocessing's spawn context; processes that are started in the block begin with SIGNALS blocked.
+    """Yield multiprocessing's spawn context; processes started in the block begin with SIGTERM and SIGINT blocked.
 
-    SIGNALS are blocked in this thread, too, until the end. Spawned processes do not run this process's main script.
+    These are blocked in this thread, too, until the end. Spawned processes do not run this process's main script.
     """
     resource_tracker.ensure_running()  # before signals are blocked, because it unblocks them
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)

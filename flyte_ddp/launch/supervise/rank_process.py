@@ -110,7 +110,7 @@ class Link:
 
 
 def start_rank(info: RankInfo, pipe: Connection, stacks: Connection) -> None:
-    """Run the rank and exit; the first function of its process, which is called with SIGNALS blocked.
+    """Run the rank and exit; the first function of its process, called with SIGTERM and SIGINT blocked.
 
     Waits for the job from the launcher at ``pipe``: the process imports torch before there is a job. Writes the Python
     stack to ``stacks`` on SIGUSR1, even in C code, asks the launcher to stop all ranks on SIGTERM, and ignores SIGINT.
@@ -167,12 +167,12 @@ def describe_error(error: BaseException) -> dict[str, Any]:
 
 
 def exception_message(error: BaseException) -> str:
-    """Return the text of an exception, shortened to MAX_CHARACTERS; a placeholder if its ``__str__`` raises."""
+    """Return an exception's text, shortened to MAX_CHARACTERS (20,000); a placeholder if its ``__str__`` raises."""
     return shorten_text(str(traceback.TracebackException.from_exception(error)))
 
 
 def shorten_text(text: str) -> str:
-    """Return a text unchanged, or the head and the tail of a text of more than MAX_CHARACTERS."""
+    """Return a text unchanged, or the head and the tail of a text of more than MAX_CHARACTERS (20,000)."""
     if len(text) <= MAX_CHARACTERS:
         return text
     half = MAX_CHARACTERS // 2

@@ -20,10 +20,10 @@ START_SECONDS = 300.0  # for all ranks to start: importing torch takes long from
 def supervise_ranks(group: Sequence[RankHandle], stop: StopRequest, timeout: float, save_seconds: float) -> None:
     """Handle the ranks' messages until all have completed; kills none.
 
-    When a rank has failed or a stop was requested, asks rank 0 for a checkpoint, for up to SAVE_SECONDS or, for a stop,
-    ``save_seconds``. Then raises UserError or RankError for the rank that failed first (``timeout``, for which ranks
-    wait for each other, is in its text), StoppedError if this process or a rank got SIGTERM, or KeyboardInterrupt if
-    this process got Ctrl-C. Raises RankLostError if a rank has not started within START_SECONDS.
+    When a rank has failed or a stop was requested, asks rank 0 for a checkpoint, for up to SAVE_SECONDS (8 s) or, for a
+    stop, ``save_seconds``. Then raises UserError or RankError for the rank that failed first (``timeout``, for which
+    ranks wait for each other, is in its text), StoppedError if this process or a rank got SIGTERM, or KeyboardInterrupt
+    if this process got Ctrl-C. Raises RankLostError if a rank has not started within START_SECONDS (300 s).
     """
     deadline = time.monotonic() + START_SECONDS
     while not all(handle.completed for handle in group):
@@ -78,7 +78,8 @@ def handle_message(message: dict[str, Any], handle: RankHandle, group: Sequence[
 def wait_for_root_cause(group: Sequence[RankHandle], stop: StopRequest) -> None:
     """Handle messages after the first known failure, because the root cause may be reported after its consequences.
 
-    Returns when all ranks have failed, SETTLE_SECONDS after a root cause is known, or after LONGEST_SETTLE_SECONDS.
+    Returns when all ranks have failed, SETTLE_SECONDS (0.2 s) after a root cause is known, or after
+    LONGEST_SETTLE_SECONDS (2 s).
     """
     begin = time.monotonic()
     while not all(handle.failed for handle in group):
