@@ -67,9 +67,9 @@ class Settings:
 
 
 def read_settings(wandb_run_id: str = "") -> Settings:
-    """Return the settings by this process's environment; UserError if a variable has a value that it may not have.
+    """Return the settings by this process's environment; UserError for a number or a choice that is not allowed.
 
-    Unless WANDB_MODE is set, wandb is offline without WANDB_API_KEY, so that nothing prompts.
+    Unless WANDB_MODE is set, wandb is offline without WANDB_API_KEY, so that nothing prompts. Texts are not checked.
     """
     with_key = "online" if read_text("WANDB_API_KEY").strip() else "offline"
     return Settings(

@@ -40,9 +40,10 @@ def launch(job: Job, *, num_ranks: int, client: Any = None, retries: int = 0) ->
 
     Waits for the workers up to FLYTE_DDP_TIMEOUT, and sends them this process's sources of the library and of the user.
     Without a client, connects as :func:`connected` does. Dask starts a failed task again up to ``retries`` times; all
-    ranks then resume from the newest checkpoint. Each rank stays on its worker, so a lost worker ends the run. Cancels
-    the tasks at the end, for up to JOIN_SECONDS (10 s). Raises the error of the rank that failed first, or StoppedError
-    or KeyboardInterrupt after a signal.
+    ranks then resume from the newest checkpoint. Each rank stays on its worker, so a lost worker ends the run. At the
+    end waits up to JOIN_SECONDS (10 s) for the tasks, and cancels the others. Raises the error of the rank that failed
+    first, StoppedError or KeyboardInterrupt after a signal, UserError if workers have other versions, or
+    UnreachableError if too few have come in time.
     """
     with require_extra("dask"):
         from dask import annotate  # type: ignore[attr-defined]
@@ -93,12 +94,13 @@ def raise_if_task_failed(futures: Sequence[Any], workers: Sequence[str], living:
 
 
 def hardware(hp: Hyperparameters, client: Any, *, coming: int = 0, seconds: float | None = None) -> Hardware:
-    """Return the Hardware for ranks on the workers: a GPU for each if all workers see one, and a share of host's cores.
+    """Return the Hardware for ranks on the workers: a GPU each if all workers see one, and a share of the host's cores.
 
-    Waits up to ``seconds`` (None: FLYTE_DDP_TIMEOUT) for as many workers as ranks are requested, or for one. If the
-    cluster will have at least ``coming`` workers, fewer ranks than requested are an error; with 0 they will do when the
-    wait is over, and are printed to stderr. Raises UserError if the hyperparameters do not fit the cluster, or workers
-    have other versions, and UnreachableError if too few workers have come in time, or the cluster does not answer.
+    Waits up to ``seconds`` (None: FLYTE_DDP_TIMEOUT) for as many workers as ranks are requested, or for one. If fewer
+    ranks fit than requested, raises UserError when ``coming``, the workers that the cluster will have, is not 0; else
+    prints that to stderr when the wait is over. Has each worker import torch, and initialise CUDA for GPU ranks. Also
+    raises UserError if the hyperparameters do not fit the cluster, or workers have other versions; UnreachableError if
+    too few workers (without ``coming``: none) have come in time, or the cluster does not answer.
     """
     wanted = max(1, hp.num_ranks)
     if coming:
@@ -200,7 +202,7 @@ def refuse_version_mismatch(client: Any, workers: Iterable[str]) -> None:
 
 
 def describe_workers(client: Any) -> dict[str, Any]:
-    """Ask the scheduler for descriptions of the workers, by address; raise UnreachableError if it does not answer."""
+    """Ask the scheduler for descriptions of the workers, by address; UnreachableError if it does not answer."""
     with translate_cluster_errors(client):
         workers, tasks = client.sync(client.scheduler.identity, n_workers=-1)["workers"], client.processing()
     return {address: {**worker, "tasks": tasks.get(address, ())} for address, worker in workers.items()}
@@ -256,9 +258,10 @@ def translate_cluster_errors(client: Any) -> Iterator[None]:
 def connected(client: Any = None, num_ranks: int = 0, seconds: float | None = None) -> Iterator[Any]:
     """Yield a Dask client: the given one, Dask's current one, or a new one, which is closed at the end.
 
-    A new one connects to the scheduler of ``DASK_SCHEDULER_ADDRESS``, for up to ``seconds`` (None: 10), or to a cluster that is started on this machine for the block. That has ``num_ranks`` workers; with 0 one for
-    each GPU, or for each core up to MOST_CPU_RANKS (4). Raises UserError if Dask is not installed, or the address has
-    not the form tcp://host:port, and UnreachableError if no scheduler answers at the address.
+    A new one connects to the scheduler of ``DASK_SCHEDULER_ADDRESS``, for up to ``seconds`` (None: 10), or to a cluster
+    that is started on this machine for the block. That has ``num_ranks`` workers; with 0 one for each GPU, or for each
+    core up to MOST_CPU_RANKS (4). Raises UserError if Dask is not installed, or the address has not the form
+    tcp://host:port, and UnreachableError if no scheduler answers at the address.
     """
     with require_extra("dask"):
         from dask import config

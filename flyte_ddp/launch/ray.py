@@ -169,7 +169,7 @@ def connected() -> Iterator[None]:
 
 
 def refuse_unanswered_address(address: str | None) -> None:
-    """Connect to the address once; raise OSError unless a server with HTTP/2, as Ray's, answers in REACH_SECONDS (10 s).
+    """Connect to the address once; raise OSError unless a server with HTTP/2, as Ray's, answers within 10 s.
 
     Does nothing if Ray would start a cluster on this machine. Raises UserError if the address has a scheme, such as
     ``ray://``, and ValueError if Ray does not understand it.

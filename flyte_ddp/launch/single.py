@@ -43,8 +43,8 @@ def stop_with_checkpoint(resumed_step: int) -> Iterator[Callable[[SaveFunction],
     """On SIGTERM or Ctrl-C, write a checkpoint in a thread, and end the block by StoppedError or KeyboardInterrupt.
 
     Yields a function that takes the function that writes a checkpoint and returns its step; until it is called, the
-    newest checkpoint is that of ``resumed_step``. A second Ctrl-C ends the block at once. Restores the signals'
-    handlers.
+    newest checkpoint is that of ``resumed_step``. A second Ctrl-C raises KeyboardInterrupt in the block at once; the
+    end of the block waits, without a limit, for a checkpoint that is being written. Restores the signals' handlers.
     """
     save: SaveFunction = lambda: resumed_step  # noqa: E731
     saved_step: int | None = None

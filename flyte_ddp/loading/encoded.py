@@ -176,7 +176,7 @@ class EncodedImages(ImageSource):
     def decode_or_record(self, sample: int, encoded: Encoded) -> tuple[Pixels, int] | None:
         """Decode a sample; return pixels and label, or None for a damaged image, which is recorded in ``bad``.
 
-        Raises a UserError for a wrong label or too many bad samples.
+        Raises a UserError for a label outside 0..classes-1, or too many bad samples.
         """
         if encoded.name in self.bad.names:
             return None
@@ -187,7 +187,7 @@ class EncodedImages(ImageSource):
             return None
 
     def read_label(self, sample: int) -> int:
-        """Read a sample and return its label, even for a damaged image. Raises a UserError for a wrong label."""
+        """Read a sample and return its label, even for a damaged image. UserError for a label outside 0..classes-1."""
         return require_valid_label(self.reader.read_sample(sample), self.classes)
 
     def facts(self) -> Facts:

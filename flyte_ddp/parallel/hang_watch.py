@@ -25,7 +25,7 @@ _watch: HangWatch | None = None
 def watch_collectives(limit: float, report: Callable[[BaseException], object], new_event: Callable[[], Any]) -> None:
     """Start a daemon thread that calls ``report`` when a collective takes more than ``limit`` seconds.
 
-    Must be called in the rank's main thread. From then on collectives are recorded, in ``_watch``. The thread ends
+    Call it in the rank's main thread. From then on collectives are recorded, in ``_watch``. The thread ends
     after ``report`` has got a CollectiveTimeoutError, or when the device has failed. ``new_event`` returns an object
     with the methods of ``torch.cuda.Event``.
     """

@@ -122,7 +122,7 @@ def aligned_sizes(pieces: Sequence[Piece]) -> list[int]:
 
 
 def split_memory(memory: Tensor, pieces: Sequence[Piece]) -> list[Tensor]:
-    """Return a flat view for each piece of a uint8 tensor: one after another, each at a multiple of ALIGNMENT (64 bytes)."""
+    """Return a flat view for each piece of a uint8 tensor: in a row, each at a multiple of ALIGNMENT (64 bytes)."""
     offsets = itertools.accumulate(aligned_sizes(pieces), initial=0)
     return [
         memory[offset : offset + count * dtype.itemsize].view(dtype)

@@ -217,7 +217,7 @@ class CheckpointStore:
         self.retry_on_outage(self.folder, lambda _: self.write_note(STARTED, step))
 
     def upload_checkpoint(self, path: Path) -> None:
-        """Verify and upload a checkpoint, without a retry; then delete this execution's but the KEPT_CHECKPOINTS (2) newest.
+        """Verify and upload a checkpoint, without a retry; then delete this execution's but the 2 newest.
 
         Raises FileNotFoundError if there is no file ``path``, UnreadableError if it is damaged, and UnavailableError.
         """

@@ -21,9 +21,10 @@ def check_and_identify_run(
     """Check hyperparameters and the pods' hardware; reserve a local run's folder; return the versions of run and data.
 
     Versions are names of folders, locally with @ and a token, which is written. Reads local data and model code; asks
-    the origins of other data and of initial weights, in up to 4 tries. Raises UserError if a hyperparameter or a
-    setting is wrong, an origin does not answer, or the runs folder cannot be written. ``engine`` is elastic, ray, dask,
-    or "" for one pod. ``kickoff_time`` is the tick of a schedule that always retrains, NO_SCHEDULE for now, or None.
+    the origins of other data and of initial weights, in up to 4 tries. Raises UserError if model, data or pods do not
+    fit the hyperparameters; if FLYTE_DDP_NODES (for an ``engine``), FLYTE_DDP_PROFILE or locally wandb's variables are
+    refused; if an origin does not answer, or the runs folder cannot be written. ``engine`` is elastic, ray, dask, or ""
+    for one pod. ``kickoff_time`` is the tick of a schedule that always retrains, NO_SCHEDULE for now, or None.
     """
     if not is_in_pod():
         check_wandb_settings(read_settings())  # settings of pods were checked at registration

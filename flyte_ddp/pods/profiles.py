@@ -137,7 +137,8 @@ def training_limits(engine: str) -> tuple[int, int, int]:
     """Return the highest number of nodes of a training, the number of its ranks, and its highest number of CPU ranks.
 
     ``engine`` is elastic, ray, dask, or "" for training in one pod. 0 ranks: the hyperparameter num_ranks decides. 0
-    CPU ranks: there is no limit. Raises UserError for another engine, or a wrong FLYTE_DDP_NODES or FLYTE_DDP_PROFILE.
+    CPU ranks: there is no limit. Unless ``engine`` is "", raises UserError for another engine, or if FLYTE_DDP_NODES is
+    no number or range, or FLYTE_DDP_PROFILE names no profile.
     """
     if not engine:
         return 1, 0, 0

@@ -91,8 +91,8 @@ def sync_checkpoints(platform: Platform, run_folder: Path) -> Iterator[Callable[
 
     Yields a function that records the start of the ranks in the blob store: call it when the data are there. Defers
     SIGTERM during the download. A thread looks for new checkpoints every POLL_SECONDS (0.5 s). The end of the block
-    uploads the last one, records how the attempt ended, and after a result deletes the project's files that nobody will
-    continue, for up to SWEEP_SECONDS (30 s). Raises UserError or UnreachableError as
+    waits for it, uploads the last one, records how the attempt ended, and after a result deletes the project's files
+    that nobody will continue, for up to SWEEP_SECONDS (30 s). Raises UserError or UnreachableError as
     CheckpointStore.download_newest_checkpoint does.
     """
     if not is_in_pod():
@@ -189,7 +189,8 @@ class CheckpointUploader:
     def upload_changed_checkpoints(self) -> None:
         """Upload the checkpoints that have changed since their last upload, by way of hard links in ``.sending``.
 
-        Deletes older ones in the blob store. Never raises: prints the first failure, and the next call tries again.
+        Deletes older ones in the blob store. Prints the first failure of an upload, and raises none: the next call
+        tries again.
         """
         for name in SLOTS:
             # A hard link keeps the content while a newer checkpoint takes the place of this one.

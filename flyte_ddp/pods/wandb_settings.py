@@ -18,7 +18,8 @@ def read_run_settings(platform: Platform, run: str) -> Settings:
     """Return the settings of a run from the environment, with one wandb run id for all attempts at the run.
 
     The id is the run's name locally; in a pod it is EXECUTION-RUN. In a pod without WANDB_API_KEY, sets that variable
-    from the platform's secret, or prints that the pod has no such secret. Raises UserError if a variable is wrong.
+    from the platform's secret, or prints that the pod has no such secret. Raises UserError as :func:`read_settings`,
+    and in a pod if FLYTE_DDP_WANDB_SECRET is neither group/key nor off.
     """
     if not is_in_pod():
         return read_settings(wandb_run_id=run)

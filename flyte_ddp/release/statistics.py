@@ -103,7 +103,7 @@ def lower_bound_of_mean(values: Floats, alpha: float) -> float:
 
 
 def detectable_difference(samples: int, discordant: float, alpha: float) -> float | None:
-    """Return the true difference in accuracy that McNemar's test finds with probability POWER (0.8); None if there is none.
+    """Return the true difference in accuracy that McNemar's test finds with probability POWER (0.8); None for none.
 
     ``discordant`` is the share of samples that only one of the two models gets right, and ``alpha`` the significance
     level. The probability is exact: a sum over the number of such samples.

@@ -84,7 +84,7 @@ class Mirror:
         storage.retry(there, lambda _: storage.write_file(there, content))
 
     def copy_until_ended(self, ended: threading.Event) -> None:
-        """Copy changed files until ``ended`` is set, then once more; pause for LOOK_SECONDS (1 s) or longer between rounds.
+        """Copy changed files until ``ended`` is set, then once more; pause for 1 s or longer between rounds.
 
         Sets ``failure`` to the last round's first failure, and prints it to stderr if the round before had none.
         """

@@ -22,8 +22,8 @@ REPLACED = ".replaced"
 def prepare_folder(folder: Path) -> Path:
     """Create the run folder with ``unfinished/`` and return the path of ``unfinished/``.
 
-    First publishes a complete run in ``unfinished/``; of an interrupted one only metrics, checkpoints and results of
-    users' code stay. Without metrics an empty metrics.jsonl is created. The caller must hold the folder's lock. Raises
+    Call it inside :func:`hold_run_folder`. First publishes a complete run in ``unfinished/``; of an interrupted one
+    only metrics, checkpoints and results of users' code stay. Without metrics an empty metrics.jsonl is created. Raises
     UserError if nothing can be written there.
     """
     work = folder / UNFINISHED
@@ -49,8 +49,8 @@ def remove_outputs(work: Path) -> None:
 def publish_if_complete(folder: Path) -> bool:
     """Move a complete run from ``unfinished/`` to the run folder; return whether the folder then holds a finished run.
 
-    Replaces the files of the last run and removes ``unfinished/`` with the checkpoints. Does nothing if the run in it
-    is not complete. The caller must hold the folder's lock. After a kill in between, the next call does the rest.
+    Call it inside :func:`hold_run_folder`. Replaces the files of the last run and removes ``unfinished/`` with the
+    checkpoints. Does nothing if the run in it is not complete. After a kill in between, the next call does the rest.
     """
     work = folder / UNFINISHED
     replaced = work / REPLACED  # the last run's results; if it exists, moving has begun

@@ -71,7 +71,7 @@ def release_reserved_folders() -> None:
 
 
 def reserved_folders_variable() -> dict[str, str]:
-    """Return the environment variable that lets child processes write into the folders this thread has reserved."""
+    """Return FLYTE_DDP_HELD_FOR_CHILDREN: with it child processes may write into folders this thread has reserved."""
     return {HELD_FOR_CHILDREN: os.pathsep.join([str(os.getpid()), *map(str, reserved.locks)])}
 
 

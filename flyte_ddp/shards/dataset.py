@@ -82,9 +82,9 @@ class OpenShard:
         """Open the shard's file and read its table of samples; set ``file``, ``table`` and ``close``.
 
         Closes the file that was open before. Fetches the shard, with up to 3 retries, if it is not in the cache; waits
-        up to 60 s while the cache is full. Reads the whole shard to make a table if there is none beside the index or
-        it cannot be read. Raises DamagedShardError if the shard is damaged, UserError if it cannot be opened or has
-        another number of samples than the index says.
+        up to 60 s while the cache is full, and without a limit while another process downloads the shard. Reads the
+        whole shard to make a table if there is none beside the index or it cannot be read. Raises DamagedShardError if
+        the shard is damaged, UserError if it cannot be opened or has another number of samples than the index says.
         """
         shard = self.shard
         if self.close is not None:
@@ -189,9 +189,10 @@ class ShardReader:
         """Read a sample by its number in the index; return its key, and its members' contents by their extensions.
 
         Reads only the members ``wanted`` (extensions in lower case; None for all). Fetches the shard if it is not in
-        the cache, and once more if it is damaged; waits up to 60 s while the cache is full. Keeps the shard open;
-        closes others and starts fetching threads as :meth:`open_shard` does. Raises DamagedShardError if the shard is
-        still damaged, UserError if it cannot be opened or fetched.
+        the cache, and once more if it is damaged; waits up to 60 s while the cache is full, and without a limit while
+        another process downloads the shard. Keeps the shard open; closes others and starts fetching threads as
+        :meth:`open_shard` does. Raises DamagedShardError if the shard is still damaged, UserError if it cannot be
+        opened or fetched.
         """
         number, inside = self.index.locate(sample)
 

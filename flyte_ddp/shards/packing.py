@@ -161,7 +161,7 @@ def index_refers_to(workspace: Path, index: Path) -> bool:
 
 
 def move_packed_shards(workspace: Path, index: Path) -> None:
-    """If the index refers to shards in the workspace, move these and their index to their final places.
+    """Move shards and their index to their final places if the index refers to shards in the workspace.
 
     Removes the shards that they replace. After a kill, another call does the rest. Raises UserError if writing fails.
     """

@@ -116,9 +116,9 @@ class WandbProcess:
         """Tell the child that training has ended, wait for its exit, and print to stderr where the run is.
 
         If wandb did not open the run, or was killed, a second child writes it to an offline run. Children are killed
-        after ``limit`` or ``settings.wandb_timeout`` seconds in all, whichever is less. Removes the folders of runs
-        that could not be opened. Writes the folder name of a run that was not sent to ``wandb/unsent`` if
-        ``settings.wandb_kept_at`` is set.
+        after ``limit`` or ``settings.wandb_timeout`` seconds in all, whichever is less; killing takes up to 5 s more.
+        Removes the folders of runs that could not be opened. Writes the folder name of a run that was not sent to
+        ``wandb/unsent`` if ``settings.wandb_kept_at`` is set.
         """
         seconds = min(limit, self.settings.wandb_timeout)
         deadline = time.monotonic() + seconds
@@ -186,7 +186,7 @@ class WandbProcess:
 
 
 def wandb_environment(folder: Path) -> dict[str, str]:
-    """Return environment variables for a process that runs wandb: no error reports, files of tables in ``folder``."""
+    """Return this process's environment for wandb: no error reports, tables' files in ``folder``, the key stripped."""
     # A Kubernetes secret made ``--from-file`` ends with a newline, which wandb refuses.
     key = os.environ.get("WANDB_API_KEY", "").strip()
     ours = {"WANDB_ERROR_REPORTING": "false", "WANDB_DATA_DIR": str(folder)}

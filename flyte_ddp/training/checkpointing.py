@@ -149,8 +149,9 @@ class Checkpointer:
     def _write_newest_snapshot(self, *, now: bool) -> None:
         """Write one checkpoint: of the current state if ``now``, else (or if that cannot be saved) of the waiting copy.
 
-        Empties ``pending``. Writes nothing if no copy is newer than the newest checkpoint and resumable. A failure is
-        printed to stderr once in a run, and not raised: training continues. The caller holds ``write_lock``.
+        Call it while this thread holds ``write_lock``. Empties ``pending``. Writes nothing if no copy is newer than the
+        newest checkpoint and resumable. A failure is printed to stderr once in a run, and not raised: training
+        continues.
         """
         waiting, self.pending = self.pending, None
         try:

@@ -89,7 +89,7 @@ class Selection:
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the checkpoint's part: everything but the weights."""
+        """Return the checkpoint's part: everything but the weights, by attribute name (SAVED and ``test``)."""
         return {name: getattr(self, name) for name in SAVED} | {"test": vars(self.test) if self.epoch else None}
 
     def load_state_dict(self, saved: dict[str, Any], weights: dict[str, Tensor]) -> None:

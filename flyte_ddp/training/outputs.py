@@ -180,8 +180,9 @@ def verify_saved_model(fresh: nn.Module, model_path: Path, sidecar: Mapping[str,
 def collect_predictions(state: TrainingState, test: Evaluation, rows: int) -> dict[str, Any]:
     """Return the predictions file's arrays, by name: of the first ``rows`` test samples and up to 16 worst mistakes.
 
-    For each: index, name, image, scores, truth, loss; and the counts of all confusions. Reads these samples, predicts
-    their logits, and seeds the random generators.
+    For these ``index``, ``names``, ``images``, ``scores``, ``truth`` and ``loss``; also ``table_rows``, which is
+    ``rows``, and ``confusion_counts`` of all samples. Reads these samples, predicts their logits, and seeds the random
+    generators.
     """
     wrong = test.predictions != test.truth
     worst = torch.where(wrong, test.losses, -torch.inf).topk(min(WORST_MISTAKES, int(wrong.sum()))).indices

@@ -45,7 +45,7 @@ class Recorder:
             self.log.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the checkpoint's part: sums over the steps since the last record, and over the whole run."""
+        """Return the checkpoint's part: the attributes of SAVED by name, and ``seconds``, the training time so far."""
         return {name: getattr(self, name) for name in SAVED} | {"seconds": self.training_time() - self.since}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:

@@ -174,8 +174,8 @@ def split_for_rank(batch: sampling.Indices, parts: int) -> list[RankSlice]:
 def compute_logits(state: TrainingState, model: Callable[[Tensor], Tensor], images: Tensor, part: RankSlice) -> Tensor:
     """Begin a training pass on the samples of ``part``, and return the model's logits [n, classes] of their ``images``.
 
-    Sets ``state.this_pass`` and seeds the random generators as :meth:`TrainingPass.begin_pass`; the caller finishes the
-    pass. Leaves the model's mode as it is. Raises UserError for logits that do not fit the classes or have no gradient,
+    Sets ``state.this_pass`` and seeds the random generators as :meth:`TrainingPass.begin_pass`; call its ``finish_pass``
+    after the backward pass. Leaves the model's mode as it is. Raises UserError for logits that do not fit the classes or have no gradient,
     or a batch too small for BatchNorm.
     """
     hp = state.hp
@@ -196,7 +196,7 @@ def compute_logits(state: TrainingState, model: Callable[[Tensor], Tensor], imag
 
 
 def repeat_forward(state: TrainingState, batch: sampling.Indices) -> None:
-    """Load a step's samples and repeat its forward passes, for hooks on the modules. The caller disables gradients."""
+    """Load a step's samples and repeat its forward passes, for modules' hooks. Call it inside ``torch.no_grad()``."""
     for part in split_for_rank(batch, state.hp.accumulation_steps):
         images = state.training.load_batch(part.samples, state.epoch).images
         compute_logits(state, state.model, state.prepare_images(images), part)

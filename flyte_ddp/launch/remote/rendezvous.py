@@ -235,7 +235,7 @@ class RemoteHandle(RankHandle):
         self.send("kill")
 
     def close(self) -> None:
-        """Write files until the rank's exit is reported, up to JOIN_SECONDS (10 s); close the connection; kill nothing."""
+        """Write files until the rank's exit is reported, up to 10 s; close the connection. Kills nothing."""
         if self.exitcode is None:
             self._wait_for_message("exit", JOIN_SECONDS)
         self.pipe.close()

@@ -30,7 +30,7 @@ END = signal.SIGUSR2  # makes the server kill its ranks with all that they have 
 
 
 class ForkedHandle(ProcessHandle):
-    """A rank that is a child of the server, which sends its process id and then its exit code by ``exit_pipe``."""
+    """A rank forked by the rank server, a process that sends the rank's id and then its exit code by ``exit_pipe``."""
 
     def __init__(
         self, rank: int, server: BaseProcess, pipe: Connection, stacks: Connection, exit_pipe: Connection
@@ -40,13 +40,13 @@ class ForkedHandle(ProcessHandle):
         self.pid = None
 
     def has_started(self) -> bool:
-        """Return whether the server has forked the rank, or has ended."""
+        """Return whether the rank server has forked the rank, or has ended."""
         return self.poll_exit() or self.pid is not None
 
     def poll_exit(self) -> bool:
-        """Read the rank's pid and exit code, if the server has sent them, without waiting; return whether it has ended.
+        """Read the rank's pid and exit code if the rank server has sent them; return whether the rank has ended.
 
-        Sets ``pid`` and ``exitcode``. A rank whose own code was not sent gets that of the server once the server has
+        Does not wait. Sets ``pid`` and ``exitcode``. A rank whose own code was not sent gets the server's once that has
         ended: Linux kills ranks with their server.
         """
         server = self.process.exitcode  # before the pipe is read: the server's last messages are then in the pipe
@@ -62,12 +62,12 @@ class ForkedHandle(ProcessHandle):
         return self.exitcode is not None
 
     def kill(self) -> None:
-        """Make the server kill all ranks and exit; do not wait for that."""
+        """Make the rank server kill all its ranks and exit; do not wait for that."""
         if self.process.is_alive() and self.process.pid:
             os.kill(self.process.pid, END)
 
     def close(self) -> None:
-        """Wait up to JOIN_SECONDS (10 s) for the end of all ranks and of their server, and close the pipes.
+        """Wait up to JOIN_SECONDS (10 s) for the end of all ranks and of the rank server, and close this rank's pipes.
 
         If one still runs then, kills the server, and with it all ranks, and waits for it up to JOIN_SECONDS again.
         """
@@ -80,7 +80,7 @@ class ForkedHandle(ProcessHandle):
 
 @dataclass
 class RankPipes:
-    """The server's ends of a rank's pipes; the rank inherits the first two."""
+    """The rank server's ends of a rank's pipes; the rank inherits the first two."""
 
     info: RankInfo
     pipe: Connection  # to the launcher
@@ -94,7 +94,7 @@ class RankPipes:
 
 
 def start_ranks(group: list[RankHandle], infos: Sequence[RankInfo], *, with_torch: bool) -> None:
-    """Start the server, which forks the ranks, and append their handles to the group. The ranks wait for their jobs.
+    """Start the rank server, which forks the ranks, and append their handles to the group. They wait for their jobs.
 
     ``with_torch`` has the server import torch before it forks; else each rank does.
     """
@@ -109,10 +109,11 @@ def start_ranks(group: list[RankHandle], infos: Sequence[RankInfo], *, with_torc
 
 
 def run_rank_server(ranks: list[RankPipes], with_torch: bool) -> NoReturn:
-    """Fork the ranks, send the launcher their process ids and exit codes, and exit after the last; runs in the server.
+    """Fork the ranks, send the launcher their process ids and exit codes, and exit after the last.
 
-    Call it with SIGNALS (SIGTERM, SIGINT) blocked. Linux ends the server when the launcher ends, and the ranks with
-    the server. Orphans of the ranks become children of the server, which kills them before it exits.
+    The rank server runs this. Call it with SIGNALS (SIGTERM, SIGINT) blocked. Linux ends the server when the launcher
+    ends, and the ranks with the server. Orphans of the ranks become children of the server, which kills them before it
+    exits.
     """
     die_with_parent()
     become_subreaper()

@@ -97,7 +97,7 @@ class RankHandle:
             self.listening = False
 
     def read_stack(self) -> str:
-        """Ask the rank for its Python stack and return it as text; empty if none comes within 1 s (3 s from another host)."""
+        """Ask the rank for its Python stack and return it; empty if none comes within 1 s (3 s from another host)."""
         raise NotImplementedError
 
     def kill(self) -> None:
@@ -123,7 +123,7 @@ class ProcessHandle(RankHandle):
         return self.exitcode is not None
 
     def read_stack(self) -> str:
-        """Return the Python stack that the rank writes on SIGUSR1; empty if it has ended or STACK_SECONDS (1 s) pass."""
+        """Return the Python stack that the rank writes on SIGUSR1; empty if it has ended, or after 1 s."""
         number = self.pid or self.process.pid
         if self.poll_exit() or number is None:
             return ""

@@ -106,7 +106,7 @@ def request_checkpoint(group: Sequence[RankHandle], stop: StopRequest, seconds: 
 
 
 def end_ranks(group: Sequence[RankHandle]) -> None:
-    """Kill the ranks that still run, wait up to 10 s for the end of each, and close their pipes."""
+    """Kill the ranks that still run, wait up to 10 s (forked ones: 20 s) for the end of each, and close their pipes."""
     for handle in group:
         handle.kill()
     for handle in group:
