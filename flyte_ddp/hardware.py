@@ -57,10 +57,7 @@ def count_gpus(devices: Path = Path("/dev")) -> int:
 
 
 def bf16_support(device_type: str) -> Bf16:
-    """Return whether bf16 is possible and faster on this machine's devices of this type.
-
-    For cuda imports torch and initialises CUDA in this process: forks of it can use no GPU.
-    """
+    """Return whether bf16 is possible and faster on devices of this type; for cuda initialises CUDA in this process."""
     if device_type == "cpu":
         return read_cpu().bf16_support()
     import torch
@@ -71,9 +68,9 @@ def bf16_support(device_type: str) -> Bf16:
 def detect_hardware(hp: Hyperparameters) -> Hardware:
     """Return the Hardware of a run whose ranks are all on this machine.
 
-    Imports torch if there are GPUs. If the ranks use them, initialises CUDA in this process: forks of it can use no
-    GPU. Raises UserError if the machine does not have what the hyperparameters need, if the batch has too few samples
-    for the ranks, or if this is a pod that does not see the GPUs that were requested for it.
+    Imports torch if there are GPUs; if ranks use them, initialises CUDA, so forks of this process can use no GPU.
+    Raises UserError if the machine does not have what the hyperparameters need, if the batch has too few samples for
+    the ranks, or if this is a pod that does not see the GPUs that were requested for it.
     """
     gpus = count_gpus()
     check_expected_gpus(gpus)
@@ -94,9 +91,7 @@ def check_expected_gpus(visible: int) -> None:
 
 
 def check_requested_resources(hp: Hyperparameters, nodes: int = 1, ranks: int = 0, capacity: int = 0) -> None:
-    """Raise UserError if the training pods, supposed to have bf16, cannot do what ``hp`` asks for.
-
-    Does nothing outside pods (where FLYTE_DDP_GPUS is not set).
+    """Raise UserError if training pods that have bf16 cannot do what ``hp`` asks for; outside pods do nothing.
 
     Args:
         nodes: largest number of training pods.

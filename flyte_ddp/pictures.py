@@ -47,8 +47,8 @@ def opaque_picture(image: Image.Image) -> Image.Image:
 def scale_transparent_colour(image: Image.Image) -> None:
     """Scale the transparent colour in a PNG's ``info`` to 8 bits, in place; leave other images unchanged.
 
-    Pillow scales a PNG's pixels when it loads them, but not this colour, and would find no pixel transparent. Must be
-    called before the picture is loaded.
+    Pillow scales a PNG's pixels when it loads them, but not this colour, and would find no pixel transparent. Call it
+    before the picture is loaded.
     """
     colour, layout = image.info.get("transparency"), png_layout(image)
     if colour is None:

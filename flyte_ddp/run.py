@@ -70,8 +70,8 @@ def run_training(
     the checkpoint of an interrupted run in it. Replaces an earlier run's files only when all new ones are complete.
     Downloads a remote ``hp.init_from``, and copies ``results/`` to ``settings.results_copy``: waits for that at the end
     up to 60 s. Unless wandb is disabled, a child process logs to it; waits for its end up to ``settings.wandb_timeout``
-    seconds. If SIGTERM stopped the run, these waits are 3 s and 5 s. Prints to stderr warnings and progress, with
-    progress off only failures and where wandb's run is. A single rank's child processes are killed at the end.
+    seconds. If SIGTERM stopped the run, these waits are 3 s and 5 s. Prints warnings and progress to stderr; with
+    progress off, failures and where wandb's run is. Kills a single rank's child processes at the end.
 
     By default the settings (logging, caching, timeouts) are those of the environment, the ranks' hardware is chosen for
     this machine, and ``launch``, which starts the ranks and waits for them, runs a single rank in this process and

@@ -17,8 +17,7 @@ def load_callable(spec: str) -> Callable[..., Any]:
     """Import a module and return the callable in it that ``spec``, ``package.module:callable``, names.
 
     First puts the working directory on ``sys.path``. Raises UserError if the spec is malformed, if there is no such
-    module, attribute or callable, or if the import raises ImportError or SyntaxError; does not catch its other
-    exceptions.
+    module, attribute or callable, or if the import raises ImportError or SyntaxError; its other exceptions go through.
     """
     module_name, attribute = split_spec(spec)
     search_working_directory()

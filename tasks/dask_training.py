@@ -9,7 +9,7 @@ from flytekitplugins.dask import Dask, Scheduler, WorkerGroup
 
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.pods.platforms import is_in_pod
-from flyte_ddp.pods.profiles import Size, chosen_profile, node_range, size_of_one_part
+from flyte_ddp.pods.profiles import Size, chosen_profile, node_range, size_of_part
 from flyte_ddp.run import Result, run_training
 from flyte_ddp.settings import Settings
 from tasks import pods
@@ -27,7 +27,7 @@ RUNNER = Size(cpu="1", memory="2Gi", ephemeral_storage="10Gi")
 @task(
     task_config=Dask(
         scheduler=Scheduler(**pods.requests_and_limits(SCHEDULER)),
-        workers=WorkerGroup(WORKERS, **pods.requests_and_limits(size_of_one_part(PROFILE, RANKS_EACH))),
+        workers=WorkerGroup(WORKERS, **pods.requests_and_limits(size_of_part(PROFILE, RANKS_EACH))),
     ),
     **pods.launching_pod(RUNNER),
     shared_memory=PROFILE.shared_memory,  # of the workers; the plugin makes all pods from one

@@ -10,7 +10,7 @@ from flytekit.extras.accelerators import GPUAccelerator
 
 from flyte_ddp.code_digest import library_digest
 from flyte_ddp.pods import environment
-from flyte_ddp.pods.profiles import Size, chosen_profile, size_of_one_part
+from flyte_ddp.pods.profiles import Size, chosen_profile, size_of_part
 from flyte_ddp.settings import REQUESTED_GPUS, read_number, read_text, read_whole_number
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def prediction_pod() -> dict[str, Any]:
     profile = chosen_profile()
     gpus = {REQUESTED_GPUS: str(min(1, profile.gpus))}
     variables = environment.cache_limit_variable() | environment.registry_variable() | gpus
-    options = pod_options(size_of_one_part(profile, max(1, profile.gpus)), variables, template=profile.pod_template)
+    options = pod_options(size_of_part(profile, max(1, profile.gpus)), variables, template=profile.pod_template)
     return {**options, "accelerator": gpu_type(), **WITH_DECK}
 
 

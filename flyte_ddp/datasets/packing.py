@@ -101,8 +101,7 @@ def pack_images(samples: Any, folder: Path, *, classes: Sequence[str] = (), **op
     def encode_sample_as_png(number: int) -> tuple[str, Members]:
         """Read a sample, one thread at a time; return its key, and PNG and label (bytes) by ".png" and ".cls".
 
-        Raises a UserError for an OSError while reading, an item that convert_sample refuses, or channels other than 1,
-        3, 4.
+        Raises a UserError for an OSError while reading, an item that convert_sample refuses, or not 1, 3 or 4 channels.
         """
         try:
             with one_at_a_time:

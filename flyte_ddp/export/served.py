@@ -72,7 +72,7 @@ def resize_weights(inputs: Any, outputs: int) -> Tensor:
     """Return the float64 matrix [outputs, inputs] that resizes a row of ``inputs`` pixels to ``outputs`` pixels.
 
     Each row sums to 1. The weights are those of bilinear interpolation with antialiasing, as in torch and Pillow: a
-    triangle as wide as two pixels of the row that has fewer. ``inputs`` is an int, or torch's SymInt during an export.
+    triangle as wide as two pixels of the row that has fewer. ``inputs`` is an int, or torch's SymInt.
     """
     scale = torch.full((), inputs, dtype=torch.float64) / outputs
     centers = (torch.arange(outputs, dtype=torch.float64) + 0.5) * scale

@@ -42,8 +42,8 @@ def launch(job: Job, *, num_ranks: int, client: Any = None, retries: int = 0) ->
     Without a client, connects as :func:`connected` does. Dask starts a failed task again up to ``retries`` times; all
     ranks then resume from the newest checkpoint. Each rank stays on its worker, so a lost worker ends the run. At the
     end waits up to JOIN_SECONDS (10 s) for the tasks, and cancels the others. Raises the error of the rank that failed
-    first, StoppedError or KeyboardInterrupt after a signal, UserError if workers have other versions, or
-    UnreachableError if too few have come in time.
+    first, StoppedError or KeyboardInterrupt after a signal, UserError if workers have other versions, UnreachableError
+    if too few come in time.
     """
     with require_extra("dask"):
         from dask import annotate  # type: ignore[attr-defined]
@@ -135,8 +135,7 @@ def request_workers(client: Any, wanted: int) -> Iterator[Callable[[], int]]:
     """Make an adaptive cluster start workers, and keep them until the end of the block.
 
     An adaptive cluster starts workers for waiting tasks only. So yields a function that returns the number of workers,
-    and while they are fewer than ``wanted`` submits tasks that need a resource that no worker has. Cancels these tasks
-    at the end.
+    and while they are fewer than ``wanted`` submits tasks for a resource that no worker has. Cancels them at the end.
     """
     tasks: list[Any] = []
 

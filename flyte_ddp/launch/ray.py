@@ -79,12 +79,11 @@ def raise_if_task_failed(tasks: Sequence[Any]) -> None:
 def hardware(hp: Hyperparameters, nodes_to_come: int = 0, seconds: float = 0.0) -> Hardware:
     """Return the Hardware for ranks on the Ray cluster: one GPU for each rank, or the same number of CPUs for each.
 
-    Connects as :func:`connected` unless called inside it: without RAY_ADDRESS that starts a cluster and ends it. Waits
-    up to ``seconds`` for ``nodes_to_come`` nodes, and prints to stderr how many there are. If fewer ranks fit than
-    requested, raises UserError when ``nodes_to_come`` is not 0, else prints that. For precision auto or bf16 runs a
-    task on each node, and waits for it without a limit. Also raises UserError if the hyperparameters do not fit the
-    cluster, or Ray is missing or refuses; UnreachableError if no cluster answers at RAY_ADDRESS, or nodes have not come
-    in time.
+    Connects as :func:`connected`, if not called inside it: without RAY_ADDRESS starts and ends a cluster. Waits up to
+    ``seconds`` for ``nodes_to_come`` nodes, and prints to stderr how many there are. If fewer ranks fit than requested,
+    raises UserError when ``nodes_to_come`` is not 0, else prints that. For precision auto or bf16 runs a task on each
+    node, and waits for it without a limit. Also raises UserError if the hyperparameters do not fit, or Ray is missing
+    or refuses; UnreachableError if no cluster answers at RAY_ADDRESS, or nodes have not come in time.
     """
     with connected():
         capacity.wait_for_hosts(lambda: len(list_rank_nodes()), nodes_to_come, "nodes of the Ray cluster", seconds)
@@ -122,7 +121,7 @@ def least_bf16_support(device: str) -> Bf16:
     """Return the least bf16 support of all nodes that may get ranks: ranks must all compute in one precision.
 
     Call it inside :func:`connected`. Runs a task on each node and waits for all, without a limit. The tasks reserve
-    nothing, so they also run where all CPUs and GPUs are taken. On GPUs a task asks the node's first GPU. Ray's own
+    nothing, so they run where all CPUs and GPUs are taken. On GPUs a task asks the node's first GPU. Ray's own
     exceptions, as for a lost node, go through.
     """
     import ray

@@ -19,8 +19,7 @@ def launch(job: Job, *, num_ranks: int = 1) -> None:
 
     Restores process-wide settings of torch, Python, NumPy and glibc at the end, and kills what this thread has started.
     Raises UserError for the user's mistake, RankError from the rank's exception for any other failure, StoppedError
-    after SIGTERM and KeyboardInterrupt after Ctrl-C, both with a checkpoint written, and ValueError if ``num_ranks`` is
-    not 1.
+    after SIGTERM and KeyboardInterrupt after Ctrl-C, both after a checkpoint, and ValueError if ``num_ranks`` is not 1.
     """
     from flyte_ddp.launch.supervise.rank import restore_settings, run_rank
 

@@ -129,8 +129,7 @@ class EncodedImages(ImageSource):
     def submit_batch(self, samples: Indices, epoch: int | None) -> tuple[Batch, list[Future[None]]]:
         """Start to read all samples, and submit tasks that decode up to 8 of them each; return the batch and the tasks.
 
-        The tasks fill the batch, which is in CPU memory (page-locked for a GPU); it is complete when all tasks are
-        done.
+        The tasks fill the batch, which is in CPU memory (page-locked for a GPU); it is complete after all tasks.
         """
         on_gpu = self.device.type == "cuda"
         images = torch.empty(len(samples), self.size, self.size, 3, dtype=torch.uint8, pin_memory=on_gpu)

@@ -109,11 +109,7 @@ class Buffers:
         return sorted(self.changed_before_resume | now)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the part of a checkpoint that the model's ``state_dict`` lacks; for rank 0 only.
-
-        ``unsaved`` holds buffers by name that no state_dict has, ``changed`` the names of buffers that forward passes
-        change.
-        """
+        """Return, for rank 0's checkpoint, ``unsaved`` buffers (of no state_dict) and names of ``changed`` ones."""
         return {
             "unsaved": {name: self.after_last_step[name] for name in self.unsaved_names},
             "changed": self.changed_names(),

@@ -36,9 +36,9 @@ class NodeMemory:
     def __init__(self, size: int) -> None:
         """Map two halves of ``size`` bytes, at least 1. All ranks must call it with the same size.
 
-        Opens sockets between rank 0 and every other rank, which stay open for the barrier. Rank 0 sends the memory
-        through them as an unnamed open file. Raises OSError if the ranks are not on one machine, CollectiveTimeoutError
-        if a rank does not come within the time limit of collectives, PeerGoneError if a rank has ended.
+        Opens sockets from rank 0 to every other rank, which stay open for the barrier. Rank 0 sends the memory through
+        them as an unnamed open file. Raises OSError if the ranks are not on one machine, CollectiveTimeoutError if a
+        rank does not come within the time limit of collectives, PeerGoneError if one has ended.
         """
         self.peers: dict[int, socket.socket] = {}
         size = max(size, 1)

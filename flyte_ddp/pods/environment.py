@@ -34,8 +34,7 @@ REPORT_SECONDS = 5  # of a pod's time to stop, to report to the platform
 def pod_environment() -> dict[str, str]:
     """Return the environment variables that a registration gives to every pod, with a digest of the library's sources.
 
-    Raises UserError for an unknown profile, or a setting that is an address with a user name or a password; other
-    values are not checked.
+    Raises UserError for an unknown profile, or a setting with a user name or password; checks no other values.
     """
     return {
         CODE_VARIABLE: package_digest(),

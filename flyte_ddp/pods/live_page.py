@@ -21,8 +21,7 @@ def publish_report_while_training(platform: Platform, run_folder: Path) -> Itera
     """Publish a pod's report of its run every PAGE_SECONDS (30 s) during the block, and at its end; do nothing locally.
 
     The last page is the finished report, or after an exception the report with its message. A thread reads the run
-    folder and uploads pages; its errors are ignored. The end of the block waits up to LAST_SECONDS (10 s) for the last
-    page.
+    folder and uploads pages; its errors are ignored. The end of the block waits up to 10 s for the last page.
     """
     if not is_in_pod():
         yield

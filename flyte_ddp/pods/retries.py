@@ -66,8 +66,7 @@ def raise_retryable_errors(platform: Platform) -> Iterator[None]:
 def explain_eviction(limit: str) -> str:
     """Return a clause for an error if Kubernetes evicts this pod, as its files take more disk than ``limit``; else "".
 
-    Adds up files in working directory and temporary folder, for up to COUNT_SECONDS (0.3 s). ``limit`` "" stands for
-    none.
+    Adds up files in working directory and temporary folder, for up to COUNT_SECONDS (0.3 s). ``limit`` "": none.
     """
     if not limit:
         return ""
@@ -189,8 +188,7 @@ class CheckpointUploader:
     def upload_changed_checkpoints(self) -> None:
         """Upload the checkpoints that have changed since their last upload, by way of hard links in ``.sending``.
 
-        Deletes older ones in the blob store. Prints the first failure of an upload, and raises none: the next call
-        tries again.
+        Deletes older ones in the blob store. Prints the first failed upload, raises nothing: the next call tries again.
         """
         for name in SLOTS:
             # A hard link keeps the content while a newer checkpoint takes the place of this one.

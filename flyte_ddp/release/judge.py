@@ -69,8 +69,7 @@ class Judgement:
 
         Sets ``look``, the number, and ``alpha``. Writes two files to the registry, unless the registry has this
         comparison already. A judgement that may not promote writes nothing, keeps look 0, and gets the share of number
-        1. Raises UserError if the registry cannot be read or written in up to 4 tries, or its file of this comparison
-        is damaged.
+        1. Raises UserError if the registry fails in up to 4 tries, or its file of this comparison is damaged.
         """
         if self.counts:
             champion = self.before.version if self.before else "none"
@@ -275,8 +274,7 @@ def translate_model_errors(version: str, action: str) -> Iterator[None]:
     """Turn errors in the block into the IncomparableError that a version cannot be ``action``: loaded or evaluated.
 
     The model may be the user's own code, so errors of any class are the model's, but NOT_THE_MODELS: lost connections
-    and lack of memory. The traceback of an error that is no UserError goes to stderr; the verdict holds only its
-    message.
+    and lack of memory. Tracebacks of other errors than UserError go to stderr; the verdict holds the message.
     """
     try:
         yield
@@ -294,8 +292,7 @@ def measure_latency_ratio(challenger: SavedModel, champion: SavedModel, split: P
     """Return the challenger's time for a batch as a multiple of the champion's.
 
     Reads up to LATENCY_BATCH (64) test images, which both models compute by turns; waits for the GPU. The result is the
-    median of LATENCY_ROUNDS (15) ratios. Downloads remote shards into the cache, and raises UserError, as
-    :func:`read_test_split`.
+    median of LATENCY_ROUNDS (15) ratios. Downloads shards and raises UserError as :func:`read_test_split`.
     """
     inputs: dict[SavedModel, Tensor] = {}
     for model in (challenger, champion):

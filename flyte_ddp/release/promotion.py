@@ -173,9 +173,8 @@ def has_classes_and_input_of(registry: Registry, best: str, version: versions.Ve
 def download_version(registry: Registry, version: str, folder: Path, manifest: str = "") -> tuple[Path, Path]:
     """Download model.pt and model.json of a version into an existing folder, in up to 4 tries each; return their paths.
 
-    Replaces files of these names. ``version`` is the SHA-256 of its weights, ``manifest`` that of one revision's
-    manifest; empty: the newest revision. Raises a UserError if a file is missing or was altered; an altered one stays
-    in the folder.
+    Replaces files of these names. ``version`` is the SHA-256 of its weights, ``manifest`` that of a revision's manifest
+    (empty: the newest's). Raises a UserError if a file is missing or altered; an altered one stays there.
     """
     versions.fetch_files(registry, versions.read_version(registry, version, manifest), folder)
     return folder / versions.WEIGHTS, folder / versions.SIDECAR

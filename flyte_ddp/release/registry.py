@@ -164,8 +164,7 @@ class Registry:
     def create_file(self, address: str, content: bytes | Path) -> bool:
         """Write a file if there is none at the address, else read it; return whether it has this content now.
 
-        Makes up to 4 tries. An earlier one, whose response was lost, may have written it, so rivals' contents must
-        differ.
+        Makes up to 4 tries. One whose response was lost may have written it, so rivals' contents must differ.
         """
         with self.explain_failures("written"):
             try:

@@ -157,8 +157,7 @@ def restore_newest_checkpoint(run_folder: Path, identity: Identity) -> Checkpoin
 
     Reads both checkpoints whole to verify them. If there are none, empties metrics.jsonl, removes ``results/`` and
     returns None. If only one is readable, prints the other's fault to stderr. Raises UserError, and changes nothing, if
-    there are checkpoints and none is readable, or the newest is of another run. Leaves ``metrics`` of what it returns
-    empty.
+    there are checkpoints and none is readable, or the newest is of another run. The returned ``metrics`` are empty.
     """
     found, unreadable = verify_checkpoints(run_folder / FOLDER)
     reasons = " and ".join(f"{path} ({why})" for path, why in unreadable.items())

@@ -15,8 +15,7 @@ def add_failure_details(error: BaseException, run_folder: Path) -> None:
 
     Reads both checkpoints whole. If the file cannot be written, prints its text to stderr. Adds to ``remark`` the
     modules in the working directory that hide Python's own: those that the details mention, or all of them if the error
-    has no details and is not recoverable. A KeyboardInterrupt without a text gets one with the step. Leaves other
-    errors.
+    has no details and is not recoverable. A KeyboardInterrupt without text gets one with the step. Leaves other errors.
     """
     if isinstance(error, KeyboardInterrupt) and not error.args:
         error.args = (f"stopped by Ctrl-C; {describe_resumption(newest_step(run_folder))}",)

@@ -32,8 +32,7 @@ def model_identity(hp: Hyperparameters) -> dict[str, str]:
 
     Beside hyperparameters and data these decide a run's result. Keys are the fields of checkpoint.Identity. Reads the
     code as :func:`user_source_digest` does, and a local ``init_from`` whole; asks the server of a remote one for its
-    tag, up to 4 times, or downloads it if there is no tag. Raises UserError if the model's module or ``init_from``
-    cannot be read.
+    tag, up to 4 times, or downloads it if there is no tag. UserError if module or ``init_from`` cannot be read.
     """
     return {
         "code": library_digest(),

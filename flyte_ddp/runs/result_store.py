@@ -24,9 +24,8 @@ def mirror_results(run_folder: Path, address: str, *, resuming: bool, name: str 
 
     The address is a path, s3://, gs:// or az://; empty: nothing is copied. An empty name stands for the folder's name.
     If the run resumes and the folder has no events, first fetches those at the address. At the end waits up to
-    LAST_SECONDS (60 s) for the last files (STOPPED_SECONDS (3 s) after a StoppedError), and prints to stderr if files
-    are missing in the copy. Raises UserError if the first write fails after up to 4 tries; later failures are printed,
-    and tried again.
+    LAST_SECONDS (60 s) for the last files (STOPPED_SECONDS (3 s) after a StoppedError), and prints to stderr if the
+    copy lacks files. Raises UserError if the first write fails after up to 4 tries; later failures are printed.
     """
     if not address:
         yield

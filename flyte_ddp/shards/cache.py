@@ -284,7 +284,7 @@ class ShardCache:
     def hold_lock(self, name: str, *, wait: bool = True) -> AbstractContextManager[None]:
         """Hold an exclusive lock for a block: ``room``, of the list of cached files, or a shard's, by its hex name.
 
-        Makes a lock file, which stays; some shards have one lock in common. Waits without a limit, even for a lock that
+        Makes a lock file, which stays; shards may have one lock in common. Waits without a limit, even for a lock that
         this thread holds, so never wait for one shard's lock inside another's. With ``wait`` false raises
         BlockingIOError instead. Raises OSError if the folder cannot be written.
         """

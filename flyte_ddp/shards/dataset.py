@@ -191,8 +191,7 @@ class ShardReader:
         Reads only the members ``wanted`` (extensions in lower case; None for all). Fetches the shard if it is not in
         the cache, and once more if it is damaged; waits up to 60 s while the cache is full, and without a limit while
         another process downloads the shard. Keeps the shard open; closes others and starts fetching threads as
-        :meth:`open_shard` does. Raises DamagedShardError if the shard is still damaged, UserError if it cannot be
-        opened or fetched.
+        :meth:`open_shard` does. Raises DamagedShardError if it is still damaged, UserError if it cannot be had.
         """
         number, inside = self.index.locate(sample)
 

@@ -111,9 +111,8 @@ def open_workspace(index: Path) -> Iterator[Path]:
     """Make and lock an empty hidden folder beside the index, yield its path, and remove the folder after the block.
 
     If an earlier packing was killed while its shards were moved to their final places, first moves the others; deletes
-    what else it left. Makes missing parent folders, which stay. Keeps the folder after the block if the index refers to
-    it. Does not wait for the lock: raises UserError if another process is packing this index, or the folder cannot be
-    written.
+    what else it left. Makes missing parent folders, which stay. Keeps the folder if the index refers to it. Raises
+    UserError at once if another process packs this index, or the folder cannot be written.
     """
     workspace = index.with_name(f".{index.stem}.packing")
     with ExitStack() as stack:

@@ -118,8 +118,7 @@ def delete_files(addresses: Sequence[str]) -> None:
     """Delete files that are all in one bucket or all on this machine, many with each request. Does not retry.
 
     Waits up to 10 s to connect, 30 s for each response. Raises MissingError if a file is missing, which S3 does not
-    report; UnavailableError if a file cannot be deleted, when others may be deleted already; UserError if the addresses
-    are of a web server.
+    report; UnavailableError if a file cannot be deleted, when others may be gone already; UserError for a web server.
     """
     if addresses:
         select_storage(addresses[0]).delete_files(addresses)

@@ -95,8 +95,7 @@ class Checkpointer:
     """Saves a run's state after each epoch, every ``checkpoint_seconds``, on request, and when training fails.
 
     Training waits only while a copy is taken in memory. A context manager: it starts a thread, on rank 0, and at the
-    end waits until the thread has written its last checkpoint. Does nothing on other ranks, or if
-    ``checkpoint_seconds`` is 0.
+    end waits until the thread has written its last checkpoint. Idle on other ranks, or if ``checkpoint_seconds`` is 0.
     """
 
     def __init__(self, job: Job, state: TrainingState, recorder: Recorder) -> None:
@@ -150,8 +149,7 @@ class Checkpointer:
         """Write one checkpoint: of the current state if ``now``, else (or if that cannot be saved) of the waiting copy.
 
         Call it while this thread holds ``write_lock``. Empties ``pending``. Writes nothing if no copy is newer than the
-        newest checkpoint and resumable. A failure is printed to stderr once in a run, and not raised: training
-        continues.
+        newest checkpoint and resumable. A failure is printed to stderr once in a run, not raised.
         """
         waiting, self.pending = self.pending, None
         try:

@@ -180,9 +180,8 @@ def verify_saved_model(fresh: nn.Module, model_path: Path, sidecar: Mapping[str,
 def collect_predictions(state: TrainingState, test: Evaluation, rows: int) -> dict[str, Any]:
     """Return the predictions file's arrays, by name: of the first ``rows`` test samples and up to 16 worst mistakes.
 
-    For these ``index``, ``names``, ``images``, ``scores``, ``truth`` and ``loss``; also ``table_rows``, which is
-    ``rows``, and ``confusion_counts`` of all samples. Reads these samples, predicts their logits, and seeds the random
-    generators.
+    For these ``index``, ``names``, ``images``, ``scores``, ``truth`` and ``loss``; also ``table_rows`` and, of all
+    samples, ``confusion_counts``. Reads these samples, predicts their logits, and seeds the random generators.
     """
     wrong = test.predictions != test.truth
     worst = torch.where(wrong, test.losses, -torch.inf).topk(min(WORST_MISTAKES, int(wrong.sum()))).indices
@@ -208,8 +207,8 @@ def collect_predictions(state: TrainingState, test: Evaluation, rows: int) -> di
 def list_report_notes(state: TrainingState, arithmetic: Arithmetic, resumed_from: Checkpoint | None) -> list[str]:
     """Return sentences for the report: what made the result depend on the number of ranks, and how exact a resume was.
 
-    Also names buffers that no state_dict has, and a stream. For rank 0, at the end of a run. ``arithmetic`` is the
-    hardware and versions of this process, which decide rounding.
+    Also names buffers that no state_dict has, and a stream. For rank 0, after a run. ``arithmetic``: this process's
+    hardware and versions, which decide rounding.
     """
     hp = state.hp
     notes = []

@@ -108,8 +108,7 @@ class Recorder:
     def seconds_by_activity(self) -> dict[str, float]:
         """Return this rank's seconds since its clock was made, by activity, and their sum as ``total``.
 
-        The activities are data, forward_backward, communication (only what did not overlap with computation),
-        evaluation and other. What a GPU has not finished yet counts as other.
+        Activities are data, forward_backward, communication (what did not overlap with computation), evaluation, other.
         """
         spent = self.clock.seconds
         seconds = {

@@ -174,9 +174,9 @@ def split_for_rank(batch: sampling.Indices, parts: int) -> list[RankSlice]:
 def compute_logits(state: TrainingState, model: Callable[[Tensor], Tensor], images: Tensor, part: RankSlice) -> Tensor:
     """Begin a training pass on the samples of ``part``, and return the model's logits [n, classes] of their ``images``.
 
-    Sets ``state.this_pass`` and seeds the random generators as :meth:`TrainingPass.begin_pass`; call its ``finish_pass``
-    after the backward pass. Leaves the model's mode as it is. Raises UserError for logits that do not fit the classes or have no gradient,
-    or a batch too small for BatchNorm.
+    Sets ``state.this_pass`` and seeds the random generators as ``begin_pass`` does; call ``finish_pass`` after the
+    backward pass. Leaves the model's mode as it is. Raises UserError for logits that do not fit the classes or have no
+    gradient, or a batch too small for BatchNorm.
     """
     hp = state.hp
     state.this_pass.begin_pass(hp.seed, state.epoch, part.samples, state.device, has_samples=part.has_samples)

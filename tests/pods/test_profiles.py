@@ -9,7 +9,7 @@ from cli import ROOT
 from flyte_ddp.errors import UserError
 from flyte_ddp.pods import profiles
 from flyte_ddp.pods.environment import wandb_secret_id
-from flyte_ddp.pods.profiles import PROFILES, Size, parse_quantity, size_of_one_part
+from flyte_ddp.pods.profiles import PROFILES, Size, parse_quantity, size_of_part
 
 
 @pytest.mark.parametrize(
@@ -42,10 +42,8 @@ def test_profiles_in_any_quantities(
     profile = replace(PROFILES["local"], cpu=cpu, memory=memory)
     monkeypatch.setenv("FLYTE_DDP_PROFILE", "local")
     monkeypatch.setitem(PROFILES, "local", profile)
-    assert size_of_one_part(profile, 1).memory == memory
-    assert size_of_one_part(profile, 2) == Size(
-        cpu=half[0], memory=half[1], ephemeral_storage=profile.ephemeral_storage
-    )
+    assert size_of_part(profile, 1).memory == memory
+    assert size_of_part(profile, 2) == Size(cpu=half[0], memory=half[1], ephemeral_storage=profile.ephemeral_storage)
     assert profiles.elastic_ranks_per_node() == ranks
 
 

@@ -24,7 +24,7 @@ from s3_server import s3_server
 
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import UserError
-from flyte_ddp.pods.profiles import PROFILES, Size, parse_bytes, parse_quantity, size_of_one_part
+from flyte_ddp.pods.profiles import PROFILES, Size, parse_bytes, parse_quantity, size_of_part
 from flyte_ddp.run import run_training
 from flyte_ddp.settings import Settings
 from tasks import dask_training, ray_training
@@ -203,7 +203,7 @@ def test_a_recorded_daskjob_is_as_the_profile_says() -> None:
     cluster = job["cluster"]["spec"]
     assert cluster["worker"]["replicas"] == 2 * profile.gpus
     for pod, size in (
-        (cluster["worker"], size_of_one_part(profile, profile.gpus)),
+        (cluster["worker"], size_of_part(profile, profile.gpus)),
         (cluster["scheduler"], dask_training.SCHEDULER),
         (job["job"], dask_training.RUNNER),
     ):

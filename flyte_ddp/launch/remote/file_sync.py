@@ -21,8 +21,7 @@ OUTPUTS = ("model.pt", "model.json", "predictions.npz", *(f"{FOLDER}/{name}" for
 def split_file(path: Path, name: str, start: int = 0) -> Iterator[dict[str, Any]]:
     """Read a file from byte ``start`` on; yield messages of up to PIECE_BYTES (4 MiB) for the receiver's file ``name``.
 
-    Yields at least one message, also for an empty file; the last one has ``last`` set. Leaves out bytes that are
-    appended meanwhile.
+    Yields a message even for an empty file; the last one has ``last`` set. Leaves out bytes appended meanwhile.
     """
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
@@ -64,8 +63,7 @@ def write_piece(folder: Path, message: dict[str, Any]) -> None:
 class FileSender:
     """Sends the launcher the files that have changed in a host's run folder; sends nothing unless ``enabled``.
 
-    ``send`` sends a message, and is called from several threads. What metrics.jsonl and events.jsonl hold already
-    counts as sent.
+    ``send``, which several threads call, sends a message. What metrics.jsonl and events.jsonl hold counts as sent.
     """
 
     def __init__(self, folder: Path, send: Callable[[dict[str, Any]], None], enabled: bool = True) -> None:
@@ -117,8 +115,7 @@ class FileSender:
         """Have a thread send new results every SEND_SECONDS (0.5) during the block; stop it at the end and wait for it.
 
         So other messages need not wait while the launcher's slow disk takes in results. Call send_results after the
-        block: the last results may not be sent yet. Any OSError ends the thread silently, of the connection or of a
-        file here.
+        block: the last results may not be sent yet. Any OSError, of connection or file, ends the thread silently.
         """
         if not self.enabled:
             yield

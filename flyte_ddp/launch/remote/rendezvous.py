@@ -212,8 +212,7 @@ class RemoteHandle(RankHandle):
     def read_messages(self) -> Iterator[dict[str, Any]]:
         """Yield what the rank has sent since the last call. Writes the pieces of files, and sets ``exitcode``.
 
-        So a slow disk holds up the launcher for READ_SECONDS (0.1 s) and one piece of a file, for each host that sends
-        files.
+        So a slow disk holds up the launcher for READ_SECONDS (0.1 s) and one piece of a file, for each sending host.
         """
         early, self.early = self.early, []
         for message in itertools.chain(early, super().read_messages()):  # lazily: writing counts as time of reading
@@ -243,9 +242,8 @@ class RemoteHandle(RankHandle):
     def _wait_for_message(self, kind: str, seconds: float | None) -> dict[str, Any] | None:
         """Return the next message of a kind; None if it has not come within ``seconds``, or the connection has ended.
 
-        Without ``seconds`` waits without a limit. Writes pieces of files that the rank sends before (UserError if one
-        cannot be written; for a result prints only the first failure to stderr), and keeps other messages for
-        read_messages.
+        Without ``seconds`` waits without a limit. Writes pieces of files that the rank sends before (UserError if that
+        fails; for a result prints only the first failure to stderr), and keeps other messages for read_messages.
         """
         deadline = None if seconds is None else time.monotonic() + seconds
         with suppress(EOFError, OSError):

@@ -16,8 +16,8 @@ def first_failure(group: Sequence[RankHandle], timeout: float) -> UserError | Ra
     """Return the error of the rank that failed first; ``timeout``, for which ranks wait for each other, is in its text.
 
     A known root cause comes first, then SIGABRT, by which gloo and NCCL also end a rank when another is gone, then
-    collective operations that failed. Only in the last case asks the ranks that have not failed for their stacks, which
-    takes seconds for each.
+    collective operations that failed. Only for the last asks the ranks that have not failed for their stacks, up to 3 s
+    each.
     """
     if (error := find_root_cause(group)) is not None:
         return error

@@ -112,8 +112,7 @@ def run_rank_server(ranks: list[RankPipes], with_torch: bool) -> NoReturn:
     """Fork the ranks, send the launcher their process ids and exit codes, and exit after the last.
 
     The rank server runs this. Call it with SIGNALS (SIGTERM, SIGINT) blocked. Linux ends the server when the launcher
-    ends, and the ranks with the server. Orphans of the ranks become children of the server, which kills them before it
-    exits.
+    ends, and the ranks with the server. Orphans of ranks become the server's children, which it kills before it exits.
     """
     die_with_parent()
     become_subreaper()

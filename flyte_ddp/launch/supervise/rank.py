@@ -92,8 +92,7 @@ def open_common_store(info: RankInfo, link: Link, timeout: timedelta) -> Store:
 def join_process_group(job: Job, info: RankInfo, store: Store, link: Link) -> None:
     """Join torch's process group, with the job's backend and timeout; waits for all ranks, which must all call it.
 
-    On a GPU, first starts a thread that reports to the launcher if a collective operation takes longer than the
-    timeout.
+    On a GPU, first starts a thread that tells the launcher if a collective operation takes longer than the timeout.
     """
     on_gpu = job.hardware.device_type == "cuda"
     # NCCL ends a process that has waited too long by SIGABRT, and the launcher would blame this rank. So NCCL gets a

@@ -19,8 +19,8 @@ OVER = 0  # no signal has this number: it ends a thread that waits for numbers o
 def call_on_signals(numbers: Collection[signal.Signals], function: Callable[[], None]) -> Iterator[None]:
     """Call a function in a thread whenever one of these signals comes in the block; the signal has no other effect.
 
-    A thread, because Python runs handlers in the main thread, which may sit in a collective operation for minutes. Must
-    be used in the main thread. Restores the handlers and ``signal.set_wakeup_fd`` at the end.
+    A thread, because Python runs handlers in the main thread, which may sit in a collective operation for minutes. Call
+    it in the main thread. Restores the handlers and ``signal.set_wakeup_fd`` at the end.
     """
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
@@ -70,8 +70,7 @@ class StopRequest:
 def catch_stop_signals() -> Iterator[StopRequest]:
     """Yield a StopRequest that the first SIGTERM or Ctrl-C makes; a later Ctrl-C raises KeyboardInterrupt.
 
-    Restores the handlers at the end. Outside the main thread, where Python lets no handler be set, signals make no
-    request.
+    Restores the handlers at the end. Outside the main thread, where Python sets no handler, signals make no request.
     """
     stop = StopRequest()
 
