@@ -60,7 +60,7 @@ def event(**values: Any) -> None:
 
 
 def check_result_name(name: str) -> None:
-    """Raise UserError for a name that is no plain relative path, has a part that begins with a dot, or is events.jsonl."""
+    """Raise UserError if a name is no plain relative path, has a part that begins with a dot, or is events.jsonl."""
     path = PurePosixPath(name)
     wrong = not path.parts or str(path) != name or path.is_absolute() or "\\" in name or not name.isprintable()
     if wrong or any(part.startswith(".") for part in path.parts) or path.parts[0] == EVENTS:

@@ -19,8 +19,8 @@ class SampleDropout(nn.Module):
     def forward(self, values: Tensor) -> Tensor:
         """Zero each value [N, ...] with probability p, divide the others by 1 - p, and return all.
 
-        Returns the input outside training and for p 0. Zeroes whole channels or samples as by
-        :meth:`count_drawn_dimensions`. Draws once from torch's CPU generator. In place if ``inplace``.
+        Returns the input outside training and for p 0. Dropout1d to 3d zero whole channels, StochasticDepth whole
+        samples. Draws once from torch's CPU generator. In place if ``inplace``.
         """
         if not self.training or self.p == 0.0:
             return values

@@ -69,7 +69,7 @@ class Judgement:
 
         Sets ``look``, the number, and ``alpha``. Writes two files to the registry, unless the registry has this
         comparison already. A judgement that may not promote writes nothing, keeps look 0, and gets the share of number
-        1. Raises UserError if the registry fails in up to 4 tries, or its file of this comparison is damaged.
+        1. Raises UserError if the registry does not answer in 4 tries, or its file of this comparison is damaged.
         """
         if self.counts:
             champion = self.before.version if self.before else "none"

@@ -174,7 +174,7 @@ def download_version(registry: Registry, version: str, folder: Path, manifest: s
     """Download model.pt and model.json of a version into an existing folder, in up to 4 tries each; return their paths.
 
     Replaces files of these names. ``version`` is the SHA-256 of its weights, ``manifest`` that of a revision's manifest
-    (empty: the newest's). Raises a UserError if a file is missing or altered; an altered one stays there.
+    (empty: the newest's). Raises a UserError if a file is missing or altered; an altered one stays.
     """
     versions.fetch_files(registry, versions.read_version(registry, version, manifest), folder)
     return folder / versions.WEIGHTS, folder / versions.SIDECAR

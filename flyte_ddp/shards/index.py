@@ -136,7 +136,7 @@ def pause_garbage_collector() -> Iterator[None]:
 def read_index(address: str) -> ShardIndex:
     """Read an index and the indexes that it refers to, and return one index of all their shards.
 
-    Retries transient errors up to 3 times each, with pauses of up to 7 s. Turns Python's garbage collector off
+    Retries transient errors up to 3 times each, with pauses of up to 7 s in all. Turns Python's garbage collector off
     meanwhile. Raises UserError if an index cannot be read or is malformed, has an address that
     :func:`resolve_address_in_index` refuses, or refers to one that refers to others, or if two have different classes.
     """

@@ -109,6 +109,7 @@ class Recorder:
         """Return this rank's seconds since its clock was made, by activity, and their sum as ``total``.
 
         Activities are data, forward_backward, communication (what did not overlap with computation), evaluation, other.
+        What a GPU has not finished yet counts as other.
         """
         spent = self.clock.seconds
         seconds = {

@@ -63,7 +63,8 @@ def write_piece(folder: Path, message: dict[str, Any]) -> None:
 class FileSender:
     """Sends the launcher the files that have changed in a host's run folder; sends nothing unless ``enabled``.
 
-    ``send``, which several threads call, sends a message. What metrics.jsonl and events.jsonl hold counts as sent.
+    ``send``, which several threads call, sends a message. What metrics.jsonl and events.jsonl hold at first counts as
+    sent.
     """
 
     def __init__(self, folder: Path, send: Callable[[dict[str, Any]], None], enabled: bool = True) -> None:
@@ -112,7 +113,7 @@ class FileSender:
 
     @contextmanager
     def send_results_during(self) -> Iterator[None]:
-        """Have a thread send new results every SEND_SECONDS (0.5) during the block; stop it at the end and wait for it.
+        """Have a thread send new results every SEND_SECONDS (0.5 s) during the block; wait for it at the end.
 
         So other messages need not wait while the launcher's slow disk takes in results. Call send_results after the
         block: the last results may not be sent yet. Any OSError, of connection or file, ends the thread silently.
