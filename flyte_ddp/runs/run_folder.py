@@ -49,8 +49,9 @@ def remove_outputs(work: Path) -> None:
 def publish_if_complete(folder: Path) -> bool:
     """Move a complete run from ``unfinished/`` to the run folder; return whether the folder then holds a finished run.
 
-    Call it inside :func:`hold_run_folder`. Replaces the files of the last run and removes ``unfinished/`` with the
-    checkpoints. Does nothing if the run in it is not complete. After a kill in between, the next call does the rest.
+    Lock the folder before, by ``hold_run_folder`` or ``reserve_run_folder``. Replaces the files of the last run and
+    removes ``unfinished/`` with the checkpoints. Does nothing if the run in it is not complete. After a kill in
+    between, the next call does the rest.
     """
     work = folder / UNFINISHED
     replaced = work / REPLACED  # the last run's results; if it exists, moving has begun
