@@ -84,7 +84,7 @@ class Judgement:
         Promotes nothing. Exports nothing if ``exports`` or ``challenger`` is None, a logit of ``challenger`` is not
         finite, or the policy's ``export`` is off. An export reads the test split twice, starts a process, silences
         stderr meanwhile, and raises UnreachableError if the storage of the test split does not answer. Without
-        ``decision`` (KEPT, PROMOTED or NO_COMPARISON) the verdict is KEPT with the reasons of all failed Checks, or else
+        ``decision`` (KEPT, PROMOTED or NO_COMPARISON) the verdict is KEPT with the reasons of all failed Checks, else
         PROMOTED for ``reason``. ``best`` is the best version from now on (empty: as before), ``power`` says which
         differences the comparison could find.
         """
