@@ -28,10 +28,10 @@ train: install ## Train on the embedded digits, 2 ranks (other settings: make tr
 	@echo "Training; results will be under runs/ ..."
 	$(BIN)/pyflyte run workflows/training.py training_wf --hp '$(HP)'
 
-test: install ## Run the tests, each promise once (5 to 12 minutes on two quiet cores)
+test: install ## Run the tests, each promise once (6 to 10 minutes on two quiet cores)
 	$(BIN)/python -m pytest $(PARALLEL) -m "not exhaustive"
 
-test-all: install ## Also run what repeats them with more faults, stores, launchers and seeds (13 to 22 minutes)
+test-all: install ## Also run what repeats them with more faults, stores, launchers and seeds (14 to 20 minutes)
 	$(BIN)/python -m pytest $(PARALLEL)
 
 test-fast: install ## Run the tests one wants while working (50 to 80 seconds)
