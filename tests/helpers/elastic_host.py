@@ -22,7 +22,7 @@ from flyte_ddp.settings import Settings
 
 def worker(hp: str, data: str, folder: str) -> None:
     connection.KEEPALIVE = {"TCP_KEEPIDLE": 1, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 3_000}
-    elastic.UNWIND_SECONDS = (1.0, 1.0)
+    elastic.UNWIND_SECONDS = (2.0, 3.0)  # not before Elastic's store counts a lost host's agent as gone, after 3 s
     with elastic.pickle_exception():
         if elastic.is_leader():
             cache = Path(folder).parent / "cache"
