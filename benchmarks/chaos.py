@@ -190,7 +190,7 @@ def damage(folder: Path, where: float) -> None:
     Without another one the same run would be refused, as it should.
     """
     checkpoints = folder / UNFINISHED / checkpoint.FOLDER
-    newest = checkpoint.find_newest_checkpoint(checkpoints)
+    newest = checkpoint.verify_checkpoints(checkpoints)[0]
     if newest is None or not all((checkpoints / name).exists() for name in checkpoint.SLOTS):
         return
     content = bytearray(newest.path.read_bytes())

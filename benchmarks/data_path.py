@@ -104,7 +104,7 @@ def run_rank(rank: int, order: dict[str, Any], records: str) -> None:
     torch.set_num_threads(job.hardware.threads)
     keep_freed_memory()
     store = distributed.FileStore(str(folder / "store"), hp.num_ranks)  # type: ignore[attr-defined]
-    join_process_group(job, RankInfo(rank, hp.num_ranks, local_rank=rank), store)
+    join_process_group(job, RankInfo(rank, hp.num_ranks, local_rank=rank), store, print)
     arrays = open_arrays(job.data)
     state = TrainingState(hp, job.hardware, arrays, None)
     with closing(Recorder(job, state)) as recorder:

@@ -80,9 +80,8 @@ class Flyte:
 
 
 PLATFORM = Flyte()
-translate_errors_for_flyte = partial(
-    retries.raise_retryable_errors, PLATFORM
-)  # Flyte counts any other exception as final
+# Flyte counts any exception but its own retryable one as final.
+translate_errors_for_flyte = partial(retries.raise_retryable_errors, PLATFORM)
 
 
 def report_refused_inputs(task: AnyTask) -> AnyTask:

@@ -87,8 +87,9 @@ class StreamImages(ImageSource):
     def load_batch(self, samples: Indices, epoch: int | None) -> Batch:  # noqa: ARG002
         """Return a batch: the stream's next ``len(samples)`` images uint8 [n, size, size, 3] and labels, on the device.
 
-        A second call with the same ``samples`` returns the same batch. The first call starts the worker processes.
-        Waits for them without a timeout; raises their UserError, and ends them after any error.
+        A call with the numbers ``samples`` of the call before returns that batch again. ``epoch`` is ignored. The first
+        call starts the worker processes. Waits for them without a timeout; raises their UserError, and ends them after
+        any error.
         """
         key = samples.tobytes()
         if self.last is None or self.last[0] != key:

@@ -129,11 +129,6 @@ def verify_checkpoints(folder: Path) -> tuple[Checkpoint | None, dict[Path, str]
     return max(readable, key=lambda checkpoint: (checkpoint.step, checkpoint.epoch), default=None), unreadable
 
 
-def find_newest_checkpoint(folder: Path) -> Checkpoint | None:
-    """Return the newest readable checkpoint of a folder, or None. Reads both files to verify them."""
-    return verify_checkpoints(folder)[0]
-
-
 def newest_step(run_folder: Path) -> int | None:
     """Return the step of a run's newest checkpoint: 0 if the run has none, None if it has some and none is readable.
 

@@ -31,7 +31,7 @@ def begun(store: CheckpointStore, folder: Path) -> int:
     found = store.download_newest_checkpoint(folder / SLOTS[0])
     step = found.step if found else 0
     store.record_attempt_start(step)
-    assert found == checkpoint.find_newest_checkpoint(folder)
+    assert found == checkpoint.verify_checkpoints(folder)[0]
     return step
 
 

@@ -140,10 +140,10 @@ join, copied = rank.join_process_group, checkpointing.copy_to_cpu
 class Event:
     def record(self): pass
     def query(self): return True
-def join_without_limit(job, info, store, link):
+def join_without_limit(job, info, store, report_error):
     settings = dataclasses.replace(job.settings, timeout=3600.0)
-    join(dataclasses.replace(job, settings=settings), info, store, link)
-    hang_watch.watch_collectives(job.settings.timeout, link.report_error, Event)
+    join(dataclasses.replace(job, settings=settings), info, store, report_error)
+    hang_watch.watch_collectives(job.settings.timeout, report_error, Event)
 def copy_behind_a_collective(value):
     while os.path.exists(os.environ["NOTED"]):
         time.sleep(0.01)

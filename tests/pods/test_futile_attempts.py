@@ -10,7 +10,7 @@ from kept_checkpoints import begun, names, write
 from flyte_ddp.errors import OutOfMemoryError, RankError, RankLostError, StoppedError, UnreachableError, UserError
 from flyte_ddp.pods import retries
 from flyte_ddp.pods.checkpoint_store import TRAINED, CheckpointStore
-from flyte_ddp.runs.checkpoint import FOLDER, SLOTS, find_newest_checkpoint
+from flyte_ddp.runs.checkpoint import FOLDER, SLOTS, verify_checkpoints
 from flyte_ddp.runs.run_folder import METRICS
 from flyte_ddp.settings import Settings
 
@@ -99,7 +99,7 @@ def test_the_store_records_that_an_attempt_had_time_to_save(
     write(folder / SLOTS[0], 4, start)
     (tmp_path / METRICS).write_bytes(start)
     settings = Settings(timeout=600.0, checkpoint_seconds=60.0)
-    uploader = retries.CheckpointUploader(store, folder, settings, find_newest_checkpoint(folder))
+    uploader = retries.CheckpointUploader(store, folder, settings, verify_checkpoints(folder)[0])
     noted = []
     for now in (0.0, 5000.0, 5001.0, 5661.5):
         clock.now = now

@@ -236,11 +236,11 @@ DAMAGE: dict[str, Callable[[bytes], bytes | None]] = {
 
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_a_damaged_checkpoint_falls_back_to_the_one_before(tmp_path: Path, damage: str) -> None:
-    assert checkpoint.find_newest_checkpoint(tmp_path) is None
+    assert checkpoint.verify_checkpoints(tmp_path)[0] is None
     paths = checkpoint.alternate_slots(tmp_path, None)
     for step in (1, 2, 3):
         write(next(paths), step)
-    newest = checkpoint.find_newest_checkpoint(tmp_path)
+    newest = checkpoint.verify_checkpoints(tmp_path)[0]
     assert newest is not None
     assert (newest.step, newest.metrics, newest.identity) == (3, b"metrics\n", OWN)
     assert newest.trained_in == (PLAIN,)
@@ -249,7 +249,7 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before(tmp_path: Path, damag
     newest.path.unlink()
     if content is not None:
         newest.path.write_bytes(content)
-    before = checkpoint.find_newest_checkpoint(tmp_path)
+    before = checkpoint.verify_checkpoints(tmp_path)[0]
     assert before is not None
     assert before.step == 2
     assert next(checkpoint.alternate_slots(tmp_path, before.path)) == newest.path, "the good one stays"
@@ -269,7 +269,7 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before(tmp_path: Path, damag
 )
 def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path, other: Identity, words: str) -> None:
     write(tmp_path / "a.ckpt", 1)
-    found = checkpoint.find_newest_checkpoint(tmp_path)
+    found = checkpoint.verify_checkpoints(tmp_path)[0]
     assert found is not None
     checkpoint.check_same_run(found, OWN)
     with pytest.raises(UserError) as caught:

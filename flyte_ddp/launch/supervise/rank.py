@@ -53,7 +53,7 @@ def run_rank(
         patch_collective_wait()
         with translate_collective_errors():
             store = open_common_store(info, link, timedelta(seconds=job.settings.timeout))
-            join_process_group(job, info, store, link)
+            join_process_group(job, info, store, link.report_error)
     # This rank writes what users' code hands in itself; the launcher need not be asked.
     with results.deliver_results(results.ResultWriter(job.run_folder).write, info.rank), warnings.catch_warnings():
         train(job, set_save_function)
@@ -75,9 +75,8 @@ def open_common_store(info: RankInfo, link: Link, timeout: timedelta) -> Store:
     Rank 0 listens at a free port and sends it to the launcher; other ranks wait for that up to ``timeout``, after which
     CollectiveTimeoutError is raised.
     """
-    if (
-        info.store
-    ):  # a TCPStore looks up the names of the hosts that connect, and would wait for a resolver that is down
+    # A TCPStore looks up the names of the hosts that connect, and would wait for a resolver that is down.
+    if info.store:
         file = FileStore(info.store, info.world_size)
         file.set_timeout(timeout)
         return file
@@ -89,17 +88,17 @@ def open_common_store(info: RankInfo, link: Link, timeout: timedelta) -> Store:
     return store
 
 
-def join_process_group(job: Job, info: RankInfo, store: Store, link: Link) -> None:
+def join_process_group(job: Job, info: RankInfo, store: Store, report_error: Callable[[BaseException], None]) -> None:
     """Join torch's process group, with the job's backend and timeout; waits for all ranks, which must all call it.
 
-    On a GPU, first starts a thread that tells the launcher if a collective operation takes longer than the timeout.
+    On a GPU, first starts a thread that calls ``report_error`` if a collective operation takes longer than the timeout.
     """
     on_gpu = job.hardware.device_type == "cuda"
     # NCCL ends a process that has waited too long by SIGABRT, and the launcher would blame this rank. So NCCL gets a
     # longer limit, and the report of the thread comes first.
     limit = job.settings.timeout + (NCCL_GRACE_SECONDS if on_gpu else 0.0)
     if on_gpu:
-        watch_collectives(job.settings.timeout, link.report_error, torch.cuda.Event)
+        watch_collectives(job.settings.timeout, report_error, torch.cuda.Event)
     with in_collective():  # NCCL connects the ranks here, and has no limit for that
         dist.init_process_group(
             job.hardware.backend,
