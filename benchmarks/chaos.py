@@ -162,7 +162,7 @@ def start(hp: Hyperparameters, data: Path, folder: Path) -> subprocess.Popen[byt
         return subprocess.Popen(
             [sys.executable, "-m", "benchmarks.library_run", json.dumps(request)],
             cwd=ROOT,
-            env=environment(FLYTE_DDP_CHECKPOINT_SECONDS="0.5"),
+            env=environment({"FLYTE_DDP_CHECKPOINT_SECONDS": "0.5"}),
             stdout=output,
             stderr=output,
         )

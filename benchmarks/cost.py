@@ -46,7 +46,7 @@ def measure(options: Options) -> Result:
                 for value in of_side:
                     result.add(side, value, "s")
 
-        order = {"hp": quick(values, options), "folder": options.folder / model, "variables": variables}
+        order: dict[str, Any] = {"hp": quick(values, options), "folder": options.folder / model, "variables": variables}
         interleaved(options, result, {model: functools.partial(run, data=data, **order)}, 1)
         ratio = result.ratio(f"{model}: guarded / others", *sides)
         result.targets.append(Target(f"{model}: added to an epoch by all that guards it", ratio - 1, "%", at_most=0.03))

@@ -43,7 +43,7 @@ def measure(options: Options) -> Result:
         request = order | {"side": name, "dataset": dataset, "images": images, "test_dataset": f"{kind}:{tests[kind]}"}
 
         def run(_: int) -> None:
-            run_command([sys.executable, "-m", "benchmarks.loader_run", json.dumps(request)], environment(**endpoint))
+            run_command([sys.executable, "-m", "benchmarks.loader_run", json.dumps(request)], environment(endpoint))
             result.add(name, json.loads(output.read_text())["rate"], "images/s")
 
         return run

@@ -6,6 +6,7 @@ of the evaluation.
 
 from __future__ import annotations
 
+import functools
 import time
 from contextlib import contextmanager
 from pathlib import Path
@@ -79,9 +80,7 @@ def measure(options: Options) -> Result:
             if name == PHOTOS:
                 batches(served, Path(folder, exporting.ONNX), result)
 
-    interleaved(
-        options, result, {name: lambda number, name=name: exported(name, number) for name in sides}, options.number(5)
-    )
+    interleaved(options, result, {name: functools.partial(exported, name) for name in sides}, options.number(5))
     result.ratio("photos: onnxruntime / torch", "photos: onnxruntime", "photos: torch")
     result.targets.append(
         Target("ResNet18 on photos: rate of onnxruntime, of torch's", result.median("photos: onnxruntime / torch"), "x")

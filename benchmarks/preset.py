@@ -51,7 +51,7 @@ def train(hp: dict[str, Any], folder: Path) -> tuple[float, float]:
     shutil.rmtree(folder, ignore_errors=True)  # of a try that failed
     folder.mkdir()
     (folder / "hp.json").write_text(json.dumps(hp))
-    variables = environment(folder / "home", FLYTE_DDP_RUNS=str(folder / "runs"))
+    variables = environment({"FLYTE_DDP_RUNS": str(folder / "runs")}, folder / "home")
     command = [PYFLYTE, "run", "workflows/training.py", "training_wf", "--hp", str(folder / "hp.json")]
     begin = time.perf_counter()
     run_command(command, variables)

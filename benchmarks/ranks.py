@@ -25,7 +25,7 @@ import math
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +80,7 @@ def measure_network(options: Options, result: Result, base: dict[str, Any], batc
 
     one, half = {"num_ranks": 1, "batch_size": batch}, {"num_ranks": 1, "batch_size": batch // 2}
     two = {"num_ranks": 2, "batch_size": batch}
-    sides = {
+    sides: dict[str, dict[str, Any]] = {
         "1 rank": one,
         "1 rank, half the batch": half,
         "2 ranks, shared_memory": {**two, "strategy": "shared_memory"},
@@ -145,7 +145,11 @@ def over_links(options: Options, result: Result, base: dict[str, Any], batch: in
         result.add(f"{network}: sent in a step", (bytes_in[steps] - bytes_in[short]) / (steps - short), "bytes")
 
     runs = {f"{network}: {named(speed)}": functools.partial(together, speed) for speed in SPEEDS}
-    sides = {f"{network}: alone": alone, f"{network}: {named(UNLIMITED)}": volume, **runs}
+    sides: dict[str, Callable[[int], None]] = {
+        f"{network}: alone": alone,
+        f"{network}: {named(UNLIMITED)}": volume,
+        **runs,
+    }
     interleaved(options, result, sides, options.number(3))
     hold_against_the_model(result, network, size, steps)
 
@@ -230,7 +234,9 @@ def run_hosts(commands: list[list[str]]) -> None:
         RuntimeError: one failed.
     """
     started = [
-        subprocess.Popen(command, cwd=ROOT, env=environment(OMP_NUM_THREADS="1"), stderr=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            command, cwd=ROOT, env=environment({"OMP_NUM_THREADS": "1"}), stderr=subprocess.PIPE, text=True
+        )
         for command in commands
     ]
     try:

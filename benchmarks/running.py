@@ -46,13 +46,13 @@ class Run:
         return float(self.of("train")[0]["time"]) - self.began
 
 
-def environment(home: Path | None = None, **changes: str) -> dict[str, str]:
+def environment(changes: Mapping[str, str], home: Path | None = None) -> dict[str, str]:
     """This process's environment without settings of ours, of wandb and of OpenMP, and with another HOME."""
     kept = {key: value for key, value in os.environ.items() if not key.startswith(("FLYTE_", "WANDB_", "OMP_"))}
     if home is not None:
         home.mkdir(parents=True, exist_ok=True)
-        changes |= {"HOME": str(home)}
-    return kept | changes
+        kept["HOME"] = str(home)
+    return kept | dict(changes)
 
 
 def descendants(pid: int) -> list[int]:
@@ -108,7 +108,7 @@ def run_python(module: str, *arguments: str) -> None:
         RuntimeError: it failed; with the end of what it printed.
 
     """
-    run_command([sys.executable, "-m", module, *arguments], environment())
+    run_command([sys.executable, "-m", module, *arguments], environment({}))
 
 
 def run_command(command: list[str], variables: Mapping[str, str]) -> None:
@@ -152,7 +152,7 @@ def run_library(
     request = {"hp": dict(hp), "data": str(data), "folder": str(folder), "wandb": wandb, "forks": forks}
     command = [sys.executable, "-m", "benchmarks.library_run", json.dumps(request)]
     log = folder / "output.txt"
-    given = environment(**(variables or {}))
+    given = environment(variables or {})
     with log.open("w") as file:
         process = subprocess.Popen(command, cwd=ROOT, env=given, stdout=file, stderr=file, text=True)
         try:

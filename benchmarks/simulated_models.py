@@ -29,6 +29,6 @@ def equal_model(random: np.random.Generator, samples: int, discordant: float) ->
 
 def changed_model(random: np.random.Generator, before: Correct, gain: float, loss: float) -> Correct:
     """A model whose true gains and losses against another are these shares of all samples."""
-    right, wrong = np.mean(before), np.mean(~before)
+    right, wrong = float(np.mean(before)), float(np.mean(~before))
     chances = np.where(before, loss / max(right, 1e-9), gain / max(wrong, 1e-9))
     return np.asarray(before ^ (random.random(len(before)) < chances))

@@ -68,7 +68,7 @@ def cache_hits(options: Options, result: Result) -> None:
     """Adds the times of cache hits; the run that fills each cache comes first and is not counted."""
     script = options.folder / "empty.py"
     script.write_text(EMPTY)
-    variables = environment(options.folder / "home", FLYTE_DDP_RUNS=str(options.folder / "runs"))
+    variables = environment({"FLYTE_DDP_RUNS": str(options.folder / "runs")}, options.folder / "home")
     ours = [PYFLYTE, "run", "workflows/training.py", "training_wf", "--hp", "config/smoke.json"]
     commands = {"empty": [PYFLYTE, "run", str(script), "empty_wf"], "ours": ours}
     for command in commands.values():

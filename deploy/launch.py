@@ -236,6 +236,8 @@ class ExecutionWatch:
         run = self.execution.id
         address = self.client.get_download_artifact_signed_url(node.node_id, run.project, run.domain, run.name)
         record = parse_last_record(storage.read_file(address.signed_url[0]).decode())
+        if record is None:
+            return "none yet"
         figures = [FIGURES[key].format(record[key]) for key in FIGURES if key in record]
         return ", ".join([f"step {record['step']:,}", *figures])
 
