@@ -1,7 +1,8 @@
 """Read, list, write and delete files by address: a path, file://, http(s)://, s3://, gs:// or az://.
 
 Every wait is bounded. A failure is an :class:`UnavailableError`, which says whether a retry may succeed; an address of
-no known kind is a UserError.
+no known kind is a UserError. The first use of a bucket may ask servers for credentials and region; from then on forks
+of this process cannot use object storage.
 """
 
 from collections.abc import Iterator, Sequence

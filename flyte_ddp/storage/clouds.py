@@ -80,7 +80,8 @@ def make_google_store(bucket: str) -> Any:
     """Return obstore's store of a bucket of Google Cloud Storage, with application default credentials.
 
     google-auth fetches a token; its exceptions go through. Requests are anonymous without credentials, and to the
-    server that ``STORAGE_EMULATOR_HOST`` names. Raises ValueError for unusable ``GOOGLE_APPLICATION_CREDENTIALS``.
+    server that ``STORAGE_EMULATOR_HOST`` names. Raises ValueError for unusable ``GOOGLE_APPLICATION_CREDENTIALS``;
+    OSError or ValueError if ``REQUESTS_CA_BUNDLE`` names no certificates.
     """
     from google import auth
     from google.auth.exceptions import DefaultCredentialsError
@@ -106,6 +107,8 @@ def make_azure_store(container: str) -> Any:
     """Return obstore's store of a container of Azure Blob Storage; sends no request yet.
 
     ``FLYTE_AZURE_*`` come first; obstore itself reads the ``AZURE_*`` variables, and later asks for managed identities.
+    Raises obstore's exceptions for unusable settings; OSError or ValueError if ``REQUESTS_CA_BUNDLE`` names no
+    certificates.
     """
     from obstore.store import AzureStore
 

@@ -45,7 +45,9 @@ def open_file(address: str, span: Span | None) -> Iterator[Content]:
     region; from then on forks of this process cannot use object storage. Raises UnavailableError if the object cannot
     be read, here or while the block reads the bytes.
     """
-    stored = call_store(address, lambda store, key: obstore.get(store, key, options={"range": span} if span else {}))
+    stored = call_with_store(
+        address, lambda store, key: obstore.get(store, key, options={"range": span} if span else {})
+    )
     start, end = stored.range
     yield Content(end - start, read_chunks(stored.stream(CHUNK_BYTES // 4)), parse_etag(stored.meta["e_tag"]))
 
@@ -59,8 +61,11 @@ def read_chunks(stream: Iterable[Any]) -> Iterator[bytes]:
 
 
 def stat_file(address: str) -> Entry:
-    """Return the size and ETag of an object, by a HEAD request; raise UnavailableError if that fails."""
-    stored = call_store(address, obstore.head)
+    """Return the size and ETag of an object, by a HEAD request; raise UnavailableError if that fails.
+
+    The first use of a bucket has the effects that :func:`open_file` names.
+    """
+    stored = call_with_store(address, obstore.head)
     return Entry("", stored["size"], parse_etag(stored["e_tag"]))
 
 
@@ -68,11 +73,12 @@ def list_files(address: str) -> Iterator[Entry]:
     """List the objects below a prefix at once, into memory, and return an iterator over them, ordered by name.
 
     Leaves out an empty object whose name is the folder of another object; lists other empty objects as files. Waits up
-    to 10 s to connect, 30 s for each response. Raises UnavailableError if the bucket cannot be listed.
+    to 10 s to connect, 30 s for each response. The first use of a bucket has the effects that :func:`open_file` names.
+    Raises UnavailableError if the bucket cannot be listed.
     """
     key, folders = split_key(address)[1], {""}
     start = len(key.rstrip("/")) + 1 if key else 0
-    stored = call_store(address, lambda store, prefix: obstore.list(store, prefix=prefix).collect(), LIST)
+    stored = call_with_store(address, lambda store, prefix: obstore.list(store, prefix=prefix).collect(), LIST)
     entries = [Entry(each["path"][start:], each["size"], parse_etag(each["e_tag"])) for each in stored]
     for name in (entry.name for entry in entries):
         while (name := name.rpartition("/")[0]) not in folders:
@@ -84,28 +90,32 @@ def write_file(address: str, content: bytes | Path, *, create: bool) -> None:
     """Upload an object, and replace an object of that name; more than 16 MiB are sent in parts, four at a time.
 
     With ``create``, uploads in one request (on S3 at most 5 GB), and raises ExistsError if there is an object of that
-    name. Raises UnavailableError if the upload fails.
+    name. The first use of a bucket has the effects that :func:`open_file` names. Raises UnavailableError if the upload
+    fails.
     """
     parts: dict[str, Any] = {"chunk_size": PART_BYTES, "max_concurrency": 4}
     options = {"mode": "create", "use_multipart": False} if create else parts
-    call_store(address, lambda store, key: obstore.put(store, key, content, **options), WRITE)
+    call_with_store(address, lambda store, key: obstore.put(store, key, content, **options), WRITE)
 
 
 def delete_files(addresses: Sequence[str]) -> None:
     """Delete objects of one bucket: up to 1,000 with each request on S3, 256 on Azure, one on Google.
 
-    Waits up to 10 s to connect, 30 s for each response. Raises MissingError if an object is missing (not on S3),
-    UnavailableError if a request fails; other objects may be deleted by then.
+    Waits up to 10 s to connect, 30 s for each response. The first use of a bucket has the effects that
+    :func:`open_file` names. Raises MissingError if an object is missing (not on S3), UnavailableError if a request
+    fails; other objects may be deleted by then.
     """
     keys = [split_key(address)[1] for address in addresses]
-    call_store(addresses[0], lambda store, _: obstore.delete(store, keys), DELETE)
+    call_with_store(addresses[0], lambda store, _: obstore.delete(store, keys), DELETE)
 
 
-def call_store(address: str, action: Callable[[Any, str], Result], right: str = READ) -> Result:
+def call_with_store(address: str, action: Callable[[Any, str], Result], right: str = READ) -> Result:
     """Call ``action(store, key)`` with obstore's store of a bucket and an object's key or prefix; return its result.
 
-    obstore's exceptions become an UnavailableError. If the ``right`` that the action needs (READ, LIST, WRITE or
-    DELETE) is missing, the error names it; after a refused READ this lists the bucket.
+    Any exception of ``action`` becomes an UnavailableError: a ForbiddenError, which names the ``right`` (READ, LIST,
+    WRITE or DELETE), if that is missing. Some servers refuse to read an object that does not exist; so after a refused
+    READ this lists the bucket, and raises a MissingError if the object is not there. The first use of a bucket has the
+    effects that :func:`open_file` names.
     """
     start, key = split_key(address)
     scheme, bucket = start.lower().partition("://")[0], start.split("/")[2]
