@@ -65,7 +65,7 @@ def validate_dataset(
     check_profile(profile, hp, max_duplicates=policy.max_duplicates, max_conflicts=policy.max_conflicts)
     registry = Registry(registry_address(), model_name)
     # A registry that cannot be written to, or whose log has a gap, must not be noticed only after training.
-    registry.refuse_overwriting_storage()
+    registry.refuse_storage_that_overwrites()
     history = registry.read_log()
     if policy.slices:
         read_slices_file(policy.slices)

@@ -24,9 +24,10 @@ PRODUCER = f"urn:flyte-ddp:{flyte_ddp.__version__}"
 
 
 def render_model_card(name: str, sidecar: Mapping[str, Any], verdict: Verdict, files: Collection[str]) -> bytes:
-    """Read the template card.md, and return the model card as Markdown in UTF-8; unknown facts are "not stated".
+    """Read the template card.md, and return the model card as Markdown in UTF-8; optional facts may be "not stated".
 
-    ``name`` is the model's in the registry, and ``files`` are the names of the version's other files.
+    ``name`` is the model's in the registry. ``files`` are names of files in the version: with "model.onnx" among them
+    the card says how to use it. Raises KeyError if ``sidecar`` lacks classes, model, input or digests.
     """
     import jinja2
 
@@ -73,7 +74,8 @@ def render_lineage_event(address: str, name: str, sidecar: Mapping[str, Any], ve
     """Return the OpenLineage event of a version as JSON: what it was trained from, and how it was judged.
 
     ``address`` and ``name`` are those of the registry and the model in it; ``by`` is the Flyte execution, or the user,
-    that trained the model. Facets of our own begin with ``flyteDdp``.
+    that trained the model. Facets of our own begin with ``flyteDdp``. Raises KeyError if ``sidecar`` has no digest of
+    the weights.
     """
     hp, digests = sidecar.get("hyperparameters", {}), sidecar["digests"]
     trained_on, started_from = hp.get("dataset", ""), hp.get("init_from")

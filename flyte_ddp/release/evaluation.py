@@ -38,7 +38,7 @@ class Evaluation:
 
     @classmethod
     def from_batches(cls, batches: Iterable[tuple[Tensor, Tensor]]) -> Self:
-        """Return the evaluation, without ids, of one or more batches of logits [n, classes] and labels [n]."""
+        """Return the evaluation of one or more batches of logits [n, classes] and labels [n] on the CPU; no ``ids``."""
         columns, lowest, highest = [], math.inf, -math.inf
         for logits, labels in batches:
             logs = torch.log_softmax(logits, dim=1, dtype=torch.float64)
@@ -92,6 +92,9 @@ def evaluate_split(model: SavedModel, data: PreparedSet) -> Evaluation:
 
 
 def compute_logits_of_split(model: SavedModel, data: PreparedSet) -> Iterator[NDArray[np.float32]]:
-    """Read the test split, and yield the logits [classes] of each sample that can be decoded, in the split's order."""
+    """Read the test split, and yield the logits [classes] of each sample that can be decoded, in the split's order.
+
+    Downloads shards and raises UserError as :func:`read_test_split`.
+    """
     for batch in read_test_split(model, data):
         yield from model.compute_logits(batch.inputs).cpu().numpy()

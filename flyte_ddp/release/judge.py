@@ -271,10 +271,10 @@ def evaluate_stored_model(model: SavedModel, split: PreparedSet) -> Evaluation:
 
 @contextmanager
 def translate_model_errors(version: str, action: str) -> Iterator[None]:
-    """Turn errors in the block into the IncomparableError that a version cannot be ``action``: loaded or evaluated.
+    """Turn exceptions of the block into an IncomparableError: the version cannot be ``action`` ("loaded", "evaluated").
 
-    The model may be the user's own code, so errors of any class are the model's, but NOT_THE_MODELS: lost connections
-    and lack of memory. Tracebacks of other errors than UserError go to stderr; the verdict holds the message.
+    Exceptions of any class may come from the user's model; only NOT_THE_MODELS (lost connections, lack of memory) pass
+    unchanged. The error has the exception's message; the traceback of one that is no UserError goes to stderr.
     """
     try:
         yield

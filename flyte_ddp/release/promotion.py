@@ -174,14 +174,18 @@ def download_version(registry: Registry, version: str, folder: Path, manifest: s
     """Download model.pt and model.json of a version into an existing folder, in up to 4 tries each; return their paths.
 
     Replaces files of these names. ``version`` is the SHA-256 of its weights, ``manifest`` that of a revision's manifest
-    (empty: the newest's). Raises a UserError if a file is missing or altered; an altered one stays.
+    (empty: the newest's). Raises a UserError if the registry cannot be read, or a file is missing or altered; an
+    altered one stays.
     """
     versions.fetch_files(registry, versions.read_version(registry, version, manifest), folder)
     return folder / versions.WEIGHTS, folder / versions.SIDECAR
 
 
 def download_champion(registry: Registry, folder: Path) -> tuple[Path, Path]:
-    """Download weights and sidecar of the champion into an existing folder; return their paths; UserError if none."""
+    """Download weights and sidecar of the champion into an existing folder; return their paths.
+
+    Raises a UserError if there is no champion, and those of :func:`download_version`.
+    """
     entry = registry.read_champion()
     if entry is None:
         raise UserError(f"registry {registry.address!r}: {registry.name} has no champion; promote a version first")
@@ -191,7 +195,8 @@ def download_champion(registry: Registry, folder: Path) -> tuple[Path, Path]:
 def read_data_profile(registry: Registry, entry: Entry) -> DataProfile | None:
     """Read the profile of the data that the version of a log entry was trained on, and return it; None if it has none.
 
-    Raises a UserError if the profile is of another release of this library.
+    Raises a UserError if the registry cannot be read in up to 4 tries, if the version or its profile is missing or was
+    altered, or if the profile is of another release of this library.
     """
     version = versions.read_version(registry, entry.version, entry.manifest)
     if PROFILE not in version.files:
@@ -206,9 +211,9 @@ def read_data_profile(registry: Registry, entry: Entry) -> DataProfile | None:
 def load_champion(address: str, name: str, device: str = "cpu") -> tuple[nn.Module, dict[str, Any]]:
     """Download the champion; return its model in evaluation mode on ``device``, and its sidecar.
 
-    Runs the code that the sidecar names, so you must trust the registry at ``address``: a folder, or an address of S3,
-    Google Cloud Storage or Azure. ``name`` is that of the model in it. Raises a UserError if there is no champion, or
-    it cannot be read.
+    Runs the code that the sidecar names, as :func:`flyte_ddp.models.artifacts.load_model` does, so you must trust the
+    registry at ``address``: a folder, or an address of S3, Google Cloud Storage or Azure. ``name`` is that of the model
+    in it. Raises a UserError if there is no champion, or it cannot be read.
     """
     from flyte_ddp.models.artifacts import load_model
 

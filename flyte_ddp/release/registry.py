@@ -120,7 +120,7 @@ class Registry:
 
     @contextmanager
     def explain_failures(self, action: str) -> Iterator[None]:
-        """Turn an error of the storage in the block into the UserError that the registry cannot be ``action``."""
+        """Turn an UnavailableError of the block into a UserError: the registry cannot be ``action``, such as "read"."""
         try:
             yield
         except UnavailableError as failure:
@@ -173,11 +173,11 @@ class Registry:
                 return self.hash_file(address) == content_digest(content)
         return True
 
-    def refuse_overwriting_storage(self) -> None:
+    def refuse_storage_that_overwrites(self) -> None:
         """Raise a UserError if the storage replaces an existing file when it is asked to create that file.
 
-        Two promotions at the same time could both succeed there. Creates a small file at the registry's address, which
-        stays, and, if that succeeds, tries to create it once more.
+        On such a storage two promotions at the same time could both succeed. Tries to create the small file
+        .creates-once at the registry's address, which stays; if that succeeds, once more: the second try must fail.
         """
         probe = storage.join(self.address, PROBE)
         if all(self.create_file(probe, secrets.token_bytes(16)) for _ in range(2)):
@@ -267,7 +267,10 @@ class Registry:
         return entry
 
     def find_entry(self, number: int) -> Entry | None:
-        """Read and return the log's entry with that number; None if it is missing. LogError if it is damaged."""
+        """Read and return the log's entry with that number; None if it is missing.
+
+        Raises a LogError if it is damaged, another UserError if the registry cannot be read in up to 4 tries.
+        """
         address = self.entry_address(number)
         if (content := self.read_file(address)) is None:
             return None
@@ -281,12 +284,13 @@ class Registry:
         """Write the entry after ``before``, the last one, to the log, rewrite champion.json, and return the new entry.
 
         ``before`` is None for an empty log, ``by`` a Flyte execution or user@host, and ``values`` are the other fields:
-        ``action``, ``version``, ``manifest`` and ``best``. First calls refuse_overwriting_storage, which writes a file.
-        Raises a LostError if somebody else has written the entry of that number, a UserError if the reason is blank.
+        ``action``, ``version``, ``manifest`` and ``best``. First tests the storage by a small file, as
+        :meth:`refuse_storage_that_overwrites` does. Raises a LostError if somebody else has written the entry of that
+        number, a UserError if the reason is blank.
         """
         if not reason.strip():
             raise UserError("reason='': must say why; it is kept in the registry's log")
-        self.refuse_overwriting_storage()
+        self.refuse_storage_that_overwrites()
         number = before.number + 1 if before else 1
         about = {"by": by, "time": f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}", "nonce": secrets.token_hex(16)}
         entry = {

@@ -60,7 +60,7 @@ def revision_folder(name: str, number: int) -> str:
 
 
 def read_version(registry: Registry, name: str, manifest: str = "") -> Version:
-    """Return a version, in the newest revision or that of a manifest's SHA-256; UserError if missing or incomplete."""
+    """Return the version that :func:`find_version` finds; raise a UserError if it finds none."""
     if (found := find_version(registry, name, manifest)) is None:
         raise UserError(
             f"registry {registry.address!r}: {registry.name} has no complete version {name}: there is no {MANIFEST} "
@@ -70,11 +70,11 @@ def read_version(registry: Registry, name: str, manifest: str = "") -> Version:
 
 
 def find_version(registry: Registry, name: str, manifest: str = "") -> Version | None:
-    """Return the version whose weights have the SHA-256 ``name``, or None if it is missing or incomplete.
+    """Return the version whose weights have the SHA-256 ``name``; None if no revision of it is complete.
 
     ``manifest`` is the SHA-256 of one revision's manifest; empty: the newest revision. Lists the version's folder and
-    reads manifests, from the newest one on, but no other file. Raises a UserError if ``name`` is no SHA-256, the
-    manifest was altered, or a file that it names is missing.
+    reads manifests, from the newest one on, but no other file. Raises a UserError if ``name`` is no SHA-256, none of
+    the complete revisions has that ``manifest``, the manifest is damaged, or a file that it names is missing.
     """
     if not DIGEST.fullmatch(name):
         raise UserError(f"version {name!r}: must be the SHA-256 of its weights, 64 hexadecimal digits")
