@@ -91,7 +91,11 @@ def check_expected_gpus(visible: int) -> None:
 
 
 def check_requested_resources(hp: Hyperparameters, nodes: int = 1, ranks: int = 0, capacity: int = 0) -> None:
-    """Raise UserError if training pods that have bf16 cannot do what ``hp`` asks for; outside pods do nothing.
+    """Raise UserError if the GPUs that are requested for training pods do not fit ``hp``.
+
+    Refuses nccl without GPUs, more ranks than GPUs (without any: than ``capacity``), ``num_ranks`` other than
+    ``ranks``, a batch with fewer samples than ranks x accumulation steps, and a strategy that the devices do not allow.
+    Assumes that the pods have bf16: only they can tell. Does nothing if FLYTE_DDP_GPUS is not set, as outside pods.
 
     Args:
         nodes: largest number of training pods.

@@ -139,7 +139,8 @@ def publish_address_each_time() -> Iterator[None]:
 def exit_for_replacement(reason: str, code: int) -> NoReturn:
     """Print a reason to stderr and end this process at once with an exit code, so that the operator replaces this pod.
 
-    The platform gets no error: for it the attempt goes on. Handlers registered with atexit do not run.
+    The platform gets no error: for it this attempt of the task goes on. Runs no ``finally`` block and no handler that
+    is registered with atexit.
     """
     print(f"{reason}; the operator starts another one in this one's place", file=sys.stderr, flush=True)
     os._exit(code)

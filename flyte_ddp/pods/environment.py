@@ -32,9 +32,10 @@ REPORT_SECONDS = 5  # of a pod's time to stop, to report to the platform
 
 
 def pod_environment() -> dict[str, str]:
-    """Return the environment variables that a registration gives to every pod, with a digest of the library's sources.
+    """Return the environment variables that a registration gives to every pod, from this process's environment.
 
-    Raises UserError for an unknown profile, or a setting with a user name or password; checks no other values.
+    Among them are the profile with its GPUs, and a digest of the library's sources, which are read. Raises UserError
+    for an unknown profile, or a setting that is an address with a user name or password; checks no other values.
     """
     return {
         CODE_VARIABLE: package_digest(),
@@ -64,7 +65,10 @@ def training_environment() -> dict[str, str]:
 
 
 def cache_limit_variable() -> dict[str, str]:
-    """Return FLYTE_DDP_CACHE_BYTES, the limit of a pod's cache of shards: as set here, or half of the pod's disk."""
+    """Return FLYTE_DDP_CACHE_BYTES, the limit of a pod's cache of shards: as set here, or half of the pod's disk.
+
+    Raises UserError for an unknown profile.
+    """
     disk = parse_bytes(chosen_profile().ephemeral_storage)
     return {CACHE_VARIABLE: os.environ.get(CACHE_VARIABLE) or str(disk // 2)}
 
@@ -112,7 +116,10 @@ def check_registration() -> None:
 
 
 def settings_digest() -> dict[str, str]:
-    """Return FLYTE_DDP_SETTINGS, a digest of all variables of pods. flytekit makes a registration's version of it."""
+    """Return FLYTE_DDP_SETTINGS, a digest of all variables of pods. flytekit makes a registration's version of it.
+
+    Raises UserError as :func:`pod_environment`.
+    """
     variables = registered_settings() | pod_environment()
     text = "\n".join(f"{name}={value}" for name, value in sorted(variables.items()))
     return {"FLYTE_DDP_SETTINGS": hashlib.sha256(text.encode()).hexdigest()[:12]}

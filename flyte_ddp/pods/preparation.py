@@ -7,7 +7,7 @@ from flyte_ddp import datasets, hardware
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.pods import paths
 from flyte_ddp.pods.platforms import Platform, is_in_pod
-from flyte_ddp.pods.profiles import training_limits
+from flyte_ddp.pods.profiles import node_and_rank_limits
 from flyte_ddp.runs import identity
 from flyte_ddp.runs.run_folder import is_finished
 from flyte_ddp.settings import check_wandb_settings, read_settings
@@ -29,7 +29,7 @@ def check_and_identify_run(
     if not is_in_pod():
         check_wandb_settings(read_settings())  # settings of pods were checked at registration
     identity.check_known_image_size(hp)
-    hardware.check_requested_resources(hp, *training_limits(engine))
+    hardware.check_requested_resources(hp, *node_and_rank_limits(engine))
     fingerprint = datasets.fingerprint(hp.dataset, hp.data_source, hp.test_dataset)
     if kickoff_time == NO_SCHEDULE:
         kickoff_time = datetime.now(UTC)

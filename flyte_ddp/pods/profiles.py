@@ -127,17 +127,20 @@ def node_range() -> tuple[int, int]:
 
 
 def elastic_ranks_per_node() -> int:
-    """Return the number of ranks of torch Elastic on each node: of GPUs, or else of CPUs up to MOST_CPU_RANKS (4)."""
+    """Return the number of ranks of torch Elastic on each node: of GPUs, or else of CPUs up to MOST_CPU_RANKS (4).
+
+    Raises UserError if FLYTE_DDP_PROFILE names no profile.
+    """
     profile = chosen_profile()
     return profile.gpus or max(1, min(int(parse_quantity(profile.cpu)), MOST_CPU_RANKS))
 
 
-def training_limits(engine: str) -> tuple[int, int, int]:
-    """Return the highest number of nodes of a training, the number of its ranks, and its highest number of CPU ranks.
+def node_and_rank_limits(engine: str) -> tuple[int, int, int]:
+    """Return three limits of a training on ``engine``: most nodes, ranks on that many nodes, most ranks without GPUs.
 
-    ``engine`` is elastic, ray, dask, or "" for training in one pod. 0 ranks: the hyperparameter num_ranks decides. 0
-    CPU ranks: there is no limit. Unless ``engine`` is "", raises UserError for another engine, or if FLYTE_DDP_NODES is
-    no number or range, or FLYTE_DDP_PROFILE names no profile.
+    0 ranks: the hyperparameter num_ranks decides; 0 as the last limit: there is none. ``engine`` is elastic, ray, dask,
+    or "" for one pod, which gives (1, 0, 0). Raises UserError if ``engine`` is none of these; for an engine also if
+    FLYTE_DDP_NODES is no number or range, or FLYTE_DDP_PROFILE names no profile.
     """
     if not engine:
         return 1, 0, 0

@@ -186,7 +186,7 @@ class CheckpointUploader:
                 self.record_missing_checkpoint()
 
     def upload_changed_checkpoints(self) -> None:
-        """Upload the checkpoints that have changed since their last upload, by way of hard links in ``.sending``.
+        """Upload the checkpoints that have changed since their last upload, by hard links in its folder ``.sending``.
 
         Deletes older ones in the blob store. Prints the first failed upload, raises nothing: the next call tries again.
         """
