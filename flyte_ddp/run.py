@@ -100,7 +100,7 @@ def run_training(
     with hold_run_folder(run_folder):
         work = prepare_folder(run_folder)
         identity = checkpoint_identity(hp, data)
-        found = checkpoint.restore_newest_checkpoint(work, identity)
+        found = checkpoint.rewind_to_newest_checkpoint(work, identity)
         if found is not None:
             when = datetime.fromtimestamp(found.time).strftime("%Y-%m-%d %H:%M:%S")  # noqa: DTZ006 (local time)
             progress.print_note(f"going on after step {found.step:,}, saved {when}")

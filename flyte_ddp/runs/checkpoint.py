@@ -147,12 +147,13 @@ def read_saved_state(checkpoint: Checkpoint) -> io.BytesIO:
         return io.BytesIO(file.read())
 
 
-def restore_newest_checkpoint(run_folder: Path, identity: Identity) -> Checkpoint | None:
+def rewind_to_newest_checkpoint(run_folder: Path, identity: Identity) -> Checkpoint | None:
     """Return the run's newest checkpoint, and set metrics.jsonl back to its content when the checkpoint was written.
 
     Reads both checkpoints whole to verify them. If there are none, empties metrics.jsonl, removes ``results/`` and
     returns None. If only one is readable, prints the other's fault to stderr. Raises UserError, and changes nothing, if
-    there are checkpoints and none is readable, or the newest is of another run. The returned ``metrics`` are empty.
+    there are checkpoints and none is readable, or the newest is of another run. The returned ``metrics`` are empty:
+    metrics.jsonl has them.
     """
     found, unreadable = verify_checkpoints(run_folder / FOLDER)
     reasons = " and ".join(f"{path} ({why})" for path, why in unreadable.items())

@@ -29,7 +29,7 @@ from flyte_ddp.launch.supervise.failures import first_failure
 from flyte_ddp.launch.supervise.processes import RankHandle
 from flyte_ddp.launch.supervise.rank_process import RankInfo
 from flyte_ddp.launch.supervise.stopping import StopRequest
-from flyte_ddp.launch.supervise.supervisor import handle_messages
+from flyte_ddp.launch.supervise.supervisor import wait_and_handle_messages
 
 
 @dataclass(frozen=True)
@@ -303,7 +303,7 @@ def test_of_a_rank_that_is_lost_on_the_launchers_host_memory_is_named(
     handle = RemoteHandle(worker(1, pipe, host), host, tmp_path, tmp_path)
     counted[0] += kills
     theirs.close()
-    handle_messages([handle], StopRequest())
+    wait_and_handle_messages([handle], StopRequest())
     error = first_failure([handle], 600.0)
     assert (type(error), getattr(error, "recoverable", None)) == (expected, True)
     assert str(error).startswith("rank 1 ")

@@ -100,7 +100,7 @@ def loaded(work: Path, run: Identity = IDENTITY) -> checkpoint.Checkpoint | None
             os.chown(path, NOBODY, -1)
         os.seteuid(NOBODY)
     try:
-        return checkpoint.restore_newest_checkpoint(work, run)
+        return checkpoint.rewind_to_newest_checkpoint(work, run)
     finally:
         os.seteuid(user)
 

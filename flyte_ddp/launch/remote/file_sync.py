@@ -18,10 +18,11 @@ EVENTS = f"{results.FOLDER}/{results.EVENTS}"
 OUTPUTS = ("model.pt", "model.json", "predictions.npz", *(f"{FOLDER}/{name}" for name in SLOTS))
 
 
-def split_file(path: Path, name: str, start: int = 0) -> Iterator[dict[str, Any]]:
+def read_file_as_messages(path: Path, name: str, start: int = 0) -> Iterator[dict[str, Any]]:
     """Read a file from byte ``start`` on; yield messages of up to PIECE_BYTES (4 MiB) for the receiver's file ``name``.
 
-    Yields a message even for an empty file; the last one has ``last`` set. Leaves out bytes appended meanwhile.
+    Yields a message even for an empty file; the last one has ``last`` set. Leaves out bytes appended meanwhile; ends
+    early, with ``last`` set, if the file shrinks.
     """
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
@@ -35,7 +36,7 @@ def split_file(path: Path, name: str, start: int = 0) -> Iterator[dict[str, Any]
 
 
 def write_piece(folder: Path, message: dict[str, Any]) -> None:
-    """Write one message of :func:`split_file` into a folder, and make folders below it.
+    """Write one message of :func:`read_file_as_messages` into a folder, and make folders below it.
 
     A file gets its name with its last piece; until then it is hidden, ``.NAME.tmp``. Only metrics.jsonl and
     results/events.jsonl grow with each piece; for the latter waits for the lock of whoever appends to it. Raises
@@ -78,7 +79,7 @@ class FileSender:
         if not self.enabled:
             return
         if (size := size_or_zero(self.folder / METRICS)) != self.metrics_sent:
-            for piece in split_file(self.folder / METRICS, METRICS, min(self.metrics_sent, size)):
+            for piece in read_file_as_messages(self.folder / METRICS, METRICS, min(self.metrics_sent, size)):
                 self.send(piece)
                 self.metrics_sent = piece["offset"] + len(piece["data"])
         for name in OUTPUTS:
@@ -107,7 +108,7 @@ class FileSender:
             found = (self.folder / name).stat()
             version = (found.st_ino, found.st_mtime_ns, found.st_size)
             if self.versions.get(name) != version:
-                for piece in split_file(self.folder / name, name):
+                for piece in read_file_as_messages(self.folder / name, name):
                     self.send(piece)
                 self.versions[name] = version
 

@@ -22,12 +22,12 @@ from flyte_ddp import results
 from flyte_ddp.code_digest import package_digest
 from flyte_ddp.errors import RankError, UnreachableError, UserError
 from flyte_ddp.launch.remote.connection import JoinTicket, WorkerConnection, accept_agents
-from flyte_ddp.launch.remote.file_sync import METRICS, split_file, write_piece
+from flyte_ddp.launch.remote.file_sync import METRICS, read_file_as_messages, write_piece
 from flyte_ddp.launch.supervise.processes import RankHandle
 from flyte_ddp.launch.supervise.rank_process import RankInfo
 from flyte_ddp.launch.supervise.stopping import StopRequest, catch_stop_signals, stop_error
 from flyte_ddp.launch.supervise.supervisor import end_ranks, supervise_ranks
-from flyte_ddp.runs.checkpoint import newest_step, restore_newest_checkpoint
+from flyte_ddp.runs.checkpoint import newest_step, rewind_to_newest_checkpoint
 from flyte_ddp.runs.job import Job
 
 GATHER_SECONDS = 300.0  # for all agents to connect: images may have to be pulled, and nodes added
@@ -198,7 +198,7 @@ class RemoteHandle(RankHandle):
             if folder == self.worker.folder:
                 with suppress(OSError, EOFError):  # an agent that is lost is noticed by whoever listens to it
                     for path in filter(None, [weights, checkpoint.path if checkpoint else None, log]):
-                        for piece in split_file(path, path.name):
+                        for piece in read_file_as_messages(path, path.name):
                             self.pipe.send(piece)
                         self._wait_for_message("stored", None)
             job = replace(
@@ -274,7 +274,7 @@ def resume_from_newest_checkpoint(job: Job, why: str) -> Job:
 
     Prints to stderr ``why`` and the step from which the run resumes, unless progress is off.
     """
-    found = restore_newest_checkpoint(job.run_folder, job.identity)
+    found = rewind_to_newest_checkpoint(job.run_folder, job.identity)
     if job.settings.progress != "off":
         what = f"going on after step {found.step:,}" if found else "restarting from scratch"
         print(f"{why}; {what}", file=sys.stderr, flush=True)

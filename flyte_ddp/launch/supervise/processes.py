@@ -80,7 +80,10 @@ class RankHandle:
         self.send("job", job=pickle.dumps(job), saved=self.resumes_after, network=self.network)
 
     def send(self, kind: str, **values: Any) -> None:
-        """Send the rank a message, from any thread; do nothing if the rank is gone."""
+        """Send the rank a message, from any thread; wait, without a limit, until the pipe has taken it.
+
+        Does nothing if the rank is gone.
+        """
         with self.sending, suppress(OSError):
             self.pipe.send({"kind": kind, **values})
 

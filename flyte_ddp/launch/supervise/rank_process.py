@@ -52,8 +52,8 @@ class Link:
     def send(self, kind: str, **values: Any) -> None:
         """Send the launcher a message, from any thread; wait, without a limit, until the pipe has taken it.
 
-        Does nothing if the launcher is gone. An exception would replace the error that the rank is reporting, and the
-        listening thread ends this process anyway.
+        Does nothing if the launcher is gone, because an exception would replace the error that the rank is reporting;
+        the thread that listens to the launcher then ends this process.
         """
         with self._sending, suppress(OSError):
             self._pipe.send({"kind": kind, **values})
@@ -81,7 +81,10 @@ class Link:
         return message["host"], message["port"]
 
     def set_save_function(self, save: Callable[[], int]) -> None:
-        """Set the function that writes a checkpoint and returns its step; the listening thread calls it when asked."""
+        """Set the function that writes a checkpoint and returns its step, for when the launcher asks for one.
+
+        The thread that listens to the launcher calls it.
+        """
         self._save = save
 
     def _listen(self) -> None:

@@ -28,7 +28,7 @@ def supervise_ranks(group: Sequence[RankHandle], stop: StopRequest, timeout: flo
     deadline = time.monotonic() + START_SECONDS
     while not all(handle.completed for handle in group):
         late = next((handle for handle in group if not handle.has_started()), None)
-        handle_messages(group, stop, max(0.0, deadline - time.monotonic()) if late else None)
+        wait_and_handle_messages(group, stop, max(0.0, deadline - time.monotonic()) if late else None)
         if any(handle.failed for handle in group):
             # A checkpoint first: rank 0 reports a failure of its own after it has saved.
             request_checkpoint(group, stop, SAVE_SECONDS)
@@ -44,10 +44,12 @@ def supervise_ranks(group: Sequence[RankHandle], stop: StopRequest, timeout: flo
             )
 
 
-def handle_messages(group: Sequence[RankHandle], stop: StopRequest, seconds: float | None = None) -> None:
+def wait_and_handle_messages(group: Sequence[RankHandle], stop: StopRequest, seconds: float | None = None) -> None:
     """Wait until a rank sends or ends, a stop is requested, or ``seconds`` have passed; handle the messages so far.
 
-    Without ``seconds`` the wait has no limit.
+    Without ``seconds`` the wait has no limit. Sets the handles' ``error``, ``completed``, ``saved``, ``exitcode``
+    and ``listening``; requests a stop if a rank asks for one, and sends rank 0's port to the other ranks. A stop that
+    was requested before does not end the wait.
     """
     waitables = [waitable for handle in group for waitable in handle.waitables()]
     connection.wait([*waitables, *([] if stop.signal else [stop.reader])], seconds)
@@ -85,7 +87,7 @@ def wait_for_root_cause(group: Sequence[RankHandle], stop: StopRequest) -> None:
     while not all(handle.failed for handle in group):
         if time.monotonic() - begin > (SETTLE_SECONDS if find_root_cause(group) else LONGEST_SETTLE_SECONDS):
             break
-        handle_messages(group, stop, 0.1)
+        wait_and_handle_messages(group, stop, 0.1)
 
 
 def request_checkpoint(group: Sequence[RankHandle], stop: StopRequest, seconds: float) -> int | None:
@@ -101,7 +103,7 @@ def request_checkpoint(group: Sequence[RankHandle], stop: StopRequest, seconds: 
     leader.send("save")
     deadline = time.monotonic() + seconds
     while leader.saved is None and leader.listening and (left := deadline - time.monotonic()) > 0:
-        handle_messages(group, stop, left)
+        wait_and_handle_messages(group, stop, left)
     return leader.saved
 
 
