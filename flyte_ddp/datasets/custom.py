@@ -24,11 +24,12 @@ class CustomSet:
     spec: str
 
     def fingerprint(self, source: str) -> str:
-        """Return a name that changes with the source code of the callable and with the content of ``source``.
+        """Return a name that changes with name and code of the callable, and with address and content of ``source``.
 
-        Reads the user's code without importing it, and puts the working directory first on ``sys.path``. Reads a local
-        source whole; a remote one as :func:`content_identity` does, in up to 4 tries with messages on stderr. Raises a
-        UserError if there is no such module or source, or the source is unreachable.
+        The code is the user's own behind ``spec``, without comments; it is read and not imported. Puts the working
+        directory first on ``sys.path``. Reads a local source whole; identifies a remote one as :func:`content_identity`
+        does, in up to 4 tries with messages on stderr. Raises a UserError if ``spec`` is malformed, there is no such
+        module, or the source is missing, an empty folder, or cannot be read.
         """
         identity = digest_lines([self.spec, user_source_digest(self.spec), source, content_identity(source)])
         return f"{re.sub(r'[^A-Za-z0-9_.]', '-', self.spec)}-{identity[:16]}"

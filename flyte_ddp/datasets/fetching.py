@@ -37,13 +37,14 @@ def find_dataset(dataset: str, source: str) -> PublishedSet | CustomSet | None:
 
 
 def fingerprint(dataset: str, source: str, test_dataset: str = "") -> str:
-    """Return a short text, fit for a file name, that changes exactly when the content of the data does.
+    """Return a short text, fit for a file name, that changes when the content of the data does.
 
     Covers the digests of a published set's files, which ``SHA256SUMS`` at ``source`` can give; the address and index of
     shards; the address and file list of an image folder; for ``package.module:callable`` the source code, which is not
-    imported, and ``source``, hashed by :func:`content_identity`. Tries remote reads up to 4 times, and prints failed
-    reads of ``source`` to stderr. Puts the working directory first on ``sys.path`` for ``package.module:callable``.
-    Raises a UserError for an unknown data set, or a source that cannot be read.
+    imported, and address and content of ``source``, as :func:`content_identity` hashes it. Tries remote reads up to 4
+    times, and prints failed reads of ``source`` to stderr. Puts the working directory first on ``sys.path`` for
+    ``package.module:callable``. Raises a UserError for an unknown data set, a ``source`` where the data set's name has
+    the address, or a source that is missing, empty or cannot be read.
     """
     definition = find_dataset(dataset, source)
     if definition is not None:

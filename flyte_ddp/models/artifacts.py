@@ -62,9 +62,10 @@ def load_model(
 ) -> tuple[nn.Module, dict[str, Any]]:
     """Return the trained model in evaluation mode on ``device``, and the content of its sidecar. Reads both files.
 
-    Builds the model by :func:`flyte_ddp.models.zoo.build_model`, which draws random numbers and runs the code that the
-    sidecar names: both files must be trusted as that code is. Raises UserError if a file is missing or damaged, the two
-    are not of one run, or the model that the sidecar names does not take these weights any more.
+    Builds the model by :func:`flyte_ddp.models.zoo.build_model`, which draws random numbers, and for a
+    ``package.module:callable`` puts the working directory on ``sys.path`` and runs that code, whose exceptions go
+    through: both files must be trusted as it is. Raises UserError if a file is missing or damaged, the two are not of
+    one run, or the model that the sidecar names does not take these weights any more.
     """
     sidecar = read_sidecar(sidecar_path)
     try:

@@ -153,9 +153,10 @@ class ShardOrder(sampling.Order):
             yield np.concatenate(parts)
 
     def prefetch_distance(self, batch_size: int, *, mixed: bool) -> int:
-        """Return how many batches ahead to fetch shards: as many as the largest shard lasts.
+        """Return how many batches ahead to fetch shards: the number of batches that take samples of the largest shard.
 
-        ``mixed`` means an epoch of training, where a batch takes samples of several streams; else an evaluation.
+        ``mixed`` means an epoch of training, where a batch takes equally many samples of each stream; else an
+        evaluation, shard by shard.
         """
         longest = int(self.taken.max()) if mixed else int(self.available.max())
         return -(-longest // max(1, batch_size // self.shuffle_streams if mixed else batch_size))

@@ -40,15 +40,18 @@ def write_prediction_table(
     """Predict images; write a CSV table with a row for each, and an HTML page of the first; return the table's path.
 
     Predicts either the image files below the folder ``images``, without hidden ones, or the test split of the prepared
-    data set in the folder ``dataset``. Columns are ``id`` (path below ``images``; of a data set the file's name, the
-    key in a shard, or the index in the test split), ``prediction`` (the likeliest class), ``truth`` (for a data set),
-    ``score`` (the prediction's probability) and ``score_<class>`` for every class. An image that cannot be decoded has
-    no prediction and no scores; ``bad_samples`` of them are allowed, by default as many as in training.
+    data set in the folder ``dataset``. Columns are ``id``, ``prediction`` (the likeliest class), ``truth`` (for a data
+    set), ``score`` (the prediction's probability) and ``score_<class>`` for every class. The ``id`` is the path below
+    ``images``; for a data set the file's name, the key in a shard, or, for arrays, the index in the test split. An
+    image that cannot be decoded has no prediction and no scores; ``bad_samples`` of them are allowed, None: as many as
+    the model's training allowed.
 
-    Replaces ``output`` and the page beside it. Runs the code that the sidecar names, and the model on the GPU if any.
-    ``settings`` say where remote shards are cached, how many threads decode, and whether to print to stderr which files
-    are no images and which images have no prediction. Raises UserError for a missing, damaged or mismatched model; no
-    images, unreadable or too many undecodable ones; channels that the model does not take; an unwritable output.
+    Replaces ``output`` and the page beside it; makes missing folders. Runs the code that the sidecar names, and the
+    model on the GPU if any. ``settings`` say where remote shards are cached, how many threads decode, and whether to
+    print to stderr which files are no images and which images have no prediction. Raises UserError for both or neither
+    of ``images`` and ``dataset``; a ``batch_size`` below 1; negative ``bad_samples``; a missing, damaged or mismatched
+    model; no images, unreadable or too many undecodable ones; channels that the model does not take; an unwritable
+    output.
     """
     if (images is None) == (dataset is None):
         raise UserError(f"images={images}, dataset={dataset}: give exactly one of the two")

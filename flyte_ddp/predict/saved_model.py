@@ -13,8 +13,8 @@ class SavedModel:
     """``model.pt`` and ``model.json`` of one run, loaded in evaluation mode to the GPU if there is one.
 
     ``settings`` say for the images of a data set where shards are cached, and how many threads decode. ``bad_samples``
-    is how many images may be impossible to decode; None: as many as in the model's training. Runs the code that the
-    sidecar names. Raises UserError if a file is missing or damaged, or the two do not belong together.
+    is how many images may be impossible to decode; None: as many as the model's training allowed. Runs the code that
+    the sidecar names. Raises UserError if a file is missing or damaged, or the two do not belong together.
     """
 
     def __init__(self, weights: Path, sidecar: Path, settings: Settings, bad_samples: int | None = None) -> None:

@@ -239,16 +239,20 @@ def list_class_names(address: str, content: dict[str, Any]) -> tuple[str, ...]:
 
 
 def base_address(address: str, content: Mapping[str, Any]) -> str:
-    """Return the folder or prefix that relative addresses in the JSON of an index start from."""
+    """Return the folder or prefix that relative addresses in the JSON of an index start from.
+
+    Raises UserError if the index names one that :func:`resolve_address_in_index` refuses.
+    """
     folder = storage.parent(address)
     return resolve_address_in_index(address, folder, content["base"]) if content.get("base") else folder
 
 
 def resolve_address_in_index(index: str, base: str, named: Any) -> str:
-    """Return ``named``, an address in an index, as an absolute one; a relative one starts at folder or prefix ``base``.
+    """Return ``named``, an address in the index at the address ``index``, as an absolute one.
 
-    Raises UserError if ``named`` is no usable address; if it is a local file, but the index is remote; or if the index
-    is on a web server, and ``named`` has another origin that FLYTE_DDP_ALLOWED_ADDRESSES does not list.
+    A relative one starts at ``base``, a folder or prefix. Raises UserError if ``named`` is no text, empty, of no known
+    kind, or cannot be a URL or a file's name; if it is a local file, but the index is remote; or if the index is on a
+    web server, and ``named`` has another origin, and FLYTE_DDP_ALLOWED_ADDRESSES lists neither that nor a folder of it.
     """
     shown = shorten_repr(named)
     if not isinstance(named, str) or not named or "\0" in named:

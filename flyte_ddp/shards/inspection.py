@@ -18,12 +18,13 @@ from flyte_ddp.shards.tar import iterate_members
 
 
 def read_sample(index: ShardIndex | str, number: int) -> Sample:
-    """Read one sample of an index; return its members (bytes, by extension) and wids' keys in one dict.
+    """Read one sample of an index, or of the index at an address, and return it as a dict.
 
-    ``index`` is an index, or its address, from which it is read. Reads with up to 3 retries, but the shard's table of
-    samples once. If there is no table, or the members cannot be read alone, reads the whole shard; downloads a remote
-    one into a temporary folder. Raises UserError if there is no such sample, or the index or the shard cannot be read
-    or is damaged.
+    The dict has the sample's members (bytes, by extension), and ``__key__``, ``__shard__`` and others as in wids. If
+    the shard has a table of its samples, which is looked for once, reads only the members, each in up to 4 tries.
+    Without a table, or if the members' bytes cannot be read, reads the whole shard; downloads a remote one into a
+    temporary folder. Raises UserError if there is no such sample, or the index or the shard cannot be read or is
+    damaged.
     """
     index = index if isinstance(index, ShardIndex) else read_index(index)
     if not 0 <= number < len(index):
