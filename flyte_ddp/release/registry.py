@@ -327,7 +327,8 @@ class Registry:
 
         The same models, given by the SHA-256 of their weights, keep their number by the same rule. Else writes two
         files: a process that is killed between the two has spent a number for nothing, which only makes later
-        comparisons stricter. Raises a UserError if the file of the two models is damaged.
+        comparisons stricter. Raises a UserError if the file of the two models is damaged, or the registry cannot be
+        read or written in up to 4 tries.
         """
         folder = self.at("judgements", test_digest)
         compared = {"challenger": challenger, "champion": champion, "rule": rule}
