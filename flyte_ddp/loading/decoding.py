@@ -50,7 +50,8 @@ def choose_decoder() -> Callable[[bytes], Pixels]:
 def decode_with_torchcodec(content: bytes) -> Pixels:
     """Decode an image file with torchcodec to upright RGB pixels, as :func:`decode_image` does.
 
-    Animations, 16-bit PNGs and files that torchcodec refuses are decoded with Pillow. Raises a DecodingError.
+    Animations, 16-bit PNGs and files that torchcodec refuses are decoded with Pillow. Raises the DecodingErrors of
+    :func:`decode_image`.
     """
     import torch
     from PIL import Image
@@ -80,7 +81,10 @@ def decode_with_torchcodec(content: bytes) -> Pixels:
 
 
 def decode_with_pillow(content: bytes, mode: str = "RGB") -> NDArray[np.uint8]:
-    """Decode an image file with Pillow to upright RGB, or grey [H, W] for mode "L", as :func:`decode_image` does."""
+    """Decode an image file with Pillow to upright RGB, or grey [H, W] for mode "L".
+
+    Treats transparency and 16-bit values as :func:`decode_image` does, and raises its DecodingErrors.
+    """
     from PIL.Image import Transpose
 
     with open_with_pillow(content) as image:

@@ -115,8 +115,10 @@ class EncodedImages(ImageSource):
     def load_batch(self, samples: Indices, epoch: int | None) -> Batch:
         """Return a batch of images uint8 [n, size, size, 3] and labels int64 [n] on the device, and the samples' names.
 
-        Starts to load the samples unless :meth:`prefetch_batch` has, and waits for the threads without a timeout.
-        Raises the first exception of a thread, such as a UserError for too many bad samples.
+        Images are augmented for an ``epoch`` of training, not for None. A sample that cannot be decoded gets the image
+        and label of another, but keeps its name; ``bad`` and ``replaced`` record it. Starts to load the samples unless
+        :meth:`prefetch_batch` has, and waits for the threads without a timeout. Raises the first exception of a thread,
+        such as a UserError for too many bad samples.
         """
         self.prefetch_batch(samples, epoch)
         batch, tasks = self.pending.pop((epoch, samples.tobytes()))
@@ -153,9 +155,10 @@ class EncodedImages(ImageSource):
     def load_image_or_substitute(self, sample: int, encoded: Encoded) -> tuple[Pixels, int, str]:
         """Return pixels, label and key of a sample; for a damaged one, pixels and label of another sample of its split.
 
-        ``encoded`` is the sample as it was read. The other sample is the next that can be decoded, of the same shard if
-        any; it is read and decoded in this thread. Adds damaged samples to ``bad``, and the sample to ``replaced``.
-        Raises a UserError if no other can be decoded, or there are too many bad samples.
+        ``encoded`` is the sample as it was read. The other sample is the next that can be decoded, with shards one of
+        the same shard; it is read and decoded in this thread. Reads samples again as :func:`decode_or_refetch` does.
+        Adds damaged samples to ``bad``, and the sample to ``replaced``. Raises a UserError if no other can be decoded,
+        there are too many bad samples, a label is outside 0..classes-1, or a file cannot be read.
         """
         if loaded := self.decode_or_record(sample, encoded):
             return *loaded, encoded.key
@@ -175,7 +178,8 @@ class EncodedImages(ImageSource):
     def decode_or_record(self, sample: int, encoded: Encoded) -> tuple[Pixels, int] | None:
         """Decode a sample; return pixels and label, or None for a damaged image, which is recorded in ``bad``.
 
-        Raises a UserError for a label outside 0..classes-1, or too many bad samples.
+        Reads the sample again as :func:`decode_or_refetch` does. Raises a UserError for a label outside 0..classes-1,
+        too many bad samples, or a file that cannot be read again.
         """
         if encoded.name in self.bad.names:
             return None

@@ -19,7 +19,7 @@ class Facts:
     fetched: Mapping[str, int] = field(default_factory=dict)  # how often each shard was fetched, by its address
 
     def describe_facts(self) -> list[str]:
-        """Return sentences for the report: the decoder, samples that were replaced, how many shards were fetched."""
+        """Return up to three sentences for the report: the decoder, replaced samples, how many shards were fetched."""
         sentences = []
         if self.decoder:
             instead = "; torchcodec is not installed or cannot be loaded" if self.decoder == "Pillow" else ""

@@ -33,7 +33,10 @@ class ImageSource:
     fetches_files = False  # True if whole files are fetched, so that prefetch_files() is useful
 
     def load_batch(self, samples: Indices, epoch: int | None) -> Batch:
-        """Return these samples as a batch on the device: augmented for this epoch, or as they are for None."""
+        """Return these samples as a batch on the device: augmented for an ``epoch`` of training, not for None.
+
+        Another sample's image and label may stand for a damaged sample.
+        """
         raise NotImplementedError
 
     def prefetch_batch(self, samples: Indices, epoch: int | None) -> None:
@@ -67,7 +70,8 @@ class Split:
     def load_evaluation_batches(self, batch_size: int, part: int, parts: int) -> Iterator[tuple[slice, Batch]]:
         """Yield one share of the split's batches, unaugmented, each with its slice of the split's order.
 
-        The ``parts`` shares are of consecutive batches, which need few shards; ``part`` counts from 0. Loads ahead.
+        The ``parts`` shares are of consecutive batches, which need few shards; ``part`` counts from 0. Starts to load
+        later batches meanwhile; raises the errors of :meth:`ImageSource.load_batch`.
         """
         numbers = take_slice(np.arange(-(-len(self) // batch_size)), part, parts).tolist()
         places = [slice(number * batch_size, min((number + 1) * batch_size, len(self))) for number in numbers]

@@ -76,10 +76,11 @@ class Buffers:
 
     @torch.no_grad()
     def copy_from_rank_0(self, ranks_with_changes: Tensor) -> None:
-        """Overwrite the shared buffers of all other ranks with rank 0's, in one broadcast.
+        """Overwrite all other ranks' shared buffers (all but BatchNorm's) with rank 0's, in one broadcast.
 
-        All ranks must call it, after :meth:`differ_from_last_broadcast`. ``ranks_with_changes`` is on how many ranks
-        that returned True; if on none, nothing is sent on a CPU, because all have the buffers of the last broadcast.
+        All ranks must call it, after :meth:`differ_from_last_broadcast`, whose copy of the buffers is sent.
+        ``ranks_with_changes`` is the number of ranks on which that method returned True. If it is 0 and the buffers are
+        on a CPU, sends nothing: all ranks have the buffers of the last broadcast. Does nothing on one rank.
         """
         if not self.views or (self.bytes.is_cpu and not ranks_with_changes):
             return

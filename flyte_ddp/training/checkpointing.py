@@ -191,7 +191,11 @@ class Checkpointer:
                     self._write_newest_snapshot(now=not closed and self.pending is None)
 
     def _is_resumable(self, snapshot: Snapshot) -> bool:
-        """Return whether losses and weights are finite, and torch.load(weights_only=True) takes the state_dict."""
+        """Return whether a run can go on from the snapshot: no loss so far and no trainable weight is infinite or NaN.
+
+        Also checks that torch.load(weights_only=True) takes the model's state_dict. Frozen weights and buffers may be
+        infinite.
+        """
         saved = snapshot.values["model"]
         # A wrong step may show in the weights before it shows in a loss. Frozen weights may be infinite, as a mask is.
         # A user's state_dict may have other names.

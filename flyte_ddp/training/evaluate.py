@@ -32,8 +32,9 @@ def evaluate_split(
     """Return the metrics of a split, equal on all ranks: each rank predicts a part. All ranks must call it.
 
     ``predict`` maps uint8 images [n, H, W, C] to logits [n, classes], and is called without gradients. The result does
-    not depend on the number of ranks. Loads the split ahead, and fetches remote shards; errors of loading go through.
-    Raises RuntimeError if a sample was not counted exactly once.
+    not depend on the number of ranks. A damaged image counts as the sample that replaces it. Starts to load later
+    batches while one is predicted, and fetches remote shards; raises the errors of loading. Raises RuntimeError if a
+    sample was not counted exactly once.
     """
     # Fixed whole batches are dealt to the ranks. A sample's loss, prediction, truth and count go to its own column. One
     # rank writes it, so the sum over the ranks is exact.

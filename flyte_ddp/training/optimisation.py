@@ -65,7 +65,7 @@ def gradient_clip_norm(hp: Hyperparameters) -> float:
 def learning_rate(hp: Hyperparameters, step: int, total_steps: int) -> float:
     """Return the learning rate of optimiser step ``step`` (counted from 0) of ``total_steps``.
 
-    First a linear warm-up of ``warmup_steps``, for one_cycle by default a quarter of the steps; then ``schedule``.
+    Rises linearly for ``warmup_steps`` (one_cycle: for a quarter of the steps if that is 0), then follows ``schedule``.
     """
     warmup = hp.warmup_steps
     if hp.schedule == "one_cycle" and not warmup:

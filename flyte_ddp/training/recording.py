@@ -63,7 +63,7 @@ class Recorder:
         """Add a step to the sums; every ``log_interval`` steps, and after the last, record their mean and reset them.
 
         Only rank 0 writes the record to metrics.jsonl, and shows progress, between records too. A record makes the host
-        wait for the device. ``loss_sum`` and ``samples`` are of all ranks; steps count from 1.
+        wait for the device. ``loss_sum`` and ``samples`` are of all ranks; epochs count from 0, steps from 1.
         """
         self.loss_sum += loss_sum
         self.samples += samples
@@ -87,7 +87,10 @@ class Recorder:
     def record_evaluation(
         self, epoch: int, step: int, validation: Evaluation, test: Evaluation, model: torch.nn.Module
     ) -> None:
-        """Keep the test accuracy; on rank 0 write the metrics, and histograms if ``wandb_watch``, and print metrics."""
+        """Keep the test accuracy; on rank 0 write the metrics, and histograms if ``wandb_watch``, and print metrics.
+
+        ``epoch`` and ``step`` are the numbers of epochs and steps that are done.
+        """
         self.epoch_accuracies.append(test.accuracy)
         if self.writes:
             record: dict[str, Any] = {"kind": "evaluation", "epoch": epoch, "step": step}
