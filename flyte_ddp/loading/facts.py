@@ -18,7 +18,7 @@ class Facts:
     bad: frozenset[str] = frozenset()  # names of samples that cannot be decoded
     fetched: Mapping[str, int] = field(default_factory=dict)  # how often each shard was fetched, by its address
 
-    def describe_facts(self) -> list[str]:
+    def describe_loading(self) -> list[str]:
         """Return up to three sentences for the report: the decoder, replaced samples, how many shards were fetched."""
         sentences = []
         if self.decoder:

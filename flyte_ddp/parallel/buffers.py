@@ -75,7 +75,7 @@ class Buffers:
         return not (self.bytes.is_cpu and torch.equal(*as_int64))
 
     @torch.no_grad()
-    def copy_from_rank_0(self, ranks_with_changes: Tensor) -> None:
+    def copy_shared_from_rank_0(self, ranks_with_changes: Tensor) -> None:
         """Overwrite all other ranks' shared buffers (all but BatchNorm's) with rank 0's, in one broadcast.
 
         All ranks must call it, after :meth:`differ_from_last_broadcast`, whose copy of the buffers is sent.

@@ -144,7 +144,7 @@ def write_outputs(job: Job, data: PreparedSet, state: TrainingState, recorder: R
             "notes": [
                 *recorder.warnings,
                 *list_report_notes(state, recorder.arithmetic, job.checkpoint),
-                *facts.describe_facts(),
+                *facts.describe_loading(),
             ],
         }
     )

@@ -145,7 +145,7 @@ def compute_gradients(state: TrainingState, batch: sampling.Indices) -> Tensor:
             numbers.append(torch.full_like(loss_sum, state.buffers.differ_from_last_broadcast()))
         sums = state.sync.average_gradients(torch.stack(numbers))
         if len(sums) > 1:
-            state.buffers.copy_from_rank_0(ranks_with_changes=sums[1])
+            state.buffers.copy_shared_from_rank_0(ranks_with_changes=sums[1])
     return sums[0]
 
 

@@ -118,7 +118,7 @@ def test_where_torchcodec_cannot_be_loaded_pillow_decodes(monkeypatch: pytest.Mo
         assert np.array_equal(decoding.decode_image(PNG), np.array(PICTURE))
     finally:
         decoding.choose_decoder.cache_clear()
-    assert "torchcodec is not installed" in Facts("Pillow").describe_facts()[0]
+    assert "torchcodec is not installed" in Facts("Pillow").describe_loading()[0]
 
 
 @BOTH

@@ -135,7 +135,7 @@ def send_changed_buffers_only() -> None:
             if own == writer:
                 write(value)
             ranks_with_changes = sum_over_ranks(torch.tensor(float(buffers.differ_from_last_broadcast())))
-            buffers.copy_from_rank_0(ranks_with_changes)
+            buffers.copy_shared_from_rank_0(ranks_with_changes)
             assert (str(model.values[0].item()), len(sent)) == (str(expected), broadcasts)
 
 
