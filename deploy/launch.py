@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import click
 import yaml
@@ -260,21 +260,13 @@ def download_outputs(remote: FlyteRemote, outputs: dict[str, Any], folder: Path)
 
     Replaces files of these names. Raises a UserError if a file cannot be downloaded, after up to 4 tries, or written.
     """
-
-    def download_file(address: str, file: BinaryIO) -> None:
-        """Replace the content of an open file by what is at an address."""
-        file.seek(0)
-        file.truncate()
-        with storage.open_file(address) as content:
-            storage.check_length(sum(map(file.write, content.chunks)), content.size, remote=True)
-
     with ExitStack() as files:
         for output, name in FILES.items():
             address = outputs[output].scalar.blob.uri
             signed = remote.client.get_download_signed_url(address).signed_url
             file = files.enter_context(replace_file(folder / name))
             try:
-                storage.retry(signed, partial(download_file, file=file))
+                storage.retry(signed, partial(storage.download_file, file=file))
             except storage.UnavailableError as error:
                 server = signed.partition("://")[2].partition("/")[0]
                 raise UserError(

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import List, NamedTuple
 
+from flyte_ddp.release.slices import read_slices_file
 from flytekit import Deck, task
 from flytekit.types.directory import FlyteDirectory
 
@@ -15,7 +16,6 @@ from flyte_ddp.progress import Progress
 from flyte_ddp.release.policy import Policy
 from flyte_ddp.release.promotion import read_data_profile
 from flyte_ddp.release.registry import Registry
-from flyte_ddp.release.slices import read_slices_file
 from flyte_ddp.settings import read_settings
 from flyte_ddp.validation.profile import DataProfile, render_profile
 from tasks import pods
@@ -60,7 +60,7 @@ def validate_dataset(
     data and the warnings, which are also printed and on the task's page. Fails for data that the policy refuses, and
     for a registry that cannot be written to or whose log has a gap. Writes a probe file to the registry.
     """
-    from flyte_ddp.validation.validate import check_profile, describe_differences
+    from flyte_ddp.validation.profiling import check_profile, describe_differences
 
     check_profile(profile, hp, max_duplicates=policy.max_duplicates, max_conflicts=policy.max_conflicts)
     registry = Registry(registry_address(), model_name)

@@ -68,12 +68,10 @@ def prepare_encoded_set(dataset: str, test_dataset: str, folder: Path) -> None:
     sample cannot be read or lacks image or label; an OSError if a file cannot be written.
     """
     data = list_encoded_set(dataset, test_dataset)
-    for index in (data.train, data.test):
-        if isinstance(index, ShardIndex):
-            refuse_unfit_samples(index)
     left_out = {}
     for split, source in {"train": data.train, "test": data.test}.items():
         if isinstance(source, ShardIndex):
+            refuse_unfit_samples(source)
             parts = [[part.name, part.weight] for part in source.parts]
             content = {"name": source.name, "parts": parts, "shards": source.shards}
             arrays.write_json(folder / f"{split}.json", content)

@@ -48,8 +48,8 @@ def fetch_weights(init_from: str, folder: Path) -> Iterator[Path | None]:
         return
     path = folder / ".initial_weights.tmp"
     try:
-        with storage.open_file(init_from) as opened, replace_file(path, durable=False) as target:
-            target.writelines(opened.chunks)
+        with replace_file(path, durable=False) as target:
+            storage.download_file(init_from, target)
     except storage.UnavailableError as error:
         raise error.to_user_error(f"init_from={init_from!r}: cannot be fetched: {error}; check the address") from None
     try:

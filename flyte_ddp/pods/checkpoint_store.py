@@ -163,14 +163,9 @@ class CheckpointStore:
         OSError if it cannot be written; ``path`` then stays as it was.
         """
         temporary = path.with_name(f".{path.name}.tmp")
-
-        def download(address: str) -> None:
-            """Write the content of the address to the temporary file, and compare its length."""
-            with storage.open_file(address) as content, temporary.open("wb") as file:
-                storage.check_length(sum(map(file.write, content.chunks)), content.size, remote=True)
-
         try:
-            self.retry_on_outage(address, download)
+            with temporary.open("wb") as file:
+                self.retry_on_outage(address, lambda source: storage.download_file(source, file))
             found = checkpoint.read_checkpoint(temporary)
             assert found is not None
             temporary.replace(path)

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from flyte_ddp import storage
 from flyte_ddp.errors import UnreachableError, UserError
-from flyte_ddp.files import file_digest
+from flyte_ddp.files import file_digest, replace_file
 from flyte_ddp.release import versions
 from flyte_ddp.release.documents import render_lineage_event, render_model_card
 from flyte_ddp.release.registry import PROMOTE, ROLLBACK, Entry, LostError, Registry, content_digest, replay_promotions
@@ -170,14 +172,22 @@ def has_classes_and_input_of(registry: Registry, best: str, version: versions.Ve
     return (one.get("classes"), one.get("input")) == (other.get("classes"), other.get("input"))
 
 
-def download_version(registry: Registry, version: str, folder: Path, manifest: str = "") -> tuple[Path, Path]:
-    """Download model.pt and model.json of a version into an existing folder, in up to 4 tries each; return their paths.
+def download_version(
+    registry: Registry, version: str, folder: Path, manifest: str = "", *, every_file: bool = False
+) -> tuple[Path, Path]:
+    """Download model.pt and model.json of a version, or ``every_file``, into a folder; return the paths of the two.
 
-    Replaces files of these names. ``version`` is the SHA-256 of its weights, ``manifest`` that of a revision's manifest
-    (empty: the newest's). Raises a UserError if the registry cannot be read, or a file is missing or altered; an
-    altered one stays.
+    Makes the folder, replaces files of these names, tries each up to 4 times. ``version`` is the SHA-256 of the
+    weights, ``manifest`` that of a revision's manifest (empty: the newest's). Raises a UserError if the registry cannot
+    be read, or a file is missing or altered; an altered one stays.
     """
-    versions.fetch_files(registry, versions.read_version(registry, version, manifest), folder)
+    found, needed = versions.read_version(registry, version, manifest), (versions.WEIGHTS, versions.SIDECAR)
+    for name in found.files if every_file else needed:
+        address, target = registry.at(found.folder, name), folder / name
+        with registry.explain_failures("read"), replace_file(target, durable=False) as file:
+            storage.retry(address, partial(storage.download_file, file=file))
+        if file_digest(target) != found.files[name]:
+            raise versions.damaged_file_error(address)
     return folder / versions.WEIGHTS, folder / versions.SIDECAR
 
 

@@ -293,13 +293,8 @@ class Registry:
         self.refuse_storage_that_overwrites()
         number = before.number + 1 if before else 1
         about = {"by": by, "time": f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}", "nonce": secrets.token_hex(16)}
-        entry = {
-            "number": number,
-            "reason": reason.strip(),
-            **values,
-            **about,
-            "previous": before.digest if before else "",
-        }
+        entry = {"number": number, "reason": reason.strip(), **values, **about}
+        entry["previous"] = before.digest if before else ""
         content = json.dumps(entry, indent=1).encode() + b"\n"
         if not self.create_file(self.entry_address(number), content):
             raise LostError(self.read_entry(number))

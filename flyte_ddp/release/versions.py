@@ -13,9 +13,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from flyte_ddp import storage
 from flyte_ddp.errors import UserError
-from flyte_ddp.files import file_digest, replace_file
 from flyte_ddp.release.registry import DAMAGED, Registry, content_digest
 
 WEIGHTS, SIDECAR, MANIFEST = "model.pt", "model.json", "manifest.json"
@@ -124,23 +122,6 @@ def read_version_file(registry: Registry, version: Version, file: str) -> bytes:
     if content is None or content_digest(content) != version.files[file]:
         raise damaged_file_error(address)
     return content
-
-
-def fetch_files(
-    registry: Registry, version: Version, folder: Path, files: tuple[str, ...] = (WEIGHTS, SIDECAR)
-) -> None:
-    """Download files of a version into an existing folder in up to 4 tries each; UserError if missing or altered."""
-    for file in files:
-        address = registry.at(version.folder, file)
-
-        def download(source: str, target: Path = folder / file) -> None:
-            with storage.open_file(source) as found, replace_file(target, durable=False) as local:
-                local.writelines(found.chunks)
-
-        with registry.explain_failures("read"):
-            storage.retry(address, download)
-        if file_digest(folder / file) != version.files[file]:
-            raise damaged_file_error(address)
 
 
 def damaged_file_error(address: str) -> UserError:

@@ -10,7 +10,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from flyte_ddp.process import kill_process_trees
-from flyte_ddp.release import versions
+from flyte_ddp.release.promotion import download_version
 from flyte_ddp.release.registry import Entry, Registry
 from flyte_ddp.settings import Settings
 from flyte_ddp.tracking.wandb_run import wandb_environment
@@ -43,9 +43,7 @@ def upload_entry(registry: Registry, entry: Entry, settings: Settings) -> str:
     seconds = settings.wandb_timeout
     with TemporaryDirectory(ignore_cleanup_errors=True) as name:  # wandb's own processes may still write there
         folder, files = Path(name), Path(name, "files")
-        version = versions.read_version(registry, entry.version, entry.manifest)
-        files.mkdir()
-        versions.fetch_files(registry, version, files, tuple(version.files))
+        download_version(registry, entry.version, files, entry.manifest, every_file=True)
         quiet = {"console": "off", "disable_git": True, "disable_code": True, "silent": True}
         run = {
             "project": settings.wandb_project,

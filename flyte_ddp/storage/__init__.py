@@ -8,7 +8,7 @@ of this process cannot use object storage.
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Protocol
+from typing import BinaryIO, Protocol
 
 from flyte_ddp.storage import local
 from flyte_ddp.storage.addresses import encode_name, join, local_path, parent, resolve, scheme
@@ -19,8 +19,8 @@ from flyte_ddp.storage.retries import retry
 
 __all__ = ["AlteredError", "ExistsError", "ForbiddenError", "MissingError", "UnavailableError"]
 __all__ += ["encode_name", "join", "local_path", "may_be_named", "origin_of", "parent", "resolve", "scheme"]
-__all__ += ["Entry", "check_length", "create_file", "delete_files", "list_files", "open_file", "read_file", "retry"]
-__all__ += ["stat_file", "write_file"]
+__all__ += ["Entry", "check_length", "create_file", "delete_files", "download_file", "list_files", "open_file"]
+__all__ += ["read_file", "retry", "stat_file", "write_file"]
 
 
 class Storage(Protocol):
@@ -73,6 +73,19 @@ def read_file(address: str, span: Span | None = None, *, tag: str = "") -> bytes
     expected = span[1] - span[0] if span is not None else opened.size
     check_length(len(content), expected, remote=local_path(address) is None)
     return content
+
+
+def download_file(address: str, file: BinaryIO) -> None:
+    """Replace the content of an open file by that of the file at an address. Does not retry.
+
+    Waits up to 10 s to connect, 30 s for each piece. Raises UnavailableError if the file at the address cannot be read,
+    or has fewer or more bytes than announced; OSError if ``file`` cannot be written.
+    """
+    file.seek(0)  # an earlier try may have written a part
+    file.truncate()
+    with open_file(address) as opened:
+        received = sum(map(file.write, opened.chunks))
+    check_length(received, opened.size, remote=local_path(address) is None)
 
 
 def stat_file(address: str) -> Entry:

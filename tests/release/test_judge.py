@@ -24,7 +24,7 @@ from flyte_ddp.errors import UnreachableError, UserError, install_hint
 from flyte_ddp.models.artifacts import save_model
 from flyte_ddp.predict.predict import write_prediction_table
 from flyte_ddp.predict.saved_model import SavedModel
-from flyte_ddp.release import versions
+from flyte_ddp.release import judge
 from flyte_ddp.release.evaluation import Evaluation, evaluate_split
 from flyte_ddp.release.judge import Judgement, judge_challenger
 from flyte_ddp.release.page import write_page
@@ -247,7 +247,7 @@ def test_an_outage_is_no_verdict(gate: Gate, monkeypatch: pytest.MonkeyPatch) ->
     def failing(*_: object) -> None:
         raise UnreachableError("HTTP 503")
 
-    monkeypatch.setattr(versions, "fetch_files", failing)
+    monkeypatch.setattr(judge, "download_version", failing)
     with pytest.raises(UnreachableError, match="HTTP 503"):
         gate.release("good")
 

@@ -14,6 +14,7 @@ from flyte_ddp.release import versions
 from flyte_ddp.release.promotion import (
     apply_verdict,
     download_champion,
+    download_version,
     promote_version,
     roll_back_champion,
     store_version,
@@ -89,8 +90,7 @@ def test_killed_at_every_write_a_second_try_ends_well(when: str, address: str, t
         registry = Registry(f"{address}{place}", "model")
         assert registry.read_champion() == next(reversed(registry.read_log()), None)
         for entry in registry.read_log():
-            version = versions.read_version(registry, entry.version, entry.manifest)
-            versions.fetch_files(registry, version, tmp_path / f"fetched{place}", tuple(version.files))
+            download_version(registry, entry.version, tmp_path / f"fetched{place}", entry.manifest, every_file=True)
         assert promoter.release_model(f"{address}{place}", str(model)) == "promoted: better"
         assert [(entry.number, entry.version) for entry in registry.read_log()] == [(1, whole)]
         assert json.loads(storage.read_file(registry.at("champion.json")))["version"] == whole

@@ -17,8 +17,7 @@ from flyte_ddp.order.shard_order import ShardOrder, ShardSplits
 from flyte_ddp.shards.__main__ import shards as shards_command
 from flyte_ddp.shards.index import read_index
 from flyte_ddp.shards.plan_request import PlanRequest
-from flyte_ddp.shards.planning import describe_epoch, describe_plan, shards_of_nodes
-from flyte_ddp.shards.stream_plan import StreamPlan, format_range
+from flyte_ddp.shards.planning import StreamPlan, describe_epoch, describe_plan, format_range, shards_of_nodes
 
 # The shards of simdist.py are no longer to be had, nor are their lengths written anywhere. With these it prints the
 # counts it is known for, 36, 26 and 26, when run with its defaults.

@@ -15,7 +15,7 @@ from test_plans import PUBLISHED, SIMDIST
 
 from flyte_ddp.errors import UserError
 from flyte_ddp.shards.plan_request import PlanRequest
-from flyte_ddp.shards.stream_plan import StreamPlan
+from flyte_ddp.shards.planning import StreamPlan
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning"),  # webdataset leaves shards to be collected

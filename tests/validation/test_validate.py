@@ -10,7 +10,7 @@ from scipy.stats import chi2
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import UserError
 from flyte_ddp.validation.profile import DataProfile, SplitProfile
-from flyte_ddp.validation.validate import check_profile, describe_differences
+from flyte_ddp.validation.profiling import check_profile, describe_differences
 
 HP = Hyperparameters(dataset="image_folder:x")
 
