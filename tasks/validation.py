@@ -3,7 +3,6 @@
 from pathlib import Path
 from typing import List, NamedTuple
 
-from flyte_ddp.release.slices import read_slices_file
 from flytekit import Deck, task
 from flytekit.types.directory import FlyteDirectory
 
@@ -16,6 +15,7 @@ from flyte_ddp.progress import Progress
 from flyte_ddp.release.policy import Policy
 from flyte_ddp.release.promotion import read_data_profile
 from flyte_ddp.release.registry import Registry
+from flyte_ddp.release.slices import read_slices_file
 from flyte_ddp.settings import read_settings
 from flyte_ddp.validation.profile import DataProfile, render_profile
 from tasks import pods
