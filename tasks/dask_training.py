@@ -3,7 +3,6 @@
 from functools import partial
 from pathlib import Path
 
-from flytekit import task
 from flytekit.types.directory import FlyteDirectory
 from flytekitplugins.dask import Dask, Scheduler, WorkerGroup
 
@@ -13,7 +12,7 @@ from flyte_ddp.pods.profiles import Size, chosen_profile, node_range, size_of_pa
 from flyte_ddp.run import Result, run_training
 from flyte_ddp.settings import Settings
 from tasks import pods
-from tasks.flyte import report_refused_inputs
+from tasks.flyte import flyte_task
 from tasks.training import TrainingOutputs, train_in_run_folder, training_outputs
 
 PROFILE = chosen_profile()
@@ -23,8 +22,7 @@ SCHEDULER = Size(cpu="500m", memory="512Mi", ephemeral_storage="1Gi")
 RUNNER = Size(cpu="1", memory="2Gi", ephemeral_storage="10Gi")
 
 
-@report_refused_inputs
-@task(
+@flyte_task(
     task_config=Dask(
         scheduler=Scheduler(**pods.requests_and_limits(SCHEDULER)),
         workers=WorkerGroup(WORKERS, **pods.requests_and_limits(size_of_part(PROFILE, RANKS_EACH))),

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flytekit import FlyteContextManager, task
+from flytekit import FlyteContextManager
 from flytekit.configuration import SerializationSettings
 from flytekit.exceptions.user import FlyteUserRuntimeException
 from flytekit.extend import IgnoreOutputs, TaskPlugins
@@ -26,7 +26,7 @@ from flyte_ddp.run import Result, run_training
 from flyte_ddp.runs import run_lock
 from flyte_ddp.settings import Settings, read_whole_number
 from tasks import command_line, pods
-from tasks.flyte import PLATFORM, report_refused_inputs, translate_errors_for_flyte
+from tasks.flyte import PLATFORM, flyte_task, translate_errors_for_flyte
 from tasks.training import TrainingOutputs, read_finished_run, train_in_run_folder, training_outputs
 
 ROOT = Path(__file__).parents[1]
@@ -119,8 +119,7 @@ def elastic_config() -> ElasticTraining:
     )
 
 
-@report_refused_inputs
-@task(task_config=elastic_config(), **pods.training_pod())
+@flyte_task(task_config=elastic_config(), **pods.training_pod())
 def train_on_elastic(hp: Hyperparameters, data: FlyteDirectory, run_version: str) -> TrainingOutputs:
     """Train an image classifier on torch Elastic, on one node or several, with a rank in each of Elastic's workers.
 
@@ -131,12 +130,11 @@ def train_on_elastic(hp: Hyperparameters, data: FlyteDirectory, run_version: str
 
     if not is_in_pod():
         command_line.remove_temporary_folders_at_exit()
-    with elastic.pickle_exception():
+    with elastic.pickle_exception(), translate_errors_for_flyte():
         if elastic.is_leader():
             # _execute makes outputs of the result.
             return train_in_run_folder(hp, data, run_version, launch_as_leader, page=False)  # type: ignore[return-value]
-        with translate_errors_for_flyte():
-            elastic.follow(lambda folder: download_data(data, folder))
+        elastic.follow(lambda folder: download_data(data, folder))
     return None  # type: ignore[return-value]  # the plugin takes rank 0's outputs
 
 

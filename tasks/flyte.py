@@ -7,14 +7,13 @@ type by one that also accepts torch's zip format.
 
 import os
 import sys
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any, TypeVar
 
-from flytekit import Deck, FlyteContextManager
+from flytekit import Deck, FlyteContextManager, task
 from flytekit.configuration import LocalConfig
-from flytekit.core.base_task import PythonTask
 from flytekit.core.context_manager import ExecutionState
 from flytekit.core.type_engine import AsyncTypeTransformer, TypeEngine
 from flytekit.exceptions.system import FlyteNonRecoverableSystemException
@@ -28,7 +27,6 @@ from flyte_ddp.pods import retries
 from flyte_ddp.pods.platforms import EXECUTION_ID, is_in_pod
 
 __all__ = ["PythonPickledFile"]  # others import it from here
-AnyTask = TypeVar("AnyTask", bound=PythonTask)
 FileType = TypeVar("FileType", bound=FlyteFile)
 
 
@@ -84,27 +82,36 @@ PLATFORM = Flyte()
 translate_errors_for_flyte = partial(retries.raise_retryable_errors, PLATFORM)
 
 
-def report_refused_inputs(task: AnyTask) -> AnyTask:
-    """Replace a task's ``dispatch_execute``: Flyte then counts a UserError for an input as the user's. Return the task.
+def flyte_task(**options: Any) -> Callable[[Callable[..., Any]], Any]:
+    """Return a decorator that makes a function a Flyte task with these options of flytekit's ``task``.
 
-    flytekit reports any error before the task's body as the system's. Use as a decorator above ``@task``.
+    Flyte makes another attempt after errors that :func:`translate_errors_for_flyte` replaces, and counts a UserError
+    for an input as the user's: flytekit reports any error before the body as the system's, so this replaces the task's
+    ``dispatch_execute``.
     """
-    dispatch_execute = task.dispatch_execute
 
-    def dispatch(*args: Any, **kwargs: Any) -> Any:
-        """Execute the task; raise FlyteUserRuntimeException where a UserError caused flytekit's system error."""
-        try:
-            return dispatch_execute(*args, **kwargs)
-        except FlyteNonRecoverableSystemException as error:
-            mistake = error.value  # flytekit may have wrapped our exception in one of its own
-            while mistake is not None and not isinstance(mistake, UserError):
-                mistake = mistake.__cause__ or mistake.__context__
-            if mistake is None:
-                raise
-            raise FlyteUserRuntimeException(mistake) from mistake
+    def make_task(function: Callable[..., Any]) -> Any:
+        @wraps(function)
+        def run(*args: Any, **kwargs: Any) -> Any:  # not by the decorator of a context manager: Elastic pickles it
+            with translate_errors_for_flyte():
+                return function(*args, **kwargs)
 
-    task.dispatch_execute = dispatch
-    return task
+        def dispatch(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return dispatch_execute(*args, **kwargs)
+            except FlyteNonRecoverableSystemException as error:
+                mistake = error.value  # flytekit may have wrapped our exception in one of its own
+                while mistake is not None and not isinstance(mistake, UserError):
+                    mistake = mistake.__cause__ or mistake.__context__
+                if mistake is None:
+                    raise
+                raise FlyteUserRuntimeException(mistake) from mistake
+
+        made = task(**options)(run)
+        dispatch_execute, made.dispatch_execute = made.dispatch_execute, dispatch
+        return made
+
+    return make_task
 
 
 def output_file(kind: type[FileType], path: Path) -> FileType:

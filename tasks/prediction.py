@@ -4,7 +4,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple, Optional
 
-from flytekit import Deck, task
+from flytekit import Deck
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile
 
@@ -16,7 +16,7 @@ from flyte_ddp.release.promotion import download_champion
 from flyte_ddp.release.registry import Registry
 from flyte_ddp.settings import read_settings
 from tasks import pods
-from tasks.flyte import PythonPickledFile, output_file, translate_errors_for_flyte
+from tasks.flyte import PythonPickledFile, flyte_task, output_file
 
 
 class Predictions(NamedTuple):
@@ -25,8 +25,7 @@ class Predictions(NamedTuple):
     table: FlyteFile
 
 
-@task(**pods.prediction_pod())
-@translate_errors_for_flyte()
+@flyte_task(**pods.prediction_pod())
 def predict_images(
     model_state: Optional[PythonPickledFile] = None,
     sidecar: Optional[FlyteFile] = None,

@@ -4,7 +4,7 @@ from contextlib import suppress
 from datetime import datetime
 from typing import NamedTuple, Optional
 
-from flytekit import dynamic, task
+from flytekit.core.python_function_task import PythonFunctionTask
 from flytekit.types.directory import FlyteDirectory
 
 from flyte_ddp.config import Hyperparameters
@@ -14,7 +14,7 @@ from flyte_ddp.pods import paths
 from flyte_ddp.pods.platforms import is_in_pod
 from flyte_ddp.pods.preparation import check_and_identify_run, fetch_data_set
 from tasks import pods
-from tasks.flyte import PLATFORM, output_folder, report_refused_inputs, translate_errors_for_flyte
+from tasks.flyte import PLATFORM, flyte_task, output_folder
 
 
 class CheckedInputs(NamedTuple):
@@ -26,8 +26,7 @@ class CheckedInputs(NamedTuple):
     run_version: str
 
 
-@task(**pods.data_pod(), cache=pods.cache_by_content(ignored_inputs=("data_source",)))
-@translate_errors_for_flyte()
+@flyte_task(**pods.data_pod(), cache=pods.cache_by_content(ignored_inputs=("data_source",)))
 def fetch_dataset(dataset: str, data_source: str, test_dataset: str, data_version: str) -> FlyteDirectory:
     """Download, verify and prepare a data set, once for each version of its content, and return its folder.
 
@@ -36,9 +35,7 @@ def fetch_dataset(dataset: str, data_source: str, test_dataset: str, data_versio
     return output_folder(fetch_data_set(dataset, data_source, test_dataset, data_version))
 
 
-@report_refused_inputs
-@dynamic(**pods.checking_pod())
-@translate_errors_for_flyte()
+@flyte_task(**pods.checking_pod(), execution_mode=PythonFunctionTask.ExecutionBehavior.DYNAMIC)
 def check_inputs(
     hp: Hyperparameters,
     kickoff_time: Optional[datetime] = None,

@@ -4,7 +4,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from flytekit import PodTemplate, task
+from flytekit import PodTemplate
 from flytekit.types.directory import FlyteDirectory
 from flytekitplugins.ray import HeadNodeConfig, RayJobConfig, WorkerNodeConfig
 
@@ -14,7 +14,7 @@ from flyte_ddp.pods.profiles import Size, chosen_profile, node_range
 from flyte_ddp.run import Result, run_training
 from flyte_ddp.settings import Settings
 from tasks import pods
-from tasks.flyte import report_refused_inputs
+from tasks.flyte import flyte_task
 from tasks.training import TrainingOutputs, train_in_run_folder, training_outputs
 
 GPU_LABEL = "k8s.amazonaws.com/accelerator"  # Flyte's own default for plugins.k8s.gpu-device-node-label
@@ -61,8 +61,7 @@ CLUSTER = RayJobConfig(
 )
 
 
-@report_refused_inputs
-@task(task_config=CLUSTER, **pods.launching_pod(SUBMITTER))
+@flyte_task(task_config=CLUSTER, **pods.launching_pod(SUBMITTER))
 def train_on_ray(hp: Hyperparameters, data: FlyteDirectory, run_version: str) -> TrainingOutputs:
     """Train an image classifier on a Ray cluster that Flyte sets up for this task, with a GPU for each rank, or CPUs.
 

@@ -4,7 +4,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
-from flytekit import Deck, task
+from flytekit import Deck
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile
 
@@ -21,7 +21,7 @@ from flyte_ddp.release.wandb_mirror import copy_champion_to_wandb
 from flyte_ddp.settings import read_settings
 from flyte_ddp.validation.profile import DataProfile
 from tasks import pods
-from tasks.flyte import PLATFORM, PythonPickledFile, output_folder, report_refused_inputs, translate_errors_for_flyte
+from tasks.flyte import PLATFORM, PythonPickledFile, flyte_task, output_folder
 
 
 class Judged(NamedTuple):
@@ -40,9 +40,7 @@ class Released(NamedTuple):
     outcome: str
 
 
-@report_refused_inputs
-@task(**pods.prediction_pod())
-@translate_errors_for_flyte()
+@flyte_task(**pods.prediction_pod())
 def judge_model(
     model_state: PythonPickledFile,
     sidecar: FlyteFile,
@@ -61,9 +59,7 @@ def judge_model(
     return judge_files(model, Path(data.download()), open_registry(model_name), policy, profile)
 
 
-@report_refused_inputs
-@task(**pods.prediction_pod())
-@translate_errors_for_flyte()
+@flyte_task(**pods.prediction_pod())
 def evaluate_version(
     model_name: str, version: str, dataset: str, data_source: str, test_dataset: str, policy: Policy
 ) -> Judged:
@@ -83,8 +79,7 @@ def evaluate_version(
         return judge_files(model, fetch_data_set(dataset, data_source, test_dataset), registry, policy)
 
 
-@task(**pods.promoting_pod())
-@translate_errors_for_flyte()
+@flyte_task(**pods.promoting_pod())
 def promote_challenger(
     model_state: PythonPickledFile, sidecar: FlyteFile, verdict: Verdict, files: FlyteDirectory, model_name: str
 ) -> Released:
@@ -97,8 +92,7 @@ def promote_challenger(
     return carry_out_verdict(model_state, sidecar, verdict, files, model_name)
 
 
-@task(**pods.storing_pod())
-@translate_errors_for_flyte()
+@flyte_task(**pods.storing_pod())
 def keep_champion(
     model_state: PythonPickledFile, sidecar: FlyteFile, verdict: Verdict, files: FlyteDirectory, model_name: str
 ) -> Released:
@@ -110,8 +104,7 @@ def keep_champion(
     return carry_out_verdict(model_state, sidecar, verdict, files, model_name)
 
 
-@task(**pods.promoting_pod())
-@translate_errors_for_flyte()
+@flyte_task(**pods.promoting_pod())
 def promote_version(model_name: str, version: str, reason: str) -> Released:
     """Make a stored version the champion, as the person who launched this says.
 
@@ -124,8 +117,7 @@ def promote_version(model_name: str, version: str, reason: str) -> Released:
     return announce_champion(registry, entry)
 
 
-@task(**pods.promoting_pod())
-@translate_errors_for_flyte()
+@flyte_task(**pods.promoting_pod())
 def roll_back_champion(model_name: str, reason: str) -> Released:
     """Make the champion before the present one the champion again.
 

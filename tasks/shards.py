@@ -7,7 +7,7 @@ data set to train on.
 from pathlib import Path
 from typing import List, NamedTuple, Optional
 
-from flytekit import Deck, task
+from flytekit import Deck
 from flytekit.types.directory import FlyteDirectory
 
 from flyte_ddp.errors import UserError, unknown_name_error
@@ -17,7 +17,7 @@ from flyte_ddp.pods.platforms import is_in_pod
 from flyte_ddp.settings import read_settings
 from flyte_ddp.shards.plan_request import PlanRequest
 from tasks import pods
-from tasks.flyte import output_folder, translate_errors_for_flyte
+from tasks.flyte import flyte_task, output_folder
 
 
 class PackedShards(NamedTuple):
@@ -27,8 +27,7 @@ class PackedShards(NamedTuple):
     dataset: str
 
 
-@task(**pods.data_pod())
-@translate_errors_for_flyte()
+@flyte_task(**pods.data_pod())
 def pack_shards(
     source: str,
     split: str = "train",
@@ -59,8 +58,7 @@ def pack_shards(
     return index_output(folder, name, "packed into")
 
 
-@task(**pods.data_pod())
-@translate_errors_for_flyte()
+@flyte_task(**pods.data_pod())
 def index_shards(urls: List[str], name: str = "train", classes: Optional[List[str]] = None) -> FlyteDirectory:
     """Read all shards at the addresses and make their index; {000..127} in an address stands for a range of numbers.
 
@@ -74,8 +72,7 @@ def index_shards(urls: List[str], name: str = "train", classes: Optional[List[st
     return index_output(folder, name, "indexed in")
 
 
-@task(**pods.light_pod())
-@translate_errors_for_flyte()
+@flyte_task(**pods.light_pod())
 def join_shards(indexes: List[str], weights: Optional[List[float]] = None, name: str = "train") -> FlyteDirectory:
     """Join several indexes into one: an epoch reads each of them as many times as its weight says, by default once.
 
@@ -95,8 +92,7 @@ def index_output(folder: Path, name: str, headline: str) -> FlyteDirectory:
     return output_folder(folder)
 
 
-@task(**pods.data_pod())
-@translate_errors_for_flyte()
+@flyte_task(**pods.data_pod())
 def verify_shards(index: str, decode: bool = False) -> str:
     """Read all shards of an index, and fail with the first 20 differences from it; with decode, also decode each image.
 
@@ -106,8 +102,7 @@ def verify_shards(index: str, decode: bool = False) -> str:
     return f"{index}: no shard differs from it"
 
 
-@task(**pods.data_pod(), **pods.WITH_DECK)
-@translate_errors_for_flyte()
+@flyte_task(**pods.data_pod(), **pods.WITH_DECK)
 def verify_packed(packed: FlyteDirectory, name: str = "train") -> PackedShards:
     """Check the shards that pack_shards returned where they were put, and return them with their name as a data set.
 
@@ -135,8 +130,7 @@ def refuse_damaged_shards(index: str, *, decode: bool) -> None:
         raise UserError("\n".join([f"index {index}: {format_count(len(problems), 'problem')}", *problems[:20]]))
 
 
-@task(**pods.light_pod())
-@translate_errors_for_flyte()
+@flyte_task(**pods.light_pod())
 def show_shards(index: str) -> str:
     """Describe the index at an address, without opening a shard.
 
@@ -147,8 +141,7 @@ def show_shards(index: str) -> str:
     return "\n".join(f"{key}: {value}" for key, value in read_index(index).summary().items())
 
 
-@task(**pods.light_pod())
-@translate_errors_for_flyte()
+@flyte_task(**pods.light_pod())
 def sample_shards(index: str, number: int) -> FlyteDirectory:
     """Read one sample of an index by its number, from 0; from its part of a shard, or from the whole shard.
 
@@ -164,8 +157,7 @@ def sample_shards(index: str, number: int) -> FlyteDirectory:
     return output_folder(folder)
 
 
-@task(**pods.light_pod())
-@translate_errors_for_flyte()
+@flyte_task(**pods.light_pod())
 def plan_shards(request: PlanRequest) -> str:
     """Describe a training on shards: batches of each rank, what nodes read and cache, and whether DDP would hang.
 

@@ -5,7 +5,6 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import List, NamedTuple
 
-from flytekit import task
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile
 
@@ -20,7 +19,7 @@ from flyte_ddp.run import Result, read_result, run_training
 from flyte_ddp.runs.run_folder import is_finished
 from flyte_ddp.settings import Settings
 from tasks import pods
-from tasks.flyte import PLATFORM, PythonPickledFile, output_file, report_refused_inputs, translate_errors_for_flyte
+from tasks.flyte import PLATFORM, PythonPickledFile, flyte_task, output_file
 
 
 class TrainingOutputs(NamedTuple):
@@ -36,8 +35,7 @@ class TrainingOutputs(NamedTuple):
 Train = Callable[[Hyperparameters, Path, Path, Settings], Result]  # the paths are the data and the run folder
 
 
-@report_refused_inputs
-@task(**pods.training_pod())
+@flyte_task(**pods.training_pod())
 def train_model(hp: Hyperparameters, data: FlyteDirectory, run_version: str) -> TrainingOutputs:
     """Train an image classifier with distributed data parallelism in one pod: a rank on each GPU, else on CPUs.
 
@@ -56,21 +54,19 @@ def train_in_run_folder(
 
     ``train`` launches the ranks and returns the result. ``run_version`` is the run's name, locally with @ and a token.
     In a pod, downloads the run's newest checkpoint and uploads new ones, uploads what wandb could not send, and
-    publishes the console's page while training, unless another process does (``page`` is False). Raises Flyte's
-    recoverable error in place of an error after which another attempt may succeed.
+    publishes the console's page while training, unless another process does (``page`` is False).
     """
-    with translate_errors_for_flyte():
-        result = read_finished_run(run_version)
-        if result is None:
-            folder = paths.resolve_folder(run_version)
-            with (
-                publish_report_while_training(PLATFORM, folder) if page else nullcontext(),
-                upload_unsent_wandb(PLATFORM, folder),
-                sync_checkpoints(PLATFORM, folder) as record_attempt_start,
-            ):
-                prepared = Path(data.download())
-                record_attempt_start()
-                result = train(hp, prepared, folder, read_run_settings(PLATFORM, folder.name))
+    result = read_finished_run(run_version)
+    if result is None:
+        folder = paths.resolve_folder(run_version)
+        with (
+            publish_report_while_training(PLATFORM, folder) if page else nullcontext(),
+            upload_unsent_wandb(PLATFORM, folder),
+            sync_checkpoints(PLATFORM, folder) as record_attempt_start,
+        ):
+            prepared = Path(data.download())
+            record_attempt_start()
+            result = train(hp, prepared, folder, read_run_settings(PLATFORM, folder.name))
     return result
 
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import List, NamedTuple
 
-from flytekit import Deck, task
+from flytekit import Deck
 from flytekit.types.directory import FlyteDirectory
 
 from flyte_ddp.catalog import encoded_kind
@@ -19,7 +19,7 @@ from flyte_ddp.release.slices import read_slices_file
 from flyte_ddp.settings import read_settings
 from flyte_ddp.validation.profile import DataProfile, render_profile
 from tasks import pods
-from tasks.flyte import report_refused_inputs, translate_errors_for_flyte
+from tasks.flyte import flyte_task
 
 HELD_OUT = (
     "test_dataset is not set: the tenth that is held out for testing is another one when the data grow, and the "
@@ -34,8 +34,7 @@ class Validated(NamedTuple):
     warnings: List[str]
 
 
-@task(**pods.data_pod(), cache=pods.cache_by_content(ignored_inputs=("data",), code=package_digest()))
-@translate_errors_for_flyte()
+@flyte_task(**pods.data_pod(), cache=pods.cache_by_content(ignored_inputs=("data",), code=package_digest()))
 def profile_dataset(data: FlyteDirectory, data_version: str) -> DataProfile:
     """Read and decode all samples of a data set, once for each version of its content.
 
@@ -48,9 +47,7 @@ def profile_dataset(data: FlyteDirectory, data_version: str) -> DataProfile:
     return compute_profile(Path(data.download()), read_settings())
 
 
-@report_refused_inputs
-@task(**pods.checking_pod())
-@translate_errors_for_flyte()
+@flyte_task(**pods.checking_pod())
 def validate_dataset(
     data: FlyteDirectory, profile: DataProfile, hp: Hyperparameters, model_name: str, policy: Policy
 ) -> Validated:
