@@ -6,14 +6,12 @@ import shutil
 import subprocess
 import sys
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgpack
 from flyteidl.core.catalog_pb2 import CatalogCacheStatus
 from flytekit import LaunchPlan
 from flytekit.configuration import Config, Image, ImageConfig, SerializationSettings
@@ -23,6 +21,7 @@ from flytekit.remote import FlyteRemote
 from flytekit.remote.executions import FlyteWorkflowExecution
 from google.protobuf.struct_pb2 import Struct
 
+from flyte_ddp import storage
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.release.policy import Policy
 
@@ -33,21 +32,17 @@ POLL_SECONDS = 0.5
 HINTS: dict[str, Any] = {"hp": Hyperparameters, "policy": Policy}
 
 
-@dataclass
 class Cluster:
     """A Flyte cluster, a copy of the working tree, and the executions and launch plans that :meth:`clean_up` ends."""
 
-    config: Path
-    image: str
-    profile: str
-    project: str
-    domain: str
-    version: str
-    folder: Path
-    launched: list[str] = field(default_factory=list)
-    activated: list[tuple[str, str]] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
+    def __init__(self, option: Callable[[str], str], folder: Path) -> None:
+        """Copy the working tree into ``folder``; ``option`` returns the value of an option of the command line."""
+        self.folder, self.config = folder, Path(option("--flyte-config")).resolve()
+        self.image, self.profile = option("--image"), option("--profile")
+        self.project, self.domain = option("--project"), option("--domain")
+        self.version = f"cluster-test-{int(time.time())}"
+        self.launched: list[str] = []
+        self.activated: list[tuple[str, str]] = []
         configuration = Config.auto(str(self.config))
         self.remote = FlyteRemote(configuration, default_project=self.project, default_domain=self.domain)
         self.sources = self.folder / "project"
@@ -69,10 +64,8 @@ class Cluster:
         home.mkdir(exist_ok=True)
         own = {"HOME": str(home), "FLYTE_DDP_PROFILE": self.profile, "WANDB_MODE": "offline"}
         own["KUBECONFIG"] = os.environ.get("KUBECONFIG", str(Path.home() / ".kube/config"))
-        command, variables = (
-            [str(PYFLYTE), "--config", str(self.config), *arguments],
-            {**os.environ, **own, **environment},
-        )
+        command = [str(PYFLYTE), "--config", str(self.config), *arguments]
+        variables = {**os.environ, **own, **environment}
         ended = subprocess.run(
             command, cwd=self.sources, env=variables, capture_output=True, text=True, timeout=DEADLINE, check=False
         )
@@ -144,15 +137,13 @@ class Cluster:
         """Return the HTML of a node's deck; "" if there is none, or its pod has not begun."""
         for found in self.fetch_execution_with_nodes(name).node_executions.values():
             if found.id.node_id == node and found.closure.deck_uri:
-                with suppress(urllib.error.HTTPError):
+                with suppress(storage.UnavailableError):
                     return self.read_blob(found.closure.deck_uri).decode()
         return ""
 
     def read_blob(self, address: str) -> bytes:
         """Return the content of a file in the blob store, from an address that Flyte signs."""
-        signed = self.remote.client.get_download_signed_url(address).signed_url
-        with urllib.request.urlopen(signed, timeout=60) as answer:
-            return bytes(answer.read())
+        return storage.read_file(self.remote.client.get_download_signed_url(address).signed_url)
 
     def wait_until(self, condition: Callable[[], object], what: str, limit: float = DEADLINE) -> Any:
         """Call ``condition`` until its result is true; return the result. AssertionError after ``limit`` seconds."""
@@ -224,6 +215,4 @@ def encode_as_console(hp: dict[str, Any]) -> Literal:
 
 def encode_as_flytekit(hp: dict[str, Any]) -> Literal:
     """Return hyperparameters as flytekit sends them: in msgpack."""
-    import msgpack
-
     return Literal(scalar=Scalar(binary=Binary(value=msgpack.packb(hp), tag="msgpack")))

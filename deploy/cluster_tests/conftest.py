@@ -2,7 +2,6 @@
 
 import json
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ sys.path.insert(0, str(ROOT))
 from cluster import Cluster  # noqa: E402 (from this folder, after the project's)
 
 SECURITY_LEVEL = "pod-security.kubernetes.io/enforce"
-FINISHED: dict[str, tuple[str, float, str]] = {}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -30,16 +28,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.fixture(scope="session")
 def cluster(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """Yield the cluster, with a version of this run's own to register; end its launch plans and executions after."""
-    option = pytestconfig.getoption
-    found = Cluster(
-        config=Path(option("--flyte-config")).resolve(),
-        image=option("--image"),
-        profile=option("--profile"),
-        project=option("--project"),
-        domain=option("--domain"),
-        version=f"cluster-test-{int(time.time())}",
-        folder=tmp_path_factory.mktemp("cluster"),
-    )
+    found = Cluster(pytestconfig.getoption, tmp_path_factory.mktemp("cluster"))
     try:
         yield found
     finally:
@@ -65,23 +54,13 @@ def restricted(kubectl: Cluster) -> Iterator[Cluster]:
     kubectl.kubectl(*label, f"{SECURITY_LEVEL}={before}" if before else f"{SECURITY_LEVEL}-", check=False)
 
 
-@pytest.hookimpl(hookwrapper=True)
-def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
-    """Store outcome, duration and first line of the error of each check in FINISHED."""
-    outcome: Any = yield
-    report = outcome.get_result()
-    if report.when == "call" or (report.when == "setup" and report.outcome != "passed"):
-        said = ""
-        if report.outcome == "skipped" and isinstance(report.longrepr, tuple):
-            said = report.longrepr[2].removeprefix("Skipped: ")
-        elif call.excinfo is not None:
-            said = str(call.excinfo.value).strip().splitlines()[0] if str(call.excinfo.value).strip() else ""
-        FINISHED[item.name] = (report.outcome, report.duration, said[:90])
-
-
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """Print a table of all checks."""
+    """Print a table of all checks: outcome, duration, name, and the first line of the error, or why it was skipped."""
     terminalreporter.section("cluster")
-    for name, (outcome, seconds, said) in FINISHED.items():
-        check = name.removeprefix("test_").replace("_", " ")
-        terminalreporter.write_line(f"{outcome:8} {seconds:6.0f} s  {check}{': ' + said if said else ''}")
+    for outcome in ("passed", "skipped", "failed", "error"):
+        for report in terminalreporter.getreports(outcome):
+            crash = getattr(report.longrepr, "reprcrash", None)
+            said = report.longrepr[2].removeprefix("Skipped: ") if outcome == "skipped" else crash and crash.message
+            check = report.head_line.removeprefix("test_").replace("_", " ")
+            reason = f": {said.splitlines()[0][:90]}" if said else ""
+            terminalreporter.write_line(f"{outcome:8} {report.duration:6.0f} s  {check}{reason}")
