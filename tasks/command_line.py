@@ -8,6 +8,7 @@ options of the command, and the method of flytekit's remote that registers a scr
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
 import shutil
@@ -15,7 +16,7 @@ import sqlite3
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from multiprocessing.util import Finalize
 from pathlib import Path
@@ -32,15 +33,16 @@ from flytekit.core.type_engine import TypeTransformerFailedError
 from flytekit.exceptions.user import FlyteEntityNotFoundException
 
 from flyte_ddp.config import Hyperparameters
-from flyte_ddp.errors import RankError, StoppedError, UnreachableError, UserError, unknown_name_error
+from flyte_ddp.errors import RankError, StoppedError, UnreachableError, UserError, install_hint, unknown_name_error
 from flyte_ddp.pods import environment
 from flyte_ddp.settings import check_wandb_settings, read_settings
-from tasks import engines
 
 if TYPE_CHECKING:
     from flytekit.clis.sdk_in_container.run import RunLevelParams
 
 CALL_SECONDS = 30.0  # time limit of a call to a cluster
+NEEDED = {"elastic": "flytekitplugins.kfpytorch", "ray": "flytekitplugins.ray", "dask": "flytekitplugins.dask"}
+left_out: dict[str, str] = {}  # by a workflow whose engine lacks its module in NEEDED, what to install
 EXAMPLES = {"--hp": '{"epochs": 3}', "--policy": '{"rule": "not_worse"}', "--inputs-file": '{"hp": {"epochs": 3}}'}
 
 
@@ -161,11 +163,22 @@ def show_errors_in_panels(context: click.Context) -> Iterator[None]:
         raise
 
 
+def is_engine_installed(name: str) -> bool:
+    """Return whether elastic, ray or dask is installed; if not, print to stderr how to install it, and set left_out."""
+    with suppress(ModuleNotFoundError):  # no plugin of flytekit is installed
+        if importlib.util.find_spec(NEEDED[name]) is not None:  # a plugin needs its engine, so that is installed too
+            return True
+    workflow = f"{name}_training_wf"
+    left_out[workflow] = f"{workflow} is left out, as {NEEDED[name]} is not installed: {install_hint(name)}"
+    print(left_out[workflow], file=sys.stderr, flush=True)
+    return False
+
+
 def unknown_entity_error(context: click.Context) -> UserError:
     """Return the error for a name on the command line that is no workflow, task or launch plan of the file."""
     name = word_after_option(sys.argv, str(context.info_name)) or ""
-    if name in engines.left_out:
-        return UserError(engines.left_out[name])
+    if name in left_out:
+        return UserError(left_out[name])
     assert isinstance(context.command, click.Group)
     return unknown_name_error("workflow, task or launch plan", name, context.command.list_commands(context))
 

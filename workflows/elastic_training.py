@@ -6,7 +6,7 @@ Run it with ``pyflyte run workflows/elastic_training.py elastic_training_wf --hp
 from flytekit import workflow
 
 from flyte_ddp.config import Hyperparameters
-from tasks.engines import is_engine_installed
+from tasks.command_line import is_engine_installed
 from tasks.preparation import check_inputs
 from tasks.training import TrainingOutputs
 from workflows.schedules import make_launch_plans

@@ -26,8 +26,7 @@ from flyte_ddp.errors import UserError, unknown_name_error
 from flyte_ddp.release.policy import Policy
 from flyte_ddp.release.registry import check_model_name
 from flyte_ddp.settings import read_text
-from tasks.command_line import unreadable_reason
-from tasks.engines import NEEDED
+from tasks.command_line import NEEDED, unreadable_reason
 from tasks.input_form import prefill_form
 
 ROOT = Path(__file__).parents[1]
