@@ -28,31 +28,15 @@ Launch = Callable[..., None]  # (job, num_ranks=...), from flyte_ddp.launch
 
 @dataclass(frozen=True)
 class Result:
-    """The folder of a finished run, and its accuracies."""
+    """The folder of a finished run, the paths of its files, and its accuracies."""
 
     run_folder: Path
     epoch_accuracies: list[float]  # on the test set, after each evaluation
     test_accuracy: float  # of the model that is kept
-
-    @property
-    def model(self) -> Path:
-        """Path of the model's state_dict."""
-        return self.run_folder / "model.pt"
-
-    @property
-    def sidecar(self) -> Path:
-        """Path of the JSON file that describes the model: architecture, input, classes, provenance."""
-        return self.run_folder / "model.json"
-
-    @property
-    def metrics(self) -> Path:
-        """Path of all metrics, one JSON object a line."""
-        return self.run_folder / METRICS
-
-    @property
-    def report(self) -> Path:
-        """Path of the report, one HTML page."""
-        return self.run_folder / REPORT
+    model: Path  # its state_dict
+    sidecar: Path  # JSON that describes the model: architecture, input, classes, provenance
+    metrics: Path  # all of them, one JSON object a line
+    report: Path  # one HTML page
 
 
 def run_training(
@@ -148,5 +132,6 @@ def checkpoint_identity(hp: Hyperparameters, data: Path) -> checkpoint.Identity:
 
 def read_result(folder: Path) -> Result:
     """Return the result of a finished run by reading its ``model.json``."""
-    metrics = json.loads((folder / "model.json").read_bytes())["metrics"]
-    return Result(folder, epoch_accuracies=metrics["epoch_accuracies"], test_accuracy=metrics["test_accuracy"])
+    model, sidecar, metrics, report = (folder / name for name in ("model.pt", "model.json", METRICS, REPORT))
+    found = json.loads(sidecar.read_bytes())["metrics"]
+    return Result(folder, found["epoch_accuracies"], found["test_accuracy"], model, sidecar, metrics, report)
