@@ -66,7 +66,7 @@ class Settings:
     wandb_kept_at: str = field(default="", kw_only=True)  # where the caller puts what could not be sent; empty: nowhere
 
 
-def read_settings(wandb_run_id: str = "") -> Settings:
+def read_settings() -> Settings:
     """Return the settings by this process's environment; UserError for a number or a choice that is not allowed.
 
     Unless WANDB_MODE is set, wandb is offline without WANDB_API_KEY, so that nothing prompts. Texts are not checked.
@@ -87,7 +87,6 @@ def read_settings(wandb_run_id: str = "") -> Settings:
         cache_bytes=read_whole_number("FLYTE_DDP_CACHE_BYTES") or None,
         loader_threads=read_whole_number("FLYTE_DDP_LOADER_THREADS"),
         results_copy=read_text("FLYTE_DDP_RESULTS"),
-        wandb_run_id=wandb_run_id,
     )
 
 

@@ -22,7 +22,7 @@ def read_run_settings(platform: Platform, run: str) -> Settings:
     and in a pod if FLYTE_DDP_WANDB_SECRET is neither group/key nor off.
     """
     if not is_in_pod():
-        return read_settings(wandb_run_id=run)
+        return replace(read_settings(), wandb_run_id=run)
     secret = wandb_secret_id()
     if secret is not None and not os.environ.get("WANDB_API_KEY"):
         # Flyte puts a secret that a task requests into a variable of this name.
@@ -31,8 +31,8 @@ def read_run_settings(platform: Platform, run: str) -> Settings:
             os.environ["WANDB_API_KEY"] = os.environ[variable].strip()
         else:
             print(f"no secret {'/'.join(secret)} in this pod: wandb logs offline", flush=True)
-    settings = read_settings(wandb_run_id=f"{execution_names()[2]}-{run}"[-128:])  # wandb takes 128 characters
-    return replace(settings, wandb_kept_at=unsent_address(platform))
+    run_id = f"{execution_names()[2]}-{run}"[-128:]  # wandb takes 128 characters
+    return replace(read_settings(), wandb_run_id=run_id, wandb_kept_at=unsent_address(platform))
 
 
 def unsent_address(platform: Platform) -> str:

@@ -10,12 +10,12 @@ from typing import Any
 from flyte_ddp import results
 from flyte_ddp.errors import UserError
 from flyte_ddp.runs.checkpoint import FOLDER, SLOTS
+from flyte_ddp.runs.run_folder import METRICS, PREDICTIONS
 
 PIECE_BYTES = 1 << 22
 SEND_SECONDS = 0.5  # between two looks for changed files
-METRICS = "metrics.jsonl"  # the launcher's copy grows piece by piece; other files appear when they are whole
 EVENTS = f"{results.FOLDER}/{results.EVENTS}"
-OUTPUTS = ("model.pt", "model.json", "predictions.npz", *(f"{FOLDER}/{name}" for name in SLOTS))
+OUTPUTS = ("model.pt", "model.json", PREDICTIONS, *(f"{FOLDER}/{name}" for name in SLOTS))
 
 
 def read_file_as_messages(path: Path, name: str, start: int = 0) -> Iterator[dict[str, Any]]:
