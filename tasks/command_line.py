@@ -1,4 +1,4 @@
-"""What a person sees of ``pyflyte``: errors as one panel, and nothing left in the temporary folder.
+"""What a person sees of ``pyflyte``: errors as one panel, missing engines, and nothing left in the temporary folder.
 
 flytekit reads the command line before any code of ours runs, and shows most mistakes in it as a traceback. But it
 imports our modules within click's context of the command, and click (since 8.3) passes exceptions to the resources of a
