@@ -56,10 +56,10 @@ def image_arrays(
     """Check arrays, lists or CPU tensors of images and labels, and return them as :class:`ImageArrays`.
 
     Images are uint8 [N, H, W, C], or [N, H, W] if grey; test images have the training images' height, width and
-    channels. Labels are whole numbers [N], positions in ``classes``, the class names, which become Unicode's form NFC.
-    ``name`` may be empty if the hyperparameter ``dataset`` names the callable that returns this. Raises a UserError for
-    another type or shape, a set without images, no classes, a class name that is not UTF-8, two names that differ only
-    in Unicode's form, or a label that is not in 0..len(classes)-1. Copies arrays only to convert them.
+    channels. Labels are whole numbers [N], from 0: positions in ``classes``. The class names become Unicode's form NFC.
+    ``name`` may be empty if the hyperparameter ``dataset`` names the callable that returns these arrays. Raises a
+    UserError for another type or shape, a set without images, no classes, a class name that is not UTF-8, two names
+    that differ only in Unicode's form, or a label that is not in 0..len(classes)-1. Copies arrays only to convert them.
     """
     if not len(classes):  # may be an array, whose truth value is ambiguous
         raise UserError("classes=(): there must be a name for each class")
@@ -86,10 +86,10 @@ def to_array(name: str, values: Any) -> NDArray[Any]:
 
 
 def convert_images(name: str, values: Any) -> Images:
-    """Return ``values`` as uint8 [N, H, W, C] in C order, copied only if they are not; [N, H, W] gets one channel.
+    """Return ``values`` as uint8 [N, H, W, C] in C order, copied only if needed; [N, H, W] gets one channel.
 
-    Raises UserError, with ``name`` in its text, unless they are uint8 with 3 or 4 dimensions, none of them 0; also if
-    they look like [N, 1 or 3, H, W] (last dimension above 4).
+    Raises UserError, with ``name`` in its text, for another type than uint8, not 3 or 4 dimensions, a dimension of 0,
+    or what looks like [N, C, H, W]: a second dimension of 1 or 3, a last one above 4.
     """
     images = to_array(name, values)
     if images.dtype != np.uint8:
@@ -104,9 +104,9 @@ def convert_images(name: str, values: Any) -> Images:
 
 
 def convert_labels(name: str, values: Any, samples: int, classes: int) -> Labels:
-    """Return ``values`` as labels int64 [samples] of 0..classes-1 in C order, copied only if they are not.
+    """Return ``values`` as labels int64 [samples] of 0..classes-1 in C order, copied only if needed.
 
-    Raises UserError, with ``name`` in its text, for numbers that are not whole, another shape or another label.
+    Raises UserError, with ``name`` in its text, for numbers that are not whole, another shape, or a label out of range.
     """
     labels = to_array(name, values)
     if labels.dtype.kind not in "iu":
@@ -125,8 +125,8 @@ def convert_labels(name: str, values: Any, samples: int, classes: int) -> Labels
 def channel_mean_and_std(images: Images) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Return mean and standard deviation of each channel of images uint8 [N, H, W, C], scaled to 0..1.
 
-    Counts how often each value occurs, so only the result is rounded (fp64). A constant channel gets the deviation 1,
-    because inputs are divided by it. Takes ten times CHUNK_BYTES (4 MiB) of memory, or ten images if these are larger.
+    Computes from exact counts of the values; rounds only the result (float64). A constant channel gets the deviation 1,
+    because inputs are divided by it. Uses ten times CHUNK_BYTES (4 MiB) of memory, or ten images if these are larger.
     """
     rows = max(1, CHUNK_BYTES * len(images) // images.nbytes)  # images in a chunk
     chunks = [images[start : start + rows].reshape(-1, images.shape[3]) for start in range(0, len(images), rows)]

@@ -26,10 +26,10 @@ class CustomSet:
     def fingerprint(self, source: str) -> str:
         """Return a name that changes with name and code of the callable, and with address and content of ``source``.
 
-        The code is the user's own behind ``spec``, without comments; it is read and not imported. Puts the working
-        directory first on ``sys.path``. Reads a local source whole; identifies a remote one as :func:`content_identity`
-        does, in up to 4 tries with messages on stderr. Raises a UserError if ``spec`` is malformed, there is no such
-        module, or the source is missing, an empty folder, or cannot be read.
+        The code is that of the user's modules which ``spec`` imports, without comments; it is read, not imported. Puts
+        the working directory first on ``sys.path``. Reads a local source whole; of a remote one reads digests, ETags or
+        times, or without these the file, in up to 4 tries with messages on stderr. Raises a UserError if ``spec`` is
+        malformed, there is no such module, or the source is missing, an empty folder, or cannot be read.
         """
         identity = digest_lines([self.spec, user_source_digest(self.spec), source, content_identity(source)])
         return f"{re.sub(r'[^A-Za-z0-9_.]', '-', self.spec)}-{identity[:16]}"
@@ -52,8 +52,8 @@ def arrays_from_result(spec: str, result: Any, progress: Progress) -> ImageArray
     with ``len()`` and items (image, label), which are read into memory. An image is a PIL image, a uint8 array [H, W]
     or [H, W, C], or a uint8 tensor [H, W] or [C, H, W]. PIL images become 8-bit grey or RGB (the upper 8 of 16 bits),
     white where transparent. The class names are the training set's attribute ``classes``, or else "0", "1", "2", ...
-    ``progress`` shows what is read. Raises a UserError that names ``spec`` for another result, image or label; the
-    sets' own errors are not caught.
+    ``progress`` shows what is read. Raises a UserError that names ``spec`` for a result, image or label of another
+    type; does not catch the errors of the sets themselves.
     """
     if not isinstance(result, ImageArrays) and not (isinstance(result, (tuple, list)) and len(result) == 2):
         raise UserError(
@@ -113,7 +113,7 @@ def map_style_length(set_name: str, samples: Any) -> int:
 def convert_sample(set_name: str, index: int, item: Any) -> tuple[Images, int]:
     """Convert an item (image, label) of a map-style data set; return pixels uint8 [H, W, C] and an int label.
 
-    PIL images become 8-bit grey or RGB, white where transparent. Raises a UserError for other types of item ``index``.
+    PIL images become 8-bit grey or RGB, white where transparent. Raises a UserError if item ``index`` has another type.
     """
     try:
         image, label = item

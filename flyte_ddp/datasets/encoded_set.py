@@ -45,7 +45,7 @@ class EncodedSet:
 def list_encoded_set(dataset: str, test_dataset: str) -> EncodedSet:
     """Read the shard indexes, or list the image files, of ``dataset`` and ``test_dataset``; return the EncodedSet.
 
-    Reads no images. Tries up to 4 times. Raises a UserError if one cannot be read or is empty, or if classes differ.
+    Reads no images. Tries up to 4 times. Raises a UserError if either is empty or cannot be read, or classes differ.
     """
     read = list_images if encoded_kind(dataset) == IMAGE_FOLDER else read_index
     train: Any = read(dataset.partition(":")[2])
@@ -64,8 +64,8 @@ def prepare_encoded_set(dataset: str, test_dataset: str, folder: Path) -> None:
     """Read or list a data set, write its indexes or file lists into an existing folder, then ``dataset.json``.
 
     ``dataset.json`` holds names, classes, digests, and counts of files that are no images. Reads the first sample of
-    each data set in an index, in up to 4 tries. Raises a UserError as :func:`list_encoded_set` does, or if such a
-    sample cannot be read or lacks image or label; an OSError if a file cannot be written.
+    each data set in an index, in up to 4 tries. Raises a UserError if a data set is empty or cannot be read, if their
+    classes differ, or if a first sample lacks image or label; an OSError if a file cannot be written.
     """
     data = list_encoded_set(dataset, test_dataset)
     left_out = {}

@@ -19,9 +19,9 @@ from flyte_ddp.progress import MODES, Progress, format_size
 
 
 def find_dataset(dataset: str, source: str) -> PublishedSet | CustomSet | None:
-    """Return the published data set of that name, or an unchecked CustomSet for ``package.module:callable``.
+    """Return the published data set of that name, or a CustomSet for ``package.module:callable``; import nothing.
 
-    Returns None for shards, a stream or an image folder; these with a ``source`` and other names raise a UserError.
+    Returns None for shards, stream and image folder. UserError if one of them has a ``source``, or for an unknown name.
     """
     if encoded_kind(dataset):
         if source:
@@ -39,12 +39,12 @@ def find_dataset(dataset: str, source: str) -> PublishedSet | CustomSet | None:
 def fingerprint(dataset: str, source: str, test_dataset: str = "") -> str:
     """Return a short text, fit for a file name, that changes when the content of the data does.
 
-    Covers the digests of a published set's files, which ``SHA256SUMS`` at ``source`` can give; the address and index of
-    shards; the address and file list of an image folder; for ``package.module:callable`` the source code, which is not
-    imported, and address and content of ``source``, as :func:`content_identity` hashes it. Tries remote reads up to 4
-    times, and prints failed reads of ``source`` to stderr. Puts the working directory first on ``sys.path`` for
-    ``package.module:callable``. Raises a UserError for an unknown data set, a ``source`` where the data set's name has
-    the address, or a source that is missing, empty or cannot be read.
+    The text covers, for a published set: its files' digests, from ``SHA256SUMS`` at ``source`` if that exists; for
+    shards: address and index; for an image folder: address and list of files; for ``package.module:callable``: the
+    source code, which is not imported, and address and content of ``source``. Tries remote reads up to 4 times, and
+    prints failed reads of ``source`` to stderr. Puts the working directory first on ``sys.path`` for
+    ``package.module:callable``. Raises a UserError for an unknown data set, a ``source`` given with shards or an image
+    folder, or a source that is missing, empty or cannot be read.
     """
     definition = find_dataset(dataset, source)
     if definition is not None:
@@ -63,8 +63,8 @@ def fetch(dataset: str, source: str, folder: Path, *, test_dataset: str = "", pr
     """Download a data set, verify it and write it into ``folder``, which appears complete or not at all.
 
     Does nothing if ``folder`` already holds this data set of this source undamaged; replaces it if its arrays or lists
-    are damaged, or its format is another release's. Put the :func:`fingerprint` into the folder's name if the content
-    of the source can change. Tries each download up to 4 times. Imports and calls the code of
+    are damaged, or its format is another release's. Does not notice changed content of the same source: put the
+    :func:`fingerprint` into the folder's name. Tries each download up to 4 times. Imports and calls the code of
     ``package.module:callable``, with the working directory first on ``sys.path``; its errors are not caught.
 
     Args:
@@ -118,7 +118,7 @@ def fetch(dataset: str, source: str, folder: Path, *, test_dataset: str = "", pr
 def holds_requested_data(folder: Path, dataset: str, requested: dict[str, str]) -> bool:
     """Return whether ``folder`` holds this data set, undamaged and in this release's format; False if missing or empty.
 
-    ``requested`` holds ``data_source``, ``test_dataset``. Raises a UserError for other data or a bad ``dataset.json``.
+    ``requested`` has ``data_source`` and ``test_dataset``. Raises a UserError for other data or a bad ``dataset.json``.
     """
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return False

@@ -14,8 +14,8 @@ def content_identity(source: str, hyperparameter: str = "data_source") -> str:
     """Return a SHA-256 (hex) that changes with the content of ``source``; "" for an empty ``source``.
 
     Reads a local file, or all files of a directory, whole. Lists object storage. Asks a web server for ``SHA256SUMS``
-    or the file's ETag or time of change, and downloads the file only without these. Tries up to 4 times, prints
-    failures to stderr. Raises a UserError about ``hyperparameter`` for a ``source`` that is missing, empty or
+    or the file's ETag or time of change, and downloads the file only if it gives none of these. Tries up to 4 times,
+    prints failures to stderr. Raises a UserError about ``hyperparameter`` for a ``source`` that is missing, empty or
     cannot be read.
     """
     if not source:
@@ -51,7 +51,7 @@ def digest_lines(lines: Iterable[str]) -> str:
 def hash_object_listing(source: str) -> str:
     """Return the SHA-256 (hex) of name, size and ETag of all files under a prefix, or of the one file of that address.
 
-    Asks for the file only if nothing is listed. Does not retry; raises an UnavailableError, such as a MissingError.
+    Asks for the one file only if nothing is listed. Does not retry. Raises an UnavailableError.
     """
     entries = list(storage.list_files(source))
     if not entries:
@@ -65,7 +65,7 @@ def hash_object_listing(source: str) -> str:
 def hash_http_content(source: str) -> str:
     """Return the SHA-256 (hex) of ``SHA256SUMS`` at the address, else of the file's size and ETag or time of change.
 
-    Downloads the file and hashes its content if the server sends neither. Does not retry. Raises an UnavailableError.
+    Downloads and hashes the file if the server sends none of these. Does not retry. Raises an UnavailableError.
     """
     try:
         return hashlib.sha256(storage.read_file(storage.join(source, SUMS))).hexdigest()

@@ -65,7 +65,7 @@ class ImageList:
     def describe_images(self) -> list[str]:
         """Return lines for the user: how many images and classes there are, which files were left out, and warnings.
 
-        Warns of several classes that are named like splits, or else of a single class.
+        Warns if several classes have names of splits, such as train and test, or if there is a single class.
         """
         where = f"image folder {self.address}:"
         counts = np.bincount(self.labels, minlength=len(self.classes)).tolist()
@@ -105,7 +105,7 @@ def list_images(address: str) -> ImageList:
     As in torchvision's ImageFolder, the first folder in a file's name is the class. Leaves out hidden files and
     folders. Class names are the folders' names in Unicode form NFC, so folders whose names differ only in form are one
     class. Raises a UserError if the address cannot be listed, no image is in a class's folder, a class's folder has no
-    images (an empty folder counts on this machine only), or a folder's name is not UTF-8.
+    images (empty folders are seen on this machine only), or a folder's name is not UTF-8.
     """
     where, files = f"image folder {address}", sorted(list_visible_files(address), key=lambda entry: entry.name)
     images = [entry for entry in files if "/" in entry.name and is_image(entry.name)]

@@ -24,7 +24,7 @@ def pack_source(source: str, folder: Path, *, split: str = "train", **options: A
 
     ``source`` is a name in ``catalog.DATASETS``, whose data are downloaded into a temporary folder; or
     ``package.module:callable``, which is imported, is called with "" and returns a pair (training set, test set) of
-    map-style data sets; or a folder or prefix of images, which is one split. ``split`` is "train" or "test".
+    map-style data sets; or a folder or prefix of images, all of the split "train". ``split`` is "train" or "test".
     ``options`` are keyword arguments of :func:`flyte_ddp.shards.packing.pack_samples`. For a callable puts the working
     directory first on ``sys.path``. Raises a UserError for another source or split, the test split of a folder, or a
     source that cannot be read; does not catch other errors of the user's code.
@@ -67,9 +67,10 @@ def pack_image_folder(address: str, folder: Path, **options: Any) -> ShardIndex:
 
 
 def make_sample_keys(names: Iterable[str]) -> list[str]:
-    """Return a different key for each file: its name without the extension, with "%2E" for other dots.
+    """Return a different key for each file: its name without the extension.
 
-    A key in a tar file ends at the first dot. If files differ in the extension only, later keys get the extension, too.
+    Other dots in the name become "%2E", because a key in a tar file ends at the first dot. A key that is already taken
+    gets "%2E" and the extension at its end.
     """
     keys: dict[str, None] = {}
     for name in names:
@@ -85,8 +86,8 @@ def make_sample_keys(names: Iterable[str]) -> list[str]:
 def pack_images(samples: Any, folder: Path, *, classes: Sequence[str] = (), **options: Any) -> ShardIndex:
     """Pack a map-style data set of (image, label), such as torchvision's, as lossless PNG; return the shards' index.
 
-    ``samples`` has ``len()`` and gives (image, label) for each index; up to 32 threads read it, one at a time. Images
-    have the types that :func:`flyte_ddp.datasets.custom.arrays_from_result` accepts, and any size. ``classes`` are the
+    ``samples`` has ``len()`` and gives (image, label) for each index; threads read it, one at a time. An image is a PIL
+    image, a uint8 array [H, W] or [H, W, C], or a uint8 tensor [H, W] or [C, H, W], of any size. ``classes`` are the
     class names; default: the attribute ``classes`` of ``samples``, if it has one. ``options`` are keyword arguments of
     :func:`flyte_ddp.shards.packing.pack_samples`. Raises a UserError if ``samples`` is no map-style data set of images,
     or raises an OSError.
@@ -101,7 +102,7 @@ def pack_images(samples: Any, folder: Path, *, classes: Sequence[str] = (), **op
     def encode_sample_as_png(number: int) -> tuple[str, Members]:
         """Read a sample, one thread at a time; return its key, and PNG and label (bytes) by ".png" and ".cls".
 
-        Raises a UserError for an OSError while reading, an item that convert_sample refuses, or not 1, 3 or 4 channels.
+        Raises a UserError for an OSError while reading, an item of another type, or not 1, 3 or 4 channels.
         """
         try:
             with one_at_a_time:

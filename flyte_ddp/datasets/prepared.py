@@ -31,9 +31,9 @@ def open_prepared(folder: Path) -> PreparedSet:
 
 
 def order_test_split(data: PreparedSet) -> SampleOrder:
-    """Return the order of the test split: all of the test set, or else a tenth of the encoded images.
+    """Return the order of the test split: all of the test set, or without one a tenth of the encoded images.
 
-    The tenth is the same for each seed of a run; for a stream it consists of whole shards.
+    The tenth does not depend on the run's seed; for a stream it consists of whole shards.
     """
     if isinstance(data, ImageArrays):
         return ListedOrder(np.arange(len(data.test_labels), dtype=np.int32))
@@ -52,7 +52,7 @@ def order_test_split(data: PreparedSet) -> SampleOrder:
 def order_splits(data: PreparedSet, hp: Hyperparameters) -> dict[str, SampleOrder]:
     """Return the orders of the splits by name: "training", "validation" and "test".
 
-    Validation gets ``hp.validation_fraction`` of the samples that are not in the test split (whole shards of a stream).
+    Validation gets ``hp.validation_fraction`` of the samples outside the test split; of a stream, whole shards.
     """
     tests = order_test_split(data)
     if isinstance(data, ImageArrays):
@@ -79,8 +79,8 @@ def check_prepared_set(
 
     Call it before ranks start. ``workers`` is the number of decoding threads or processes of each rank, ``cache_bytes``
     the limit of the shard cache (None: no limit). Raises a UserError if the folder is damaged, the number of classes is
-    unknown or not ``num_classes``, or no samples are left for training or testing; for dataset=stream:ADDRESS also if
-    webdataset is not installed, a part of the index has a weight, or there are fewer shards than decoding workers.
+    unknown or not ``num_classes``, or no samples are left for training or testing; for a stream also if webdataset is
+    not installed, the index has weights, or there are fewer shards than decoding workers of all ranks.
     """
     data = open_prepared(folder)
     resolve_class_names(data.classes, hp)
@@ -106,7 +106,7 @@ def check_prepared_set(
 
 
 def cache_size_warnings(index: ShardIndex, hp: Hyperparameters, ranks: int, cache_bytes: int | None) -> list[str]:
-    """Return at most one warning, in a list: ``cache_bytes`` (None: no limit) are too few to keep the remote shards."""
+    """Return a list of one warning if ``cache_bytes`` (None: no limit) are too few for the remote shards, else []."""
     sizes = index.sizes
     if cache_bytes is None or not index.remote.any() or (sizes < 0).any() or cache_bytes >= sizes.sum():
         return []
@@ -151,9 +151,9 @@ def no_samples_error(dataset: str, purpose: str) -> UserError:
 
 
 def resolve_class_names(classes: Sequence[str], hp: Hyperparameters) -> tuple[str, ...]:
-    """Return the data set's class names, or else the numbers 0..num_classes-1 as texts.
+    """Return the data set's class names; without names, the numbers 0..num_classes-1 as texts.
 
-    Raises a UserError if neither is given, or ``num_classes`` differs from the number of classes.
+    Raises a UserError if there are no names and no ``num_classes``, or if the two differ in number.
     """
     if classes and hp.num_classes not in (0, len(classes)):
         raise UserError(f"num_classes={hp.num_classes}: the data set has {len(classes)}; set that, or 0")

@@ -40,7 +40,7 @@ class PublishedSet:
     def fingerprint(self, source: str) -> str:
         """Return the set's name with a hash of the digests that its files must have.
 
-        Reads a mirror's ``SHA256SUMS`` in up to 4 tries; prints and raises as :meth:`read_mirror_digests` does.
+        Reads a mirror's ``SHA256SUMS`` in up to 4 tries; failures go to stderr. UserError if it is unusable.
         """
         sums = self.read_mirror_digests(source, Progress())
         lines = (f"{name} {sums.get(name, known[0])}" for name, known in self.files.items())
@@ -49,8 +49,8 @@ class PublishedSet:
     def load(self, source: str, workspace: Path, progress: Progress) -> tuple[ImageArrays, str]:
         """Download and verify the files; return checked arrays, and the addresses that served them as text.
 
-        Downloads into ``workspace/raw``, and removes it after reading, but not after an error. Makes up to 4 rounds,
-        shows progress and raises as :meth:`download_file` does; also raises a UserError for other content.
+        Downloads into ``workspace/raw``; removes it after reading, not after an error. Tries each address up to 4
+        times; shows progress. Raises a UserError if no address serves a verified file or a file has another format.
         """
         sums = self.read_mirror_digests(source, progress)
         raw = workspace / "raw"
@@ -66,16 +66,16 @@ class PublishedSet:
     def download_file(self, name: str, source: str, sums: dict[str, str], folder: Path, progress: Progress) -> str:
         """Download one file into ``folder``, verify its digest, and return the folder or address it came from.
 
-        Tries only ``source``; if it is empty, the system's copy and then the public addresses; up to 4 rounds. ``sums``
-        holds the mirror's SHA-256 by file name; if it is empty, the published MD5 counts. Shows progress on stderr.
-        Raises a UserError if no address serves the verified file.
+        Tries only ``source``; if that is empty, the system's copy and then the public addresses. Tries each up to 4
+        times. ``sums`` holds the mirror's SHA-256 by file name; if it is empty, the published MD5 counts. Shows
+        progress on stderr. Raises a UserError if no address serves the verified file.
         """
         algorithm, digests = ("sha256", (sums[name],)) if sums else ("md5", self.files[name])
 
         def download_and_verify(address: str) -> str:
             """Download the file from one address, replace an earlier try, verify it, and return the address's folder.
 
-            Raises an UnavailableError; an AlteredError for a wrong digest.
+            Raises an AlteredError for a wrong digest, an UnavailableError if the file cannot be read.
             """
             digest, place = hashlib.new(algorithm, usedforsecurity=False), address.removesuffix(name)
             remote = storage.local_path(address) is None
@@ -108,8 +108,8 @@ class PublishedSet:
     def read_mirror_digests(self, source: str, progress: Progress) -> dict[str, str]:
         """Return the SHA-256 of each file by name, from a mirror's ``SHA256SUMS``; {} without a mirror or that file.
 
-        With it a team can serve its own data in the format of a published set. Tries up to 4 times, and shows failures
-        on stderr. Raises a UserError if the mirror cannot be read, or ``SHA256SUMS`` cannot be parsed or lacks a file.
+        So a team can serve its own data in the format of a published set. Tries up to 4 times, and shows failures on
+        stderr. Raises a UserError if the mirror cannot be read, or ``SHA256SUMS`` cannot be parsed or lacks a file.
         """
         if not source:
             return {}
