@@ -63,7 +63,7 @@ def join(indexes: tuple[str, ...], output: Path, weights: tuple[float, ...], nam
 @click.option("--decode", is_flag=True, help="Also decode all images, and count samples that training cannot read.")
 @PROGRESS
 def verify(index: str, decode: bool, progress: str) -> None:
-    """Read all shards of an index whole and print each difference; exit with status 1 if there is any."""
+    """Read all shards of an index whole; print each difference from it, and exit with status 1 if there is any."""
     problems = verify_index(index, decode=decode, progress=progress)
     for problem in problems:
         click.echo(problem)
@@ -76,7 +76,7 @@ def verify(index: str, decode: bool, progress: str) -> None:
 @click.argument("index")
 @click.option("--shards", "list_shards", is_flag=True, help="List the shards, too.")
 def show(index: str, list_shards: bool) -> None:
-    """Read an index and print a summary and, with --shards, its shards; no shard is opened."""
+    """Read an index, in up to 4 tries; print a summary and, with --shards, a list of its shards. Open no shard."""
     content = read_index(index)
     for key, value in content.summary().items():
         click.echo(f"{key:<16} {value}")
@@ -128,8 +128,8 @@ def pack(
 def plan(**options: Any) -> None:
     """Print how many batches each rank gets, what each node reads and caches, and whether DDP would hang.
 
-    INDEX is the address of an index; only the first sample of each of its data sets is read. Or give --shards,
-    --samples and --size. Exits with status 1 if DDP would hang.
+    INDEX is the address of an index; only the first sample of each of its data sets is read. Without an index give
+    --shards, --samples and --size. Exits with status 1 if DDP would hang.
     """
     for line in describe_plan(PlanRequest(**options)):
         click.echo(line)

@@ -51,9 +51,9 @@ class ShardCache:
 
         Evicts other shards for a download; waits, without a limit, while another process downloads the shard. Locks a
         cached file against eviction until it is closed or unlocked. Opens a shard of this machine in its own place; the
-        first time, reads it whole to compare it with the index. Raises DamagedShardError if that differs,
-        CacheFullError if shards in use leave no room, UserError if the shard cannot be read or fetched, a fetched one
-        differs, or the cache's folder cannot be written.
+        first time, reads it whole to compare it with the index. Raises DamagedShardError if a shard of this machine
+        differs, CacheFullError if shards in use leave no room, UserError if the shard cannot be read or fetched, a
+        fetched one differs, or the cache's folder cannot be written.
         """
         path = storage.local_path(shard.url)
         if path is not None:
@@ -64,8 +64,8 @@ class ShardCache:
     def open_local_shard(self, path: Path, shard: Shard) -> BinaryIO:
         """Compare a file of this machine with the shard's size and digest in the index; return the open file.
 
-        Reads the whole file for the digest, once, as :meth:`verify_digest_once` does. Raises DamagedShardError if size
-        or digest differ, UserError if the path is no regular file or cannot be read.
+        Reads the whole file for the digest, unless the cache's folder has a record of a match. Raises DamagedShardError
+        if size or digest differ, UserError if the path is no regular file or cannot be read.
         """
         try:
             status = path.stat()
@@ -82,9 +82,9 @@ class ShardCache:
     def verify_digest_once(self, path: Path, status: os.stat_result, shard: Shard) -> None:
         """Read a file of this machine and compare its digest with the index; record a match by an empty file.
 
-        The record, in the cache's folder, is for this path, size, times and digest; there is none if the folder cannot
-        be written. Does nothing if there is a record, or the index has no digest. Other processes that open the shard
-        wait, without a limit. Raises DamagedShardError if the digest differs, OSError if the file cannot be read.
+        The record, in the cache's folder, is for this path, size, times and digest; without a writable folder none is
+        made. Does nothing if there is a record, or the index has no digest. Meanwhile other processes that open the
+        shard wait, without a limit. Raises DamagedShardError if the digest differs, OSError if the file cannot be read.
         """
         kind, wanted = shard.digest
         # ctime too: copying tools set mtime to that of the original, but cannot set ctime.
@@ -134,10 +134,10 @@ class ShardCache:
     def remove_damaged_shard(self, shard: Shard, *, unreadable: bool = False) -> bool:
         """Remove a damaged shard from the cache, even while it is read; return whether the next open fetches it again.
 
-        Reads the whole file to compare its digest; if the index has no digest, ``unreadable`` says whether the shard is
-        damaged. Waits, without a limit, for the shard's lock. Removes nothing, and returns False, if the shard is
-        undamaged, if it lies on this machine in its own place, or if the cache's folder cannot be written. Returns True
-        if it is not cached. Raises UserError if it cannot be read or removed.
+        Reads the whole file to compare its digest; if the index has no digest, ``unreadable`` says if it is damaged.
+        Waits, without a limit, for the shard's lock. Removes nothing, and returns False, if the shard is undamaged, if
+        it lies on this machine in its own place, or if the cache's folder cannot be written. Returns True if the shard
+        is not cached. Raises UserError if it cannot be read or removed.
         """
         if storage.local_path(shard.url) is not None or not os.access(self.folder, os.W_OK):
             return False
@@ -193,7 +193,7 @@ class ShardCache:
         """Download a shard into an open file, from its start, and compare size and digest with the index. Tries once.
 
         Evicts shards if disk or cache is full. Raises AlteredError, transient, if size or digest differ from the index,
-        UnavailableError if the shard cannot be read, and errors of :meth:`reserve_space` and :meth:`write_chunk`.
+        UnavailableError if the shard cannot be read, CacheFullError, UserError or OSError if there is no space for it.
         """
         kind, wanted = shard.digest
         digest = hashlib.new(kind, usedforsecurity=False)
@@ -233,8 +233,8 @@ class ShardCache:
     def reserve_space(self, file: io.FileIO, size: int) -> None:
         """Evict unlocked shards until an open file of ``size`` bytes fits into the cache's limit; set the file's size.
 
-        Evicts the least recently used first, none without a limit. Removes partial files of killed downloads. Waits,
-        without a limit, for the lock ``room``. Raises CacheFullError if shards in use and other downloads leave no
+        Evicts the least recently used first; nothing without a limit. Removes partial files of killed downloads. Waits,
+        without a limit, for the lock on the cache. Raises CacheFullError if shards in use and other downloads leave no
         room, UserError if ``size`` is larger than the limit, OSError if the folder cannot be written.
         """
         if self.limit is not None and size > self.limit:
@@ -271,7 +271,7 @@ class ShardCache:
         return sorted(files)
 
     def evict_file(self, path: Path) -> int:
-        """Truncate and remove a cached shard, and return the freed bytes; return 0 if locked, gone or read-only."""
+        """Truncate and remove a cached shard, and return the freed bytes; 0 if it is locked, gone or read-only."""
         with suppress(FileNotFoundError, PermissionError), path.open("r+b") as file, suppress(BlockingIOError):
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             status = os.fstat(file.fileno())
@@ -282,10 +282,10 @@ class ShardCache:
         return 0
 
     def hold_lock(self, name: str, *, wait: bool = True) -> AbstractContextManager[None]:
-        """Hold an exclusive lock for a block: ``room``, of the list of cached files, or a shard's, by its hex name.
+        """Hold an exclusive lock for a block: on the list of cached files (``room``), or on a shard, by its hex name.
 
-        Makes a lock file, which stays; shards may have one lock in common. Waits without a limit, even for a lock that
-        this thread holds, so never wait for one shard's lock inside another's. With ``wait`` false raises
+        Makes a lock file, which stays. Waits without a limit; for ever if this thread holds the lock. Several shards
+        may have the same lock, so never wait for a shard's lock while holding another's. With ``wait`` false raises
         BlockingIOError instead. Raises OSError if the folder cannot be written.
         """
         name = name if name == "room" else f"{int(name, 16) % LOCKS:04d}"

@@ -49,7 +49,7 @@ class OpenShard:
 
     @contextmanager
     def keep_open(self) -> Iterator[OpenShard]:
-        """Yield this shard, open and protected from eviction in the block; open or fetch it as :meth:`open_file` does.
+        """Yield this shard, open and protected from eviction in the block; if it is not open, call :meth:`open_file`.
 
         Other threads wait while it is opened. Updates the time of last use of a cached shard, at most once a second.
         """
@@ -83,7 +83,7 @@ class OpenShard:
 
         Closes the file that was open before. Fetches the shard, with up to 3 retries, if it is not in the cache; waits
         up to 60 s while the cache is full, and without a limit while another process downloads the shard. Reads the
-        whole shard to make a table if there is none beside the index or it cannot be read. Raises DamagedShardError if
+        whole shard to make a table if the one beside the index is missing or unreadable. Raises DamagedShardError if
         the shard is damaged, UserError if it cannot be opened or has another number of samples than the index says.
         """
         shard = self.shard
@@ -104,9 +104,9 @@ class OpenShard:
 
 
 def open_shard_when_room(shard: Shard, cache: ShardCache) -> BinaryIO:
-    """Open a shard as :meth:`ShardCache.open_shard` does; while the cache is full, try again for up to 60 s.
+    """Call :meth:`ShardCache.open_shard`, return its file; while the cache is full, call it again for up to 60 s.
 
-    Other readers release shards after each sample. Raises CacheFullError after the 60 s, other errors at once.
+    Meanwhile other readers may release shards. Raises CacheFullError after the 60 s, other errors at once.
     """
     deadline, pause = time.monotonic() + WAIT_FOR_ROOM, 0.01
     while True:
@@ -126,7 +126,7 @@ def read_sample_members(
 
     ``read_bytes(start, length)`` must return bytes of the shard. Reads only the members ``wanted`` (extensions in lower
     case; None for all). Raises DamagedShardError if the shard has other bytes than ``table`` says, UserError for an
-    OSError; other errors of ``read_bytes`` go through.
+    OSError of ``read_bytes``; its other errors go through.
     """
     contents = {}
     for member in table.sample_members(sample):
@@ -190,8 +190,8 @@ class ShardReader:
 
         Reads only the members ``wanted`` (extensions in lower case; None for all). Fetches the shard if it is not in
         the cache, and once more if it is damaged; waits up to 60 s while the cache is full, and without a limit while
-        another process downloads the shard. Keeps the shard open; closes others and starts fetching threads as
-        :meth:`open_shard` does. Raises DamagedShardError if it is still damaged, UserError if it cannot be had.
+        another process downloads the shard. Keeps the shard open, closes others, and may start threads that fetch the
+        next ones. Raises DamagedShardError if it is still damaged, UserError if it cannot be read.
         """
         number, inside = self.index.locate(sample)
 
@@ -222,8 +222,8 @@ class ShardReader:
     def open_shard(self, number: int) -> Iterator[OpenShard]:
         """Yield the open shard of that number, protected from eviction in the block; fetch it if it is not cached.
 
-        Closes the shards not used for longest if more than ``most_open`` are open. If this one was to be prefetched,
-        starts threads that fetch the next ones. Raises the errors of :meth:`OpenShard.open_file`.
+        Closes the shards not used for longest if more than ``most_open`` are open. If :meth:`prefetch_shards` was given
+        this shard, starts threads that fetch the next ones. Raises the errors of :meth:`OpenShard.open_file`.
         """
         state = self.state
         with state.lock:
@@ -243,8 +243,8 @@ class ShardReader:
     def prefetch_shards(self, numbers: Iterable[int]) -> None:
         """Start daemon threads that fetch shards into the cache, at most ``most_ahead`` before they are read.
 
-        ``numbers`` are in the order in which the shards will be read, and follow those of earlier calls; what is beyond
-        the limit is fetched later, when shards are read. Ignores UserErrors: the read meets them again.
+        ``numbers`` are in the order in which the shards will be read, after those of earlier calls; shards beyond the
+        limit are fetched later, when others are read. Ignores UserErrors, which a later read raises.
         """
         state = self.state
         with state.lock:

@@ -16,10 +16,10 @@ MOST_NAMED = 6  # members of a sample that an error lists
 
 
 def find_image_and_label(sample: str, extensions: Iterable[str]) -> tuple[str, str]:
-    """Return the extensions of the image and of the label that training reads, of all ``extensions`` of a sample.
+    """Return the extensions of the image and of the label that training reads, out of a sample's ``extensions``.
 
-    Ignores case, as webdataset does. Of several images takes the kind that comes first in ``TRAINED_ON``. Raises
-    UserError, which begins with ``sample``, if there is no image or no label.
+    Ignores case, as webdataset does. Of several images takes the first kind in ``TRAINED_ON``. Raises UserError, which
+    begins with ``sample``, if there is no image or no label.
     """
     found = {extension.lower(): extension for extension in extensions}
     image = next((found[kind] for kind in TRAINED_ON if kind in found and kind != LABEL), None)
@@ -67,8 +67,8 @@ def decode_sample(sample: dict[str, Any]) -> dict[str, Any]:
     """Return a copy of a sample with its members decoded by their extensions; other members stay as they are.
 
     Images become PIL images, ``.cls`` and ``.cls2`` int, ``.txt`` and ``.text`` str, ``.json`` Python values, ``.npy``
-    numpy arrays; ``.seg.png`` is decoded as ``.png``. Raises UserError if a member cannot be decoded; but an image is
-    decoded when first used, and raises Pillow's OSError then if it is truncated.
+    numpy arrays; ``.seg.png`` is decoded as ``.png``. Raises UserError if a member cannot be decoded. An image is
+    decoded when first used; a truncated one raises Pillow's OSError then.
     """
     return {name: decode_member(sample, name, content) for name, content in sample.items()}
 

@@ -111,9 +111,9 @@ class ShardIndex:
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 (hex) that identifies the data: of classes, parts, and each shard's size, samples and digest.
+        """Return the SHA-256 (hex) of classes, parts, and each shard's size, number of samples and digest.
 
-        A shard without a digest is identified by its address. Computed once.
+        In place of a missing digest takes the shard's address. Computed once.
         """
         lines = [json.dumps([self.classes, [[part.name, part.weight] for part in self.parts]])]
         lines += [f"{s.samples} {s.size} {s.digest[1] or s.url} {s.part}" for s in self.shards]
@@ -138,7 +138,7 @@ def read_index(address: str) -> ShardIndex:
 
     Retries transient errors up to 3 times each, with pauses of up to 7 s in all. Turns Python's garbage collector off
     meanwhile. Raises UserError if an index cannot be read or is malformed, has an address that
-    :func:`resolve_address_in_index` refuses, or refers to one that refers to others, or if two have different classes.
+    :func:`resolve_address_in_index` refuses, or if an index within it refers to others or has other classes.
     """
     try:
         return build_index(address, load_index_json(address))
@@ -153,7 +153,7 @@ def build_index(address: str, content: dict[str, Any]) -> ShardIndex:
     """Return the index whose JSON is ``content``; read the indexes that it refers to, in up to 4 tries each.
 
     Relative addresses start from the folder of ``address``, where the index is or will be. Pauses garbage collection.
-    Raises UserError as :func:`read_index`; LookupError, TypeError, ValueError or AttributeError for bad fields.
+    UserError for what :func:`read_index` refuses; LookupError, TypeError, ValueError or AttributeError for bad fields.
     """
     sources = [(address, content, content)] if content.get("shardlist") else []
     sources += [resolve_part(address, content, entry) for entry in content.get("datasets") or []]
@@ -218,7 +218,7 @@ def resolve_part(address: str, content: dict[str, Any], entry: Any) -> tuple[str
     """Return the address and JSON of the index that lists a part's shards, and the part's ``entry`` in ``datasets``.
 
     ``address`` and ``content`` are those of the index that has the part. An entry with ``source_url`` names another
-    index, which is read with up to 3 retries. Raises UserError if that is refused, unreadable or refers to others.
+    index, which is read with up to 3 retries. Raises UserError if it is refused, unreadable or refers to others.
     """
     if entry.get("source_url"):
         where = resolve_address_in_index(address, base_address(address, content), entry["source_url"])
@@ -241,7 +241,7 @@ def list_class_names(address: str, content: dict[str, Any]) -> tuple[str, ...]:
 def base_address(address: str, content: Mapping[str, Any]) -> str:
     """Return the folder or prefix that relative addresses in the JSON of an index start from.
 
-    Raises UserError if the index names one that :func:`resolve_address_in_index` refuses.
+    Raises UserError if the index has a ``base`` that :func:`resolve_address_in_index` refuses.
     """
     folder = storage.parent(address)
     return resolve_address_in_index(address, folder, content["base"]) if content.get("base") else folder
@@ -251,8 +251,8 @@ def resolve_address_in_index(index: str, base: str, named: Any) -> str:
     """Return ``named``, an address in the index at the address ``index``, as an absolute one.
 
     A relative one starts at ``base``, a folder or prefix. Raises UserError if ``named`` is no text, empty, of no known
-    kind, or cannot be a URL or a file's name; if it is a local file, but the index is remote; or if the index is on a
-    web server, and ``named`` has another origin, and FLYTE_DDP_ALLOWED_ADDRESSES lists neither that nor a folder of it.
+    kind, or cannot be a URL or a file's name; if it is a local file of a remote index; or if the index is on a web
+    server and ``named`` elsewhere, unless FLYTE_DDP_ALLOWED_ADDRESSES lists its server or a folder above it.
     """
     shown = shorten_repr(named)
     if not isinstance(named, str) or not named or "\0" in named:
@@ -321,7 +321,7 @@ def require_count(value: Any, most: int = MOST_BYTES, least: int = 0) -> int:
 
 
 def index_json(index: ShardIndex, folder: str, tables: str, *, packed: bool = False) -> bytes:
-    """Return the JSON of an index of one part, with one shard in each line; raise ValueError for several parts.
+    """Return the JSON of an index of one part, with one shard a line; raise ValueError for several parts.
 
     ``folder`` is the folder that the index will be in: addresses of shards below it become relative, and ``tables`` is
     the name of a file in it. ``packed`` says that the next packing under this name may remove the shards.

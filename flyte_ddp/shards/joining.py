@@ -20,7 +20,7 @@ def join_indexes(
     Reads the indexes, with up to 3 retries. ``weights`` are the passes that an epoch makes through each data set, such
     as 2 or 0.5; by default one. Without a name, the data set has that of the output file. Replaces another index at
     ``output``. Raises UserError if an index cannot be read, refers to others, has other classes or is given twice; if
-    the weights are not as many or not above 0; if the output is one of the indexes, another file, or not writable.
+    weights are given, but not one above 0 for each; if the output is one of the indexes, another file, or not writable.
     """
     addresses = [str(storage.local_path(address) or address) for address in addresses]
     output = resolve_index_output(output, addresses)

@@ -44,14 +44,14 @@ def pack_samples(
 ) -> ShardIndex:
     """Pack samples into shards (tar files) and their index ``<name>.json`` in a folder; return the index.
 
-    Calls ``make_sample`` with each number below ``count``, in up to 32 threads; it returns a sample's key and members,
-    and its exceptions end the packing, and reach the caller. ``seed`` mixes the samples; None keeps their order.
-    Training mixes only neighbouring shards, so samples that are sorted by class should be mixed. The same samples make
-    the same bytes. Replaces shards and index of an earlier packing under this name when all new shards, in a hidden
-    folder, are complete; other files stay. If packing fails or is killed, the index refers to the complete old shards
-    or to the complete new ones. Delays SIGINT while it replaces them. Prints progress to stderr (auto, bar, lines or
-    off). Raises UserError if there are no samples, an argument is out of range, a label has no class, a class name is
-    not UTF-8, the folder cannot be written, another process is packing this index, or ``<name>.json`` is no index.
+    Calls ``make_sample`` with each number below ``count``, in up to 32 threads; it returns a sample's key and members.
+    Its exceptions end the packing and reach the caller. ``seed`` mixes the samples; None keeps their order. Training
+    mixes only neighbouring shards, so samples that are sorted by class should be mixed. The same samples make the same
+    bytes. Replaces shards and index of an earlier packing under this name when all new shards, in a hidden folder, are
+    complete; other files stay. If packing fails or is killed, the index refers to the complete old shards or to the
+    complete new ones. Delays SIGINT while it replaces them. Prints progress to stderr (auto, bar, lines or off). Raises
+    UserError if there are no samples, an argument is out of range, a label has no class, a class name is not UTF-8, the
+    folder cannot be written, another process is packing this index, or ``<name>.json`` is no index.
     """
     if count == 0:
         raise UserError(f"{name}: there is no sample to pack")
@@ -110,8 +110,8 @@ def write_shard(path: Path, samples: Iterable[tuple[str, Members]], advance: Cal
 def open_workspace(index: Path) -> Iterator[Path]:
     """Make and lock an empty hidden folder beside the index, yield its path, and remove the folder after the block.
 
-    If an earlier packing was killed while its shards were moved to their final places, first moves the others; deletes
-    what else it left. Makes missing parent folders, which stay. Keeps the folder if the index refers to it. Raises
+    If an earlier packing was killed while it moved shards to their final places, first moves the rest of them; deletes
+    its other files. Makes missing parent folders, which stay. Keeps the folder if the index refers to it. Raises
     UserError at once if another process packs this index, or the folder cannot be written.
     """
     workspace = index.with_name(f".{index.stem}.packing")
@@ -195,7 +195,7 @@ def read_json_or_empty(index: Path) -> dict[str, Any]:
 
 
 def list_packed_shards(index: Path) -> list[str]:
-    """Read an index; return the names of the shards packed with it, [] if it has existing shards or is missing."""
+    """Read an index; return the names of shards packed with it; [] if it is missing or was not made by packing."""
     content = read_json_or_empty(index)
     if not (content.get(EXTENSION) or {}).get("packed"):
         return []

@@ -30,8 +30,8 @@ HYPERPARAMETERS = ("batch_size", "shuffle_shards", "accumulation_steps", "valida
 def describe_plan(request: PlanRequest) -> Iterator[str]:
     """Yield the plan as texts of one or more lines, then a warning if training cannot read a first sample.
 
-    Reads the index, with up to 3 retries, and the first sample of each part, without. Raises UserError if the options
-    are incomplete or out of range, the index cannot be read, or, after all lines, DDP would hang on a stream.
+    Reads the index, with up to 3 retries, and the first sample of each part, without retries. Raises UserError if the
+    options are incomplete or out of range, the index cannot be read, or (after all lines) DDP would hang on a stream.
     """
     if bool(request.index) == bool(request.shards):
         raise UserError(f"index={request.index!r}, shards={request.shards}: give an index, or --shards with --samples")
@@ -63,10 +63,10 @@ def describe_plan(request: PlanRequest) -> Iterator[str]:
 
 
 def describe_epoch(request: PlanRequest, order: ShardOrder, sizes: Counts | None) -> Iterator[str]:
-    """Return what ranks and nodes read in the first epoch of training, as lines of text: each a name and a value.
+    """Yield lines of text, each a name and a value, on what ranks and nodes read in the first epoch of training.
 
-    Later epochs have the same length and read other shards. ``sizes`` has the bytes of each shard, [shards]; None if
-    unknown. Raises UserError if there are no samples, or a batch has fewer samples than there are ranks.
+    Later epochs have the same length and read other shards. ``sizes`` has the bytes of each shard, [shards]; None: not
+    known. Raises UserError if there are no samples, or a batch has fewer samples than there are ranks.
     """
     batch_size, ranks, samples = request.batch_size, request.total_ranks, len(order)
     if not samples:
@@ -200,9 +200,9 @@ class StreamPlan:
     def suggest_options(self) -> list[dict[str, int]]:
         """Return changes of options, such as {"workers": 3}; each gives all ranks the same number of batches.
 
-        These are: the largest ``nbatches`` that every rank reaches; the most batches of a rank as ``nbatches``, with
-        the smallest ``dsrepeat`` with which all reach them; the nearest ``workers`` below and above, up to twice as
-        many; the nearest ``shards`` below and above that readers share evenly, if all shards have as many samples.
+        (1) ``nbatches``: as many as the rank with fewest batches gets now. (2) ``nbatches``: as many as the rank with
+        most gets, and the smallest ``dsrepeat`` by which all ranks get them. (3) The nearest ``workers`` below and
+        above, up to twice as many. (4) The nearest ``shards`` that readers share evenly, for equal shards.
         """
         least, most = int(self.batches.min()), int(self.batches.max())
         changes = [{"nbatches": least}] if least else []

@@ -45,7 +45,7 @@ class SampleTable:
         return [Member(key, self.extensions[kind], *place) for kind, *place in zip(*columns, strict=True)]
 
     def to_bytes(self) -> bytes:
-        """Return the table in numpy's compressed ``.npz`` format; in it each name ends with ``SEPARATOR``, a NUL."""
+        """Return the table in numpy's compressed ``.npz`` format. Keys and extensions end with ``SEPARATOR``, a NUL."""
         buffer = io.BytesIO()
         columns = {name: getattr(self, name) for name in COLUMNS}
         for column, names in (("keys", self.keys), ("extensions", self.extensions)):
@@ -66,7 +66,7 @@ class SampleTable:
 def read_table(shard: Shard) -> SampleTable:
     """Read the shard's table from the file with all tables, and return it; ``shard.table`` must not be None.
 
-    Tries once. Raises UnavailableError if the file cannot be read, ValueError if it has no such table there.
+    Tries once. Raises UnavailableError if the file cannot be read, ValueError if the shard's table is not in it.
     """
     assert shard.table is not None
     address, start, length, digest = shard.table

@@ -66,8 +66,8 @@ class HashedStream:
 def scan_shard(url: str, *, decode: bool = False) -> ScannedShard:
     """Read a whole shard and return its size, digests, samples and labels; with ``decode``, decode its images too.
 
-    Retries transient errors up to 3 times. Raises UserError if the shard cannot be read, is no tar file, has members
-    that :func:`iterate_members` or :func:`tabulate_members` refuses, or a ``.cls`` member that is no class number.
+    Retries transient errors up to 3 times. Raises UserError if the shard cannot be read, is no tar file, has links,
+    devices, names outside its folder, samples with scattered members or equal extensions, or a bad ``.cls``.
     """
 
     def is_wanted(extension: str) -> bool:
@@ -131,7 +131,7 @@ def describe_decoding_failure(where: dict[str, str], extension: str, content: by
 
 
 def expand_ranges(url: str) -> list[str]:
-    """Return an address for each number of ranges such as ``{000..127}`` in ``url``; none if a range counts down."""
+    """Return the addresses that ranges such as ``{000..127}`` in ``url`` stand for; none if a range counts down."""
     match = RANGE.search(url)
     if match is None:
         return [url]
@@ -145,7 +145,7 @@ def create_index(
 ) -> ShardIndex:
     """Read whole shards, write their index and a file with their tables of samples, and return the index.
 
-    Expands ``{000..127}`` in ``urls`` and calls :func:`index_shards`; raises UserError for equal or blank class names.
+    Expands ``{000..127}`` in ``urls``. Calls :func:`index_shards`. Raises UserError for equal or blank class names.
     """
     classes = normalize_class_names("classes", classes)
     for label, count in Counter(classes).items():
@@ -216,7 +216,7 @@ def resolve_index_output(path: Path, inputs: Iterable[str] = ()) -> Path:
     """Return the absolute path of an index to write; raise UserError if a folder, or a file of another kind, is there.
 
     Reads an existing index there. Also raises UserError if the path is a remote address, or if the index or its file of
-    tables would overwrite one of the addresses ``inputs`` that it is made from.
+    tables would overwrite one of ``inputs``, the addresses that the index is made from.
     """
     if ADDRESS.match(str(path)):
         raise UserError(f"{path}: cannot be written to; choose a path on this machine, and copy it there afterwards")
@@ -256,7 +256,7 @@ def verify_shard(shard: Shard, classes: int, *, decode: bool) -> list[str]:
     """Read a whole shard and its stored table, with up to 3 retries each; return a sentence about each difference.
 
     A shard or table that cannot be read is a difference. ``classes`` is the number of classes in the index, 0 if it
-    does not say. ``decode`` is as in :func:`verify_index`.
+    does not say. With ``decode`` also decodes images.
     """
     try:
         found = scan_shard(shard.url, decode=decode)

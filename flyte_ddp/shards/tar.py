@@ -44,8 +44,8 @@ def iterate_members(
 ) -> Iterator[tuple[Member, bytes | None]]:
     """Yield the members of a tar file in their order, each with its content if ``is_wanted(extension)``, else None.
 
-    Reads the file, which need not be seekable, to its end; ``file.read(n)`` may return fewer than n bytes only there,
-    and its errors go through. Skips folders, files without an extension (as wids), names that begin with a dot (as
+    Reads the file, which need not be seekable, to its end; ``file.read(n)`` returns fewer than n bytes only at the end;
+    its errors go through. Skips folders, files without an extension (as wids), names that begin with a dot (as
     webdataset), and ``._x.jpg``, which a Mac's tar adds. Raises DamagedShardError, with the address ``shard``, if the
     file is no whole tar file; UserError if it has a link, a device, a sparse file, or a name outside its folder.
     """
@@ -138,7 +138,7 @@ class Archive:
     def skip_to(self, place: int) -> None:
         """Move forward to byte ``place``: seek in a seekable file, else read the bytes before it.
 
-        Raises DamagedShardError if the file ends before; after a seek, only the next :meth:`read` raises it.
+        Raises DamagedShardError if the file ends before it; after a seek, the next :meth:`read` raises it instead.
         """
         if self.file.seekable():
             self.file.seek(place - self.place, 1)
