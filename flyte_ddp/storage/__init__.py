@@ -55,7 +55,7 @@ def open_file(address: str, span: Span | None = None) -> AbstractContextManager[
 
     ``span`` is the number of the first byte and of the byte after the last; None opens the whole file. Waits up to 10 s
     for a connection and 30 s for each piece of the content; does not retry. Raises UserError at once for an address of
-    no known kind; UnavailableError on entering the block, or from the chunks, if the file cannot be read.
+    no known kind; UnavailableError, on entering the block or while chunks are read, if the file cannot be read.
     """
     return select_storage(address).open_file(address, span)
 
@@ -91,7 +91,7 @@ def download_file(address: str, file: BinaryIO) -> None:
 def stat_file(address: str) -> Entry:
     """Return the size and tag of a file without reading its content; the returned entry's name is "". Does not retry.
 
-    A web server that sends no size gives -1; without an ETag the tag is the time of the last change, else "". Waits up
+    The size is -1 if a web server sends none. The tag is the ETag, or else the time of the last change, or "". Waits up
     to 10 s to connect, 30 s for the response. Raises MissingError, or UnavailableError for other failures.
     """
     return select_storage(address).stat_file(address)
@@ -103,8 +103,8 @@ def list_files(address: str) -> Iterator[Entry]:
     Keeps the whole list in memory. On this machine follows symlinks, and skips hidden files and folders; on a web
     server reads the list in the folder's file ``SHA256SUMS``. Yields nothing for a prefix without objects. Waits up to
     10 s to connect and 30 s for each response; does not retry. Raises UserError at once for an address of no known
-    kind; MissingError if a folder of this machine is missing, UnavailableError if the files cannot be listed: at the
-    call for a bucket, else at the first file.
+    kind; MissingError if a folder of this machine is missing, UnavailableError if the files cannot be listed: for a
+    bucket at the call, elsewhere at the first file.
     """
     return select_storage(address).list_files(address)
 
@@ -122,7 +122,7 @@ def create_file(address: str, content: bytes | Path) -> None:
     """Write bytes, or a copy of the file at a path, to an address where no file is yet. Does not retry.
 
     Makes missing folders. Readers see no file or the whole file; on this machine it is on the disk before this returns.
-    Raises ExistsError if there is a file, which an earlier try may have written whose response was lost;
+    Raises ExistsError if there is a file; an earlier try whose response was lost may have written it. Raises
     UnavailableError if the file cannot be written; UserError if the address is of a web server.
     """
     select_storage(address).write_file(address, content, create=True)
@@ -132,7 +132,7 @@ def delete_files(addresses: Sequence[str]) -> None:
     """Delete files that are all in one bucket or all on this machine, many with each request. Does not retry.
 
     Waits up to 10 s to connect, 30 s for each response. Raises MissingError if a file is missing, which S3 does not
-    report; UnavailableError if a file cannot be deleted, when others may be gone already; UserError for a web server.
+    report; UnavailableError if a file cannot be deleted (others may be gone by then); UserError for a web server.
     """
     if addresses:
         select_storage(addresses[0]).delete_files(addresses)

@@ -70,7 +70,7 @@ def resolve(base: str, address: str) -> str:
     """Return the absolute form of an address that may be relative to the folder or prefix ``base``.
 
     An address with "://" is returned unchanged. A relative one is names joined by "/": ".." goes one folder up, "/" at
-    the start leads to the top of machine, server or bucket; "#", "?" and "%" in names are ordinary characters.
+    the start leads to the top of the machine, server or bucket; "#", "?" and "%" in names are ordinary characters.
     """
     if "://" in address:
         return address

@@ -24,7 +24,7 @@ CREDENTIALS_LIFETIME = timedelta(minutes=10)  # then obstore asks botocore again
 def make_s3_store(bucket: str) -> Any:
     """Return obstore's store of a bucket on AWS or on another server with S3's protocol.
 
-    Key and endpoint are those of ``FLYTE_AWS_*``; where these are not set, botocore's (variables, profiles, roles),
+    Takes key and endpoint from ``FLYTE_AWS_*``; what these do not set, from botocore (variables, profiles, roles),
     which may ask servers for credentials. Without credentials requests are anonymous. Without an endpoint, asks AWS for
     the bucket's region. Unusable settings raise ValueError, OSError or botocore's exceptions.
     """
@@ -79,8 +79,8 @@ def find_bucket_region(bucket: str, default: str, bundle: str | None) -> str:
 def make_google_store(bucket: str) -> Any:
     """Return obstore's store of a bucket of Google Cloud Storage, with application default credentials.
 
-    google-auth fetches a token; its exceptions go through. Requests are anonymous without credentials, and to the
-    server that ``STORAGE_EMULATOR_HOST`` names. Raises ValueError for unusable ``GOOGLE_APPLICATION_CREDENTIALS``;
+    google-auth fetches a token; its exceptions go through. Requests are anonymous if there are no credentials, or if
+    ``STORAGE_EMULATOR_HOST`` names the server. Raises ValueError for unusable ``GOOGLE_APPLICATION_CREDENTIALS``;
     OSError or ValueError if ``REQUESTS_CA_BUNDLE`` names no certificates.
     """
     from google import auth
@@ -106,7 +106,7 @@ def make_google_store(bucket: str) -> Any:
 def make_azure_store(container: str) -> Any:
     """Return obstore's store of a container of Azure Blob Storage; sends no request yet.
 
-    ``FLYTE_AZURE_*`` come first; obstore itself reads the ``AZURE_*`` variables, and later asks for managed identities.
+    ``FLYTE_AZURE_*`` take precedence over ``AZURE_*``, which obstore reads. It may ask for managed identities later.
     Raises obstore's exceptions for unusable settings; OSError or ValueError if ``REQUESTS_CA_BUNDLE`` names no
     certificates.
     """

@@ -46,8 +46,8 @@ def open_file(address: str, span: Span | None) -> Iterator[Content]:
 def stat_file(address: str) -> Entry:
     """Return the size (-1 if not sent) and the tag of a file of an HTTP server, by a HEAD request.
 
-    The tag is the ETag, else the time of the last change, else "". Raises MissingError for status 404 or 410,
-    UnavailableError for other failures.
+    The tag is the ETag; without one the time of the last change; without both "". Raises MissingError for status 404 or
+    410, UnavailableError for other failures.
     """
     with open_response(address, "HEAD", {}) as response:
         size, tag, time = (response.headers.get(name, "") for name in ("Content-Length", "ETag", "Last-Modified"))
@@ -123,8 +123,8 @@ class GuardedSession(requests.Session):
     def get_redirect_target(self, resp: requests.Response) -> str | None:
         """Return the address that a redirect names; None if the response is no redirect. Overrides requests' method.
 
-        Looks up another host. Closes ``resp`` and raises UnavailableError if that one is neither public nor allowed, or
-        the address is malformed or has a user name or a password.
+        Asks DNS for another host. Closes ``resp`` and raises UnavailableError if that host is neither public nor
+        allowed, or the address is malformed or has a user name or a password.
         """
         target = super().get_redirect_target(resp)
         try:

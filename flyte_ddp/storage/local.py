@@ -23,7 +23,7 @@ def require_local_path(address: str) -> Path:
 
 @contextmanager
 def translate_os_errors() -> Iterator[None]:
-    """Convert OSErrors of the block: those for a file that is not found to MissingError, others to UnavailableError."""
+    """Convert OSErrors of the block: MissingError if a file is not found, UnavailableError for others."""
     try:
         yield
     except (FileNotFoundError, NotADirectoryError):

@@ -42,8 +42,8 @@ def open_file(address: str, span: Span | None) -> Iterator[Content]:
     """Open an object, or a span of bytes of it, for one pass over its bytes; the server sends no more than the span.
 
     Waits up to 10 s to connect, 30 s without a byte. The first use of a bucket may ask servers for credentials and
-    region; from then on forks of this process cannot use object storage. Raises UnavailableError if the object cannot
-    be read, here or while the block reads the bytes.
+    region; later forks of this process cannot use object storage. Raises UnavailableError if the object cannot be read,
+    here or while the block reads the bytes.
     """
     stored = call_with_store(
         address, lambda store, key: obstore.get(store, key, options={"range": span} if span else {})
@@ -63,7 +63,7 @@ def read_chunks(stream: Iterable[Any]) -> Iterator[bytes]:
 def stat_file(address: str) -> Entry:
     """Return the size and ETag of an object, by a HEAD request; raise UnavailableError if that fails.
 
-    The first use of a bucket has the effects that :func:`open_file` names.
+    The first use of a bucket may ask servers for credentials and region; forks after it cannot use object storage.
     """
     stored = call_with_store(address, obstore.head)
     return Entry("", stored["size"], parse_etag(stored["e_tag"]))
@@ -73,8 +73,8 @@ def list_files(address: str) -> Iterator[Entry]:
     """List the objects below a prefix at once, into memory, and return an iterator over them, ordered by name.
 
     Leaves out an empty object whose name is the folder of another object; lists other empty objects as files. Waits up
-    to 10 s to connect, 30 s for each response. The first use of a bucket has the effects that :func:`open_file` names.
-    Raises UnavailableError if the bucket cannot be listed.
+    to 10 s to connect, 30 s for each response. The first use of a bucket may ask servers for credentials and region;
+    forks after it cannot use object storage. Raises UnavailableError if the bucket cannot be listed.
     """
     key, folders = split_key(address)[1], {""}
     start = len(key.rstrip("/")) + 1 if key else 0
@@ -90,8 +90,8 @@ def write_file(address: str, content: bytes | Path, *, create: bool) -> None:
     """Upload an object, and replace an object of that name; more than 16 MiB are sent in parts, four at a time.
 
     With ``create``, uploads in one request (on S3 at most 5 GB), and raises ExistsError if there is an object of that
-    name. The first use of a bucket has the effects that :func:`open_file` names. Raises UnavailableError if the upload
-    fails.
+    name. The first use of a bucket may ask servers for credentials and region; forks after it cannot use object
+    storage. Raises UnavailableError if the upload fails.
     """
     parts: dict[str, Any] = {"chunk_size": PART_BYTES, "max_concurrency": 4}
     options = {"mode": "create", "use_multipart": False} if create else parts
@@ -101,9 +101,9 @@ def write_file(address: str, content: bytes | Path, *, create: bool) -> None:
 def delete_files(addresses: Sequence[str]) -> None:
     """Delete objects of one bucket: up to 1,000 with each request on S3, 256 on Azure, one on Google.
 
-    Waits up to 10 s to connect, 30 s for each response. The first use of a bucket has the effects that
-    :func:`open_file` names. Raises MissingError if an object is missing (not on S3), UnavailableError if a request
-    fails; other objects may be deleted by then.
+    Waits up to 10 s to connect, 30 s for each response. The first use of a bucket may ask servers for credentials and
+    region; forks after it cannot use object storage. Raises MissingError if an object is missing (not on S3),
+    UnavailableError if a request fails; other objects may be deleted by then.
     """
     keys = [split_key(address)[1] for address in addresses]
     call_with_store(addresses[0], lambda store, _: obstore.delete(store, keys), DELETE)
@@ -112,10 +112,10 @@ def delete_files(addresses: Sequence[str]) -> None:
 def call_with_store(address: str, action: Callable[[Any, str], Result], right: str = READ) -> Result:
     """Call ``action(store, key)`` with obstore's store of a bucket and an object's key or prefix; return its result.
 
-    Any exception of ``action`` becomes an UnavailableError: a ForbiddenError, which names the ``right`` (READ, LIST,
-    WRITE or DELETE), if that is missing. Some servers refuse to read an object that does not exist; so after a refused
-    READ this lists the bucket, and raises a MissingError if the object is not there. The first use of a bucket has the
-    effects that :func:`open_file` names.
+    Any exception of ``action`` becomes an UnavailableError. A ForbiddenError names the ``right`` that is missing: READ,
+    LIST, WRITE or DELETE. Some servers refuse to read an object that does not exist; so after a refused READ this lists
+    the bucket, and raises a MissingError if the object is not there. The first use of a bucket may ask servers for
+    credentials and region; forks after it cannot use object storage.
     """
     start, key = split_key(address)
     scheme, bucket = start.lower().partition("://")[0], start.split("/")[2]
@@ -131,7 +131,7 @@ def explain_refusal(refused: UnavailableError, scheme: str, store: Any, key: str
     """Return the error for the 403 response ``refused``: a ForbiddenError with the missing right, or a MissingError.
 
     A server answers 403 and not 404 for a missing object if the caller may not list the bucket; on S3 also if the right
-    to list covers only a prefix. So after a refused READ this lists the bucket around the object.
+    to list covers only a prefix. Therefore after a refused READ this lists the bucket around the object.
     """
     names = RIGHTS[scheme]
     words = f"{refused}: the right to {right} ({names[right]}) is missing"
@@ -166,7 +166,7 @@ EXPLAINED = {
 def translate_error(error: Exception, *, anonymous: bool = False) -> UnavailableError:
     """Return the UnavailableError, or its subclass, for an exception of obstore, by patterns in its text.
 
-    Masks credentials. ``anonymous`` tells that the request was made without credentials, which the error then says.
+    Masks credentials. If ``anonymous``, the error for status 400, 401 or 403 says that there are no credentials.
     """
     text = str(error)  # the causes stand in the lines below the first
     status, cause, server = STATUS.search(text), CAUSE.search(text), SERVER.search(text)

@@ -38,7 +38,7 @@ def parse_web_address(address: str) -> Any:
 
 
 def may_be_named(address: str, source: str) -> bool:
-    """Return whether an index at the web address ``source`` may refer to ``address``: on its server, or an allowed one.
+    """Return whether an index at the web address ``source`` may name ``address``: one on the same server, or allowed.
 
     Allowed are the addresses in FLYTE_DDP_ALLOWED_ADDRESSES. Raises UserError for an address of no known kind.
     """
@@ -57,7 +57,7 @@ def is_allowed_address(address: str) -> bool:
 def may_follow_redirect(source: str, target: str) -> bool:
     """Return whether a redirect between absolute addresses leads to the same server, an allowed or a public address.
 
-    From http:// to https:// is the same server. Looks up the host of another server that is not allowed, without a
+    The same server may change from http:// to https://. Looks up a host that is neither the same nor allowed, without a
     timeout; returns True for an unknown name (a proxy may know it), and for a scheme that requests refuses. Raises
     UserError for an address with a user name or password.
     """

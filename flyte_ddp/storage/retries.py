@@ -19,10 +19,10 @@ def retry(
 ) -> Result:
     """Call ``action(address)`` for each address of a file in turn until one call succeeds, and return its result.
 
-    Makes up to 4 rounds over the addresses, with random pauses of up to 1, 2 and 4 s between them, before each of which
+    Makes up to 4 rounds over the addresses, with random pauses of up to 1, 2 and 4 s between rounds. Before each pause
     ``note`` gets a text: an address, its error, and the pause. Skips an address after a permanent error, or after two
-    AlteredErrors (one may be a fault of the network). Raises the UnavailableError of the only address; for a list of
-    addresses, one UnavailableError with the last error of each.
+    AlteredErrors (one may be a fault of the network). Raises the UnavailableError of a single address; of several, one
+    UnavailableError with the last error of each.
     """
     remaining = [addresses] if isinstance(addresses, str) else [*addresses]
     failures: dict[str, UnavailableError] = {}
