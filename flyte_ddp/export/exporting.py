@@ -149,7 +149,7 @@ def write_onnx_and_pt2(served: ServedModel, folder: Path) -> None:
 def silence_torch() -> Iterator[None]:
     """Silence torch's loggers, Python warnings and sys.stderr of the whole process in the block; imports torch._dynamo.
 
-    Exporters try several ways, and log a traceback for each one that fails. If all fail, the error is raised anyway.
+    Exporters try several ways, and log a traceback for each one that fails; if all fail, they raise an exception.
     """
     import torch._dynamo  # noqa: F401  # makes its loggers
 
@@ -170,7 +170,7 @@ def silence_torch() -> Iterator[None]:
 def compare_logits(
     path: Path, served: ServedModel, images: Iterator[Image], logits: TorchLogits, found: Comparison
 ) -> dict[str, Any]:
-    """Run the ONNX at ``path`` on all images in a new process; add its differences from torch's logits to ``found``.
+    """Run the ONNX at ``path`` on all images in a new process; add its differences from torch to ``found``.
 
     Sends each image alone and in batches of BATCH_SIZES (1, 7, 64); waits without a timeout. Returns golden requests:
     up to 16 images, evenly spread over the test split, as ``image_<number>``, and torch's ``logits`` of them. Keeps
@@ -226,7 +226,7 @@ def read_test_images(data: PreparedSet, channels: int, settings: Settings) -> It
 def place_on_common_canvas(image: Image, served: ServedModel) -> Image:
     """Return an image with the same logits as ``image``, in the size that all images of a batch have.
 
-    For a model that crops the middle, it is a black square with the image's resized middle; else the image itself.
+    For a model that crops the middle, returns a black square with its resized middle; for others the image itself.
     """
     if not served.middle:
         return image

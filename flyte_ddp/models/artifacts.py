@@ -64,7 +64,7 @@ def load_model(
 
     Builds the model by :func:`flyte_ddp.models.zoo.build_model`, which draws random numbers, and for a
     ``package.module:callable`` puts the working directory on ``sys.path`` and runs that code, whose exceptions go
-    through: both files must be trusted as it is. Raises UserError if a file is missing or damaged, the two are not of
+    through: trust both files as you trust code. Raises UserError if a file is missing or damaged, the two are not of
     one run, or the model that the sidecar names does not take these weights any more.
     """
     sidecar = read_sidecar(sidecar_path)

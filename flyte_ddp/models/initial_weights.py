@@ -74,10 +74,10 @@ def local_weights_path(init_from: str) -> Path | None:
 
 
 def load_initial_weights(model: nn.Module, path: Path, hp: Hyperparameters) -> None:
-    """Load the weights in a file into a new model, but for the parts that ``init_skip`` names. Reads the file whole.
+    """Load the weights in a file into a new model, except the parts that ``init_skip`` names. Reads the file whole.
 
-    Removes prefixes that all names in the file have, such as DDP's ``module.``. Raises UserError if the weights do not
-    fit, are not finite where the model's are, or reading them could run code; or if a part in ``init_skip`` is unknown.
+    Removes prefixes that all names in the file have (DDP's ``module.``). Raises UserError if the weights do not fit, a
+    tensor is not finite but the model's is, reading them could run code, or a part in ``init_skip`` is unknown.
     """
     own, weights = model.state_dict(), read_weights(path, hp.init_from)
     parts, stored_names = split_init_skip(hp.init_skip), [*weights]
@@ -181,7 +181,7 @@ def skipped_tensor_names(names: Iterable[str], init_skip: str) -> list[str]:
 def weights_misfit_error(
     wanted: Mapping[str, Tensor], given: Mapping[str, Tensor], hp: Hyperparameters, reason: str
 ) -> UserError:
-    """Return the error that names tensors missing, unknown or of another shape, up to 3 of each, or else ``reason``.
+    """Return the error that names missing, unknown or misshapen tensors, up to 3 of each; without any, ``reason``.
 
     ``wanted`` are the model's tensors without those that ``init_skip`` names, ``given`` those in the file; ``reason``
     is the text of torch's exception. The error advises an ``init_skip`` if up to 3 modules do not fit.

@@ -34,8 +34,8 @@ def choose_input_spec(model: str, images: InputSpec, size: int) -> InputSpec:
 def build_model(name: str, num_classes: int, spec: InputSpec) -> nn.Module:
     """Return a model with new weights, drawn from the global random generators of torch, Python and NumPy.
 
-    It maps float32 [N, spec.channels, spec.height, spec.width] to logits [N, num_classes], in training too: those of
-    torchvision have no auxiliary heads. For a ``package.module:callable`` puts the working directory on ``sys.path``,
+    It maps float32 [N, spec.channels, spec.height, spec.width] to logits [N, num_classes], also in training:
+    torchvision's have no auxiliary heads. For a ``package.module:callable`` puts the working directory on ``sys.path``,
     imports and calls the user's code; its exceptions go through. Raises UserError for an unknown or unusable name.
     """
     if ":" in name:
@@ -92,7 +92,7 @@ def check_state_dict(name: str, state_dict: Mapping[str, Any]) -> None:
 def find_refused_value(state_dict: Mapping[str, Any]) -> tuple[str, object] | None:
     """Return key and value of the first entry that ``torch.load(weights_only=True)`` refuses; None if it takes all.
 
-    Saves and loads each value in memory, but for tensors, which are never refused.
+    Saves and loads each value in memory, except tensors, which are never refused.
     """
     extra = {key: value for key, value in state_dict.items() if not isinstance(value, Tensor)}
     extra["_metadata"] = getattr(state_dict, "_metadata", None)  # versions of modules; a user's hooks may add objects
@@ -110,7 +110,7 @@ def find_refused_value(state_dict: Mapping[str, Any]) -> tuple[str, object] | No
 def check_logits(model: str, logits: object, expected_shape: tuple[int, int]) -> None:
     """Raise UserError unless the model returned floating-point logits of the expected shape: [samples, classes].
 
-    While torch records gradients, the logits must require one.
+    While torch records gradients, the logits must require gradients.
     """
     rule = f"a tensor of shape (samples, classes) = {expected_shape}"
     if not isinstance(logits, Tensor):

@@ -97,7 +97,7 @@ def read_test_split(
     """Read the test split of a prepared data set, and return it as an iterator of batches of the model's inputs.
 
     Downloads remote shards into the cache. Undecodable images count for the size of a batch, and are recorded in
-    ``bad``; None allows as many as the model does. Raises UserError for more, or images that the model does not take.
+    ``bad`` (None: up to ``model.bad_samples``). Raises UserError for more, or images that the model does not take.
     """
     if isinstance(data, ImageArrays):
         return read_array_batches(model, data, batch_size)

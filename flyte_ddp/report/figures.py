@@ -64,7 +64,7 @@ def draw_line_chart(
 ) -> str:
     """Draw lines, each with at least one point, in one chart, and return it as an SVG element; imports matplotlib.
 
-    A series of more than MAX_POINTS (300) is drawn as its mean in a band from smallest to largest value. The x axis
+    A series of more than MAX_POINTS (300) is drawn as its means, in a band from smallest to largest value. The x axis
     begins at ``x_from``, by default at the first point. The ``scale`` of y is ``linear``, ``from 0``, or ``log``:
     logarithmic if all values are positive and the largest is more than 5 times the smallest, else linear.
     """

@@ -97,8 +97,8 @@ class FirstPredictions:
     def add_batch(self, images: Iterable[NDArray[np.uint8]], rows: Sequence[Sequence[str]], *, truths: bool) -> None:
         """Count a batch's predictions, and keep the first PICTURES (24) of all batches with their images.
 
-        ``images``, uint8 [H, W, C], are those of the decoded samples. ``rows`` of all samples are id, prediction (empty
-        if not decoded), truth if the rows have ``truths``, scores.
+        ``images``, uint8 [H, W, C], are those of the decoded samples. ``rows``, one for each sample, are id, prediction
+        (empty if not decoded), truth (only if ``truths``), scores.
         """
         decoded = iter(images)
         for row in rows:

@@ -48,8 +48,8 @@ class SampleFacts(NamedTuple):
 def compute_profile(folder: Path, settings: Settings | None = None) -> DataProfile:
     """Read and decode all samples of a prepared data set, and return its profile.
 
-    Encoded images use the shard cache and the number of decoding threads of ``settings``. Raises a UserError if the
-    data set is damaged, or a sample cannot be read, has no image or has no label.
+    Encoded images use the shard cache and the number of decoding threads of ``settings``. Counts samples that cannot be
+    decoded. Raises a UserError if the data set is damaged, or a sample cannot be read or has no image or label.
     """
     data, settings = open_prepared(folder), settings or Settings()
     profile = DataProfile([*data.classes], SplitProfile(), SplitProfile(), 0, 0, [], {}, [], [])
@@ -90,7 +90,7 @@ def add_split_to_profile(
 ) -> tuple[Indices, Indices, Indices]:
     """Read and decode all samples of a split, and add them to the profile's counts and examples.
 
-    Returns number, label and digest of the pixels of each sample that can be decoded: [n] each.
+    Returns three arrays [n], of the samples that can be decoded: number, label, and digest of the pixels.
     """
     numbers, counts = sample_numbers(data, split), getattr(profile, split)
     labels, digests = np.zeros(len(numbers), dtype=np.int64), np.zeros(len(numbers), dtype=np.uint64)
@@ -208,8 +208,8 @@ def describe_differences(profile: DataProfile, champion: DataProfile) -> Iterato
     """Yield a warning if the classes differ from the champion's, and for each other statistic that differs.
 
     The size of a difference is the total variation distance of the two distributions: the share of images that would
-    have to change to make them equal. Warns from SHIFT (10 %) on, if the p-value of Pearson's chi-squared test is below
-    SIGNIFICANCE (0.001).
+    have to change to make them equal. Warns of differences of at least SHIFT (10 %) with a p-value (Pearson's
+    chi-squared test) below SIGNIFICANCE (0.001).
     """
     statistics = dict(STATISTICS)
     if profile.classes != champion.classes:
