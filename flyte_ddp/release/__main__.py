@@ -34,7 +34,7 @@ def find_faults(registry: Registry, *, files: bool = False) -> Iterator[str]:
     """Read a model's whole log, champion.json and the manifests of the log's versions; yield a line for each fault.
 
     With ``files`` also reads all files of these versions whole, and compares their SHA-256 with the manifest's. Raises
-    a UserError if the log cannot be read, an UnreachableError if the storage does not answer.
+    an UnreachableError if the storage does not answer, another UserError if the log cannot be read.
     """
     entries, faults = registry.inspect_log()
     yield from faults

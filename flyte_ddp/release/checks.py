@@ -50,7 +50,7 @@ def format_points(share: float) -> str:
 def check_same_task(challenger: Sequence[str], champion: Sequence[str], inputs: Sequence[str]) -> Check:
     """Return the Check that both models have the same classes, in the same order, and the same input.
 
-    ``challenger`` and ``champion`` are their classes, and ``inputs`` their inputs in the same order, as text.
+    ``challenger`` and ``champion`` are the models' class names, ``inputs`` the two models' inputs as text.
     """
     changed = "" if inputs[0] == inputs[1] else "input"
     changed = changed if list(challenger) == list(champion) else "classes"
@@ -82,7 +82,7 @@ def check_accuracy(challenger: Evaluation, policy: Policy) -> Check:
 
 
 def check_above_majority(challenger: Evaluation, alpha: float) -> Check:
-    """Return the Check, by a binomial test, that the challenger beats naming the most frequent class each time."""
+    """Return the Check, by a binomial test, that the challenger beats always naming the most frequent class."""
     share = float(np.bincount(challenger.labels).max() / len(challenger.labels))
     p = statistics.binomial_p_value(int(challenger.correct.sum()), len(challenger.labels), share)
     reason = (
@@ -111,12 +111,12 @@ def check_not_worse(name: str, pair: PairedCounts, margin: float, alpha: float) 
 def check_losses_by_part(
     kind: str, members: Mapping[str, NDArray[np.int64]], challenger: Evaluation, champion: Evaluation, policy: Policy
 ) -> tuple[Check, list[Check]]:
-    """Return the Check that the challenger loses no class, or no slice, to the champion; and a Check for each of them.
+    """Return the Check that the challenger loses no part of the split to the champion, and a Check for each part.
 
     A part fails if it loses more than the policy's ``class_loss`` and the p-value (McNemar's test, with Holm's
     correction) is at most the policy's ``alpha``; the first Check fails if any part fails. Parts of fewer than
-    LEAST_SAMPLES (30) samples pass. ``kind`` is class or slice, and ``members`` holds the positions of each part's
-    samples, at least one, by the part's name.
+    LEAST_SAMPLES (30) samples pass. ``kind``, class or slice, says what a part is. ``members`` holds the positions of
+    each part's samples, one or more, by the part's name.
     """
     pairs = {
         name: PairedCounts.count(challenger.correct[part], champion.correct[part]) for name, part in members.items()

@@ -64,9 +64,9 @@ class Evaluation:
 def evaluate_split(model: SavedModel, data: PreparedSet) -> Evaluation:
     """Read a data set's test split, and return the model's evaluation on those of its samples that can be decoded.
 
-    Downloads remote shards into the cache; decodes in threads, which end with it. Raises UserError if the split cannot
-    be read, has a class that the model lacks or images that it does not take, or if no sample can be decoded, or more
-    than ``model.bad_samples`` cannot.
+    Downloads remote shards into the cache; decodes in threads, which end before it returns. Raises UserError if the
+    split cannot be read, has a class that the model lacks, images that it does not take, no sample that can be decoded,
+    or more than ``model.bad_samples`` that cannot.
     """
     places = {name: place for place, name in enumerate(model.classes)}
     ids, undecoded = list[str](), list[str]()
@@ -94,7 +94,7 @@ def evaluate_split(model: SavedModel, data: PreparedSet) -> Evaluation:
 def compute_logits_of_split(model: SavedModel, data: PreparedSet) -> Iterator[NDArray[np.float32]]:
     """Read the test split, and yield the logits [classes] of each sample that can be decoded, in the split's order.
 
-    Downloads shards and raises UserError as :func:`read_test_split`.
+    Downloads remote shards into the cache. Raises UserError if :func:`read_test_split` does.
     """
     for batch in read_test_split(model, data):
         yield from model.compute_logits(batch.inputs).cpu().numpy()

@@ -65,11 +65,12 @@ class Judgement:
         return check.passed
 
     def claim_alpha(self) -> float:
-        """Give this judgement its number among those on the test split; return its share of the policy's alpha.
+        """Number this judgement among those on the test split; return its significance level.
 
-        Sets ``look``, the number, and ``alpha``. Writes two files to the registry, unless the registry has this
-        comparison already. A judgement that may not promote writes nothing, keeps look 0, and gets the share of number
-        1. Raises UserError if the registry does not answer in 4 tries, or its file of this comparison is damaged.
+        Sets ``look``, the number, and ``alpha``, the level: a share of the policy's alpha. Writes two files to the
+        registry, unless the registry has this comparison already. If not ``counts``, writes nothing, keeps ``look`` 0,
+        and returns the level of number 1. Raises UserError if the registry does not answer in 4 tries, or its file of
+        this comparison is damaged.
         """
         if self.counts:
             champion = self.before.version if self.before else "none"
@@ -83,10 +84,10 @@ class Judgement:
 
         Promotes nothing. Exports nothing if ``exports`` or ``challenger`` is None, a logit of ``challenger`` is not
         finite, or the policy's ``export`` is off. An export reads the test split twice, starts a process, silences
-        stderr meanwhile, and raises UnreachableError if the storage of the test split does not answer. Without
-        ``decision`` (KEPT, PROMOTED or NO_COMPARISON) the verdict is KEPT with the reasons of all failed Checks, else
-        PROMOTED for ``reason``. ``best`` is the best version from now on (empty: as before), ``power`` says which
-        differences the comparison could find.
+        stderr meanwhile, and raises UnreachableError if the storage of the test split does not answer. ``decision`` is
+        KEPT, PROMOTED, NO_COMPARISON or empty. If empty, the verdict is KEPT with the reasons of all failed Checks, or
+        PROMOTED for ``reason`` if none failed. ``best`` names the new best version (empty: as before); ``power`` says
+        which differences the comparison could find.
         """
         challenger, champion, before = self.challenger, self.champion, self.before
         exports = self.exports if self.policy.export != OFF else None
@@ -139,11 +140,11 @@ def judge_challenger(
 
     ``weights`` and ``sidecar`` are the challenger's ``model.pt`` and ``model.json``, ``data`` is a prepared data set's
     folder, and ``counts`` says whether the verdict may promote. Runs the code that the sidecars name. Evaluates the
-    challenger on the whole test split, unless ``counts`` and it is the champion or was rolled back. If its logits are
-    finite, downloads the champion, compares the two, writes two files to the registry (``counts``), and an ONNX and
-    other exports to the folder ``exports``, if any. A champion that cannot be loaded or evaluated gives a verdict that
-    compares nothing, with the error as its reason; the traceback of an error that is no UserError goes to stderr.
-    Raises a UserError if challenger, data, slices or registry cannot be read, or a class has no test sample.
+    challenger on the whole test split; with ``counts`` not if it is the champion or was rolled back. If its logits are
+    finite, downloads the champion and compares the two; with ``counts`` writes two files to the registry; writes an
+    ONNX and other exports to the folder ``exports``, if given. A champion that cannot be loaded or evaluated gives a
+    verdict that compares nothing, with the error as its reason; the traceback of an error that is no UserError goes to
+    stderr. Raises a UserError if challenger, data, slices or registry cannot be read, or a class has no test sample.
     """
     before, test_digest = registry.read_champion(), read_description(data).get(TEST_DIGEST)
     if test_digest is None:
@@ -182,12 +183,12 @@ def judge_challenger(
 
 
 def compare_with_champion(judgement: Judgement, ours: Evaluation, champion: SavedModel, best: str) -> Judgement:
-    """Evaluate the champion, check the challenger against it, set the verdict in the judgement, and return that.
+    """Evaluate the champion, check the challenger against it, set the verdict in the judgement; return the judgement.
 
     ``ours`` is the challenger's evaluation. Also downloads and evaluates ``best``, the version with the best accuracy
-    so far, if it is a third one; evaluates nothing if classes or input differ. Times both models, and exports the
-    challenger. Counts the judgement in two files of the registry if it may promote, unless both get the same samples
-    right. Raises an IncomparableError if the champion, or with the rule not_worse the best version, cannot be
+    so far, if that is neither of the two; evaluates nothing if classes or input differ. Times both models, and exports
+    the challenger. If the judgement may promote, and the two do not get the same samples right, writes two files to the
+    registry. Raises an IncomparableError if the champion, or with the rule not_worse the best version, cannot be
     evaluated.
     """
     policy, model, split = judgement.policy, judgement.model, judgement.split
@@ -235,7 +236,7 @@ def compare_with_champion(judgement: Judgement, ours: Evaluation, champion: Save
 
 
 def describe_power(pair: PairedCounts, policy: Policy, alpha: float) -> str:
-    """Return a clause that says which difference the policy's rule finds, or how often an equally good model passes."""
+    """Return a clause that says which difference the rule can find, or (not_worse) how often an equal model passes."""
     samples = format_count(pair.samples, "sample")
     discordant = (pair.gained + pair.lost) / pair.samples
     if policy.rule == NOT_WORSE:
@@ -249,7 +250,7 @@ def describe_power(pair: PairedCounts, policy: Policy, alpha: float) -> str:
 def load_stored_model(registry: Registry, name: str, manifest: str, challenger: SavedModel) -> SavedModel:
     """Download a version's weights and sidecar into a temporary folder, load the model and return it.
 
-    Runs the code that the sidecar names. The model may meet as many undecodable images as the challenger. Raises an
+    Runs the code that the sidecar names. Allows the model as many undecodable images as the challenger. Raises an
     IncomparableError if it cannot be loaded; the traceback of an error that is no UserError goes to stderr.
     """
     with translate_model_errors(name, "loaded"), tempfile.TemporaryDirectory() as folder:
@@ -292,7 +293,7 @@ def measure_latency_ratio(challenger: SavedModel, champion: SavedModel, split: P
     """Return the challenger's time for a batch as a multiple of the champion's.
 
     Reads up to LATENCY_BATCH (64) test images, which both models compute by turns; waits for the GPU. The result is the
-    median of LATENCY_ROUNDS (15) ratios. Downloads shards and raises UserError as :func:`read_test_split`.
+    median of LATENCY_ROUNDS (15) ratios. Downloads remote shards. Raises UserError if :func:`read_test_split` does.
     """
     inputs: dict[SavedModel, Tensor] = {}
     for model in (challenger, champion):

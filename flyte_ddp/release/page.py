@@ -41,7 +41,7 @@ def write_page(judgement: Judgement, name: str, path: Path) -> Path:
 def picture_differences(judgement: Judgement) -> dict[str, list[Picture]]:
     """Return pictures by headline: the first PICTURED (12) samples that only challenger, or only champion, gets right.
 
-    Reads the test split up to the last of them. Empty, and reads nothing, unless both models were evaluated.
+    Reads the test split up to the last of these. Unless both models were evaluated, reads nothing and returns {}.
     """
     mine, theirs, names = judgement.challenger, judgement.champion, judgement.model.classes
     found: dict[str, list[Picture]] = {}

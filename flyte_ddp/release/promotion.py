@@ -41,10 +41,10 @@ def store_version(
     """Upload a judged model with its verdict, lineage and card, and return the version; promote nothing.
 
     ``weights`` and ``sidecar`` are ``model.pt`` and ``model.json`` of one run, ``beside`` further files by their names,
-    and ``by`` the Flyte execution, or the user, that trained the model. First writes the verdict to the registry's
-    folder of its test split, if it was counted there. If the same weights were stored before and the verdict does not
-    promote, uploads nothing else and returns the stored version. Raises a UserError if the verdict is on another model,
-    or if the same weights are stored with another model name, classes or input.
+    and ``by`` the Flyte execution, or the user, that trained the model. If the verdict has a number (``look``), first
+    writes it to the registry's folder of its test split. If the same weights were stored before and the verdict does
+    not promote, uploads nothing else and returns the stored version. Raises a UserError if the verdict is on another
+    model, or if the same weights are stored with another model name, classes or input.
     """
     verdict_file, about = verdict.to_json(indent=1).encode() + b"\n", json.loads(sidecar.read_bytes())
     name = file_digest(weights)
@@ -78,9 +78,9 @@ def store_version(
 def apply_verdict(registry: Registry, version: versions.Version, verdict: Verdict, *, by: str) -> Outcome:
     """Append the log entry that makes a stored version the champion, if its verdict promotes; return the outcome.
 
-    To promote, reads the whole log, writes a small file that tests the storage, and rewrites champion.json; only the
-    latter if ``by``, the Flyte execution or user, has appended the entry before. If another version was promoted since
-    the judgement, writes no entry: the outcome's reason names that version.
+    To promote, reads the whole log, writes a small file that tests the storage, and rewrites champion.json. If ``by``,
+    the Flyte execution or user, has appended the entry in an earlier try, only rewrites champion.json. If another entry
+    was written since the judgement, appends none: the outcome's reason names the other one.
     """
     if not verdict.promotes:
         champion = registry.read_champion()
@@ -106,9 +106,9 @@ def promote_version(registry: Registry, version: str, reason: str, *, by: str, o
     """Append the log entry that makes a version the champion because a person says so, and return the entry.
 
     First reads the whole log and all files of the version, and writes a small file that tests the storage; then
-    rewrites champion.json. With ``once``, for a task that may be tried again, returns the entry for this version that
-    ``by`` has written before, if any. Raises a UserError if there is no such version, it is the champion, the reason is
-    blank, or somebody else has appended an entry meanwhile.
+    rewrites champion.json. With ``once``, for a task that may be tried again: if ``by`` has promoted this version
+    before, only rewrites champion.json and returns that entry. Raises a UserError if there is no such version, it is
+    the champion, the reason is blank, or somebody else has appended an entry meanwhile.
     """
     history = registry.read_log()
     if once and (earlier := finish_earlier_try(registry, history, by, PROMOTE, version)):
@@ -126,10 +126,10 @@ def roll_back_champion(registry: Registry, reason: str, *, by: str, once: bool =
     """Append the log entry that makes the previous champion the champion again, and return the entry.
 
     First reads the whole log and all files of that version, and writes a small file that tests the storage; then
-    rewrites champion.json, or prints that it cannot. ``best``, with which later models are compared, becomes again what
-    it was when that champion was promoted. With ``once``, for a task that may be tried again, if ``by`` has rolled back
-    before, only rewrites champion.json and returns that entry. Raises a UserError if there was no champion before, the
-    reason is blank, or somebody else has appended an entry meanwhile.
+    rewrites champion.json, or prints that it cannot. ``best``, a version with which later models are compared, becomes
+    again what it was when that champion was promoted. With ``once``, for a task that may be tried again, if ``by`` has
+    rolled back before, only rewrites champion.json and returns that entry. Raises a UserError if there was no champion
+    before, the reason is blank, or somebody else has appended an entry meanwhile.
     """
     history = registry.read_log()
     if once and (earlier := finish_earlier_try(registry, history, by, ROLLBACK)):
@@ -144,9 +144,9 @@ def roll_back_champion(registry: Registry, reason: str, *, by: str, once: bool =
 
 
 def finish_earlier_try(registry: Registry, log: list[Entry], by: str, action: str, version: str = "") -> Entry | None:
-    """Return the first entry of a log with this author, action and version, or None; an empty version is any.
+    """Return the first entry of a log with this author, action and version (empty: any version); None without one.
 
-    If there is one, rewrites champion.json, as its author may have been killed before that.
+    If there is one, rewrites champion.json: its author may have been killed before it did so.
     """
     for entry in log:
         if (entry.by, entry.action) == (by, action) and version in ("", entry.version):
@@ -158,7 +158,7 @@ def finish_earlier_try(registry: Registry, log: list[Entry], by: str, action: st
 def has_classes_and_input_of(registry: Registry, best: str, version: versions.Version) -> bool:
     """Read ``model.json`` of two versions, and return whether classes and input are the same.
 
-    ``best`` is the name of the other version; False if that is missing or was altered.
+    ``best`` is the name of the other version; returns False if its file is missing or was altered.
     """
     try:
         one, other = (
@@ -178,7 +178,7 @@ def download_version(
     """Download model.pt and model.json of a version, or ``every_file``, into a folder; return the paths of the two.
 
     Makes the folder, replaces files of these names, tries each up to 4 times. ``version`` is the SHA-256 of the
-    weights, ``manifest`` that of a revision's manifest (empty: the newest's). Raises a UserError if the registry cannot
+    weights, ``manifest`` that of a revision's manifest (empty: of the newest). Raises a UserError if the registry cannot
     be read, or a file is missing or altered; an altered one stays.
     """
     found, needed = versions.read_version(registry, version, manifest), (versions.WEIGHTS, versions.SIDECAR)
@@ -194,7 +194,7 @@ def download_version(
 def download_champion(registry: Registry, folder: Path) -> tuple[Path, Path]:
     """Download weights and sidecar of the champion into an existing folder; return their paths.
 
-    Raises a UserError if there is no champion, and those of :func:`download_version`.
+    Raises a UserError if there is no champion, or if :func:`download_version` does.
     """
     entry = registry.read_champion()
     if entry is None:
@@ -221,9 +221,9 @@ def read_data_profile(registry: Registry, entry: Entry) -> DataProfile | None:
 def load_champion(address: str, name: str, device: str = "cpu") -> tuple[nn.Module, dict[str, Any]]:
     """Download the champion; return its model in evaluation mode on ``device``, and its sidecar.
 
-    Runs the code that the sidecar names, as :func:`flyte_ddp.models.artifacts.load_model` does, so you must trust the
-    registry at ``address``: a folder, or an address of S3, Google Cloud Storage or Azure. ``name`` is that of the model
-    in it. Raises a UserError if there is no champion, or it cannot be read.
+    Runs the code that the sidecar names, so you must trust the registry at ``address``: a folder, or an address of S3,
+    Google Cloud Storage or Azure. ``name`` is that of the model in it. Raises a UserError if there is no champion, or
+    it cannot be read.
     """
     from flyte_ddp.models.artifacts import load_model
 

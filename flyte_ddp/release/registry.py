@@ -162,9 +162,9 @@ class Registry:
                 return []
 
     def create_file(self, address: str, content: bytes | Path) -> bool:
-        """Write a file if there is none at the address, else read it; return whether it has this content now.
+        """Write a file if the address has none, otherwise read the one there; return whether it has this content now.
 
-        Makes up to 4 tries. One whose response was lost may have written it, so rivals' contents must differ.
+        Makes up to 4 tries. A try may succeed and lose its response, so two writers' contents must differ.
         """
         with self.explain_failures("written"):
             try:
@@ -177,7 +177,7 @@ class Registry:
         """Raise a UserError if the storage replaces an existing file when it is asked to create that file.
 
         On such a storage two promotions at the same time could both succeed. Tries to create the small file
-        .creates-once at the registry's address, which stays; if that succeeds, once more: the second try must fail.
+        .creates-once at the registry's address, which stays; after success tries again: the second try must fail.
         """
         probe = storage.join(self.address, PROBE)
         if all(self.create_file(probe, secrets.token_bytes(16)) for _ in range(2)):
@@ -189,8 +189,8 @@ class Registry:
     def read_champion(self) -> Entry | None:
         """Return the last entry of the log, which names the champion; None if nothing was promoted.
 
-        Reads champion.json, the entry of which that is a copy, and later entries until one is missing: the copy may be
-        late. Lists the log only if champion.json is missing or damaged. LogError if an entry that it reads is damaged.
+        Reads champion.json (which may be late), the entry that it copies, and later entries until one is missing. Lists
+        the log only if champion.json is missing or damaged. Raises a LogError if an entry that it reads is damaged.
         """
         last = self.read_copy()
         if last is None and (numbers := self.list_entry_numbers()):
@@ -202,7 +202,7 @@ class Registry:
     def read_copy(self) -> Entry | None:
         """Read champion.json and return the entry in it; None if that file is missing or damaged.
 
-        Raises a LogError if the log has another entry of that number, but not if the log has none.
+        Raises a LogError if the log's entry of that number differs, not if the log has none.
         """
         content = self.read_file(self.at(CHAMPION)) or b""
         try:
@@ -304,8 +304,8 @@ class Registry:
     def renew_copy(self, number: int) -> None:
         """Copy the log's entry with that number, and then each later one, to champion.json.
 
-        Each writer goes on until there is no later entry, so that of many writers the last entry remains. Prints a line
-        to stdout, and raises nothing, if the registry cannot be read or written in up to 4 tries.
+        Stops at the last entry, so the last entry remains even if many writers do this. Prints a line to stdout, and
+        raises nothing, if the registry cannot be read or written in up to 4 tries.
         """
         try:
             while True:
@@ -320,10 +320,10 @@ class Registry:
     def claim_look(self, test_digest: str, challenger: str, champion: str, rule: str) -> int:
         """Count a comparison of two models on a test split; return its number, from 1, among all on this split.
 
-        The same models, given by the SHA-256 of their weights, keep their number by the same rule. Else writes two
-        files: a process that is killed between the two has spent a number for nothing, which only makes later
-        comparisons stricter. Raises a UserError if the file of the two models is damaged, or the registry cannot be
-        read or written in up to 4 tries.
+        The same models (SHA-256 of their weights) compared by the same rule keep their number. For a new comparison
+        writes two files; if the process is killed between them, the number is lost, and later comparisons are a bit
+        stricter. Raises a UserError if the file of the two models is damaged, or the registry cannot be read or written
+        in up to 4 tries.
         """
         folder = self.at("judgements", test_digest)
         compared = {"challenger": challenger, "champion": champion, "rule": rule}
@@ -345,10 +345,10 @@ class Registry:
 
 
 def replay_promotions(history: list[Entry]) -> tuple[list[Entry], dict[str, Entry]]:
-    """Return the promotions in a whole log that stand, oldest first; and the rollbacks by the version that each undid.
+    """Return the promotions of a whole log that were not undone, oldest first; and the rollbacks by the version undone.
 
-    A rollback undoes the last promotion, a second rollback the one before it. A version that became champion again is
-    not among those that were undone.
+    A rollback undoes the last promotion, a second rollback the one before it. A version that became champion again does
+    not count as undone.
     """
     standing, taken_back = list[Entry](), dict[str, Entry]()
     for entry in history:

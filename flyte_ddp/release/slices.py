@@ -38,8 +38,8 @@ def read_slices_file(address: str) -> list[tuple[int, str, str]]:
 def group_by_slice(address: str, ids: Sequence[str], undecoded: Collection[str]) -> dict[str, NDArray[np.int64]]:
     """Read a CSV file of slices; return the ascending positions in ``ids`` of each slice's samples, by its name.
 
-    ``undecoded`` are ids of samples that are left out, as they cannot be decoded. Raises a UserError as
-    read_slices_file does, and if the file names a sample that is neither in ``ids`` nor in ``undecoded``.
+    ``undecoded`` are ids of samples that are left out, as they cannot be decoded. Raises a UserError if the file cannot
+    be read in up to 4 tries, is no CSV file of slices, lacks a value, or names a sample that is in neither list.
     """
     places = {name: place for place, name in enumerate(ids)}
     members: dict[str, set[int]] = {}

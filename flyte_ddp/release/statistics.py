@@ -58,8 +58,8 @@ def tango_statistic(gained: Counts, lost: Counts, samples: int, difference: floa
 def lower_bound_of_difference(gained: int, lost: int, samples: int, alpha: float) -> float:
     """Return the lower end of the one-sided 1 - ``alpha`` confidence interval of the difference in accuracy.
 
-    The difference is the first model's accuracy minus the second's, from -1 on; the interval inverts Tango's test. Only
-    the first model gets ``gained`` samples right, only the second one ``lost``.
+    The difference is the first model's accuracy minus the second's, at least -1. Inverts Tango's test. Only the first
+    model gets ``gained`` samples right, only the second one ``lost``.
     """
     wanted, lowest, highest = stats.norm.isf(alpha), -1 + 1e-12, (gained - lost) / samples - 1e-12
 
@@ -103,7 +103,7 @@ def lower_bound_of_mean(values: Floats, alpha: float) -> float:
 
 
 def detectable_difference(samples: int, discordant: float, alpha: float) -> float | None:
-    """Return the true difference in accuracy that McNemar's test finds with probability POWER (0.8); None for none.
+    """Return the true difference in accuracy that McNemar's test finds with probability POWER (0.8); None if none.
 
     ``discordant`` is the share of samples that only one of the two models gets right, and ``alpha`` the significance
     level. The probability is exact: a sum over the number of such samples.

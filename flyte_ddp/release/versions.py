@@ -34,8 +34,8 @@ def write_version(registry: Registry, files: Mapping[str, Path | bytes]) -> Vers
     """Upload the files of a version that are missing, its manifest last, and return the version. Replaces no file.
 
     Writes a new revision if the registry has these weights with other files. ``files`` are contents or paths by name,
-    ``model.pt`` among them; the first one must differ between judgements, so that its writer sees at once that a folder
-    is another judgement's. Raises a UserError if the stored weights are damaged.
+    ``model.pt`` among them; the first file's content must differ between judgements, which shows at once that a folder
+    belongs to another judgement. Raises a UserError if the stored weights are damaged.
     """
     digests = {file: content_digest(content) for file, content in files.items()}
     manifest = json.dumps({"files": dict(sorted(digests.items()))}, indent=1).encode() + b"\n"

@@ -19,9 +19,9 @@ UPLOAD = 20  # times the timeout of wandb's answers: the limit of an upload
 
 
 def copy_champion_to_wandb(registry: Registry, version: str, settings: Settings) -> None:
-    """Upload the champion to wandb if it is this version and wandb is online; print how that ended; raise nothing.
+    """Upload the champion to wandb if it is this version and wandb is online; print how that went; raise nothing.
 
-    Uploads the next champion, too, if there is one by then. Each upload may take UPLOAD + 2 (22) times wandb's timeout.
+    If there is another champion by then, uploads that, too. Each upload may take UPLOAD + 2 (22) times wandb's timeout.
     """
     if settings.wandb_mode != "online":
         return
