@@ -79,7 +79,7 @@ class CheckedFields(DataClassJsonMixin):
     def from_json(cls, s: Any, **_: Any) -> Self:
         """Return an instance from JSON text of ``--hp`` or ``--inputs-file``; UserError for bad JSON, keys or values.
 
-        Converts numbers such as 1e-1, which flytekit's YAML reader has left as texts.
+        Converts texts such as "1e-1" to numbers, because flytekit's YAML reader leaves these as texts.
         """
         try:
             values = json.loads(s)
@@ -99,7 +99,7 @@ class CheckedFields(DataClassJsonMixin):
 
 
 def check_value(field: "dataclasses.Field[Any]", value: Any) -> Any:
-    """Return a value in its field's type: the float 3.0 becomes an int, because the console's form has only doubles.
+    """Return a value in its field's type; in an int field 3.0 becomes 3, because the console's form has only doubles.
 
     Raises UserError for a value of another type, NaN, infinity, a number out of range, a text that is none of the
     choices or not UTF-8, and an address with a user name or a password.

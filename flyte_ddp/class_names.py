@@ -9,7 +9,7 @@ from flyte_ddp.errors import UserError
 def normalize_class_name(dataset: str, name: str) -> str:
     """Return a class's name in Unicode's form NFC, in which macOS and Linux give a folder the same name.
 
-    Raises UserError if the name is not UTF-8; its text begins with ``dataset``.
+    Raises UserError if the name is not UTF-8; the error begins with ``dataset``.
     """
     try:
         name.encode()
@@ -22,7 +22,7 @@ def normalize_class_names(dataset: str, names: Iterable[object]) -> tuple[str, .
     """Return the names of classes, in their order, as texts in Unicode's form NFC.
 
     Raises UserError if a name is not UTF-8, or if two different names are equal in NFC: they would look alike but have
-    two labels. Its text begins with ``dataset``.
+    two labels. The error begins with ``dataset``.
     """
     given: dict[str, str] = {}  # the first name of each form
     result = []

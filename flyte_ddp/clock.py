@@ -30,7 +30,7 @@ class Clock:
 
     @property
     def seconds(self) -> defaultdict[str, float]:
-        """Return the clock's own dict of seconds by name, of finished blocks only; removes those from ``pending``."""
+        """Return the clock's own dict of seconds by name, of finished blocks only, which leave ``pending``."""
         with self._lock:
             while self.pending and self.pending[0][2].query():
                 name, begin, end = self.pending.popleft()
@@ -47,7 +47,7 @@ class Clock:
             self.add_since(name, begin)
 
     def start_timing(self, name: str) -> Any:
-        """Return an event put into the GPU's queue, or the host's time (always for "evaluation"), for ``add_since``."""
+        """Return for ``add_since`` an event in the GPU's queue; without a GPU, or for "evaluation", the host's time."""
         if self.event is None or name == "evaluation":  # evaluation waits for the device anyway
             return time.perf_counter()
         event = self.event()
@@ -55,7 +55,7 @@ class Clock:
         return event
 
     def add_since(self, name: str, begin: Any) -> None:
-        """Add to the seconds of ``name`` those since ``begin``, from ``start_timing(name)``; never wait for the GPU."""
+        """Add the seconds since ``begin`` = ``start_timing(name)`` to those of ``name``; never wait for the GPU."""
         if isinstance(begin, float):
             self._seconds[name] += time.perf_counter() - begin
         else:

@@ -32,7 +32,7 @@ def library_digest(root: Path = Path(__file__).parent) -> str:
     """Return 16 hexadecimal digits of a SHA-256 over the code that decides a run's result, as listed in DECIDING.
 
     Comments, docstrings and formatting do not count. Reads the files once in a process. Parses them only if
-    ``__pycache__`` holds no digest of just these files; then stores it there, if that folder can be written to.
+    ``__pycache__`` has no digest of exactly these files; stores the new one there if it can.
     """
     paths = [path for name in DECIDING for path in list_python_files(root / name)]
     # Parsing takes 60 ms, reading 1. The bytes of this file count too: it may compute digests in another way one day.
@@ -77,7 +77,7 @@ def hash_files(root: Path, paths: Iterable[Path], normalize: Callable[[bytes], b
 def parse_python(source: bytes) -> ast.Module | None:
     """Return the syntax tree of Python source; None if it is not Python, or is nested too deeply.
 
-    Waits while another thread parses here. Meanwhile the whole process hides warnings and collects no garbage.
+    Waits while another thread is in this function. Meanwhile the whole process hides warnings and collects no garbage.
     """
     with PARSING, warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -44,10 +44,10 @@ class RankError(click.ClickException, RuntimeError):
         return "\n\n".join(filter(None, (f"{self.message}{self.remark}", self.details)))
 
     def format_message(self) -> str:
-        """Return the text of click's panel: the message, the file that holds the details, from where a retry resumes.
+        """Return the lines of click's panel: message and remark; file with the details; where a retry resumes.
 
-        Cuts the message after 600 characters, and adds the remark. Leaves out the file if there is none, and the
-        resumption unless the error is ``recoverable``.
+        Cuts the message after 600 characters. Leaves out the second line without such a file, the third unless the
+        error is ``recoverable``.
         """
         message = self.message if len(self.message) <= LONGEST_MESSAGE else f"{self.message[:LONGEST_MESSAGE]} ..."
         lines = [f"{message}{self.remark}"]

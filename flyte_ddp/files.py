@@ -45,10 +45,10 @@ def atomic_write(path: Path, *, durable: bool = True, create: bool = False) -> I
 
 @contextmanager
 def replace_file(path: Path, *, durable: bool = True) -> Iterator[BinaryIO]:
-    """Yield a new file that replaces ``path`` when the block succeeds, as :func:`atomic_write` does (``durable`` too).
+    """Yield a new file that replaces ``path`` when the block succeeds; see :func:`atomic_write`, also for ``durable``.
 
-    An OSError of the block or of the renaming becomes a UserError that names the fix; so does a RuntimeError raised
-    while an OSError was handled, as by torch.save. So a block that also reads must convert its own OSErrors.
+    An OSError of the block or of the renaming becomes a UserError that names the fix; also a RuntimeError raised while
+    an OSError was handled, as in torch.save. A block that also reads must therefore convert its own OSErrors.
     """
     try:
         with atomic_write(path, durable=durable) as file:

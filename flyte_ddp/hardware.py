@@ -170,7 +170,7 @@ def choose_hardware(hp: Hyperparameters, device_type: str, num_ranks: int, *, th
 
 
 def choose_strategy(hp: Hyperparameters, device_type: str) -> str:
-    """Return the gradient strategy of ``hp``; for "auto" shared memory if the ranks are CPU ranks on Linux, else ddp.
+    """Return the gradient strategy of ``hp``; for "auto" shared memory on CPUs under Linux, else ddp.
 
     Raises UserError if ``hp`` asks for shared memory, and the ranks are on GPUs or not on Linux.
     """

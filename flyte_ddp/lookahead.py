@@ -35,7 +35,7 @@ def map_in_threads(
 ) -> Iterator[Iterator[Result]]:
     """Yield an iterator over ``function(item)`` of each item, in order; a pool of ``threads`` threads makes the calls.
 
-    The consumer's thread takes the items, and starts up to ``ahead`` calls (default 2 * threads - 1) before it waits
+    The thread that iterates takes the items, and starts up to ``ahead`` calls (default 2 * threads - 1) before it waits
     for an earlier result. The iterator raises an exception of ``function`` when it reaches that item. The end of the
     block cancels calls that have not begun and does not wait for running ones. Each thread first calls ``initializer``.
     """

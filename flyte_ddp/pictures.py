@@ -18,8 +18,8 @@ def opaque_picture(image: Image.Image) -> Image.Image:
     """Return a picture with 8 bits a channel, white where it was transparent; the same object if nothing must change.
 
     Keeps the upper 8 bits of 16-bit values, and of 12-bit values in TIFF. A picture with transparency becomes RGBA with
-    an alpha of 255 everywhere. Raises ValueError if the pixels are floating-point numbers, or integers that are signed
-    or have 32 bits: their range is not known.
+    an alpha of 255 everywhere. Raises ValueError for pixels of unknown range: floating-point numbers, and integers that
+    are signed or have 32 bits.
     """
     if image.mode == "F":
         raise ValueError("its pixels are floating-point numbers, of no known range; store 8 or 16 bits, without a sign")

@@ -83,8 +83,8 @@ def kill_new_descendants_at_end() -> Iterator[None]:
     """SIGKILL, at the end of the block, the processes that this thread has started in it, and their descendants.
 
     Waits up to KILL_SECONDS (5 s). Spares earlier children with their descendants, processes that other threads start,
-    and Python's and torch's own helpers. In the main thread of a process that had no other children, it adopts orphans
-    during the block and kills them too: with other children nobody could tell who started an orphan. Linux only.
+    and Python's and torch's own helpers. In the main thread of a process that had no other children, adopts orphans
+    during the block and kills them, too: only there it is known who started them. Linux only.
     """
     before = list_children(os.getpid(), ended=True)
     in_main = threading.current_thread() is threading.main_thread()
@@ -130,7 +130,7 @@ def list_children(pid: int, *, ended: bool = False) -> set[int]:
 
 
 def list_children_of_this_thread() -> set[int]:
-    """Return the ids of the children, zombies too, that this thread started; the main thread's include adopted ones.
+    """Return the ids of the children, zombies too, that this thread started; the main thread's include adopted orphans.
 
     Returns all children of the process if Linux does not list them by thread.
     """
@@ -156,7 +156,7 @@ def list_helpers() -> set[int]:
     """Return the ids of children that Python and torch have started for themselves, and that exit with this process.
 
     These are multiprocessing's resource tracker, and the process in which torch compiles for GPUs, known by its command
-    line: if that were killed, later compilations of this process would fail.
+    line: if the latter were killed, later compilations of this process would fail.
     """
     tracker = getattr(resource_tracker._resource_tracker, "_pid", None)
     compiler = f"--parent={os.getpid()}".encode()

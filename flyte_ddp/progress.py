@@ -96,9 +96,9 @@ class TrainingProgress(Progress):
         return self._mode != "off" and self._clock() - self._start >= self._next
 
     def show_step(self, epoch: int, step: int, loss: float | None, samples_per_second: float | None) -> None:
-        """Store the values of step number ``step`` of the run; show them if :meth:`is_due`, and schedule the next.
+        """Store the values of step number ``step`` of the run; show them if :meth:`is_due`, and schedule the next time.
 
-        ``epoch`` is counted from 0, and the rate is that of all ranks together. For None the last known value is shown.
+        ``epoch`` counts from 0, ``step`` from 1; the rate is that of all ranks. For None shows the last known value.
         """
         self._last_step = step
         if loss is not None:

@@ -52,10 +52,10 @@ def run_training(
 
     ``data`` is the folder of a prepared data set, from ``flyte_ddp.datasets.fetch``. Locks the run folder. Resumes from
     the checkpoint of an interrupted run in it. Replaces an earlier run's files only when all new ones are complete.
-    Downloads a remote ``hp.init_from``, and copies ``results/`` to ``settings.results_copy``: waits for that at the end
+    Downloads a remote ``hp.init_from``. Copies ``results/`` to ``settings.results_copy``, and waits for this at the end
     up to 60 s. Unless wandb is disabled, a child process logs to it; waits for its end up to ``settings.wandb_timeout``
     seconds. If SIGTERM stopped the run, these waits are 3 s and 5 s. Prints warnings and progress to stderr; with
-    progress off, failures and where wandb's run is. Kills a single rank's child processes at the end.
+    progress off, failures and where wandb's run is. Kills the child processes of a single rank at the end.
 
     By default the settings (logging, caching, timeouts) are those of the environment, the ranks' hardware is chosen for
     this machine, and ``launch``, which starts the ranks and waits for them, runs a single rank in this process and
@@ -113,7 +113,7 @@ def run_training(
 
 
 def publish_complete_run(run_folder: Path) -> None:
-    """Replace the earlier run's files by the complete ones; after Ctrl-C or another exception try again, then raise."""
+    """Replace the earlier run's files by the complete new ones; after any exception try once more, then raise it."""
     try:
         publish_if_complete(run_folder)
     except BaseException:

@@ -24,7 +24,7 @@ def user_source_digest(spec: str) -> str:
     """Return a SHA-256 (hex) of the user's own code behind ``spec``: of the files of :func:`find_user_sources`.
 
     Comments, docstrings, formatting and the folder of the files do not count. Files that are no Python count by their
-    bytes. Does and raises what :func:`find_user_sources` does.
+    bytes. Puts the working directory first on ``sys.path``. UserError for a bad ``spec`` or a missing module.
     """
     lines = (f"{name} {hashlib.sha256(code).hexdigest()}" for name, _, code in find_user_sources(spec))
     return hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()
@@ -103,9 +103,9 @@ def is_user_file(place: str) -> bool:
 
 
 def find_imported_modules(tree: ast.Module | None) -> set[str]:
-    """Return the names of top-level modules that a source imports; none without a tree.
+    """Return the names of top-level modules that a source imports; the empty set for None.
 
-    Statements count, and texts given to functions named ``import_module`` or ``__import__``, but no relative imports.
+    Counts import statements, and texts given to ``import_module`` or ``__import__``; leaves out relative imports.
     """
     names: list[str] = []
     for node in ast.walk(tree) if tree else ():
@@ -123,8 +123,8 @@ def list_files_outside_digest(known: set[Path], spec: str, modules: Iterable[str
     """Return the user's files that ``spec`` imported and the digest left out (not in ``known``): sorted relative paths.
 
     Starts at the modules of ``spec`` and ``modules`` (names in ``sys.modules``, such as those of the model's layers).
-    Follows the modules in each module's namespace, and those of the classes, functions and instances there; so a module
-    from which only numbers, texts or containers come is missed. Only files below the folder that holds the top-level
+    Follows the modules in each module's namespace, and the modules that define its classes, functions and instances; so
+    it misses a module that gave only numbers, texts or containers. Only files below the folder that holds the top-level
     module of ``spec`` count; paths are relative to it. Returns none for a catalog name (no colon). Get ``known`` from
     :func:`list_user_files` before the user's code is imported, because that code may change ``sys.path``.
     """
