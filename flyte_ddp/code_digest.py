@@ -117,7 +117,7 @@ def normalize_code(source: bytes, tree: ast.Module | None) -> bytes:
 
 
 def list_releases() -> str:
-    """Return the versions of torch, numpy and the like that are installed, such as ``torch 2.15.0, numpy 2.3.1``.
+    """Return the versions of the installed packages among ARITHMETIC, such as ``torch 2.15.0, numpy 2.3.1``.
 
     Reads the packages' metadata; does not import them.
     """

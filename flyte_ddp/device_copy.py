@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def copy_to_device(values: Tensor, device: torch.device) -> Tensor:
-    """Return a copy of a CPU tensor on the device, made by page-locked memory without waiting; for a CPU the tensor."""
+    """Return a copy of a CPU tensor on the device, by page-locked memory without waiting; on a CPU the same tensor."""
     if device.type == "cpu":
         return values
     # A copy from ordinary memory would block the host in every batch until the device has finished all earlier work.

@@ -46,8 +46,7 @@ class RankError(click.ClickException, RuntimeError):
     def format_message(self) -> str:
         """Return the lines of click's panel: message and remark; file with the details; where a retry resumes.
 
-        Cuts the message after 600 characters. Leaves out the second line without such a file, the third unless the
-        error is ``recoverable``.
+        Cuts the message after 600 characters. Has no second line without a file, no third unless ``recoverable``.
         """
         message = self.message if len(self.message) <= LONGEST_MESSAGE else f"{self.message[:LONGEST_MESSAGE]} ..."
         lines = [f"{message}{self.remark}"]

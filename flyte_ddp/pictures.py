@@ -18,8 +18,8 @@ def opaque_picture(image: Image.Image) -> Image.Image:
     """Return a picture with 8 bits a channel, white where it was transparent; the same object if nothing must change.
 
     Keeps the upper 8 bits of 16-bit values, and of 12-bit values in TIFF. A picture with transparency becomes RGBA with
-    an alpha of 255 everywhere. Raises ValueError for pixels of unknown range: floating-point numbers, and integers that
-    are signed or have 32 bits.
+    an alpha of 255 everywhere. Raises ValueError for pixels of unknown range: floats, and integers with a sign or 32
+    bits.
     """
     if image.mode == "F":
         raise ValueError("its pixels are floating-point numbers, of no known range; store 8 or 16 bits, without a sign")
@@ -47,8 +47,7 @@ def opaque_picture(image: Image.Image) -> Image.Image:
 def scale_transparent_colour(image: Image.Image) -> None:
     """Scale the transparent colour in a PNG's ``info`` to 8 bits, in place; leave other images unchanged.
 
-    Pillow scales a PNG's pixels when it loads them, but not this colour, and would find no pixel transparent. Call it
-    before the picture is loaded.
+    Call this before Pillow loads the pixels: it scales them, not this colour, and would then find no transparent pixel.
     """
     colour, layout = image.info.get("transparency"), png_layout(image)
     if colour is None:

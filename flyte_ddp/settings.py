@@ -132,7 +132,7 @@ def read_choice(name: str, choices: tuple[str, ...]) -> str:
 
 
 def read_number(name: str, at_least: float = 0.0) -> float:
-    """Return the number in a variable, else its default. Raise UserError if it is not finite or below ``at_least``."""
+    """Return the number in a variable; its default if unset. UserError if it is not finite or below ``at_least``."""
     text = read_text(name)
     try:
         value = float(text)

@@ -39,10 +39,10 @@ def find_user_sources(spec: str) -> Iterator[tuple[str, Path, bytes]]:
     """Yield name, path and normalized code of each file of the user's own behind ``spec``, ``package.module:callable``.
 
     Imports nothing. First come the files of the top-level module, wherever it is; then those of each top-level module
-    that a file imports, unless it is Python's, in site-packages (an editable install is not), this library, torch or
-    the like. Of a package all ``.py`` files count, because packages may import their modules by computed names. Misses
-    data files, files that cannot be read, and what :func:`find_imported_modules` misses. Puts the working directory
-    first on ``sys.path``. Raises UserError if the spec is malformed or there is no such top-level module.
+    that a file imports, unless it is Python's own, is in site-packages (an editable install is not), or is this library
+    or one it computes with. Of a package all ``.py`` files count, because packages may import their modules by computed
+    names. Misses data files, files that cannot be read, and what :func:`find_imported_modules` misses. Puts the working
+    directory first on ``sys.path``. Raises UserError if the spec is malformed or there is no such top-level module.
     """
     top = split_spec(spec)[0].partition(".")[0]
     search_working_directory()
@@ -76,8 +76,8 @@ def find_top_level(name: str) -> ModuleSpec | None:
 def list_module_files(found: ModuleSpec, *, only_own: bool = False) -> Iterator[tuple[str, Path]]:
     """Yield name and path of each ``.py`` file of a top-level module or package; names begin with the module's name.
 
-    Follows symlinks to folders, each once. Leaves out hidden files and folders; with ``only_own`` also Python's own and
-    installed modules.
+    Follows symlinks to folders, each once. Leaves out hidden files and folders; with ``only_own`` also Python's and
+    installed ones.
     """
     packages = found.submodule_search_locations
     for place in packages if packages is not None else filter(None, [found.origin if found.has_location else None]):

@@ -154,7 +154,7 @@ def write_arrays(arrays: ImageArrays, folder: Path, origin: dict[str, str]) -> N
     """Write a data set into an existing folder: one ``.npy`` file for each array, then ``dataset.json``.
 
     Replaces files of these names. ``dataset.json`` holds name, classes, mean, standard deviation, digests and the
-    entries of ``origin``. Raises an OSError if a file cannot be written; its errno tells a full disk.
+    entries of ``origin``. Raises an OSError if a file cannot be written; errno ENOSPC if the disk is full.
     """
     for name in ARRAYS:
         write_array(folder / f"{name}.npy", getattr(arrays, name))

@@ -15,8 +15,7 @@ def content_identity(source: str, hyperparameter: str = "data_source") -> str:
 
     Reads a local file, or all files of a directory, whole. Lists object storage. Asks a web server for ``SHA256SUMS``
     or the file's ETag or time of change, and downloads the file only if it gives none of these. Tries up to 4 times,
-    prints failures to stderr. Raises a UserError about ``hyperparameter`` for a ``source`` that is missing, empty or
-    cannot be read.
+    prints failures to stderr. A missing, empty or unreadable ``source`` is a UserError about ``hyperparameter``.
     """
     if not source:
         return ""

@@ -50,7 +50,7 @@ def pack_source(source: str, folder: Path, *, split: str = "train", **options: A
 def pack_image_folder(address: str, folder: Path, **options: Any) -> ShardIndex:
     """Pack the files ``class/name.jpg`` below a path or prefix unchanged into ``folder``; return the shards' index.
 
-    Lists the files and reads each in up to 4 tries; prints to stderr what there is. ``options`` are keyword arguments
+    Lists the files and reads each in up to 4 tries; prints what it found to stderr. ``options`` are keyword arguments
     of :func:`flyte_ddp.shards.packing.pack_samples`. Raises a UserError if there are no images or they cannot be read.
     """
     images = list_images(address)
@@ -89,8 +89,7 @@ def pack_images(samples: Any, folder: Path, *, classes: Sequence[str] = (), **op
     ``samples`` has ``len()`` and gives (image, label) for each index; threads read it, one at a time. An image is a PIL
     image, a uint8 array [H, W] or [H, W, C], or a uint8 tensor [H, W] or [C, H, W], of any size. ``classes`` are the
     class names; default: the attribute ``classes`` of ``samples``, if it has one. ``options`` are keyword arguments of
-    :func:`flyte_ddp.shards.packing.pack_samples`. Raises a UserError if ``samples`` is no map-style data set of images,
-    or raises an OSError.
+    :func:`flyte_ddp.shards.packing.pack_samples`. UserError if ``samples`` is no such set or raises an OSError.
     """
     from PIL import Image
 

@@ -27,9 +27,9 @@ FILE_ADVICE = "give a file that torch.save has written, with the weights as tens
 def identify_weights(init_from: str) -> str:
     """Return a SHA-256 (hex) that changes with the weights' file; empty if ``init_from`` is empty.
 
-    Reads a local file whole. Asks the server of a remote file for its ETag, or else its time of change; downloads a
-    file of a web server that tells neither. Retries up to 3 times, and prints each retry to stderr. Raises UserError if
-    the file is missing or cannot be read, or its server does not give it.
+    Reads a local file whole. Asks the server of a remote file for its ETag, or else its time of change; downloads the
+    file if a web server sends neither. Retries up to 3 times, and prints each retry to stderr. Raises UserError if the
+    file is missing or cannot be read, or its server does not give it.
     """
     local_weights_path(init_from)
     return content_identity(init_from, "init_from")

@@ -50,7 +50,7 @@ def write_prediction_table(
     model on the GPU if any. ``settings`` say where remote shards are cached, how many threads decode, and whether to
     print to stderr which files are no images and which images have no prediction. Raises UserError for both or neither
     of ``images`` and ``dataset``; a ``batch_size`` below 1; negative ``bad_samples``; a missing, damaged or mismatched
-    model; no images; an unreadable image, or too many that cannot be decoded; channels that the model does not take; an
+    model; no images; an unreadable image, or too many that cannot be decoded; channels that the model does not take;
     unwritable output.
     """
     if (images is None) == (dataset is None):

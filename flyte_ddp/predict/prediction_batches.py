@@ -74,7 +74,7 @@ def read_folder_batches(
 def read_pixels(path: Path, model: SavedModel, bad: BadSamples) -> Tensor | None:
     """Read an image file and return its pixels uint8 [H, W, C]; None if they cannot be decoded, which ``bad`` records.
 
-    If the model's evaluations used the middle square of images, crops and resizes the image as they did. Raises
+    If the model's evaluations used only the middle square of images, returns that square in the model's size. Raises
     UserError if the file cannot be read, or ``bad`` does not allow one more.
     """
     try:

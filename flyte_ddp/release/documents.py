@@ -74,8 +74,8 @@ def render_lineage_event(address: str, name: str, sidecar: Mapping[str, Any], ve
     """Return the OpenLineage event of a version as JSON: what it was trained from, and how it was judged.
 
     ``address`` and ``name`` are those of the registry and the model in it; ``by`` is the Flyte execution, or the user,
-    that trained the model. Facets of our own begin with ``flyteDdp``. Raises KeyError if ``sidecar`` has no digest of
-    the weights.
+    that trained the model. Facets of our own begin with ``flyteDdp``. Raises KeyError if ``sidecar`` lacks the weights'
+    digest.
     """
     hp, digests = sidecar.get("hyperparameters", {}), sidecar["digests"]
     trained_on, started_from = hp.get("dataset", ""), hp.get("init_from")

@@ -188,8 +188,7 @@ def compare_with_champion(judgement: Judgement, ours: Evaluation, champion: Save
     ``ours`` is the challenger's evaluation. Also downloads and evaluates ``best``, the version with the best accuracy
     so far, if that is neither of the two; evaluates nothing if classes or input differ. Times both models, and exports
     the challenger. If the judgement may promote, and the two do not get the same samples right, writes two files to the
-    registry. Raises an IncomparableError if the champion, or with the rule not_worse the best version, cannot be
-    evaluated.
+    registry. Raises an IncomparableError if it cannot evaluate the champion (rule not_worse: or the best version).
     """
     policy, model, split = judgement.policy, judgement.model, judgement.split
     groups = {"class": checks.group_by_class(ours, model.classes)}

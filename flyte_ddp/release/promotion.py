@@ -222,8 +222,7 @@ def load_champion(address: str, name: str, device: str = "cpu") -> tuple[nn.Modu
     """Download the champion; return its model in evaluation mode on ``device``, and its sidecar.
 
     Runs the code that the sidecar names, so you must trust the registry at ``address``: a folder, or an address of S3,
-    Google Cloud Storage or Azure. ``name`` is that of the model in it. Raises a UserError if there is no champion, or
-    it cannot be read.
+    Google Cloud Storage or Azure. ``name`` is that of the model in it. Raises a UserError if no champion can be read.
     """
     from flyte_ddp.models.artifacts import load_model
 

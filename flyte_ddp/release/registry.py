@@ -322,8 +322,7 @@ class Registry:
 
         The same models (SHA-256 of their weights) compared by the same rule keep their number. For a new comparison
         writes two files; if the process is killed between them, the number is lost, and later comparisons are a bit
-        stricter. Raises a UserError if the file of the two models is damaged, or the registry cannot be read or written
-        in up to 4 tries.
+        stricter. Raises a UserError if the two models' file is damaged, or the registry cannot be used in 4 tries.
         """
         folder = self.at("judgements", test_digest)
         compared = {"challenger": challenger, "champion": champion, "rule": rule}
@@ -347,8 +346,8 @@ class Registry:
 def replay_promotions(history: list[Entry]) -> tuple[list[Entry], dict[str, Entry]]:
     """Return the promotions of a whole log that were not undone, oldest first; and the rollbacks by the version undone.
 
-    A rollback undoes the last promotion, a second rollback the one before it. A version that became champion again does
-    not count as undone.
+    A rollback undoes the last promotion, a second rollback the one before it. A version that became champion again is
+    not undone.
     """
     standing, taken_back = list[Entry](), dict[str, Entry]()
     for entry in history:

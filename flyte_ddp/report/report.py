@@ -88,7 +88,7 @@ def draw_charts(run: Run) -> Iterator[tuple[str, str]]:
 
 
 def hyperparameter_rows(given: Mapping[str, Any]) -> dict[str, list[tuple[str, ...]]]:
-    """Return name, value, default and meaning of the given hyperparameters: the ``changed`` ones and the ``others``."""
+    """Return rows (name, value, default, meaning) of the given hyperparameters, by keys ``changed`` and ``others``."""
     rows: dict[str, list[tuple[str, ...]]] = {"changed": [], "others": []}
     for field in dataclasses.fields(Hyperparameters):
         if field.name in given:

@@ -69,7 +69,7 @@ class OpenShard:
                     unlock_file(self.file)
 
     def lock_file(self) -> bool:
-        """Lock a cached file against eviction; return False if it was or is being evicted, True for a local shard."""
+        """Lock a cached file against eviction; return whether that worked. A local shard needs no lock: True."""
         if not self.cached:
             return True
         try:

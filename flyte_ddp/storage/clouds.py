@@ -107,8 +107,7 @@ def make_azure_store(container: str) -> Any:
     """Return obstore's store of a container of Azure Blob Storage; sends no request yet.
 
     ``FLYTE_AZURE_*`` take precedence over ``AZURE_*``, which obstore reads. It may ask for managed identities later.
-    Raises obstore's exceptions for unusable settings; OSError or ValueError if ``REQUESTS_CA_BUNDLE`` names no
-    certificates.
+    Raises obstore's exceptions for unusable settings; OSError or ValueError for an unusable ``REQUESTS_CA_BUNDLE``.
     """
     from obstore.store import AzureStore
 
