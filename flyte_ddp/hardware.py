@@ -143,8 +143,8 @@ def choose_device_type(hp: Hyperparameters, gpus: int, who_has: str, other_fix: 
 def choose_hardware(hp: Hyperparameters, device_type: str, num_ranks: int, *, threads: int, bf16: Bf16) -> Hardware:
     """Return the Hardware of ``num_ranks`` ranks with ``threads`` CPU threads each; decide every ``auto`` of ``hp``.
 
-    ``bf16`` is that of the device that supports it least. Raises UserError if the batch has too few samples for the
-    ranks, or the devices cannot do what ``hp`` asks for.
+    ``bf16`` is the support of the device that supports it least. Raises UserError if the batch has too few samples for
+    the ranks, or the devices cannot do what ``hp`` asks for.
     """
     check_batch_size(hp, num_ranks)
     small = hp.model in catalog.SMALL_MODELS

@@ -156,7 +156,7 @@ def list_helpers() -> set[int]:
     """Return the ids of children that Python and torch have started for themselves, and that exit with this process.
 
     These are multiprocessing's resource tracker, and the process in which torch compiles for GPUs, known by its command
-    line: if the latter were killed, later compilations of this process would fail.
+    line; without that process later compilations in this one would fail.
     """
     tracker = getattr(resource_tracker._resource_tracker, "_pid", None)
     compiler = f"--parent={os.getpid()}".encode()

@@ -38,11 +38,12 @@ def list_user_files(spec: str) -> set[Path]:
 def find_user_sources(spec: str) -> Iterator[tuple[str, Path, bytes]]:
     """Yield name, path and normalized code of each file of the user's own behind ``spec``, ``package.module:callable``.
 
-    Imports nothing. First come the files of the top-level module, wherever it is; then those of each top-level module
-    that a file imports, unless it is Python's own, is in site-packages (an editable install is not), or is this library
-    or one it computes with. Of a package all ``.py`` files count, because packages may import their modules by computed
-    names. Misses data files, files that cannot be read, and what :func:`find_imported_modules` misses. Puts the working
-    directory first on ``sys.path``. Raises UserError if the spec is malformed or there is no such top-level module.
+    Imports nothing. First come the files of the top-level module, wherever it is; then the files of each top-level
+    module that a file imports, unless it is Python's own, is in site-packages (an editable install is not), or is this
+    library or one it computes with. Of a package all ``.py`` files count, because packages may import their modules by
+    computed names. Misses data files, files that cannot be read, and what :func:`find_imported_modules` misses. Puts
+    the working directory first on ``sys.path``. Raises UserError if the spec is malformed or there is no such top-level
+    module.
     """
     top = split_spec(spec)[0].partition(".")[0]
     search_working_directory()

@@ -26,8 +26,8 @@ class CustomSet:
     def fingerprint(self, source: str) -> str:
         """Return a name that changes with name and code of the callable, and with address and content of ``source``.
 
-        The code is that of the user's modules which ``spec`` imports, without comments; it is read, not imported. Puts
-        the working directory first on ``sys.path``. Reads a local source whole; of a remote one reads digests, ETags or
+        Reads the user's modules that ``spec`` needs, without importing them; their comments do not count. Puts the
+        working directory first on ``sys.path``. Reads a local source whole; of a remote one reads digests, ETags or
         times, or without these the file, in up to 4 tries with messages on stderr. Raises a UserError if ``spec`` is
         malformed, there is no such module, or the source is missing, an empty folder, or cannot be read.
         """

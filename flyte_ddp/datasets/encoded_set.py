@@ -65,7 +65,7 @@ def prepare_encoded_set(dataset: str, test_dataset: str, folder: Path) -> None:
 
     ``dataset.json`` holds names, classes, digests, and counts of files that are no images. Reads the first sample of
     each data set in an index, in up to 4 tries. Raises a UserError if a data set is empty or cannot be read, if their
-    classes differ, or if a first sample lacks image or label; an OSError if a file cannot be written.
+    classes differ, or if a first sample cannot be read or lacks image or label; an OSError if a file cannot be written.
     """
     data = list_encoded_set(dataset, test_dataset)
     left_out = {}

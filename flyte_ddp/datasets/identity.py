@@ -62,7 +62,7 @@ def hash_object_listing(source: str) -> str:
 
 
 def hash_http_content(source: str) -> str:
-    """Return the SHA-256 (hex) of ``SHA256SUMS`` at the address, else of the file's size and ETag or time of change.
+    """Return the SHA-256 (hex) of ``SHA256SUMS`` at the address; without one, of size and ETag or time of change.
 
     Downloads and hashes the file if the server sends none of these. Does not retry. Raises an UnavailableError.
     """

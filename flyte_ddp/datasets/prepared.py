@@ -153,7 +153,7 @@ def no_samples_error(dataset: str, purpose: str) -> UserError:
 def resolve_class_names(classes: Sequence[str], hp: Hyperparameters) -> tuple[str, ...]:
     """Return the data set's class names; without names, the numbers 0..num_classes-1 as texts.
 
-    Raises a UserError if there are no names and no ``num_classes``, or if the two differ in number.
+    Raises a UserError if there are no names and no ``num_classes``, or if ``num_classes`` is another number.
     """
     if classes and hp.num_classes not in (0, len(classes)):
         raise UserError(f"num_classes={hp.num_classes}: the data set has {len(classes)}; set that, or 0")

@@ -25,8 +25,8 @@ MIDDLE = "middle"  # ``crop`` of a model that was evaluated on the middle square
 def save_model(folder: Path, state_dict: dict[str, Tensor], sidecar: Mapping[str, Any]) -> tuple[Path, Path]:
     """Write ``model.pt`` and ``model.json`` into a folder, replacing older ones; return their paths. Makes the folder.
 
-    Copies the weights to the CPU. The sidecar gets its name last, when both files are on the disk. ``state_dict`` is
-    that of the model itself, not of DDP's or torch.compile's wrapper. ``sidecar`` can be written as JSON; the file also
+    Copies the weights to the CPU. The sidecar gets its name last, when both files are on the disk. ``state_dict`` comes
+    from the model itself, not from DDP's or torch.compile's wrapper. ``sidecar`` can be written as JSON; the file also
     gets ``format`` and ``digests.weights``, the SHA-256 of ``model.pt``. Raises UserError if writing fails.
     """
     model_path, sidecar_path = folder / "model.pt", folder / "model.json"

@@ -148,7 +148,8 @@ def delete_parts(weights: Any, parts: Collection[str]) -> None:
 def remove_common_prefixes(weights: Any, model_names: Collection[str]) -> None:
     """Remove prefixes that all names of a state_dict have, in place, until a name is one of ``model_names``.
 
-    DDP, torch.compile and Lightning add them, such as ``module.``. Changes nothing if no removal leads to such a name.
+    DDP, torch.compile and Lightning add them, such as ``module.``. Changes nothing if no removal leads to a name of the
+    model.
     """
     from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 

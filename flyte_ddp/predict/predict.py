@@ -47,11 +47,11 @@ def write_prediction_table(
     the model's training allowed.
 
     Replaces ``output`` and the page beside it; makes missing folders. Runs the code that the sidecar names, and the
-    model on the GPU if any. ``settings`` say where remote shards are cached, how many threads decode, and whether to
-    print to stderr which files are no images and which images have no prediction. Raises UserError for both or neither
-    of ``images`` and ``dataset``; a ``batch_size`` below 1; negative ``bad_samples``; a missing, damaged or mismatched
-    model; no images; an unreadable image, or too many that cannot be decoded; channels that the model does not take;
-    unwritable output.
+    model on a GPU if there is one. ``settings`` say where remote shards are cached, how many threads decode, and
+    whether to print to stderr which files are no images and which images have no prediction. Raises UserError for both
+    or neither of ``images`` and ``dataset``; a ``batch_size`` below 1; negative ``bad_samples``; a missing, damaged or
+    mismatched model; no images; an unreadable image, or too many that cannot be decoded; channels that the model does
+    not take; unwritable output.
     """
     if (images is None) == (dataset is None):
         raise UserError(f"images={images}, dataset={dataset}: give exactly one of the two")

@@ -284,8 +284,8 @@ class Registry:
         """Write the entry after ``before``, the last one, to the log, rewrite champion.json, and return the new entry.
 
         ``before`` is None for an empty log, ``by`` a Flyte execution or user@host, and ``values`` are the other fields:
-        ``action``, ``version``, ``manifest`` and ``best``. First tests the storage by a small file, as
-        :meth:`refuse_storage_that_overwrites` does. Raises a LostError if somebody else has written the entry of that
+        ``action``, ``version``, ``manifest`` and ``best``. First tests the storage by a small file,
+        :meth:`refuse_storage_that_overwrites`. Raises a LostError if somebody else has written the entry of that
         number, a UserError if the reason is blank.
         """
         if not reason.strip():

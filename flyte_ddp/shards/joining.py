@@ -18,9 +18,10 @@ def join_indexes(
     """Write an index that refers to two or more others (``datasets`` in wids' format), and return the joined index.
 
     Reads the indexes, with up to 3 retries. ``weights`` are the passes that an epoch makes through each data set, such
-    as 2 or 0.5; by default one. Without a name, the data set has that of the output file. Replaces another index at
-    ``output``. Raises UserError if an index cannot be read, refers to others, has other classes or is given twice; if
-    weights are given, but not one above 0 for each; if the output is one of the indexes, another file, or not writable.
+    as 2 or 0.5; by default one. Without ``name``, the data set is named after the output file. Replaces another index
+    at ``output``. Raises UserError if an index cannot be read, refers to others, has other classes or is given twice;
+    if weights are given, but not one above 0 for each; if the output is one of the indexes, another file, or not
+    writable.
     """
     addresses = [str(storage.local_path(address) or address) for address in addresses]
     output = resolve_index_output(output, addresses)

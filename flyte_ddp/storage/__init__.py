@@ -54,8 +54,8 @@ def open_file(address: str, span: Span | None = None) -> AbstractContextManager[
     """Return a context manager that opens a file for one pass over its bytes as stored, without decompression.
 
     ``span`` is the number of the first byte and of the byte after the last; None opens the whole file. Waits up to 10 s
-    for a connection and 30 s for each piece of the content; does not retry. Raises UserError at once for an address of
-    no known kind; UnavailableError, on entering the block or while chunks are read, if the file cannot be read.
+    for a connection and 30 s for each piece of the content; does not retry. Raises UserError when called for an address
+    of no known kind; UnavailableError, on entering the block or while chunks are read, if the file cannot be read.
     """
     return select_storage(address).open_file(address, span)
 

@@ -163,9 +163,9 @@ def measure_pixels(name: str, label: int, mode: str, pixels: Pixels) -> SampleFa
 def check_profile(profile: DataProfile, hp: Hyperparameters, *, max_duplicates: float, max_conflicts: float) -> None:
     """Raise a UserError if a data set should not be trained on: one line for each problem, with examples and a remedy.
 
-    ``max_duplicates`` is the allowed share of test samples that have the pixels of a training sample, and
-    ``max_conflicts`` that of samples that have the pixels of a sample with another label. Also raises a UserError if
-    the class names are unknown, or ``hp.num_classes`` is not their number.
+    ``max_duplicates`` is the allowed share of test samples that have the pixels of a training sample, ``max_conflicts``
+    the allowed share of samples that have the pixels of a sample with another label. Also raises a UserError if the
+    class names are unknown, or ``hp.num_classes`` is not their number.
     """
     names, problems = resolve_class_names(profile.classes, hp), list[str]()
     bad = profile.training.undecodable + profile.test.undecodable
