@@ -149,7 +149,7 @@ def write_onnx_and_pt2(served: ServedModel, folder: Path) -> None:
 def silence_torch() -> Iterator[None]:
     """Silence torch's loggers, Python warnings and sys.stderr of the whole process in the block; imports torch._dynamo.
 
-    Exporters try several ways, and log a traceback for each one that fails; if all fail, they raise an exception.
+    Exporters try several ways, and log a traceback for each failure, which is hidden. If all fail, they raise.
     """
     import torch._dynamo  # noqa: F401  # makes its loggers
 

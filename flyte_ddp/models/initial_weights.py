@@ -40,7 +40,7 @@ def fetch_weights(init_from: str, folder: Path) -> Iterator[Path | None]:
     """Yield a local path with the content of ``init_from``; None if ``init_from`` is empty.
 
     Downloads a remote file into ``folder``, without a retry, and deletes it after the block. Raises UserError if a
-    local file is missing, a remote one cannot be read, or it cannot be written, as on a full disk.
+    local file is missing, a remote one cannot be read, or the download cannot be written, as on a full disk.
     """
     path = local_weights_path(init_from)
     if path is not None or not init_from:

@@ -160,7 +160,7 @@ def confusion_section(counts: NDArray[np.int64], names: Sequence[str]) -> dict[s
     """Return the values with which templates show confusions; an empty dict if there is no sample.
 
     ``counts`` [K, 3] are truth, prediction and number of samples, as of :func:`flyte_ddp.confusions.count_confusions`;
-    ``names`` are those of all classes. Keys are ``picture`` (SVG, empty with more than PICTURED_CLASSES (1,000)),
+    ``names`` are the names of all classes. Keys are ``picture`` (SVG, empty with more than PICTURED_CLASSES (1,000)),
     ``is_large``, ``mistakes`` (the most frequent) and ``hardest`` (classes).
     """
     if not len(counts):

@@ -18,8 +18,8 @@ MOST_NAMED = 6  # members of a sample that an error lists
 def find_image_and_label(sample: str, extensions: Iterable[str]) -> tuple[str, str]:
     """Return the extensions of the image and of the label that training reads, out of a sample's ``extensions``.
 
-    Ignores case, as webdataset does. Of several images takes the first kind in ``TRAINED_ON``. Raises UserError, which
-    begins with ``sample``, if there is no image or no label.
+    Ignores case, as webdataset does. Of several images takes the first kind in ``TRAINED_ON``. Raises UserError, whose
+    text begins with ``sample``, if there is no image or no label.
     """
     found = {extension.lower(): extension for extension in extensions}
     image = next((found[kind] for kind in TRAINED_ON if kind in found and kind != LABEL), None)

@@ -21,9 +21,9 @@ def read_sample(index: ShardIndex | str, number: int) -> Sample:
     """Read one sample of an index, or of the index at an address, and return it as a dict.
 
     The dict has the sample's members (bytes, by extension), and ``__key__``, ``__shard__`` and others as in wids. If
-    the shard has a table of its samples, which is looked for once, reads only the members, each in up to 4 tries.
-    Without a table, or if the members' bytes cannot be read, reads the whole shard; downloads a remote one into a
-    temporary folder. Raises UserError if there is no such sample, or index or shard is damaged or cannot be read.
+    the shard has a table of its samples (looked for once), reads only the members, each in up to 4 tries. Without a
+    table, or if the members' bytes cannot be read, reads the whole shard; downloads a remote one into a temporary
+    folder. Raises UserError if there is no such sample, or index or shard is damaged or cannot be read.
     """
     index = index if isinstance(index, ShardIndex) else read_index(index)
     if not 0 <= number < len(index):
