@@ -178,7 +178,7 @@ def download_version(
     """Download model.pt and model.json of a version, or ``every_file``, into a folder; return the paths of the two.
 
     Makes the folder, replaces files of these names, tries each up to 4 times. ``version`` is the SHA-256 of the
-    weights, ``manifest`` that of a revision's manifest (empty: of the newest). Raises a UserError if the registry cannot
+    weights, ``manifest`` of a revision's manifest (empty: of the newest). Raises a UserError if the registry cannot
     be read, or a file is missing or altered; an altered one stays.
     """
     found, needed = versions.read_version(registry, version, manifest), (versions.WEIGHTS, versions.SIDECAR)

@@ -228,7 +228,7 @@ class StreamPlan:
         return f"take {', or '.join(ways)} (of shards with equal numbers of samples)"
 
     def refuse_hang(self) -> None:
-        """Raise UserError, with suggested options, if ranks get different numbers of batches or none gets a batch."""
+        """Raise UserError, with suggested options, if ranks get different numbers of batches or no rank gets one."""
         if not self.batches.any():
             problem = f"no worker has more than {self.samples.max():,} samples, and smaller batches are dropped"
             fix = "lower batch_size or workers, or keep partial batches"
