@@ -49,26 +49,28 @@ def order_test_split(data: PreparedSet) -> SampleOrder:
     return ShardOrder(kind(counts, 0.0, TEST_FRACTION, 0), "test", np.ones(len(counts)))
 
 
-def order_splits(data: PreparedSet, hp: Hyperparameters) -> dict[str, SampleOrder]:
+def order_splits(
+    data: PreparedSet, *, validation_fraction: float, seed: int, shuffle_shards: int
+) -> dict[str, SampleOrder]:
     """Return the orders of the splits by name: "training", "validation" and "test".
 
-    Validation gets ``hp.validation_fraction`` of the samples outside the test split; of a stream, whole shards.
+    Validation gets ``validation_fraction`` of the samples outside the test split; of a stream, whole shards.
     """
     tests = order_test_split(data)
     if isinstance(data, ImageArrays):
         samples = np.arange(len(data.train_labels), dtype=np.int32)
     elif isinstance(data.train, ShardIndex):
-        kind = WholeShardSplits if encoded_kind(hp.dataset) == "stream" else ShardSplits
+        kind = WholeShardSplits if encoded_kind(data.name) == "stream" else ShardSplits
         test_fraction = TEST_FRACTION if data.test is None else 0.0
-        splits = kind(data.train.counts, hp.validation_fraction, test_fraction, hp.seed)
-        weighted = ShardOrder(splits, "training", data.train.weights, hp.shuffle_shards)
+        splits = kind(data.train.counts, validation_fraction, test_fraction, seed)
+        weighted = ShardOrder(splits, "training", data.train.weights, shuffle_shards)
         return {"training": weighted, "validation": ShardOrder(splits, "validation"), "test": tests}
     else:
         samples = np.arange(len(data.train.names), dtype=np.int32)
         if data.test is None:
             samples = np.delete(samples, tests.samples(slice(0, len(tests))))
-    rest, held_out = split_indices(len(samples), hp.validation_fraction, hp.seed)
-    training, validation = ListedOrder(samples[rest], hp.seed), ListedOrder(samples[held_out])
+    rest, held_out = split_indices(len(samples), validation_fraction, seed)
+    training, validation = ListedOrder(samples[rest], seed), ListedOrder(samples[held_out])
     return {"training": training, "validation": validation, "test": tests}
 
 
@@ -84,7 +86,9 @@ def check_prepared_set(
     """
     data = open_prepared(folder)
     resolve_class_names(data.classes, hp)
-    orders = order_splits(data, hp)
+    orders = order_splits(
+        data, validation_fraction=hp.validation_fraction, seed=hp.seed, shuffle_shards=hp.shuffle_shards
+    )
     if not len(orders["training"]) and len(orders["validation"]):
         raise UserError(
             f"validation_fraction={hp.validation_fraction:g}: holds out all {len(orders['validation']):,} samples "

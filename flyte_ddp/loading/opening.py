@@ -34,7 +34,9 @@ def open_splits(
     Copies arrays to the device if it is a GPU. Threads that decode encoded images, and worker processes of a stream,
     start at the first batch; :meth:`Splits.close` ends them. Takes rank and world size from the process group, if any.
     """
-    orders = order_splits(data, hp)
+    orders = order_splits(
+        data, validation_fraction=hp.validation_fraction, seed=hp.seed, shuffle_shards=hp.shuffle_shards
+    )
     if isinstance(data, ImageArrays):
         images = open_array_source(device, data.train_images, data.train_labels, hp.augment, hp.seed)
         test_images = open_array_source(device, data.test_images, data.test_labels)

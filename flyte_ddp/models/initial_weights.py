@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flyte_ddp import storage
-from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets.identity import content_identity
 from flyte_ddp.errors import UserError
 from flyte_ddp.files import replace_file
@@ -73,37 +72,37 @@ def local_weights_path(init_from: str) -> Path | None:
     return path
 
 
-def load_initial_weights(model: nn.Module, path: Path, hp: Hyperparameters) -> None:
+def load_initial_weights(model: nn.Module, path: Path, *, name: str, init_from: str, init_skip: str) -> None:
     """Load the weights in a file into a new model, except the parts that ``init_skip`` names. Reads the file whole.
 
-    Removes prefixes that all names in the file have (DDP's ``module.``). Raises UserError if the weights do not fit, a
-    tensor is not finite but the model's is, reading them could run code, or a part in ``init_skip`` is unknown.
+    ``name`` of the model and ``init_from`` are for errors. Removes prefixes that all names in the file have, such as
+    DDP's ``module.``. Raises UserError if the weights do not fit, a tensor is not finite but the model's is, reading
+    them could run code, or a part in ``init_skip`` is unknown.
     """
-    own, weights = model.state_dict(), read_weights(path, hp.init_from)
-    parts, stored_names = split_init_skip(hp.init_skip), [*weights]
+    own, weights = model.state_dict(), read_weights(path, init_from)
+    parts, stored_names = split_init_skip(init_skip), [*weights]
     delete_parts(weights, parts)  # by their names in the file, and then by those in the model
     remove_common_prefixes(weights, own)
     delete_parts(weights, parts)
     for part in parts:
-        if not any(is_in_parts(name, [part]) for name in (*own, *stored_names)):
-            names = list_first_names(dict.fromkeys(name.partition(".")[0] for name in own), 12)
-            raise UserError(f"init_skip={hp.init_skip!r}: the model has no part {part!r}; its parts are {names}")
+        if not any(is_in_parts(each, [part]) for each in (*own, *stored_names)):
+            names = list_first_names(dict.fromkeys(each.partition(".")[0] for each in own), 12)
+            raise UserError(f"init_skip={init_skip!r}: the model has no part {part!r}; its parts are {names}")
     # Where the new model itself has infinities, as in a mask of attention, the file may have some.
-    compared = ((name, value, own[name]) for name, value in weights.items() if name in own)
-    bad = [name for name, value, fresh in compared if not is_finite(value) and is_finite(fresh)]
+    compared = ((key, value, own[key]) for key, value in weights.items() if key in own)
+    bad = [key for key, value, fresh in compared if not is_finite(value) and is_finite(fresh)]
     if bad:
         names = list_first_names(bad, MOST_NAMED)
-        raise UserError(
-            f"init_from={hp.init_from!r}: holds NaN or infinity in {names}; give a file with finite weights"
-        )
-    given, wanted = dict(weights), {name: value for name, value in own.items() if not is_in_parts(name, parts)}
+        raise UserError(f"init_from={init_from!r}: holds NaN or infinity in {names}; give a file with finite weights")
+    given, wanted = dict(weights), {key: value for key, value in own.items() if not is_in_parts(key, parts)}
     # The skipped parts keep what the new model has. All goes through load_state_dict, which refuses missing tensors.
     for target, fresh in ((weights, own), (weights._metadata, getattr(own, "_metadata", {}))):
-        target.update({name: fresh[name] for name in fresh if is_in_parts(name, parts)})
+        target.update({key: fresh[key] for key in fresh if is_in_parts(key, parts)})
     try:
         model.load_state_dict(weights)
     except RuntimeError as error:
-        raise weights_misfit_error(wanted, given, hp, str(error)) from error
+        misfit = describe_misfit(wanted, given, parts, str(error))
+        raise UserError(f"init_from={init_from!r}: does not fit the model {name!r}: {misfit}") from error
 
 
 def is_finite(values: Tensor) -> bool:
@@ -179,13 +178,13 @@ def skipped_tensor_names(names: Iterable[str], init_skip: str) -> list[str]:
     return [name for name in names if is_in_parts(name, parts)]
 
 
-def weights_misfit_error(
-    wanted: Mapping[str, Tensor], given: Mapping[str, Tensor], hp: Hyperparameters, reason: str
-) -> UserError:
-    """Return the error that names missing, unknown or misshapen tensors, up to 3 of each; without any, ``reason``.
+def describe_misfit(
+    wanted: Mapping[str, Tensor], given: Mapping[str, Tensor], skipped: Collection[str], reason: str
+) -> str:
+    """Return a text with missing, unknown or misshapen tensors, up to 3 of each, or else ``reason``; and advice.
 
-    ``wanted`` are the model's tensors without those that ``init_skip`` names, ``given`` those in the file; ``reason``
-    is the text of torch's exception. The error advises an ``init_skip`` if up to 3 modules do not fit.
+    ``wanted`` are the model's tensors outside the parts ``skipped`` by ``init_skip``, ``given`` those in the file;
+    ``reason`` is the text of torch's exception. Advises a longer ``init_skip`` if up to 3 modules do not fit.
     """
     # Old files lack BatchNorm's count, which load_state_dict allows.
     missing = [name for name in wanted if name not in given and not name.endswith("num_batches_tracked")]
@@ -198,9 +197,9 @@ def weights_misfit_error(
     differing = [*missing, *unknown, *resized]
     modules = list(dict.fromkeys(name.rpartition(".")[0] or name for name in differing))
     few = 0 < len(modules) <= MOST_NAMED and len(differing) < len(wanted)
-    parts = ",".join([*split_init_skip(hp.init_skip), *modules])
+    parts = ",".join([*skipped, *modules])
     fix = f"to begin with these from the seed, set init_skip={parts!r}" if few else "give weights of this model"
-    return UserError(f"init_from={hp.init_from!r}: does not fit the model {hp.model!r}: {', '.join(reasons)}; {fix}")
+    return f"{', '.join(reasons)}; {fix}"
 
 
 def list_first_names(names: Collection[str], most: int) -> str:

@@ -192,6 +192,7 @@ def has_per_rank_statistics(model: nn.Module, synchronised: bool) -> bool:
 
 
 @contextmanager
+@torch.no_grad()  # not in the block
 def restore_running_statistics(model: nn.Module) -> Iterator[None]:
     """Undo at the end of the block, also after an exception, its changes to statistics that each rank has alone."""
     statistics = [buffer for layer in per_rank_norm_layers(model) for buffer in layer.buffers()]
@@ -199,9 +200,8 @@ def restore_running_statistics(model: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        with torch.no_grad():
-            for statistic, value in zip(statistics, before, strict=True):
-                statistic.copy_(value)
+        for statistic, value in zip(statistics, before, strict=True):
+            statistic.copy_(value)
 
 
 @torch.no_grad()

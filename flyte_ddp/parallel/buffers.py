@@ -129,22 +129,23 @@ class Buffers:
         self.copy_after_step()
 
     @contextmanager
+    @torch.no_grad()  # not in the block
     def use_saved_buffers(self, model: nn.Module) -> Iterator[None]:
         """Give ``model`` for the block the buffers that it would have after save and load; restore them at the end.
 
         Buffers that no ``state_dict`` holds get a new model's values. Raises UserError if names, shapes or types of the
-        buffers have changed, before or in the block.
+        buffers have changed, before or in the block; then, and if the block raises after that, does not restore them.
         """
-        with torch.no_grad():
-            values = self.require_same_buffers(model)
-            before = {name: values[name].clone() for name in self.shared_names}
-            for name in self.unsaved_names:
-                values[name].copy_(self.initial[name])
+        values = self.require_same_buffers(model)
+        before = {name: values[name].clone() for name in self.shared_names}
+        for name in self.unsaved_names:
+            values[name].copy_(self.initial[name])
         try:
             yield
+            self.require_same_buffers(model)  # not in ``finally``, where it would hide an exception of the block
         finally:
-            with torch.no_grad():
-                values = self.require_same_buffers(model)
+            values = copyable_buffers(model)
+            if buffer_layout(values) == self.layout:
                 for name in self.shared_names:
                     values[name].copy_(before[name])
 

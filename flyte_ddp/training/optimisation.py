@@ -25,16 +25,21 @@ SCHEDULES: dict[str, Callable[[float], float]] = {
 Kind = TypeVar("Kind", bound=torch.optim.Optimizer)
 
 
-def make_optimizer(parameters: Iterable[nn.Parameter], hp: Hyperparameters) -> torch.optim.Optimizer:
-    """Return SGD, Adam or AdamW, as ``hp`` says, for parameters with ``requires_grad``; fused if none is complex."""
+def make_optimizer(
+    parameters: Iterable[nn.Parameter], kind: str, rate: float, momentum: float, *, nesterov: bool, decay: float
+) -> torch.optim.Optimizer:
+    """Return the optimiser ``kind`` (sgd, adam, adamw) of parameters with ``requires_grad``; fused if none is complex.
+
+    ``rate`` is the learning rate, ``momentum`` the first beta of Adam and AdamW, ``decay`` the weight decay.
+    """
     parameters = [parameter for parameter in parameters if parameter.requires_grad]
     fused = True if all(parameter.is_floating_point() for parameter in parameters) else None
-    options: dict[str, Any] = {"lr": hp.learning_rate, "weight_decay": hp.weight_decay, "fused": fused}
-    if hp.optimizer != "sgd":
-        adam = strip_compiler_decorators(torch.optim.AdamW if hp.optimizer == "adamw" else torch.optim.Adam)
-        return adam(parameters, betas=(hp.momentum, 0.999), **options)
-    sgd = strip_compiler_decorators(torch.optim.SGD)(parameters, momentum=hp.momentum, nesterov=hp.nesterov, **options)
-    if hp.momentum:  # without it, fused SGD fails on a parameter that gets its first gradient later than others
+    options: dict[str, Any] = {"lr": rate, "weight_decay": decay, "fused": fused}
+    if kind != "sgd":
+        adam = strip_compiler_decorators(torch.optim.AdamW if kind == "adamw" else torch.optim.Adam)
+        return adam(parameters, betas=(momentum, 0.999), **options)
+    sgd = strip_compiler_decorators(torch.optim.SGD)(parameters, momentum=momentum, nesterov=nesterov, **options)
+    if momentum:  # without it, fused SGD fails on a parameter that gets its first gradient later than others
         for parameter in parameters:
             sgd.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
     return sgd

@@ -85,7 +85,9 @@ class TrainingState:
         self.model = model
         self.clock = make_clock(self.device)
         self.sync = create_gradient_sync(compile_model(model) if hp.compile else model, hardware.strategy, self.clock)
-        self.optimizer = make_optimizer(model.parameters(), hp)
+        self.optimizer = make_optimizer(
+            model.parameters(), hp.optimizer, hp.learning_rate, hp.momentum, nesterov=hp.nesterov, decay=hp.weight_decay
+        )
         self.average = create_moving_average(model, hp.ema_decay) if hp.ema_decay else None
         self.buffers = Buffers(model)
         # On a GPU, checking a loss in its own step would make the host wait for the device in every step.
@@ -117,7 +119,7 @@ class TrainingState:
         self.uncovered_files = user_source.list_files_outside_digest(own_files, hp.model, modules)
         zoo.check_model(hp.model, model)
         if initial_weights is not None:
-            load_initial_weights(model, initial_weights, hp)
+            load_initial_weights(model, initial_weights, name=hp.model, init_from=hp.init_from, init_skip=hp.init_skip)
         self.dtype = torch.float64 if self.hardware.precision == "fp64" else torch.float32
         if self.dtype == torch.float64:
             model.double()  # a model in fp32 is not cast: it may have buffers of other types, also complex ones
@@ -144,8 +146,8 @@ class TrainingState:
     def evaluation_mode(self) -> Iterator[None]:
         """Set model and moving average to evaluation mode for the block, the kept one with a saved model's buffers.
 
-        Training mode and buffers are restored at the end, also after an exception. One block is used for all batches,
-        because a model's own ``train`` method may have effects. Raises UserError if buffers were registered or resized.
+        Both are restored at the end, also after an exception. One block is used for all batches, because a model's own
+        ``train`` method may have effects. If buffers were registered or resized, restores none; raises UserError.
         """
         modules = [self.model, *([self.average.module] if self.average else [])]
         for module in modules:

@@ -57,10 +57,12 @@ class Lit(nn.Module):
         self.net = inner
 
 
-def loaded(into: nn.Module, content: Any, folder: Path, **changes: Any) -> dict[str, torch.Tensor]:
+def loaded(
+    into: nn.Module, content: Any, folder: Path, model: str = "small_cnn", init_skip: str = ""
+) -> dict[str, torch.Tensor]:
     path = folder / "weights.pt"
     torch.save(content, path)
-    load_initial_weights(into, path, Hyperparameters(init_from=str(path), **changes))
+    load_initial_weights(into, path, name=model, init_from=str(path), init_skip=init_skip)
     return into.state_dict()
 
 
@@ -215,10 +217,10 @@ def test_what_is_no_state_dict(content: Any, words: str, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("content", [b"", b"hello", b"PK\x03\x04", b"\x80\x02]q\x00"])
 def test_a_file_that_holds_no_weights(content: bytes, tmp_path: Path) -> None:
-    (tmp_path / "weights.pt").write_bytes(content)
-    hp = Hyperparameters(init_from=str(tmp_path / "weights.pt"))
+    path = tmp_path / "weights.pt"
+    path.write_bytes(content)
     with pytest.raises(UserError, match=f"is not a file of weights, or a damaged one; {FILE_ADVICE}$"):
-        load_initial_weights(Named(), tmp_path / "weights.pt", hp)
+        load_initial_weights(Named(), path, name="Named", init_from=str(path), init_skip="")
 
 
 def test_a_file_that_is_not_there_is_called_by_its_name(tmp_path: Path, server: FileServer) -> None:
@@ -244,7 +246,7 @@ def test_weights_behind_addresses(tmp_path: Path, server: FileServer) -> None:
         assert identity.run_name(hp, "data") != identity.run_name(Hyperparameters(), "data")
         with fetch_weights(address, tmp_path) as path:
             assert path is not None
-            load_initial_weights(into, path, hp)
+            load_initial_weights(into, path, name="Named", init_from=address, init_skip="")
         assert torch.equal(into.fc.weight, state(seed=1)["fc.weight"])
 
 

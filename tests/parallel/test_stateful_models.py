@@ -204,6 +204,22 @@ def test_an_evaluation_that_fails_leaves_no_trace(digits: Path, monkeypatch: pyt
     assert all(torch.equal(value, before[name]) for name, value in state.kept_model().named_buffers())
 
 
+def test_an_evaluation_that_fails_after_a_new_buffer_raises_its_own_exception(
+    digits: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = after_steps(replace(BASE, model="stateful_models:Centred", num_ranks=1), digits)
+
+    def register_and_fail(_: Tensor) -> Tensor:
+        state.model.register_buffer("late", torch.zeros(1))
+        raise ArithmeticError
+
+    monkeypatch.setattr(state, "predict_logits", register_and_fail)
+    with pytest.raises(ArithmeticError):
+        evaluate_splits(state)
+    with pytest.raises(UserError, match="buffer late: was registered"):
+        state.check_model()
+
+
 def test_draws_of_the_backward_pass_are_noticed(digits: Path) -> None:
     state = after_steps(replace(BASE, model="parallel_models:NoisyGradient", num_ranks=1), digits)
     assert state.this_pass.model_draws

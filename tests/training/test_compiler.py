@@ -28,10 +28,9 @@ QUIET = Settings(progress="off", wandb_mode="disabled")
 @pytest.mark.parametrize(("name", "momentum"), [("sgd", 0.0), ("sgd", 0.9), ("adam", 0.9), ("adamw", 0.9)])
 def test_a_step_is_torchs_own(name: str, momentum: float) -> None:
     """Also for gradients that come later than others, as where layers are left out at random."""
-    hp = Hyperparameters(optimizer=name, weight_decay=0.01, momentum=momentum, nesterov=momentum > 0)
     ours = [nn.Parameter(torch.randn(5)) for _ in range(3)]
     theirs = [nn.Parameter(parameter.detach().clone()) for parameter in ours]
-    optimizer = make_optimizer(ours, hp)
+    optimizer = make_optimizer(ours, name, 0.1, momentum, nesterov=momentum > 0, decay=0.01)
     kind = type(optimizer).__base__
     assert kind in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
     options = {key: value for key, value in optimizer.defaults.items() if key in inspect.signature(kind).parameters}

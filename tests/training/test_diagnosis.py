@@ -122,9 +122,8 @@ def test_the_error_names_epoch_step_and_where_it_began(
 def test_complex_weights_are_checked_before_they_change(name: str) -> None:
     """Also on a GPU: torch's optimisers that are not fused, as those of complex weights, do not skip a step."""
     model = nn.Linear(3, 2, bias=False, dtype=torch.complex64)
-    hp = Hyperparameters(optimizer=name)
-    optimizer = make_optimizer(model.parameters(), hp)
-    watch = LossWatch(model, optimizer, hp.learning_rate, a_step_later=True)
+    optimizer = make_optimizer(model.parameters(), name, 0.1, 0.9, nesterov=True, decay=5e-4)
+    watch = LossWatch(model, optimizer, 0.1, a_step_later=True)
     before = model.weight.detach().clone()
     model.weight.grad = torch.ones_like(model.weight)
     watch.check_loss(0, 1, torch.tensor(1.0, dtype=torch.float64), lambda: None)
