@@ -1,6 +1,7 @@
-"""Write files that appear whole or not at all, and compute SHA-256 digests of files."""
+"""Write files that appear whole or not at all, lock files, and compute SHA-256 digests of files."""
 
 import errno
+import fcntl
 import hashlib
 import os
 import secrets
@@ -91,3 +92,25 @@ def file_digest(path: Path) -> str:
     """Return the SHA-256 of a file in hex, as ``sha256sum`` prints it; reads the whole file."""
     with path.open("rb", buffering=0) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+@contextmanager
+def hold_lock(folder: Path, name: str, *, wait: bool = True) -> Iterator[BinaryIO]:
+    """Hold an exclusive lock on the file ``name`` in ``folder`` during the block; create both if missing.
+
+    Yields the file, open for appending without a buffer. Waits without a limit while the lock is held, even by this
+    thread; with ``wait=False`` raises BlockingIOError instead. Raises OSError if the folder cannot be written to. The
+    file stays there. The kernel releases the lock when the process ends.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / name).open("ab", buffering=0) as file:
+        fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        try:
+            yield file
+        finally:
+            unlock_file(file.fileno())
+
+
+def unlock_file(file: int) -> None:
+    """Release the lock of an open file descriptor, also for child processes that were forked while it was held."""
+    fcntl.flock(file, fcntl.LOCK_UN)

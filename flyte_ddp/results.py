@@ -5,7 +5,6 @@ run folder. A rank on a host that does not see the run folder sends them to the 
 runs/result_store.py copies them elsewhere.
 """
 
-import fcntl
 import json
 import os
 import sys
@@ -13,10 +12,10 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
-from typing import Any, BinaryIO
+from typing import Any
 
 from flyte_ddp.errors import UserError
-from flyte_ddp.files import replace_file
+from flyte_ddp.files import hold_lock, replace_file
 from flyte_ddp.json_lines import JsonLines, replace_non_finite
 
 FOLDER = "results"  # in the run folder
@@ -81,17 +80,6 @@ def deliver_results(deliver: Deliver, rank: int) -> Iterator[None]:
         _delivery = None
 
 
-@contextmanager
-def lock_events_file(path: Path) -> Iterator[BinaryIO]:
-    """Wait without a limit for the lock of the file of events; yield the file, created if missing, open for appending.
-
-    Ranks and launcher append to the file from processes of several hosts.
-    """
-    with path.open("ab", buffering=0) as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield file
-
-
 class ResultWriter:
     """Writes results and events into a run folder. The first failure is printed to stderr, later ones are hidden."""
 
@@ -108,8 +96,8 @@ class ResultWriter:
             if kind == "result":
                 self.write_file(**values)
             else:
-                self.folder.mkdir(exist_ok=True)
-                with lock_events_file(self.folder / EVENTS), JsonLines(self.folder / EVENTS) as events:
+                # Ranks and launcher append to this file from processes of several hosts.
+                with hold_lock(self.folder, EVENTS), JsonLines(self.folder / EVENTS) as events:
                     events.write(values["record"])
         except (UserError, OSError) as error:
             if not self.failed:

@@ -16,7 +16,7 @@ DECIDES_NOTHING = {  # files at the root and of shards/ that are imported by tho
     "checked_fields config": "values of hyperparameters are in the key themselves",
     "settings": "what does not change a run's result",
     "clock errors formatting json_lines progress results": "what is told, and how",
-    "credentials files locks lookahead process": "how files, processes and threads are treated, not what they give",
+    "credentials files lookahead process": "how files, processes and threads are treated, not what they give",
     "code_digest user_code user_source": "which code there is",
     "shards/cache shards/locks shards/parallel": "where the bytes of shards come from",
     "shards/inspection shards/planning": "what is planned or refused before a run",

@@ -10,8 +10,8 @@ import pytest
 
 from flyte_ddp import hardware
 from flyte_ddp.config import Hyperparameters
-from flyte_ddp.cpu import Bf16, Cpu, read_cpu
 from flyte_ddp.errors import UserError
+from flyte_ddp.hardware import Bf16, Cpu, read_cpu
 from flyte_ddp.launch import dask
 
 HP = Hyperparameters(num_ranks=1, backend="gloo")

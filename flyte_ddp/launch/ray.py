@@ -9,9 +9,8 @@ from typing import Any
 
 from flyte_ddp import hardware as machine
 from flyte_ddp.config import Hyperparameters
-from flyte_ddp.cpu import Bf16
 from flyte_ddp.errors import UnreachableError, UserError, require_extra
-from flyte_ddp.hardware import MOST_CPU_RANKS, Hardware
+from flyte_ddp.hardware import MOST_CPU_RANKS, Bf16, Hardware
 from flyte_ddp.launch import capacity
 from flyte_ddp.launch.remote import agent
 from flyte_ddp.launch.remote.rendezvous import JOIN_SECONDS, open_rendezvous

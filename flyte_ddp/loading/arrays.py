@@ -1,5 +1,6 @@
 """Load batches from arrays: memory-mapped and shared by all ranks on a CPU, resident on a GPU."""
 
+import warnings
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,26 +16,18 @@ from flyte_ddp.order.sampling import Indices
 
 @dataclass(frozen=True)
 class ArrayImages(ImageSource):
-    """Source of images in arrays.
+    """Source of images in arrays: batches are copied from tensors that are on the device."""
 
-    On a CPU batches are copied from the memory-mapped file, so ranks share one copy in the page cache. On a GPU the
-    uint8 arrays are copied there once, and batches are indexed on the GPU.
-    """
-
-    images: NDArray[np.uint8] | Tensor  # [N, H, W, C]
-    labels: NDArray[np.int64] | Tensor  # [N]
+    images: Tensor  # uint8 [N, H, W, C]
+    labels: Tensor  # int64 [N]
     augment: str = "none"  # kind of augmentation: none, crop or crop_flip
     seed: int = 0  # of the augmentation
 
     def load_batch(self, samples: Indices, epoch: int | None = None) -> Batch:
         """Return a batch of these rows of the arrays, on the arrays' device; augmented if ``epoch`` is given."""
-        if isinstance(self.images, Tensor):
-            assert isinstance(self.labels, Tensor)
-            rows = copy_to_device(torch.from_numpy(samples), self.images.device)
-            images, labels = self.images[rows], self.labels[rows]
-        else:
-            images = torch.from_numpy(self.images[samples])
-            labels = torch.from_numpy(np.asarray(self.labels[samples]))
+        rows = copy_to_device(torch.from_numpy(samples), self.images.device)
+        # Much faster than ``images[rows]`` on a CPU.
+        images, labels = (values.index_select(0, rows) for values in (self.images, self.labels))
         if epoch is not None:
             images = augment_images(images, self.augment, seed=self.seed, epoch=epoch, samples=samples)
         return Batch(images, labels)
@@ -45,10 +38,10 @@ def open_array_source(
 ) -> ArrayImages:
     """Return an ArrayImages of these arrays; on a GPU it holds a copy on ``device``, on a CPU the arrays themselves.
 
-    ``augment`` is the kind of augmentation (none, crop or crop_flip), ``seed`` the seed of its random numbers.
+    ``augment`` is the kind of augmentation (none, crop or crop_flip), ``seed`` the seed of its random numbers. Hides
+    warnings of this process meanwhile.
     """
-    if device.type == "cpu":
-        # A plain array of the same mapped memory: indexing an np.memmap is slower.
-        return ArrayImages(np.asarray(images), np.asarray(labels), augment, seed)
-    on_gpu = [torch.from_numpy(np.array(stored)).to(device) for stored in (images, labels)]
-    return ArrayImages(on_gpu[0], on_gpu[1], augment, seed)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's, that mapped memory may not be written to, which nothing does
+        on_device = [torch.from_numpy(stored).to(device) for stored in (images, labels)]
+    return ArrayImages(on_device[0], on_device[1], augment, seed)

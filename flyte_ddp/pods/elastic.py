@@ -16,7 +16,9 @@ from flyte_ddp.pods.paths import resolve_folder
 from flyte_ddp.pods.platforms import is_in_pod
 from flyte_ddp.pods.retries import Sigterm
 from flyte_ddp.runs import run_lock
-from flyte_ddp.runs.failed_run import add_failure_details, newest_step
+from flyte_ddp.runs.checkpoint import newest_step
+from flyte_ddp.runs.failed_run import add_failure_details
+from flyte_ddp.runs.run_folder import UNFINISHED
 from flyte_ddp.settings import read_whole_number
 
 STORE_VARIABLE = "PET_RDZV_ENDPOINT"  # host:port of Elastic's store, set by the operator in pods of a PyTorchJob
@@ -56,7 +58,7 @@ def add_step_to_error(run_version: str) -> Iterator[None]:
             raise
         folder = resolve_folder(run_version)
         if isinstance(error, StoppedError):
-            raise StoppedError(error.signal, newest_step(folder)) from None
+            raise StoppedError(error.signal, newest_step(folder / UNFINISHED)) from None
         add_failure_details(error, folder)
         raise
 

@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from flyte_ddp.confusions import confusion_matrix
 from flyte_ddp.formatting import format_percent
 from flyte_ddp.report.page import TEMPLATES, encode_as_data_uri, render_template
 
@@ -159,7 +158,7 @@ def draw_confusion_heatmap(confusion: NDArray[np.int64], classes: Sequence[str])
 def confusion_section(counts: NDArray[np.int64], names: Sequence[str]) -> dict[str, Any]:
     """Return the values with which templates show confusions; an empty dict if there is no sample.
 
-    ``counts`` [K, 3] are truth, prediction and number of samples, as of :func:`flyte_ddp.confusions.count_confusions`;
+    ``counts`` [K, 3] are truth, prediction and number of samples, as from ``count_confusions`` in training/evaluate.py;
     ``names`` are the names of all classes. Keys are ``picture`` (SVG, empty with more than PICTURED_CLASSES (1,000)),
     ``is_large``, ``mistakes`` (the most frequent) and ``hardest`` (classes).
     """
@@ -172,8 +171,13 @@ def confusion_section(counts: NDArray[np.int64], names: Sequence[str]) -> dict[s
     totals, correct = (np.bincount(rows[:, 0], rows[:, 2], classes).astype(np.int64) for rows in (counts, right))
     recall = correct / np.maximum(1, totals)
     hardest = np.argsort(np.where(totals, recall, 2.0), kind="stable")[:listed].tolist()
+    picture = ""
+    if pictured:
+        matrix = np.zeros((classes, classes), dtype=np.int64)
+        matrix[counts[:, 0], counts[:, 1]] = counts[:, 2]
+        picture = draw_confusion_heatmap(matrix, names)
     return {
-        "picture": draw_confusion_heatmap(confusion_matrix(counts, classes), names) if pictured else "",
+        "picture": picture,
         "is_large": classes > NAMED_CLASSES,
         "mistakes": [
             (names[truth], names[prediction], f"{samples:,}", format_percent(samples / totals[truth]))

@@ -11,7 +11,7 @@ from typing import Any
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.report.figures import BLUE, GREEN, ORANGE, Series, confusion_section, draw_line_chart
 from flyte_ddp.report.page import render_template, write_html
-from flyte_ddp.report.run_records import Record, Run, read_run
+from flyte_ddp.report.run_records import Record, Run
 
 PARTS = {  # of rank 0's time: name and colour
     "data": ("Data", "#8fb4f0"),
@@ -51,7 +51,7 @@ def render_report(run_folder: Path, name: str = "", failure: str = "") -> str:
     ``name`` is the run's; by default the folder's name. ``failure`` is why the run has failed, if it has. Imports
     matplotlib. Raises UserError if ``metrics.jsonl`` has no record of a start, or a file is damaged.
     """
-    run = read_run(run_folder, name)
+    run = Run(run_folder, name)
     seconds = {key: max(0.0, run.end.get("seconds", {}).get(key, 0.0)) for key in PARTS}
     total = sum(seconds.values())
     return render_template(

@@ -3,7 +3,6 @@
 import json
 import zipfile
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,78 +16,59 @@ from flyte_ddp.report.figures import Picture
 Record = dict[str, Any]
 
 
-@dataclass(frozen=True)
 class Run:
     """What the files of a run folder say so far; records are in the order of their steps."""
 
-    name: str
-    starts: list[Record]  # of all attempts, oldest first
-    start: Record  # of the last attempt
-    train: list[Record]
-    evaluations: list[Record]
-    end: Record  # empty: the last attempt has not finished
-    last_record: Record  # the end record, or that of the last step (its evaluation, if there is one); empty before any
-    steps: int  # optimiser steps done
-    seconds: float | None  # from the start of the last attempt to its end or last record; None without any
-    sidecar: Record  # empty: there is no model.json yet
-    kept_evaluation: Record  # of the returned weights: the last one, unless the sidecar names another epoch
-    classes: list[str]  # in the order of the labels
-    confusion: NDArray[np.int64] | None  # [K, 3] truth, prediction and number of samples
-    mistakes: list[Picture]  # largest loss first
+    def __init__(self, folder: Path, name: str = "") -> None:
+        """Read ``metrics.jsonl`` and, where they exist, ``model.json`` and ``predictions.npz`` whole.
 
-
-def read_run(folder: Path, name: str = "") -> Run:
-    """Read ``metrics.jsonl`` and, where they exist, ``model.json`` and ``predictions.npz`` whole; return what they say.
-
-    ``name`` is the run's; by default the folder's name. Raises UserError if a file is damaged, or has no start record.
-    """
-    starts: list[Record] = []
-    end: Record = {}
-    by_step: dict[str, dict[int, Record]] = {"train": {}, "evaluation": {}}
-    for record in read_records(folder / "metrics.jsonl"):
-        kind = record.get("kind")
-        if kind == "start":
-            starts.append(record)
-            end = {}
-        elif kind == "end":
-            end = record
-        elif kind in by_step:
-            # A retry appends to the same file: its record of a step replaces that of the attempt before.
-            by_step[kind][record["step"]] = record
-    if not starts:
-        raise UserError(f"{folder / 'metrics.jsonl'} has no start record: give the folder of a run that began training")
-    start, (train, evaluations) = starts[-1], ([of[step] for step in sorted(of)] for of in by_step.values())
-    classes = [str(each) for each in start.get("classes", [])]
-    sidecar: Record = {}
-    confusion, mistakes = None, list[Picture]()
-    try:
-        if (path := folder / "model.json").exists():
-            sidecar = dict(json.loads(path.read_bytes()))
-        if (path := folder / "predictions.npz").exists():
-            confusion, mistakes = read_predictions(path, classes)
-    except (OSError, ValueError, TypeError, LookupError, EOFError, zipfile.BadZipFile) as error:
-        raise UserError(f"cannot read {path}: {error}; remove it or train again") from error
-    last: Record = max((*evaluations, *train), key=lambda record: int(record["step"]), default={})
-    time = max((record.get("time", 0.0) for record in (*train, *evaluations)), default=None)
-    seconds = None if time is None else max(0.0, time - start.get("time", time))
-    epoch = sidecar.get("metrics", {}).get("kept_epoch")
-    kept = [record for record in evaluations if epoch in (None, record["epoch"])] or evaluations
-    return Run(
-        name=name or folder.name,
-        starts=starts,
-        start=start,
-        train=train,
-        evaluations=evaluations,
-        end=end,
-        last_record=end or last,
-        steps=int(last.get("step", 0)),
-        seconds=float(end["seconds"]["total"]) if "seconds" in end else seconds,
-        sidecar=sidecar,
-        kept_evaluation=kept[-1] if kept else {},
-        classes=classes,
-        confusion=confusion,
-        mistakes=mistakes,
-    )
+        ``name`` is the run's; by default the folder's name. Raises UserError if a file is damaged, or there is no start
+        record.
+        """
+        self.name = name or folder.name
+        self.starts: list[Record] = []  # of all attempts, oldest first
+        self.end: Record = {}  # empty: the last attempt has not finished
+        by_step: dict[str, dict[int, Record]] = {"train": {}, "evaluation": {}}
+        for record in read_records(folder / "metrics.jsonl"):
+            kind = record.get("kind")
+            if kind == "start":
+                self.starts.append(record)
+                self.end = {}
+            elif kind == "end":
+                self.end = record
+            elif kind in by_step:
+                # A retry appends to the same file: its record of a step replaces that of the attempt before.
+                by_step[kind][record["step"]] = record
+        if not self.starts:
+            raise UserError(
+                f"{folder / 'metrics.jsonl'} has no start record: give the folder of a run that began training"
+            )
+        self.start = self.starts[-1]  # of the last attempt
+        self.train, self.evaluations = ([of[step] for step in sorted(of)] for of in by_step.values())
+        self.classes = [str(each) for each in self.start.get("classes", [])]  # in the order of the labels
+        self.sidecar: Record = {}  # empty: there is no model.json yet
+        self.confusion: NDArray[np.int64] | None = None  # [K, 3] truth, prediction and number of samples
+        self.mistakes: list[Picture] = []  # largest loss first
+        try:
+            if (path := folder / "model.json").exists():
+                self.sidecar = dict(json.loads(path.read_bytes()))
+            if (path := folder / "predictions.npz").exists():
+                self.confusion, self.mistakes = read_predictions(path, self.classes)
+        except (OSError, ValueError, TypeError, LookupError, EOFError, zipfile.BadZipFile) as error:
+            raise UserError(f"cannot read {path}: {error}; remove it or train again") from error
+        # Of the last step its evaluation, if there is one; empty before any.
+        last: Record = max((*self.evaluations, *self.train), key=lambda record: int(record["step"]), default={})
+        self.last_record = self.end or last
+        self.steps = int(last.get("step", 0))  # optimiser steps done
+        time = max((record.get("time", 0.0) for record in (*self.train, *self.evaluations)), default=None)
+        # From the start of the last attempt to its end or last record; None without any.
+        self.seconds = None if time is None else max(0.0, time - self.start.get("time", time))
+        if "seconds" in self.end:
+            self.seconds = float(self.end["seconds"]["total"])
+        epoch = self.sidecar.get("metrics", {}).get("kept_epoch")
+        kept = [record for record in self.evaluations if epoch in (None, record["epoch"])] or self.evaluations
+        # Of the returned weights: the last one, unless the sidecar names another epoch.
+        self.kept_evaluation: Record = kept[-1] if kept else {}
 
 
 def read_predictions(path: Path, classes: list[str]) -> tuple[NDArray[np.int64], list[Picture]]:

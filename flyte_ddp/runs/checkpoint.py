@@ -11,20 +11,20 @@ import json
 import re
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from flyte_ddp import results
 from flyte_ddp.errors import UserError
 from flyte_ddp.files import HashingFile, replace_file
-from flyte_ddp.runs.arithmetic import Arithmetic
 
 FOLDER = "checkpoints"  # in the run folder
 SLOTS = ("a.ckpt", "b.ckpt")
 FORMAT = "flyte-ddp-checkpoint/1"
 DIGEST_LINE = len(f"{FORMAT} {'0' * 64}\n")
+FIELD_NAMES = {"num_ranks": "ranks", "threads": "threads of each rank", "channels_last": "channels last"}  # for texts
 
 
 class UnreadableError(Exception):
@@ -36,7 +36,7 @@ class Identity:
     """What a checkpoint belongs to: only a run with the same identity can resume from it.
 
     The number of ranks is left out, because it changes who computes and not what is computed. Devices and precision are
-    left out, because they change the rounding only (:mod:`flyte_ddp.runs.arithmetic`).
+    left out, because they change the rounding only (:class:`Arithmetic`).
     """
 
     hyperparameters: dict[str, Any]  # without num_ranks
@@ -45,6 +45,27 @@ class Identity:
     user_code: str  # digest of the model's code
     initial_weights: str  # digest of the file
     releases: str  # of torch and the other libraries in code_digest.ARITHMETIC
+
+
+@dataclass(frozen=True)
+class Arithmetic:
+    """The settings that decide rounding: equal runs with equal values get the same bits."""
+
+    num_ranks: int
+    devices: str  # of all ranks, by rank; one name if all are equal
+    precision: str
+    threads: int
+    channels_last: str  # "on" or "off"
+    strategy: str  # of gradients; empty for one rank
+
+    def describe_changes(self, before: Iterable[Self]) -> str:
+        """Return the values that differ from those of ``before`` as text, such as "ranks 2, now 4"; "" if none does."""
+        words = []
+        for name, now in vars(self).items():
+            earlier = [*dict.fromkeys(getattr(one, name) for one in before)]
+            if "" not in (now, *earlier) and earlier != [now]:
+                words.append(f"{FIELD_NAMES.get(name, name)} {' and '.join(map(str, earlier))}, now {now}")
+        return "; ".join(words)
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ import traceback
 from pathlib import Path
 
 from flyte_ddp.errors import RankError, describe_resumption, shorten_path
-from flyte_ddp.runs import checkpoint
+from flyte_ddp.runs.checkpoint import newest_step
 from flyte_ddp.runs.run_folder import TRACEBACK, UNFINISHED
 from flyte_ddp.user_code import find_modules_shadowing_stdlib
 
@@ -18,7 +18,7 @@ def add_failure_details(error: BaseException, run_folder: Path) -> None:
     has no details and is not recoverable. A KeyboardInterrupt without text gets one with the step. Leaves other errors.
     """
     if isinstance(error, KeyboardInterrupt) and not error.args:
-        error.args = (f"stopped by Ctrl-C; {describe_resumption(newest_step(run_folder))}",)
+        error.args = (f"stopped by Ctrl-C; {describe_resumption(newest_step(run_folder / UNFINISHED))}",)
     if not isinstance(error, RankError):
         return
     did_not_begin = not error.details and not error.recoverable
@@ -26,14 +26,9 @@ def add_failure_details(error: BaseException, run_folder: Path) -> None:
         if did_not_begin or f"'{name}'" in error.details or str(path) in error.details:
             hidden = f"; {shorten_path(path)} hides Python's own module {name!r}, which may be the cause: rename it"
             error.remark += hidden
-    error.step = newest_step(run_folder)
+    error.step = newest_step(run_folder / UNFINISHED)
     if error.file is None:
         error.file = write_details(error, run_folder / UNFINISHED / TRACEBACK)
-
-
-def newest_step(run_folder: Path) -> int | None:
-    """Return the newest checkpoint's step: 0 without any, None if none of some is readable. Reads both files whole."""
-    return checkpoint.newest_step(run_folder / UNFINISHED)
 
 
 def write_details(error: RankError, path: Path) -> Path | None:

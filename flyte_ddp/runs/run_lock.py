@@ -7,7 +7,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from flyte_ddp.errors import UserError
-from flyte_ddp.locks import hold_lock
+from flyte_ddp.files import hold_lock
 
 HELD_FOR_CHILDREN = "FLYTE_DDP_HELD_FOR_CHILDREN"  # id of a process, and the folders that it has locked
 

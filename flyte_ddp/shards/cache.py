@@ -23,8 +23,7 @@ from typing import BinaryIO
 
 from flyte_ddp import storage
 from flyte_ddp.errors import UserError
-from flyte_ddp.files import DISK_FULL
-from flyte_ddp.locks import hold_lock
+from flyte_ddp.files import DISK_FULL, hold_lock
 from flyte_ddp.shards.index import Shard
 from flyte_ddp.shards.tar import DamagedShardError
 
@@ -281,7 +280,7 @@ class ShardCache:
                 return status.st_size
         return 0
 
-    def hold_lock(self, name: str, *, wait: bool = True) -> AbstractContextManager[None]:
+    def hold_lock(self, name: str, *, wait: bool = True) -> AbstractContextManager[object]:
         """Hold an exclusive lock for a block: on the list of cached files (``room``), or on a shard, by its hex name.
 
         Makes a lock file, which stays. Waits without a limit; for ever if this thread holds the lock. Several shards

@@ -5,7 +5,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
@@ -54,6 +56,13 @@ def evaluate_split(
     # last bit a rank could stop training while the others continue and wait for it.
     own = losses.sum().item() / count, (predictions == truth).sum().item() / count
     return Evaluation(*broadcast_object(own), losses, predictions.long(), truth.long())
+
+
+def count_confusions(truth: NDArray[np.int64], predictions: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return [K, 3]: label, predicted class and number of samples of each pair that occurs, sorted by pair."""
+    classes = int(predictions.max(initial=0)) + 1
+    pairs, samples = np.unique(truth * classes + predictions, return_counts=True)
+    return np.stack((pairs // classes, pairs % classes, samples), axis=1)
 
 
 class Selection:

@@ -14,7 +14,6 @@ from torch.nn import functional
 import flyte_ddp
 from flyte_ddp.catalog import encoded_kind
 from flyte_ddp.code_digest import library_digest
-from flyte_ddp.confusions import count_confusions
 from flyte_ddp.datasets.prepared import PreparedSet, resolve_class_names
 from flyte_ddp.errors import UserError
 from flyte_ddp.files import replace_file
@@ -24,12 +23,11 @@ from flyte_ddp.models.initial_weights import skipped_tensor_names
 from flyte_ddp.parallel.batch_norm import has_per_rank_statistics
 from flyte_ddp.parallel.distributed import wait_for_all_ranks, world_size
 from flyte_ddp.parallel.dropout import make_dropout_rank_independent
-from flyte_ddp.runs.arithmetic import Arithmetic
-from flyte_ddp.runs.checkpoint import Checkpoint
+from flyte_ddp.runs.checkpoint import Arithmetic, Checkpoint
 from flyte_ddp.runs.job import Job
 from flyte_ddp.runs.run_folder import PREDICTIONS
 from flyte_ddp.training.diagnosis import nothing_learned_warning
-from flyte_ddp.training.evaluate import Evaluation
+from flyte_ddp.training.evaluate import Evaluation, count_confusions
 from flyte_ddp.training.optimisation import gradient_clip_norm
 from flyte_ddp.training.recording import Recorder
 from flyte_ddp.training.training_state import TrainingState

@@ -6,11 +6,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from flyte_ddp.hardware import Hardware, read_cpu
 from flyte_ddp.json_lines import JsonLines
 from flyte_ddp.parallel import distributed
 from flyte_ddp.parallel.strategies import WAITED
 from flyte_ddp.progress import TrainingProgress
-from flyte_ddp.runs.arithmetic import detect_arithmetic
+from flyte_ddp.runs.checkpoint import Arithmetic
 from flyte_ddp.runs.job import Job
 from flyte_ddp.training.evaluate import Evaluation
 from flyte_ddp.training.training_state import TrainingState
@@ -123,6 +124,20 @@ class Recorder:
         }
         total = self.clock.total()
         return {**seconds, "other": total - sum(seconds.values()), "total": total}
+
+
+def detect_arithmetic(hardware: Hardware, device: torch.device) -> Arithmetic:
+    """Return the rounding settings of this run. All ranks must call it: it collects their devices."""
+    own = torch.cuda.get_device_name(device) if device.type == "cuda" else str(read_cpu())
+    devices = distributed.gather_objects(own)
+    return Arithmetic(
+        num_ranks=len(devices),
+        devices=", ".join(devices if len(set(devices)) > 1 else devices[:1]),
+        precision=hardware.precision,
+        threads=hardware.threads,
+        channels_last="on" if hardware.channels_last else "off",
+        strategy=hardware.strategy if len(devices) > 1 else "",
+    )
 
 
 def parameter_histograms(model: torch.nn.Module) -> dict[str, dict[str, list[float]]]:

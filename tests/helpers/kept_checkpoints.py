@@ -9,8 +9,7 @@ from s3_server import S3Server, s3_server
 
 from flyte_ddp.pods.checkpoint_store import SAVED, CheckpointStore, parse_run_file
 from flyte_ddp.runs import checkpoint
-from flyte_ddp.runs.arithmetic import Arithmetic
-from flyte_ddp.runs.checkpoint import SLOTS, Identity
+from flyte_ddp.runs.checkpoint import SLOTS, Arithmetic, Identity
 from flyte_ddp.storage import retries
 
 IDENTITY = Identity({"epochs": 1}, data="d", code="c", user_code="", initial_weights="", releases="torch 2")

@@ -22,9 +22,8 @@ from ray._private import services
 from ray.cluster_utils import Cluster
 from trials import Trial, starts
 
-from flyte_ddp.cpu import Bf16
 from flyte_ddp.errors import UnreachableError, UserError
-from flyte_ddp.hardware import detect_hardware
+from flyte_ddp.hardware import Bf16, detect_hardware
 from flyte_ddp.launch import capacity, dask, ray
 from flyte_ddp.run import Result
 

@@ -16,10 +16,10 @@ from PIL import Image
 from report_page import Page, matrix, records, write_run
 
 from flyte_ddp.config import Hyperparameters
-from flyte_ddp.confusions import count_confusions
 from flyte_ddp.errors import UserError
 from flyte_ddp.report import figures, report
-from flyte_ddp.report.run_records import read_run
+from flyte_ddp.report.run_records import Run
+from flyte_ddp.training.evaluate import count_confusions
 
 
 @pytest.fixture(scope="module")
@@ -215,7 +215,7 @@ def test_a_retry_replaces_what_the_attempt_before_said(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", [*first, *second[:12]])
     with (folder / "metrics.jsonl").open("a") as file:
         file.write('{"kind":"train","step":110,"lo')  # killed while it wrote
-    run = read_run(folder)
+    run = Run(folder)
     assert (run.start["num_ranks"], run.end) == (3, {})
     assert [line["loss"] for line in run.train] == [2.0 / step for step in range(10, 101, 10)] + [99.0] * 20
     assert [line["step"] for line in run.train] == list(range(10, 301, 10))

@@ -17,8 +17,7 @@ from flyte_ddp.hardware import Hardware
 from flyte_ddp.json_lines import read_records
 from flyte_ddp.run import Result, checkpoint_identity, run_training
 from flyte_ddp.runs import checkpoint
-from flyte_ddp.runs.arithmetic import Arithmetic
-from flyte_ddp.runs.checkpoint import Identity
+from flyte_ddp.runs.checkpoint import Arithmetic, Identity
 from flyte_ddp.runs.run_folder import OUTPUTS, UNFINISHED
 from flyte_ddp.settings import Settings
 from flyte_ddp.training.training_state import TrainingState

@@ -108,7 +108,7 @@ def test_hardware_that_does_not_fit(tmp_path: Path) -> None:
     ended = train({"num_ranks": 4}, home=tmp_path, FLYTE_DDP_GPUS="2")
     assert_refused(ended, tmp_path, "num_ranks=4", "2 GPU(s)", "set num_ranks to at most 2")
     (tmp_path / "sitecustomize.py").write_text(
-        "import flyte_ddp.hardware\nfrom flyte_ddp.cpu import Bf16\n"
+        "import flyte_ddp.hardware\nfrom flyte_ddp.hardware import Bf16\n"
         "flyte_ddp.hardware.bf16_support = lambda device: Bf16.NONE\n"
     )
     ended = train({"precision": "bf16", "backend": "gloo"}, home=tmp_path, PYTHONPATH=str(tmp_path))

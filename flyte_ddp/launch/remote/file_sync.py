@@ -9,6 +9,7 @@ from typing import Any
 
 from flyte_ddp import results
 from flyte_ddp.errors import UserError
+from flyte_ddp.files import hold_lock
 from flyte_ddp.runs.checkpoint import FOLDER, SLOTS
 from flyte_ddp.runs.run_folder import METRICS, PREDICTIONS
 
@@ -44,8 +45,7 @@ def write_piece(folder: Path, message: dict[str, Any]) -> None:
     """
     path = folder / message["name"]
     if message["name"] == EVENTS:
-        path.parent.mkdir(exist_ok=True)
-        with results.lock_events_file(path) as file:
+        with hold_lock(path.parent, path.name) as file:
             file.write(message["data"])
         return
     partial = path if message["name"] == METRICS else path.with_name(f".{path.name}.tmp")
@@ -93,7 +93,7 @@ class FileSender:
         with self.sending_results:
             if size_or_zero(events) > self.events_sent:
                 # In one message, and while no rank is writing, so that no other host's lines come inside a line.
-                with results.lock_events_file(events), events.open("rb") as file:
+                with hold_lock(events.parent, events.name), events.open("rb") as file:
                     file.seek(self.events_sent)
                     lines = file.read()
                 self.send({"kind": "file", "name": EVENTS, "data": lines, "last": True})

@@ -9,7 +9,7 @@ from flyte_ddp.datasets import fetch, open_prepared
 from flyte_ddp.datasets.arrays import read_description
 from flyte_ddp.datasets.identity import digest_lines
 from flyte_ddp.errors import UserError
-from flyte_ddp.locks import hold_lock
+from flyte_ddp.files import hold_lock
 from flyte_ddp.runs.job import Job
 
 
