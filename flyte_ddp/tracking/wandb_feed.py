@@ -15,7 +15,7 @@ import numpy as np
 
 from flyte_ddp.json_lines import parse_records
 from flyte_ddp.report.figures import PICTURED_CLASSES
-from flyte_ddp.report.run_records import sample_names
+from flyte_ddp.report.report import sample_names
 from flyte_ddp.runs.run_folder import METRICS, PREDICTIONS, UNFINISHED
 
 if TYPE_CHECKING:

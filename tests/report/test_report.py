@@ -18,7 +18,7 @@ from report_page import Page, matrix, records, write_run
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import UserError
 from flyte_ddp.report import figures, report
-from flyte_ddp.report.run_records import Run
+from flyte_ddp.report.report import Run
 from flyte_ddp.training.evaluate import count_confusions
 
 
