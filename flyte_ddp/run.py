@@ -15,11 +15,17 @@ from flyte_ddp.launch import single, spawn
 from flyte_ddp.models import initial_weights
 from flyte_ddp.progress import Progress
 from flyte_ddp.runs import checkpoint
-from flyte_ddp.runs.failed_run import add_failure_details
 from flyte_ddp.runs.identity import model_identity
 from flyte_ddp.runs.result_store import mirror_results
-from flyte_ddp.runs.run_folder import METRICS, REPORT, prepare_folder, publish_if_complete, remove_outputs
-from flyte_ddp.runs.run_lock import hold_run_folder
+from flyte_ddp.runs.run_folder import (
+    METRICS,
+    REPORT,
+    add_failure_details,
+    hold_run_folder,
+    prepare_folder,
+    publish_if_complete,
+    remove_outputs,
+)
 from flyte_ddp.settings import Settings, check_wandb_settings, read_settings
 
 STOPPED_WANDB_SECONDS = 5.0  # a pod that is told to stop has little time left

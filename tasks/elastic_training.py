@@ -23,7 +23,7 @@ from flyte_ddp.pods.platforms import is_in_pod
 from flyte_ddp.pods.profiles import elastic_ranks_per_node, node_range
 from flyte_ddp.process import count_out_of_memory_kills
 from flyte_ddp.run import Result, run_training
-from flyte_ddp.runs import run_lock
+from flyte_ddp.runs.run_folder import release_reserved_folders
 from flyte_ddp.settings import Settings, read_whole_number
 from tasks import command_line, pods
 from tasks.flyte import PLATFORM, flyte_task, translate_errors_for_flyte
@@ -95,7 +95,7 @@ class ElasticTrainingTask(PytorchElasticFunctionTask):  # type: ignore[misc]
                     raise
                 raise stop_error(stopped.sigval, step=None) from None
             finally:
-                run_lock.release_reserved_folders()  # the lock was for rank 0, which is another process
+                release_reserved_folders()  # the lock was for rank 0, which is another process
         return training_outputs(result)
 
 

@@ -96,7 +96,7 @@ class EncodedImages(ImageSource):
     batches_ahead = 2  # enough to keep the threads busy while load_batch() waits for a batch
 
     def __post_init__(self) -> None:
-        self.fetches_files = self.reader.fetches_files
+        self.prefetch_files = self.reader.prefetch_files if self.reader.fetches_files else None
         self.replaced: set[int] = set()  # damaged samples, each replaced by another sample
         self.pool = ThreadPoolExecutor(self.threads, thread_name_prefix="decoder", initializer=limit_threads)
         # Batches in CPU memory that threads are filling, with the tasks of the threads, by epoch and samples.
@@ -107,10 +107,6 @@ class EncodedImages(ImageSource):
         key = (epoch, samples.tobytes())
         if key not in self.pending:
             self.pending[key] = self.submit_batch(samples, epoch)
-
-    def prefetch_files(self, samples: Indices) -> None:
-        """Start to fetch the files that hold these samples."""
-        self.reader.prefetch_files(samples)
 
     def load_batch(self, samples: Indices, epoch: int | None) -> Batch:
         """Return a batch of images uint8 [n, size, size, 3] and labels int64 [n] on the device, and the samples' names.

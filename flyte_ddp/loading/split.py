@@ -30,7 +30,8 @@ class ImageSource:
     """Base class of sources that load batches of images. Optional hooks default to no-ops."""
 
     batches_ahead = 0  # how many batches to prefetch
-    fetches_files = False  # True if whole files are fetched, so that prefetch_files() is useful
+    # Starts to fetch the files that hold samples, which will be loaded later; None: no whole files are fetched.
+    prefetch_files: Callable[[Indices], None] | None = None
 
     def load_batch(self, samples: Indices, epoch: int | None) -> Batch:
         """Return these samples as a batch on the device: augmented for an ``epoch`` of training, not for None.
@@ -41,9 +42,6 @@ class ImageSource:
 
     def prefetch_batch(self, samples: Indices, epoch: int | None) -> None:
         """Start to load these samples for a later :meth:`load_batch` with the same arguments."""
-
-    def prefetch_files(self, samples: Indices) -> None:
-        """Start to fetch the files that hold these samples, which will be loaded later."""
 
     def facts(self) -> Facts:
         """Return facts about the loading for the report."""
@@ -99,7 +97,7 @@ class Split:
                 begin(samples)
             return item
 
-        if self.source.fetches_files:
+        if self.source.prefetch_files is not None:
             distance = self.order.prefetch_distance(batch_size, mixed=epoch is not None)
             items = start_ahead(partial(begin_item, self.source.prefetch_files), items, distance)
         if self.source.batches_ahead:

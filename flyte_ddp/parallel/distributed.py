@@ -22,18 +22,7 @@ Value = TypeVar("Value")
 TIMEOUT_SHARE = 0.9  # of the time limit; not 1, because gloo's clock starts a little earlier than ours
 GROUP_TIMEOUT = timedelta()  # means "the process group's limit", and is the default of Work.wait
 TORCH_WAIT = dist.Work.wait
-_timeout = 600.0
-
-
-def set_collective_timeout(seconds: float) -> None:
-    """Set, for this process, what :func:`collective_timeout` returns. torch's own time limit is not changed."""
-    global _timeout  # noqa: PLW0603 (a property of the process, as the process group is)
-    _timeout = seconds
-
-
-def collective_timeout() -> float:
-    """Return the time limit in seconds for waits for other ranks in this process; 600 if none was set."""
-    return _timeout
+timeout_seconds = 600.0  # limit of this process for waits for other ranks; torch has a limit of its own
 
 
 def rank() -> int:
@@ -127,7 +116,7 @@ def patch_collective_wait() -> None:
 def translate_collective_errors(since: float | None = None) -> Iterator[None]:
     """Turn a RuntimeError of the block, which must only wait for other ranks, into a CollectiveError.
 
-    It becomes a CollectiveTimeoutError if the block failed after at least 90 % of :func:`collective_timeout`, counted
+    It becomes a CollectiveTimeoutError if the block failed after at least 90 % of ``timeout_seconds``, counted
     from ``since``, by ``time.monotonic()``; None: from the start of the block.
     """
     begin = time.monotonic() if since is None else since
@@ -136,7 +125,6 @@ def translate_collective_errors(since: float | None = None) -> Iterator[None]:
     except CollectiveError:
         raise
     except RuntimeError as error:
-        limit = collective_timeout()
-        if time.monotonic() - begin >= TIMEOUT_SHARE * limit:
-            raise CollectiveTimeoutError(f"other ranks did not come within {limit:g} s: {error}") from error
+        if time.monotonic() - begin >= TIMEOUT_SHARE * timeout_seconds:
+            raise CollectiveTimeoutError(f"other ranks did not come within {timeout_seconds:g} s: {error}") from error
         raise CollectiveError(str(error)) from error

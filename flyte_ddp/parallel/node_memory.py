@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from flyte_ddp.errors import CollectiveTimeoutError, PeerGoneError
-from flyte_ddp.parallel.distributed import broadcast_object, collective_timeout, rank, world_size
+from flyte_ddp.parallel import distributed
+from flyte_ddp.parallel.distributed import broadcast_object, rank, world_size
 
 LONGEST_MESSAGE = 64
 ALIGNMENT = 64  # bytes: every tensor starts on a cache line
@@ -42,7 +43,7 @@ class NodeMemory:
         """
         self.peers: dict[int, socket.socket] = {}
         size = max(size, 1)
-        with translate_socket_errors("a rank", collective_timeout()):
+        with translate_socket_errors("a rank", distributed.timeout_seconds):
             file = self._create_and_send_memory(2 * size) if rank() == 0 else self._receive_memory()
         self.halves = torch.frombuffer(mmap.mmap(file, 2 * size), dtype=torch.uint8).view(2, size)
         self.turn = 0  # which half is being filled
@@ -60,7 +61,7 @@ class NodeMemory:
             broadcast_object(address)
             while len(self.peers) < world_size() - 1:
                 peer, _ = listener.accept()
-                peer.settimeout(collective_timeout())
+                peer.settimeout(distributed.timeout_seconds)
                 self.peers[int(receive_message(peer))] = peer
                 socket.send_fds(peer, [b"memory"], [file])
         return file
@@ -133,7 +134,7 @@ def split_memory(memory: Tensor, pieces: Sequence[Piece]) -> list[Tensor]:
 def create_socket() -> socket.socket:
     """Return a new socket for messages between processes of one machine, with the time limit of collectives."""
     made = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    made.settimeout(collective_timeout())
+    made.settimeout(distributed.timeout_seconds)
     return made
 
 

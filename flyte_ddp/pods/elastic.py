@@ -15,10 +15,8 @@ from flyte_ddp.errors import StoppedError, UnreachableError, UserError
 from flyte_ddp.pods.paths import resolve_folder
 from flyte_ddp.pods.platforms import is_in_pod
 from flyte_ddp.pods.retries import Sigterm
-from flyte_ddp.runs import run_lock
 from flyte_ddp.runs.checkpoint import newest_step
-from flyte_ddp.runs.failed_run import add_failure_details
-from flyte_ddp.runs.run_folder import UNFINISHED
+from flyte_ddp.runs.run_folder import UNFINISHED, add_failure_details, reserved_folders_variable
 from flyte_ddp.settings import read_whole_number
 
 STORE_VARIABLE = "PET_RDZV_ENDPOINT"  # host:port of Elastic's store, set by the operator in pods of a PyTorchJob
@@ -66,7 +64,7 @@ def add_step_to_error(run_version: str) -> Iterator[None]:
 @contextmanager
 def set_up_worker_environment(root: Path) -> Iterator[None]:
     """Put ``root`` first in sys.path, and locked run folders into a variable, for the block and Elastic's workers."""
-    variables = run_lock.reserved_folders_variable()
+    variables = reserved_folders_variable()
     os.environ.update(variables)
     sys.path.insert(0, str(root))
     try:

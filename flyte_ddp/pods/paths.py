@@ -16,8 +16,7 @@ from flyte_ddp.errors import UserError, shorten_path
 from flyte_ddp.files import atomic_write
 from flyte_ddp.pods.environment import REGISTRY_VARIABLE
 from flyte_ddp.pods.platforms import Platform, is_in_pod, pod_folder
-from flyte_ddp.runs.run_folder import publish_if_complete
-from flyte_ddp.runs.run_lock import release_run_folder, reserve_run_folder
+from flyte_ddp.runs.run_folder import publish_if_complete, release_run_folder, reserve_run_folder
 from flyte_ddp.settings import read_text, runs_folder
 
 

@@ -19,8 +19,7 @@ from flyte_ddp.pods.platforms import Platform, execution_names, is_in_pod, stora
 from flyte_ddp.pods.profiles import PROFILE_VARIABLE, chosen_profile, parse_bytes
 from flyte_ddp.process import postpone_signal, signal_handlers
 from flyte_ddp.runs.checkpoint import FOLDER, SLOTS, Checkpoint
-from flyte_ddp.runs.run_folder import METRICS, UNFINISHED
-from flyte_ddp.runs.run_lock import release_reserved_folders
+from flyte_ddp.runs.run_folder import METRICS, UNFINISHED, release_reserved_folders
 from flyte_ddp.settings import Settings, read_number, read_settings, read_text
 from flyte_ddp.storage import ForbiddenError
 

@@ -18,8 +18,14 @@ from flyte_ddp.formatting import format_count
 from flyte_ddp.loading.encoded import BadSamples
 from flyte_ddp.loading.facts import join_few
 from flyte_ddp.models.images import InputSpec
-from flyte_ddp.predict.prediction_batches import BATCH_SIZE, Batch, find_images, read_folder_batches, read_test_split
-from flyte_ddp.predict.saved_model import SavedModel
+from flyte_ddp.predict.prediction_batches import (
+    BATCH_SIZE,
+    Batch,
+    SavedModel,
+    find_images,
+    read_folder_batches,
+    read_test_split,
+)
 from flyte_ddp.progress import Progress
 from flyte_ddp.report.page import write_html
 from flyte_ddp.report.previews import FirstPredictions

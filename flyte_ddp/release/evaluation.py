@@ -14,8 +14,7 @@ from torch import Tensor
 
 from flyte_ddp.datasets.prepared import PreparedSet
 from flyte_ddp.errors import UserError
-from flyte_ddp.predict.prediction_batches import read_test_split
-from flyte_ddp.predict.saved_model import SavedModel
+from flyte_ddp.predict.prediction_batches import SavedModel, read_test_split
 
 
 @dataclass

@@ -19,8 +19,7 @@ from flyte_ddp.datasets.prepared import PreparedSet, open_prepared
 from flyte_ddp.errors import UnreachableError, UserError
 from flyte_ddp.export.exporting import Comparison, NotExportedError, TorchLogits, export_model
 from flyte_ddp.formatting import format_count
-from flyte_ddp.predict.prediction_batches import read_test_split
-from flyte_ddp.predict.saved_model import SavedModel
+from flyte_ddp.predict.prediction_batches import SavedModel, read_test_split
 from flyte_ddp.release import checks, statistics, versions
 from flyte_ddp.release.checks import PairedCounts
 from flyte_ddp.release.evaluation import Evaluation, compute_logits_of_split, evaluate_split

@@ -1,14 +1,23 @@
 """A run's folder: the files of the last finished run, and ``unfinished/``, where a run writes until it is finished.
 
 So all files beside ``unfinished/`` are of one finished run, also while the same run is repeated, and however that ends.
+One run at a time writes into the folder, which it locks; the kernel unlocks it when the run's process dies.
 """
 
+import os
 import shutil
+import sys
+import threading
+import traceback
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from flyte_ddp import results
+from flyte_ddp.errors import RankError, UserError, describe_resumption, shorten_path
+from flyte_ddp.files import hold_lock
 from flyte_ddp.runs import checkpoint
-from flyte_ddp.runs.run_lock import unwritable_folder_error
+from flyte_ddp.user_code import find_modules_shadowing_stdlib
 
 UNFINISHED = "unfinished"
 METRICS = "metrics.jsonl"
@@ -17,6 +26,77 @@ REPORT = "report.html"  # written and moved last: if it is in unfinished/, the r
 OUTPUTS = ("model.pt", "model.json", PREDICTIONS, REPORT)
 TRACEBACK = "traceback.txt"  # in unfinished/, if a rank has raised
 REPLACED = ".replaced"
+HELD_FOR_CHILDREN = "FLYTE_DDP_HELD_FOR_CHILDREN"  # id of a process, and the folders that it has locked
+
+
+class Reservations(threading.local):
+    """Locks of run folders that a thread holds for runs that have not begun: tasks cannot pass a lock to each other."""
+
+    def __init__(self) -> None:
+        self.locks: dict[Path, ExitStack] = {}
+
+
+reserved = Reservations()
+
+
+def reserve_run_folder(folder: Path) -> bool:
+    """Lock the folder for a run of this thread, without waiting; return False if another process or run has the lock.
+
+    The folder need not exist. The lock is a file in ``.locks`` beside the folder. It is held until the end of the run,
+    which calls :func:`hold_run_folder`, or until :func:`release_run_folder`. A second call in the thread returns True.
+    Raises UserError if no file can be created beside the folder.
+    """
+    folder = folder.resolve()
+    if folder not in reserved.locks:
+        lock = ExitStack()
+        try:
+            lock.enter_context(hold_lock(folder.parent / ".locks", folder.name, wait=False))
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            raise unwritable_folder_error(folder, error) from None
+        reserved.locks[folder] = lock
+    return True
+
+
+@contextmanager
+def hold_run_folder(folder: Path) -> Iterator[None]:
+    """Hold the folder's lock, reserved by this thread or taken now, until the end of the block.
+
+    Raises UserError if another process or run has it. Takes none if the parent process holds it for its children
+    (FLYTE_DDP_HELD_FOR_CHILDREN).
+    """
+    if not reserve_run_folder(folder):
+        holder, *folders = os.environ.get(HELD_FOR_CHILDREN, "").split(os.pathsep)
+        if holder != str(os.getppid()) or str(folder.resolve()) not in folders:
+            raise UserError(
+                f"run folder {folder}: another run is writing into it; wait for its end or name another folder"
+            )
+    with reserved.locks.pop(folder.resolve(), ExitStack()):
+        yield
+
+
+def release_run_folder(folder: Path) -> None:
+    """Unlock the folder if this thread has reserved it."""
+    reserved.locks.pop(folder.resolve(), ExitStack()).close()
+
+
+def release_reserved_folders() -> None:
+    """Unlock all folders that this thread has reserved."""
+    while reserved.locks:
+        reserved.locks.popitem()[1].close()
+
+
+def reserved_folders_variable() -> dict[str, str]:
+    """Return FLYTE_DDP_HELD_FOR_CHILDREN: with it child processes may write into folders this thread has reserved."""
+    return {HELD_FOR_CHILDREN: os.pathsep.join([str(os.getpid()), *map(str, reserved.locks)])}
+
+
+def unwritable_folder_error(folder: Path, error: OSError) -> UserError:
+    """Return the error for a run folder that cannot be written to."""
+    return UserError(
+        f"run folder {folder}: {error.strerror}; it must be writable, so fix its permissions or set FLYTE_DDP_RUNS"
+    )
 
 
 def prepare_folder(folder: Path) -> Path:
@@ -73,3 +153,41 @@ def publish_if_complete(folder: Path) -> bool:
 def is_finished(folder: Path) -> bool:
     """Return whether the folder holds all files of a finished run; a cached result refers to these files."""
     return all((folder / name).exists() for name in (METRICS, *OUTPUTS))
+
+
+def add_failure_details(error: BaseException, run_folder: Path) -> None:
+    """Set a RankError's ``step``, after which the run resumes, and ``file``, a new traceback.txt with the whole error.
+
+    Reads both checkpoints whole. If the file cannot be written, prints its text to stderr. Adds to ``remark`` the
+    modules in the working directory that hide Python's own: those that the details mention, or all of them if the error
+    has no details and is not recoverable. A KeyboardInterrupt without text gets one with the step. Leaves other errors.
+    """
+    if isinstance(error, KeyboardInterrupt) and not error.args:
+        error.args = (f"stopped by Ctrl-C; {describe_resumption(checkpoint.newest_step(run_folder / UNFINISHED))}",)
+    if not isinstance(error, RankError):
+        return
+    did_not_begin = not error.details and not error.recoverable
+    for name, path in find_modules_shadowing_stdlib().items():
+        if did_not_begin or f"'{name}'" in error.details or str(path) in error.details:
+            hidden = f"; {shorten_path(path)} hides Python's own module {name!r}, which may be the cause: rename it"
+            error.remark += hidden
+    error.step = checkpoint.newest_step(run_folder / UNFINISHED)
+    if error.file is None:
+        error.file = write_details(error, run_folder / UNFINISHED / TRACEBACK)
+
+
+def write_details(error: RankError, path: Path) -> Path | None:
+    """Write the error with its details and its cause to ``path`` and return the path; None without details and cause.
+
+    If the file cannot be written, prints the text to stderr and returns None.
+    """
+    cause = "".join(traceback.format_exception(error.__cause__)) if error.__cause__ is not None else ""
+    if not error.details and not cause:
+        return None
+    text = "\n\n".join(filter(None, (str(error), cause.rstrip())))
+    try:
+        path.write_text(f"{text}\n", encoding="utf-8", errors="backslashreplace")
+    except OSError as reason:
+        print(f"{path}: {reason.strerror}; the text of this file is:\n{text}", file=sys.stderr, flush=True)
+        return None
+    return path

@@ -74,7 +74,7 @@ def equal_pictures_warning(state: TrainingState) -> str:
         first = state.test.order.samples(slice(0, min(PICTURES_COMPARED, len(state.test))))
         return describe_equal_pictures(state.test, first)
     batches: Iterator[sampling.Indices] = itertools.islice(split.order.batches(0, hp.batch_size), state.total_steps)
-    if split.source.fetches_files:
+    if split.source.prefetch_files is not None:
         batches = (part.samples for batch in batches for part in split_for_rank(batch, hp.accumulation_steps))
     samples = itertools.islice(itertools.chain.from_iterable(batches), PICTURES_COMPARED)
     return describe_equal_pictures(split, np.fromiter(samples, np.int64))

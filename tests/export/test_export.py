@@ -28,7 +28,7 @@ from flyte_ddp.export.served import ServedModel, middle_square_side
 from flyte_ddp.loading.cropping import crop_to_square, middle_crop
 from flyte_ddp.models.artifacts import load_model, parse_input_spec
 from flyte_ddp.models.images import prepare_images
-from flyte_ddp.predict.saved_model import SavedModel
+from flyte_ddp.predict.prediction_batches import SavedModel
 from flyte_ddp.release.evaluation import compute_logits_of_split
 from flyte_ddp.run import Result, run_training
 from flyte_ddp.settings import Settings

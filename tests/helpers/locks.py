@@ -8,7 +8,7 @@ from pathlib import Path
 
 RESERVE = """
 import pathlib, sys
-from flyte_ddp.runs.run_lock import reserve_run_folder
+from flyte_ddp.runs.run_folder import reserve_run_folder
 print(reserve_run_folder(pathlib.Path(sys.argv[1])), flush=True)
 sys.stdin.read()
 """

@@ -97,7 +97,7 @@ def test_only_who_has_waited_for_the_time_limit_says_so(
     monkeypatch: pytest.MonkeyPatch, seconds_ago: float, expected: str
 ) -> None:
     """Whatever the error's own words are."""
-    monkeypatch.setattr(distributed, "_timeout", 60.0)
+    monkeypatch.setattr(distributed, "timeout_seconds", 60.0)
     with pytest.raises(CollectiveError) as caught, translate_collective_errors(time.monotonic() - seconds_ago):
         raise RuntimeError("Timed out waiting 1000ms for recv operation to complete")
     assert classify_failure(caught.value) == expected

@@ -22,8 +22,7 @@ from flyte_ddp.loading.encoded import BadSamples
 from flyte_ddp.models import artifacts
 from flyte_ddp.models.images import InputSpec
 from flyte_ddp.predict.predict import write_prediction_table
-from flyte_ddp.predict.prediction_batches import find_images, read_folder_batches
-from flyte_ddp.predict.saved_model import SavedModel
+from flyte_ddp.predict.prediction_batches import SavedModel, find_images, read_folder_batches
 from flyte_ddp.settings import Settings
 
 GREY = InputSpec(channels=1, height=16, width=16, mean=(0.3,), std=(0.4,))

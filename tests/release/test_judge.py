@@ -23,7 +23,7 @@ from flyte_ddp.datasets.prepared import PreparedSet
 from flyte_ddp.errors import UnreachableError, UserError, install_hint
 from flyte_ddp.models.artifacts import save_model
 from flyte_ddp.predict.predict import write_prediction_table
-from flyte_ddp.predict.saved_model import SavedModel
+from flyte_ddp.predict.prediction_batches import SavedModel
 from flyte_ddp.release import judge
 from flyte_ddp.release.evaluation import Evaluation, evaluate_split
 from flyte_ddp.release.judge import Judgement, judge_challenger

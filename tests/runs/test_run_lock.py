@@ -18,8 +18,14 @@ from flyte_ddp.launch import single
 from flyte_ddp.pods.paths import reserve_run
 from flyte_ddp.run import run_training
 from flyte_ddp.runs.job import Job
-from flyte_ddp.runs.run_folder import METRICS, OUTPUTS
-from flyte_ddp.runs.run_lock import hold_run_folder, release_reserved_folders, release_run_folder, reserve_run_folder
+from flyte_ddp.runs.run_folder import (
+    METRICS,
+    OUTPUTS,
+    hold_run_folder,
+    release_reserved_folders,
+    release_run_folder,
+    reserve_run_folder,
+)
 from flyte_ddp.settings import Settings
 from tasks import flyte
 
@@ -81,7 +87,7 @@ def test_neither_threads_nor_processes_share_a_folder(tmp_path: Path, elsewhere:
 def test_a_fork_that_lives_on_keeps_nothing(tmp_path: Path) -> None:
     """Such as a worker that decodes images, which has all files of its parent."""
     code = (
-        "import os, pathlib, sys, time; from flyte_ddp.runs.run_lock import hold_run_folder\n"
+        "import os, pathlib, sys, time; from flyte_ddp.runs.run_folder import hold_run_folder\n"
         "with hold_run_folder(pathlib.Path(sys.argv[1])):\n"
         "    if os.fork() == 0: sys.stdin.read(); os._exit(0)\n"
         "print('over', flush=True); os.wait()"

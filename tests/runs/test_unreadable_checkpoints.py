@@ -22,9 +22,8 @@ from flyte_ddp.launch.remote.rendezvous import resume_from_newest_checkpoint
 from flyte_ddp.run import run_training
 from flyte_ddp.runs import checkpoint
 from flyte_ddp.runs.checkpoint import FOLDER, SLOTS, Identity
-from flyte_ddp.runs.failed_run import add_failure_details
 from flyte_ddp.runs.job import Job
-from flyte_ddp.runs.run_folder import METRICS, TRACEBACK, UNFINISHED
+from flyte_ddp.runs.run_folder import METRICS, TRACEBACK, UNFINISHED, add_failure_details
 from flyte_ddp.settings import Settings
 from flyte_ddp.training.training_state import TrainingState
 

@@ -21,7 +21,7 @@ from mnist_files import sums, tiny_files
 from benchmarks.running import descendants
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import UserError
-from flyte_ddp.runs.run_lock import hold_run_folder
+from flyte_ddp.runs.run_folder import hold_run_folder
 from tasks.preparation import check_inputs
 
 OUTPUTS = {"model_state": "model.pt", "sidecar": "model.json", "report": "report.html", "metrics": "metrics.jsonl"}

@@ -49,7 +49,7 @@ def run_rank(
         torch.cuda.set_device(info.local_rank)
     if info.world_size > 1:
         assert link is not None
-        distributed.set_collective_timeout(job.settings.timeout)
+        distributed.timeout_seconds = job.settings.timeout
         patch_collective_wait()
         with translate_collective_errors():
             store = open_common_store(info, link, timedelta(seconds=job.settings.timeout))
