@@ -1,16 +1,13 @@
 """A clock that adds up, by name, the seconds that parts of training take, also on GPUs."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    import torch
+import torch
 
 
 class Clock:
@@ -69,8 +66,5 @@ class Clock:
 
 def make_clock(device: torch.device) -> Clock:
     """Return a new :class:`Clock` for work on this device: by CUDA events on a CUDA device, else by the host's time."""
-    if device.type != "cuda":
-        return Clock()
-    import torch
-
-    return Clock(lambda: torch.cuda.Event(enable_timing=True))  # type: ignore[no-untyped-call]
+    on_gpu = device.type == "cuda"
+    return Clock(lambda: torch.cuda.Event(enable_timing=True)) if on_gpu else Clock()  # type: ignore[no-untyped-call]

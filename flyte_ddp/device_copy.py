@@ -1,12 +1,7 @@
 """Copy tensors to a device without waiting for it."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
+import torch
+from torch import Tensor
 
 
 def copy_to_device(values: Tensor, device: torch.device) -> Tensor:

@@ -1,21 +1,17 @@
 """Decode images (JPEG, PNG and others) to pixels, with torchcodec if it is installed, else with Pillow."""
 
-from __future__ import annotations
-
 import functools
 import io
 import struct
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from PIL import Image, UnidentifiedImageError
 
 from flyte_ddp.pictures import opaque_picture, png_layout, scale_transparent_colour
-
-if TYPE_CHECKING:
-    from PIL import Image
 
 Pixels = NDArray[np.uint8]  # [H, W, 3]
 ANIMATIONS = ("GIF", "WEBP", "AVIF", "HEIF")  # formats that can hold many images
@@ -53,8 +49,6 @@ def decode_with_torchcodec(content: bytes) -> Pixels:
     Animations, 16-bit PNGs and files that torchcodec refuses are decoded with Pillow. Raises the DecodingErrors of
     :func:`decode_image`.
     """
-    import torch
-    from PIL import Image
     from torchcodec import decoders
 
     # Pillow reads the header first, because it refuses huge sizes that torchcodec would allocate. Pillow also decodes
@@ -85,12 +79,10 @@ def decode_with_pillow(content: bytes, mode: str = "RGB") -> NDArray[np.uint8]:
 
     Treats transparency and 16-bit values as :func:`decode_image` does, and raises its DecodingErrors.
     """
-    from PIL.Image import Transpose
-
     with open_with_pillow(content) as image:
         image.load()
         opaque, orientation = opaque_picture(image).convert(mode), exif_orientation(image)
-        return np.array(opaque.transpose(Transpose[TURNS[orientation - 2]]) if 2 <= orientation <= 8 else opaque)
+        return np.array(opaque.transpose(Image.Transpose[TURNS[orientation - 2]]) if 2 <= orientation <= 8 else opaque)
 
 
 def exif_orientation(image: Image.Image) -> int:
@@ -120,8 +112,6 @@ def open_with_pillow(content: bytes) -> Iterator[Image.Image]:
     Scales a PNG's transparent colour to 8 bits. Raises a DecodingError for bytes that are no image, a damaged image,
     more pixels than Pillow's limit, and in place of an OSError, EOFError, ValueError or SyntaxError of the block.
     """
-    from PIL import Image, UnidentifiedImageError
-
     try:
         with Image.open(io.BytesIO(content)) as image:
             scale_transparent_colour(image)

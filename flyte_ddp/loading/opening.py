@@ -60,7 +60,8 @@ def open_splits(
         assert isinstance(orders["training"], ShardOrder)
         shards = np.flatnonzero(orders["training"].available)  # without empty shards: a worker needs samples
         own = replace(data.train, shards=[data.train.shards[number] for number in shards[rank() :: world_size()]])
-        stream = RankStream(own, open_shard_cache(settings), hp, rank(), workers=threads, size=side, classes=classes)
+        cache = ShardCache(settings.cache_folder, settings.cache_bytes)
+        stream = RankStream(own, cache, hp, rank(), workers=threads, size=side, classes=classes)
         samples = max(1, len(orders["training"]) // hp.batch_size) * hp.batch_size
         splits["training"] = Split(StreamImages(stream, device), StreamOrder(samples))
     return Splits(**splits, shape=(side, side, 3))
@@ -95,9 +96,5 @@ def open_image_reader(source: ShardIndex | ImageList, settings: Settings, stream
     """
     if isinstance(source, ImageList):
         return FileReader(source)
-    return ShardImages(ShardReader(source, open_shard_cache(settings), most_open=2 * streams, most_ahead=streams))
-
-
-def open_shard_cache(settings: Settings) -> ShardCache:
-    """Return the host's cache of shards in the settings' folder."""
-    return ShardCache(settings.cache_folder, settings.cache_bytes)
+    cache = ShardCache(settings.cache_folder, settings.cache_bytes)
+    return ShardImages(ShardReader(source, cache, most_open=2 * streams, most_ahead=streams))

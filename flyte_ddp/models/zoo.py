@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from flyte_ddp import catalog
 from flyte_ddp.errors import UserError, unknown_name_error
 from flyte_ddp.models.images import InputSpec
+from flyte_ddp.user_code import load_callable
 
 
 def choose_input_spec(model: str, images: InputSpec, size: int) -> InputSpec:
@@ -39,8 +40,6 @@ def build_model(name: str, num_classes: int, spec: InputSpec) -> nn.Module:
     imports and calls the user's code; its exceptions go through. Raises UserError for an unknown or unusable name.
     """
     if ":" in name:
-        from flyte_ddp.user_code import load_callable
-
         model = load_callable(name)(num_classes=num_classes, input_shape=(spec.channels, spec.height, spec.width))
         if not isinstance(model, nn.Module):
             raise UserError(f"model {name!r} returned a {type(model).__name__}: it must return a torch.nn.Module")

@@ -54,9 +54,10 @@ class GradientSync:
     def average_gradients(self, sums: Tensor) -> Tensor:
         """Average the gradients over the ranks in place; return ``sums`` [1 or 2], fp64, added up over the ranks.
 
-        All ranks must call it after the step's last backward pass. ``sums`` may be overwritten.
+        All ranks must call it after the step's last backward pass. ``sums`` may be overwritten. Here the gradients need
+        no average: there is one rank, or the backward pass has averaged them.
         """
-        return sums
+        return sum_over_ranks(sums)
 
 
 class SharedBucket(NamedTuple):
@@ -195,10 +196,6 @@ class DDPSync(GradientSync):
             raise repeated_gradient_error("ddp", "use_reentrant=False, or set strategy='hooks'") from None
         if self.last_bucket_started is not None:  # the backward pass waits for the last bucket's all-reduce
             self.clock.add_since(WAITED, self.last_bucket_started)
-
-    def average_gradients(self, sums: Tensor) -> Tensor:
-        """Return ``sums`` added up over the ranks, in place. DDP has averaged the gradients. All ranks must call it."""
-        return sum_over_ranks(sums)
 
 
 def start_averaging_bucket(sync: DDPSync, bucket: GradBucket) -> torch.futures.Future[Tensor]:

@@ -1,12 +1,10 @@
 """HTML pages for the console: what is going to be trained, packed shards, and the first predictions."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 from flyte_ddp.catalog import IMAGES
 from flyte_ddp.config import Hyperparameters
@@ -19,9 +17,6 @@ from flyte_ddp.report.report import hyperparameter_rows
 from flyte_ddp.shards.dataset import Sample
 from flyte_ddp.shards.index import ShardIndex, read_index
 from flyte_ddp.shards.inspection import read_sample
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 PICTURES = 24  # on a page
 LISTED = 30  # classes on a page
