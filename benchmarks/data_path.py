@@ -155,7 +155,7 @@ def resident(state: TrainingState, synchronised: bool) -> Iterator[int]:
     images = state.prepare_images(images)
     while True:
         with state.sync.micro_batch(last=synchronised):
-            with state.autocast():
+            with torch.autocast(state.device.type, dtype=torch.bfloat16, enabled=state.hardware.precision == "bf16"):
                 logits = state.sync(images)
             loss = functional.cross_entropy(logits.float(), labels, reduction="sum")
             (loss / size).backward()

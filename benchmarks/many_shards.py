@@ -18,7 +18,7 @@ from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import fetch, open_prepared
 from flyte_ddp.datasets.prepared import check_prepared_set
 from flyte_ddp.hardware import detect_hardware
-from flyte_ddp.loading import open_splits
+from flyte_ddp.loading.opening import open_splits
 from flyte_ddp.settings import Settings
 from flyte_ddp.shards.index import Shard, ShardIndex, index_json
 

@@ -15,9 +15,10 @@ from flyte_ddp.datasets.encoded_set import EncodedSet
 from flyte_ddp.datasets.image_folder import SUFFIXES, file_kind, is_image, join_kinds, list_visible_files
 from flyte_ddp.datasets.prepared import PreparedSet
 from flyte_ddp.errors import UserError
-from flyte_ddp.loading import cropping, open_test_split
+from flyte_ddp.loading import cropping
 from flyte_ddp.loading.decoding import DecodingError, decode_image, decode_with_pillow
 from flyte_ddp.loading.encoded import BadSamples, EncodedImages
+from flyte_ddp.loading.opening import open_test_split
 from flyte_ddp.models import artifacts
 from flyte_ddp.models.images import prepare_images
 from flyte_ddp.settings import Settings

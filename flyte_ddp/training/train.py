@@ -181,7 +181,7 @@ def compute_logits(state: TrainingState, model: Callable[[Tensor], Tensor], imag
     hp = state.hp
     state.this_pass.begin_pass(hp.seed, state.epoch, part.samples, state.device, has_samples=part.has_samples)
     try:
-        with state.autocast():
+        with torch.autocast(state.device.type, dtype=torch.bfloat16, enabled=state.hardware.precision == "bf16"):
             logits = model(images)
     except ValueError as error:
         if "more than 1 value per channel" not in str(error):

@@ -4,7 +4,7 @@ import random
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +18,7 @@ from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets.prepared import PreparedSet, resolve_class_names
 from flyte_ddp.errors import UserError
 from flyte_ddp.hardware import Hardware
-from flyte_ddp.loading import open_splits
+from flyte_ddp.loading.opening import open_splits
 from flyte_ddp.models import zoo
 from flyte_ddp.models.images import InputSpec, prepare_images
 from flyte_ddp.models.initial_weights import load_initial_weights
@@ -133,10 +133,6 @@ class TrainingState:
             self.inconsistent = True
             yield
             self.inconsistent = False
-
-    def autocast(self) -> AbstractContextManager[object]:
-        """Return the context manager for mixed precision in training's forward pass; only bf16 makes a difference."""
-        return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.hardware.precision == "bf16")
 
     def prepare_images(self, images: Tensor) -> Tensor:
         """Return the model's input for uint8 images [N, H, W, C], in the run's type and memory format."""

@@ -139,7 +139,7 @@ def model(num_classes: int, input_shape: tuple[int, int, int]) -> nn.Module:
 
 
 if FAULT and dist.is_initialized():  # in a rank
-    from flyte_ddp.loading import Split
+    from flyte_ddp.loading.split import Split
     from flyte_ddp.models import artifacts
     from flyte_ddp.runs import checkpoint
 

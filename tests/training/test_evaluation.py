@@ -15,8 +15,8 @@ from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import fetch, open_arrays
 from flyte_ddp.hardware import detect_hardware
 from flyte_ddp.json_lines import read_records
-from flyte_ddp.loading import Split
 from flyte_ddp.loading.arrays import ArrayImages
+from flyte_ddp.loading.split import Split
 from flyte_ddp.order.sampling import ListedOrder
 from flyte_ddp.parallel.distributed import broadcast_object, rank, world_size
 from flyte_ddp.run import run_training
