@@ -12,6 +12,7 @@ import pytest
 import zygote
 from cli import HELPERS
 from file_server import FileServer, file_server
+from hypothesis import settings
 from packaged import Package
 
 from flyte_ddp.datasets import fetch
@@ -20,6 +21,8 @@ from flyte_ddp.datasets import fetch
 def pytest_configure() -> None:
     """Before torch is imported: its idle threads are not to turn on cores that other tests need."""
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    settings.register_profile("busy machines", deadline=None)
+    settings.load_profile("busy machines")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,8 +1,10 @@
-"""Fetching as such: atomic, repeatable, concurrent, on a full disk; and what a fingerprint costs."""
+"""Fetching: atomic, repeatable, concurrent, on a full disk, from servers that fail; and what a fingerprint costs."""
 
 import concurrent.futures
+import dataclasses
+import hashlib
 import json
-import shutil
+import socket
 import subprocess
 import sys
 import threading
@@ -11,17 +13,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 from file_server import FileServer
-from image_folders import image_files, write_files
-from mnist_files import NAMES, Tiny, leftovers
+from image_folders import all_files, image_files, write_files
+from mnist_files import NAMES, Tiny, assert_tiny, leftovers
 from mounts import ALONE, need_mounts
 
 from flyte_ddp.datasets import DATASETS, fetch, fetching, fingerprint, is_whole, open_arrays, open_prepared
 from flyte_ddp.datasets.packing import pack_source
 from flyte_ddp.errors import UserError
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 def test_a_second_fetch_does_nothing(tiny: Tiny, server: FileServer, tmp_path: Path) -> None:
@@ -65,10 +63,10 @@ def test_a_folder_with_something_else_is_left_alone(tiny: Tiny, tmp_path: Path) 
     [("train_images", None), ("train_labels", -1), ("test_images", 0), ("test_labels", b"something else")],
 )
 def test_a_folder_with_a_damaged_array_is_filled_again(tmp_path: Path, name: str, damage: int | bytes | None) -> None:
-    """Also where a copy of a prepared folder was cut short."""
+    """Also where a copy of a prepared folder was cut short, or killed before it had copied all files."""
     (tmp_path / "data").mkdir()  # an empty folder is filled, too
     folder = fetch("digits", "", tmp_path / "data", progress="off")
-    before, path = contents(folder), folder / f"{name}.npy"
+    before, path = all_files(folder), folder / f"{name}.npy"
     mapped = getattr(open_arrays(folder), name)
     path.unlink()  # whoever has mapped it keeps it
     if damage is not None:
@@ -77,19 +75,9 @@ def test_a_folder_with_a_damaged_array_is_filled_again(tmp_path: Path, name: str
         open_prepared(folder)
     assert not is_whole(folder)
     assert fetch("digits", "", folder, progress="off") == folder
-    assert contents(folder) == before
+    assert all_files(folder) == before
     assert leftovers(tmp_path) == ["data"]
     np.testing.assert_array_equal(mapped, getattr(open_arrays(folder), name))
-
-
-def test_a_copy_that_was_cut_short_is_no_data_set(digits: Path, tmp_path: Path) -> None:
-    """What copies a prepared folder file by file may be killed at any file."""
-    copy = tmp_path / "copy"
-    copy.mkdir()
-    for path in sorted(digits.iterdir(), key=lambda path: path.name != "dataset.json"):
-        assert not is_whole(copy)
-        shutil.copy(path, copy)
-    assert is_whole(copy)
 
 
 def test_a_folder_that_older_code_prepared_is_filled_again(tmp_path: Path) -> None:
@@ -113,12 +101,12 @@ def test_a_list_of_samples_that_is_lost_is_made_again(tmp_path: Path) -> None:
         (f"image_folder:{images}", "test_labels.npy"),
     ):
         folder = fetch(dataset, "", tmp_path / lost, test_dataset=dataset, progress="off")
-        before = contents(folder)
+        before = all_files(folder)
         (folder / lost).unlink()
         with pytest.raises(UserError, match="the prepared data set is damaged"):
             open_prepared(folder)
         fetch(dataset, "", folder, test_dataset=dataset, progress="off")
-        assert contents(folder) == before
+        assert all_files(folder) == before
 
 
 def test_ctrl_c_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,14 +147,7 @@ def test_a_full_disk_is_a_user_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("terminal", [True, False])
-def test_progress_is_printed_to_stderr(
-    tiny: Tiny,
-    server: FileServer,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    terminal: bool,
-) -> None:
+def test_progress_is_printed_to_stderr(tiny: Tiny, server, tmp_path: Path, capsys, monkeypatch, terminal: bool) -> None:
     """A bar on a terminal; else a line for each file, and one for a failure before it is retried; nothing if off."""
     server.files, server.faults = tiny.files, {NAMES[0]: [503]}
     monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal, raising=False)
@@ -210,3 +191,62 @@ def test_a_fingerprint_loads_nothing_heavy() -> None:
     assert all(len(made) == len(f"{dataset}-") + 16 for made, dataset in zip(fingerprints, DATASETS, strict=True))
     heavy = {"torch", "torchvision", "sklearn", "scipy", "pandas", "PIL", "requests", "botocore", "flytekit", "wandb"}
     assert not heavy & set(modules.split())
+
+
+@pytest.mark.parametrize("fault", ["truncate", "alter", "gzip"])
+def test_a_fault_that_passes_is_retried(tiny: Tiny, server: FileServer, tmp_path: Path, fault: int | str) -> None:
+    """``gzip`` must not even count as a fault: the digest is that of the bytes as they are stored."""
+    server.files, server.faults = tiny.files, {NAMES[0]: [fault]}
+    assert_tiny(fetch("mnist", server.url, tmp_path / "data", progress="off"), tiny)
+    assert server.requests.count(NAMES[0]) == (1 if fault == "gzip" else 2)
+
+
+@pytest.mark.parametrize(("fault", "tries", "said"), [(503, 4, "HTTP 503"), ("alter", 2, "damaged or altered")])
+def test_a_fault_that_stays_is_an_error(tiny: Tiny, server, tmp_path: Path, fault, tries: int, said: str) -> None:
+    server.files, server.faults = tiny.files, {NAMES[2]: [fault] * 9}
+    with pytest.raises(UserError) as caught:
+        fetch("mnist", server.url, tmp_path / "data", progress="off")
+    assert all(part in caught.value.message for part in (said, server.url, NAMES[2]))
+    assert len(caught.value.message.splitlines()) == 1
+    assert server.requests.count(NAMES[2]) == tries
+    assert leftovers(tmp_path) == []
+
+
+def test_an_altered_file_is_named_with_both_digests_and_the_fix(tiny: Tiny, tmp_path: Path) -> None:
+    mirror = tiny.write(tmp_path / "mirror")
+    altered = tiny.files[NAMES[3]][:-1]
+    (mirror / NAMES[3]).write_bytes(altered)
+    with pytest.raises(UserError) as caught:
+        fetch("mnist", str(mirror), tmp_path / "data", progress="off")
+    digests = hashlib.md5(altered).hexdigest(), *tiny.dataset.files[NAMES[3]]
+    assert all(part in caught.value.message for part in (*digests, NAMES[3], "sha256sum * > SHA256SUMS"))
+    assert leftovers(tmp_path) == ["mirror"]
+
+
+def test_public_addresses_are_tried_in_turn_unless_there_is_a_mirror(tiny: Tiny, server, tmp_path, monkeypatch) -> None:
+    system = tiny.write(tmp_path / "system")
+    (system / NAMES[0]).write_bytes(b"damaged")
+    addresses = (f"{server.url}/gone", server.url)
+    dataset = dataclasses.replace(tiny.dataset, addresses=addresses, system_folder=str(system))
+    monkeypatch.setitem(DATASETS, "mnist", dataset)
+    with pytest.raises(UserError, match=rf"/gone/.*HTTP 404.*{server.url}/train.*HTTP 404.*data_source"):
+        fetch("mnist", "", tmp_path / "data", progress="off")
+    server.files = tiny.files
+    server.requests.clear()
+    assert_tiny(fetch("mnist", "", tmp_path / "data", progress="off"), tiny)
+    assert json.loads((tmp_path / "data/dataset.json").read_text())["source"] == f"{server.url} and {system}"
+    assert server.requests == [f"gone/{NAMES[0]}", NAMES[0]]
+    server.requests.clear()
+    (tmp_path / "mirror").mkdir()
+    with pytest.raises(UserError, match=f"mirror'.*has no {NAMES[0]} .*must hold {', '.join(NAMES)}"):
+        fetch("mnist", str(tmp_path / "mirror"), tmp_path / "other", progress="off")
+    assert server.requests == []
+
+
+@pytest.mark.usefixtures("tiny")
+def test_an_unreachable_mirror_is_an_error_already_at_the_fingerprint() -> None:
+    with socket.socket() as bound:  # bound and not listening: nobody else gets the port, and connections are refused
+        bound.bind(("127.0.0.1", 0))
+        address = f"http://127.0.0.1:{bound.getsockname()[1]}"
+        with pytest.raises(UserError, match=r"127\.0\.0\.1.*Connection refused.*check the address"):
+            fingerprint("mnist", address)

@@ -1,18 +1,20 @@
-"""Published data sets: the table, FashionMNIST itself, and every way in which a source can be bad."""
+"""Published data sets: the table, FashionMNIST itself, mirrors, also on S3, and all that can be wrong with a source."""
 
-import dataclasses
 import gzip
 import hashlib
-import json
+import os
+from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 from file_server import FileServer
+from image_folders import write_files
 from mnist_files import DEBIAN, NAMES, Tiny, assert_tiny, leftovers, rebuilt_fashion_mnist, sums, tiny_files
+from s3_server import S3Server, s3_server
 
 from flyte_ddp import catalog
 from flyte_ddp.datasets import DATASETS, fetch, fingerprint, open_arrays
+from flyte_ddp.datasets.identity import content_identity
 from flyte_ddp.datasets.published import CIFAR10, FASHION_MNIST, MNIST
 from flyte_ddp.errors import UserError
 
@@ -31,35 +33,23 @@ def test_the_tables_are_torchvisions() -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not DEBIAN.is_dir(), reason="needs Debian's package dataset-fashion-mnist")
-def test_fashion_mnist_is_what_torchvision_reads_from_the_system_copy_and_from_its_public_address(
-    tmp_path: Path, server: FileServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The published digests are the real ones; only the public address is on loopback."""
+def test_fashion_mnist_is_what_torchvision_reads(tmp_path: Path) -> None:
+    """From the system's copy; the published digests are the real ones."""
     from torchvision.datasets import FashionMNIST
 
     ours = open_arrays(fetch("fashion_mnist", "", tmp_path / "system", progress="off"))
     raw = tmp_path / "FashionMNIST" / "raw"
     raw.mkdir(parents=True)
-    server.files = rebuilt_fashion_mnist()
+    rebuilt = rebuilt_fashion_mnist()
     for name, known in FASHION_MNIST.files.items():  # Debian's are the published ones, compressed again
-        published, debian = server.files[name], (DEBIAN / name).read_bytes()
+        published, debian = rebuilt[name], (DEBIAN / name).read_bytes()
         assert known == tuple(hashlib.md5(content).hexdigest() for content in (published, debian))
         assert gzip.decompress(published) == gzip.decompress(debian)
         (raw / name.removesuffix(".gz")).write_bytes(gzip.decompress(debian))
     train, test = FashionMNIST(str(tmp_path), train=True), FashionMNIST(str(tmp_path), train=False)
-    np.testing.assert_array_equal(ours.train_images[..., 0], train.data.numpy())
-    np.testing.assert_array_equal(ours.train_labels, train.targets.numpy())
-    np.testing.assert_array_equal(ours.test_images[..., 0], test.data.numpy())
-    np.testing.assert_array_equal(ours.test_labels, test.targets.numpy())
+    arrays = tuple(part.numpy() for split in (train, test) for part in (split.data, split.targets))
+    assert_tiny(tmp_path / "system", Tiny(FASHION_MNIST, arrays, {}))
     assert list(ours.classes) == train.classes
-    assert ours.mean[0] == pytest.approx(train.data.double().mean().item() / 255, rel=1e-12)
-
-    dataset = dataclasses.replace(FASHION_MNIST, addresses=(server.url,), system_folder="/no/such/folder")
-    monkeypatch.setitem(DATASETS, "fashion_mnist", dataset)
-    downloaded = fetch("fashion_mnist", "", tmp_path / "downloaded", progress="off")
-    assert open_arrays(downloaded).digest == ours.digest
-    assert json.loads((downloaded / "dataset.json").read_text())["source"] == server.url
-    assert leftovers(tmp_path) == ["FashionMNIST", "downloaded", "system"]
 
 
 def test_a_directory_is_a_mirror(tiny: Tiny, tmp_path: Path) -> None:
@@ -101,46 +91,30 @@ def test_the_fingerprint_changes_exactly_with_the_mirrors_digests(tiny: Tiny, tm
     assert fingerprint("mnist", str(mirror)) not in (own, plain)
 
 
+ROW = b"0," * 64 + b"1\n"  # of the digits: 64 pixels and the label
+NO_IDX, NO_TABLE = f"{NAMES[0]}: not an? .*", "digits.csv.gz: not a whole, gzipped table"
+
+
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("dataset", "content", "said"),
     [
-        (b"no gzip at all", "Not a gzipped file"),
-        (gzip.compress(b"\x00\x00\x08\x03" + bytes(12) + b"x", mtime=0), "cannot reshape array"),
-        (gzip.compress(b"\x00\x00\x0d\x01\x00\x00\x00\x04text", mtime=0), "IDX file of .* begins with 00000d"),
-        (gzip.compress(b"", mtime=0), "requires a buffer of at least 4 bytes"),
+        ("mnist", b"no gzip at all", f"{NO_IDX}Not a gzipped file"),
+        ("mnist", gzip.compress(b"\x00\x00\x08\x03" + bytes(12) + b"x"), f"{NO_IDX}cannot reshape array"),
+        ("mnist", gzip.compress(b"\x00\x00\x0d\x01\x00\x00\x00\x04text"), f"{NO_IDX}IDX file of .* begins with 00000d"),
+        ("mnist", gzip.compress(b""), f"{NO_IDX}requires a buffer of at least 4 bytes"),
+        ("digits", b"no gzip at all", f"{NO_TABLE} .*Not a gzipped file"),
+        ("digits", gzip.compress(ROW)[:-12], NO_TABLE),
+        ("digits", gzip.compress(b"image,label\n"), f"{NO_TABLE} .*could not convert"),
+        ("digits", gzip.compress(ROW[2:] * 2), f"{NO_TABLE} .*cannot reshape"),
+        ("digits", gzip.compress(ROW), "test_images: must be .* at least one sample"),
     ],
 )
-def test_a_file_of_another_format_is_named(tiny: Tiny, tmp_path: Path, content: bytes, said: str) -> None:
+def test_a_file_of_another_format_is_named(tiny: Tiny, tmp_path: Path, dataset: str, content: bytes, said: str) -> None:
     """Only a mirror with digests of its own can get so far."""
-    files = {**tiny.files, NAMES[0]: content}
-    mirror = Tiny(tiny.dataset, tiny.arrays, {**files, "SHA256SUMS": sums(files)}).write(tmp_path / "mirror")
-    with pytest.raises(UserError, match=f"{NAMES[0]}: not an? .*{said}"):
-        fetch("mnist", str(mirror), tmp_path / "data", progress="off")
-    assert leftovers(tmp_path) == ["mirror"]
-
-
-ROW = b"0," * 64 + b"1\n"  # 64 pixels and the label
-
-
-@pytest.mark.parametrize(
-    ("content", "said"),
-    [
-        (b"no gzip at all", "digits.csv.gz: not a whole, gzipped table .*Not a gzipped file"),
-        (gzip.compress(ROW, mtime=0)[:-12], "digits.csv.gz: not a whole, gzipped table"),
-        (gzip.compress(b"image,label\n", mtime=0), "digits.csv.gz: not a whole, gzipped table .*could not convert"),
-        (gzip.compress(ROW[2:] * 2, mtime=0), "digits.csv.gz: not a whole, gzipped table .*cannot reshape"),
-        (gzip.compress(ROW, mtime=0), "test_images: must be .* at least one sample"),
-    ],
-)
-def test_digits_of_another_format_are_named(tmp_path: Path, content: bytes, said: str) -> None:
-    """As above, of the set whose file is a table."""
-    mirror = tmp_path / "mirror"
-    mirror.mkdir()
-    files = {"digits.csv.gz": content}
-    for name, stored in {**files, "SHA256SUMS": sums(files)}.items():
-        (mirror / name).write_bytes(stored)
-    with pytest.raises(UserError, match=f"mirror: {said}"):
-        fetch("digits", str(mirror), tmp_path / "data", progress="off")
+    files = tiny.files | {NAMES[0]: content} if dataset == "mnist" else {"digits.csv.gz": content}
+    mirror = write_files(tmp_path / "mirror", files | {"SHA256SUMS": sums(files)})
+    with pytest.raises(UserError, match=f"mirror.*: {said}"):
+        fetch(dataset, str(mirror), tmp_path / "data", progress="off")
     assert leftovers(tmp_path) == ["mirror"]
 
 
@@ -148,3 +122,46 @@ def test_an_unknown_name_lists_the_choices(tmp_path: Path) -> None:
     for call in (lambda: fingerprint("MNIST", ""), lambda: fetch("", "", tmp_path / "data")):
         with pytest.raises(UserError, match=r"unknown dataset.*cifar10, digits, fashion_mnist, image_folder:ADDRESS"):
             call()
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+    with s3_server(tmp_path_factory.mktemp("s3")) as server:
+        yield server
+
+
+@pytest.mark.parametrize("variables", ["aws", "flyte"])
+def test_a_prefix_is_a_mirror(variables: str, tiny: Tiny, served: S3Server, tmp_path: Path, monkeypatch) -> None:
+    """By the standard variables, or by Flyte's beside standard ones that lead nowhere."""
+    given = served.aws_environment()
+    if variables == "flyte":
+        elsewhere = {"AWS_ACCESS_KEY_ID": "of-something-else", "AWS_SECRET_ACCESS_KEY": "of-something-else"}
+        given = served.flyte_environment() | elsewhere | {"AWS_ENDPOINT_URL": "http://127.0.0.1:9"}
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    mirror = tiny.write(served.folder / variables / "sets" / "tiny")
+    source = f"s3://{variables}/sets/tiny/"
+    assert_tiny(fetch("mnist", source, tmp_path / "data", progress="off"), tiny)
+    published = fingerprint("mnist", "")
+    assert fingerprint("mnist", source) == published
+    (mirror / "SHA256SUMS").write_bytes(sums(tiny.files))
+    assert fingerprint("mnist", source) != published
+
+
+def test_the_identity_of_a_prefix_changes_with_content_alone(served: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a file of the same size and time too; a neighbour whose name begins alike is not part of it."""
+    for name, value in served.aws_environment().items():
+        monkeypatch.setenv(name, value)
+    inside = served.folder / "bucket" / "data" / "deeper"
+    inside.mkdir(parents=True)
+    (inside / "one").write_bytes(b"content")
+    before, status = content_identity("s3://bucket/data"), (inside / "one").stat()
+    (served.folder / "bucket" / "database").write_bytes(b"a neighbour")
+    assert content_identity("s3://bucket/data") == content_identity("s3://bucket/data/") == before
+    (inside / "one").write_bytes(b"CONTENT")
+    os.utime(inside / "one", ns=(status.st_atime_ns, status.st_mtime_ns))
+    changed = content_identity("s3://bucket/data")
+    (inside / "two").write_bytes(b"")
+    assert len({before, changed, content_identity("s3://bucket/data")}) == 3
+    with pytest.raises(UserError, match="nothing there"):
+        content_identity("s3://bucket/dat")

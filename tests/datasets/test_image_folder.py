@@ -12,7 +12,7 @@ from encoded_runs import train
 from file_server import FileServer
 from image_folders import image_bytes, pixels_of, write_files
 from PIL import Image
-from tars import shard_bytes
+from tars import indexed
 
 from flyte_ddp import image_arrays
 from flyte_ddp.config import Hyperparameters
@@ -75,9 +75,7 @@ def test_a_class_whose_folder_is_empty_is_an_error_that_names_it(tmp_path: Path)
         list_images(str(folder))
 
 
-def test_a_class_or_a_folder_without_images_is_an_error_that_says_what_it_has(
-    server: FileServer, tmp_path: Path
-) -> None:
+def test_a_class_or_a_folder_without_images_is_an_error_that_says_what_it_has(server, tmp_path: Path) -> None:
     files = files_of({"ant": ["1.jpg"], "bee": ["1.heic", "2.heic", "deep/3.dng"], "cow": ["1.jpg", "2.heic"]})
     folder = write_files(tmp_path / "bucket", files)
     server.files["bucket/SHA256SUMS"] = "".join(f"{'0' * 64}  {name}\n" for name in files).encode()
@@ -111,18 +109,14 @@ def test_a_class_whose_name_is_no_text_is_refused_before_anything_else(server: F
         ([NFC, NFD], r"classes 'caf\\xe9' and 'cafe\\u0301' are one name in two of Unicode's forms"),
     ],
 )
-def test_names_that_are_no_text_or_one_name_are_refused_in_lists_of_classes_too(
-    classes: list[str], said: str, tmp_path: Path
-) -> None:
+def test_bad_names_are_refused_in_lists_of_classes_too(classes: list[str], said: str, tmp_path: Path) -> None:
     picture = np.zeros((2, 4, 4), np.uint8)
-    tar, index = tmp_path / "x.tar", tmp_path / "x.json"
-    tar.write_bytes(shard_bytes({"0": {".png": image_bytes(), ".cls": b"0"}}))
-    create_index([str(tar)], index, classes=["ant", "bee"], progress="off")
+    index = indexed(tmp_path, {"0": {".png": image_bytes(), ".cls": b"0"}}, classes=["ant", "bee"])
     one, other = map(json.dumps, classes)
     index.write_text(index.read_text().replace('"ant"', one).replace('"bee"', other))
     for attempt in (
         lambda: image_arrays(picture, [0, 1], picture, [0, 1], classes),
-        lambda: create_index([str(tar)], tmp_path / "y.json", classes=classes, progress="off"),
+        lambda: create_index([f"{tmp_path}/0.tar"], tmp_path / "y.json", classes=classes, progress="off"),
         lambda: pack_images([(picture[0], 0)], tmp_path / "out", classes=classes, progress="off"),
         lambda: read_index(str(index)),
     ):
@@ -146,15 +140,11 @@ def test_folders_whose_names_differ_in_unicodes_form_are_one_class(tmp_path: Pat
     assert data.classes == data.test.classes == ("ant", NFC)
 
 
-def test_an_image_that_changes_after_it_was_listed_is_to_be_listed_again_and_another_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_image_that_changes_is_to_be_listed_again_and_another_not(tmp_path: Path, monkeypatch) -> None:
     folder = write_files(tmp_path / "images", files_of({"ant": ["1.png", "2.png"]}))
     found = list_images(str(folder))
     (folder / "ant" / "1.png").write_bytes(image_bytes() + b"more")
-    with pytest.raises(
-        UserError, match=r"image .*ant/1\.png: cannot be read \(has .* bytes, and .* when .*; run again"
-    ):
+    with pytest.raises(UserError, match=r"ant/1\.png: cannot be read \(has .* bytes, and .* when .*; run again"):
         found.read_image(0)
     (folder / "ant" / "1.png").unlink()
     with pytest.raises(UserError, match=r"ant/1\.png: cannot be read \(no such file\); run again to list"):

@@ -31,3 +31,8 @@ def write_files(folder: Path, files: dict[str, bytes]) -> Path:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(content)
     return folder
+
+
+def all_files(folder: Path) -> dict[str, bytes]:
+    """Return the contents of the files in a folder, by name; {} if there is no folder."""
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()} if folder.exists() else {}

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from image_folders import write_files
 from numpy.typing import NDArray
 
 from flyte_ddp.datasets import open_arrays
@@ -28,10 +29,7 @@ class Tiny:
 
     def write(self, folder: Path) -> Path:
         """Write the files into a folder; return the folder."""
-        folder.mkdir(parents=True, exist_ok=True)
-        for name, content in self.files.items():
-            (folder / name).write_bytes(content)
-        return folder
+        return write_files(folder, self.files)
 
 
 def idx_bytes(array: NDArray[np.uint8]) -> bytes:
@@ -75,7 +73,6 @@ def leftovers(folder: Path) -> list[str]:
 def assert_tiny(folder: Path, tiny: Tiny) -> None:
     """Assert that a prepared folder holds the arrays of the files."""
     ours = open_arrays(folder)
-    np.testing.assert_array_equal(ours.train_images[..., 0], tiny.arrays[0])
-    np.testing.assert_array_equal(ours.train_labels, tiny.arrays[1])
-    np.testing.assert_array_equal(ours.test_images[..., 0], tiny.arrays[2])
-    np.testing.assert_array_equal(ours.test_labels, tiny.arrays[3])
+    found = ours.train_images[..., 0], ours.train_labels, ours.test_images[..., 0], ours.test_labels
+    for array, expected in zip(found, tiny.arrays, strict=True):
+        np.testing.assert_array_equal(array, expected)

@@ -151,3 +151,8 @@ def members_of(sample: dict[str, Any]) -> dict[str, Any]:
 
 def all_of(dataset: ShardDataset) -> list[tuple[str, dict[str, Any]]]:
     return [(sample["__key__"], members_of(sample)) for sample in (dataset[i] for i in range(len(dataset)))]
+
+
+def contents(index: Path) -> list[dict[str, Any]]:
+    """Return all samples of an index on this machine."""
+    return list(ShardDataset(index, index.parent / "cache", decode=False))

@@ -22,8 +22,9 @@ def s3_environment(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
 
 
-def azure_environment(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let Azure clients use this address, with an account and a made-up key."""
-    monkeypatch.setenv("AZURE_STORAGE_ENDPOINT", endpoint)
-    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", "account")
-    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_KEY", "c2VjcmV0")
+def object_stores(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let clients of S3, Google and Azure use this address; Azure's have an account and a made-up key."""
+    s3_environment(endpoint, monkeypatch)
+    monkeypatch.setenv("STORAGE_EMULATOR_HOST", endpoint)
+    for name, value in {"ENDPOINT": endpoint, "ACCOUNT_NAME": "account", "ACCOUNT_KEY": "c2VjcmV0"}.items():
+        monkeypatch.setenv(f"AZURE_STORAGE_{name}", value)

@@ -4,8 +4,11 @@ import io
 import tarfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+
+from flyte_ddp.shards.scanning import create_index
 
 BLOCK = 512
 
@@ -65,3 +68,10 @@ def write_shards(folder: Path, *shards: Samples) -> list[Path]:
     for path, contents in zip(paths, shards, strict=True):
         path.write_bytes(shard_bytes(contents))
     return paths
+
+
+def indexed(folder: Path, *shards: Samples, **options: Any) -> Path:
+    """Write shards, and ``index.json`` of them beside them; return its path."""
+    urls = [str(path) for path in write_shards(folder, *shards)]
+    create_index(urls, folder / "index.json", progress="off", **options)
+    return folder / "index.json"

@@ -4,21 +4,27 @@ import io
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from file_server import FileServer
 from PIL import Image
+from served_shards import serve
 from surroundings import s3_environment
+from tars import shard_bytes
 
 from flyte_ddp.datasets.image_folder import list_images
 from flyte_ddp.datasets.prepared import SampleOrder
 from flyte_ddp.errors import UserError
 from flyte_ddp.loading.encoded import BadSamples, Encoded, EncodedImages, ImageReader
-from flyte_ddp.loading.readers import FileReader
+from flyte_ddp.loading.readers import FileReader, ShardImages
 from flyte_ddp.order.sampling import ListedOrder
 from flyte_ddp.order.shard_order import ShardOrder, ShardSplits
+from flyte_ddp.shards.cache import ShardCache
+from flyte_ddp.shards.dataset import ShardReader
+from flyte_ddp.shards.index import ShardIndex
 
 DEADLINE = 60.0  # seconds
 
@@ -130,3 +136,17 @@ def test_an_error_does_not_wait_for_what_is_being_read(load: Load) -> None:
     loading.close()
     assert not images.over.is_set()
     images.over.set()
+
+
+def test_an_image_that_is_damaged_in_the_cache_is_fetched_again(load: Load, server: FileServer, tmp_path: Path) -> None:
+    """The shard's structure is whole, so that only the decoder can notice."""
+    contents = {f"{number}": {".png": png(number), ".cls": b"1"} for number in range(3)}
+    shard, cache = serve(server, "0.tar", shard_bytes(contents))._replace(samples=3), ShardCache(tmp_path)
+    loading = load(ShardImages(ShardReader(ShardIndex("", [shard]), cache)), [ListedOrder(np.arange(3))], bad=0)
+    for _ in range(2):
+        pixels = loading.load_batch(np.arange(3), None).images
+        assert pixels[:, 0, 0, 0].tolist() == [0, 1, 2]
+        damaged = bytearray(cache.shard_path(shard).read_bytes())
+        damaged[damaged.index(b"IDAT") + 8] ^= 0xFF
+        cache.shard_path(shard).write_bytes(damaged)
+    assert server.counts == {"0.tar": 2}

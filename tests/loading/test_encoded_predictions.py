@@ -1,7 +1,7 @@
 """Predictions for encoded images by a model that was trained on such: those of the run's own evaluation."""
 
 import csv
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -12,8 +12,10 @@ from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import fetch
 from flyte_ddp.datasets.packing import pack_image_folder
 from flyte_ddp.errors import UserError
+from flyte_ddp.models import artifacts, zoo
+from flyte_ddp.models.images import InputSpec
 from flyte_ddp.predict.predict import write_prediction_table
-from flyte_ddp.run import Result, run_training
+from flyte_ddp.run import Result
 from flyte_ddp.shards.dataset import ShardDataset
 
 Rows = list[dict[str, str]]
@@ -49,10 +51,18 @@ def test_predictions_of_held_out_samples(shards: Path, tmp_path: Path) -> None:
     assert all(f"<span>{name}</span>" in result.report.read_text() for name in worst[first:])
 
 
-def test_predictions_of_a_test_set_and_of_its_files(tmp_path: Path) -> None:
-    folder, tests = labelled(tmp_path / "images"), labelled(tmp_path / "tests", 12)
+@pytest.fixture(scope="module")
+def learnt(tmp_path_factory: pytest.TempPathFactory) -> tuple[Hyperparameters, Result]:
+    """A run on images of three colours with a test set of its own."""
+    place = tmp_path_factory.mktemp("learnt")
+    folder, tests = labelled(place / "images"), labelled(place / "tests", 12)
     hp = replace(BASE, dataset=f"image_folder:{folder}", test_dataset=f"image_folder:{tests}", batch_size=9, epochs=6)
-    result = train(hp, tmp_path)
+    return hp, train(hp, place)
+
+
+def test_predictions_of_a_test_set_and_of_its_files(learnt: tuple[Hyperparameters, Result], tmp_path: Path) -> None:
+    hp, result = learnt
+    tests = Path(hp.test_dataset.partition(":")[2])
     rows = predict(result, tmp_path, hp.dataset, hp.test_dataset)
     assert accuracy(rows) == pytest.approx(result.test_accuracy, abs=1e-9)
     assert [row["id"] for row in rows] == sorted(path.relative_to(tests).as_posix() for path in tests.rglob("*.jpg"))
@@ -60,12 +70,10 @@ def test_predictions_of_a_test_set_and_of_its_files(tmp_path: Path) -> None:
     assert [row["score_red"] for row in of_files] == [row["score_red"] for row in rows]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["image_folder", "shards"])
-def test_predictions_of_images_that_cannot_be_decoded(kind: str, tmp_path: Path) -> None:
+def test_predictions_of_images_that_cannot_be_decoded(kind: str, learnt, tmp_path: Path) -> None:
     """They have their names, and their own truth, and not those, or the prediction, of what stands in elsewhere."""
     folder, tests = labelled(tmp_path / "images"), labelled(tmp_path / "tests", 12)
-    result = train(replace(BASE, dataset=f"image_folder:{folder}", batch_size=9, epochs=1), tmp_path)
     for name in ("red/6.jpg", "green/10.jpg"):
         (tests / name).write_bytes(b"no image")
     if kind == "shards":
@@ -74,18 +82,20 @@ def test_predictions_of_images_that_cannot_be_decoded(kind: str, tmp_path: Path)
         folder, tests = tmp_path / "packed" / "images.json", tmp_path / "packed" / "tests.json"
     sets = f"{kind}:{folder}", f"{kind}:{tests}"
     with pytest.raises(UserError, match="2 such samples, more than bad_samples=1"):
-        predict(result, tmp_path, *sets, batch_size=5, bad_samples=1)
-    rows = predict(result, tmp_path, *sets, batch_size=5, bad_samples=2)
+        predict(learnt[1], tmp_path, *sets, batch_size=5, bad_samples=1)
+    rows = predict(learnt[1], tmp_path, *sets, batch_size=5, bad_samples=2)
     assert len(rows) == 12
     assert all(row["id"].startswith(f"{row['truth']}/") for row in rows)
     empty = {row["id"] for row in rows if not (row["prediction"] or row["score"] or row["score_red"])}
     assert {name.removesuffix(".jpg") for name in empty} == {"red/6", "green/10"}
 
 
-def test_a_model_for_other_images_is_refused(shards: Path, digits: Path, tmp_path: Path) -> None:
-    result = run_training(
-        Hyperparameters(epochs=1, max_steps=1, num_ranks=1), digits, tmp_path / "run", quiet(tmp_path)
-    )
+def test_a_model_for_other_images_is_refused(shards: Path, tmp_path: Path) -> None:
+    """One of grey images of one size, as the digits are."""
+    spec = InputSpec(channels=1, height=8, width=8, mean=(0.5,), std=(0.5,))
+    sidecar = {"model": "small_cnn", "classes": [*"0123456789"], "input": asdict(spec)}
+    files = artifacts.save_model(tmp_path, zoo.build_model("small_cnn", 10, spec).state_dict(), sidecar)
+    data = fetch(f"shards:{shards}/train.json", "", tmp_path / "predicted", progress="off")
     with pytest.raises(UserError, match="the model takes 1 x 8 x 8; predict with a model that was trained on such"):
-        predict(result, tmp_path, f"shards:{shards}/train.json")
+        write_prediction_table(*files, images=None, dataset=data, output=tmp_path / "table.csv")
     assert not (tmp_path / "table.csv").exists()

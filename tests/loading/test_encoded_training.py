@@ -1,6 +1,5 @@
 """Training from shards and image folders: what one process would compute, from any place, through small caches."""
 
-import hashlib
 import json
 import re
 import shutil
@@ -18,14 +17,14 @@ from file_server import FileServer, file_server
 from PIL import Image
 from plain_loop import train_plainly
 from s3_server import s3_server
-from surroundings import azure_environment, s3_environment
+from surroundings import object_stores
 from torchvision.transforms import v2
 
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import fetch, fingerprint
 from flyte_ddp.datasets.packing import pack_image_folder, pack_source
 from flyte_ddp.datasets.prepared import check_prepared_set
-from flyte_ddp.errors import RankError, UserError
+from flyte_ddp.errors import RankError
 from flyte_ddp.json_lines import read_records
 from flyte_ddp.models import zoo
 from flyte_ddp.models.images import InputSpec
@@ -77,19 +76,19 @@ def test_any_number_of_ranks_computes_what_one_process_would(
 
 
 @pytest.mark.slow
-def test_random_crops_are_the_same_on_any_number_of_ranks_and_after_a_run_was_cut_off(
-    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    hp = of(shards / "train.json", model="faults:model", augment="resized_crop", num_ranks=2, image_size=8)
+def test_random_crops_do_not_depend_on_ranks_and_interruptions(shards: Path, tmp_path: Path, monkeypatch) -> None:
+    """Cut off in the second epoch."""
+    crops = {"augment": "resized_crop", "image_size": 8}
+    hp = of(shards / "train.json", model="faults:model", num_ranks=2, batch_size=200, **crops)
     one = train(replace(hp, num_ranks=1), tmp_path / "one")
     undisturbed = train(hp, tmp_path / "undisturbed")
     assert losses(one) == pytest.approx(losses(undisturbed), abs=1e-9)
-    faults.inject(monkeypatch, tmp_path / "marker", rank=1, at="training", kind="SIGKILL", **{"pass": 27})
+    faults.inject(monkeypatch, tmp_path / "marker", rank=1, at="training", kind="SIGKILL", **{"pass": 9})
     with pytest.raises(RankError, match="killed"):
         train(hp, tmp_path / "cut")
     resumed = train(hp, tmp_path / "cut")
     starts = [record["resumed_after_step"] for record in read_records(resumed.metrics) if record["kind"] == "start"]
-    assert starts == [0, 27]
+    assert starts == [0, 9]
     for name, value in weights(undisturbed).items():
         assert torch.equal(value, weights(resumed)[name])
         torch.testing.assert_close(value, weights(one)[name], rtol=0, atol=1e-9)
@@ -123,13 +122,12 @@ def test_shards_far_away_go_through_a_cache_smaller_than_the_data(tmp_path: Path
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scheme", ["az", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("s3", "gs"))])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("scheme", ["s3", "gs", "az"])
 def test_shards_of_any_storage_give_the_same_model(
     scheme: str, shards: Path, server: FileServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    s3_environment(server.url, monkeypatch)
-    azure_environment(server.url, monkeypatch)
-    monkeypatch.setenv("STORAGE_EMULATOR_HOST", server.url)
+    object_stores(server.url, monkeypatch)
     server.files = {f"bucket/{path.name}": path.read_bytes() for path in shards.iterdir() if path.is_file()}
     expected = weights(train(of(shards / "train.json", epochs=1), tmp_path / "near"))
     found = weights(train(of(f"{scheme}://bucket/train.json", epochs=1), tmp_path / "far"))
@@ -145,8 +143,8 @@ def test_training_alone_fetches_shards_of_s3_once(tmp_path: Path, monkeypatch: p
     folder = tmp_path / "served" / "bucket" / "shards"
     pack_source("digits", folder, per_shard=75, progress="off")
     pack_source("digits", tmp_path / "test", split="test", per_shard=150, progress="off")
-    hp = of("s3://bucket/shards/train.json", epochs=1, num_ranks=2, shuffle_shards=2, validation_fraction=0.0)
-    hp = replace(hp, test_dataset=f"shards:{tmp_path}/test/train.json")
+    own_tests = {"validation_fraction": 0.0, "test_dataset": f"shards:{tmp_path}/test/train.json"}
+    hp = of("s3://bucket/shards/train.json", epochs=1, num_ranks=2, shuffle_shards=2, batch_size=150, **own_tests)
     with s3_server(folder.parent.parent) as server, faulty_proxy(server.endpoint) as proxy:
         for name, value in {**server.aws_environment(), "AWS_ENDPOINT_URL": proxy.url}.items():
             monkeypatch.setenv(name, value)
@@ -165,9 +163,7 @@ def test_training_alone_fetches_shards_of_s3_once(tmp_path: Path, monkeypatch: p
     assert fetched.total() <= 21
 
 
-def test_a_cache_that_is_too_small_is_a_warning_before_training(
-    shards: Path, server: FileServer, tmp_path: Path
-) -> None:
+def test_a_cache_that_is_too_small_is_a_warning(shards: Path, server: FileServer, tmp_path: Path) -> None:
     """Two ranks on two streams each: they want two shards each, and as many on their way; here there are ten."""
     server.files = {path.name: path.read_bytes() for path in shards.iterdir()}
     sizes = [path.stat().st_size for path in shards.glob("*.tar")]
@@ -186,24 +182,6 @@ def test_a_cache_that_is_too_small_is_a_warning_before_training(
     assert f"={8 * largest}: less than the {whole} of all shards, which evaluations therefore fetch again" in caution
     own_tests = replace(hp, validation_fraction=0.0, test_dataset="shards:elsewhere")
     assert said(8 * largest, own_tests) == []
-
-
-@pytest.mark.slow
-def test_an_image_that_is_damaged_in_the_cache_is_fetched_again(shards: Path, tmp_path: Path) -> None:
-    """The shard's structure is whole, so that only the decoder can notice."""
-    with file_server() as server:
-        server.files = {path.name: path.read_bytes() for path in shards.iterdir() if path.is_file()}
-        hp = of(f"{server.url}/train.json", epochs=1)
-        whole = train(hp, tmp_path)
-        for cached in (tmp_path / "cache").glob("*.tar"):
-            content = bytearray(cached.read_bytes())
-            content[content.index(b"IDAT") + 8] ^= 0xFF  # of the first image's pixels
-            cached.write_bytes(content)
-        server.requests.clear()
-        healed = train(hp, tmp_path / "again", quiet(tmp_path))
-        fetched = Counter(name for name in server.requests if name.endswith(".tar"))
-    assert fetched == Counter([*(path.name for path in shards.glob("*.tar")), "train-000000.tar"])  # its first sample
-    assert all(torch.equal(value, weights(whole)[name]) for name, value in weights(healed).items())
 
 
 def test_an_image_folder_is_learnt(tmp_path: Path) -> None:
@@ -232,22 +210,6 @@ def test_easy_photos_are_learnt_with_default_hyperparameters(tmp_path: Path) -> 
     dataset = f"image_folder:{tmp_path}/images"
     hp = Hyperparameters(dataset=dataset, image_size=96, seed=1, num_ranks=1, precision="fp32")
     assert train(hp, tmp_path / "clipped").test_accuracy > 0.9
-
-
-@pytest.mark.slow
-def test_images_of_a_web_server_are_those_of_its_list(server: FileServer, tmp_path: Path) -> None:
-    folder = labelled(tmp_path / "images")
-    server.files = {f"data/{path.relative_to(folder)}": path.read_bytes() for path in folder.rglob("*.jpg")}
-    lines = [f"{hashlib.sha256(content).hexdigest()}  {name[5:]}\n" for name, content in server.files.items()]
-    server.files["data/SHA256SUMS"] = "".join(lines).encode()
-    hp = replace(BASE, dataset=f"image_folder:{server.url}/data", batch_size=9, epochs=1)
-    result = train(hp, tmp_path / "far")
-    here = train(replace(hp, dataset=f"image_folder:{folder}"), tmp_path / "near")
-    assert all(torch.equal(value, weights(here)[name]) for name, value in weights(result).items())
-    data = fetch(hp.dataset, "", tmp_path / "data", progress="off")
-    server.files["data/green/10.jpg"] = server.files["data/red/0.jpg"]
-    with pytest.raises(UserError, match=r"green/10\.jpg: cannot be read \(does not have the SHA-256 of .*; run again"):
-        run_training(hp, data, tmp_path / "run", quiet(tmp_path))
 
 
 def test_equal_data_at_two_addresses_is_prepared_twice(tmp_path: Path) -> None:

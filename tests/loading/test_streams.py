@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 import tarfile
-import time
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -20,21 +19,15 @@ from cli import HELPERS
 from encoded_runs import quiet
 from image_folders import image_bytes
 from mounts import ALONE, need_mounts
-from processes import processes_with
+from processes import processes_with, wait_until
 
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import fetch
 from flyte_ddp.datasets.packing import pack_source
-from flyte_ddp.errors import UserError
+from flyte_ddp.errors import RankLostError, UserError
 from flyte_ddp.json_lines import read_records
 from flyte_ddp.loading.readers import ShardImages
-from flyte_ddp.loading.streams import (
-    RankStream,
-    StreamImages,
-    StreamOrder,
-    order_worker_shards,
-    read_shard_samples,
-)
+from flyte_ddp.loading.streams import RankStream, StreamImages, StreamOrder, order_worker_shards, read_shard_samples
 from flyte_ddp.run import Result, run_training
 from flyte_ddp.shards.cache import ShardCache
 from flyte_ddp.shards.dataset import ShardReader
@@ -93,15 +86,9 @@ def test_a_pass_reads_every_shard_once_from_its_beginning_and_each_pass_in_anoth
 def test_samples_are_mixed_beyond_shards_and_come_once_a_pass(tmp_path: Path) -> None:
     """Of samples whose label is their number, in shards in order."""
     image = image_bytes()
-    pack_samples(
-        lambda number: (f"{number:03d}", {".png": image, ".cls": str(number).encode()}),
-        300,
-        tmp_path,
-        classes=[str(n) for n in range(300)],
-        per_shard=30,
-        seed=None,
-        progress="off",
-    )
+    numbered = lambda number: (f"{number:03d}", {".png": image, ".cls": b"%d" % number})  # noqa: E731
+    classes = [f"{number}" for number in range(300)]
+    pack_samples(numbered, 300, tmp_path, classes=classes, per_shard=30, seed=None, progress="off")
 
     def labels(seed: int) -> list[list[int]]:
         images = StreamImages(options_of(tmp_path, classes=300, shuffle_buffer=100, seed=seed), torch.device("cpu"))
@@ -136,7 +123,7 @@ def test_an_epoch_is_as_many_samples_as_there_are_in_whole_batches() -> None:
 @pytest.mark.slow
 def test_empty_shards_leave_no_worker_without_samples(tmp_path: Path) -> None:
     """Every second one is: of two workers one would get all of those, and the rank would wait for it for ever."""
-    pack_source("digits", tmp_path, per_shard=PER_SHARD, progress="off")
+    pack_source("digits", tmp_path, split="test", per_shard=15, progress="off")
     content = json.loads((tmp_path / "train.json").read_text())
     with tarfile.open(tmp_path / "empty.tar", "w"):
         pass
@@ -145,56 +132,36 @@ def test_empty_shards_leave_no_worker_without_samples(tmp_path: Path) -> None:
     content["shardlist"] = [entry for shard in content["shardlist"] for entry in (shard, empty)]
     (tmp_path / "train.json").write_text(json.dumps(content))
     tests = f"shards:{tmp_path}/train.json"
-    hp = replace(BASE, dataset=f"stream:{tmp_path}/train.json", max_steps=4, num_ranks=1, test_dataset=tests)
+    hp = replace(BASE, dataset=f"stream:{tmp_path}/train.json", max_steps=2, num_ranks=1, test_dataset=tests)
     records = read_records(train(hp, tmp_path, loader_threads=2).metrics)
-    assert (records[0]["test_samples"], records[-1]["kind"]) == (1500, "end")
+    assert (records[0]["test_samples"], records[-1]["kind"]) == (297, "end")
 
 
 @pytest.mark.slow
-def test_ranks_learn_from_streams_of_their_own(shards: Path, tmp_path: Path) -> None:
-    hp = replace(BASE, dataset=f"stream:{shards}/train.json", epochs=4)
+def test_ranks_learn_from_streams_of_their_own_also_after_one_was_killed(
+    shards: Path, tmp_path: Path, monkeypatch
+) -> None:
+    """It takes its worker along, and the retry begins another stream."""
+    hp = replace(BASE, dataset=f"stream:{shards}/train.json", model="faults:model", epochs=4, log_interval=1)
+    monkeypatch.setenv("MARK", str(tmp_path))  # in the environment of the workers
+    faults.inject(monkeypatch, tmp_path / "marker", rank=1, at="training", kind="SIGKILL", **{"pass": 30})
+    with pytest.raises(RankLostError, match="killed by SIGKILL"):
+        train(hp, tmp_path, loader_threads=1)
+    wait_until(lambda: not processes_with(f"MARK={tmp_path}", "spawn_main"), 5)
     result = train(hp, tmp_path, loader_threads=1)
-    assert result.test_accuracy > 0.7
-    records = read_records(result.metrics)
-    start, end = records[0], records[-1]
+    assert result.test_accuracy > 0.6
+    *_, start = (record for record in read_records(result.metrics) if record["kind"] == "start")
     # 2 of 20 shards for testing, 2 of 18 for validation, and whole batches of the others' samples.
     assert (start["test_samples"], start["validation_samples"]) == (2 * PER_SHARD, 2 * PER_SHARD)
     assert start["training_samples"] == 16 * PER_SHARD
     assert start["steps"] == 4 * 16 * PER_SHARD // 50
-    assert end["notes"] == [
+    said = read_records(result.metrics)[-1]["notes"]
+    (note,) = (note for note in said if "went on from a checkpoint" in note)
+    assert "but for the stream, which restarted from scratch" in note
+    assert [line for line in said if line != note] == [
         "The training data were a stream: ranks and workers each read shards of their own.",
         "Images were decoded by torchcodec.",
     ]
-
-
-def start_training(hp: Hyperparameters, folder: Path, *before: str) -> subprocess.CompletedProcess[str]:
-    """Train in a process of its own, started by the command ``before``."""
-    script = "import sys, test_streams; test_streams.train_here(*sys.argv[1:])"
-    command = [*before, sys.executable, "-c", script, json.dumps(hp.to_dict()), str(folder)]
-    variables = {**os.environ, "MARK": str(folder), "PYTHONPATH": str(Path(__file__).parent)}
-    return subprocess.run(command, cwd=HELPERS, capture_output=True, text=True, check=False, env=variables, timeout=120)
-
-
-@pytest.mark.slow
-def test_a_killed_rank_takes_its_workers_along_and_the_retry_begins_another_stream(
-    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    hp = replace(BASE, dataset=f"stream:{shards}/train.json", model="faults:model", log_interval=1)
-    faults.inject(monkeypatch, tmp_path / "marker", rank=1, at="training", kind="SIGKILL", **{"pass": 30})
-    ended = start_training(hp, tmp_path)
-    assert "RankLostError" in ended.stderr
-    assert "killed by SIGKILL" in ended.stderr
-    deadline = time.monotonic() + 5
-    while processes_with(f"MARK={tmp_path}"):
-        assert time.monotonic() < deadline
-    result = train(hp, tmp_path, loader_threads=1)
-    (note,) = (note for note in read_records(result.metrics)[-1]["notes"] if "went on from a checkpoint" in note)
-    assert "but for the stream, which restarted from scratch" in note
-
-
-def train_here(hp: str, folder: str) -> None:
-    """In a process of its own."""
-    train(Hyperparameters(**json.loads(hp)), Path(folder), loader_threads=1)
 
 
 @pytest.mark.parametrize(
@@ -205,9 +172,7 @@ def train_here(hp: str, folder: str) -> None:
         (0, 50, r": no sample of its worker can be decoded \(of no k"),  # else it would look for a good one for ever
     ],
 )
-def test_samples_that_cannot_be_used_are_one_clear_error(
-    tmp_path: Path, workers: int, bad_samples: int, said: str
-) -> None:
+def test_samples_that_cannot_be_used_are_one_error(tmp_path: Path, workers: int, bad_samples: int, said: str) -> None:
     contents = {".jpg": b"no image", ".cls": b"1"}
     pack_samples(lambda number: (f"{number}", contents), 12, tmp_path, classes=["a", "b"], per_shard=3, progress="off")
     options = options_of(tmp_path, classes=2, workers=workers, bad_samples=bad_samples)
@@ -242,12 +207,21 @@ def test_a_shard_that_cannot_be_had_is_one_clear_error(shards: Path) -> None:
         images.load_batch(np.arange(3), 0)
 
 
+def read_with_worker(shards: str) -> None:
+    """Read 20 batches of large images from a worker."""
+    images = StreamImages(options_of(Path(shards), workers=1, size=64), torch.device("cpu"))
+    for number in range(20):
+        assert images.load_batch(np.arange(50) + 50 * number, 0)[0].shape == (50, 64, 64, 3)
+    images.close()
+
+
 @pytest.mark.slow
 def test_a_stream_needs_next_to_no_shared_memory(shards: Path, tmp_path: Path) -> None:
-    """A rank's worker has 0.4 MB of images under way here, and /dev/shm holds 0.1 MB."""
+    """A worker has over 0.4 MB of images under way here, and /dev/shm holds 0.1 MB."""
     need_mounts(tmp_path)
-    hp = replace(BASE, dataset=f"stream:{shards}/train.json", image_size=64, max_steps=20, num_ranks=1)
     small = ["sh", "-c", 'mount -t tmpfs -o size=100k none /dev/shm && exec "$@"', "sh"]
-    run = start_training(hp, tmp_path, *ALONE, *small)
+    script = "import sys, test_streams; test_streams.read_with_worker(sys.argv[1])"
+    variables = {**os.environ, "PYTHONPATH": f"{Path(__file__).parent}:{HELPERS}"}
+    command = [*ALONE, *small, sys.executable, "-c", script, str(shards)]
+    run = subprocess.run(command, capture_output=True, text=True, check=False, env=variables, timeout=120)
     assert run.returncode == 0, run.stderr
-    assert (tmp_path / "run" / "model.json").is_file()

@@ -2,8 +2,6 @@
 
 import json
 import math
-import resource
-import signal
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from file_server import FileServer
+from mounts import file_size_limit
 from torch import nn
 from torchvision.models import resnet18
 
@@ -20,7 +19,7 @@ from flyte_ddp.errors import UserError
 from flyte_ddp.json_lines import read_records
 from flyte_ddp.models import artifacts
 from flyte_ddp.models.initial_weights import FILE_ADVICE, fetch_weights, identify_weights, load_initial_weights
-from flyte_ddp.run import Result, run_training
+from flyte_ddp.run import run_training
 from flyte_ddp.runs import identity
 from flyte_ddp.settings import Settings
 from flyte_ddp.storage import UnavailableError
@@ -105,9 +104,7 @@ def test_a_model_whose_own_names_have_the_prefix(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("wrapped", [lambda model: model, nn.DataParallel, Lit, lambda model: Lit(Lit(model))])
 @pytest.mark.parametrize("version", [1, 2])
-def test_modules_get_the_versions_that_the_file_has(
-    wrapped: Callable[[nn.Module], nn.Module], version: int, tmp_path: Path
-) -> None:
+def test_modules_get_the_versions_that_the_file_has(wrapped, version: int, tmp_path: Path) -> None:
     model = Turned(seed=1)
     model._version = version
     found = loaded(Turned(), {"epoch": 1, "state_dict": wrapped(model).state_dict()}, tmp_path)
@@ -200,16 +197,15 @@ def test_a_part_that_the_model_does_not_have(tmp_path: Path) -> None:
 CODE = (
     "holds objects of test_initial_weights.Own beside tensors, .* run any code; save only its state_dict, by torch.save"
 )
+NO_NAMES = f"has no tensors with names; {FILE_ADVICE}"
+NO_STATE = [
+    ({"state_dict": state(), "hyper_parameters": Own()}, CODE),
+    ({"state_dict": {"a": 1}}, NO_NAMES),
+    (torch.ones(3), NO_NAMES),
+]
 
 
-@pytest.mark.parametrize(
-    ("content", "words"),
-    [
-        ({"state_dict": state(), "hyper_parameters": Own()}, CODE),
-        ({"state_dict": {"a": 1}}, f"has no tensors with names; {FILE_ADVICE}"),
-        (torch.ones(3), f"has no tensors with names; {FILE_ADVICE}"),
-    ],
-)
+@pytest.mark.parametrize(("content", "words"), NO_STATE)
 def test_what_is_no_state_dict(content: Any, words: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=rf"^init_from='{tmp_path}/weights\.pt': {words}$"):
         loaded(Named(), content, tmp_path)
@@ -260,15 +256,9 @@ def test_an_error_of_the_run_is_not_blamed_on_the_weights(tmp_path: Path, server
 
 def test_a_disk_that_fills_up_while_weights_are_fetched(tmp_path: Path, server: FileServer) -> None:
     server.files["weights.pt"] = bytes(200_000)
-    before, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))  # the kernel refuses to make larger files
-    said = f"cannot write {tmp_path}/.*: File too large; free some space"
-    try:
-        with pytest.raises(UserError, match=said), fetch_weights(f"{server.url}/weights.pt", tmp_path):
-            pass
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-        signal.signal(signal.SIGXFSZ, handler)
+    said = pytest.raises(UserError, match=f"cannot write {tmp_path}/.*: File too large; free some space")
+    with file_size_limit(100_000), said, fetch_weights(f"{server.url}/weights.pt", tmp_path):
+        pass
     assert list(tmp_path.iterdir()) == []
 
 
@@ -284,21 +274,17 @@ def test_a_part_is_only_skipped_where_there_are_weights() -> None:
         Hyperparameters(init_skip="fc")
 
 
-def run(hp: Hyperparameters, digits: Path, folder: Path) -> Result:
-    return run_training(hp, digits, folder, Settings(progress="lines", wandb_mode="disabled"))
-
-
-def test_a_run_says_what_did_not_start_from_the_file(
-    digits: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_says_what_did_not_start_from_the_file(digits: Path, tmp_path: Path, capfd) -> None:
     """On the terminal, in its records and in the report."""
     base = Hyperparameters(num_ranks=1, max_steps=1, learning_rate=1e-9, weight_decay=0.0)
-    first = run(replace(base, seed=3), digits, tmp_path / "first")
+    settings = Settings(progress="lines", wandb_mode="disabled")
+    first = run_training(replace(base, seed=3), digits, tmp_path / "first", settings)
     before = torch.load(first.model, weights_only=True)
     head = list(before)[-2:]
     part = head[0].removesuffix(".weight")
-    capfd.readouterr()
-    result = run(replace(base, init_from=str(first.model), init_skip=part), digits, tmp_path / "second")
+    assert "pictures are equal" not in capfd.readouterr().err
+    hp = replace(base, init_from=str(first.model), init_skip=part)
+    result = run_training(hp, digits, tmp_path / "second", settings)
     said = f"Started from the seed and not from init_from (init_skip): {', '.join(head)}."
     assert said in capfd.readouterr().err
     start, *_, end = read_records(result.metrics)

@@ -74,9 +74,9 @@ def test_a_share_reads_from_its_own_streams_and_an_epoch_opens_each_shard_once_a
         assert set().union(*used) == set(range(64))
 
 
-@pytest.mark.parametrize("streams", [1, 3, 8, 16])
-@pytest.mark.parametrize("ranks", [1, 3, 4])
-@pytest.mark.parametrize("parts", [1, 3, 16])
+@pytest.mark.parametrize("streams", [1, 3, 8])
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("parts", [1, 16])
 def test_the_shards_that_a_rank_keeps_open_are_enough(streams: int, ranks: int, parts: int) -> None:
     """Those used last, two for each of its streams: none is opened twice for one, whatever the micro-batches."""
     counts, batch_size = np.full(64, 50), 96
@@ -95,21 +95,6 @@ def test_the_shards_that_a_rank_keeps_open_are_enough(streams: int, ranks: int, 
                     while len(kept) > 2 * count_rank_streams(streams, ranks, parts):
                         kept.popitem(last=False)
         assert opened <= len(needed)
-
-
-def test_ranks_get_equal_shares_of_any_number_of_samples() -> None:
-    """ImageNet on 64 ranks: with 20,018.2 samples a rank, wids' ranks differ in batches; here all have equal shares."""
-    samples, batch_size = 1_281_167, 64 * 256
-    seen = np.zeros(samples, dtype=int)
-    batches = list(
-        order_of(np.diff(np.append(np.arange(0, samples, 1000), samples)), streams=16).batches(0, batch_size)
-    )
-    for batch in batches:
-        seen[batch] += 1
-        lengths = [len(sampling.take_slice(batch, rank, 64)) for rank in range(64)]
-        assert max(lengths) - min(lengths) <= 1
-    assert len(batches) == -(-samples // batch_size)
-    assert (seen == 1).all()
 
 
 def test_ranks_get_other_shards_in_each_epoch() -> None:

@@ -17,14 +17,14 @@ import wids
 from file_server import FileServer
 from image_folders import image_bytes
 from served_shards import all_of, members_of, serve_samples
-from tars import samples, shard_bytes, write_shards
+from tars import indexed, samples, shard_bytes, write_shards
 
 from flyte_ddp.errors import UserError
 from flyte_ddp.shards import dataset as dataset_module
 from flyte_ddp.shards.cache import ShardCache
 from flyte_ddp.shards.dataset import ShardDataset, ShardReader
 from flyte_ddp.shards.index import Shard, ShardIndex, read_index
-from flyte_ddp.shards.scanning import create_index, tables_path
+from flyte_ddp.shards.scanning import tables_path
 
 
 def npy_bytes(array: Any) -> bytes:
@@ -33,17 +33,11 @@ def npy_bytes(array: Any) -> bytes:
     return buffer.getvalue()
 
 
-def indexed(folder: Path, *shards: dict[str, dict[str, bytes]]) -> Path:
-    paths = write_shards(folder, *shards)
-    create_index([str(path) for path in paths], folder / "index.json", name="data", progress="off")
-    return folder / "index.json"
-
-
 def test_samples_are_those_of_wids(tmp_path: Path) -> None:
     """All names and, decoded, all values, but for __dataset__, which wids leaves empty."""
     kinds = {".jpg": image_bytes("JPEG"), ".seg.png": image_bytes("PNG"), ".cls": b"3", ".txt": "é".encode()}
     kinds |= {".json": b'{"a": [1]}', ".npy": npy_bytes(np.arange(6).reshape(2, 3)), ".other": b"bytes"}
-    index = indexed(tmp_path / "in", {"a/1": kinds, "a/2": kinds}, {"b.c/3": kinds})
+    index = indexed(tmp_path / "in", {"a/1": kinds, "a/2": kinds}, {"b.c/3": kinds}, name="data")
     decoder = partial(wids.wids.default_decoder, format="PIL")
     theirs = wids.ShardListDataset(str(index), cache_dir=str(tmp_path / "wids"), transformations=[decoder])
     ours = ShardDataset(index, tmp_path / "cache")
@@ -138,8 +132,8 @@ def test_a_copy_whose_headers_are_damaged_is_fetched_again(server: FileServer, t
     assert server.counts == {"0.tar": 5, "1.tar": 1}
 
 
-def test_a_copy_that_another_process_has_fetched_again_during_a_read(
-    server: FileServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_copy_that_another_process_fetches_again_during_a_read(
+    server: FileServer, tmp_path: Path, monkeypatch
 ) -> None:
     """Both find the same damage; who comes second finds an undamaged copy, and reads that."""
     served = serve_samples(server, 5)

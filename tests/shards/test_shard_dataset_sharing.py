@@ -22,7 +22,7 @@ from flyte_ddp.shards.dataset import ShardReader
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.exhaustive)])
 def test_in_workers_of_a_data_loader(server: FileServer, tmp_path: Path, method: str) -> None:
     """In a cache that cannot hold all of it, and with shards that the parent has open already."""
     served = serve_samples(server, 20, 20, 20, 20, 20, 20)
@@ -111,9 +111,7 @@ def test_a_cache_with_room_for_one_shard_is_enough(server: FileServer, tmp_path:
         assert list(pool.map(reader.read_sample, range(29, -1, -1))) == expected[::-1]
 
 
-def test_room_that_other_processes_hold_is_waited_for(
-    server: FileServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_room_that_other_processes_hold_is_waited_for(server: FileServer, tmp_path: Path, monkeypatch) -> None:
     served = serve_samples(server, 5, 5)
     cache = ShardCache(tmp_path, limit=int(served.index.sizes.max()))
     ours, theirs = SPAWN.Pipe()
@@ -133,9 +131,7 @@ def test_room_that_other_processes_hold_is_waited_for(
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-def test_a_forked_child_neither_waits_for_its_parents_locks_nor_gives_them_back(
-    server: FileServer, tmp_path: Path
-) -> None:
+def test_a_forked_child_neither_waits_for_its_parents_locks_nor_frees_them(server: FileServer, tmp_path: Path) -> None:
     """It is forked while another thread holds the reader's lock, closes what it has inherited, and reads itself."""
     served = serve_samples(server, 5, 5)
     cache = ShardCache(tmp_path)

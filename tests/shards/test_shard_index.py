@@ -3,7 +3,6 @@
 import argparse
 import hashlib
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ import wids
 import wids.wids_index
 from file_server import FileServer
 from served_shards import all_of
-from tars import samples, shard_bytes, write_shards
+from tars import indexed, samples, shard_bytes, write_shards
 
 from flyte_ddp.errors import UserError
 from flyte_ddp.shards.dataset import ShardDataset
@@ -53,13 +52,10 @@ def ours(index: str, folder: Path) -> list[tuple[str, dict[str, bytes]]]:
 
 
 def test_wids_reads_what_we_write(tmp_path: Path) -> None:
-    paths = write_shards(tmp_path / "shards", FIRST, SECOND)
-    index = tmp_path / "shards" / "index.json"
-    create_index([str(path) for path in paths], index, classes=list("abcdefg"), progress="off")
-    content = json.loads(index.read_text())
-    for path, found, count in zip(paths, content["shardlist"], (5, 3), strict=True):
-        stored = path.read_bytes()
-        assert found == entry(path.name, count) | {
+    index = indexed(tmp_path / "shards", FIRST, SECOND, classes=list("abcdefg"))
+    for number, found in enumerate(json.loads(index.read_text())["shardlist"]):
+        stored = (tmp_path / "shards" / f"{number}.tar").read_bytes()
+        assert found == entry(f"{number}.tar", (5, 3)[number]) | {
             "filesize": len(stored),
             "md5sum": hashlib.md5(stored).hexdigest(),
             "sha256": hashlib.sha256(stored).hexdigest(),
@@ -117,9 +113,7 @@ def test_names_that_mean_something_else_in_web_addresses(server: FileServer, tmp
         lambda secret: {"datasets": [{"source_url": secret}]},
     ],
 )
-def test_an_index_from_elsewhere_has_no_file_of_this_machine_read(
-    change: Callable[[str], Content], server: FileServer, tmp_path: Path
-) -> None:
+def test_an_index_from_elsewhere_has_no_file_read_here(change, server: FileServer, tmp_path: Path) -> None:
     """Nor one that is referred to by an index that is here; one that is here may name any."""
     (tmp_path / "secret.tar").write_bytes(shard_bytes(samples(5)))
     content = change(f"file://{tmp_path}/secret.tar")
@@ -222,7 +216,6 @@ MALFORMED = {
     '{"shardlist": []}': "has neither",
     '{"shardlist": {"a": 1}}': "a field has a wrong type .shardlist is ",
     '{"datasets": 5}': "a field has a wrong type",
-    '{"datasets": ["a"]}': "a wrong type",
     '{"datasets": [{"name": "a"}]}': "has no shards",
     '{"datasets": [{"source_url": 5}]}': "5 is no address",
     '{"datasets": [{"shardlist": [{"url": "a", "nsamples": 1}], "datasets": [{}]}]}': "refers to other indexes",
@@ -231,20 +224,17 @@ MALFORMED = {
     only(base="ftp://h/x"): "must be a path, or start with",
     only(base="s3://b/\udcff"): "is no address",
     only(weight=0): "weight=0",
-    only(weight="2"): "weight='2'",
     only(flyte_ddp=[1]): "a wrong type",
     only(flyte_ddp={"classes": "abc"}): "classes is 'abc'",
     json.dumps(index_of("c.tar")): "shard 0 in its shardlist is 'c.tar'",
     json.dumps(index_of({"url": "a"})): "shard 0 in its shardlist has no 'nsamples'",
     broken(url=""): "'' is no address",
     broken(url="a\0b"): "is no address",
-    broken(url="\ud800.tar"): "is no address",
     broken(url="http://h/\udcff.tar"): "is no address",
     broken(url="pipe:cat http://h/x"): "must be a path, or start with",
     broken(nsamples=-1): "shard 1 in its shardlist .*-1 for a number of 0 to",
     broken(nsamples=10**13): "10000000000000 for a number of 0 to 10,000,000;",
     broken(nsamples=1.5): "1.5 for a number",
-    broken(nsamples=True): "True for a number",
     broken(filesize="9"): "'9' for a number",
     broken(table=[1, "2", "3"]): "'2' for a number",
 }

@@ -1,38 +1,39 @@
-"""Indexes made of shards on this machine and on servers, samples read with them, and mistakes that are refused."""
+"""Indexes made of shards on this machine and on servers, or of other indexes, and mistakes that are refused."""
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from file_server import FileServer
 from image_folders import image_bytes, write_files
-from surroundings import s3_environment
-from tars import samples, shard_bytes, write_shards
+from surroundings import object_stores
+from tars import indexed, samples, shard_bytes, write_shards
+from wids import wids_specs
 
 from flyte_ddp.errors import UserError
 from flyte_ddp.report.previews import render_index_preview
 from flyte_ddp.shards import scanning
 from flyte_ddp.shards.__main__ import read_class_names
 from flyte_ddp.shards.dataset import ShardDataset
-from flyte_ddp.shards.index import read_index
+from flyte_ddp.shards.index import Part, read_index
 from flyte_ddp.shards.inspection import read_sample
+from flyte_ddp.shards.joining import join_indexes
 from flyte_ddp.shards.scanning import create_index, expand_ranges, verify_index
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scheme", ["http", "s3", "gs", "file"])
-def test_an_index_of_remote_shards(
-    scheme: str, server: FileServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("scheme", ["http", "file", pytest.param("s3", marks=pytest.mark.exhaustive)])
+def test_an_index_of_remote_shards(scheme: str, server: FileServer, tmp_path: Path, monkeypatch) -> None:
     """In the order of their names, whatever the order is in which they come; faults that pass are no matter.
 
     Of a single sample no more than its members is read.
     """
     contents = [samples(4 + seed % 3, seed, f"{seed}/") for seed in range(10)]
-    s3_environment(server.url, monkeypatch)
-    monkeypatch.setenv("STORAGE_EMULATOR_HOST", server.url)
+    object_stores(server.url, monkeypatch)
     server.files = {f"bucket/s/{number:02d}.tar": shard_bytes(found) for number, found in enumerate(contents)}
     write_files(tmp_path, server.files)
-    start = {"http": server.url, "s3": "s3:/", "gs": "gs:/", "file": f"file://{tmp_path}"}[scheme]
+    start = {"http": server.url, "s3": "s3:/", "file": f"file://{tmp_path}"}[scheme]
     server.faults = {"bucket/s/03.tar": ["reset", 503, "truncate"], "bucket/s/00.tar": ["stall"]}
     monkeypatch.setattr("flyte_ddp.storage.failures.READ_TIMEOUT", 0.5)
     index = create_index([f"{start}/bucket/s/{{00..09}}.tar"], tmp_path / "index.json", progress="off")
@@ -114,9 +115,7 @@ def test_a_label_out_of_range(tmp_path: Path) -> None:
         (["0.tar"], "nothing.tar", "nothing.tar: exists and is not an index; remove it, or choose another name"),
     ],
 )
-def test_other_mistakes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, urls: list[str], output: str, said: str
-) -> None:
+def test_mistakes_in_creating(tmp_path: Path, monkeypatch, urls: list[str], output: str, said: str) -> None:
     monkeypatch.chdir(tmp_path)
     write_shards(tmp_path, samples(3))
     (tmp_path / "nothing.tar").write_bytes(shard_bytes({}))
@@ -156,3 +155,72 @@ def test_a_mistake_ends_the_work_of_all_threads(server: FileServer, tmp_path: Pa
         create_index([f"{server.url}/{{0..199}}.tar"], tmp_path / "x.json", progress="off")
     assert len(server.requests) <= 3 * scanning.THREADS
     assert list(tmp_path.iterdir()) == []
+
+
+def counted(folder: Path, *counts: int, **options: Any) -> str:
+    """The address of an index of shards with so many samples."""
+    shards = (samples(number, prefix=f"{place}-") for place, number in enumerate(counts))
+    return str(indexed(folder, *shards, name=folder.name, **options))
+
+
+def test_an_index_of_the_shards_of_others_with_their_weights(tmp_path: Path) -> None:
+    one, two = counted(tmp_path / "here" / "one", 8, 9), counted(tmp_path / "here" / "two", 7)
+    written = join_indexes([one, f"file://{two}"], tmp_path / "here" / "both.json", weights=[2, 0.5])
+    index = read_index(str(tmp_path / "here" / "both.json"))
+    assert (index.shards, index.parts, index.digest) == (written.shards, written.parts, written.digest)
+    assert (index.name, index.parts, index.classes) == ("both", (Part("one", 2.0), Part("two", 0.5)), tuple("0123456"))
+    alone = [read_index(address).shards for address in (one, two)]
+    assert index.shards == [*alone[0], *(shard._replace(part=1) for shard in alone[1])]
+    assert (index.summary()["part 0"], index.summary()["part 1"]) == ("weight 2, one", "weight 0.5, two")
+    (tmp_path / "here").rename(tmp_path / "there")  # all of it goes with its folder
+    moved = read_index(str(tmp_path / "there" / "both.json")).shards
+    assert [shard.url for shard in moved] == [shard.url.replace("/here/", "/there/") for shard in index.shards]
+
+
+def test_wids_finds_the_same_joined_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # which wids takes relative addresses to refer to
+    index = join_indexes([counted(tmp_path / name, 7, 8) for name in "ab"], tmp_path / "both.json", weights=[1, 3])
+    found = wids_specs.load_dsdesc_and_resolve("both.json")["shardlist"]
+    assert [(str(Path(entry["url"]).absolute()), entry["nsamples"], entry["weight"]) for entry in found] == [
+        (shard.url, shard.samples, index.parts[shard.part].weight) for shard in index.shards
+    ]
+
+
+def test_what_is_joined_is_kept(tmp_path: Path) -> None:
+    addresses = [counted(tmp_path / name, 7) for name in "ab"]
+    (tmp_path / "link").symlink_to(tmp_path / "b")
+    before = [Path(address).read_bytes() for address in addresses]
+    for output in (Path(addresses[0]), tmp_path / "link" / "index.json"):
+        with pytest.raises(UserError, match=r"would replace .*index\.json, which it is made from"):
+            join_indexes(addresses, output)
+    with pytest.raises(UserError, match=r"0\.tar: exists and is not an index"):
+        join_indexes(addresses, tmp_path / "a" / "0.tar")
+    assert [Path(address).read_bytes() for address in addresses] == before
+    for _ in range(2):
+        join_indexes(addresses, tmp_path / "both.json")
+
+
+MISTAKES: list[tuple[Callable[[str, str, str], list[str]], list[float], str]] = [
+    (lambda a, *_: [a], [], "must be two or more"),
+    (lambda a, *_: [a, f"file://{a}"], [], "each given once"),
+    (lambda a, b, _: [a, b], [1], "1 weights: must be one for each"),
+    (lambda a, b, _: [a, b], [1, 0], "weight=0; must be a number above 0"),
+    (lambda a, *_: [a, a.replace("index", "gone")], [], "gone.json: cannot be read"),
+    (lambda a, *_: [a, a.replace("a/index", "joined")], [], "refers to other indexes"),
+    (lambda a, _, c: [a, c], [], "c/index.json has the classes ['x',"),
+    (lambda a, *_: [a, a.replace("a/index", "wrong")], [], "wrong.json: a field has a wrong type (flyte_ddp is 'x')"),
+    (lambda a, *_: [a, a.replace("a/index", "number")], [], "number.json: a field has a wrong type (shardlist is 5)"),
+]
+
+
+def test_mistakes_in_joining(tmp_path: Path) -> None:
+    a, b = (counted(tmp_path / name, 7) for name in "ab")
+    c = counted(tmp_path / "c", 7, classes=tuple("xyzuvwt"))
+    join_indexes([a, b], tmp_path / "joined.json")
+    (tmp_path / "wrong.json").write_text('{"flyte_ddp": "x", "shardlist": [{"url": "0.tar", "nsamples": 1}]}')
+    (tmp_path / "number.json").write_text('{"shardlist": 5}')
+    for addresses, weights, said in MISTAKES:
+        with pytest.raises(UserError) as caught:
+            join_indexes(addresses(a, b, c), tmp_path / "out.json", weights=weights)
+        assert said in caught.value.message
+        assert not (tmp_path / "out.json").exists()

@@ -9,14 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torchvision
-import wids
 from file_server import FileServer
-from image_folders import image_files, pixels_of, write_files
-from packed_shards import all_files, contents, leftovers
+from image_folders import all_files, image_files, pixels_of, write_files
 from PIL import Image
-from surroundings import s3_environment
+from served_shards import contents
+from surroundings import object_stores
 
+from flyte_ddp.datasets import open_arrays
 from flyte_ddp.datasets.image_folder import list_images
 from flyte_ddp.datasets.packing import pack_image_folder, pack_images, pack_source
 from flyte_ddp.errors import UserError
@@ -75,19 +74,6 @@ def test_a_folder_of_images(files: dict[str, bytes], tmp_path: Path) -> None:
     assert sorted(all_files(tmp_path / "out")) == names
 
 
-def test_wids_reads_what_we_pack(files: dict[str, bytes], tmp_path: Path) -> None:
-    """All but names of more than 100 bytes, which it cuts off."""
-    short = {name: content for name, content in files.items() if len(name) < 90}
-    pack_image_folder(str(write_files(tmp_path / "source", short)), tmp_path / "out", per_shard=7, progress="off")
-    index = tmp_path / "out" / "train.json"
-    theirs = wids.ShardListDataset(str(index), cache_dir=str(tmp_path / "wids"), transformations=[])
-    assert len(theirs) == len(short)
-    for i, ours in enumerate(contents(index)):
-        read = {name: value.read() for name, value in theirs[i].items() if name.startswith(".")}
-        assert {"__key__": theirs[i]["__key__"], **read}.items() <= ours.items()
-    theirs.close()
-
-
 def test_the_same_files_make_the_same_bytes(files: dict[str, bytes], tmp_path: Path) -> None:
     """Whatever their times and the order on the disk are; another seed makes others, in another order."""
     first = write_files(tmp_path / "first", files)
@@ -106,17 +92,13 @@ def test_the_same_files_make_the_same_bytes(files: dict[str, bytes], tmp_path: P
 GOLDEN = "b0fef850427fa1f0750c6de7a13e97d2c452d6de762f871790d1460ababe6169"
 
 
-def test_a_prefix_of_objects(
-    files: dict[str, bytes], server: FileServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_prefix_of_objects(files: dict[str, bytes], server: FileServer, tmp_path: Path, monkeypatch) -> None:
     """On S3 and on Google, with faults that pass; the result is that of the same files in a folder."""
-    s3_environment(server.url, monkeypatch)
-    monkeypatch.setenv("STORAGE_EMULATOR_HOST", server.url)
+    object_stores(server.url, monkeypatch)
     server.page = 10
-    server.files = {
-        f"bucket/images/{name}": content for name, content in (files | OTHERS).items() if ".hidden" not in name
-    }
-    server.files |= {"bucket/images/": b"", "bucket/images/ant/": b"", "bucket/images2/ant/x.jpg": b""}
+    served = {name: content for name, content in (files | OTHERS).items() if ".hidden" not in name}
+    server.files = {f"bucket/images/{name}": content for name, content in (served | {"": b"", "ant/": b""}).items()}
+    server.files["bucket/images2/ant/x.jpg"] = b""
     server.faults = {"bucket/images/ant/0.jpg": [503, "reset", "truncate"], "bucket": [503]}
     pack_image_folder(str(write_files(tmp_path / "source", files)), tmp_path / "local", progress="off")
     for scheme in ("s3", "gs"):
@@ -128,7 +110,7 @@ def test_a_prefix_of_objects(
         server.faults["bucket/images/ant/0.jpg"] = [fault]
         with pytest.raises(UserError, match=rf"^image s3://bucket/images/ant/0\.jpg: .*{said}"):
             pack_image_folder("s3://bucket/images", tmp_path / "out", progress="off")
-        assert leftovers(tmp_path / "out") == []
+        assert not [*tmp_path.glob("out/*")]
 
 
 class Own:
@@ -178,20 +160,9 @@ def test_a_data_set_of_ones_own(tmp_path: Path) -> None:
         assert sample[".cls"] == int(label)
 
 
-def test_a_data_set_of_torchvision(tmp_path: Path) -> None:
-    images = torchvision.datasets.FakeData(6, (3, 4, 5), num_classes=2)
-    pack_images(images, tmp_path, classes=("a", "b"), seed=None, progress="off")
-    packed = list(ShardDataset(tmp_path / "train.json", tmp_path / "cache"))
-    for sample, (image, label) in zip(packed, (images[number] for number in range(6)), strict=True):
-        np.testing.assert_array_equal(np.asarray(sample[".png"]), np.asarray(image))
-        assert sample[".cls"] == label
-
-
 @pytest.mark.slow
 def test_a_data_set_by_its_name(tmp_path: Path, digits: Path) -> None:
     """The embedded digits, of which each part becomes a data set of shards."""
-    from flyte_ddp.datasets import open_arrays
-
     arrays = open_arrays(digits)
     index = pack_source("digits", tmp_path, split="test", name="test", seed=None, progress="off")
     assert index.classes == arrays.classes
@@ -224,11 +195,8 @@ def test_what_a_callable_of_the_users_makes(tmp_path: Path, monkeypatch: pytest.
         pack_source("own_sets:one", tmp_path / "out", progress="off")
 
 
-def test_hidden_files_and_folders_are_left_out_everywhere(
-    server: FileServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    s3_environment(server.url, monkeypatch)
-    monkeypatch.setenv("STORAGE_EMULATOR_HOST", server.url)
+def test_hidden_files_and_folders_are_left_out_everywhere(server: FileServer, tmp_path: Path, monkeypatch) -> None:
+    object_stores(server.url, monkeypatch)
     seen = ["ant/..x/y.jpg", "ant/._x.jpg", ".checkpoints/x.jpg", "bee/.thumbs/x.jpg", "bee/deep/.x.jpg"]
     names = ["ant/x.jpg", "ant/x.y.TIFF", "bee/deep/a.b/x.pgm"]
     files = dict.fromkeys([*seen, *names], b"x")
@@ -242,7 +210,7 @@ def test_hidden_files_and_folders_are_left_out_everywhere(
 
 
 def test_errors_of_image_folders(tmp_path: Path, server: FileServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    s3_environment(server.url, monkeypatch)
+    object_stores(server.url, monkeypatch)
     write_files(tmp_path / "flat", {"a.jpg": b"", "b.jpg": b""})
     for source, said in {
         f"{tmp_path}/none": "cannot be listed .no such directory",
@@ -253,22 +221,26 @@ def test_errors_of_image_folders(tmp_path: Path, server: FileServer, monkeypatch
     }.items():
         with pytest.raises(UserError, match=f"{source}.*{said}.*$"):
             pack_image_folder(source, tmp_path / "out", progress="off")
-    assert leftovers(tmp_path / "out") == []
+    assert not [*tmp_path.glob("out/*")]
 
 
 def test_errors_of_data_sets(tmp_path: Path) -> None:
     for item, said in (
         (None, "no sample to pack"),
         ((pixels_of(0), -1), "label -1"),
-        ((pixels_of(0), 2), "has label 2, and with 2 classes labels are 0..1"),
         ((pixels_of(0).astype(float), 0), "leave out transforms such as ToTensor"),
         ((np.zeros((4, 4, 2), np.uint8), 0), "has 2 channels"),
-        (OSError("disk on fire"), "sample 0 cannot be read .disk on fire"),
         (5, "must be an image and a whole-number label"),
     ):
         with pytest.raises(UserError, match=f"^.*{said}.*$"):
-            pack_images(Own([] if item is None else [item]), tmp_path / "out", progress="off")
-        assert leftovers(tmp_path / "out") == []
+            pack_images([] if item is None else [item], tmp_path / "out", progress="off")
+    for item, said in (
+        ((pixels_of(0), 2), "has label 2, and with 2 classes labels are 0..1"),
+        (OSError("disk on fire"), "sample 0 cannot be read .disk on fire"),
+    ):
+        with pytest.raises(UserError, match=said):
+            pack_images(Own([item]), tmp_path / "out", progress="off")
+    assert not [*tmp_path.glob("out/*")]
 
 
 def test_lists_of_images_have_a_digest_that_changes_with_the_files(tmp_path: Path, files: dict[str, bytes]) -> None:

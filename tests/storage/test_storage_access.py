@@ -1,14 +1,15 @@
-"""How storage is asked: servers that are not there, settings that cannot work, credentials, and regions of buckets."""
+"""What addresses mean, and how storage is asked: no server, wrong settings, credentials, and regions of buckets."""
 
 import socket
 from pathlib import Path
 
 import pytest
 from file_server import FileServer
-from surroundings import azure_environment, s3_environment
+from surroundings import object_stores, s3_environment
 
 from flyte_ddp import storage
-from flyte_ddp.storage import UnavailableError, clouds
+from flyte_ddp.errors import UserError
+from flyte_ddp.storage import UnavailableError, clouds, join, local_path, parent, resolve, scheme
 from flyte_ddp.storage import objects as objects_module
 
 
@@ -16,9 +17,7 @@ def test_a_server_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as bound:  # bound and not listening: nobody else gets the port, and connections are refused
         bound.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{bound.getsockname()[1]}"
-        s3_environment(url, monkeypatch)
-        azure_environment(url, monkeypatch)
-        monkeypatch.setenv("STORAGE_EMULATOR_HOST", url)
+        object_stores(url, monkeypatch)
         for address in (f"{url}/x", "s3://bucket/x", "gs://bucket/x", "az://container/x"):
             with pytest.raises(UnavailableError, match="Connection refused") as caught:
                 storage.read_file(address)
@@ -37,9 +36,7 @@ def test_a_server_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
         ({}, "bucket name 'a bucket'"),
     ],
 )
-def test_settings_of_s3_that_cannot_work(
-    server: FileServer, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], said: str
-) -> None:
+def test_settings_of_s3_that_cannot_work(server: FileServer, monkeypatch, variables: dict[str, str], said: str) -> None:
     """They are errors at once, without a second try."""
     s3_environment(server.url, monkeypatch)
     for name, value in variables.items():
@@ -92,7 +89,7 @@ def test_azure_is_told_who_asks(server: FileServer, monkeypatch: pytest.MonkeyPa
     server.files["container/x"] = b"content"
     with pytest.raises(UnavailableError, match="Account must be specified; set AZURE_STORAGE_ACCOUNT_NAME"):
         storage.read_file("az://container/x")
-    azure_environment(server.url, monkeypatch)
+    object_stores(server.url, monkeypatch)
     storage.read_file("az://container/x")
     assert server.headers[-1]["authorization"].startswith("SharedKey account:")
     server.faults["container/x"], server.denial = [403], "AuthorizationPermissionMismatch"
@@ -125,3 +122,63 @@ def test_a_bucket_in_another_region_is_asked_there(server: FileServer, monkeypat
     with pytest.raises(UnavailableError, match="bucket is in another region; set AWS_DEFAULT_REGION") as caught:
         storage.read_file("s3://bucket/x")
     assert not caught.value.transient
+
+
+@pytest.mark.parametrize(
+    ("address", "folder"),
+    [
+        ("/a/b/x.json", "/a/b"),
+        ("file:///a/b%20c/x.json", "/a/b c"),
+        ("http://h:1/a/x.json?b/c#d", "http://h:1/a"),
+        ("https://h/x.json", "https://h"),
+        ("s3://bucket/a//b#c?d/x.json", "s3://bucket/a//b#c?d"),
+        ("s3://bucket/x.json", "s3://bucket"),
+        ("az://container/a/x.json", "az://container/a"),
+    ],
+)
+def test_the_folder_of_a_file(address: str, folder: str) -> None:
+    assert parent(address) == folder
+    assert join(folder, "x.json") in (address.partition("?b")[0], f"{folder}/x.json")
+
+
+@pytest.mark.parametrize(
+    ("base", "address", "expected"),
+    [
+        ("/a/b", "x", "/a/b/x"),
+        ("/a/b", "../x", "/a/x"),
+        ("/a/b", "/x", "/x"),
+        ("/a/b", "s3://c/x", "s3://c/x"),
+        ("file:///a/b%20c", "x y", "/a/b c/x y"),
+        ("http://h/a/b", "x", "http://h/a/b/x"),
+        ("http://h/a/b/", "../x", "http://h/a/x"),
+        ("http://h/a/b", "/x", "http://h/x"),
+        ("http://h/a%20b?c#d", "x#1?y=%20 é.tar", "http://h/a%20b/x%231%3Fy%3D%2520%20%C3%A9.tar"),
+        ("http://h/a", "../../../x", "http://h/x"),
+        ("http://h/a", "file:/x", "http://h/a/file%3A/x"),
+        ("s3://bucket/a//b/", "x", "s3://bucket/a//b/x"),
+        ("s3://bucket/a//b", "../x//y", "s3://bucket/a//x//y"),
+        ("s3://bucket/a", "../../../x", "s3://bucket/x"),
+        ("s3://bucket/a", "./x/./y", "s3://bucket/a/x/y"),
+        ("gs://bucket/a", "/x", "gs://bucket/x"),
+    ],
+)
+def test_what_an_address_means_in_a_folder(base: str, address: str, expected: str) -> None:
+    assert resolve(base, address) == expected
+
+
+def test_paths_are_absolute_and_know_the_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", "/somebody")
+    found = [local_path(address) for address in ("a/b", "~/b", "~no-such-user-1/b", "FILE:///a%20b", "S3://a/b")]
+    home = [tmp_path / "a/b", Path("/somebody/b"), tmp_path / "~no-such-user-1/b"]
+    assert found == [*home, Path("/a b"), None]
+
+
+UNKNOWN = dict.fromkeys(("ftp://h/x", "pipe:cat http://h/x", "://x"), "be a path, or start with file://, s3://")
+NAMELESS = {"s3://": "bucket", "gs:///x": "bucket", "az:///x": "container", "http:///x": "server"}
+
+
+@pytest.mark.parametrize(("address", "said"), [*UNKNOWN.items(), *NAMELESS.items()])
+def test_addresses_of_no_known_kind(address: str, said: str) -> None:
+    with pytest.raises(UserError, match=rf"^address '{address}': must .*{said}"):
+        scheme(address)

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from file_server import FileServer, file_server
-from surroundings import azure_environment, s3_environment
+from surroundings import object_stores
 
 from flyte_ddp import storage
 from flyte_ddp.errors import UserError
@@ -46,17 +46,14 @@ class Place:
 def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
     """An empty folder on each kind of storage; variables are set by which clients find it."""
     with file_server() as server:
-        s3_environment(server.url, monkeypatch)
-        azure_environment(server.url, monkeypatch)
-        monkeypatch.setenv("STORAGE_EMULATOR_HOST", server.url)
+        object_stores(server.url, monkeypatch)
         addresses = {"path": f"{tmp_path}", "file": f"file://{tmp_path}", "http": f"{server.url}/bucket/folder"}
         address = addresses.get(request.param, f"{request.param}://bucket/folder")
         yield Place(address, tmp_path, server, "" if request.param in ("path", "file") else "bucket/folder/")
 
 
-more_remote = pytest.mark.parametrize(
-    "place", ["http", "s3", *(pytest.param(kind, marks=pytest.mark.exhaustive) for kind in ("gs", "az"))], indirect=True
-)
+MORE = [pytest.param(kind, marks=pytest.mark.exhaustive) for kind in ("gs", "az")]
+more_remote = pytest.mark.parametrize("place", ["http", "s3", *MORE], indirect=True)
 remote = pytest.mark.parametrize("place", ["http", *OBJECTS], indirect=True)
 objects = pytest.mark.parametrize("place", OBJECTS, indirect=True)
 listed = pytest.mark.parametrize("place", ["path", "file", *OBJECTS], indirect=True)
@@ -178,7 +175,7 @@ def test_a_disk_that_fails_is_an_error(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 @more_remote
-@pytest.mark.parametrize("fault", [500, 503, 429, "truncate", "reset", "hang", "stall"])
+@pytest.mark.parametrize("fault", [503, 429, "truncate", "reset", "hang", "stall"])
 def test_a_fault_that_passes_is_retried(place: Place, monkeypatch: pytest.MonkeyPatch, fault: int | str) -> None:
     monkeypatch.setattr(failures, "READ_TIMEOUT", 0.2 if fault in ("hang", "stall") else 20.0)
     address = place.put("x", CONTENT)
@@ -190,7 +187,7 @@ def test_a_fault_that_passes_is_retried(place: Place, monkeypatch: pytest.Monkey
 
 
 @more_remote
-@pytest.mark.parametrize(("fault", "tries"), [(503, 4), (404, 1), (403, 1), (401, 1), (400, 1), ("reset", 4)])
+@pytest.mark.parametrize(("fault", "tries"), [(503, 4), (404, 1), (403, 1), (400, 1), ("reset", 4)])
 def test_a_fault_that_stays_is_an_error(place: Place, fault: int | str, tries: int) -> None:
     address = place.put("x", CONTENT)
     assert storage.read_file(place.put("y", CONTENT)) == CONTENT  # which shows that the place can be asked in our way

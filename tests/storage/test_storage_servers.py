@@ -9,9 +9,10 @@ import pytest
 import trustme
 from faulty_proxy import faulty_proxy
 from file_server import file_server
+from image_folders import write_files
 from locking_proxy import locking_proxy
 from s3_server import S3Server, s3_server
-from surroundings import s3_environment
+from surroundings import object_stores, s3_environment
 
 from flyte_ddp import storage
 from flyte_ddp.storage import ExistsError, ForbiddenError, MissingError, UnavailableError
@@ -28,12 +29,7 @@ def set_variables(variables: dict[str, str], monkeypatch: pytest.MonkeyPatch) ->
 def keyed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
     """A server that asks for a key, with two buckets, of which one has many objects."""
     folder = tmp_path_factory.mktemp("objects")
-    for name, content in {
-        "few/x": b"content",
-        **{f"many/in/{name}": content for name, content in MANY.items()},
-    }.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_bytes(content)
+    write_files(folder, {"few/x": b"content", **{f"many/in/{name}": content for name, content in MANY.items()}})
     with s3_server(folder) as server:
         yield server
 
@@ -61,9 +57,7 @@ def test_keys_of_any_characters_are_signed_as_the_server_does(keyed: S3Server) -
         assert storage.read_file(f"s3://odd/{name}") == name.encode()
 
 
-def test_a_server_with_a_certificate_of_its_own(
-    keyed: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_server_with_a_certificate_of_its_own(keyed: S3Server, tmp_path: Path, monkeypatch) -> None:
     authority, key = trustme.CA(), tmp_path / "key.pem"
     certificate, authorities = tmp_path / "certificate.pem", tmp_path / "authorities.pem"
     authorities.write_bytes(trustme.CA().cert_pem.bytes() + authority.cert_pem.bytes())
@@ -124,8 +118,7 @@ def test_which_right_is_missing(keyed: S3Server, monkeypatch: pytest.MonkeyPatch
 
 def test_where_everybody_may_read_no_key_is_needed(keyed: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
     with s3_server(keyed.folder, keyed=False) as server:
-        s3_environment(server.endpoint, monkeypatch)
-        monkeypatch.setenv("STORAGE_EMULATOR_HOST", server.endpoint)
+        object_stores(server.endpoint, monkeypatch)
         for scheme in ("s3", "gs"):
             assert storage.read_file(f"{scheme}://few/x") == b"content"
             with pytest.raises(UnavailableError, match="ignores Range"):  # rclone sends the part, but as "200 OK"

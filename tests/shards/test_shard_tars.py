@@ -1,0 +1,298 @@
+"""What is found in tar files: the same as wids, webdataset and tarfile find; and errors for those that are damaged."""
+
+import gzip
+import io
+import os
+import re
+import subprocess
+import tarfile
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+import webdataset
+import wids.wids
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tars import BLOCK, header_of, tar_bytes, with_checksum
+
+from flyte_ddp.errors import UserError
+from flyte_ddp.shards.dataset import ShardDataset
+from flyte_ddp.shards.index import Shard, ShardIndex
+from flyte_ddp.shards.samples import SampleTable, tabulate_members
+from flyte_ddp.shards.scanning import HashedStream
+from flyte_ddp.shards.tar import DamagedShardError, Member, iterate_members
+
+FORMATS = (tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT)
+
+
+def as_stream(content: bytes) -> HashedStream:
+    """Return a file that can be read only once and comes in small pieces, as from a network."""
+    return HashedStream(content[start : start + 700] for start in range(0, len(content), 700))
+
+
+def members_of(content: bytes) -> list[Member]:
+    """Return the members; assert that a seekable file and a stream give the same."""
+    seekable, stream = (list(iterate_members(file, "x.tar")) for file in (io.BytesIO(content), as_stream(content)))
+    assert seekable == stream
+    return [member for member, _ in seekable]
+
+
+def table_of(content: bytes) -> SampleTable:
+    return tabulate_members(members_of(content), "x.tar")
+
+
+def grouped(table: SampleTable) -> list[tuple[str, list[str]]]:
+    return [(key, [member.extension for member in table.sample_members(i)]) for i, key in enumerate(table.keys)]
+
+
+def is_seen(name: str) -> bool:
+    """Whether webdataset, or wids with a key that is not only of dots, makes a member of a sample of it."""
+    return webdataset.tariterators.base_plus_ext(name)[0] is not None or bool(wids.wids.splitname(name)[0].strip("./"))
+
+
+def check_against_tarfile(content: bytes) -> None:
+    """Key, extension, offset and content of each member are as wids' rule and Python's tarfile have them."""
+    with tarfile.open(fileobj=io.BytesIO(content)) as archive:
+        expected = [
+            (*wids.wids.splitname(found.name), found.offset_data, archive.extractfile(found).read())  # type: ignore[union-attr]
+            for found in archive
+            if found.isfile() and "." in found.name and is_seen(found.name)
+        ]
+    found = members_of(content)
+    assert [(m.key, m.extension, m.offset, m.size) for m in found] == [(k, e, o, len(c)) for k, e, o, c in expected]
+    assert [m.header for m in found] == [zlib.crc32(content[m.offset - BLOCK : m.offset]) for m in found]
+    given = [inside for _, inside in iterate_members(as_stream(content), "x.tar", lambda extension: extension == ".b")]
+    assert given == [inside if extension == ".b" else None for _, extension, _, inside in expected]
+
+
+PARTS = st.text(st.sampled_from("ab.é"), min_size=1, max_size=6).filter(lambda text: text not in (".", ".."))
+NAMES = st.lists(st.builds("/".join, st.lists(PARTS, min_size=1, max_size=3)), unique=True, max_size=12)
+
+
+@settings(max_examples=60, deadline=None)
+@given(NAMES, st.sampled_from(FORMATS), st.data())
+@pytest.mark.slow
+def test_names_are_grouped_as_by_wids(names: list[str], form: int, data: st.DataObject) -> None:
+    content = tar_bytes([(name, data.draw(st.binary(max_size=1200))) for name in names], form)
+    check_against_tarfile(content)
+    named = [name for name in names if "." in name and is_seen(name)]
+    split = [wids.wids.splitname(name) for name in named]
+    groups = wids.wids.group_by_key(named)
+    expected = [(split[group[0]][0], [split[i][1] for i in group]) for group in groups]
+    if len({key for key, _ in expected}) < len(expected):
+        with pytest.raises(UserError, match="in two places"):
+            table_of(content)
+    else:
+        assert grouped(table_of(content)) == expected
+
+
+LONG, UNICODE = f"folder/{'n' * 300}", "é/名前"
+
+
+def test_names_that_are_long_or_not_english() -> None:
+    for form, name in (
+        (tarfile.GNU_FORMAT, LONG),
+        (tarfile.PAX_FORMAT, LONG),
+        (tarfile.USTAR_FORMAT, f"{'f' * 120}/{'n' * 90}"),  # name and prefix
+        (tarfile.PAX_FORMAT, UNICODE),
+        (tarfile.GNU_FORMAT, UNICODE * 60),
+        (tarfile.USTAR_FORMAT, "not-utf-8-\udcff"),
+    ):
+        files = [("first.b", b"1"), (f"{name}.jpg", b"content"), (f"{name}.cls", b"5"), ("z.b", b"2")]
+        content = tar_bytes(files, form)
+        check_against_tarfile(content)
+        table = table_of(content)
+        again = SampleTable.from_bytes(table.to_bytes())
+        assert again.keys == table.keys == ("first", name, "z")
+        assert [again.sample_members(i) for i in range(3)] == [table.sample_members(i) for i in range(3)]
+
+
+def test_tables_of_no_samples_and_of_many_extensions() -> None:
+    assert len(SampleTable.from_bytes(table_of(tar_bytes([])).to_bytes())) == 0
+    # As of names that are numbered behind a dot; no number of an extension wraps around.
+    found = [Member("key", f".{number}.jpg", 512 * number, 1, number) for number in range(66_000)]
+    assert tabulate_members(found, "x.tar").sample_members(0) == found
+
+
+def test_what_other_programs_write(tmp_path: Path) -> None:
+    """GNU tar, in each of its formats, with a folder, its default padding, and names that begin with ./"""
+    (tmp_path / "in" / "c").mkdir(parents=True)
+    for name in ("c/1.jpg", "c/1.cls", f"c/{'n' * 150}.jpg"):
+        (tmp_path / "in" / name).write_bytes(name.encode())
+    for form in ("gnu", "oldgnu", "pax", "v7"):
+        files = ["c/1.cls", "c/1.jpg"] if form == "v7" else ["."]
+        options = ["--format", form, "--sort=name", "-cf", tmp_path / f"{form}.tar", "-C", tmp_path / "in"]
+        subprocess.run(["tar", *options, *files], check=True)
+        content = (tmp_path / f"{form}.tar").read_bytes()
+        check_against_tarfile(content)
+        assert table_of(content).keys == (("c/1",) if form == "v7" else ("./c/1", f"./c/{'n' * 150}"))
+
+
+def with_size(header: bytes, size: bytes) -> bytes:
+    return with_checksum(header[:124] + size + header[136:])
+
+
+def test_sizes_that_have_no_room_in_the_header() -> None:
+    """Of files over 8 GB: a pax header's is the one that counts, and GNU writes large numbers in another way."""
+    header = tarfile.TarInfo("big.b")
+    header.pax_headers = {"size": "700", "comment": "and more"}
+    content = tar_bytes([(header, b"x" * 700), ("z.b", b"2")], tarfile.PAX_FORMAT)
+    own = content.index(b"big.b", 1024)
+    content = content[:own] + with_size(content[own : own + BLOCK], b"00000000000\0") + content[own + BLOCK :]
+    check_against_tarfile(content)
+    assert members_of(content)[0].size == 700
+    content = tar_bytes([("a.b", b"x" * 700)], tarfile.GNU_FORMAT)
+    check_against_tarfile(with_size(content[:BLOCK], b"\x80" + (700).to_bytes(11, "big")) + content[BLOCK:])
+
+
+def test_hidden_files_are_passed_over_as_by_webdataset() -> None:
+    """As a Mac's tar adds them. In folders webdataset makes samples of these, which mean nothing."""
+    whole = [("a.jpg", b"1"), ("a.cls", b"0"), ("b.jpg", b"2"), ("b.cls", b"1")]
+    with_hidden = [pair for name, content in whole for pair in ((f"._{name}", b"x"), (name, content))]
+    for folder in ("", "./", "d/", "./d/e/"):
+        files = [(f"{folder}{name}", content) for name, content in [(".hidden.cls", b"x"), *with_hidden]]
+        content = tar_bytes(files if folder in ("", "./") else files[1:])
+        found = grouped(table_of(content))
+        assert found == [(f"{folder}{key}", [".jpg", ".cls"]) for key in "ab"]
+        if folder in ("", "./"):
+            members = webdataset.tariterators.tar_file_iterator(io.BytesIO(content))
+            theirs = webdataset.tariterators.group_by_keys({"__url__": "", **member} for member in members)
+            assert [sample["__key__"] for sample in theirs] == [key for key, _ in found]
+
+
+def test_what_is_no_plain_file_below_the_folder_is_refused() -> None:
+    for header, said in (
+        (header_of("a.jpg", tarfile.SYMTYPE, linkname="/etc/passwd"), r"'a\.jpg', a link"),
+        (header_of("a.jpg", tarfile.LNKTYPE, linkname="b.jpg"), "a link"),
+        (header_of("a.jpg", tarfile.CHRTYPE, devmajor=1, devminor=3), "a device"),
+        (header_of("a.jpg", tarfile.FIFOTYPE), "a device"),
+        (header_of("a.jpg", tarfile.GNUTYPE_SPARSE), "a sparse file"),
+        (header_of("a.jpg", b"0", pax_headers={"GNU.sparse.map": "0,1", "GNU.sparse.size": "1"}), "a sparse file"),
+        (header_of("/etc/a.jpg", b"0"), "'/etc/a.jpg' leads out"),
+        (header_of("../a.jpg", b"0"), "leads out"),
+        (header_of("a\0b.jpg", b"0", pax_headers={"path": "a\0b.jpg"}), r"x00b\.jpg"),
+    ):
+        forms = (tarfile.PAX_FORMAT,) if header.pax_headers else (tarfile.PAX_FORMAT, tarfile.GNU_FORMAT)
+        for content in [tar_bytes([("first.b", b"1"), (header, b"")], form) for form in forms]:
+            for file in (io.BytesIO(content), as_stream(content)):
+                with pytest.raises(UserError, match=f"^shard x.tar: .*{said}.*$"):
+                    list(iterate_members(file, "x.tar"))
+
+
+WHOLE = tar_bytes(
+    [("a.jpg", b"x" * 600), ("a.cls", b"1"), (f"{'n' * 120}.jpg", b"y" * 512), ("é.cls", b"")], tarfile.PAX_FORMAT
+)
+GNU = tar_bytes([("a.jpg", b"x" * 600), (f"{'n' * 120}.jpg", b"y" * 512)], tarfile.GNU_FORMAT)
+
+
+# Every seventh place is in each byte of a header, with all bits by turns.
+EACH = pytest.mark.parametrize("step", [7, pytest.param(1, marks=pytest.mark.exhaustive)])
+BOTH = pytest.mark.parametrize("content", [WHOLE, GNU], ids=["pax", "gnu"])
+
+
+@EACH
+@BOTH
+@pytest.mark.slow
+def test_cut_short_at_any_byte(content: bytes, step: int) -> None:
+    """It is an error, or all that is missing is a part of the zeros at the end."""
+    whole = list(iterate_members(io.BytesIO(content), "x.tar"))
+    last = whole[-1][0]
+    end = last.offset + -(-last.size // BLOCK) * BLOCK
+    for length in range(0, len(content), step):
+        for file in (io.BytesIO(content[:length]), as_stream(content[:length])):
+            if length < end + BLOCK:
+                with pytest.raises(DamagedShardError, match=r"x\.tar: not a whole, .*\((cut short|empty) at byte"):
+                    list(iterate_members(file, "x.tar"))
+            else:
+                assert list(iterate_members(file, "x.tar")) == whole
+
+
+def header_blocks(content: bytes) -> list[int]:
+    """Where the headers are: those of files, and those of headers."""
+    return [place for place in range(0, len(content), BLOCK) if content[place + 257 : place + 262] == b"ustar"]
+
+
+@EACH
+@BOTH
+@pytest.mark.slow
+def test_a_flipped_bit_in_any_header(content: bytes, step: int) -> None:
+    """It is an error, unless it is in what fills up the checksum itself."""
+    whole = [member[:4] for member in members_of(content)]
+    harmless = set()
+    headers = header_blocks(content)
+    assert len(headers) in (3, 6)
+    for place in headers:
+        for bit in range(0, BLOCK * 8, step):
+            damaged = bytearray(content)
+            damaged[place + bit // 8] ^= 1 << bit % 8
+            try:
+                found = [member[:4] for member, _ in iterate_members(io.BytesIO(damaged), "x.tar")]
+            except DamagedShardError:
+                continue
+            assert found == whole
+            harmless.add(bit // 8)
+    assert harmless <= {148, 154, 155}  # a zero for a space before the number, and what is after it
+
+
+def test_a_header_of_zeros_is_no_end() -> None:
+    for place in header_blocks(WHOLE):
+        with pytest.raises(DamagedShardError, match=r"bytes follow the end mark|no file follows|damaged"):
+            members_of(WHOLE[:place] + bytes(BLOCK) + WHOLE[place + BLOCK :])
+
+
+def test_what_is_no_tar_file() -> None:
+    for content, said in (
+        (b"", "empty at byte 0"),
+        (gzip.compress(WHOLE + np.random.default_rng(0).bytes(9999)), "not a whole, uncompressed tar file .no header"),
+        (b"<html>not found</html>", "cut short"),
+        (WHOLE + WHOLE, "joined with cat"),
+    ):
+        with pytest.raises(DamagedShardError, match=said):
+            members_of(content)
+
+
+MUTATIONS = st.lists(st.tuples(st.integers(0, 1 << 20), st.integers(0, 255)), min_size=1, max_size=8)
+NUMBERS = st.sampled_from([b"-0000000512\0", b"77777777777\0", b"\xff" * 12, b"\x80" + b"\xff" * 11, bytes(12)])
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.sampled_from([WHOLE, GNU]), MUTATIONS, st.none() | NUMBERS, st.booleans())
+def test_whatever_is_in_it_the_answer_is_members_or_one_error(
+    content: bytes, mutations: list[tuple[int, int]], size: bytes | None, mend: bool
+) -> None:
+    """Also where somebody has made the checksums fit, and where sizes are absurd."""
+    damaged = bytearray(content)
+    for place, value in mutations:
+        damaged[place % len(damaged)] = value
+    for number, place in enumerate(header_blocks(content)):
+        if size is not None and number == mutations[0][0] % 4:
+            damaged[place + 124 : place + 136] = size
+        if mend:
+            damaged[place : place + BLOCK] = with_checksum(bytes(damaged[place : place + BLOCK]))
+    found: list[object] = []
+    for file in (io.BytesIO(damaged), as_stream(bytes(damaged))):
+        try:
+            found.append([member for member, _ in iterate_members(file, "x.tar")])
+        except UserError as error:
+            found.append(re.sub(r"byte [\d,]+", "", error.message))
+    assert found[0] == found[1]
+
+
+def test_what_is_no_plain_file_is_no_shard(tmp_path: Path) -> None:
+    """A pipe, or a device, may never end."""
+    os.mkfifo(tmp_path / "pipe")
+    for url in (str(tmp_path / "pipe"), "/dev/zero"):
+        with pytest.raises(UserError, match=f"^shard {url}: is no plain file"):
+            ShardDataset(ShardIndex("", [Shard(url, 3)]), tmp_path / "cache")[0]
+
+
+def test_members_that_are_no_samples() -> None:
+    for names, said in (
+        (("a.jpg", "a.cls", "a.jpg"), r"sample 'a' has two members \.jpg"),
+        (("a.jpg", "b.jpg", "a.cls"), "sample 'a' are in two places"),
+        (("d/.a", "d/x.a", "d/.b"), r"sample 'd/' are in two places, .* 'd/\.b' says"),
+    ):
+        with pytest.raises(UserError, match=rf"^shard x\.tar: .*{said}"):
+            table_of(tar_bytes([(name, b"1") for name in names]))
