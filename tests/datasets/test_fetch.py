@@ -109,7 +109,7 @@ def test_a_list_of_samples_that_is_lost_is_made_again(tmp_path: Path) -> None:
         assert all_files(folder) == before
 
 
-def test_ctrl_c_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_and_a_folder_that_cannot_be_made_leave_nothing(tmp_path: Path, monkeypatch) -> None:
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
@@ -117,9 +117,6 @@ def test_ctrl_c_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(KeyboardInterrupt):
         fetch("digits", "", tmp_path / "data", progress="off")
     assert leftovers(tmp_path) == []
-
-
-def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=r"file/data: cannot be written \(.*choose a folder"):
         fetch("digits", "", tmp_path / "file" / "data", progress="off")

@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import wids
 import wids.wids_index
@@ -17,8 +16,7 @@ from tars import indexed, samples, shard_bytes, write_shards
 
 from flyte_ddp.errors import UserError
 from flyte_ddp.shards.dataset import ShardDataset
-from flyte_ddp.shards.index import Part, Shard, ShardIndex, index_json, read_index
-from flyte_ddp.shards.scanning import create_index
+from flyte_ddp.shards.index import Part, Shard, ShardIndex, read_index
 
 Content = dict[str, Any]
 FIRST, SECOND = samples(5), samples(3, seed=1, prefix="é/")
@@ -83,27 +81,6 @@ def test_we_read_what_wids_own_tool_writes(base: str | None, tmp_path: Path, mon
     assert ours(str(output), tmp_path / "cache") == BOTH
 
 
-ODD = ("a#1.tar", "a?b=c.tar", "100%.tar", "a%20b.tar", "a b.tar", "écureuil 名.tar", "a+b&c=d;e:f@g.tar", "x/#/y.tar")
-
-
-def test_names_that_mean_something_else_in_web_addresses(server: FileServer, tmp_path: Path) -> None:
-    """They are those of the files, wherever the index is; addresses that are whole are as they are."""
-    folder = tmp_path / "here"
-    for seed, name in enumerate(ODD):
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_bytes(shard_bytes(samples(3, seed)))
-    create_index([str(folder / name) for name in ODD], folder / "index.json", progress="off")
-    here = ours(str(folder / "index.json"), tmp_path / "cache")
-    files = [path for path in folder.rglob("*") if path.is_file()]
-    server.files = {f"d/{path.relative_to(folder).as_posix()}": path.read_bytes() for path in files}
-    with_base = json.loads((folder / "index.json").read_text()) | {"base": "./d"}
-    server.files["index.json"] = json.dumps(with_base).encode()
-    for index in ("d/index.json", "index.json", "d/index.json?token=1/2#3"):
-        assert ours(f"{server.url}/{index}", tmp_path / "cache") == here
-    create_index([f"{server.url}/d/a%231.tar"], tmp_path / "whole.json", progress="off")
-    assert ours(str(tmp_path / "whole.json"), tmp_path / "cache") == here[:3]
-
-
 @pytest.mark.parametrize(
     "change",
     [
@@ -159,29 +136,6 @@ def test_samples_are_found_also_among_empty_shards() -> None:
     index = ShardIndex("", [Shard(f"{i}.tar", count) for i, count in enumerate(counts)])
     expected = [(shard, inside) for shard, count in enumerate(counts) for inside in range(count)]
     assert [index.locate(sample) for sample in range(len(index))] == expected
-    assert len(index) == 6
-
-
-def test_what_is_written_is_what_is_read(tmp_path: Path) -> None:
-    random = np.random.default_rng(0)
-    urls = [f"{tmp_path}/{{}}.tar", f"{tmp_path}/./é {{}}", "s3://b/../{}.tar", "/else/{}.tar"]
-    shards = [
-        Shard(
-            url=str(random.choice(urls)).format(i),
-            samples=int(random.integers(0, 1000)),
-            size=int(random.integers(-1, 1 << 40)),
-            md5=random.bytes(16).hex() if i % 3 else "",
-            sha256=random.bytes(32).hex() if i % 2 else "",
-            table=(f"{tmp_path}/i.json.tables", i, 7, "abc") if i % 5 else None,
-        )
-        for i in range(50)
-    ]
-    index = ShardIndex("näme", shards, (Part("näme", 0.25),), ("a", "ü"))
-    (tmp_path / "i.json").write_bytes(index_json(index, str(tmp_path), "i.json.tables"))
-    again = read_index(str(tmp_path / "i.json"))
-    assert (again.name, again.parts, again.classes) == (index.name, index.parts, index.classes)
-    assert again.shards == [shard._replace(url=shard.url.replace("/./", "/")) for shard in shards]
-    assert replace(again, shards=shards).digest == index.digest
 
 
 def test_the_digest_changes_with_what_identifies_the_content(tmp_path: Path) -> None:
