@@ -32,7 +32,6 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_torchvisions_data_sets_can_be_returned_as_they_are(module: Path, tmp_path: Path) -> None:
-    """A folder of PNG files for each class, read by ImageFolder; compared with what was drawn."""
     module.write_text(
         "from torchvision.datasets import ImageFolder\n"
         "def flowers(source):\n"
@@ -171,7 +170,7 @@ def test_a_source_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "link/file").symlink_to("/proc/self/mem")
     (tmp_path / "empty").mkdir()
     for source, said in (
-        ("no/such/path", "no such file or directory; give one"),
+        ("no/such/path", "there is no such file or directory; give one"),
         (f"{tmp_path}/empty", "the directory is empty; give one"),
         ("/proc/self/mem", "cannot be read: .*Input/output error"),
         (f"{tmp_path}/link", "cannot be read: .*Input/output error"),

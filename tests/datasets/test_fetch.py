@@ -4,7 +4,6 @@ import concurrent.futures
 import dataclasses
 import hashlib
 import json
-import socket
 import subprocess
 import sys
 import threading
@@ -81,7 +80,6 @@ def test_a_folder_with_a_damaged_array_is_filled_again(tmp_path: Path, name: str
 
 
 def test_a_folder_that_older_code_prepared_is_filled_again(tmp_path: Path) -> None:
-    """Equal sources may become other pixels today."""
     folder = fetch("digits", "", tmp_path / "data", progress="off")
     description = folder / "dataset.json"
     before = json.loads(description.read_text())
@@ -135,7 +133,6 @@ except UserError as error:
 
 
 def test_a_full_disk_is_a_user_error(tmp_path: Path) -> None:
-    """A file system of 64 kB in a mount namespace of its own."""
     need_mounts(tmp_path)
     command = [*ALONE, sys.executable, "-c", FULL_DISK, str(tmp_path)]
     result = subprocess.run(command, capture_output=True, text=True, check=True)
@@ -238,12 +235,3 @@ def test_public_addresses_are_tried_in_turn_unless_there_is_a_mirror(tiny: Tiny,
     with pytest.raises(UserError, match=f"mirror'.*has no {NAMES[0]} .*must hold {', '.join(NAMES)}"):
         fetch("mnist", str(tmp_path / "mirror"), tmp_path / "other", progress="off")
     assert server.requests == []
-
-
-@pytest.mark.usefixtures("tiny")
-def test_an_unreachable_mirror_is_an_error_already_at_the_fingerprint() -> None:
-    with socket.socket() as bound:  # bound and not listening: nobody else gets the port, and connections are refused
-        bound.bind(("127.0.0.1", 0))
-        address = f"http://127.0.0.1:{bound.getsockname()[1]}"
-        with pytest.raises(UserError, match=r"127\.0\.0\.1.*Connection refused.*check the address"):
-            fingerprint("mnist", address)

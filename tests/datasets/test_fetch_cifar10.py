@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from image_folders import write_files
 from mnist_files import leftovers, sums
 from tars import header_of, tar_bytes
 
@@ -35,10 +36,8 @@ def archive(**replaced: bytes | None) -> bytes:
 
 def fetch_archive(folder: Path, content: bytes) -> Path:
     """Fetch from a mirror that has this archive."""
-    (folder / "mirror").mkdir()
-    (folder / "mirror" / ARCHIVE).write_bytes(content)
-    (folder / "mirror" / "SHA256SUMS").write_bytes(sums({ARCHIVE: content}))
-    return fetch("cifar10", str(folder / "mirror"), folder / "data", progress="off")
+    mirror = write_files(folder / "mirror", {ARCHIVE: content, "SHA256SUMS": sums({ARCHIVE: content})})
+    return fetch("cifar10", str(mirror), folder / "data", progress="off")
 
 
 def test_it_is_read_as_torchvision_reads_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 import gzip
 import hashlib
 import os
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -57,12 +58,18 @@ def test_a_directory_is_a_mirror(tiny: Tiny, tmp_path: Path) -> None:
     assert_tiny(fetch("mnist", source, tmp_path / "data", progress="off"), tiny)
 
 
-@pytest.mark.parametrize(
-    ("source", "said"), [("file:///no/such/folder", "no such directory"), (__file__, "no such"), ("ftp://host", "must")]
-)
-def test_a_missing_directory_is_an_error_already_at_the_fingerprint(source: str, said: str) -> None:
-    with pytest.raises(UserError, match=said):
-        fingerprint("mnist", source)
+@pytest.mark.usefixtures("tiny")
+def test_a_missing_mirror_is_an_error_already_at_the_fingerprint() -> None:
+    with socket.socket() as bound:  # bound and not listening: nobody else gets the port, and connections are refused
+        bound.bind(("127.0.0.1", 0))
+        for source, said in (
+            (f"http://127.0.0.1:{bound.getsockname()[1]}", r"127\.0\.0\.1.*Connection refused.*check the address"),
+            ("file:///no/such/folder", "no such directory"),
+            (__file__, "no such"),
+            ("ftp://host", "must"),
+        ):
+            with pytest.raises(UserError, match=said):
+                fingerprint("mnist", source)
 
 
 def test_a_mirror_may_publish_digests_of_data_of_its_own(tiny: Tiny, server: FileServer, tmp_path: Path) -> None:

@@ -64,7 +64,6 @@ def test_other_files_are_counted_by_their_kinds(tmp_path: Path) -> None:
 
 
 def test_a_class_whose_folder_is_empty_is_an_error_that_names_it(tmp_path: Path) -> None:
-    """Of a class whose images were not copied nothing else tells where there are many classes."""
     folder = write_files(tmp_path / "images", files_of({"ant": ["1.png"], NFC: ["1.png"]}) | {".git/config": b""})
     (folder / NFD).mkdir(exist_ok=True)  # of a class that has images under its other name
     assert list_images(str(folder)).classes == ("ant", NFC)
@@ -89,7 +88,6 @@ def test_a_class_or_a_folder_without_images_is_an_error_that_says_what_it_has(se
 
 
 def test_a_class_whose_name_is_no_text_is_refused_before_anything_else(server: FileServer, tmp_path: Path) -> None:
-    """In the end it would be lost in the writing of model.json."""
     write_files(tmp_path / "images", files_of({"ant": ["1.png"], NO_TEXT: ["1.png"]}))
     server.files = {"images/SHA256SUMS": b"%s  ant/1.png\n%s  caf\xe9/1.png\n" % (b"0" * 64, b"0" * 64)}
     for attempt in (
@@ -129,7 +127,6 @@ def test_bad_names_are_refused_in_lists_of_classes_too(classes: list[str], said:
 
 
 def test_folders_whose_names_differ_in_unicodes_form_are_one_class(tmp_path: Path) -> None:
-    """Such as a training set from Linux beside a test set from macOS."""
     folder = write_files(tmp_path / "train", files_of({"ant": ["1.png"], NFC: ["1.png"], NFD: ["2.png", "3.png"]}))
     found = list_images(str(folder))
     assert (found.classes, sorted(found.labels.tolist())) == (("ant", NFC), [0, 1, 1, 1])

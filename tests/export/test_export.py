@@ -134,10 +134,21 @@ def test_a_damaged_bias_is_caught(exported: Path, trained: Trained, tmp_path: Pa
     assert found.others <= set(np.flatnonzero(changed).tolist())
 
 
+def full_disk(*_: object, **__: object) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
 @pytest.mark.usefixtures("written")
-def test_what_does_not_answer_alike_is_not_handed_out(trained: Trained, tmp_path: Path) -> None:
+def test_of_what_fails_nothing_is_handed_out(trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of other logits not the .pt2 either, which is of the same graph."""
     assert not trained.export(tmp_path, trained.logits + 1).passed
-    assert not [*tmp_path.iterdir()], "the .pt2 is of the same graph"
+    assert not [*tmp_path.iterdir()]
+    with pytest.raises(NotExportedError, match=r"has other images now than the 594 that torch has answered$"):
+        trained.export(tmp_path, np.concatenate([trained.logits] * 2))
+    monkeypatch.setattr(np, "savez_compressed", full_disk)
+    with pytest.raises(NotExportedError, match=r"OSError: .*No space left on device"):
+        trained.export(tmp_path)
+    assert not [*tmp_path.iterdir()]
 
 
 def test_the_pt2_answers_as_the_model(exported: Path, trained: Trained) -> None:
@@ -153,24 +164,12 @@ def depends_on_values(self: ServedModel, images: torch.Tensor) -> torch.Tensor:
     return images.float() if images.sum().item() > 7 else images
 
 
-def full_disk(*_: object, **__: object) -> None:
-    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-
 def test_what_cannot_be_exported_is_no_error_of_the_run(trained: Trained, tmp_path: Path, monkeypatch, capfd) -> None:
     monkeypatch.setattr(ServedModel, "forward", depends_on_values)
     with pytest.raises(NotExportedError, match=r"^\w+: .*Could not guard on data-dependent expression"):
         trained.export(tmp_path)
     assert not [*tmp_path.iterdir()]
     assert not capfd.readouterr().err, "torch's loggers are silent"
-
-
-@pytest.mark.usefixtures("written")
-def test_a_full_disk_is_no_error_of_the_run(trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(np, "savez_compressed", full_disk)
-    with pytest.raises(NotExportedError, match=r"OSError: .*No space left on device"):
-        trained.export(tmp_path)
-    assert not [*tmp_path.iterdir()]
 
 
 def test_a_process_that_cannot_import_torch_answers(exported: Path, tmp_path: Path) -> None:
@@ -203,13 +202,6 @@ def test_golden_requests_of_large_images_are_few(trained: Trained, tmp_path: Pat
     assert {*golden.files} == {"image_000000000", "image_000000019", "image_000000039", "logits", "tolerance"}
     np.testing.assert_array_equal(golden["image_000000039"], images[39])
     np.testing.assert_array_equal(golden["logits"], trained.logits[[0, 19, 39]])
-
-
-@pytest.mark.usefixtures("written")
-def test_answers_to_other_images_are_no_check(trained: Trained, tmp_path: Path) -> None:
-    with pytest.raises(NotExportedError, match=r"has other images now than the 594 that torch has answered$"):
-        trained.export(tmp_path, np.concatenate([trained.logits] * 2))
-    assert not [*tmp_path.iterdir()]
 
 
 def test_the_middles_side_is_pythons() -> None:

@@ -114,9 +114,7 @@ def test_no_decodable_substitute_is_an_error(load: Load) -> None:
         loading.load_batch(np.array([4]), None)
 
 
-def test_images_of_a_store_are_asked_for_at_the_same_time(
-    load: Load, server: FileServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_images_of_a_store_are_asked_for_at_the_same_time(load: Load, server: FileServer, monkeypatch) -> None:
     """No answer comes before sixteen have been asked for, although one thread decodes."""
     s3_environment(server.url, monkeypatch)
     server.files = {f"bucket/a/{number}.png": png(number) for number in range(16)}

@@ -59,9 +59,7 @@ def plain_loop(hp: Hyperparameters, index: Path) -> tuple[dict[str, torch.Tensor
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "parts"), [(2, 2), pytest.param(3, 1, marks=pytest.mark.exhaustive)])
-def test_any_number_of_ranks_computes_what_one_process_would(
-    ranks: int, parts: int, shards: Path, tmp_path: Path
-) -> None:
+def test_any_number_of_ranks_computes_what_one_process_would(ranks: int, parts: int, shards: Path, tmp_path) -> None:
     """On data sets with weights, too: of one half in an epoch, and of the other all of it twice."""
     pack_source("digits", tmp_path / "more", split="test", per_shard=60, progress="off")
     joined = tmp_path / "joined.json"
@@ -124,9 +122,7 @@ def test_shards_far_away_go_through_a_cache_smaller_than_the_data(tmp_path: Path
 @pytest.mark.slow
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("scheme", ["s3", "gs", "az"])
-def test_shards_of_any_storage_give_the_same_model(
-    scheme: str, shards: Path, server: FileServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_shards_of_any_storage_give_the_same_model(scheme: str, shards: Path, server, tmp_path, monkeypatch) -> None:
     object_stores(server.url, monkeypatch)
     server.files = {f"bucket/{path.name}": path.read_bytes() for path in shards.iterdir() if path.is_file()}
     expected = weights(train(of(shards / "train.json", epochs=1), tmp_path / "near"))

@@ -138,9 +138,7 @@ def test_empty_shards_leave_no_worker_without_samples(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_ranks_learn_from_streams_of_their_own_also_after_one_was_killed(
-    shards: Path, tmp_path: Path, monkeypatch
-) -> None:
+def test_ranks_learn_from_streams_of_their_own_also_after_one_was_killed(shards: Path, tmp_path, monkeypatch) -> None:
     """It takes its worker along, and the retry begins another stream."""
     hp = replace(BASE, dataset=f"stream:{shards}/train.json", model="faults:model", epochs=4, log_interval=1)
     monkeypatch.setenv("MARK", str(tmp_path))  # in the environment of the workers

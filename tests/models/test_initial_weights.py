@@ -138,7 +138,6 @@ def test_weights_that_are_not_finite_are_refused(value: float, prefix: str, tmp_
 
 
 def test_a_buffer_may_be_infinite_as_in_a_new_model(tmp_path: Path) -> None:
-    """As masks of attention are."""
     model, other = Named(), Named(seed=1)
     for each in (model, other):
         each.register_buffer("mask", torch.full((3, 3), -math.inf).triu(1))
@@ -260,7 +259,6 @@ def test_a_part_is_only_skipped_where_there_are_weights() -> None:
 
 
 def test_a_run_says_what_did_not_start_from_the_file(digits: Path, tmp_path: Path, capfd) -> None:
-    """On the terminal, in its records and in the report."""
     base = Hyperparameters(num_ranks=1, max_steps=1, learning_rate=1e-9, weight_decay=0.0)
     settings = Settings(progress="lines", wandb_mode="disabled")
     first = run_training(replace(base, seed=3), digits, tmp_path / "first", settings)

@@ -254,7 +254,6 @@ def test_what_is_no_image_is_named_and_leaves_no_table(grey_model, folder, tmp_p
 def test_undecodable_images_are_named_and_do_not_stop_the_others(
     grey_model: tuple[Path, Path], folder: Path, batch_size: int, capfd, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Up to the number that is allowed; the model is never asked about no image at all."""
     images = blocks(4, 1)
     for name, image in zip("adfg", images, strict=True):
         Image.fromarray(image[:, :, 0]).save(folder / f"{name}.png")

@@ -106,7 +106,6 @@ def test_the_worst_mistakes_are_pictures_of_the_samples(folder: Path, page: Page
 
 
 def test_the_worst_mistakes_have_the_names_of_their_files(tmp_path: Path) -> None:
-    """Whatever these are; a run of before has none."""
     folder = write_run(tmp_path / "run", records(), matrix(10))
     arrays = dict(np.load(folder / "predictions.npz"))
     names = ["a", "b", "cat/1.jpg", "<b>dog</b>/2.jpg", os.fsdecode(b"n\xf6n/3.jpg")]

@@ -79,7 +79,6 @@ def test_what_is_open_stays(server: FileServer, tmp_path: Path) -> None:
 
 
 def test_the_room_of_a_killed_download_is_given_back(server: FileServer, tmp_path: Path) -> None:
-    """To others, without the shard being fetched again."""
     cache = ShardCache(tmp_path, limit=40_000)
     killed, *others = [serve(server, f"{seed}.tar", blob(seed)) for seed in range(3)]
     process = stalled_download(server, cache, killed)
@@ -87,14 +86,6 @@ def test_the_room_of_a_killed_download_is_given_back(server: FileServer, tmp_pat
     process.join(DEADLINE)
     with cache.open_shard(others[0]), cache.open_shard(others[1]):
         assert sizes_in(tmp_path) == {cache.shard_path(shard).name: 20_000 for shard in others}
-
-
-def test_a_limit_below_one_shard_is_an_error_of_its_own(server: FileServer, tmp_path: Path) -> None:
-    shard = serve(server, "x.tar", blob(0))
-    with pytest.raises(UserError, match=f"shard cache {tmp_path}: its limit of 19,999 bytes is less than the 20,000"):
-        ShardCache(tmp_path, limit=19_999).open_shard(shard)
-    assert sizes_in(tmp_path) == {}
-    assert server.requests == []
 
 
 def test_the_limit_holds_for_shards_of_unknown_size(server: FileServer, tmp_path: Path, monkeypatch) -> None:
@@ -110,10 +101,13 @@ def test_the_limit_holds_for_shards_of_unknown_size(server: FileServer, tmp_path
     assert sorted(sizes_in(tmp_path).values()) == [20_000] * 2
     with pytest.raises(UserError, match=r"limit of 15,500 bytes is less than the 16,000 of one shard"):
         ShardCache(tmp_path, limit=15_500).open_shard(b)
+    server.requests.clear()
+    with pytest.raises(UserError, match=f"shard cache {tmp_path}: its limit of 19,999 bytes is less than the 20,000"):
+        ShardCache(tmp_path, limit=19_999).open_shard(serve(server, "x.tar", blob(3)))
+    assert server.requests == []
 
 
 def test_what_others_keep_in_the_folder_stays(server: FileServer, tmp_path: Path) -> None:
-    """Also under names that end like the cache's own, and where there is no room without them."""
     theirs = {name: bytes(4000) for name in ("data.tar", "movie.part", "0123.tar", "notes.txt")}
     for name, content in theirs.items():
         (tmp_path / name).write_bytes(content)

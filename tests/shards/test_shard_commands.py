@@ -182,7 +182,6 @@ def test_verifying_finds(tmp_path: Path) -> None:
 
 
 def test_tables_that_a_server_does_not_give_are_not_called_missing(server: FileServer, tmp_path: Path) -> None:
-    """All are in one file, of which one line says so."""
     paths = write_shards(tmp_path, samples(3), samples(4, prefix="b"))
     create_index([str(path) for path in paths], tmp_path / "x.json", progress="off")
     server.files = {path.name: path.read_bytes() for path in tmp_path.iterdir()}

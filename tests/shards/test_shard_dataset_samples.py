@@ -116,7 +116,6 @@ def indexed_raw(folder: Path, *shards: dict[str, dict[str, bytes]]) -> Path:
 
 @pytest.mark.parametrize("digest", ["sha256", ""])
 def test_a_copy_whose_headers_are_damaged_is_fetched_again(server: FileServer, tmp_path: Path, digest: str) -> None:
-    """While it is read; also where the index has no digest."""
     served = serve_samples(server, 5, 5, digest=digest)
     cache = ShardCache(tmp_path)
     dataset = ShardDataset(served.index, cache, decode=False)
@@ -132,9 +131,7 @@ def test_a_copy_whose_headers_are_damaged_is_fetched_again(server: FileServer, t
     assert server.counts == {"0.tar": 5, "1.tar": 1}
 
 
-def test_a_copy_that_another_process_fetches_again_during_a_read(
-    server: FileServer, tmp_path: Path, monkeypatch
-) -> None:
+def test_a_copy_that_another_process_fetches_again_during_a_read(server, tmp_path: Path, monkeypatch) -> None:
     """Both find the same damage; who comes second finds an undamaged copy, and reads that."""
     served = serve_samples(server, 5)
     expected, cache = served.expected(), ShardCache(tmp_path)
@@ -156,7 +153,6 @@ def test_a_copy_that_another_process_fetches_again_during_a_read(
 
 
 def test_a_copy_whose_contents_are_damaged_is_fetched_again(server: FileServer, tmp_path: Path) -> None:
-    """Which shows when they are decoded."""
     served = serve_samples(server, 5)
     cache = ShardCache(tmp_path)
     dataset = ShardDataset(served.index, cache)

@@ -67,7 +67,6 @@ def open_files(folder: Path) -> list[os.stat_result]:
 
 
 def test_a_process_ends_without_a_word(server: FileServer, tmp_path: Path) -> None:
-    """With shards open, and one that is being fetched ahead."""
     served = serve_samples(server, 3, 3)
     server.faults["1.tar"] = ["stall"]
     script = (

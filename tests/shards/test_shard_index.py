@@ -12,7 +12,7 @@ import wids
 import wids.wids_index
 from file_server import FileServer
 from served_shards import all_of
-from tars import indexed, samples, shard_bytes, write_shards
+from tars import indexed, samples, write_shards
 
 from flyte_ddp.errors import UserError
 from flyte_ddp.shards.dataset import ShardDataset
@@ -81,30 +81,7 @@ def test_we_read_what_wids_own_tool_writes(base: str | None, tmp_path: Path, mon
     assert ours(str(output), tmp_path / "cache") == BOTH
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda secret: index_of(entry(secret)),
-        lambda secret: index_of(entry("secret.tar"), base=secret.rpartition("/")[0]),
-        lambda secret: index_of(entry("x.tar", table=[0, 1, "a"]), flyte_ddp={"tables": secret}),
-        lambda secret: {"datasets": [{"source_url": secret}]},
-    ],
-)
-def test_an_index_from_elsewhere_has_no_file_read_here(change, server: FileServer, tmp_path: Path) -> None:
-    """Nor one that is referred to by an index that is here; one that is here may name any."""
-    (tmp_path / "secret.tar").write_bytes(shard_bytes(samples(5)))
-    content = change(f"file://{tmp_path}/secret.tar")
-    server.files["index.json"] = json.dumps(content).encode()
-    far = f"{server.url}/index.json"
-    for address in (far, written(tmp_path / "near.json", {"datasets": [{"source_url": far}]})):
-        with pytest.raises(UserError, match=r"names 'file://.*', a file of this machine.*|refers to other indexes"):
-            read_index(address)
-    if "datasets" not in content:
-        assert len(read_index(written(tmp_path / "index.json", content))) == 5
-
-
 def test_data_sets_of_other_indexes(tmp_path: Path) -> None:
-    """Inline and by their address, with weights, each with a base of its own."""
     written(tmp_path / "one" / "inner.json", index_of(entry("0.tar", filesize=9), base="two", name="inner", weight=7))
     outer = index_of(
         entry("0.tar"),

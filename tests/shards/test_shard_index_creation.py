@@ -127,7 +127,6 @@ def test_mistakes_in_creating(tmp_path: Path, monkeypatch, urls: list[str], outp
 
 
 def test_names_of_classes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One a line, also as Windows writes them; each of its own."""
     monkeypatch.chdir(tmp_path)
     write_shards(tmp_path, samples(3))
 

@@ -22,6 +22,7 @@ FOREIGN = [
     "http://{host}@169.254.169.254/0.tar",
     "http://169.254.169.254\\\\@{host}/0.tar",  # which requests asks 169.254.169.254 for, and urllib does not
     "HTTP://elsewhere.example/0.tar",
+    "file:///secret/0.tar",
 ]
 PLACES: dict[str, Any] = {
     "shard": lambda url: {"shardlist": [{"url": url, "nsamples": 3}]},
@@ -32,14 +33,18 @@ PLACES: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_of_another_origin_it_names_nothing(place: str, server: FileServer) -> None:
+def test_of_another_origin_it_names_nothing(place: str, server: FileServer, tmp_path: Path) -> None:
+    """Nor where an index of this machine refers to it."""
+    far, near = f"{server.url}/index.json", tmp_path / "near.json"
+    near.write_text(json.dumps({"datasets": [{"source_url": far}]}))
     for url in FOREIGN:
         named = url.format(host=server.url.partition("://")[2]).replace("\\\\", "\\")
         server.files["index.json"] = json.dumps(PLACES[place](named)).encode()
-        with pytest.raises(UserError, match=r"index http://127\.0\.0\.1:\d+/index.json: ") as caught:
-            read_index(f"{server.url}/index.json")
-        assert "@" not in caught.value.message.replace("***@", "")
-    assert server.requests == ["index.json"] * len(FOREIGN)
+        for index in (far, near):
+            with pytest.raises(UserError, match=r"index http://127\.0\.0\.1:\d+/index.json: ") as caught:
+                read_index(str(index))
+            assert "@" not in caught.value.message.replace("***@", "")
+    assert server.requests == ["index.json"] * 2 * len(FOREIGN)
 
 
 @pytest.fixture

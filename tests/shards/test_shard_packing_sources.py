@@ -55,7 +55,6 @@ def expected_images(files: dict[str, bytes]) -> list[tuple[str, bytes, bytes]]:
 
 
 def test_a_folder_of_images(files: dict[str, bytes], tmp_path: Path) -> None:
-    """Every image once, as it was, under a key of its own, in a mixed order."""
     source = write_files(tmp_path / "source", files | OTHERS)
     index = pack_image_folder(str(source), tmp_path / "out", per_shard=7, progress="off")
     assert index.classes == ("ant", "v1.0", "zebra")
@@ -162,7 +161,6 @@ def test_a_data_set_of_ones_own(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_data_set_by_its_name(tmp_path: Path, digits: Path) -> None:
-    """The embedded digits, of which each part becomes a data set of shards."""
     arrays = open_arrays(digits)
     index = pack_source("digits", tmp_path, split="test", name="test", seed=None, progress="off")
     assert index.classes == arrays.classes

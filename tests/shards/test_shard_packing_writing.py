@@ -23,8 +23,6 @@ from flyte_ddp.shards.scanning import create_index, verify_index
 
 @pytest.mark.parametrize("error", [UserError("sample 19 is bad"), KeyboardInterrupt("Ctrl-C"), "in two places"])
 def test_what_fails_leaves_all_as_it_was(tmp_path: Path, error: BaseException | str) -> None:
-    """Nothing in a new folder, and what was packed before, still of use, in one that has it."""
-
     def sample(number: int) -> tuple[str, dict[str, bytes]]:
         if number == 19 and not isinstance(error, str):
             raise error

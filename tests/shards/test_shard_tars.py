@@ -262,7 +262,6 @@ NUMBERS = st.sampled_from([b"-0000000512\0", b"77777777777\0", b"\xff" * 12, b"\
 def test_whatever_is_in_it_the_answer_is_members_or_one_error(
     content: bytes, mutations: list[tuple[int, int]], size: bytes | None, mend: bool
 ) -> None:
-    """Also where somebody has made the checksums fit, and where sizes are absurd."""
     damaged = bytearray(content)
     for place, value in mutations:
         damaged[place % len(damaged)] = value
@@ -281,7 +280,6 @@ def test_whatever_is_in_it_the_answer_is_members_or_one_error(
 
 
 def test_what_is_no_plain_file_is_no_shard(tmp_path: Path) -> None:
-    """A pipe, or a device, may never end."""
     os.mkfifo(tmp_path / "pipe")
     for url in (str(tmp_path / "pipe"), "/dev/zero"):
         with pytest.raises(UserError, match=f"^shard {url}: is no plain file"):

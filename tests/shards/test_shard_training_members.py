@@ -63,10 +63,7 @@ def test_the_case_of_extensions_is_ignored_as_in_webdataset(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(("samples", "said"), UNFIT.values(), ids=UNFIT)
-def test_what_training_refuses_is_said_when_the_index_is_made(
-    samples: Samples, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """And by all that looks at it afterwards; none of it advises what leads back to it."""
+def test_what_training_refuses_is_said_when_the_index_is_made(samples: Samples, said: str, tmp_path, capsys) -> None:
     first, second = write_shards(tmp_path, GOOD, samples)
     said = f"sample {said.format(second)}"
     output = tmp_path / "index.json"
@@ -87,7 +84,6 @@ def test_what_training_refuses_is_said_when_the_index_is_made(
 
 
 def test_of_a_remote_shard_the_first_sample_is_read(server: FileServer, tmp_path: Path) -> None:
-    """By whoever makes a run of an index that is from elsewhere, before any rank starts."""
     large = {f"{number}": {".png": bytes(5_000_000), ".cls": b"cat"} for number in range(4)}
     server.files["0.tar"] = shard_bytes(large)
     server.files["index.json"] = json.dumps({"shardlist": [{"url": "0.tar", "nsamples": 4}]}).encode()
@@ -101,7 +97,6 @@ def test_of_a_remote_shard_the_first_sample_is_read(server: FileServer, tmp_path
 
 
 def test_a_plan_of_shards_that_cannot_be_read_says_so(server: FileServer, tmp_path: Path) -> None:
-    """It needs them for nothing else."""
     server.files["index.json"] = json.dumps({"shardlist": [{"url": "0.tar", "nsamples": 400}]}).encode()
     [plan, warning] = describe_plan(PlanRequest(index=f"{server.url}/index.json"))
     assert "warning" not in plan

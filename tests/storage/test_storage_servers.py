@@ -129,7 +129,6 @@ def test_where_everybody_may_read_no_key_is_needed(keyed: S3Server, monkeypatch:
 
 
 def test_keys_of_a_profiles_process(keyed: S3Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """And its endpoint; as SSO and roles, botocore alone knows them."""
     keys = {"Version": 1, "AccessKeyId": keyed.access_key, "SecretAccessKey": keyed.secret_key}
     (tmp_path / "keys.json").write_text(json.dumps(keys))
     profile = f"credential_process = cat {tmp_path}/keys.json\nendpoint_url = {keyed.endpoint}\nregion = eu-west-1\n"
