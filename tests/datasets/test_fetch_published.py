@@ -1,22 +1,30 @@
-"""Published data sets: the table, FashionMNIST itself, mirrors, also on S3, and all that can be wrong with a source."""
+"""Published data sets: the table, FashionMNIST and CIFAR-10, mirrors, also on S3, and what can be wrong with them."""
 
 import gzip
 import hashlib
+import io
 import os
+import pickle
 import socket
+import tarfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 from file_server import FileServer
 from image_folders import write_files
 from mnist_files import DEBIAN, NAMES, Tiny, assert_tiny, leftovers, rebuilt_fashion_mnist, sums, tiny_files
 from s3_server import S3Server, s3_server
+from surroundings import set_variables
+from tars import header_of, tar_bytes
+from traps import MakesFolder
 
 from flyte_ddp import catalog
 from flyte_ddp.datasets import DATASETS, fetch, fingerprint, open_arrays
 from flyte_ddp.datasets.identity import content_identity
-from flyte_ddp.datasets.published import CIFAR10, FASHION_MNIST, MNIST
+from flyte_ddp.datasets.published import CIFAR10, FASHION_MNIST, MNIST, TEST_BATCH, TRAIN_BATCHES
+from flyte_ddp.datasets.published import CIFAR10_FILE as ARCHIVE
 from flyte_ddp.errors import UserError
 
 
@@ -98,33 +106,6 @@ def test_the_fingerprint_changes_exactly_with_the_mirrors_digests(tiny: Tiny, tm
     assert fingerprint("mnist", str(mirror)) not in (own, plain)
 
 
-ROW = b"0," * 64 + b"1\n"  # of the digits: 64 pixels and the label
-NO_IDX, NO_TABLE = f"{NAMES[0]}: not an? .*", "digits.csv.gz: not a whole, gzipped table"
-
-
-@pytest.mark.parametrize(
-    ("dataset", "content", "said"),
-    [
-        ("mnist", b"no gzip at all", f"{NO_IDX}Not a gzipped file"),
-        ("mnist", gzip.compress(b"\x00\x00\x08\x03" + bytes(12) + b"x"), f"{NO_IDX}cannot reshape array"),
-        ("mnist", gzip.compress(b"\x00\x00\x0d\x01\x00\x00\x00\x04text"), f"{NO_IDX}IDX file of .* begins with 00000d"),
-        ("mnist", gzip.compress(b""), f"{NO_IDX}requires a buffer of at least 4 bytes"),
-        ("digits", b"no gzip at all", f"{NO_TABLE} .*Not a gzipped file"),
-        ("digits", gzip.compress(ROW)[:-12], NO_TABLE),
-        ("digits", gzip.compress(b"image,label\n"), f"{NO_TABLE} .*could not convert"),
-        ("digits", gzip.compress(ROW[2:] * 2), f"{NO_TABLE} .*cannot reshape"),
-        ("digits", gzip.compress(ROW), "test_images: must be .* at least one sample"),
-    ],
-)
-def test_a_file_of_another_format_is_named(tiny: Tiny, tmp_path: Path, dataset: str, content: bytes, said: str) -> None:
-    """Only a mirror with digests of its own can get so far."""
-    files = tiny.files | {NAMES[0]: content} if dataset == "mnist" else {"digits.csv.gz": content}
-    mirror = write_files(tmp_path / "mirror", files | {"SHA256SUMS": sums(files)})
-    with pytest.raises(UserError, match=f"mirror.*: {said}"):
-        fetch(dataset, str(mirror), tmp_path / "data", progress="off")
-    assert leftovers(tmp_path) == ["mirror"]
-
-
 def test_an_unknown_name_lists_the_choices(tmp_path: Path) -> None:
     for call in (lambda: fingerprint("MNIST", ""), lambda: fetch("", "", tmp_path / "data")):
         with pytest.raises(UserError, match=r"unknown dataset.*cifar10, digits, fashion_mnist, image_folder:ADDRESS"):
@@ -144,8 +125,7 @@ def test_a_prefix_is_a_mirror(variables: str, tiny: Tiny, served: S3Server, tmp_
     if variables == "flyte":
         elsewhere = {"AWS_ACCESS_KEY_ID": "of-something-else", "AWS_SECRET_ACCESS_KEY": "of-something-else"}
         given = served.flyte_environment() | elsewhere | {"AWS_ENDPOINT_URL": "http://127.0.0.1:9"}
-    for name, value in given.items():
-        monkeypatch.setenv(name, value)
+    set_variables(given, monkeypatch)
     mirror = tiny.write(served.folder / variables / "sets" / "tiny")
     source = f"s3://{variables}/sets/tiny/"
     assert_tiny(fetch("mnist", source, tmp_path / "data", progress="off"), tiny)
@@ -157,8 +137,7 @@ def test_a_prefix_is_a_mirror(variables: str, tiny: Tiny, served: S3Server, tmp_
 
 def test_the_identity_of_a_prefix_changes_with_content_alone(served: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a file of the same size and time too; a neighbour whose name begins alike is not part of it."""
-    for name, value in served.aws_environment().items():
-        monkeypatch.setenv(name, value)
+    set_variables(served.aws_environment(), monkeypatch)
     inside = served.folder / "bucket" / "data" / "deeper"
     inside.mkdir(parents=True)
     (inside / "one").write_bytes(b"content")
@@ -172,3 +151,83 @@ def test_the_identity_of_a_prefix_changes_with_content_alone(served: S3Server, m
     assert len({before, changed, content_identity("s3://bucket/data")}) == 3
     with pytest.raises(UserError, match="nothing there"):
         content_identity("s3://bucket/dat")
+
+
+FOLDER = "cifar-10-batches-py"
+
+
+def archive(**replaced: bytes | None) -> bytes:
+    """A small archive; ``replaced`` gives batches other content, or leaves them out."""
+    random = np.random.default_rng(0)
+    members = {"readme.html": b"text", "batches.meta": pickle.dumps({"label_names": list("abcdefghij")}, 2)}
+    for name in (*TRAIN_BATCHES, TEST_BATCH):
+        data = random.integers(0, 256, (3, 3072), dtype=np.uint8)
+        members[name] = pickle.dumps({"data": data, "labels": random.integers(0, 10, 3).tolist()}, 2)
+    files = [(f"{FOLDER}/{name}", content) for name, content in {**members, **replaced}.items() if content is not None]
+    return gzip.compress(tar_bytes([(header_of(FOLDER, tarfile.DIRTYPE), b""), *files]))
+
+
+def fetch_archive(folder: Path, content: bytes) -> Path:
+    """Fetch from a mirror that has this archive."""
+    mirror = write_files(folder / "mirror", {ARCHIVE: content, "SHA256SUMS": sums({ARCHIVE: content})})
+    return fetch("cifar10", str(mirror), folder / "data", progress="off")
+
+
+def test_it_is_read_as_torchvision_reads_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torchvision.datasets import CIFAR10
+
+    content = archive()
+    ours = open_arrays(fetch_archive(tmp_path, content))
+    with tarfile.open(fileobj=io.BytesIO(content)) as tar:
+        tar.extractall(tmp_path / "torchvision", filter="data")
+
+    def with_md5(name: str) -> list[str]:
+        return [name, hashlib.md5((tmp_path / "torchvision" / FOLDER / name).read_bytes()).hexdigest()]
+
+    # The names stay torchvision's; only the digests that it insists on are those of this archive.
+    monkeypatch.setattr(CIFAR10, "train_list", [with_md5(name) for name, _ in CIFAR10.train_list])
+    monkeypatch.setattr(CIFAR10, "test_list", [with_md5(name) for name, _ in CIFAR10.test_list])
+    monkeypatch.setattr(CIFAR10, "meta", {**CIFAR10.meta, "md5": with_md5("batches.meta")[1]})
+    for part in ("train", "test"):
+        theirs = CIFAR10(str(tmp_path / "torchvision"), train=part == "train")
+        np.testing.assert_array_equal(getattr(ours, f"{part}_images"), theirs.data)
+        np.testing.assert_array_equal(getattr(ours, f"{part}_labels"), theirs.targets)
+
+
+def test_code_in_a_batch_is_not_run(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"mirror: .*asks for posix.mkdir.*refused"):
+        fetch_archive(tmp_path, archive(data_batch_2=pickle.dumps(MakesFolder(tmp_path / "trap"))))
+    assert leftovers(tmp_path) == ["mirror"]
+
+
+ROW = b"0," * 64 + b"1\n"  # of the digits: 64 pixels and the label
+FILE = {"mnist": NAMES[0], "digits": "digits.csv.gz", "cifar10": ARCHIVE}
+
+
+@pytest.mark.parametrize(
+    ("dataset", "content", "said"),
+    [
+        ("mnist", b"no gzip at all", "not a.*Not a gzipped file"),
+        ("mnist", gzip.compress(b"\x00\x00\x08\x03" + bytes(12) + b"x"), "not a.*cannot reshape array"),
+        ("mnist", gzip.compress(b"\x00\x00\x0d\x01\x00\x00\x00\x04text"), "not a.*IDX file of .* begins with 00000d"),
+        ("mnist", gzip.compress(b""), "not a.*requires a buffer of at least 4 bytes"),
+        ("digits", b"no gzip at all", "not a whole, gzipped table .*Not a gzipped file"),
+        ("digits", gzip.compress(ROW)[:-12], "not a whole, gzipped table"),
+        ("digits", gzip.compress(b"image,label\n"), "not a whole, gzipped table .*could not convert"),
+        ("digits", gzip.compress(ROW[2:] * 2), "not a whole, gzipped table .*cannot reshape"),
+        ("digits", gzip.compress(ROW), "test_images: must be .* at least one sample"),
+        ("cifar10", archive(data_batch_4=None), "has no 'data_batch_4'"),
+        ("cifar10", archive(test_batch=pickle.dumps({"data": []})), "has no 'labels'"),
+        ("cifar10", archive(test_batch=b"no pickle"), "not a whole archive"),
+        ("cifar10", archive()[:-400], "not a whole archive"),
+        ("cifar10", b"no archive", "not a whole archive"),
+    ],
+)
+def test_a_file_of_another_format_is_named(tiny: Tiny, tmp_path: Path, dataset: str, content: bytes, said: str) -> None:
+    """Only a mirror with digests of its own can get so far."""
+    files = (tiny.files if dataset == "mnist" else {}) | {FILE[dataset]: content}
+    mirror = write_files(tmp_path / "mirror", files | {"SHA256SUMS": sums(files)})
+    named = "" if said.startswith("test_images") else f"{FILE[dataset]}: "
+    with pytest.raises(UserError, match=f"mirror.*: {named}{said}"):
+        fetch(dataset, str(mirror), tmp_path / "data", progress="off")
+    assert leftovers(tmp_path) == ["mirror"]

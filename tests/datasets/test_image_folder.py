@@ -1,6 +1,5 @@
 """What a listing of class/name.jpg takes, what it leaves out and says, and which names of classes it takes."""
 
-import io
 import json
 import os
 import unicodedata
@@ -10,7 +9,7 @@ import numpy as np
 import pytest
 from encoded_runs import train
 from file_server import FileServer
-from image_folders import image_bytes, pixels_of, write_files
+from image_folders import image_bytes, pixels_of, stored, write_files
 from PIL import Image
 from tars import indexed
 
@@ -34,10 +33,8 @@ NO_TEXT = os.fsdecode(b"caf\xe9")
 def test_what_is_listed_can_be_decoded(decode, suffix: str) -> None:
     """By both decoders, from the format that Pillow saves under such a name."""
     form = {".apng": "PNG", ".jfif": "JPEG", ".jpe": "JPEG", ".pnm": "PPM"}.get(suffix)
-    buffer = io.BytesIO()
     picture = Image.fromarray(pixels_of(0)).convert("1" if suffix == ".pbm" else "RGB")
-    picture.save(buffer, form or Image.registered_extensions()[suffix])
-    assert decode(buffer.getvalue()).shape == (9, 11, 3)
+    assert decode(stored(picture, form or Image.registered_extensions()[suffix])).shape == (9, 11, 3)
 
 
 def files_of(classes: dict[str, list[str]]) -> dict[str, bytes]:

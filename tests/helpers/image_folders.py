@@ -12,11 +12,16 @@ def pixels_of(seed: int, height: int = 9, width: int = 11) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
 
 
+def stored(image: Image.Image, form: str, **options: object) -> bytes:
+    """Return the content of a file of the image."""
+    buffer = io.BytesIO()
+    image.save(buffer, form, **options)
+    return buffer.getvalue()
+
+
 def image_bytes(form: str = "PNG", seed: int = 0) -> bytes:
     """Return the content of an image file."""
-    buffer = io.BytesIO()
-    Image.fromarray(pixels_of(seed)).save(buffer, form)
-    return buffer.getvalue()
+    return stored(Image.fromarray(pixels_of(seed)), form)
 
 
 def image_files(*names: str) -> dict[str, bytes]:

@@ -16,6 +16,12 @@ def clean(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(retries, "FIRST_DELAY", 0.001)
 
 
+def set_variables(variables: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Set variables of the environment."""
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+
+
 def s3_environment(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let S3 clients use this address."""
     monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)

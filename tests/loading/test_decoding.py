@@ -1,6 +1,5 @@
 """Decoding by torchcodec and by Pillow, against each other and against what was stored."""
 
-import io
 import struct
 import sys
 import warnings
@@ -9,6 +8,7 @@ import zlib
 import numpy as np
 import pytest
 import torchcodec.decoders
+from image_folders import stored
 from PIL import Image
 
 from flyte_ddp.loading import decoding
@@ -21,12 +21,6 @@ COLOURS = np.random.default_rng(0).integers(0, 256, (12, 16, 3), dtype=np.uint8)
 ALPHA = np.linspace(0, 255, 12 * 16).reshape(12, 16, 1).round().astype(np.uint8)
 # Smooth, so that JPEG changes little of it.
 PICTURE = Image.fromarray(COLOURS[:4, :5]).resize((40, 30), Image.Resampling.BICUBIC)
-
-
-def stored(image: Image.Image, kind: str, **options: object) -> bytes:
-    buffer = io.BytesIO()
-    image.save(buffer, kind, **options)
-    return buffer.getvalue()
 
 
 def turned(kind: str, orientation: int) -> bytes:

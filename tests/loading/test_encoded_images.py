@@ -1,6 +1,5 @@
 """Decoding by threads: what stands in for a damaged sample, and that an error waits for nobody."""
 
-import io
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -10,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from file_server import FileServer
+from image_folders import stored
 from PIL import Image
 from served_shards import serve
 from surroundings import s3_environment
@@ -30,9 +30,7 @@ DEADLINE = 60.0  # seconds
 
 
 def png(number: int) -> bytes:
-    buffer = io.BytesIO()
-    Image.new("RGB", (8, 8), (number, number, number)).save(buffer, "PNG")
-    return buffer.getvalue()
+    return stored(Image.new("RGB", (8, 8), (number, number, number)), "PNG")
 
 
 class Images(ImageReader):

@@ -17,6 +17,7 @@ from file_server import FileServer
 from image_folders import write_files
 from mnist_files import sums
 from s3_server import s3_server
+from surroundings import set_variables
 from tars import write_shards
 
 from flyte_ddp.config import Hyperparameters
@@ -157,8 +158,7 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
     """A proxy, which can fail, before an S3 server, and the names of the images there."""
     folder = labelled(tmp_path / "served" / "bucket")
     with s3_server(folder.parent) as server, faulty_proxy(server.endpoint) as proxy:
-        for name, value in {**server.aws_environment(), "AWS_ENDPOINT_URL": proxy.url}.items():
-            monkeypatch.setenv(name, value)
+        set_variables(server.aws_environment() | {"AWS_ENDPOINT_URL": proxy.url}, monkeypatch)
         monkeypatch.setattr(retries, "FIRST_DELAY", 0.001)
         yield proxy, sorted(f"bucket/{path.relative_to(folder)}" for path in folder.rglob("*.jpg"))
 

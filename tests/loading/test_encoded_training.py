@@ -17,7 +17,7 @@ from file_server import FileServer, file_server
 from PIL import Image
 from plain_loop import train_plainly
 from s3_server import s3_server
-from surroundings import object_stores
+from surroundings import set_variables
 from torchvision.transforms import v2
 
 from flyte_ddp.config import Hyperparameters
@@ -120,17 +120,6 @@ def test_shards_far_away_go_through_a_cache_smaller_than_the_data(tmp_path: Path
 
 
 @pytest.mark.slow
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("scheme", ["s3", "gs", "az"])
-def test_shards_of_any_storage_give_the_same_model(scheme: str, shards: Path, server, tmp_path, monkeypatch) -> None:
-    object_stores(server.url, monkeypatch)
-    server.files = {f"bucket/{path.name}": path.read_bytes() for path in shards.iterdir() if path.is_file()}
-    expected = weights(train(of(shards / "train.json", epochs=1), tmp_path / "near"))
-    found = weights(train(of(f"{scheme}://bucket/train.json", epochs=1), tmp_path / "far"))
-    assert all(torch.equal(value, found[name]) for name, value in expected.items())
-
-
-@pytest.mark.slow
 def test_training_alone_fetches_shards_of_s3_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a cache that the planner says is enough; only a shard that ends one stream and begins the next comes twice.
 
@@ -142,8 +131,7 @@ def test_training_alone_fetches_shards_of_s3_once(tmp_path: Path, monkeypatch: p
     own_tests = {"validation_fraction": 0.0, "test_dataset": f"shards:{tmp_path}/test/train.json"}
     hp = of("s3://bucket/shards/train.json", epochs=1, num_ranks=2, shuffle_shards=2, batch_size=150, **own_tests)
     with s3_server(folder.parent.parent) as server, faulty_proxy(server.endpoint) as proxy:
-        for name, value in {**server.aws_environment(), "AWS_ENDPOINT_URL": proxy.url}.items():
-            monkeypatch.setenv(name, value)
+        set_variables(server.aws_environment() | {"AWS_ENDPOINT_URL": proxy.url}, monkeypatch)
         data = fetch(hp.dataset, "", tmp_path / "data", test_dataset=hp.test_dataset, progress="off")
         size = max(path.stat().st_size for path in folder.glob("*.tar"))
         settings = quiet(tmp_path, cache_bytes=8 * size)

@@ -20,6 +20,7 @@ from mounts import file_size_limit
 from torch import nn
 from torch.nn import functional
 from torchvision.models import mnasnet0_5
+from traps import MakesFolder
 
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import UserError
@@ -248,17 +249,9 @@ def test_a_damaged_model_is_refused_in_two_lines(saved: tuple[Path, Path], name:
     assert "\n" not in error.value.message
 
 
-class Trap:
-    """Unpickles to a call."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return os.mkdir, ("sprung",)
-
-
-def test_a_pickle_that_runs_code_is_refused(saved: tuple[Path, Path], tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    saved[0].write_bytes(pickle.dumps(Trap(), protocol=2))
+def test_a_pickle_that_runs_code_is_refused(saved: tuple[Path, Path], tmp_path: Path) -> None:
+    saved[0].write_bytes(pickle.dumps(MakesFolder(tmp_path / "sprung"), protocol=2))
     edit(digests={"weights": hashlib.sha256(saved[0].read_bytes()).hexdigest()})(*saved)
     with pytest.raises(UserError, match=r"model.pt does not fit model"):
         artifacts.load_model(*saved)
-    assert not Path("sprung").exists()
+    assert not (tmp_path / "sprung").exists()

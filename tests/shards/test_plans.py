@@ -145,6 +145,16 @@ def test_suggestions_make_it_exact(counts, ranks, batch_size, workers, nbatches,
             assert present.replace_options(**way | {"dsrepeat": way["dsrepeat"] - 1}).batches.min() < way["nbatches"]
 
 
+def test_the_plan_of_a_stream_comes_before_its_refusal() -> None:
+    sizes = 10 ** np.arange(8)
+    plan = StreamPlan(PlanRequest(nodes=2, ranks=2, workers=2), np.full(8, 2), sizes)
+    assert "bytes of a node's shards: 110,011 to 11,001,100" in plan.format_lines()
+    lines: list[str] = []
+    with pytest.raises(UserError, match="DDP hangs unless all get the same number"):
+        lines.extend(describe_plan(replace(SIMDIST, shards=10, samples=90, showsplits=True)))
+    assert "rank 0 worker 0: 2 shards: 0, 9" in lines
+
+
 def test_the_nearest_workers_are_suggested() -> None:
     plan = StreamPlan(replace(SIMDIST, ranks=2, workers=4), np.array([10, 5] * 3 + [10, 15] * 3))
     assert plan.batches.tolist() == [6, 5]
@@ -162,19 +172,6 @@ def test_batches_that_no_worker_can_fill_and_partial_ones() -> None:
     assert kept.batches.tolist() == [10, 10]
     kept.refuse_hang()
     assert list(kept.format_lines())[-1].startswith("some batches are partial: where ranks' batches differ in size")
-
-
-def test_bytes_of_nodes() -> None:
-    sizes = np.array([1, 10, 100, 1000, 10_000, 100_000, 1_000_000, 10_000_000])
-    plan = StreamPlan(PlanRequest(nodes=2, ranks=2, workers=2), np.full(8, 2), sizes)
-    assert "bytes of a node's shards: 110,011 to 11,001,100" in plan.format_lines()
-
-
-def test_the_plan_of_a_stream_comes_before_its_refusal() -> None:
-    lines: list[str] = []
-    with pytest.raises(UserError, match="DDP hangs unless all get the same number"):
-        lines.extend(describe_plan(replace(SIMDIST, shards=10, samples=90, showsplits=True)))
-    assert "rank 0 worker 0: 2 shards: 0, 9" in lines
 
 
 def test_numbers_that_cannot_be_planned_with() -> None:

@@ -8,7 +8,6 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -100,13 +99,11 @@ def flip_image_byte(folder: Path) -> None:
     (folder / "train-000001.tar").write_bytes(content)
 
 
-def edit_index(edit: Callable[[dict[str, Any]], object]) -> Callable[[Path], object]:
-    def apply(folder: Path) -> None:
-        content = json.loads((folder / "train.json").read_text())
-        edit(content)
-        (folder / "train.json").write_text(json.dumps(content))
-
-    return apply
+def edit_index(folder: Path, shard: int = 0, classes: tuple[str, ...] = ("ant", "bee"), **changes: object) -> None:
+    content = json.loads((folder / "train.json").read_text())
+    content["shardlist"][shard].update(changes)
+    content["flyte_ddp"]["classes"] = classes
+    (folder / "train.json").write_text(json.dumps(content))
 
 
 def put_samples(*names: str) -> Callable[[Path], object]:
@@ -129,11 +126,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], list[str]]] = {
     "nothing": (lambda _: None, []),
     "a byte of an image": (
         flip_image_byte,
-        [
-            r"sample '(ant|bee)/\d' in .*train-000001.tar: .png .*",
-            "shard .*train-000001.tar: SHA-256 .*",
-            "shard .*: MD5 .*",
-        ],
+        [r"sample '(ant|bee)/\d' in .*-000001.tar: .png .*", "shard .*-000001.tar: SHA-256 .*", "shard .*: MD5 .*"],
     ),
     "a missing shard": (
         lambda folder: (folder / "train-000001.tar").unlink(),
@@ -144,15 +137,15 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], list[str]]] = {
         ["shard .*-000000.tar: SHA-256 .*", "shard .*: MD5 .*", "shard .*table of samples .* belongs to another shard"],
     ),
     "counts in the index": (
-        edit_index(lambda content: content["shardlist"][0].update(nsamples=6)),
+        lambda folder: edit_index(folder, nsamples=6),
         ["shard .*/train-000000.tar: samples 5, but 6 in the index"],
     ),
     "sizes and digests in the index": (
-        edit_index(lambda content: content["shardlist"][2].update(filesize=6, md5sum="0" * 32)),
+        lambda folder: edit_index(folder, 2, filesize=6, md5sum="0" * 32),
         ["shard .*/train-000002.tar: bytes 10240, but 6 in the index", "shard .*: MD5 .*, but 0{32} in the index"],
     ),
     "fewer classes in the index": (
-        edit_index(lambda content: content["flyte_ddp"].update(classes=["ant"])),
+        lambda folder: edit_index(folder, classes=("ant",)),
         [r"shard .*: has label 1, but the index has 1 classes"] * 3,
     ),
     "missing tables": (

@@ -4,7 +4,6 @@ import io
 import json
 import os
 import pickle
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,6 +17,7 @@ from file_server import FileServer
 from image_folders import image_bytes
 from served_shards import all_of, members_of, serve_samples
 from tars import indexed, samples, shard_bytes, write_shards
+from traps import MakesFolder
 
 from flyte_ddp.errors import UserError
 from flyte_ddp.shards import dataset as dataset_module
@@ -65,20 +65,13 @@ def test_numbers_count_from_the_end_too_and_end_somewhere(tmp_path: Path) -> Non
             dataset[number]
 
 
-class Attack:
-    """Says where it was loaded."""
-
-    def __reduce__(self) -> tuple[Callable[[str], object], tuple[str]]:
-        return os.mkdir, (os.environ["ATTACKED"],)
-
-
-def test_no_code_is_run_that_data_bring_along(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ATTACKED", str(tmp_path / "attacked"))
-    evil = pickle.dumps(Attack())
+def test_no_code_is_run_that_data_bring_along(tmp_path: Path) -> None:
+    attack = MakesFolder(tmp_path / "attacked")
+    evil = pickle.dumps(attack)
     kept = dict.fromkeys((".pkl", ".pickle", ".pyd", ".pt", ".pth", ".mp", ".x.pkl"), evil)
     archive = io.BytesIO()
-    np.savez(archive, allow_pickle=True, a=np.array([Attack()], dtype=object))
-    refused = {"npy1": npy_bytes(np.array([Attack()], dtype=object)), "npy2": evil, "npy3": archive.getvalue()}
+    np.savez(archive, allow_pickle=True, a=np.array([attack], dtype=object))
+    refused = {"npy1": npy_bytes(np.array([attack], dtype=object)), "npy2": evil, "npy3": archive.getvalue()}
     index = indexed(tmp_path / "in", {"kept": kept} | {key: {".npy": content} for key, content in refused.items()})
     dataset = ShardDataset(index, tmp_path / "cache")
     assert members_of(dataset[0]) == kept

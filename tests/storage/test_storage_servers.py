@@ -12,17 +12,12 @@ from file_server import file_server
 from image_folders import write_files
 from locking_proxy import locking_proxy
 from s3_server import S3Server, s3_server
-from surroundings import object_stores, s3_environment
+from surroundings import object_stores, s3_environment, set_variables
 
 from flyte_ddp import storage
 from flyte_ddp.storage import ExistsError, ForbiddenError, MissingError, UnavailableError
 
 MANY = {f"{number:04d}.jpg": b"%d" % number for number in range(1205)}  # a page has at most 1,000
-
-
-def set_variables(variables: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
 
 
 @pytest.fixture(scope="module")
