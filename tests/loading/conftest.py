@@ -1,4 +1,4 @@
-"""Data for these tests."""
+"""Data for these tests; nobody changes it."""
 
 from pathlib import Path
 
@@ -7,9 +7,17 @@ import pytest
 from flyte_ddp.datasets.packing import pack_source
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the digits in ten shards, the last of which is smaller; nobody changes it."""
+    """A folder with the digits in ten shards, the last of which is smaller."""
     folder = tmp_path_factory.mktemp("shards")
     pack_source("digits", folder, per_shard=160, progress="off")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def many_shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the digits in twenty shards, in a folder that may be served as a bucket."""
+    folder = tmp_path_factory.mktemp("served") / "bucket" / "shards"
+    pack_source("digits", folder, per_shard=75, progress="off")
     return folder

@@ -118,9 +118,16 @@ def test_an_index_that_does_not_say_how_many_classes(shards: Path, tmp_path: Pat
         train_here(of(tmp_path / "plain.json", num_classes=10, num_ranks=2), tmp_path / "named")
 
 
+ALL_HELD_OUT = r"validation_fraction=0.9999: holds out all [\d,]+ samples .* lower it, or give more samples"
+MOST = {"validation_fraction": 0.9999}
+
+
 @pytest.mark.parametrize(
     ("change", "word"),
     [
+        (MOST, ALL_HELD_OUT),
+        (MOST | {"dataset": "image_folder:{images}", "test_dataset": "image_folder:{images}"}, ALL_HELD_OUT),
+        (MOST | {"dataset": "stream:{shards}", "test_dataset": "shards:{shards}"}, ALL_HELD_OUT),
         ({"augment": "crop"}, "augment='crop': not for dataset='shards:.*; choose none or resized_crop"),
         ({"num_classes": 3}, "num_classes=3: the data set has 10"),
         ({"data_source": "x"}, "data_source='x': .*leave data_source empty"),
@@ -133,21 +140,11 @@ def test_an_index_that_does_not_say_how_many_classes(shards: Path, tmp_path: Pat
 def test_wrong_hyperparameters_are_explained(shards: Path, tmp_path: Path, change: dict[str, Any], word: str) -> None:
     images, packed = labelled(tmp_path / "images", 4), tmp_path / "packed" / "train.json"
     pack_image_folder(str(images), packed.parent, progress="off")
-    for name in ("dataset", "test_dataset"):
-        change = {**change, name: change.get(name, "").format(images=images, packed=packed)}
-    change["dataset"] = change["dataset"] or f"shards:{shards}/train.json"
+    places = {"images": images, "packed": packed, "shards": f"{shards}/train.json"}
+    change = {"dataset": "shards:{shards}", "test_dataset": "", **change}
+    change |= {name: change[name].format(**places) for name in ("dataset", "test_dataset")}
     with pytest.raises(UserError, match=word):
         train_here(replace(BASE, **change), tmp_path / "out")
-
-
-@pytest.mark.parametrize(("kind", "own_tests"), [("shards", False), ("image_folder", True), ("stream", True)])
-def test_a_split_that_leaves_nothing_to_train_on(shards: Path, tmp_path: Path, kind: str, own_tests: bool) -> None:
-    address = str(labelled(tmp_path / "images")) if kind == "image_folder" else f"{shards}/train.json"
-    tests = f"{kind.replace('stream', 'shards')}:{address}" if own_tests else ""
-    hp = replace(BASE, dataset=f"{kind}:{address}", validation_fraction=0.9999, test_dataset=tests)
-    words = r"validation_fraction=0.9999: holds out all [\d,]+ samples .* lower it, or give more samples"
-    with pytest.raises(UserError, match=words):
-        train_here(hp, tmp_path)
 
 
 Store = tuple[Proxy, list[str]]

@@ -93,18 +93,16 @@ def test_random_crops_do_not_depend_on_ranks_and_interruptions(shards: Path, tmp
 
 
 @pytest.mark.slow
-def test_shards_far_away_go_through_a_cache_smaller_than_the_data(tmp_path: Path) -> None:
+def test_shards_far_away_go_through_a_cache_smaller_than_the_data(many_shards: Path, tmp_path: Path) -> None:
     """Of 20 shards it holds eight: two ranks read from two at a time, and as many are on their way."""
-    shards = tmp_path / "shards"
-    pack_source("digits", shards, per_shard=75, progress="off")
-    size = max(path.stat().st_size for path in shards.glob("*.tar"))
+    size = max(path.stat().st_size for path in many_shards.glob("*.tar"))
     with file_server() as server:
-        server.files = {path.name: path.read_bytes() for path in shards.iterdir() if path.is_file()}
+        server.files = {path.name: path.read_bytes() for path in many_shards.iterdir() if path.is_file()}
         server.faults = {"train-000004.tar": ["truncate"], "train-000002.tar": ["alter"]}
         hp = of(f"{server.url}/train.json", epochs=1, num_ranks=2, shuffle_shards=2)
         result = train(hp, tmp_path, quiet(tmp_path, cache_bytes=8 * size))
         fetched = {name: server.requests.count(name) for name in server.requests if name.endswith(".tar")}
-    here = train(of(shards / "train.json", epochs=1, shuffle_shards=2), tmp_path / "here")
+    here = train(of(many_shards / "train.json", epochs=1, shuffle_shards=2), tmp_path / "here")
     assert losses(result) == pytest.approx(losses(here), abs=1e-9)
     assert len(fetched) == 20
     # Three times for training, validation and test, once more where a shard lies on two streams, and two faults; once
@@ -120,20 +118,18 @@ def test_shards_far_away_go_through_a_cache_smaller_than_the_data(tmp_path: Path
 
 
 @pytest.mark.slow
-def test_training_alone_fetches_shards_of_s3_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_alone_fetches_shards_of_s3_once(many_shards: Path, tmp_path: Path, monkeypatch) -> None:
     """In a cache that the planner says is enough; only a shard that ends one stream and begins the next comes twice.
 
     Of the test set, which is a set of its own, all samples are evaluated.
     """
-    folder = tmp_path / "served" / "bucket" / "shards"
-    pack_source("digits", folder, per_shard=75, progress="off")
     pack_source("digits", tmp_path / "test", split="test", per_shard=150, progress="off")
     own_tests = {"validation_fraction": 0.0, "test_dataset": f"shards:{tmp_path}/test/train.json"}
     hp = of("s3://bucket/shards/train.json", epochs=1, num_ranks=2, shuffle_shards=2, batch_size=150, **own_tests)
-    with s3_server(folder.parent.parent) as server, faulty_proxy(server.endpoint) as proxy:
+    with s3_server(many_shards.parent.parent) as server, faulty_proxy(server.endpoint) as proxy:
         set_variables(server.aws_environment() | {"AWS_ENDPOINT_URL": proxy.url}, monkeypatch)
         data = fetch(hp.dataset, "", tmp_path / "data", test_dataset=hp.test_dataset, progress="off")
-        size = max(path.stat().st_size for path in folder.glob("*.tar"))
+        size = max(path.stat().st_size for path in many_shards.glob("*.tar"))
         settings = quiet(tmp_path, cache_bytes=8 * size)
         assert check_prepared_set(data, hp, ranks=2, workers=1, cache_bytes=settings.cache_bytes) == []
         result = run_training(hp, data, tmp_path / "run", settings)

@@ -39,12 +39,9 @@ PER_SHARD = 75
 pytestmark = pytest.mark.usefixtures("user_models")
 
 
-@pytest.fixture(scope="module")
-def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the digits in twenty shards; nobody changes it."""
-    folder = tmp_path_factory.mktemp("shards")
-    pack_source("digits", folder, per_shard=PER_SHARD, progress="off")
-    return folder
+@pytest.fixture
+def shards(many_shards: Path) -> Path:
+    return many_shards
 
 
 def options_of(shards: Path, **changes) -> RankStream:

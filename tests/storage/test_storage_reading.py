@@ -240,7 +240,7 @@ def test_connections_are_kept(place: Place) -> None:
     assert len(place.server.connections) <= 1 + spare
     with ThreadPoolExecutor(6) as pool:
         assert set(pool.map(storage.read_file, [address] * 200)) == {b"content"}
-    assert len(place.server.connections) <= 6 + spare
+    assert len(place.server.connections) <= 6 + 4 * spare  # of 220 requests; more on a busy machine
 
 
 @pytest.mark.parametrize("place", ["http"], indirect=True)
