@@ -85,10 +85,8 @@ MORE = (True, signal.SIGINT), (True, signal.SIGKILL), (False, signal.SIGINT)
     ("links", "number"),
     [(False, signal.SIGKILL), *(pytest.param(*each, marks=pytest.mark.exhaustive) for each in MORE)],
 )
-def test_a_pack_that_is_ended_at_any_change_leaves_the_old_or_the_new(
-    tmp_path, number, links: bool, monkeypatch
-) -> None:
-    """And the next one leaves nothing else behind."""
+def test_a_pack_that_is_ended_leaves_the_old_or_the_new(tmp_path: Path, number: int, links: bool, monkeypatch) -> None:
+    """At any change of a file; and the next one leaves nothing else behind."""
     old, new = tmp_path / "old", tmp_path / "new"
     letters(3, old)
     letters(1, new, letter="b")
