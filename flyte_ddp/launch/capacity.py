@@ -10,10 +10,10 @@ POLL_SECONDS = 0.5
 
 
 def wait_for_hosts(count_hosts: Callable[[], int], wanted: int, hosts_name: str, seconds: float) -> None:
-    """Wait up to ``seconds`` until ``count_hosts()`` is at least ``wanted``; print each change of it to stderr.
+    """Wait up to ``seconds`` until ``count_hosts()`` is at least ``wanted``; print each change of the count to stderr.
 
-    ``hosts_name`` is for messages, such as "nodes of the Ray cluster". Prints nothing if enough hosts are there at
-    once. Raises UnreachableError if there are still too few after that time.
+    ``hosts_name`` is for messages, such as "nodes of the Ray cluster". Prints nothing if the first count is enough.
+    Raises UnreachableError if there are still too few hosts after ``seconds``.
     """
     deadline, printed = time.monotonic() + seconds, wanted
     while (found := count_hosts()) < wanted:
@@ -38,10 +38,10 @@ def choose_device_type(backend: str, has_gpus: bool, lack: str) -> str:
 
 
 def clamp_ranks(num_ranks: int, capacity: int, capacity_in_words: str, most: int, *, exact: bool = False) -> int:
-    """Return the requested number of ranks (0 requests ``most``), or the capacity if that is smaller.
+    """Return ``num_ranks``, or ``most`` if that is 0; but at most ``capacity``.
 
-    Prints to stderr if fewer ranks fit than ``num_ranks``; with ``exact``, as in a pod, where nobody reads that, raises
-    UserError instead. Also raises UserError if no rank fits.
+    If ``num_ranks`` is above ``capacity``, prints so to stderr; with ``exact`` raises UserError instead. Also raises
+    UserError if ``capacity`` is below 1. ``capacity_in_words`` is for messages.
     """
     if capacity < 1:
         raise UserError(

@@ -38,12 +38,12 @@ LESS_MONITORING = {
 def launch(job: Job, *, num_ranks: int, client: Any = None, retries: int = 0) -> None:
     """Run the job on ``num_ranks`` workers, on as few hosts as possible, and wait for its end.
 
-    Waits for the workers up to FLYTE_DDP_TIMEOUT, and sends them this process's sources of the library and of the user.
-    Without a client, connects as :func:`connected` does. Dask starts a failed task again up to ``retries`` times; all
-    ranks then resume from the newest checkpoint. Each rank stays on its worker, so a lost worker ends the run. At the
-    end waits up to JOIN_SECONDS (10 s) for the tasks, and cancels the others. Raises the error of the rank that failed
-    first, StoppedError or KeyboardInterrupt after a signal, UserError if workers have other versions, UnreachableError
-    if too few come in time.
+    Waits for the workers up to FLYTE_DDP_TIMEOUT, and sends them the library's and the user's sources.
+    :func:`connected` gets ``client``. Dask starts a failed task again up to ``retries`` times; all ranks then resume
+    from the newest checkpoint. A lost worker ends the run, because its rank may run on no other. At the end waits up to
+    10 s for the tasks, and cancels the rest. Raises the error of the rank that failed first, StoppedError or
+    KeyboardInterrupt after a signal, UserError if workers have other versions, UnreachableError if too few come in
+    time.
     """
     with require_extra("dask"):
         from dask import annotate  # type: ignore[attr-defined]
@@ -85,7 +85,7 @@ def launch(job: Job, *, num_ranks: int, client: Any = None, retries: int = 0) ->
 
 
 def raise_if_task_failed(futures: Sequence[Any], workers: Sequence[str], living: Collection[str]) -> None:
-    """Raise UnreachableError if a task has failed for good, after Dask's retries, or if its worker is not living."""
+    """Raise UnreachableError if a task has failed and Dask has no retry left, or its worker is not in ``living``."""
     for future, worker in zip(futures, workers, strict=True):
         if future.status == "error":
             raise agent.agent_start_error("a Dask worker", future.exception())
@@ -96,11 +96,11 @@ def raise_if_task_failed(futures: Sequence[Any], workers: Sequence[str], living:
 def hardware(hp: Hyperparameters, client: Any, *, coming: int = 0, seconds: float | None = None) -> Hardware:
     """Return the Hardware for ranks on the workers: a GPU each if all workers see one, and a share of the host's cores.
 
-    Waits up to ``seconds`` (None: FLYTE_DDP_TIMEOUT) for as many workers as ranks are requested, or for one. If fewer
-    ranks fit than requested, raises UserError when ``coming``, the workers that the cluster will have, is not 0; else
-    prints that to stderr when the wait is over. Has each worker import torch, and initialise CUDA for GPU ranks. Also
-    raises UserError if the hyperparameters do not fit the cluster, or workers have other versions; UnreachableError if
-    too few workers (without ``coming``: none) have come in time, or the cluster does not answer.
+    ``coming`` is the number of workers that the cluster will have, 0 if it is not known. Waits up to ``seconds`` (None:
+    FLYTE_DDP_TIMEOUT) for as many workers as ranks are requested; if ``hp.num_ranks`` is 0, for ``coming`` workers, at
+    least one. If fewer have come, raises UnreachableError if ``coming`` is not 0 or none has come; otherwise prints so
+    to stderr. Workers import torch, and initialise CUDA for GPU ranks. Raises UserError if the hyperparameters do not
+    fit the cluster, or workers have other versions; UnreachableError if the cluster does not answer.
     """
     wanted = max(1, hp.num_ranks)
     if coming:
@@ -134,13 +134,13 @@ def hardware(hp: Hyperparameters, client: Any, *, coming: int = 0, seconds: floa
 def request_workers(client: Any, wanted: int) -> Iterator[Callable[[], int]]:
     """Make an adaptive cluster start workers, and keep them until the end of the block.
 
-    An adaptive cluster starts workers for waiting tasks only. So yields a function that returns the number of workers,
-    and while they are fewer than ``wanted`` submits tasks for a resource that no worker has. Cancels them at the end.
+    Yields a function that counts the workers. If there are fewer than ``wanted``, the function submits tasks that no
+    worker can run: such a cluster starts workers for waiting tasks. The end of the block cancels these tasks.
     """
     tasks: list[Any] = []
 
     def count_workers() -> int:
-        """Return the number of workers; while there are too few, submit tasks that none of them can run."""
+        """Return the number of workers; if there are too few, submit tasks that no worker can run."""
         workers = describe_workers(client)
         threads = max((worker["nthreads"] for worker in workers.values()), default=1)
         more = range(len(tasks), wanted * threads * TASKS_PER_THREAD)
@@ -157,10 +157,10 @@ def request_workers(client: Any, wanted: int) -> Iterator[Callable[[], int]]:
 
 
 def choose_workers(workers: Mapping[str, Any], num_ranks: int) -> list[str]:
-    """Return the addresses of ``num_ranks`` workers, on as few hosts as possible; those of a host are adjacent.
+    """Return the addresses of ``num_ranks`` workers, grouped by host, on as few hosts as possible.
 
-    Workers with tasks are chosen only if there are too few without. Raises UnreachableError if there are fewer workers
-    than ranks. ``workers`` are of :func:`describe_workers`.
+    Takes workers with tasks only if there are too few without tasks. ``workers`` is the result of
+    :func:`describe_workers`. Raises UnreachableError if there are fewer workers than ranks.
     """
     idle = [address for address in workers if not workers[address]["tasks"]]
     candidates = idle if len(idle) >= num_ranks else [*workers]
@@ -176,10 +176,10 @@ def choose_workers(workers: Mapping[str, Any], num_ranks: int) -> list[str]:
 
 
 def choose_gpus(workers: Sequence[str], visible: Mapping[str, str | None]) -> list[int]:
-    """Return for each worker the number of the GPU that its rank takes, of the GPUs that the worker sees.
+    """Return for each worker the number, from 0, of the GPU for its rank among the GPUs that the worker sees.
 
-    ``visible`` has CUDA_VISIBLE_DEVICES by the workers' addresses. Workers of a host that see the same GPUs take 0, 1,
-    2 and so on. dask-cuda rotates the list, so each takes 0.
+    ``visible`` is each worker's CUDA_VISIBLE_DEVICES, by address. Workers of one host with equal values take 0, 1, 2
+    and so on. dask-cuda gives each worker a list that begins with another GPU, so each takes 0.
     """
     numbers: dict[tuple[str, str], Iterator[int]] = defaultdict(itertools.count)
     return [next(numbers[worker.rpartition(":")[0], visible.get(worker) or ""]) for worker in workers]
@@ -210,19 +210,19 @@ def describe_workers(client: Any) -> dict[str, Any]:
 def run_on_workers(
     client: Any, function: Callable[..., Any], *arguments: Any, workers: Sequence[str] | None = None
 ) -> Any:
-    """Call a function on each of these workers, or on all, and return its results by worker address.
+    """Call a function on all workers, or on ``workers`` alone, and return its results by worker address.
 
-    The function of this library is pickled by value, so the workers need not have the library. Raises UnreachableError
-    if the cluster does not answer.
+    Pickles a function of this library by value, so workers need not have the library. Raises UnreachableError if the
+    cluster does not answer.
     """
     with translate_cluster_errors(client):
         return client.run(pickle_by_value(function), *arguments, workers=workers)
 
 
 def pickle_by_value(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function of this library wrapped so that workers without this library, or with another one, can call it.
+    """Wrap a function of this library so that workers without this library, or with another release, can call it.
 
-    It is pickled with the functions that it calls. Modules that it imports while it runs must exist on the worker.
+    Pickles it with the functions that it calls. Modules that it imports while it runs must exist on the worker.
     """
     import cloudpickle  # type: ignore[import-untyped]
 
@@ -255,12 +255,12 @@ def translate_cluster_errors(client: Any) -> Iterator[None]:
 
 @contextmanager
 def connected(client: Any = None, num_ranks: int = 0, seconds: float | None = None) -> Iterator[Any]:
-    """Yield a Dask client: the given one, Dask's current one, or a new one, which is closed at the end.
+    """Yield ``client``; if that is None, Dask's current client; without one, a new client, which is closed at the end.
 
-    A new one connects to the scheduler of ``DASK_SCHEDULER_ADDRESS``, for up to ``seconds`` (None: 10), or to a cluster
-    that is started on this machine for the block. That has ``num_ranks`` workers; with 0 one for each GPU, or for each
-    core up to MOST_CPU_RANKS (4). Raises UserError if Dask is not installed, or the address has not the form
-    tcp://host:port, and UnreachableError if no scheduler answers at the address.
+    A new client connects to the scheduler at ``DASK_SCHEDULER_ADDRESS`` within ``seconds`` (None: 10). If the variable
+    is not set, starts a cluster on this machine for the block, of ``num_ranks`` workers; for 0 one for each GPU,
+    without GPUs one for each core up to MOST_CPU_RANKS (4). Raises UserError if Dask is not installed, or the address
+    has not the form tcp://host:port, and UnreachableError if no scheduler answers at the address.
     """
     with require_extra("dask"):
         from dask import config

@@ -58,10 +58,10 @@ POLL_SECONDS = 0.1
 
 
 def hardware(hp: Hyperparameters) -> Hardware:
-    """Return the Hardware for the ranks, in a worker of Elastic's, which has decided their number.
+    """Return the Hardware for the ranks of a run; call it in a worker of Elastic's, whose WORLD_SIZE is their number.
 
-    Assumes that all hosts are like this one. Prints to stderr if ``hp.num_ranks`` is another number. Raises UserError
-    if the hyperparameters do not fit the hardware.
+    Assumes that all hosts are like this one. Prints to stderr if ``hp.num_ranks`` is neither 0 nor WORLD_SIZE. Raises
+    UserError if the hyperparameters do not fit the hardware.
     """
     num_ranks, on_this_host = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"])
     if hp.num_ranks not in (0, num_ranks):
@@ -75,12 +75,12 @@ def hardware(hp: Hyperparameters) -> Hardware:
 
 
 def launch(job: Job, *, num_ranks: int, max_restarts: int = 0) -> None:
-    """Run the job as rank 0 if this is a worker of Elastic's, else in ``num_ranks`` new workers on this machine.
+    """Run the job: as rank 0 in a worker of Elastic's, elsewhere in ``num_ranks`` new workers on this machine.
 
-    Elastic restarts new workers up to ``max_restarts`` times when one has failed; the run then resumes from its newest
-    checkpoint. At the end kills what this thread has started, restores signal handlers and environment variables that
-    Elastic changes, and deletes Elastic's logs. Raises the error of the rank that failed first, or StoppedError or
-    KeyboardInterrupt after a signal.
+    If a new worker fails, Elastic restarts all of them, up to ``max_restarts`` times; the run then resumes from its
+    newest checkpoint. At the end kills the processes that this thread has started, restores signal handlers and
+    environment variables that Elastic changes, and deletes Elastic's logs. Raises the error of the rank that failed
+    first, or StoppedError or KeyboardInterrupt after a signal.
     """
     if RUN_ID in os.environ:
         train_as_rank_0(job)
@@ -120,7 +120,7 @@ def launch(job: Job, *, num_ranks: int, max_restarts: int = 0) -> None:
 
 @contextmanager
 def silence_elastic_logs() -> Iterator[None]:
-    """Silence two loggers of torch during the block: Elastic would print how workers ended, and that is raised."""
+    """Silence Elastic's two loggers during the block: they print what the launcher raises as an error."""
     loggers = [logging.getLogger(f"torch.{name}") for name in ("distributed.elastic", "multiprocessing.spawn")]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
@@ -134,7 +134,7 @@ def silence_elastic_logs() -> Iterator[None]:
 
 @contextmanager
 def restore_process_state() -> Iterator[None]:
-    """Restore signal handlers at the end, and delete new TORCH_* and TORCHELASTIC_* variables: Elastic changes both."""
+    """Restore signal handlers after the block, and delete the TORCH_* and TORCHELASTIC_* variables that it has set."""
     names = {*os.environ}
     numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
     try:
@@ -149,8 +149,8 @@ def restore_process_state() -> Iterator[None]:
 def first_worker_error(error: Any, memory_kills: int) -> BaseException:
     """Return the exception of the worker that failed first, or an error that says how the worker ended.
 
-    ``error`` is Elastic's ChildFailedError, ``memory_kills`` what process.count_out_of_memory_kills returned before the
-    workers started. Unpickles the file that the worker has left beside Elastic's error file.
+    ``error`` is Elastic's ChildFailedError. ``memory_kills`` is the result of process.count_out_of_memory_kills before
+    the workers started. Unpickles the file that the worker has left beside Elastic's error file.
     """
     rank, first = error.get_first_failure()
     if first.exitcode < 0:
@@ -166,12 +166,12 @@ def first_worker_error(error: Any, memory_kills: int) -> BaseException:
 
 
 def train_in_worker(job: Job, key: str) -> None:
-    """Train in a worker that launch started, as rank 0, or as another rank, which waits up to an hour for rank 0.
+    """Train as this worker's rank. The first function of a worker that :func:`launch` has started.
 
-    It is the worker's first function. Sets FLYTE_DDP_ELASTIC_KEY to ``key``, the secret that ranks' connections prove.
-    A restarted rank 0 resumes from the newest checkpoint, and prints that to stderr. Kills at the end what this thread
-    has started. Raises the run's outcome, the same on all ranks, and pickles it for :func:`first_worker_error`; a rank
-    that still trains 2 s (rank 0: 10 s) after the run has failed is ended by os._exit(1).
+    Ranks other than 0 wait up to an hour for rank 0. Sets FLYTE_DDP_ELASTIC_KEY to ``key``, the secret by which ranks
+    know each other. A restarted rank 0 resumes from the newest checkpoint, and prints so to stderr. Kills at the end
+    the processes that this thread has started. If the run fails, all ranks raise the same error, and pickle it for
+    :func:`first_worker_error`; a rank that still trains 2 s (rank 0: 10 s) after the failure is ended by os._exit(1).
     """
     os.environ[KEY_VARIABLE] = key
     with pickle_exception():
@@ -189,10 +189,10 @@ def is_leader() -> bool:
 
 
 def train_as_rank_0(job: Job) -> None:
-    """Train as rank 0 in this process, while a thread of it supervises all ranks; raise the run's outcome if it failed.
+    """Train as rank 0 in this process, and supervise all ranks in a thread; raise the run's error if it has failed.
 
-    Publishes this process's address in Elastic's store. Kills at the end what this thread has started. Every rank
-    raises the same UserError, RankError, StoppedError or KeyboardInterrupt.
+    Publishes this process's address in Elastic's store. Kills at the end the processes that this thread has started.
+    Every rank raises the same UserError, RankError, StoppedError or KeyboardInterrupt.
     """
     store, info = join_group(job.settings.timeout)
     alone = info.world_size == int(os.environ["LOCAL_WORLD_SIZE"])  # then no other host need reach this one
@@ -216,11 +216,11 @@ def train_as_rank_0(job: Job) -> None:
 
 
 def follow(fetch_into: Callable[[Path], object] | None = None, timeout: float = RANK_0_SECONDS) -> None:
-    """Connect to rank 0, receive the job, and train as another rank; raise the run's outcome if it failed.
+    """Connect to rank 0, receive the job, and train as another rank; raise the run's error if it has failed.
 
     Waits up to ``timeout`` seconds for rank 0, which may have to fetch the data first; then raises UnreachableError. On
-    a host without the prepared data, ``fetch_into`` puts it into a folder; None fetches it from its source. Every rank
-    raises the same UserError, RankError, StoppedError or KeyboardInterrupt.
+    a host without the prepared data, calls ``fetch_into`` with a folder for them; None: fetches them from their source.
+    Every rank raises the same UserError, RankError, StoppedError or KeyboardInterrupt.
     """
     store, info = join_group(timeout)
     tried: set[str] = set()
@@ -246,9 +246,9 @@ def follow(fetch_into: Callable[[Path], object] | None = None, timeout: float = 
 
 
 def join_group(timeout: float) -> tuple[Any, RankInfo]:
-    """Connect to the store of this group of Elastic's workers; return it and this worker's RankInfo.
+    """Connect to the store of this group of Elastic's workers; return the store and this worker's RankInfo.
 
-    ``timeout`` is the limit of each of the store's operations, in seconds.
+    ``timeout`` is the limit in seconds of each operation of the store.
     """
     from torch.distributed import rendezvous as connect_to_store  # type: ignore[attr-defined]
 
@@ -273,11 +273,12 @@ def read_ticket(text: bytes, info: RankInfo) -> connection.JoinTicket:
 def run_worker_rank(
     ticket: connection.JoinTicket, pipe: Connection, folder: Path, fetch_into: Callable[[Path], object] | None = None
 ) -> None:
-    """Receive the job, run this worker's rank, and wait until the run has ended; raise its outcome if it failed.
+    """Receive the job, run this worker's rank, and wait until the run has ended; raise its error if it has failed.
 
-    Waits without a limit. Fetches the prepared data with ``fetch_into`` if this host does not see it, and sends rank 0
-    the results of a host that does not see the run folder. SIGTERM and Ctrl-C make rank 0 stop all ranks. Kills at the
-    end what this thread has started; does not close the pipe.
+    Waits without a limit. If this host does not see the prepared data, fetches them with ``fetch_into`` (None: from
+    their source). If it does not see the run folder, sends rank 0 the files of ``folder``. SIGTERM and Ctrl-C make rank
+    0 stop all ranks. Sets this process's name and gloo's and NCCL's network variables. Kills at the end the processes
+    that this thread has started; does not close the pipe.
     """
     from flyte_ddp.launch.supervise.rank import run_rank
 
@@ -328,7 +329,7 @@ class WorkerLink(Link):
         super().__init__(pipe, resumed_step)
 
     def handle_message(self, message: dict[str, Any]) -> None:
-        """End this rank or send its stack if rank 0 asks for that; handle other messages as other ranks do."""
+        """Handle rank 0's message: end this rank for "over", send its stack for "stack", else call the base class."""
         if message["kind"] == "over":
             self.end_rank(message["error"])
         elif message["kind"] == "stack":
@@ -342,10 +343,10 @@ class WorkerLink(Link):
         self.end_rank(lost_rank_0_error())
 
     def end_rank(self, outcome: BaseException | None) -> None:
-        """Give the run's outcome to wait_for_outcome, once: after it, the end of the connection says nothing new.
+        """Give the run's outcome to :meth:`wait_for_outcome`; do nothing if it has got one before.
 
-        If it is an error for which nobody waits within UNWIND_SECONDS (2 s, rank 0: 10 s), writes it for Elastic, kills
-        all descendants, and exits this process with 1. Sleeps NOTICE_SECONDS (1 s) before a RankError.
+        Sleeps 1 s before it gives a RankError. If the outcome is an error, and nobody calls wait_for_outcome within 2 s
+        (rank 0: 10 s), writes the error for Elastic, kills all descendants, and exits this process with code 1.
         """
         if self.outcome.done():
             return
@@ -364,8 +365,8 @@ class WorkerLink(Link):
     def wait_for_outcome(self, own_error: BaseException | None = None) -> BaseException | None:
         """Wait for the run's outcome and return it: the error, or None if the run has completed.
 
-        A rank with an error of its own waits up to OUTCOME_SECONDS (45 s), and then returns that error; if a collective
-        operation failed, it returns that rank 0 is lost, which is most likely gone, too. Else the wait has no limit.
+        With ``own_error``, this rank's error, waits up to 45 s, and then returns ``own_error``; for a failed collective
+        operation returns the error that rank 0 is lost, the likely cause. Without ``own_error`` waits without a limit.
         """
         self.unwinding.set()
         if own_error is None:

@@ -28,9 +28,9 @@ SETTINGS = 4  # type of the first frame that an HTTP/2 server sends; it is the f
 def launch(job: Job, *, num_ranks: int, max_retries: int = 0) -> None:
     """Run the job as ``num_ranks`` tasks of the cluster, on as few hosts as possible, and wait for their end.
 
-    Ray starts a task again up to ``max_retries`` times when it has failed or its host is gone; all ranks then resume
-    from the newest checkpoint. Cancels the tasks at the end, and waits up to twice JOIN_SECONDS (10 s) for that. Raises
-    the error of the rank that failed first, or StoppedError or KeyboardInterrupt after a signal.
+    Connects by :func:`connected`. Ray starts a task again up to ``max_retries`` times when it has failed or its host is
+    gone; all ranks then resume from the newest checkpoint. At the end cancels the tasks, and waits for them up to 20 s.
+    Raises the error of the rank that failed first, or StoppedError or KeyboardInterrupt after a signal.
     """
     with connected():
         import ray
@@ -65,7 +65,7 @@ def launch(job: Job, *, num_ranks: int, max_retries: int = 0) -> None:
 
 
 def raise_if_task_failed(tasks: Sequence[Any]) -> None:
-    """Raise UnreachableError if a task has failed for good, after Ray's retries; do not wait."""
+    """Raise UnreachableError if a task has failed and Ray has no retry left; do not wait for tasks."""
     import ray
 
     ended, _ = ray.wait(list(tasks), num_returns=len(tasks), timeout=0)
@@ -78,11 +78,11 @@ def raise_if_task_failed(tasks: Sequence[Any]) -> None:
 def hardware(hp: Hyperparameters, nodes_to_come: int = 0, seconds: float = 0.0) -> Hardware:
     """Return the Hardware for ranks on the Ray cluster: one GPU for each rank, or the same number of CPUs for each.
 
-    Connects as :func:`connected`, if not called inside it: without RAY_ADDRESS starts and ends a cluster. Waits up to
-    ``seconds`` for ``nodes_to_come`` nodes, and prints to stderr how many there are. If fewer ranks fit than requested,
-    raises UserError when ``nodes_to_come`` is not 0, else prints that. For precision auto or bf16 runs a task on each
-    node, and waits for it without a limit. Also raises UserError if the hyperparameters do not fit, or Ray is missing
-    or refuses; UnreachableError if no cluster answers at RAY_ADDRESS, or nodes have not come in time.
+    Connects by :func:`connected`, which without RAY_ADDRESS starts a cluster and ends it. Waits up to ``seconds`` for
+    ``nodes_to_come`` nodes; prints to stderr how many there are until then. If fewer ranks fit than requested, prints
+    so; raises UserError instead if ``nodes_to_come`` is not 0. For precision auto or bf16 runs a task on each node, and
+    waits for it without a limit. Also raises UserError if the hyperparameters do not fit, or Ray is missing or refuses;
+    UnreachableError if no cluster answers at RAY_ADDRESS, or too few nodes have come in time.
     """
     with connected():
         capacity.wait_for_hosts(lambda: len(list_rank_nodes()), nodes_to_come, "nodes of the Ray cluster", seconds)
@@ -117,11 +117,11 @@ def cpus_per_rank(cpus: Sequence[int], num_ranks: int) -> int:
 
 
 def least_bf16_support(device: str) -> Bf16:
-    """Return the least bf16 support of all nodes that may get ranks: ranks must all compute in one precision.
+    """Return the least bf16 support among the nodes that may get ranks.
 
-    Call it inside :func:`connected`. Runs a task on each node and waits for all, without a limit. The tasks reserve
-    nothing, so they run where all CPUs and GPUs are taken. On GPUs a task asks the node's first GPU. Ray's own
-    exceptions, as for a lost node, go through.
+    Call it inside :func:`connected`. Runs a task on each such node, and waits for all tasks without a limit. The tasks
+    reserve no CPU or GPU, so they also run on busy nodes. For "cuda" looks at each node's first GPU. Raises Ray's own
+    exceptions, such as for a lost node.
     """
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -137,9 +137,9 @@ def least_bf16_support(device: str) -> Bf16:
 def connected() -> Iterator[None]:
     """Connect to Ray for the block: to the cluster of ``RAY_ADDRESS``, or to one that is started on this machine.
 
-    Does nothing if Ray is initialised already. Else restores the handler of SIGTERM, and shuts Ray down at the end,
-    with a cluster that was started. Raises UserError if Ray is not installed, refuses this process, or does not start
-    here, and UnreachableError if no cluster answers at the address within REACH_SECONDS (10 s).
+    Does nothing if Ray is initialised already. Otherwise restores the handler of SIGTERM, which Ray replaces, and at
+    the end shuts Ray down, with a cluster that was started. Raises UserError if Ray is not installed, refuses this
+    process, or does not start here, and UnreachableError if no cluster answers at the address within 10 s.
     """
     with require_extra("ray"):
         import ray
@@ -167,10 +167,10 @@ def connected() -> Iterator[None]:
 
 
 def refuse_unanswered_address(address: str | None) -> None:
-    """Connect to the address once; raise OSError unless a server with HTTP/2, as Ray's, answers within 10 s.
+    """Connect to the address once; raise OSError unless a server answers in HTTP/2, Ray's protocol, within 10 s.
 
-    Does nothing if Ray would start a cluster on this machine. Raises UserError if the address has a scheme, such as
-    ``ray://``, and ValueError if Ray does not understand it.
+    With RAY_USE_TLS any connection is enough. Connects to nothing if Ray would start a cluster on this machine. Raises
+    UserError if the address has a scheme, such as ``ray://``, and ValueError if Ray does not understand it.
     """
     from ray._private.services import canonicalize_bootstrap_address
 

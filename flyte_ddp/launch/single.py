@@ -17,9 +17,9 @@ SaveFunction = Callable[[], int]
 def launch(job: Job, *, num_ranks: int = 1) -> None:
     """Run the job's only rank in this process.
 
-    Restores process-wide settings of torch, Python, NumPy and glibc at the end, and kills what this thread has started.
-    Raises UserError for the user's mistake, RankError from the rank's exception for any other failure, StoppedError
-    after SIGTERM and KeyboardInterrupt after Ctrl-C, both after a checkpoint, and ValueError if ``num_ranks`` is not 1.
+    Restores process-wide settings of torch, Python, NumPy and glibc at the end, and kills the processes that this
+    thread has started. On SIGTERM and Ctrl-C writes a checkpoint, and raises StoppedError or KeyboardInterrupt. Raises
+    UserError for the user's mistake, RankError for any other failure, and ValueError if ``num_ranks`` is not 1.
     """
     from flyte_ddp.launch.supervise.rank import restore_settings, run_rank
 
@@ -39,11 +39,11 @@ def launch(job: Job, *, num_ranks: int = 1) -> None:
 
 @contextmanager
 def stop_with_checkpoint(resumed_step: int) -> Iterator[Callable[[SaveFunction], None]]:
-    """On SIGTERM or Ctrl-C, write a checkpoint in a thread, and end the block by StoppedError or KeyboardInterrupt.
+    """On SIGTERM or Ctrl-C write a checkpoint in a thread, and end the block by StoppedError or KeyboardInterrupt.
 
-    Yields a function that takes the function that writes a checkpoint and returns its step; until it is called, the
-    newest checkpoint is that of ``resumed_step``. A second Ctrl-C raises KeyboardInterrupt in the block at once; the
-    end of the block waits, without a limit, for a checkpoint that is being written. Restores the signals' handlers.
+    Yields a setter for the function that writes a checkpoint and returns its step. Until the setter is called, writes
+    none, and reports ``resumed_step``. A second Ctrl-C raises KeyboardInterrupt in the block at once. The end of the
+    block waits, without a limit, for a checkpoint that is being written, and restores the signals' handlers.
     """
     save: SaveFunction = lambda: resumed_step  # noqa: E731
     saved_step: int | None = None

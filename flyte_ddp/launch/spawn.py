@@ -15,11 +15,10 @@ from flyte_ddp.runs.job import Job
 
 
 def launch(job: Job, *, num_ranks: int) -> None:
-    """Run the job in ``num_ranks`` processes of this machine, and wait for their end; kill them if one fails.
+    """Run the job in ``num_ranks`` processes of this machine, and wait for their end; kill all if one fails.
 
-    On Linux a server process forks the ranks, else each is spawned. Catches SIGTERM and Ctrl-C. After killing waits up
-    to 20 s for a rank that the kernel holds. Raises the error of the rank that failed first, or StoppedError or
-    KeyboardInterrupt after a signal.
+    Ranks are forks of a server process on Linux, spawned elsewhere. Catches SIGTERM and Ctrl-C. Waits up to 20 s for a
+    killed rank. Raises the error of the rank that failed first, or StoppedError or KeyboardInterrupt after a signal.
     """
     group: list[RankHandle] = []
     with catch_stop_signals() as stop, ExitStack() as at_end:

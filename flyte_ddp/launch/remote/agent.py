@@ -23,9 +23,9 @@ class RankEndedError(RuntimeError):
 def run_agent(stdin: bytes, sources: bytes = b"", parent_folder: str = "") -> None:
     """Start an agent process and wait for its end, without a limit. An engine calls this on the rank's host.
 
-    The agent gets a ticket's ``to_stdin()``. ``sources`` from :func:`pack_sources` are for a host without this library:
-    unless it has the same files, they are written into a temporary folder in ``parent_folder``, from which the agent
-    and its rank import. Raises RankEndedError if the rank failed.
+    ``stdin`` is a ticket's ``to_stdin()``. ``sources`` is the result of :func:`pack_sources`: unless this host has the
+    same files, writes them into a temporary folder in ``parent_folder``, from which agent and rank import. Raises
+    RankEndedError if the agent fails, or loses the launcher before the run is over.
     """
     with unpack_sources(sources, parent_folder) as (folder, path):
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [*path, *sys.path]))}
@@ -47,8 +47,8 @@ def agent_start_error(who: str, error: BaseException) -> UnreachableError:
 def main() -> None:
     """Run an agent: start one rank, relay its messages to and from the launcher, then kill all descendants and exit.
 
-    Reads RankInfo and JoinTicket from stdin, as pickles. Exits with 1 if the launcher is gone without a word, else with
-    0. When stdin ends, a thread kills all descendants and exits with 1.
+    Reads RankInfo and JoinTicket from stdin, as pickles. Exits with 1 if the connection to the launcher ends before the
+    run is over, else with 0. When stdin ends, a thread kills all descendants and exits with 1.
     """
     become_subreaper()  # orphans of the rank become children of this process, which can then kill them
     info = pickle.load(sys.stdin.buffer)

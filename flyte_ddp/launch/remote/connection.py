@@ -70,11 +70,11 @@ def open_local_run_folder(ticket: JoinTicket) -> Iterator[Path]:
 
 
 def connect_to_launcher(ticket: JoinTicket, folder: Path) -> Connection:
-    """Connect to the launcher for a rank of this host, and return the pipe after both sides have proved the key.
+    """Connect to the launcher for the ticket's rank, have both sides prove that they know the key, and return the pipe.
 
     Tells the launcher that this host keeps the run's files in ``folder``. Tries the ticket's addresses in turn, each
-    for up to twice CONNECT_SECONDS (10 s). Unpickles nothing from a peer that does not know the key. Raises the error
-    of the last address (OSError, EOFError, AuthenticationError) if none leads to the launcher.
+    for up to 20 s. Unpickles nothing from a peer that does not know the key. Raises the error of the last address
+    (OSError, EOFError, AuthenticationError) if none leads to the launcher.
     """
     failure: Exception = OSError("the launcher has no address")
     for host in ticket.hosts:
@@ -94,8 +94,8 @@ def connect_to_launcher(ticket: JoinTicket, folder: Path) -> Connection:
 def receive_job(pipe: Connection, folder: Path) -> tuple[Job, str]:
     """Wait, without a limit, for the job; return it and the address by which other ranks reach this host.
 
-    Writes the files that the launcher sends before it into the folder. Raises RunOverError if the run has ended,
-    EOFError or OSError if the launcher is gone, and UserError if a file cannot be written.
+    Writes the files that come before the job into ``folder``. Raises RunOverError if the run has ended, EOFError or
+    OSError if the launcher is gone, and UserError if a file cannot be written.
     """
     while (message := pipe.recv())["kind"] != "job":
         if message["kind"] == "over":
@@ -129,11 +129,11 @@ class WorkerConnection:
 
 @contextmanager
 def accept_agents(server: socket.socket, key: bytes) -> Iterator[Callable[[], list[WorkerConnection]]]:
-    """Yield a function that returns the agents that have connected to a listening socket since it was last called.
+    """Yield a function that returns the agents that have connected to the socket ``server`` since it was last called.
 
-    Each is served by a thread, so that a slow peer delays no other, up to MOST_AT_ONCE (64) at once. Connections
-    without a proof of the key are dropped after HELLO_SECONDS (10 s). Makes the socket non-blocking and leaves it open;
-    at the end closes the connections that were not returned.
+    Up to 64 threads check connections at once, so that a slow peer delays no other. Connections without a proof of the
+    key are dropped after HELLO_SECONDS (10 s). Makes the socket, which listens, non-blocking and leaves it open; at the
+    end closes the connections that were not returned.
     """
     server.setblocking(False)
     pool = ThreadPoolExecutor(MOST_AT_ONCE, thread_name_prefix="agent")
@@ -179,10 +179,10 @@ def accept_agents(server: socket.socket, key: bytes) -> Iterator[Callable[[], li
 def authenticated_pipe(connected: socket.socket, key: bytes, role: bytes, seconds: float) -> Iterator[Connection]:
     """Yield a pipe to a peer, after both sides have proved that they know the key by an HMAC of random bytes.
 
-    ``role`` is this side's, LAUNCHER or AGENT. Unpickles nothing. Ends the connection if proof and block take longer
-    than ``seconds`` in all, however slowly the peer sends; the kernel ends it when the peer's host has been silent for
-    30 s. The pipe stays open after the block, unless proof or block raises. Raises AuthenticationError if the peer's
-    proof is wrong, and EOFError or OSError if the peer has left, sends more than 64 bytes, or the time is over.
+    ``role`` is LAUNCHER or AGENT: what this side is. Unpickles nothing. Ends the connection if proof and block together
+    take longer than ``seconds``. At any time the kernel ends it when the peer's host has been silent for 30 s. The pipe
+    stays open after the block, unless proof or block raises. Raises AuthenticationError if the peer's proof is wrong,
+    and EOFError or OSError if the peer has left, sends more than 64 bytes, or the time is over.
     """
     connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in KEEPALIVE.items():

@@ -22,8 +22,8 @@ OUTPUTS = ("model.pt", "model.json", PREDICTIONS, *(f"{FOLDER}/{name}" for name 
 def read_file_as_messages(path: Path, name: str, start: int = 0) -> Iterator[dict[str, Any]]:
     """Read a file from byte ``start`` on; yield messages of up to PIECE_BYTES (4 MiB) for the receiver's file ``name``.
 
-    Yields a message even for an empty file; the last one has ``last`` set. Leaves out bytes appended meanwhile; ends
-    early, with ``last`` set, if the file shrinks.
+    Yields at least one message; the last one has ``last`` True. Leaves out bytes that are appended meanwhile; ends
+    early if the file shrinks.
     """
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
@@ -39,9 +39,9 @@ def read_file_as_messages(path: Path, name: str, start: int = 0) -> Iterator[dic
 def write_piece(folder: Path, message: dict[str, Any]) -> None:
     """Write one message of :func:`read_file_as_messages` into a folder, and make folders below it.
 
-    A file gets its name with its last piece; until then it is hidden, ``.NAME.tmp``. Only metrics.jsonl and
-    results/events.jsonl grow with each piece; for the latter waits for the lock of whoever appends to it. Raises
-    UserError if a file cannot be written, for events.jsonl OSError.
+    Until its last piece a file is named ``.NAME.tmp``. Pieces of metrics.jsonl and results/events.jsonl go into these
+    files at once. Appends to events.jsonl under the file's lock, for which it waits. Raises UserError if a file cannot
+    be written; OSError for events.jsonl.
     """
     path = folder / message["name"]
     if message["name"] == EVENTS:
@@ -103,7 +103,7 @@ class FileSender:
                     self._send_if_changed(str(path.relative_to(self.folder)))
 
     def _send_if_changed(self, name: str) -> None:
-        """Send a file of the folder, if it exists and is not the one that was sent last under this name."""
+        """Send the file ``name`` of the folder if it exists and has changed since it was last sent."""
         with suppress(FileNotFoundError):
             found = (self.folder / name).stat()
             version = (found.st_ino, found.st_mtime_ns, found.st_size)
@@ -114,10 +114,10 @@ class FileSender:
 
     @contextmanager
     def send_results_during(self) -> Iterator[None]:
-        """Have a thread send new results every SEND_SECONDS (0.5 s) during the block; wait for it at the end.
+        """Have a thread send new results every SEND_SECONDS (0.5 s) during the block; wait for the thread at the end.
 
-        So other messages need not wait while the launcher's slow disk takes in results. Call send_results after the
-        block: the last results may not be sent yet. Any OSError, of connection or file, ends the thread silently.
+        Call :meth:`send_results` after the block for the last results. An OSError of connection or file ends the
+        thread.
         """
         if not self.enabled:
             yield

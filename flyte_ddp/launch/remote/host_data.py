@@ -16,9 +16,9 @@ from flyte_ddp.runs.job import Job
 def find_or_fetch_data(job: Job, fetch_into: Callable[[Path], object] | None = None) -> Path:
     """Return the folder of the prepared data: the launcher's if this host sees it, else one in this host's cache.
 
-    The first process of a host fetches the data into the cache, by ``fetch_into`` or from the hyperparameters' source;
-    others wait for its lock, without a limit. Data in the cache with a missing or truncated file, or with another
-    digest, is deleted and fetched again. Raises UserError if the data cannot be fetched, or differs from the
+    The first process of a host fetches the data into the cache, by ``fetch_into`` (None: from the hyperparameters'
+    source); others wait for its lock, without a limit. Data in the cache with a missing or truncated file, or with
+    another digest, is deleted and fetched again. Raises UserError if the data cannot be fetched, or differs from the
     launcher's; OSError if the cache's folder or lock file cannot be made.
     """
     if read_prepared_digest(job.data) == job.identity.data:
@@ -45,10 +45,10 @@ def find_or_fetch_data(job: Job, fetch_into: Callable[[Path], object] | None = N
 
 
 def read_prepared_digest(folder: Path, *, whole: bool = False) -> str:
-    """Return the digest that prepared data in a folder names; an empty string without such data.
+    """Return the digest that is stored with a folder's prepared data; an empty string if there is none.
 
-    With ``whole``, opens the data as well, and returns an empty string if a file is missing or truncated. Computes no
-    digest.
+    With ``whole``, also opens the data, and returns an empty string if a file is missing or truncated. Does not compare
+    the digest with the content.
     """
     try:
         if whole:

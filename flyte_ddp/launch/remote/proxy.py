@@ -17,11 +17,11 @@ from flyte_ddp.launch.supervise.stopping import StopRequest, catch_stop_signals
 
 
 def proxy_rank(handle: RankHandle, ticket: connection.JoinTicket) -> bool:
-    """Connect to the launcher, hand the rank its job, and pass messages on until the run is over.
+    """Connect to the launcher, send the rank its job, and pass messages on until the run is over; return whether it is.
 
-    Waits without a limit, and does not end the rank. Catches SIGTERM and Ctrl-C, and asks the launcher to stop all
-    ranks. Fetches the prepared data if this host does not see it, and reports a failure of that as the rank's. Returns
-    False if the launcher is gone without a word: the engine may start the agent again, which may find another launcher.
+    Waits without a limit, and does not end the rank. On SIGTERM and Ctrl-C asks the launcher to stop all ranks. Fetches
+    the prepared data if this host does not see them; reports a failed fetch as the rank's error. Returns False if the
+    connection to the launcher ends before the run is over: the engine may start the agent again.
     """
     try:
         with (
@@ -65,9 +65,9 @@ def relay_messages(
 ) -> bool:
     """Pass messages between rank and launcher until the rank has ended; return whether the run was over before that.
 
-    Kills the rank or sends its stack if the launcher asks for that. Sends the host's changed outputs before each
-    message of the rank: the checkpoint arrives before the message that names it. Sends the remaining results before the
-    messages that the rank has completed and that it has ended.
+    Kills the rank or sends its stack if the launcher asks for that. Before each message of the rank sends the host's
+    changed outputs, such as a new checkpoint; before "completed" and "exit" also the remaining results. Raises EOFError
+    or OSError if the launcher is gone.
     """
     over = False
 

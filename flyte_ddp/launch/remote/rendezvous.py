@@ -43,9 +43,9 @@ def open_rendezvous(
     """Listen at a free port for agents, which can reach this process at ``hosts``, and yield the rendezvous.
 
     Listens at the address ``listen``; empty: all addresses; None: the first of ``hosts``. Derives the run's key from
-    ``secret``, or from random bytes. With ``only_once`` the run ends with its first failure, because the engine starts
-    no agent again. Writes a marker file into the run folder, by which agents find out whether they see the folder, and
-    deletes it at the end; from then on connections are refused.
+    ``secret``; None: from random bytes. ``only_once``: the run ends with its first failure; nobody starts agents again.
+    Writes a marker file into the run folder, by which agents find out whether they see the folder. At the end deletes
+    the marker and closes the port.
     """
     mark = f".shared-{secrets.token_hex(16)}.tmp"  # the next run deletes *.tmp, if this process is killed
     key = derive_key(secret or secrets.token_bytes(32), mark)
@@ -80,11 +80,11 @@ class Rendezvous:
     def run_ranks(self, num_ranks: int, check_engine: Callable[[], None]) -> None:
         """Wait for all agents, send them the job, and return when all ranks have completed.
 
-        After a recoverable failure waits for the engine to start agents again by its own retry policy, and resumes the
-        run from its newest checkpoint. While agents connect calls ``check_engine``, which raises if one will not come.
-        Catches SIGTERM and Ctrl-C. In the end sends all agents the outcome, and kills all ranks. Raises the error of
-        the rank that failed first if no retry follows, UnreachableError if agents do not connect within GATHER_SECONDS
-        (300 s), and StoppedError or KeyboardInterrupt after a signal.
+        After a recoverable failure waits until the engine has started all agents again, and resumes the run from its
+        newest checkpoint. While agents connect calls ``check_engine``, which raises if one will not come. Catches
+        SIGTERM and Ctrl-C. In the end tells all agents how the run ended, and kills all ranks. Raises the error of the
+        rank that failed first if no retry follows, UnreachableError if agents do not connect within GATHER_SECONDS (300
+        s), and StoppedError or KeyboardInterrupt after a signal.
         """
         failure: BaseException | None = None
         with catch_stop_signals() as stop:
@@ -117,9 +117,9 @@ class Rendezvous:
     def gather_agents(
         self, group: list[RankHandle], num_ranks: int, stop: StopRequest, check_engine: Callable[[], None]
     ) -> None:
-        """Wait until all agents have connected; the group holds the handles of those that have, in the order of ranks.
+        """Wait until all agents have connected; keep the connected ranks' handles in ``group``, ordered by rank.
 
-        Of two agents that claim a rank the later counts: the engine has replaced the first, whose connection is closed.
+        If an agent connects for a rank that has one, the engine has replaced the first: its connection is closed.
         Raises UnreachableError after GATHER_SECONDS (300 s), UserError if an agent runs another version of this
         library, StoppedError or KeyboardInterrupt if a stop was requested, and what ``check_engine`` raises.
         """
@@ -151,7 +151,7 @@ class Rendezvous:
                     group[:] = self.make_handles(found)
 
     def make_handles(self, found: Mapping[int, WorkerConnection]) -> list[RankHandle]:
-        """Return handles of the connected ranks, in order. The lowest rank of each host gets the run's files."""
+        """Return the connected ranks' handles by rank; ranks of a host share the folder of the lowest of them."""
         workers = [found[rank] for rank in sorted(found)]
         # Agents on the launcher's host may have connected over the loopback; an address that others reached suits all.
         from_elsewhere = [worker.reached_at for worker in workers if not worker.is_on_launcher_host]
@@ -182,16 +182,16 @@ class RemoteHandle(RankHandle):
     def ran_out_of_memory(self) -> bool:
         """Return whether the kernel has killed a process of the rank's host for lack of memory since the rank's start.
 
-        The agent finds that in its cgroup. Elastic's ranks have no agent: for a lost one on the launcher's host, the
-        launcher looks into its own cgroup.
+        The agent reports this for its cgroup. Elastic's ranks have no agent: for a lost rank on the launcher's host,
+        looks at the launcher's own cgroup.
         """
         return self.out_of_memory or (self.lost and self.worker.is_on_launcher_host and super().ran_out_of_memory())
 
     def send_job(self, job: Job) -> None:
-        """Send the rank its job, with the paths on the rank's host, after the files that it needs there.
+        """Send the rank its job, with the paths on the rank's host, after the files that the host needs.
 
-        Sends files only if the host does not see the run folder, and to one agent of each host. Waits until it has
-        stored each, without a limit: ranks of the same host, which get the job later, read the same files.
+        Sends files only to a host that does not see the run folder, and there only to the lowest rank. Waits, without a
+        limit, until each file is stored: the host's other ranks, which get the job later, read the same files.
         """
         if self.worker.folder is not None:
             checkpoint, weights, folder = job.checkpoint, job.initial_weights, self.files_in
@@ -211,9 +211,9 @@ class RemoteHandle(RankHandle):
         super().send_job(job)
 
     def read_messages(self) -> Iterator[dict[str, Any]]:
-        """Yield what the rank has sent since the last call. Writes the pieces of files, and sets ``exitcode``.
+        """Yield the rank's messages since the last call, but write pieces of files, and set ``exitcode``.
 
-        So a slow disk holds up the launcher for READ_SECONDS (0.1 s) and one piece of a file, for each sending host.
+        Begins no new message after 0.1 s, so that a slow disk holds up the launcher for one piece (4 MiB) at most.
         """
         early, self.early = self.early, []
         for message in itertools.chain(early, super().read_messages()):  # lazily: writing counts as time of reading
@@ -235,7 +235,7 @@ class RemoteHandle(RankHandle):
         self.send("kill")
 
     def close(self) -> None:
-        """Write files until the rank's exit is reported, up to 10 s; close the connection. Kills nothing."""
+        """Wait up to 10 s for the rank's exit code, and write files that come before; close the pipe. Kill nothing."""
         if self.exitcode is None:
             self._wait_for_message("exit", JOIN_SECONDS)
         self.pipe.close()
@@ -243,8 +243,8 @@ class RemoteHandle(RankHandle):
     def _wait_for_message(self, kind: str, seconds: float | None) -> dict[str, Any] | None:
         """Return the next message of a kind; None if it has not come within ``seconds``, or the connection has ended.
 
-        Without ``seconds`` waits without a limit. Writes pieces of files that the rank sends before (UserError if that
-        fails; for a result prints only the first failure to stderr), and keeps other messages for read_messages.
+        ``seconds`` None: no limit. Writes pieces of files that come before by :meth:`_write_piece`, and keeps other
+        messages for :meth:`read_messages`.
         """
         deadline = None if seconds is None else time.monotonic() + seconds
         with suppress(EOFError, OSError):
@@ -271,8 +271,9 @@ class RemoteHandle(RankHandle):
 
 
 def resume_from_newest_checkpoint(job: Job, why: str) -> Job:
-    """Return the job with its newest checkpoint, reading and verifying those in the run folder.
+    """Return the job with the newest checkpoint of its run folder, or with None if there is none.
 
+    Reads and changes what :func:`rewind_to_newest_checkpoint` does, such as metrics.jsonl, and raises its UserErrors.
     Prints to stderr ``why`` and the step from which the run resumes, unless progress is off.
     """
     found = rewind_to_newest_checkpoint(job.run_folder, job.identity)
@@ -283,10 +284,9 @@ def resume_from_newest_checkpoint(job: Job, why: str) -> Job:
 
 
 def adapt_to_hosts(job: Job, hosts: set[str]) -> Job:
-    """Return the job with ``num_nodes`` for these hosts, and with strategy ddp if they are several.
+    """Return the job with ``num_nodes`` for these hosts; on several hosts ddp replaces the strategy shared_memory.
 
-    Only ranks of a single host can average gradients in shared memory. Raises UserError if strategy='shared_memory' was
-    asked for, and there are several hosts.
+    Raises UserError on several hosts if the hyperparameters name shared_memory, which needs all ranks on one host.
     """
     job = replace(job, num_nodes=len(hosts))
     if len(hosts) == 1 or job.hardware.strategy != "shared_memory":

@@ -17,7 +17,7 @@ LIBRARY = Path(__file__).parents[2]
 def pack_sources(*specs: str) -> bytes:
     """Return a compressed pickle of the library's sources, and of the user's sources that the cache key covers.
 
-    Reads all these files. The user's are those of the models and data sets that the specs name, as ``mine:model`` does.
+    Reads all these files. ``specs`` name the user's models and data sets, such as ``mine:model``; others add nothing.
     """
     files = {path.relative_to(LIBRARY.parent).as_posix(): path for path in list_package_files(LIBRARY)}
     for spec in specs:
@@ -31,8 +31,8 @@ def pack_sources(*specs: str) -> bytes:
 def unpack_sources(sources: bytes, parent_folder: str) -> Iterator[tuple[str | None, list[str]]]:
     """Write the sources into a new folder, yield it and the folders for ``sys.path``, and delete the folder at the end.
 
-    Without sources, or on a host that has the same files at the same paths, writes nothing, and yields None and the
-    original folders. ``sources`` of :func:`pack_sources` are unpickled, so they must come from a trusted sender.
+    Without sources, or if this host has the same files at the same paths, writes nothing, and yields None and the
+    original folders. Unpickles ``sources`` of :func:`pack_sources`, so they must come from a trusted sender.
     """
     files: list[tuple[str, str, bytes]] = pickle.loads(zlib.decompress(sources)) if sources else []
     if all(has_content(Path(place, name), content) for place, name, content in files):

@@ -13,11 +13,11 @@ OWN = ("own", *MISTAKES)  # causes of a report that are no consequence of anothe
 
 
 def first_failure(group: Sequence[RankHandle], timeout: float) -> UserError | RankError:
-    """Return the error of the rank that failed first; ``timeout``, for which ranks wait for each other, is in its text.
+    """Return the error of the rank that failed first; ``timeout``, the ranks' time limit in seconds, is for its text.
 
-    A known root cause comes first, then SIGABRT, by which gloo and NCCL also end a rank when another is gone, then
-    collective operations that failed. Only for the last asks the ranks that have not failed for their stacks, up to 3 s
-    each.
+    Takes what :func:`find_root_cause` finds; without that, a rank that SIGABRT has ended, as gloo and NCCL do when
+    another rank is gone; without that, the collective operations that failed. For these asks the ranks that have not
+    failed for their stacks, up to 3 s each.
     """
     if (error := find_root_cause(group)) is not None:
         return error
@@ -28,10 +28,10 @@ def first_failure(group: Sequence[RankHandle], timeout: float) -> UserError | Ra
 
 
 def find_root_cause(group: Sequence[RankHandle]) -> UserError | RankError | None:
-    """Return the error of a failure that is no consequence of another rank's, or None if there is none so far.
+    """Return the error of a failure that no other rank's failure has caused; None if none is known so far.
 
-    In this order: a rank that a signal other than SIGABRT has ended, a rank that was lost, the earliest report of a
-    cause of the rank's own, a rank that exited without a report.
+    Takes the first of these: a rank that a signal other than SIGABRT has ended; a rank that was lost; the earliest
+    report of anything but a failed collective operation; a rank that exited without a report.
     """
     for handle in group:
         if handle.exitcode is not None and handle.exitcode < 0 and handle.exitcode != -signal.SIGABRT:
@@ -71,9 +71,9 @@ def killed_rank_error(rank: int, by: signal.Signals, *, out_of_memory: bool) -> 
 def collective_failure_error(group: Sequence[RankHandle], timeout: float) -> RankError:
     """Return the error for collective operations that failed while no rank is known to have ended for another cause.
 
-    The error names the ranks that timed out and those that have not failed. Its details are the stacks of the latter,
-    for which it asks them, and the reports. It is recoverable, unless all ranks failed at once on a single host: then
-    neither a network nor another rank is to blame, but the operation itself.
+    The error names the ranks that timed out and those that have not failed. It asks those that have not failed for
+    their stacks; its details are these stacks and the ranks' reports. It is recoverable, unless all ranks failed
+    without a timeout on a single host: then the operation itself is to blame.
     """
     reports = reports_with_cause(group, "timeout", "peer")
     late = sorted(error["rank"] for error in reports if error["cause"] == "timeout")

@@ -46,8 +46,8 @@ class ForkedHandle(ProcessHandle):
     def poll_exit(self) -> bool:
         """Read the rank's pid and exit code if the rank server has sent them; return whether the rank has ended.
 
-        Does not wait. Sets ``pid`` and ``exitcode``. A rank whose own code was not sent gets the server's once that has
-        ended: Linux kills ranks with their server.
+        Does not wait. Sets ``pid`` and ``exitcode``. If the server has ended without sending the rank's exit code, sets
+        the server's exit code: Linux kills ranks with their server.
         """
         server = self.process.exitcode  # before the pipe is read: the server's last messages are then in the pipe
         with suppress(EOFError, OSError):
@@ -69,7 +69,7 @@ class ForkedHandle(ProcessHandle):
     def close(self) -> None:
         """Wait up to JOIN_SECONDS (10 s) for the end of all ranks and of the rank server, and close this rank's pipes.
 
-        If one still runs then, kills the server, and with it all ranks, and waits for it up to JOIN_SECONDS again.
+        If one still runs after 10 s, kills the server, and with it all ranks, and waits for the server up to 10 s.
         """
         # Ranks have inherited the writing end of the server's sentinel, so that it is ready when all have ended.
         if not connection.wait([self.process.sentinel], JOIN_SECONDS):
@@ -94,9 +94,9 @@ class RankPipes:
 
 
 def start_ranks(group: list[RankHandle], infos: Sequence[RankInfo], *, with_torch: bool) -> None:
-    """Start the rank server, which forks the ranks, and append their handles to the group. They wait for their jobs.
+    """Start the rank server, which forks the ranks, and append the ranks' handles to ``group``.
 
-    ``with_torch`` has the server import torch before it forks; else each rank does.
+    The ranks wait for their jobs. ``with_torch``: the server imports torch before it forks; without it each rank does.
     """
     with spawn_context() as context:
         pipes = [(context.Pipe(), context.Pipe(duplex=False), context.Pipe(duplex=False)) for _ in infos]
@@ -109,10 +109,10 @@ def start_ranks(group: list[RankHandle], infos: Sequence[RankInfo], *, with_torc
 
 
 def run_rank_server(ranks: list[RankPipes], with_torch: bool) -> NoReturn:
-    """Fork the ranks, send the launcher their process ids and exit codes, and exit after the last.
+    """Fork the ranks, send the launcher their process ids and exit codes, and exit after the last rank has ended.
 
-    The rank server runs this. Call it with SIGNALS (SIGTERM, SIGINT) blocked. Linux ends the server when the launcher
-    ends, and the ranks with the server. Orphans of ranks become the server's children, which it kills before it exits.
+    The rank server's first function. Call it with SIGTERM and SIGINT blocked. Linux ends the server with the launcher,
+    and the ranks with the server. The server adopts processes that ranks leave behind, and kills them before it exits.
     """
     die_with_parent()
     become_subreaper()
@@ -142,10 +142,10 @@ def run_rank_server(ranks: list[RankPipes], with_torch: bool) -> NoReturn:
 
 
 def import_torch(ranks: list[RankPipes]) -> None:
-    """Import torch and run_rank, and move all objects out of the garbage collector's sight.
+    """Import torch and run_rank, and exclude all objects so far from garbage collection.
 
-    During the import SIGUSR1 writes the server's stack to rank 0's pipe. A failed import is reported as each rank's,
-    and ends the server.
+    During the import SIGUSR1 writes the server's stack to rank 0's pipe. If the import fails, reports that as the error
+    of every rank, and ends the server.
     """
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # as start_rank does, which comes after this import
     faulthandler.register(signal.SIGUSR1, file=ranks[0].stacks.fileno(), all_threads=False)

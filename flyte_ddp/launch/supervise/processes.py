@@ -126,7 +126,7 @@ class ProcessHandle(RankHandle):
         return self.exitcode is not None
 
     def read_stack(self) -> str:
-        """Return the Python stack that the rank writes on SIGUSR1; empty if it has ended, or after 1 s."""
+        """Send the rank SIGUSR1 and return the Python stack that it writes; empty if it has ended, or after 1 s."""
         number = self.pid or self.process.pid
         if self.poll_exit() or number is None:
             return ""
@@ -166,7 +166,7 @@ def start_process(group: list[RankHandle], info: RankInfo) -> None:
 def spawn_context() -> Iterator[SpawnContext]:
     """Yield multiprocessing's spawn context; processes started in the block begin with SIGTERM and SIGINT blocked.
 
-    These are blocked in this thread, too, until the end. Spawned processes do not run this process's main script.
+    Blocks both signals in this thread until the end. Spawned processes do not run this process's main script.
     """
     resource_tracker.ensure_running()  # before signals are blocked, because it unblocks them
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
@@ -181,8 +181,8 @@ def spawn_context() -> Iterator[SpawnContext]:
 def hide_main_script() -> Iterator[None]:
     """Keep processes that are spawned during the block from running the main script again.
 
-    Removes ``__file__`` from the main module and sets its ``__spec__`` to None, and restores both. If pyflyte is the
-    main script, each process starts 0.7 s sooner.
+    Removes ``__file__`` from the main module and sets its ``__spec__`` to None until the end of the block. With pyflyte
+    as the main script, each process starts 0.7 s sooner.
     """
     main = vars(sys.modules["__main__"])
     before: dict[str, Any] = {name: main[name] for name in ("__file__", "__spec__") if name in main}

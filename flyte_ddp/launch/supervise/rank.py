@@ -34,10 +34,10 @@ def run_rank(
 ) -> None:
     """Join the process group, train as one rank, and wait for the other ranks; all ranks must call it.
 
-    Passes a function that writes a checkpoint at once and returns its step to ``set_save_function``. ``link`` leads to
-    the launcher, None for a single rank in the launcher's own process; reports no error through it. Sets torch's
-    threads and determinism, random seeds, glibc's memory settings, the current GPU, faulthandler, and for several ranks
-    the type of errors of collectives, all in the whole process.
+    Calls ``set_save_function`` with a function that writes a checkpoint at once and returns its step. ``link`` leads to
+    the launcher; None for a single rank in the launcher's own process. Reports by ``link`` only a GPU's collective that
+    takes too long. Sets in the whole process torch's threads and determinism, random seeds, glibc's memory settings,
+    the current GPU, faulthandler, and for several ranks the type of errors of collectives.
     """
     faulthandler.enable()
     torch.set_num_threads(job.hardware.threads)
@@ -72,8 +72,8 @@ def run_rank(
 def open_common_store(info: RankInfo, link: Link, timeout: timedelta) -> Store:
     """Return the ranks' common store: a file if ``info.store`` names one, else a TCPStore of rank 0.
 
-    Rank 0 listens at a free port and sends it to the launcher; other ranks wait for that up to ``timeout``, after which
-    CollectiveTimeoutError is raised.
+    For a TCPStore rank 0 listens at a free port, and sends the port to the launcher. Other ranks wait up to ``timeout``
+    for the port, and then raise CollectiveTimeoutError.
     """
     # A TCPStore looks up the names of the hosts that connect, and would wait for a resolver that is down.
     if info.store:
@@ -111,9 +111,9 @@ def join_process_group(job: Job, info: RankInfo, store: Store, report_error: Cal
 
 
 def keep_freed_memory(keep: bool = True) -> None:
-    """Make glibc keep freed memory in this process instead of returning it to the kernel, or set its defaults again.
+    """Make glibc keep freed memory in this process for later steps; with ``keep`` False set glibc's defaults again.
 
-    Each step frees memory that the next step needs again, and page faults are expensive in virtual machines. Does
+    Otherwise glibc returns it to the kernel, and each step has page faults, which are slow in virtual machines. Does
     nothing with another C library.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
@@ -124,10 +124,10 @@ def keep_freed_memory(keep: bool = True) -> None:
 
 @contextmanager
 def restore_settings() -> Iterator[None]:
-    """Restore at the end what run_rank and training set in the whole process.
+    """Restore after the block what run_rank and training set in the whole process.
 
-    That is torch's threads, determinism and random state, Python's and NumPy's random state, CUBLAS_WORKSPACE_CONFIG,
-    and glibc's settings. glibc's dynamic threshold for mappings stays off: the first ``mallopt`` ends it.
+    That is torch's threads, determinism and random state; Python's and NumPy's random state; CUBLAS_WORKSPACE_CONFIG.
+    glibc gets its default settings, but its threshold for mappings no longer adapts itself.
     """
     threads, cublas = torch.get_num_threads(), os.environ.get("CUBLAS_WORKSPACE_CONFIG")
     deterministic = torch.are_deterministic_algorithms_enabled()

@@ -52,8 +52,7 @@ class Link:
     def send(self, kind: str, **values: Any) -> None:
         """Send the launcher a message, from any thread; wait, without a limit, until the pipe has taken it.
 
-        Does nothing if the launcher is gone, because an exception would replace the error that the rank is reporting;
-        the thread that listens to the launcher then ends this process.
+        Does nothing if the launcher is gone; the thread that listens to the launcher then ends this process.
         """
         with self._sending, suppress(OSError):
             self._pipe.send({"kind": kind, **values})
@@ -65,7 +64,7 @@ class Link:
     def receive_job(self) -> Any:
         """Wait for the Job, without a limit, and return it.
 
-        Sets gloo's and NCCL's variables of the environment to the network interface that the launcher names.
+        If the launcher names a network interface, sets gloo's and NCCL's environment variables to it.
         """
         message = self._received.get()
         if message["network"]:
@@ -88,7 +87,7 @@ class Link:
         self._save = save
 
     def _listen(self) -> None:
-        """Handle messages until the connection ends; then end this process, after an exception with a report of it."""
+        """Handle messages until the connection ends, then call handle_lost_launcher; report an exception and exit."""
         try:
             while True:
                 self.handle_message(self._pipe.recv())
@@ -99,7 +98,7 @@ class Link:
             os._exit(1)
 
     def handle_message(self, message: dict[str, Any]) -> None:
-        """Keep the job or rank 0's address that the launcher has sent, or write the checkpoint that it asks for."""
+        """Handle the launcher's message: keep the job or rank 0's address, or write a checkpoint and send its step."""
         if message["kind"] == "job":
             self._save = lambda: int(message["saved"])
         if message["kind"] in ("job", "address"):
@@ -115,9 +114,9 @@ class Link:
 def start_rank(info: RankInfo, pipe: Connection, stacks: Connection) -> None:
     """Run the rank and exit; the first function of its process, called with SIGTERM and SIGINT blocked.
 
-    Waits for the job from the launcher at ``pipe``: the process imports torch before there is a job. Writes the Python
-    stack to ``stacks`` on SIGUSR1, even in C code, asks the launcher to stop all ranks on SIGTERM, and ignores SIGINT.
-    Linux kills the process when its parent ends.
+    Imports torch, and waits without a limit for the job from the launcher at ``pipe``. On SIGUSR1 writes the Python
+    stack to ``stacks``, even in C code; on SIGTERM asks the launcher to stop all ranks; ignores SIGINT. Linux kills the
+    process when its parent ends.
     """
     die_with_parent()
     set_process_name(f"rank {info.rank}")
@@ -185,8 +184,8 @@ def shorten_text(text: str) -> str:
 def classify_failure(error: BaseException) -> str:
     """Return the cause of a rank's failure, by the types of its exception and of those it was raised from.
 
-    ``mistake`` is a UserError, ``unreachable`` an UnreachableError, ``timeout`` a collective operation that has waited
-    for FLYTE_DDP_TIMEOUT, ``peer`` one that failed earlier, ``own`` anything else. Imports no torch.
+    It is "mistake" for a UserError, "unreachable" for an UnreachableError, "timeout" for a collective operation that
+    has waited for FLYTE_DDP_TIMEOUT, "peer" for one that failed before that, else "own". Imports no torch.
     """
     if isinstance(error, UserError):
         return "unreachable" if isinstance(error, UnreachableError) else "mistake"

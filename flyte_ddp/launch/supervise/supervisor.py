@@ -18,12 +18,12 @@ START_SECONDS = 300.0  # for all ranks to start: importing torch takes long from
 
 
 def supervise_ranks(group: Sequence[RankHandle], stop: StopRequest, timeout: float, save_seconds: float) -> None:
-    """Handle the ranks' messages until all have completed; kills none.
+    """Handle the ranks' messages until all ranks have completed; kill none.
 
-    When a rank has failed or a stop was requested, asks rank 0 for a checkpoint, for up to SAVE_SECONDS (8 s) or, for a
-    stop, ``save_seconds``. Then raises UserError or RankError for the rank that failed first (``timeout``, for which
-    ranks wait for each other, is in its text), StoppedError if this process or a rank got SIGTERM, or KeyboardInterrupt
-    if this process got Ctrl-C. Raises RankLostError if a rank has not started within START_SECONDS (300 s).
+    When a rank has failed or a stop was requested, asks rank 0 for a checkpoint, and waits for it up to 8 s; for a stop
+    up to ``save_seconds``. Then raises the UserError or RankError of the rank that failed first (with ``timeout``, the
+    ranks' time limit, in its text), StoppedError if this process or a rank got SIGTERM, or KeyboardInterrupt if this
+    process got Ctrl-C. Raises RankLostError if a rank has not started within START_SECONDS (300 s).
     """
     deadline = time.monotonic() + START_SECONDS
     while not all(handle.completed for handle in group):
@@ -47,9 +47,9 @@ def supervise_ranks(group: Sequence[RankHandle], stop: StopRequest, timeout: flo
 def wait_and_handle_messages(group: Sequence[RankHandle], stop: StopRequest, seconds: float | None = None) -> None:
     """Wait until a rank sends or ends, a stop is requested, or ``seconds`` have passed; handle the messages so far.
 
-    Without ``seconds`` the wait has no limit. Sets the handles' ``error``, ``completed``, ``saved``, ``exitcode``
-    and ``listening``; requests a stop if a rank asks for one, and sends rank 0's port to the other ranks. A stop that
-    was requested before does not end the wait.
+    ``seconds`` None: no limit. Sets the handles' ``error``, ``completed``, ``saved``, ``exitcode`` and ``listening``;
+    requests a stop if a rank asks for one, and sends rank 0's port to the other ranks. A stop that was requested before
+    the call does not end the wait.
     """
     waitables = [waitable for handle in group for waitable in handle.waitables()]
     connection.wait([*waitables, *([] if stop.signal else [stop.reader])], seconds)
@@ -62,7 +62,7 @@ def wait_and_handle_messages(group: Sequence[RankHandle], stop: StopRequest, sec
 
 
 def handle_message(message: dict[str, Any], handle: RankHandle, group: Sequence[RankHandle], stop: StopRequest) -> None:
-    """Set the handle's attributes by a message of its rank; request a stop, or send rank 0's port to other ranks."""
+    """Handle a rank's message: set the handle's attributes, request a stop, or send rank 0's port to other ranks."""
     kind = message["kind"]
     if kind == "error":
         handle.error = {**message, "time": message["time"] + handle.clock_behind}
@@ -80,8 +80,7 @@ def handle_message(message: dict[str, Any], handle: RankHandle, group: Sequence[
 def wait_for_root_cause(group: Sequence[RankHandle], stop: StopRequest) -> None:
     """Handle messages after the first known failure, because the root cause may be reported after its consequences.
 
-    Returns when all ranks have failed, SETTLE_SECONDS (0.2 s) after a root cause is known, or after
-    LONGEST_SETTLE_SECONDS (2 s).
+    Returns when all ranks have failed, 0.2 s after a root cause is known, or after 2 s without one.
     """
     begin = time.monotonic()
     while not all(handle.failed for handle in group):
@@ -94,7 +93,7 @@ def request_checkpoint(group: Sequence[RankHandle], stop: StopRequest, seconds: 
     """Ask rank 0 to write a checkpoint, wait for its answer for up to ``seconds``, and return the checkpoint's step.
 
     Handles all ranks' messages meanwhile. Returns 0 if there is no checkpoint, and None if rank 0 has ended or has not
-    answered in time. A rank 0 that has not started is not asked: the step is that from which the run resumes.
+    answered in time. If rank 0 has not started, returns at once the step that the run resumes from.
     """
     leader = group[0]
     if not leader.has_started():
