@@ -112,7 +112,7 @@ class CheckpointStore:
     def list_files_newest_first(self) -> list[RunFile]:
         """List the run's files in the blob store, without retries, and return them, highest step first.
 
-        Leaves out files of other executions that have a result; with ``from_scratch``, of all other executions.
+        With ``from_scratch`` leaves out the files of all other executions, otherwise of those that have a result.
         """
         files = list_run_files(self.folder)
         ignored = {file.execution for file in files if file.kind == DONE or self.from_scratch} - {self.execution}
@@ -122,8 +122,8 @@ class CheckpointStore:
     def download_newest_readable(self, files: list[RunFile], path: Path) -> Checkpoint | None:
         """Return the newest readable checkpoint, of ``files`` or of the folder of ``path``; None if there is none.
 
-        ``files`` are ordered, newest first. Downloads them in turn to ``path`` until one can be read or is as old as
-        the folder's. Prints and raises what :meth:`download_newest_checkpoint` does, but for earlier attempts.
+        Downloads ``files``, which are ordered newest first, in turn to ``path`` until one can be read or is as old as
+        the folder's. Prints and raises what :meth:`download_newest_checkpoint` does, except about attempts.
         """
         # Only a pod whose ranks Elastic has restarted has checkpoints in its folder.
         newest, unreadable = checkpoint.verify_checkpoints(path.parent)
@@ -176,10 +176,9 @@ class CheckpointStore:
     def refuse_futile_attempt(self, files: list[RunFile], step: int) -> None:
         """Raise UserError if too many earlier attempts of this execution began at ``step`` or later and ended in vain.
 
-        Too many are two in which a rank failed, or which had time to save a checkpoint and did not; or five that were
-        lost earlier: a pod is lost by bad luck, or because its memory ran out, which only Kubernetes knows. Others do
-        not count: they were told to stop, could not reach something, or launched no ranks. ``files`` are the run's in
-        the blob store, newest first. For the error's text, downloads the last note of the two.
+        Too many are two in which a rank failed, or which had time to save a checkpoint and saved none; or five that
+        left no note of how they ended. Attempts that were told to stop, could not reach something, or launched no ranks
+        do not count. ``files`` are the run's in the blob store, newest first. Downloads a note for the error's text.
         """
         attempts: dict[int, dict[str, RunFile]] = defaultdict(dict)
         # An attempt that Elastic restarted has several starts. The last in the list has the lowest step, and counts.
@@ -212,7 +211,7 @@ class CheckpointStore:
         self.retry_on_outage(self.folder, lambda _: self.write_note(STARTED, step))
 
     def upload_checkpoint(self, path: Path) -> None:
-        """Verify and upload a checkpoint, without a retry; then delete this execution's but the 2 newest.
+        """Verify and upload a checkpoint, without a retry; then delete this execution's checkpoints but the 2 newest.
 
         Raises FileNotFoundError if there is no file ``path``, UnreadableError if it is damaged, and UnavailableError.
         """
@@ -223,10 +222,10 @@ class CheckpointStore:
         self.delete_older_checkpoints(KEPT_CHECKPOINTS)
 
     def record_attempt_end(self, error: BaseException | None) -> None:
-        """Write a note to the blob store that this attempt ended by ``error``, or with a result if that is None.
+        """Write a note to the blob store that this attempt ended by ``error``, or with a result if ``error`` is None.
 
-        After a result, deletes all but the newest checkpoint of this execution. Writes nothing for a RankLostError,
-        which says nothing about the run. Does not retry; raises UnavailableError.
+        After a result, deletes all but the newest checkpoint of this execution. Writes nothing for a RankLostError:
+        without a note the attempt counts as lost. Does not retry; raises UnavailableError.
         """
         if error is None:
             self.write_note(DONE)
@@ -246,14 +245,14 @@ class CheckpointStore:
         return RunFile(f"{self.folder}/{self.execution}", kind, self.attempt, step, epoch, int(time.time())).address
 
     def delete_older_checkpoints(self, kept: int) -> None:
-        """List and delete this execution's checkpoints but the ``kept`` newest; ignore that the blob store fails."""
+        """Delete this execution's checkpoints except the ``kept`` newest; ignore errors of the blob store."""
         with suppress(UnavailableError):
             files = self.list_files_newest_first()
             mine = [file for file in files if (file.execution, file.kind) == (self.execution, SAVED)]
             delete_run_files(mine[kept:])
 
     def delete_abandoned_files(self, seconds: float) -> None:
-        """Delete the files of all runs in this project and domain that nobody will continue; ignore all errors.
+        """Delete the files, of all runs in this project and domain, that nobody needs any more; ignore all errors.
 
         Such files are older than ``days``, or of an execution that has had a result for DONE_SECONDS (an hour). Begins
         no deletion when ``seconds`` have passed, but waits for the list of files and for a deletion that has begun.

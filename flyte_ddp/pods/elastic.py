@@ -25,7 +25,7 @@ UPLOAD_SECONDS = 600.0  # for rank 0's pod to upload its outputs
 
 
 def refuse_unresolvable_host_name() -> None:
-    """Raise UserError if a look-up of this machine's name finds no address, for which Elastic would wait 10 minutes."""
+    """Raise UserError if this machine's name has no address: Elastic would wait 10 minutes for one."""
     name = socket.getfqdn()
     try:
         socket.getaddrinfo(name, None)
@@ -46,8 +46,8 @@ def has_rank_0() -> bool:
 def add_step_to_error(run_version: str) -> Iterator[None]:
     """Add to an error of a local run the step of the run's newest checkpoint, after which the same run would resume.
 
-    Raises a new StoppedError in place of one; changes a RankError in place, and writes its details to a file in the run
-    folder; gives a KeyboardInterrupt a text. Other errors pass, and all in a pod. Reads both checkpoints whole.
+    Replaces a StoppedError by a new one; changes a RankError in place, and writes its details to a file in the run
+    folder; gives a KeyboardInterrupt a text. Leaves other errors, and all in a pod. Reads both checkpoints whole.
     """
     try:
         yield
@@ -63,7 +63,7 @@ def add_step_to_error(run_version: str) -> Iterator[None]:
 
 @contextmanager
 def set_up_worker_environment(root: Path) -> Iterator[None]:
-    """Put ``root`` first in sys.path, and locked run folders into a variable, for the block and Elastic's workers."""
+    """Put ``root`` first in sys.path for the block, and let Elastic's workers use this thread's locked run folders."""
     variables = reserved_folders_variable()
     os.environ.update(variables)
     sys.path.insert(0, str(root))
@@ -77,10 +77,10 @@ def set_up_worker_environment(root: Path) -> Iterator[None]:
 
 @contextmanager
 def end_after_rank_0(ended_without_outputs: type[BaseException]) -> Iterator[None]:
-    """Let this pod of a PyTorchJob end only after rank 0's pod, if the block raises; do nothing if it is the only pod.
+    """Let this pod of a PyTorchJob, if the block raises, end only after rank 0's pod; do nothing if it is the only pod.
 
-    The operator deletes the others when rank 0's pod ends, which may still upload. So after an exception in another
-    pod, such as ``ended_without_outputs``, this process sleeps at its exit for up to UPLOAD_SECONDS (600 s). After
+    Rank 0's pod may still upload, and the operator deletes the other pods when it ends. So in another pod this process
+    sleeps at its exit for up to UPLOAD_SECONDS (600 s) after an exception, such as ``ended_without_outputs``. After
     SIGTERM, or if Elastic's store is gone, it prints so and ends at once, without an error for the platform, and the
     operator starts another pod. Imports torch, and replaces its DynamicRendezvousHandler.next_rendezvous for the block.
     Raises UnreachableError if too few pods join within FLYTE_DDP_MEET_SECONDS.
@@ -118,7 +118,7 @@ def end_after_rank_0(ended_without_outputs: type[BaseException]) -> Iterator[Non
 def publish_address_each_time() -> Iterator[None]:
     """Replace torch's DynamicRendezvousHandler.next_rendezvous for the block: rank 0 publishes its address each time.
 
-    torch publishes the address once. A pod that replaces a lost pod joins a later rendezvous and would wait in vain.
+    torch's own publishes the address at the first rendezvous alone. A pod that replaces a lost pod would wait for it.
     """
     from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler as Handler
 

@@ -35,7 +35,7 @@ def pod_environment() -> dict[str, str]:
     """Return the environment variables that a registration gives to every pod, from this process's environment.
 
     Among them are the profile with its GPUs, and a digest of the library's sources, which are read. Raises UserError
-    for an unknown profile, or a setting that is an address with a user name or password; checks no other values.
+    for an unknown profile, or an address that contains a user name or password; checks no other values.
     """
     return {
         CODE_VARIABLE: package_digest(),
@@ -49,9 +49,9 @@ def pod_environment() -> dict[str, str]:
 def training_environment() -> dict[str, str]:
     """Return a training pod's variables: those of every pod, limits of cache and shutdown, and settings of training.
 
-    Half of the profile's grace period is for writing the last checkpoint, the other half for ending the ranks and
-    uploading it. FLYTE_DDP_WANDB_SECRET is the name of wandb's secret, or off. A variable of this process's environment
-    replaces the value made here. Raises UserError as :func:`pod_environment`, or if the secret's name is not group/key.
+    Half of the profile's grace period is for writing the last checkpoint, half for ending the ranks and uploading the
+    checkpoint. FLYTE_DDP_WANDB_SECRET is the name of wandb's secret, or off. A setting in this process's environment
+    replaces the value made here. Raises UserError as :func:`pod_environment`, or if that name is not group/key.
     """
     grace = chosen_profile().grace_seconds
     return {
@@ -65,7 +65,7 @@ def training_environment() -> dict[str, str]:
 
 
 def cache_limit_variable() -> dict[str, str]:
-    """Return FLYTE_DDP_CACHE_BYTES, the limit of a pod's cache of shards: as set here, or half of the pod's disk.
+    """Return FLYTE_DDP_CACHE_BYTES, the limit of a pod's cache of shards: this process's, or half of the pod's disk.
 
     Raises UserError for an unknown profile.
     """
@@ -103,7 +103,7 @@ def list_settings_left_here() -> list[str]:
 
 
 def check_registration() -> None:
-    """Print to stderr which settings of this process's environment no pod is given; UserError for an unknown variable.
+    """Print to stderr which settings of this environment no pod is given; raise UserError for an unknown variable.
 
     Unknown is a variable that begins with FLYTE_DDP_ and is not in variables.toml.
     """
@@ -116,9 +116,9 @@ def check_registration() -> None:
 
 
 def settings_digest() -> dict[str, str]:
-    """Return FLYTE_DDP_SETTINGS, a digest of all variables of pods. flytekit makes a registration's version of it.
+    """Return FLYTE_DDP_SETTINGS, a digest of all variables of pods; a registration's version depends on it.
 
-    Raises UserError as :func:`pod_environment`.
+    Raises the UserErrors of :func:`pod_environment`.
     """
     variables = registered_settings() | pod_environment()
     text = "\n".join(f"{name}={value}" for name, value in sorted(variables.items()))
@@ -143,7 +143,7 @@ def wandb_secret_id() -> tuple[str, str] | None:
 def refuse_unregistered_code() -> None:
     """Raise UserError if this pod's copy of the library, whose sources are read, is not the registered one.
 
-    The results of a stale copy would get into the platform's cache. Does nothing if no digest was registered.
+    So no result of an outdated copy gets into the platform's cache. Does nothing without FLYTE_DDP_CODE, the digest.
     """
     registered = os.environ.get(CODE_VARIABLE)
     if registered is not None and registered != (here := package_digest()):

@@ -20,7 +20,7 @@ PLACEHOLDER = "<p>Training has not begun yet; the report comes with its first st
 def publish_report_while_training(platform: Platform, run_folder: Path) -> Iterator[None]:
     """Publish a pod's report of its run every PAGE_SECONDS (30 s) during the block, and at its end; do nothing locally.
 
-    The last page is the finished report, or after an exception the report with its message. A thread reads the run
+    The last page is the finished report; after an exception, the report so far with the error. A thread reads the run
     folder and uploads pages; its errors are ignored. The end of the block waits up to 10 s for the last page.
     """
     if not is_in_pod():

@@ -45,11 +45,11 @@ def registry_address() -> str:
 
 
 def reserve_run(platform: Platform, name: str) -> str:
-    """Lock a local run's folder for this thread, and return the run's name; in a pod return the name only.
+    """Lock a local run's folder for this thread, and return the run's name; in a pod only return ``name``.
 
-    If another process or run has the folder, prints so and takes the name with a number: NAME-2, NAME-3 and so on.
-    Moves a complete run's files from ``unfinished`` to the folder. Unlocks the folder again if it holds a result and no
-    retraining was requested, as no training will. Raises UserError if the lock cannot be written.
+    If another process or run has locked the folder, prints so and tries NAME-2, NAME-3 and so on. Moves a complete
+    run's files from ``unfinished`` to the folder. If the folder then holds a result and no retraining was requested, no
+    training follows: unlocks it again. Raises UserError if the lock cannot be written.
     """
     if is_in_pod():
         return name
@@ -67,8 +67,8 @@ def reserve_run(platform: Platform, name: str) -> str:
 def add_folder_token(name: str, *, complete: bool) -> str:
     """Return NAME@TOKEN for a local folder of that name; in a pod only return ``name``.
 
-    The token is in a file of ``.tokens`` in the runs folder. Writes a new one if there is none, or if the folder is not
-    ``complete``: files are missing to which cached results point. Raises UserError if the file cannot be written.
+    The token is stored in a file of ``.tokens`` in the runs folder. Writes a new token if there is none, or if the
+    folder is not ``complete``: cached results then name missing files. Raises UserError if the file cannot be written.
     """
     if is_in_pod():
         return name
@@ -84,7 +84,7 @@ def add_folder_token(name: str, *, complete: bool) -> str:
 def make_dated_folder(prefix: str) -> Iterator[Path]:
     """Make a folder PREFIX-TIME-RANDOM, yield its path, and remove the folder after the block if it is empty.
 
-    It is in the runs folder, in a pod in the pod's own folder. Raises UserError if it cannot be made.
+    Makes it in the runs folder, or in a pod in the pod's own folder. Raises UserError if it cannot be made.
     """
     folder = resolve_folder(f"{prefix}-{datetime.now(UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(2)}")
     with explain_unwritable_runs_folder():

@@ -127,7 +127,7 @@ def node_range() -> tuple[int, int]:
 
 
 def elastic_ranks_per_node() -> int:
-    """Return the number of ranks of torch Elastic on each node: of GPUs, or else of CPUs up to MOST_CPU_RANKS (4).
+    """Return how many ranks torch Elastic has on each node: one for each GPU; without GPUs one for each CPU, up to 4.
 
     Raises UserError if FLYTE_DDP_PROFILE names no profile.
     """
@@ -138,9 +138,9 @@ def elastic_ranks_per_node() -> int:
 def node_and_rank_limits(engine: str) -> tuple[int, int, int]:
     """Return three limits of a training on ``engine``: most nodes, ranks on that many nodes, most ranks without GPUs.
 
-    0 ranks: the hyperparameter num_ranks decides; 0 as the last limit: there is none. ``engine`` is elastic, ray, dask,
-    or "" for one pod, which gives (1, 0, 0). Raises UserError if ``engine`` is none of these; for an engine also if
-    FLYTE_DDP_NODES is no number or range, or FLYTE_DDP_PROFILE names no profile.
+    The second limit is 0 if the hyperparameter num_ranks decides; the third is 0 if there is none. ``engine`` is
+    elastic, ray, dask, or "" for one pod, which gives (1, 0, 0). Raises UserError if ``engine`` is none of these; for
+    an engine also if FLYTE_DDP_NODES is no number or range, or FLYTE_DDP_PROFILE names no profile.
     """
     if not engine:
         return 1, 0, 0

@@ -40,7 +40,7 @@ def raise_sigterm(*_: object) -> None:
 
 @contextmanager
 def raise_retryable_errors(platform: Platform) -> Iterator[None]:
-    """Raise, in a pod, the platform's retryable error in place of an exception after which a retry may succeed.
+    """In a pod, raise the platform's retryable error in place of an exception after which a retry may succeed.
 
     Such exceptions are UnreachableError, StoppedError, SIGTERM, and a RankError with ``recoverable``. In the main
     thread, sets a handler of SIGTERM for the block. After any exception, unlocks the run folders that this thread has
@@ -63,9 +63,9 @@ def raise_retryable_errors(platform: Platform) -> Iterator[None]:
 
 
 def explain_eviction(limit: str) -> str:
-    """Return a clause for an error if Kubernetes evicts this pod, as its files take more disk than ``limit``; else "".
+    """Return a clause for an error if this pod's files exceed ``limit``, at which Kubernetes evicts the pod; else "".
 
-    Adds up files in working directory and temporary folder, for up to COUNT_SECONDS (0.3 s). ``limit`` "": none.
+    Adds up files in working directory and temporary folder, for up to COUNT_SECONDS (0.3 s). ``limit`` may be "": none.
     """
     if not limit:
         return ""
@@ -87,11 +87,10 @@ def explain_eviction(limit: str) -> str:
 def sync_checkpoints(platform: Platform, run_folder: Path) -> Iterator[Callable[[], None]]:
     """Download the run's newest checkpoint, and upload new checkpoints during the block; do nothing outside pods.
 
-    Yields a function that records the start of the ranks in the blob store: call it when the data are there. Defers
-    SIGTERM during the download. A thread looks for new checkpoints every POLL_SECONDS (0.5 s). The end of the block
-    waits for it, uploads the last one, records how the attempt ended, and after a result deletes the project's files
-    that nobody will continue, for up to SWEEP_SECONDS (30 s). Raises UserError or UnreachableError as
-    CheckpointStore.download_newest_checkpoint does.
+    Yields a function that records in the blob store that ranks are launched: call it when the data are there. Defers
+    SIGTERM during the download. A thread looks for new checkpoints every 0.5 s. The end of the block waits for the
+    thread, uploads the last checkpoint and records how the attempt ended; after a result it also deletes, for up to 30
+    s, old files of all runs in the project and domain. Raises the errors of CheckpointStore.download_newest_checkpoint.
     """
     if not is_in_pod():
         yield lambda: None
@@ -185,9 +184,10 @@ class CheckpointUploader:
                 self.record_missing_checkpoint()
 
     def upload_changed_checkpoints(self) -> None:
-        """Upload the checkpoints that have changed since their last upload, by hard links in its folder ``.sending``.
+        """Upload the checkpoints that have changed since their last upload, and delete older ones in the blob store.
 
-        Deletes older ones in the blob store. Prints the first failed upload, raises nothing: the next call tries again.
+        Makes hard links in the folder's ``.sending``. Prints the first failure, raises nothing: the next call tries
+        again.
         """
         for name in SLOTS:
             # A hard link keeps the content while a newer checkpoint takes the place of this one.
@@ -213,8 +213,8 @@ class CheckpointUploader:
     def record_missing_checkpoint(self) -> None:
         """Write a note to the blob store, once, if training has had time for a checkpoint and none was uploaded.
 
-        The time is the ranks' time limit, which the first step does not exceed, plus the time between two checkpoints.
-        Reads the run's metrics.jsonl whole until training has begun; raises FileNotFoundError without that file.
+        The time is FLYTE_DDP_TIMEOUT plus the time between two checkpoints. Each call reads the run's metrics.jsonl
+        whole until training has begun; raises FileNotFoundError without that file.
         """
         seconds = self.settings.timeout + self.settings.checkpoint_seconds
         if self.saved_or_recorded or not self.settings.checkpoint_seconds:

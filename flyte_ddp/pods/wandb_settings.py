@@ -18,8 +18,8 @@ def read_run_settings(platform: Platform, run: str) -> Settings:
     """Return the settings of a run from the environment, with one wandb run id for all attempts at the run.
 
     The id is the run's name locally; in a pod it is EXECUTION-RUN. In a pod without WANDB_API_KEY, sets that variable
-    from the platform's secret, or prints that the pod has no such secret. Raises UserError as :func:`read_settings`,
-    and in a pod if FLYTE_DDP_WANDB_SECRET is neither group/key nor off.
+    from the platform's secret, or prints that the pod has no such secret. Raises the UserErrors of
+    :func:`read_settings`, and in a pod one if FLYTE_DDP_WANDB_SECRET is neither group/key nor off.
     """
     if not is_in_pod():
         return replace(read_settings(), wandb_run_id=run)
@@ -42,9 +42,9 @@ def unsent_address(platform: Platform) -> str:
 
 @contextmanager
 def upload_unsent_wandb(platform: Platform, run_folder: Path) -> Iterator[None]:
-    """Upload a pod's wandb folder to :func:`unsent_address` after the block, if wandb could not send it.
+    """After the block, or an exception in it, upload a pod's wandb folder to :func:`unsent_address` if it was not sent.
 
-    Also after an exception; does nothing locally. Does not retry; prints errors to stdout and raises none.
+    Does nothing locally. Does not retry; prints errors to stdout and raises none.
     """
     try:
         yield

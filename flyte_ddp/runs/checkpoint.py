@@ -137,7 +137,7 @@ def read_checkpoint(path: Path) -> Checkpoint | None:
 
 
 def verify_checkpoints(folder: Path) -> tuple[Checkpoint | None, dict[Path, str]]:
-    """Read both checkpoints of a folder whole; return the newest readable one or None, and why others are not."""
+    """Read both checkpoints of a folder whole; return the newest readable one or None, and others' faults by path."""
     readable: list[Checkpoint] = []
     unreadable: dict[Path, str] = {}
     for name in SLOTS:
@@ -171,10 +171,10 @@ def read_saved_state(checkpoint: Checkpoint) -> io.BytesIO:
 def rewind_to_newest_checkpoint(run_folder: Path, identity: Identity) -> Checkpoint | None:
     """Return the run's newest checkpoint, and set metrics.jsonl back to its content when the checkpoint was written.
 
-    Reads both checkpoints whole to verify them. If there are none, empties metrics.jsonl, removes ``results/`` and
+    Reads both checkpoints whole to verify them. If there is none, empties metrics.jsonl, removes ``results/`` and
     returns None. If only one is readable, prints the other's fault to stderr. Raises UserError, and changes nothing, if
-    there are checkpoints and none is readable, or the newest is of another run. The returned ``metrics`` are empty:
-    metrics.jsonl has them.
+    there are checkpoints and none is readable, or the newest is of another run. The returned checkpoint has no
+    ``metrics``: metrics.jsonl has them.
     """
     found, unreadable = verify_checkpoints(run_folder / FOLDER)
     reasons = " and ".join(f"{path} ({why})" for path, why in unreadable.items())

@@ -15,7 +15,7 @@ def run_name(hp: Hyperparameters, data_fingerprint: str, trigger: str = "") -> s
 
     The digest covers hyperparameters, data (from ``flyte_ddp.datasets.fingerprint``), code, initial weights, releases,
     and ``trigger``: any text that makes an otherwise equal run another run, such as a schedule's kickoff time. Reads
-    what :func:`model_identity` reads.
+    code and weights, and asks servers, as :func:`model_identity` does.
     """
     parts = (hp.to_json(), data_fingerprint, *model_identity(hp).values(), trigger)
     digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:12]
@@ -30,9 +30,9 @@ def run_name(hp: Hyperparameters, data_fingerprint: str, trigger: str = "") -> s
 def model_identity(hp: Hyperparameters) -> dict[str, str]:
     """Return digests of the library, the user's model code and ``init_from``, and the releases of torch and the like.
 
-    Beside hyperparameters and data these decide a run's result. Keys are the fields of checkpoint.Identity. Reads the
+    With hyperparameters and data these decide a run's result. Keys are the fields of checkpoint.Identity. Reads the
     code as :func:`user_source_digest` does, and a local ``init_from`` whole; asks the server of a remote one for its
-    tag, up to 4 times, or downloads it if there is no tag. UserError if module or ``init_from`` cannot be read.
+    tag, in up to 4 tries, or downloads it if there is no tag. UserError if module or ``init_from`` cannot be read.
     """
     return {
         "code": library_digest(),
@@ -43,7 +43,7 @@ def model_identity(hp: Hyperparameters) -> dict[str, str]:
 
 
 def check_known_image_size(hp: Hyperparameters) -> None:
-    """Raise UserError if the model cannot take the data set's images, if their size is known without a fetch."""
+    """Raise UserError if the model cannot take the data set's images; do nothing if their size is not known yet."""
     encoded = catalog.ENCODED_SIDE if catalog.encoded_kind(hp.dataset) else 0
     if side := hp.image_size or catalog.DATASETS.get(hp.dataset, encoded):
         catalog.check_image_size(hp.model, side, side)

@@ -23,9 +23,9 @@ def mirror_results(run_folder: Path, address: str, *, resuming: bool, name: str 
     """Copy the files below ``results/`` of the run folder to ``ADDRESS/NAME`` in a thread, as they change.
 
     The address is a path, s3://, gs:// or az://; empty: nothing is copied. An empty name stands for the folder's name.
-    If the run resumes and the folder has no events, first fetches those at the address. At the end waits up to
-    LAST_SECONDS (60 s) for the last files (STOPPED_SECONDS (3 s) after a StoppedError), and prints to stderr if the
-    copy lacks files. Raises UserError if the first write fails after up to 4 tries; later failures are printed.
+    With ``resuming``, if the folder has no events.jsonl, first fetches the address's. At the end waits for the last
+    files up to 60 s, after a StoppedError up to 3 s, and prints to stderr if the copy lacks files. Raises UserError if
+    the first write fails in up to 4 tries; later failures are printed.
     """
     if not address:
         yield

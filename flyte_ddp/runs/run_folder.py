@@ -63,8 +63,8 @@ def reserve_run_folder(folder: Path) -> bool:
 def hold_run_folder(folder: Path) -> Iterator[None]:
     """Hold the folder's lock, reserved by this thread or taken now, until the end of the block.
 
-    Raises UserError if another process or run has it. Takes none if the parent process holds it for its children
-    (FLYTE_DDP_HELD_FOR_CHILDREN).
+    Raises UserError if another process or run has the lock, unless it is the parent process, which holds it for its
+    children (FLYTE_DDP_HELD_FOR_CHILDREN).
     """
     if not reserve_run_folder(folder):
         holder, *folders = os.environ.get(HELD_FOR_CHILDREN, "").split(os.pathsep)
@@ -102,9 +102,9 @@ def unwritable_folder_error(folder: Path, error: OSError) -> UserError:
 def prepare_folder(folder: Path) -> Path:
     """Create the run folder with ``unfinished/`` and return the path of ``unfinished/``.
 
-    Call it inside :func:`hold_run_folder`. First publishes a complete run in ``unfinished/``; of an interrupted one
-    only metrics, checkpoints and results of users' code stay. Without metrics an empty metrics.jsonl is created. Raises
-    UserError if nothing can be written there.
+    Call it inside :func:`hold_run_folder`. First moves a complete run from ``unfinished/`` to the run folder; of an
+    interrupted one keeps only metrics, checkpoints and results of users' code. Creates an empty metrics.jsonl if there
+    is none. Raises UserError if nothing can be written there.
     """
     work = folder / UNFINISHED
     try:
@@ -130,8 +130,8 @@ def publish_if_complete(folder: Path) -> bool:
     """Move a complete run from ``unfinished/`` to the run folder; return whether the folder then holds a finished run.
 
     Lock the folder before, by ``hold_run_folder`` or ``reserve_run_folder``. Replaces the files of the last run and
-    removes ``unfinished/`` with the checkpoints. Does nothing if the run in it is not complete. After a kill in
-    between, the next call does the rest.
+    removes ``unfinished/`` with the checkpoints. If the run in ``unfinished/`` is not complete, moves nothing. If this
+    process is killed meanwhile, the next call completes the move.
     """
     work = folder / UNFINISHED
     replaced = work / REPLACED  # the last run's results; if it exists, moving has begun
@@ -158,9 +158,9 @@ def is_finished(folder: Path) -> bool:
 def add_failure_details(error: BaseException, run_folder: Path) -> None:
     """Set a RankError's ``step``, after which the run resumes, and ``file``, a new traceback.txt with the whole error.
 
-    Reads both checkpoints whole. If the file cannot be written, prints its text to stderr. Adds to ``remark`` the
-    modules in the working directory that hide Python's own: those that the details mention, or all of them if the error
-    has no details and is not recoverable. A KeyboardInterrupt without text gets one with the step. Leaves other errors.
+    Reads both checkpoints whole. If the file cannot be written, prints its text to stderr. Adds to ``remark`` which
+    modules in the working directory hide Python's own: those that the details mention; all if the error has no details
+    and is not recoverable. Gives a KeyboardInterrupt without text a text with the step. Leaves other errors unchanged.
     """
     if isinstance(error, KeyboardInterrupt) and not error.args:
         error.args = (f"stopped by Ctrl-C; {describe_resumption(checkpoint.newest_step(run_folder / UNFINISHED))}",)

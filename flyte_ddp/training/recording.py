@@ -127,7 +127,7 @@ class Recorder:
 
 
 def detect_arithmetic(hardware: Hardware, device: torch.device) -> Arithmetic:
-    """Return the rounding settings of this run. All ranks must call it: it collects their devices."""
+    """Return the Arithmetic of this run. All ranks must call it: it collects their devices."""
     own = torch.cuda.get_device_name(device) if device.type == "cuda" else str(read_cpu())
     devices = distributed.gather_objects(own)
     return Arithmetic(
