@@ -28,9 +28,9 @@ Gather = Callable[[Tensor], Tensor]  # takes this rank's fp64 [n], and returns t
 def synchronise_batch_norm(model: nn.Module, this_pass: TrainingPass, *, on_one_machine: bool) -> None:
     """Change the class of each BatchNorm layer of a model to one that uses the statistics of all ranks.
 
-    All ranks must call it. Parameters, buffers, hooks and ``state_dict`` stay unchanged, and layers with a ``forward``
-    of their own. The new class is a subclass of the old class and has its name, because models may test a layer's type
-    or name. ``on_one_machine`` exchanges statistics through shared memory (mapped here), not by torch's collectives.
+    All ranks must call it. Leaves layers with a ``forward`` of their own, and parameters, buffers, hooks and
+    ``state_dict``. The new class is a subclass of the old class and has its name, because models may test a layer's
+    type or name. ``on_one_machine`` exchanges statistics through shared memory (mapped here), not by collectives.
     """
     # The class of a module that torch.jit has scripted has no forward.
     norms = [module for module in model.modules() if getattr(type(module), "forward", None) in KNOWN_FORWARDS]
@@ -70,10 +70,10 @@ class GlobalBatchNorm(_BatchNorm):
         return GlobalNormalisation.apply(input, self.weight, self.bias, self)  # type: ignore[no-any-return]
 
     def gather_from_ranks(self, numbers: Tensor, *, backward: bool = False) -> Tensor:
-        """Return the fp64 [n] of all ranks as [ranks, n]; wait until all have called it for this layer and pass.
+        """Return all ranks' ``numbers``, fp64 [n], as [ranks, n]; wait until all call it for this layer and pass.
 
-        Raises UserError on a CPU if ranks are at different layers. A GPU's host would have to wait to compare them:
-        there such ranks run into the time limit.
+        If ranks are at different layers, raises UserError on a CPU. On a GPU a check would make the host wait; there
+        such ranks run into the time limit.
         """
         # The layer and the pass (its sign), so that ranks notice that they exchange numbers of different layers.
         place = numbers.new_full((1,), -1 - self.number if backward else 1 + self.number)
@@ -185,7 +185,7 @@ def per_rank_norm_layers(model: nn.Module) -> list[_BatchNorm]:
 def has_per_rank_statistics(model: nn.Module, synchronised: bool) -> bool:
     """Return whether, on several ranks, a BatchNorm layer of the model uses the statistics of each rank alone.
 
-    With ``synchronised``, the hyperparameter sync_batchnorm, only layers whose class overrides ``forward`` do.
+    With ``synchronised``, the hyperparameter sync_batchnorm, only layers with a ``forward`` of their own do.
     """
     known = KNOWN_FORWARDS if synchronised else ()
     return any(type(layer).forward not in known for layer in per_rank_norm_layers(model))
@@ -194,7 +194,7 @@ def has_per_rank_statistics(model: nn.Module, synchronised: bool) -> bool:
 @contextmanager
 @torch.no_grad()  # not in the block
 def restore_running_statistics(model: nn.Module) -> Iterator[None]:
-    """Undo at the end of the block, also after an exception, its changes to statistics that each rank has alone."""
+    """Restore, after the block or its exception, the running statistics of BatchNorm that each rank has alone."""
     statistics = [buffer for layer in per_rank_norm_layers(model) for buffer in layer.buffers()]
     before = [statistic.clone() for statistic in statistics]
     try:

@@ -110,7 +110,7 @@ class Buffers:
         return sorted(self.changed_before_resume | now)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return, for rank 0's checkpoint, ``unsaved`` buffers (of no state_dict) and names of ``changed`` ones."""
+        """Return rank 0's part of a checkpoint: ``unsaved``, buffers of no state_dict; ``changed``, buffers' names."""
         return {
             "unsaved": {name: self.after_last_step[name] for name in self.unsaved_names},
             "changed": self.changed_names(),
@@ -118,7 +118,7 @@ class Buffers:
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the result of :meth:`state_dict`, also in the model, whose own ``load_state_dict`` comes first."""
+        """Restore the result of :meth:`state_dict`, also in the model; call the model's ``load_state_dict`` before."""
         values = self.require_same_buffers(self.model)
         for name in self.shared_names:
             if name in state["unsaved"]:
@@ -131,7 +131,7 @@ class Buffers:
     @contextmanager
     @torch.no_grad()  # not in the block
     def use_saved_buffers(self, model: nn.Module) -> Iterator[None]:
-        """Give ``model`` for the block the buffers that it would have after save and load; restore them at the end.
+        """Give ``model`` for the block the buffers that it would have if saved and loaded; restore them at the end.
 
         Buffers that no ``state_dict`` holds get a new model's values. Raises UserError if names, shapes or types of the
         buffers have changed, before or in the block; then, and if the block raises after that, does not restore them.

@@ -101,8 +101,8 @@ def gather_objects(value: Value) -> list[Value]:
 def patch_collective_wait() -> None:
     """Replace ``torch.distributed.Work.wait`` in this process by a wait that raises CollectiveError, not RuntimeError.
 
-    torch's own blocking functions, such as ``all_reduce``, and collectives in user code call it. Waits in C++ stay as
-    they are: those of DistributedDataParallel (see strategies.py) and of functional collectives.
+    torch's blocking functions, such as ``all_reduce``, call ``Work.wait``, also in user code. Waits in C++ stay as they
+    are: those of DistributedDataParallel (see strategies.py) and of functional collectives.
     """
 
     def wait(work: dist.Work, timeout: timedelta = GROUP_TIMEOUT) -> bool:
@@ -116,8 +116,8 @@ def patch_collective_wait() -> None:
 def translate_collective_errors(since: float | None = None) -> Iterator[None]:
     """Turn a RuntimeError of the block, which must only wait for other ranks, into a CollectiveError.
 
-    It becomes a CollectiveTimeoutError if the block failed after at least 90 % of ``timeout_seconds``, counted
-    from ``since``, by ``time.monotonic()``; None: from the start of the block.
+    After at least 90 % of ``timeout_seconds`` it is a CollectiveTimeoutError. That time counts from ``since``, a value
+    of ``time.monotonic()``; None: from the start of the block.
     """
     begin = time.monotonic() if since is None else since
     try:

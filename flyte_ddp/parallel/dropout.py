@@ -20,7 +20,7 @@ class SampleDropout(nn.Module):
         """Zero each value [N, ...] with probability p, divide the others by 1 - p, and return all.
 
         Returns the input outside training and for p 0. Dropout1d to 3d zero whole channels, StochasticDepth whole
-        samples. Draws once from torch's CPU generator. In place if ``inplace``.
+        samples. Draws once from torch's CPU generator. Changes the input if the layer has ``inplace``.
         """
         if not self.training or self.p == 0.0:
             return values

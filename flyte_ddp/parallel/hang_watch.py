@@ -25,10 +25,10 @@ _watch: HangWatch | None = None
 def watch_collectives(limit: float, report: Callable[[BaseException], object], new_event: Callable[[], Any]) -> None:
     """Start a daemon thread that calls ``report`` when a collective of this library takes more than ``limit`` seconds.
 
-    Call it in the rank's main thread, whose stack the report has. From then on the process's hang watch records blocks
-    of :func:`in_collective` and what :func:`watch_async_collective` gets, no other collectives. The thread ends after
-    ``report`` has got a CollectiveTimeoutError, or without a report when the device has failed. ``new_event`` returns
-    an object with the methods of ``torch.cuda.Event``.
+    Call it in the rank's main thread, whose stack the report has. Watches blocks of :func:`in_collective` and what
+    :func:`watch_async_collective` gets after this call; no other collectives. The thread ends after ``report`` has got
+    a CollectiveTimeoutError, or without a report when the device has failed. ``new_event`` returns an object with the
+    methods of ``torch.cuda.Event``.
     """
     global _watch  # noqa: PLW0603 (a property of the process, as the process group is)
     _watch = HangWatch(limit, report, new_event)

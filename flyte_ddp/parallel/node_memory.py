@@ -80,7 +80,7 @@ class NodeMemory:
         return files[0]
 
     def wait_at_barrier(self) -> None:
-        """Wait until all ranks have called this method; then every rank sees what the others wrote. Switches ``turn``.
+        """Wait until all ranks have called this method; then every rank sees what the others wrote. Change ``turn``.
 
         Raises CollectiveTimeoutError if a rank does not come within the time limit of collectives, PeerGoneError if a
         rank has ended.
@@ -123,7 +123,7 @@ def aligned_sizes(pieces: Sequence[Piece]) -> list[int]:
 
 
 def split_memory(memory: Tensor, pieces: Sequence[Piece]) -> list[Tensor]:
-    """Return a flat view for each piece of a uint8 tensor: in a row, each at a multiple of ALIGNMENT (64 bytes)."""
+    """Return for each piece a flat view of the uint8 ``memory``: one after another, each at a multiple of 64 bytes."""
     offsets = itertools.accumulate(aligned_sizes(pieces), initial=0)
     return [
         memory[offset : offset + count * dtype.itemsize].view(dtype)

@@ -88,7 +88,7 @@ class SharedMemorySync(GradientSync):
     def average_gradients(self, sums: Tensor) -> Tensor:
         """Average the gradients over the ranks in place; return ``sums`` [1 or 2], fp64, added up over the ranks.
 
-        All ranks must call it, and wait in :meth:`NodeMemory.wait_at_barrier`. A gradient that no rank has stays None.
+        All ranks must call it and wait in :meth:`NodeMemory.wait_at_barrier`. A gradient that no rank has stays None.
         """
         own = rank()
         for number, parameters in enumerate(self.groups):
@@ -131,7 +131,7 @@ def bucket_layout(parameters: Sequence[nn.Parameter]) -> list[Piece]:
 
 
 def split_into_groups(parameters: Sequence[nn.Parameter], most_bytes: int) -> list[list[nn.Parameter]]:
-    """Return the parameters, in order, in groups of at most ``most_bytes``; a larger one is a group of its own."""
+    """Return the parameters, in order, in groups of at most ``most_bytes``; a larger parameter has its own group."""
     groups: list[list[nn.Parameter]] = []
     free = 0
     for parameter in parameters:
@@ -179,7 +179,7 @@ class DDPSync(GradientSync):
 
     @contextmanager
     def micro_batch(self, *, last: bool) -> Iterator[None]:
-        """Return a context manager for a micro-batch's passes; only the ``last`` one sends gradients.
+        """Return a context manager for a micro-batch's passes; only passes of the ``last`` one send gradients.
 
         Adds the wait for the last all-reduce to the clock's WAITED. Raises CollectiveError if an all-reduce has failed,
         UserError if the backward pass came back to a parameter whose gradient was complete.
@@ -201,7 +201,7 @@ class DDPSync(GradientSync):
 def start_averaging_bucket(sync: DDPSync, bucket: GradBucket) -> torch.futures.Future[Tensor]:
     """Start the all-reduce of a bucket of gradients, and return the future of their mean over the ranks.
 
-    This is DDP's communication hook. Notes the start time, and a later failure, in ``sync``.
+    This is DDP's communication hook. Sets ``sync.last_bucket_started``, and ``sync.failure`` if the all-reduce fails.
     """
     sync.last_bucket_started = sync.clock.start_timing(WAITED)
     begin = time.monotonic()
@@ -241,7 +241,7 @@ class HooksSync(GradientSync):
             parameter.register_post_accumulate_grad_hook(partial(self.start_ready_all_reduces, place))  # type: ignore[no-untyped-call]
 
     def start_ready_all_reduces(self, place: int, _: Tensor) -> None:
-        """Note that the gradient at this place is complete; start the all-reduces that are next in the order and ready.
+        """Record that the gradient of ``order[place]`` is complete; start all-reduces in order, up to a missing one.
 
         Called by autograd. Does nothing before the last micro-batch. Raises UserError if this gradient's all-reduce has
         been started before.
@@ -311,10 +311,10 @@ def create_gradient_sync(model: nn.Module, strategy: str, clock: Clock) -> Gradi
 
 
 def compile_model(model: nn.Module) -> nn.Module:
-    """Return the model wrapped by torch.compile, which compiles all layers but those that draw by sample or exchange.
+    """Return the model wrapped by torch.compile, but keep synchronised BatchNorm layers and dropout layers uncompiled.
 
-    It compiles at the first call. Changes ``forward`` of the other layers to run uncompiled: each one is a graph break.
-    A dropout layer with p = 0 is compiled; torchvision's models have many.
+    Compiles at the first call. Replaces ``forward`` of the uncompiled layers; each is a graph break. Compiles dropout
+    layers with p = 0, of which torchvision's models have many.
     """
     for module in model.modules():
         if isinstance(module, GlobalBatchNorm) or (isinstance(module, SampleDropout) and module.p > 0):

@@ -41,8 +41,8 @@ class TrainingPass:
         """Set the samples [N] of the next pass; seed the global generators of torch (CPU and GPU), Python and NumPy.
 
         The seed depends on ``seed``, ``epoch`` and the first sample. So a model that draws from these generators draws
-        the same numbers after a resume. If ``may_draw`` is False, only ``has_samples`` is set: False if this rank has
-        no sample of its own, and runs another rank's sample that must not count.
+        the same numbers after a resume. ``has_samples`` is False if this rank has no sample of its own, and runs
+        another rank's sample that must not count. If ``may_draw`` is False, sets only ``has_samples``.
         """
         self.has_samples = has_samples
         if not self.may_draw:
@@ -71,7 +71,7 @@ class TrainingPass:
     def draw_uniform(self, shape: tuple[int, ...]) -> Tensor:
         """Return fp32 numbers [N, *shape] in [0, 1), random by sample and by the number of this call in the pass.
 
-        Draws from torch's CPU generator to count the calls. Each sample has a SplitMix64 stream, each call a part.
+        Draws from torch's CPU generator to count calls. Each call takes another part of a sample's SplitMix64 stream.
         """
         # torch.utils.checkpoint runs a block again in the backward pass, which then needs the same numbers. It restores
         # torch's random state before. So a number drawn from torch's generator tells which call this is.

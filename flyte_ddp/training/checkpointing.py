@@ -136,8 +136,8 @@ class Checkpointer:
     def save_now(self) -> int:
         """Write a last checkpoint unless the state is saved; return the newest checkpoint's step, 0 if there is none.
 
-        May be called from any thread; waits for a checkpoint that is being written. Afterwards no other can be written.
-        A failure is printed, not raised. Writes nothing on ranks other than 0.
+        May be called from any thread; waits for a checkpoint that is being written. No checkpoint is written after this
+        call. A failure is printed, not raised. Writes nothing on ranks other than 0.
         """
         with self.write_lock:
             if self.active:
@@ -148,8 +148,8 @@ class Checkpointer:
     def _write_newest_snapshot(self, *, now: bool) -> None:
         """Write one checkpoint: of the current state if ``now``, else (or if that cannot be saved) of the waiting copy.
 
-        Call it while this thread holds ``write_lock``. Empties ``pending``. Writes nothing if no copy is newer than the
-        newest checkpoint and resumable. A failure is printed to stderr once in a run, not raised.
+        Call it while this thread holds ``write_lock``. Sets ``pending`` to None. Writes only a copy that is resumable
+        and newer than the newest checkpoint. A failure is printed to stderr once in a run, not raised.
         """
         waiting, self.pending = self.pending, None
         try:
@@ -164,7 +164,7 @@ class Checkpointer:
             self.failure_printed = True
 
     def _write_snapshot(self, snapshot: Snapshot) -> None:
-        """Write the snapshot, with metrics.jsonl up to it, to the checkpoint file whose turn it is."""
+        """Write the snapshot, with metrics.jsonl up to it, to the older of the two checkpoint files."""
         with (self.job.run_folder / "metrics.jsonl").open("rb") as file:
             metrics = file.read(snapshot.metrics_bytes)  # not the records of steps after the snapshot
         before = self.job.checkpoint.trained_in if self.job.checkpoint else ()
@@ -180,7 +180,7 @@ class Checkpointer:
         self.slot = next(self.slots)  # not after a failed write: it left this file as it was, the older of the two
 
     def _write_until_closed(self) -> None:
-        """Write, until ``closed``, each waiting copy, or the current state after ``checkpoint_seconds`` without one."""
+        """Until ``closed`` write each waiting copy; after ``checkpoint_seconds`` without one, the current state."""
         closed = False
         while not closed:
             self.wake.wait(self.job.settings.checkpoint_seconds)
@@ -193,8 +193,7 @@ class Checkpointer:
     def _is_resumable(self, snapshot: Snapshot) -> bool:
         """Return whether a run can go on from the snapshot: no loss so far and no trainable weight is infinite or NaN.
 
-        Also checks that torch.load(weights_only=True) takes the model's state_dict. Frozen weights and buffers may be
-        infinite.
+        Also checks that torch.load(weights_only=True) takes the model's state_dict. Ignores frozen weights and buffers.
         """
         saved = snapshot.values["model"]
         # A wrong step may show in the weights before it shows in a loss. Frozen weights may be infinite, as a mask is.

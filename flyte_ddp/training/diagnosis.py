@@ -35,10 +35,10 @@ class LossWatch:
     def check_loss(self, epoch: int, step: int, loss_sum: Tensor, forward: Callable[[], object]) -> None:
         """Raise UserError if the loss of this step (with ``a_step_later`` that of the step before) is not finite.
 
-        All ranks must call it, before the optimiser's step; the host waits for that loss, a sum over all ranks.
-        ``a_step_later`` also sets the optimiser's ``found_inf``, so that the device skips updates. Before it raises,
-        calls ``forward`` on all ranks to name what broke: it must repeat that step's passes. Epochs count from 0, steps
-        from 1.
+        All ranks must call it, before the optimiser's step. Waits until the checked loss is on the host. ``loss_sum``
+        is over all ranks. ``forward`` must repeat this step's forward passes: before the error all ranks call it to
+        find the module whose output is not finite. With ``a_step_later`` sets the optimiser's ``found_inf``, so that
+        the device skips updates. Epochs count from 0, steps from 1.
         """
         # With blocking=True the host sleeps in the wait, and leaves its core to the threads that load data.
         arrived = torch.cuda.Event(blocking=True) if loss_sum.is_cuda else None  # type: ignore[no-untyped-call]
@@ -73,8 +73,8 @@ class LossWatch:
 def find_non_finite_activation(model: nn.Module, forward: Callable[[], object]) -> str:
     """Call ``forward`` without gradients; return in words which module's output is the first that is not finite, or "".
 
-    All ranks must call it, and get the first of any rank. Looks only at outputs that are tensors. Hooks all modules
-    meanwhile, and makes the host wait for the device at each.
+    All ranks must call it; all get the first module of any rank. Looks only at outputs that are tensors. Hooks all
+    modules meanwhile, and makes the host wait for the device at each module.
     """
     found: list[tuple[int, int, str]] = []  # at most one: count of modules that finished before, rank, module's name
     finished = itertools.count()

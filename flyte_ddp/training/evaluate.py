@@ -82,10 +82,10 @@ class Selection:
         self.weights: dict[str, Tensor]
 
     def select_weights(self, epoch: int, validation: Evaluation, test: Evaluation, weights: dict[str, Tensor]) -> None:
-        """Keep these weights and their test evaluation if ``keep`` is not "best", or the validation loss is the lowest.
+        """Keep ``weights`` and the evaluation ``test``; with ``keep`` "best" only if the validation loss is the lowest.
 
-        With ``keep`` "best" keeps a copy; else the weights themselves, which go on changing with the model. Sets
-        ``stopped`` to the reason after ``patience`` evaluations without a lower loss; never if that is 0.
+        With "best" keeps a copy, otherwise the weights themselves, which go on changing with the model. Sets
+        ``stopped`` to the reason after ``patience`` evaluations without a lower loss; never if ``patience`` is 0.
         """
         self.evaluations_since_best += 1
         if better := validation.loss < self.best_loss:

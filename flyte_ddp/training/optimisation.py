@@ -56,11 +56,11 @@ def strip_compiler_decorators(optimizer_class: type[Kind]) -> type[Kind]:
 
 
 def gradient_clip_norm(hp: Hyperparameters) -> float:
-    """Return the norm that gradients are clipped to: ``grad_clip_norm``, or a default if that is negative; 0: none.
+    """Return the norm that gradients are clipped to: ``grad_clip_norm``, or a default if that is negative; 0: no limit.
 
     The default is PHOTO_CLIP_NORM (1) for small_cnn and tutorial on image_folder:, shards: or stream: data sets, else
-    0. These models have no normalisation between layers: at the default learning rate their loss explodes on photos, or
-    stays at that of random predictions (measured on five sets of generated photos).
+    0. These models have no normalisation between layers: on photos, at the default learning rate, their loss explodes,
+    or stays at that of random predictions.
     """
     if hp.grad_clip_norm >= 0:
         return hp.grad_clip_norm

@@ -85,8 +85,8 @@ def write_outputs(job: Job, data: PreparedSet, state: TrainingState, recorder: R
     """Write into the run folder the model, its sidecar, the predictions, and last the end record of metrics.jsonl.
 
     All ranks must call it: each builds a second model, which runs the user's code, and waits for the others. Then rank
-    0 loads the kept weights into the trained model, seeds the random generators, reads the saved model to verify it,
-    and prints a warning if nothing was learned. UserError if a file cannot be written, or lacks a part of the model.
+    0 loads the kept weights into the trained model, seeds the random generators, verifies the saved model, and prints a
+    warning if nothing was learned. UserError if a file cannot be written, or lacks a part of the model.
     """
     facts = combine_facts_of_ranks(state.splits.facts())
     # Built on all ranks, because a user's model may wait for other ranks while it is built, such as for a download.
@@ -149,10 +149,10 @@ def write_outputs(job: Job, data: PreparedSet, state: TrainingState, recorder: R
 
 
 def verify_saved_model(fresh: nn.Module, model_path: Path, sidecar: Mapping[str, Any], state: TrainingState) -> None:
-    """Raise UserError unless a new model with the saved weights predicts the first 64 test samples as the trained one.
+    """Raise UserError unless ``fresh``, a new model, predicts with the saved weights what the trained model predicts.
 
-    Logits may differ by 0.1 % of the largest. Loads the weights' file into ``fresh``, the new model, and changes its
-    device, type, evaluation mode and dropout layers. Reads the samples, and seeds the random generators.
+    Loads the first 64 test samples; their logits may differ by 0.1 % of the largest. Loads the weights' file into
+    ``fresh``, and changes its device, type, evaluation mode and dropout layers. Seeds the random generators.
     """
     images = state.test.load_batch(state.test.order.samples(slice(0, min(VERIFIED_SAMPLES, len(state.test))))).images
     artifacts.load_weights(fresh, model_path, sidecar)
@@ -178,8 +178,8 @@ def verify_saved_model(fresh: nn.Module, model_path: Path, sidecar: Mapping[str,
 def collect_predictions(state: TrainingState, test: Evaluation, rows: int) -> dict[str, Any]:
     """Return the predictions file's arrays, by name: of the first ``rows`` test samples and up to 16 worst mistakes.
 
-    For these ``index``, ``names``, ``images``, ``scores``, ``truth`` and ``loss``; also ``table_rows`` and, of all
-    samples, ``confusion_counts``. Reads these samples, predicts their logits, and seeds the random generators.
+    They are ``index``, ``names``, ``images``, ``scores``, ``truth`` and ``loss``; also ``table_rows`` (``rows``) and
+    ``confusion_counts`` of all test samples. Loads these samples, predicts logits, and seeds the random generators.
     """
     wrong = test.predictions != test.truth
     worst = torch.where(wrong, test.losses, -torch.inf).topk(min(WORST_MISTAKES, int(wrong.sum()))).indices
@@ -205,8 +205,8 @@ def collect_predictions(state: TrainingState, test: Evaluation, rows: int) -> di
 def list_report_notes(state: TrainingState, arithmetic: Arithmetic, resumed_from: Checkpoint | None) -> list[str]:
     """Return sentences for the report: what made the result depend on the number of ranks, and how exact a resume was.
 
-    Also names buffers that no state_dict has, and a stream. For rank 0, after a run. ``arithmetic``: this process's
-    hardware and versions, which decide rounding.
+    Also names changed buffers that no state_dict has, and says if the data were a stream. Call it on rank 0 after a
+    run. ``arithmetic`` is this process's; ``resumed_from`` is None if the run was not resumed.
     """
     hp = state.hp
     notes = []

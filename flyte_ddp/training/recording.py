@@ -61,10 +61,10 @@ class Recorder:
         return time.perf_counter() - self.clock.seconds["evaluation"]
 
     def record_step(self, epoch: int, step: int, loss_sum: torch.Tensor, samples: int, learning_rate: float) -> None:
-        """Add a step to the sums; every ``log_interval`` steps, and after the last, record their mean and reset them.
+        """Add a step to the sums; every ``log_interval`` steps, and after the last, record the mean and reset the sums.
 
-        Only rank 0 writes the record to metrics.jsonl, and shows progress, between records too. A record makes the host
-        wait for the device. ``loss_sum`` and ``samples`` are of all ranks; epochs count from 0, steps from 1.
+        Only rank 0 writes the record to metrics.jsonl, and shows progress, also between records. A record makes the
+        host wait for the device. ``loss_sum`` and ``samples`` are of all ranks; epochs count from 0, steps from 1.
         """
         self.loss_sum += loss_sum
         self.samples += samples
@@ -88,9 +88,9 @@ class Recorder:
     def record_evaluation(
         self, epoch: int, step: int, validation: Evaluation, test: Evaluation, model: torch.nn.Module
     ) -> None:
-        """Keep the test accuracy; on rank 0 write the metrics, and histograms if ``wandb_watch``, and print metrics.
+        """Keep the test accuracy; on rank 0 write both splits' metrics to metrics.jsonl, and print them.
 
-        ``epoch`` and ``step`` are the numbers of epochs and steps that are done.
+        With ``wandb_watch`` also writes histograms of the parameters. ``epoch`` and ``step`` count those that are done.
         """
         self.epoch_accuracies.append(test.accuracy)
         if self.writes:

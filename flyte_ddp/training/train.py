@@ -35,9 +35,9 @@ def train(job: Job, offer_saving: Callable[[Callable[[], int]], None] = lambda _
     """Train and evaluate the job's model, and write metrics, checkpoints, model and predictions into the run folder.
 
     All ranks must call it. Resumes from the job's checkpoint, if there is one. Seeds the global random generators. Rank
-    0 prints progress, and saves checkpoints in a thread. Calls ``offer_saving`` once with a function that writes a
-    checkpoint at once, from any thread, and returns the step of the newest checkpoint; 0 if there is none. Raises
-    UserError for what the user can fix, such as a loss that is not finite, bad samples or a full disk.
+    0 prints progress, and saves checkpoints in a thread. Calls ``offer_saving`` once with a function for any thread,
+    which writes a checkpoint at once, and returns the newest checkpoint's step; 0 if there is none. Raises UserError
+    for what the user can fix, such as a loss that is not finite, bad samples or a full disk.
     """
     hp = job.hp
     data = open_prepared(job.data)
@@ -66,8 +66,8 @@ def train(job: Job, offer_saving: Callable[[Callable[[], int]], None] = lambda _
 def equal_pictures_warning(state: TrainingState) -> str:
     """Return a warning if at least 3/4 of the first 64 pictures are equal; else an empty text. Loads these pictures.
 
-    They are the first of the first epoch: of all ranks, or only this rank's if shards are fetched, because its training
-    fetches the same shards. Of a stream, which gives each picture once, they are those of the test split.
+    They are the first in the order of the first epoch; if shards are fetched, the first of this rank's, whose shards
+    its training needs. For a stream, which gives each picture once, they are the first of the test split.
     """
     hp, split = state.hp, state.training
     if encoded_kind(hp.dataset) == "stream":
@@ -174,7 +174,7 @@ def split_for_rank(batch: sampling.Indices, parts: int) -> list[RankSlice]:
 def compute_logits(state: TrainingState, model: Callable[[Tensor], Tensor], images: Tensor, part: RankSlice) -> Tensor:
     """Begin a training pass on the samples of ``part``, and return the model's logits [n, classes] of their ``images``.
 
-    Sets ``state.this_pass`` and seeds the random generators as ``begin_pass`` does; call ``finish_pass`` after the
+    Calls ``begin_pass`` of ``state.this_pass``, which seeds the random generators; call ``finish_pass`` after the
     backward pass. Leaves the model's mode as it is. Raises UserError for logits that do not fit the classes or have no
     gradient, or a batch too small for BatchNorm.
     """
@@ -224,8 +224,8 @@ def apply_gradients(state: TrainingState) -> None:
 def evaluate_splits(state: TrainingState) -> tuple[Evaluation, Evaluation]:
     """Return the evaluations of the kept weights on the validation and the test split. All ranks must call it.
 
-    Before that, overwrites BatchNorm's per-rank running statistics in the model by their mean over the ranks. So all
-    ranks evaluate the same model, and the run saves that model. Loads both splits, and seeds the random generators.
+    First overwrites the running statistics of BatchNorm that each rank has alone by their mean over the ranks: so all
+    ranks evaluate the model that will be saved. Loads both splits, and seeds the random generators.
     """
     hp = state.hp
     with state.clock("communication"):
@@ -249,10 +249,10 @@ def evaluate_splits(state: TrainingState) -> tuple[Evaluation, Evaluation]:
 def finish_epoch(
     state: TrainingState, recorder: Recorder, evaluations: tuple[Evaluation, Evaluation] | tuple[()]
 ) -> None:
-    """Count the epoch as done; record its evaluations of validation and test split, if any, and select the weights.
+    """Count the epoch as done; record ``evaluations`` of validation and test split, and select the weights by them.
 
-    Raises UserError if an evaluation's loss is not finite, because the last update may break weights after its own loss
-    was checked; no checkpoint is written after that. Before, raises the errors of :meth:`TrainingState.check_model`.
+    Empty ``evaluations`` record nothing. Raises UserError if an evaluation's loss is not finite; no checkpoint is
+    written after that. Before any change, raises the errors of :meth:`TrainingState.check_model`.
     """
     state.check_model()
     with state.exclude_snapshots():

@@ -128,7 +128,7 @@ class TrainingState:
 
     @contextmanager
     def exclude_snapshots(self) -> Iterator[None]:
-        """Hold the state's lock for the block: no checkpoint copies the state meanwhile, or after the block fails."""
+        """Hold the state's lock for the block; no checkpoint copies the state meanwhile, or after an exception."""
         with self.lock:
             self.inconsistent = True
             yield
@@ -142,8 +142,8 @@ class TrainingState:
     def evaluation_mode(self) -> Iterator[None]:
         """Set model and moving average to evaluation mode for the block, the kept one with a saved model's buffers.
 
-        Both are restored at the end, also after an exception. One block is used for all batches, because a model's own
-        ``train`` method may have effects. If buffers were registered or resized, restores none; raises UserError.
+        Restores training mode and buffers at the end, also after an exception. Use one block for all batches: a model's
+        own ``train`` method may have effects. If buffers were registered or resized, restores none; raises UserError.
         """
         modules = [self.model, *([self.average.module] if self.average else [])]
         for module in modules:
@@ -156,7 +156,7 @@ class TrainingState:
                 module.train()
 
     def check_model(self) -> None:
-        """Raise UserError if no file can hold the model, its buffers changed, or the optimiser lacks a parameter."""
+        """Raise UserError if no file can hold the model, its buffers changed, or a trainable weight is left out."""
         zoo.check_state_dict(self.hp.model, self.model.state_dict())
         self.buffers.require_same_buffers(self.model)
         trained = {parameter for group in self.optimizer.param_groups for parameter in group["params"]}
@@ -168,7 +168,7 @@ class TrainingState:
                 )
 
     def predict_logits(self, images: Tensor) -> Tensor:
-        """Return the kept weights' logits [N, classes] for uint8 images [N, H, W, C]; for :meth:`evaluation_mode`.
+        """Return the kept weights' logits [N, classes] for uint8 images [N, H, W, C]; call in :meth:`evaluation_mode`.
 
         Seeds the random generators, equally for each batch, for models that draw. UserError if the output does not fit.
         """
