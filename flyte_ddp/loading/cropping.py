@@ -41,8 +41,8 @@ def draw_crops(seed: int, epoch: int, samples: Indices) -> NDArray[np.float64]:
 def random_crop(draws: NDArray[np.float64], height: int, width: int) -> Crop:
     """Return the part of a ``height`` x ``width`` image that the random numbers ``draws`` [DRAWS (23)] select.
 
-    Each of ten proposals has an area and a ratio of width to height. The first proposal that fits into the image is
-    taken. If none fits, the middle is taken, in the allowed ratio nearest to the image's. Mirrors half of the parts.
+    Takes the first of ten proposals of area and ratio (width to height) that fits into the image. If none fits, takes
+    the middle, in the allowed ratio nearest to the image's. Mirrors half of the parts.
     """
     *proposals, vertical, horizontal, mirror = draws.tolist()
     low, high = math.log(RATIO[0]), math.log(RATIO[1])

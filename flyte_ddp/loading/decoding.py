@@ -44,10 +44,9 @@ def choose_decoder() -> Callable[[bytes], Pixels]:
 
 
 def decode_with_torchcodec(content: bytes) -> Pixels:
-    """Decode an image file with torchcodec to upright RGB pixels, as :func:`decode_image` does.
+    """Decode an image file with torchcodec to the upright RGB pixels, and with the errors, of :func:`decode_image`.
 
-    Animations, 16-bit PNGs and files that torchcodec refuses are decoded with Pillow. Raises the DecodingErrors of
-    :func:`decode_image`.
+    Animations, 16-bit PNGs and files that torchcodec refuses are decoded with Pillow.
     """
     from torchcodec import decoders
 
@@ -88,8 +87,8 @@ def decode_with_pillow(content: bytes, mode: str = "RGB") -> NDArray[np.uint8]:
 def exif_orientation(image: Image.Image) -> int:
     """Return the orientation stored in the image's EXIF data, normally 1 to 8; 1 (upright) if missing or damaged.
 
-    Reads 16 bits whatever the entry's type, as torchcodec does. Pillow's ``exif_transpose`` would fail if an entry has
-    a wrong type, and read XMP, which torchcodec does not. Pillow itself turns a TIFF upright when it loads it.
+    Reads 16 bits whatever the entry's type, and no XMP, as torchcodec does. Pillow's ``exif_transpose`` would fail for
+    a wrong type, and read XMP. Pillow itself turns a TIFF upright when it loads it.
     """
     exif = image.info.get("exif", b"").removeprefix(b"Exif\0\0")
     try:

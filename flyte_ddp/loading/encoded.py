@@ -70,7 +70,7 @@ class BadSamples:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def add_sample(self, name: str, reason: str) -> None:
-        """Record a sample that cannot be decoded, once for each name. Raises a UserError for over ``allowed`` names."""
+        """Record a sample that cannot be decoded; raise a UserError if more than ``allowed`` names are recorded."""
         with self.lock:
             self.names[name] = reason
             count = len(self.names)
@@ -151,10 +151,10 @@ class EncodedImages(ImageSource):
     def load_image_or_substitute(self, sample: int, encoded: Encoded) -> tuple[Pixels, int, str]:
         """Return pixels, label and key of a sample; for a damaged one, pixels and label of another sample of its split.
 
-        ``encoded`` is the sample as it was read. The other sample is the next that can be decoded, with shards one of
-        the same shard; it is read and decoded in this thread. Reads samples again as :func:`decode_or_refetch` does.
-        Adds damaged samples to ``bad``, and the sample to ``replaced``. Raises a UserError if no other can be decoded,
-        there are too many bad samples, a label is outside 0..classes-1, or a file cannot be read.
+        ``encoded`` is the sample as it was read. The other sample is the next (with shards: in the same shard) that can
+        be decoded; this thread loads it. Reads a damaged sample once more, by :func:`decode_or_refetch`. Adds damaged
+        samples to ``bad``, and ``sample`` to ``replaced``. Raises a UserError if no other sample can be decoded, there
+        are too many bad samples, a label is outside 0..classes-1, or a file cannot be read.
         """
         if loaded := self.decode_or_record(sample, encoded):
             return *loaded, encoded.key
@@ -174,8 +174,8 @@ class EncodedImages(ImageSource):
     def decode_or_record(self, sample: int, encoded: Encoded) -> tuple[Pixels, int] | None:
         """Decode a sample; return pixels and label, or None for a damaged image, which is recorded in ``bad``.
 
-        Reads the sample again as :func:`decode_or_refetch` does. Raises a UserError for a label outside 0..classes-1,
-        too many bad samples, or a file that cannot be read again.
+        Reads a damaged sample once more, by :func:`decode_or_refetch`. Raises a UserError for a label outside
+        0..classes-1, too many bad samples, or a file that cannot be read again.
         """
         if encoded.name in self.bad.names:
             return None
@@ -203,10 +203,10 @@ class EncodedImages(ImageSource):
 def map_samples(
     reader: ImageReader, samples: Indices, threads: int, use: Callable[[int, Encoded], Result], ahead: int
 ) -> Iterator[Result]:
-    """Read samples, call ``use`` in threads with each sample's number and encoded image; yield its results in order.
+    """Read samples, call ``use`` in threads with each sample's number and encoded image; yield the results in order.
 
     At most ``ahead`` samples are read or in use at a time; the files of up to ``2 * ahead`` samples are being fetched.
-    Raises the exceptions of reading and of ``use``. The threads end with the iterator, which does not wait for them.
+    Raises the exceptions of reading and of ``use``. The end of the iterator ends the threads, without waiting for them.
     """
 
     def start_reads() -> Iterator[tuple[int, Callable[[], Encoded]]]:
@@ -231,7 +231,7 @@ def limit_threads() -> None:
 def decode_or_refetch(reader: ImageReader, sample: int, encoded: Encoded) -> tuple[Pixels, Encoded]:
     """Decode a sample that was read as ``encoded``; return its pixels, and the sample whose bytes were decoded.
 
-    If decoding fails, removes the cached copy of the file if it is damaged, and reads and decodes the sample once more.
+    If decoding fails, removes the file's cached copy if this is damaged, and reads and decodes the sample once more.
     Raises a DecodingError if the file is damaged at its source, a UserError if it cannot be read again.
     """
     try:
@@ -245,7 +245,7 @@ def decode_or_refetch(reader: ImageReader, sample: int, encoded: Encoded) -> tup
 
 
 def decode_checked_sample(reader: ImageReader, sample: int, encoded: Encoded, classes: int) -> tuple[Pixels, int]:
-    """Decode a sample, and return its pixels and label. Reads and decodes it again as :func:`decode_or_refetch` does.
+    """Decode a sample, and return its pixels and label. Reads a damaged one once more, by :func:`decode_or_refetch`.
 
     Raises a UserError for a label outside 0..classes-1, and a DecodingError for an image that is damaged at its source.
     """

@@ -26,7 +26,7 @@ class ShardImages(ImageReader):
         """Read and return a sample's image and label from its shard; fetch the shard if it is not cached or is damaged.
 
         Waits up to 60 s while the cache is full, and without a limit while another process downloads the shard. Raises
-        a UserError if image, label or shard cannot be had.
+        a UserError if image, label or shard is missing or cannot be read.
         """
         key, contents = self.reader.read_sample(sample, WANTED)
         if len(contents) < 2:  # read all members, because the error of find_image_and_label() lists them

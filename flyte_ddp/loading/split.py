@@ -68,8 +68,8 @@ class Split:
     def load_evaluation_batches(self, batch_size: int, part: int, parts: int) -> Iterator[tuple[slice, Batch]]:
         """Yield one share of the split's batches, unaugmented, each with its slice of the split's order.
 
-        The ``parts`` shares are of consecutive batches, which need few shards; ``part`` counts from 0. Starts to load
-        later batches meanwhile; raises the errors of :meth:`ImageSource.load_batch`.
+        The batches are divided into ``parts`` shares of consecutive batches; ``part`` is the share's number, from 0.
+        Starts to load later batches meanwhile; raises the errors of :meth:`ImageSource.load_batch`.
         """
         numbers = take_slice(np.arange(-(-len(self) // batch_size)), part, parts).tolist()
         places = [slice(number * batch_size, min((number + 1) * batch_size, len(self))) for number in numbers]
@@ -134,7 +134,7 @@ class Splits:
 def describe_equal_pictures(split: Split, samples: Indices) -> str:
     """Load ``samples`` of ``split``, unaugmented; return a warning if at least 3/4 are equal pictures, else "".
 
-    Decoding may have lost what pictures show. Fewer than 8 samples give no warning: most may be equal by chance.
+    Their differences may have been lost in decoding. For fewer than 8 samples always returns "".
     """
     batch = split.load_batch(samples)
     pixels = [image.tobytes() for image in batch.images.cpu().numpy()]

@@ -87,9 +87,9 @@ class StreamImages(ImageSource):
     def load_batch(self, samples: Indices, epoch: int | None) -> Batch:  # noqa: ARG002
         """Return a batch: the stream's next ``len(samples)`` images uint8 [n, size, size, 3] and labels, on the device.
 
-        A call with the numbers ``samples`` of the call before returns that batch again. ``epoch`` is ignored. The first
-        call starts the worker processes. Waits for them without a timeout; raises their UserError, and ends them after
-        any error.
+        A call with the same numbers ``samples`` as the last call returns the last batch again. ``epoch`` is ignored.
+        The first call starts the worker processes. Waits for the workers without a timeout; raises their UserError, and
+        ends them after any error.
         """
         key = samples.tobytes()
         if self.last is None or self.last[0] != key:
@@ -218,7 +218,7 @@ def decode_samples(
     """Decode and crop samples (pass, number, encoded image); yield images uint8 [size, size, 3] and labels.
 
     Leaves out samples that cannot be decoded. Raises a UserError for more than ``bad_samples`` of them in this worker,
-    for a whole pass of them, and for a label that is no class's number.
+    if no sample of a whole pass can be decoded, and for a label outside 0..classes-1.
     """
     bad, failures_in_a_row = BadSamples(stream.hp.bad_samples), 0
     number, workers = worker_number_and_count()

@@ -34,9 +34,9 @@ def uniform_draws(seed: int, epoch: int, samples: Indices, draws: int) -> NDArra
 
 
 def augment_images(images: Tensor, kind: str, *, seed: int, epoch: int, samples: Indices) -> Tensor:
-    """Return uint8 images [N, H, W, C] shifted at random by up to 1/8 of their sides, with 0 where nothing is left.
+    """Return uint8 images [N, H, W, C] shifted at random by up to 1/8 of their sides, with 0 in the uncovered part.
 
-    ``kind`` "crop" only shifts, "crop_flip" also mirrors half of the images, "none" returns ``images`` themselves. The
+    ``kind`` "crop" shifts, "crop_flip" also mirrors half of the images, "none" returns ``images`` themselves. The
     random numbers depend on seed, epoch (from 0) and ``samples``: [N] positions in the training set.
     """
     if kind == "none":

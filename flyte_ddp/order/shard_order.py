@@ -155,8 +155,8 @@ class ShardOrder(sampling.Order):
     def prefetch_distance(self, batch_size: int, *, mixed: bool) -> int:
         """Return how many batches ahead to fetch shards: the number of batches that take samples of the largest shard.
 
-        ``mixed`` means an epoch of training, where a batch takes equally many samples of each stream; else an
-        evaluation, shard by shard.
+        ``mixed`` True is for training, where a batch takes equally many samples of each stream; False is for an
+        evaluation, which goes shard by shard.
         """
         longest = int(self.taken.max()) if mixed else int(self.available.max())
         return -(-longest // max(1, batch_size // self.shuffle_streams if mixed else batch_size))
@@ -187,7 +187,7 @@ class ShardOrder(sampling.Order):
 
 
 def slices_by_shard(ends: NDArray[np.int64], start: int, end: int) -> Iterator[tuple[int, slice]]:
-    """Yield (shard, slice within it) for places ``start`` to ``end`` of shards that end at the places ``ends``."""
+    """Yield (shard, slice of that shard) for the places ``start`` to ``end`` - 1; ``ends`` are where shards end."""
     while start < end:
         shard = int(np.searchsorted(ends, start, side="right"))
         first, until = int(ends[shard - 1]) if shard else 0, min(end, int(ends[shard]))

@@ -37,9 +37,9 @@ def start_wandb(
 ) -> WandbProcess | None:
     """Start the child process that sends the run folder's metrics.jsonl to wandb, and return it.
 
-    Returns None if wandb is disabled, or if the child cannot be started, which is printed to stderr. Does not send
-    again what an earlier attempt has sent, but for an offline run, because ``wandb sync`` replaces what the server has.
-    wandb's files are in the run folder's ``wandb``.
+    Returns None if wandb is disabled; also if the child cannot be started, which is printed to stderr. Does not send
+    again what an earlier attempt has sent. Only an offline run gets all records, because ``wandb sync`` replaces the
+    server's run. wandb's files are in the run folder's ``wandb``.
     """
     if settings.wandb_mode == "disabled":
         return None
@@ -115,10 +115,10 @@ class WandbProcess:
     def finish(self, limit: float = math.inf) -> None:
         """Tell the child that training has ended, wait for its exit, and print to stderr where the run is.
 
-        If wandb did not open the run, or was killed, a second child writes it to an offline run. Children are killed
-        after ``limit`` or ``settings.wandb_timeout`` seconds in all, whichever is less; killing takes up to 5 s more.
-        Removes the folders of runs that could not be opened. Writes the folder name of a run that was not sent to
-        ``wandb/unsent`` if ``settings.wandb_kept_at`` is set.
+        If wandb did not open the run, or was killed, a second child writes the records to an offline run. Kills
+        children after ``limit`` or ``settings.wandb_timeout`` seconds in all, whichever is less; killing takes up to 5
+        s more. Removes the folders of runs that could not be opened. If ``settings.wandb_kept_at`` is set, writes the
+        name of the folder of a run that was not sent to the file ``wandb/unsent``.
         """
         seconds = min(limit, self.settings.wandb_timeout)
         deadline = time.monotonic() + seconds
@@ -147,8 +147,8 @@ class WandbProcess:
     def end_child(self, open_by: float, done_by: float) -> bool:
         """Tell the child that training has ended, and wait for its exit; return whether its run can be used.
 
-        Kills the child with its descendants at ``done_by``, or at ``open_by`` if it has not opened its run. Both are
-        times of time.monotonic(). Sets the reason of a failure in ``status``.
+        Kills the child with its descendants at ``done_by``; already at ``open_by`` if the child has not opened its run.
+        Both are times of time.monotonic(). Sets the reason of a failure in ``status``.
         """
         with suppress(OSError):  # the child may have ended
             self.pipe.send("over")  # a message, as closing is not enough: forked processes may hold copies of the pipe
