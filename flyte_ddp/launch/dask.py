@@ -38,12 +38,11 @@ LESS_MONITORING = {
 def launch(job: Job, *, num_ranks: int, client: Any = None, retries: int = 0) -> None:
     """Run the job on ``num_ranks`` workers, on as few hosts as possible, and wait for its end.
 
-    Waits for the workers up to FLYTE_DDP_TIMEOUT, and sends them the library's and the user's sources.
-    :func:`connected` gets ``client``. Dask starts a failed task again up to ``retries`` times; all ranks then resume
-    from the newest checkpoint. A lost worker ends the run, because its rank may run on no other. At the end waits up to
-    10 s for the tasks, and cancels the rest. Raises the error of the rank that failed first, StoppedError or
-    KeyboardInterrupt after a signal, UserError if workers have other versions, UnreachableError if too few come in
-    time.
+    Waits for the workers up to FLYTE_DDP_TIMEOUT, and sends them the library's and the user's sources. ``client`` is
+    for :func:`connected`. Dask starts a failed task again up to ``retries`` times; all ranks then resume from the
+    newest checkpoint. A lost worker ends the run, because its rank may run on no other. At the end waits up to 10 s for
+    the tasks, and cancels the rest. Raises the error of the rank that failed first, StoppedError or KeyboardInterrupt
+    after a signal, UserError if workers have other versions, UnreachableError if too few come in time.
     """
     with require_extra("dask"):
         from dask import annotate  # type: ignore[attr-defined]

@@ -273,7 +273,7 @@ def read_ticket(text: bytes, info: RankInfo) -> connection.JoinTicket:
 def run_worker_rank(
     ticket: connection.JoinTicket, pipe: Connection, folder: Path, fetch_into: Callable[[Path], object] | None = None
 ) -> None:
-    """Receive the job, run this worker's rank, and wait until the run has ended; raise its error if it has failed.
+    """Receive the job, run this worker's rank, and wait until the run has ended; raise the error of a failed run.
 
     Waits without a limit. If this host does not see the prepared data, fetches them with ``fetch_into`` (None: from
     their source). If it does not see the run folder, sends rank 0 the files of ``folder``. SIGTERM and Ctrl-C make rank

@@ -79,10 +79,10 @@ def hardware(hp: Hyperparameters, nodes_to_come: int = 0, seconds: float = 0.0) 
     """Return the Hardware for ranks on the Ray cluster: one GPU for each rank, or the same number of CPUs for each.
 
     Connects by :func:`connected`, which without RAY_ADDRESS starts a cluster and ends it. Waits up to ``seconds`` for
-    ``nodes_to_come`` nodes; prints to stderr how many there are until then. If fewer ranks fit than requested, prints
-    so; raises UserError instead if ``nodes_to_come`` is not 0. For precision auto or bf16 runs a task on each node, and
-    waits for it without a limit. Also raises UserError if the hyperparameters do not fit, or Ray is missing or refuses;
-    UnreachableError if no cluster answers at RAY_ADDRESS, or too few nodes have come in time.
+    ``nodes_to_come`` nodes; prints to stderr how many there are until then. If fewer ranks fit than requested, raises
+    UserError if ``nodes_to_come`` is not 0; otherwise prints so. For precision auto or bf16 runs a task on each node,
+    and waits for it without a limit. Also raises UserError if the hyperparameters do not fit, or Ray is missing or
+    refuses this process; UnreachableError if no cluster answers at RAY_ADDRESS, or too few nodes have come in time.
     """
     with connected():
         capacity.wait_for_hosts(lambda: len(list_rank_nodes()), nodes_to_come, "nodes of the Ray cluster", seconds)

@@ -41,9 +41,9 @@ def launch(job: Job, *, num_ranks: int = 1) -> None:
 def stop_with_checkpoint(resumed_step: int) -> Iterator[Callable[[SaveFunction], None]]:
     """On SIGTERM or Ctrl-C write a checkpoint in a thread, and end the block by StoppedError or KeyboardInterrupt.
 
-    Yields a setter for the function that writes a checkpoint and returns its step. Until the setter is called, writes
-    none, and reports ``resumed_step``. A second Ctrl-C raises KeyboardInterrupt in the block at once. The end of the
-    block waits, without a limit, for a checkpoint that is being written, and restores the signals' handlers.
+    Yields a setter for the function that writes a checkpoint and returns its step. Without that function writes none,
+    and StoppedError names ``resumed_step``. A second Ctrl-C raises KeyboardInterrupt in the block at once. The end of
+    the block waits, without a limit, for a checkpoint that is being written, and restores the signals' handlers.
     """
     save: SaveFunction = lambda: resumed_step  # noqa: E731
     saved_step: int | None = None

@@ -64,7 +64,7 @@ def middle_crop(height: int, width: int) -> Crop:
 
 
 def resize_crop(pixels: Pixels, crop: Crop, size: int) -> Pixels:
-    """Crop, resize (bilinear, antialiased) and, if ``crop`` says so, mirror an image; return uint8 [size, size, 3]."""
+    """Crop, resize (bilinear, antialiased) and, if ``crop.mirrored``, mirror an image; return uint8 [size, size, 3]."""
     part = np.ascontiguousarray(pixels[crop.top : crop.top + crop.height, crop.left : crop.left + crop.width])
     # unsqueeze by torch, not by NumPy: only with torch's strides is interpolate's result channels-last, too.
     channels_last = torch.from_numpy(part).unsqueeze(0).permute(0, 3, 1, 2)

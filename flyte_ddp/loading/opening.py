@@ -32,7 +32,7 @@ def open_splits(
     """Open the training, validation and test split of a prepared data set for this rank, and return them.
 
     Copies arrays to the device if it is a GPU. Threads that decode encoded images, and worker processes of a stream,
-    start at the first batch; :meth:`Splits.close` ends them. Takes rank and world size from the process group, if any.
+    start at the first batch; :meth:`Splits.close` ends them. Without a process group this is rank 0 of 1.
     """
     orders = order_splits(
         data, validation_fraction=hp.validation_fraction, seed=hp.seed, shuffle_shards=hp.shuffle_shards

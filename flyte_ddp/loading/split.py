@@ -69,7 +69,7 @@ class Split:
         """Yield one share of the split's batches, unaugmented, each with its slice of the split's order.
 
         The batches are divided into ``parts`` shares of consecutive batches; ``part`` is the share's number, from 0.
-        Starts to load later batches meanwhile; raises the errors of :meth:`ImageSource.load_batch`.
+        Begins to load later batches before it yields one; raises the errors of :meth:`ImageSource.load_batch`.
         """
         numbers = take_slice(np.arange(-(-len(self) // batch_size)), part, parts).tolist()
         places = [slice(number * batch_size, min((number + 1) * batch_size, len(self))) for number in numbers]

@@ -197,7 +197,7 @@ def order_worker_shards(stream: RankStream) -> Iterator[tuple[int, int]]:
 def read_shard_samples(reader: ShardImages, shards: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int, Encoded]]:
     """Yield pass, sample number and encoded sample for all samples of each (pass, shard), in order.
 
-    Meanwhile a thread fetches the next shard. Raises a UserError if a shard cannot be had.
+    While a shard is read, a thread fetches the next one. Raises a UserError if a shard cannot be had.
     """
     index = reader.reader.index
 

@@ -62,7 +62,8 @@ class GlobalBatchNorm(_BatchNorm):
         """Return the input [N, C, ...] normalised for each channel; N may differ between ranks.
 
         In training all ranks must call it; it exchanges statistics and updates the running statistics. Raises
-        ValueError if the input has fewer than 2 dimensions, or all ranks together have one value for each channel.
+        ValueError if the input has fewer than 2 dimensions, or all ranks together have one value for each channel;
+        UserError on a CPU if ranks are at different layers.
         """
         self._check_input_dim(input)
         if not self.training:

@@ -101,8 +101,8 @@ def gather_objects(value: Value) -> list[Value]:
 def patch_collective_wait() -> None:
     """Replace ``torch.distributed.Work.wait`` in this process by a wait that raises CollectiveError, not RuntimeError.
 
-    torch's blocking functions, such as ``all_reduce``, call ``Work.wait``, also in user code. Waits in C++ stay as they
-    are: those of DistributedDataParallel (see strategies.py) and of functional collectives.
+    torch's blocking functions, such as ``all_reduce``, call ``Work.wait``, also in user code. Does not change waits in
+    C++, such as in DistributedDataParallel (see strategies.py) and in functional collectives.
     """
 
     def wait(work: dist.Work, timeout: timedelta = GROUP_TIMEOUT) -> bool:

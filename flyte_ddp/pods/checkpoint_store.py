@@ -84,7 +84,7 @@ class CheckpointStore:
         Downloads it to ``path``, unless the folder has one that is as new. Prints retries, which checkpoint is used,
         and which ones cannot be read. Raises UserError if the blob store refuses access, if there are checkpoints and
         none can be read, or if earlier attempts made no progress; UnreachableError if the blob store does not answer in
-        4 tries, or if another attempt replaced the checkpoints meanwhile.
+        4 tries, or if another attempt replaced the checkpoints during the download.
         """
         try:
             files = self.retry_on_outage(self.folder, lambda _: self.list_files_newest_first())

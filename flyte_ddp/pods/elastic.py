@@ -79,11 +79,11 @@ def set_up_worker_environment(root: Path) -> Iterator[None]:
 def end_after_rank_0(ended_without_outputs: type[BaseException]) -> Iterator[None]:
     """Let this pod of a PyTorchJob, if the block raises, end only after rank 0's pod; do nothing if it is the only pod.
 
-    Rank 0's pod may still upload, and the operator deletes the other pods when it ends. So in another pod this process
-    sleeps at its exit for up to UPLOAD_SECONDS (600 s) after an exception, such as ``ended_without_outputs``. After
-    SIGTERM, or if Elastic's store is gone, it prints so and ends at once, without an error for the platform, and the
-    operator starts another pod. Imports torch, and replaces its DynamicRendezvousHandler.next_rendezvous for the block.
-    Raises UnreachableError if too few pods join within FLYTE_DDP_MEET_SECONDS.
+    The operator deletes the other pods when rank 0's pod ends, which may upload for a while. So after an exception in
+    another pod, such as ``ended_without_outputs``, this process sleeps at its exit up to UPLOAD_SECONDS (600 s). After
+    SIGTERM, or if Elastic's store is gone, prints so and ends this process at once, without an error for the platform,
+    and the operator starts another pod. Imports torch, and replaces its DynamicRendezvousHandler.next_rendezvous for
+    the block. Raises UnreachableError if too few pods join within FLYTE_DDP_MEET_SECONDS.
     """
     from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing.api import SignalException

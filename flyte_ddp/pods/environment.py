@@ -51,7 +51,7 @@ def training_environment() -> dict[str, str]:
 
     Half of the profile's grace period is for writing the last checkpoint, half for ending the ranks and uploading the
     checkpoint. FLYTE_DDP_WANDB_SECRET is the name of wandb's secret, or off. A setting in this process's environment
-    replaces the value made here. Raises UserError as :func:`pod_environment`, or if that name is not group/key.
+    replaces the value made here. Raises the UserErrors of :func:`pod_environment`, and if that name is not group/key.
     """
     grace = chosen_profile().grace_seconds
     return {
@@ -81,8 +81,8 @@ def registry_variable() -> dict[str, str]:
 def registered_settings(kind: str = "") -> dict[str, str]:
     """Return the settings of this process's environment that a registration gives to pods, ordered by name.
 
-    With ``kind``, such as ALL_PODS, returns only those of one kind of pods. Raises UserError if any setting is an
-    address with a user name or a password, which anybody who sees the pod could read.
+    With ``kind``, such as ALL_PODS, returns only the settings for that kind of pods. Raises UserError if any setting is
+    an address with a user name or a password, which anybody who sees the pod could read.
     """
     left_here, settings = list_settings_left_here(), {}
     for name, variable in sorted(read_variable_table().items()):

@@ -59,7 +59,7 @@ class Arithmetic:
     strategy: str  # of gradients; empty for one rank
 
     def describe_changes(self, before: Iterable[Self]) -> str:
-        """Return the values that differ from those of ``before`` as text, such as "ranks 2, now 4"; "" if none does."""
+        """Return as text the values that differ from ``before``, such as "ranks 2, now 4"; "" if no value differs."""
         words = []
         for name, now in vars(self).items():
             earlier = [*dict.fromkeys(getattr(one, name) for one in before)]

@@ -31,7 +31,7 @@ def model_identity(hp: Hyperparameters) -> dict[str, str]:
     """Return digests of the library, the user's model code and ``init_from``, and the releases of torch and the like.
 
     With hyperparameters and data these decide a run's result. Keys are the fields of checkpoint.Identity. Reads the
-    code as :func:`user_source_digest` does, and a local ``init_from`` whole; asks the server of a remote one for its
+    model's code by :func:`user_source_digest`, and a local ``init_from`` whole; asks the server of a remote one for its
     tag, in up to 4 tries, or downloads it if there is no tag. UserError if module or ``init_from`` cannot be read.
     """
     return {

@@ -33,9 +33,9 @@ def feed_wandb(launcher: Connection[Any, Any]) -> int:
     """Open the wandb run, log records and the table of predictions until training has ended, and close the run.
 
     Returns the exit code: 0, NOT_SENT (2) if the server took too long, 1 for another failure. The launcher first sends
-    the arguments of ``wandb.init`` and the offset in metrics.jsonl where this attempt begins, and later a message that
-    training has ended; its death means the same. Sends the launcher wandb's status: folder, url, and the reason of a
-    failure. Prints tracebacks to stderr. Lowers the priority of this process, unless training has ended.
+    the arguments of ``wandb.init`` and the offset in metrics.jsonl where this attempt begins, and one more message when
+    training has ended; its death counts as that message. Sends the launcher wandb's status: folder, url, and the reason
+    of a failure. Prints tracebacks to stderr. Lowers the priority of this process, unless training has ended.
     """
     parent = os.getppid()
     arguments, offset = launcher.recv()

@@ -36,7 +36,7 @@ class Snapshot:
 def take_snapshot(state: TrainingState, recorder: Recorder) -> Snapshot | None:
     """Return a copy, on the CPU, of the state after the last finished step; None if a step failed halfway.
 
-    Waits for the state's lock without a limit and holds it, so another thread may call it while the next step is
+    Waits for the state's lock without a limit, and holds it. Another thread may call it while the next step is
     computed. Makes the host wait for a GPU.
     """
     selection = state.selection
@@ -146,7 +146,7 @@ class Checkpointer:
         return self.saved_position[0]
 
     def _write_newest_snapshot(self, *, now: bool) -> None:
-        """Write one checkpoint: of the current state if ``now``, else (or if that cannot be saved) of the waiting copy.
+        """Write one checkpoint: with ``now`` of the current state; if not, or if that fails, of the waiting copy.
 
         Call it while this thread holds ``write_lock``. Sets ``pending`` to None. Writes only a copy that is resumable
         and newer than the newest checkpoint. A failure is printed to stderr once in a run, not raised.

@@ -33,7 +33,7 @@ class LossWatch:
         self.pending: Callable[[], None] | None = None
 
     def check_loss(self, epoch: int, step: int, loss_sum: Tensor, forward: Callable[[], object]) -> None:
-        """Raise UserError if the loss of this step (with ``a_step_later`` that of the step before) is not finite.
+        """Raise UserError if the loss of this step, or with ``a_step_later`` of the step before, is not finite.
 
         All ranks must call it, before the optimiser's step. Waits until the checked loss is on the host. ``loss_sum``
         is over all ranks. ``forward`` must repeat this step's forward passes: before the error all ranks call it to
@@ -74,7 +74,7 @@ def find_non_finite_activation(model: nn.Module, forward: Callable[[], object]) 
     """Call ``forward`` without gradients; return in words which module's output is the first that is not finite, or "".
 
     All ranks must call it; all get the first module of any rank. Looks only at outputs that are tensors. Hooks all
-    modules meanwhile, and makes the host wait for the device at each module.
+    modules during the call, and makes the host wait for the device at each module.
     """
     found: list[tuple[int, int, str]] = []  # at most one: count of modules that finished before, rank, module's name
     finished = itertools.count()

@@ -60,7 +60,7 @@ def gradient_clip_norm(hp: Hyperparameters) -> float:
 
     The default is PHOTO_CLIP_NORM (1) for small_cnn and tutorial on image_folder:, shards: or stream: data sets, else
     0. These models have no normalisation between layers: on photos, at the default learning rate, their loss explodes,
-    or stays at that of random predictions.
+    or they learn nothing.
     """
     if hp.grad_clip_norm >= 0:
         return hp.grad_clip_norm

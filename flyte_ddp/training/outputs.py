@@ -239,10 +239,10 @@ def list_report_notes(state: TrainingState, arithmetic: Arithmetic, resumed_from
 def describe_exactness(
     state: TrainingState, arithmetic: Arithmetic, resumed_from: Checkpoint, *, separate: bool, rank_dependent: bool
 ) -> str:
-    """Return in words how exactly the result of a resumed run equals that of an uninterrupted run.
+    """Return in words how exactly the result of a resumed run equals the result of an uninterrupted run.
 
-    ``arithmetic`` is the hardware and versions of this process; those of the steps before are in ``resumed_from``.
-    ``separate``: BatchNorm used each rank's own statistics; ``rank_dependent``: the number of ranks changes the result.
+    ``arithmetic`` is of this process, ``resumed_from.trained_in`` of the steps before. ``separate``: BatchNorm used
+    each rank's own statistics. ``rank_dependent``: the number of ranks changes the result.
     """
     before = resumed_from.trained_in
     differences = []

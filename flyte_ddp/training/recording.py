@@ -90,7 +90,7 @@ class Recorder:
     ) -> None:
         """Keep the test accuracy; on rank 0 write both splits' metrics to metrics.jsonl, and print them.
 
-        With ``wandb_watch`` also writes histograms of the parameters. ``epoch`` and ``step`` count those that are done.
+        With ``wandb_watch`` also writes histograms of the parameters. ``epoch`` and ``step``: how many are done.
         """
         self.epoch_accuracies.append(test.accuracy)
         if self.writes:

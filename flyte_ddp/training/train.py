@@ -111,8 +111,8 @@ def compute_gradients(state: TrainingState, batch: sampling.Indices) -> Tensor:
     """Compute the gradients of a global batch [B] on all ranks together; return the sum of all losses, fp64 [].
 
     All ranks must call it. Loads this rank's samples, does their forward and backward passes, and averages the
-    gradients. Seeds the random generators, and copies rank 0's buffers to the other ranks if any rank's have changed.
-    Raises the errors of :func:`compute_logits`, and UserError if buffers were registered or resized.
+    gradients. Seeds the random generators, and copies rank 0's buffers to the other ranks if buffers of any rank have
+    changed. Raises the errors of :func:`compute_logits`, and UserError if buffers were registered or resized.
     """
     hp = state.hp
     loss_sum = torch.zeros((), dtype=torch.float64, device=state.device)

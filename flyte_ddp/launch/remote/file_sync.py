@@ -22,8 +22,8 @@ OUTPUTS = ("model.pt", "model.json", PREDICTIONS, *(f"{FOLDER}/{name}" for name 
 def read_file_as_messages(path: Path, name: str, start: int = 0) -> Iterator[dict[str, Any]]:
     """Read a file from byte ``start`` on; yield messages of up to PIECE_BYTES (4 MiB) for the receiver's file ``name``.
 
-    Yields at least one message; the last one has ``last`` True. Leaves out bytes that are appended meanwhile; ends
-    early if the file shrinks.
+    Yields at least one message; the last one has ``last`` True. Leaves out bytes that are appended during the reading;
+    ends early if the file shrinks.
     """
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size

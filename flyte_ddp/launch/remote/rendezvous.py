@@ -151,7 +151,7 @@ class Rendezvous:
                     group[:] = self.make_handles(found)
 
     def make_handles(self, found: Mapping[int, WorkerConnection]) -> list[RankHandle]:
-        """Return the connected ranks' handles by rank; ranks of a host share the folder of the lowest of them."""
+        """Return the connected ranks' handles by rank; all ranks of a host use the folder of its lowest rank."""
         workers = [found[rank] for rank in sorted(found)]
         # Agents on the launcher's host may have connected over the loopback; an address that others reached suits all.
         from_elsewhere = [worker.reached_at for worker in workers if not worker.is_on_launcher_host]
@@ -211,9 +211,9 @@ class RemoteHandle(RankHandle):
         super().send_job(job)
 
     def read_messages(self) -> Iterator[dict[str, Any]]:
-        """Yield the rank's messages since the last call, but write pieces of files, and set ``exitcode``.
+        """Yield the rank's new messages; write its pieces of files, and set ``exitcode`` when the rank sends it.
 
-        Begins no new message after 0.1 s, so that a slow disk holds up the launcher for one piece (4 MiB) at most.
+        Stops after 0.1 s, so that a slow disk holds up the launcher for that time and one piece (4 MiB) at most.
         """
         early, self.early = self.early, []
         for message in itertools.chain(early, super().read_messages()):  # lazily: writing counts as time of reading
@@ -273,7 +273,7 @@ class RemoteHandle(RankHandle):
 def resume_from_newest_checkpoint(job: Job, why: str) -> Job:
     """Return the job with the newest checkpoint of its run folder, or with None if there is none.
 
-    Reads and changes what :func:`rewind_to_newest_checkpoint` does, such as metrics.jsonl, and raises its UserErrors.
+    Changes metrics.jsonl and reads the checkpoints by :func:`rewind_to_newest_checkpoint`, whose UserErrors it raises.
     Prints to stderr ``why`` and the step from which the run resumes, unless progress is off.
     """
     found = rewind_to_newest_checkpoint(job.run_folder, job.identity)

@@ -17,7 +17,7 @@ LIBRARY = Path(__file__).parents[2]
 def pack_sources(*specs: str) -> bytes:
     """Return a compressed pickle of the library's sources, and of the user's sources that the cache key covers.
 
-    Reads all these files. ``specs`` name the user's models and data sets, such as ``mine:model``; others add nothing.
+    Reads all these files. ``specs`` name the user's models and data sets, such as ``mine:model``; ignores other specs.
     """
     files = {path.relative_to(LIBRARY.parent).as_posix(): path for path in list_package_files(LIBRARY)}
     for spec in specs:

@@ -71,9 +71,9 @@ def killed_rank_error(rank: int, by: signal.Signals, *, out_of_memory: bool) -> 
 def collective_failure_error(group: Sequence[RankHandle], timeout: float) -> RankError:
     """Return the error for collective operations that failed while no rank is known to have ended for another cause.
 
-    The error names the ranks that timed out and those that have not failed. It asks those that have not failed for
-    their stacks; its details are these stacks and the ranks' reports. It is recoverable, unless all ranks failed
-    without a timeout on a single host: then the operation itself is to blame.
+    The error names the ranks that timed out and the ranks that have not failed. Asks the latter ranks for their stacks;
+    these and the ranks' reports are the error's details. It is recoverable, unless all ranks failed without a timeout
+    on a single host: then the operation itself is to blame.
     """
     reports = reports_with_cause(group, "timeout", "peer")
     late = sorted(error["rank"] for error in reports if error["cause"] == "timeout")

@@ -142,10 +142,10 @@ def run_rank_server(ranks: list[RankPipes], with_torch: bool) -> NoReturn:
 
 
 def import_torch(ranks: list[RankPipes]) -> None:
-    """Import torch and run_rank, and exclude all objects so far from garbage collection.
+    """Import torch and run_rank, and exclude all existing objects from garbage collection.
 
     During the import SIGUSR1 writes the server's stack to rank 0's pipe. If the import fails, reports that as the error
-    of every rank, and ends the server.
+    of every rank, and ends the server. Sets TORCH_CPP_LOG_LEVEL if it is not set; flushes stdout and stderr.
     """
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # as start_rank does, which comes after this import
     faulthandler.register(signal.SIGUSR1, file=ranks[0].stacks.fileno(), all_threads=False)

@@ -35,9 +35,9 @@ def run_rank(
     """Join the process group, train as one rank, and wait for the other ranks; all ranks must call it.
 
     Calls ``set_save_function`` with a function that writes a checkpoint at once and returns its step. ``link`` leads to
-    the launcher; None for a single rank in the launcher's own process. Reports by ``link`` only a GPU's collective that
-    takes too long. Sets in the whole process torch's threads and determinism, random seeds, glibc's memory settings,
-    the current GPU, faulthandler, and for several ranks the type of errors of collectives.
+    the launcher; None for a single rank in the launcher's own process. Reports by ``link`` only collectives on a GPU
+    that take too long; raises other errors. Sets in the whole process torch's threads and determinism, random seeds,
+    glibc's memory settings, the current GPU, faulthandler, and for several ranks the type of errors of collectives.
     """
     faulthandler.enable()
     torch.set_num_threads(job.hardware.threads)

@@ -116,7 +116,7 @@ def start_rank(info: RankInfo, pipe: Connection, stacks: Connection) -> None:
 
     Imports torch, and waits without a limit for the job from the launcher at ``pipe``. On SIGUSR1 writes the Python
     stack to ``stacks``, even in C code; on SIGTERM asks the launcher to stop all ranks; ignores SIGINT. Linux kills the
-    process when its parent ends.
+    process when its parent ends. Sets the process's name, and TORCH_CPP_LOG_LEVEL if it is not set.
     """
     die_with_parent()
     set_process_name(f"rank {info.rank}")
@@ -182,10 +182,10 @@ def shorten_text(text: str) -> str:
 
 
 def classify_failure(error: BaseException) -> str:
-    """Return the cause of a rank's failure, by the types of its exception and of those it was raised from.
+    """Return the cause of a rank's failure, by the types of its exception and of that exception's causes.
 
     It is "mistake" for a UserError, "unreachable" for an UnreachableError, "timeout" for a collective operation that
-    has waited for FLYTE_DDP_TIMEOUT, "peer" for one that failed before that, else "own". Imports no torch.
+    has waited for FLYTE_DDP_TIMEOUT, "peer" for one that failed before that time, else "own". Imports no torch.
     """
     if isinstance(error, UserError):
         return "unreachable" if isinstance(error, UnreachableError) else "mistake"

@@ -92,8 +92,8 @@ def wait_for_root_cause(group: Sequence[RankHandle], stop: StopRequest) -> None:
 def request_checkpoint(group: Sequence[RankHandle], stop: StopRequest, seconds: float) -> int | None:
     """Ask rank 0 to write a checkpoint, wait for its answer for up to ``seconds``, and return the checkpoint's step.
 
-    Handles all ranks' messages meanwhile. Returns 0 if there is no checkpoint, and None if rank 0 has ended or has not
-    answered in time. If rank 0 has not started, returns at once the step that the run resumes from.
+    Handles all ranks' messages while it waits. Returns 0 if there is no checkpoint, and None if rank 0 has ended or has
+    not answered in time. If rank 0 has not started, returns at once the step that the run resumes from.
     """
     leader = group[0]
     if not leader.has_started():
