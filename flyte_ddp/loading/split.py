@@ -134,7 +134,7 @@ class Splits:
 def describe_equal_pictures(split: Split, samples: Indices) -> str:
     """Load ``samples`` of ``split``, unaugmented; return a warning if at least 3/4 are equal pictures, else "".
 
-    Their differences may have been lost in decoding. For fewer than 8 samples always returns "".
+    Pictures may have lost their differences in decoding. For fewer than 8 samples always returns "".
     """
     batch = split.load_batch(samples)
     pixels = [image.tobytes() for image in batch.images.cpu().numpy()]

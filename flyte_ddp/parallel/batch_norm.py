@@ -28,9 +28,9 @@ Gather = Callable[[Tensor], Tensor]  # takes this rank's fp64 [n], and returns t
 def synchronise_batch_norm(model: nn.Module, this_pass: TrainingPass, *, on_one_machine: bool) -> None:
     """Change the class of each BatchNorm layer of a model to one that uses the statistics of all ranks.
 
-    All ranks must call it. Leaves layers with a ``forward`` of their own, and parameters, buffers, hooks and
-    ``state_dict``. The new class is a subclass of the old class and has its name, because models may test a layer's
-    type or name. ``on_one_machine`` exchanges statistics through shared memory (mapped here), not by collectives.
+    All ranks must call it. Layers with a ``forward`` of their own stay as they are, and all parameters, buffers and
+    hooks. The new class is a subclass of the old class and has its name, because models may test a layer's type or
+    name. ``on_one_machine`` exchanges statistics through shared memory (mapped here), not by collectives.
     """
     # The class of a module that torch.jit has scripted has no forward.
     norms = [module for module in model.modules() if getattr(type(module), "forward", None) in KNOWN_FORWARDS]

@@ -111,7 +111,7 @@ def explain_unwritable_runs_folder() -> Iterator[None]:
 def print_local_files(headline: str, files: Mapping[Path, str]) -> None:
     """Print a headline with the folder of a local run's files, and a line for each file; print nothing in a pod.
 
-    ``files`` says by a file's path what it holds; all are in one folder.
+    ``files`` has what each file holds, by the file's path; all files are in one folder.
     """
     if not is_in_pod():
         [folder] = {path.parent for path in files}

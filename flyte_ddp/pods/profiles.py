@@ -99,7 +99,7 @@ def chosen_profile() -> Profile:
 def size_of_part(size: Size, parts: int) -> Size:
     """Return a size with 1/``parts`` of the CPUs, the memory and the GPUs, each rounded down, and with the whole disk.
 
-    GPUs may become 0, CPUs at least a thousandth; memory is in whole MiB. UserError for a malformed quantity.
+    GPUs may become 0, CPUs stay at least 0.001; memory is in whole MiB. UserError for a malformed quantity.
     """
     thousandths = max(1, int(parse_quantity(size.cpu) / parts * 1000))
     return Size(

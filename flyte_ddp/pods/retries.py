@@ -65,7 +65,7 @@ def raise_retryable_errors(platform: Platform) -> Iterator[None]:
 def explain_eviction(limit: str) -> str:
     """Return a clause for an error if this pod's files exceed ``limit``, at which Kubernetes evicts the pod; else "".
 
-    Adds up files in working directory and temporary folder, for up to COUNT_SECONDS (0.3 s). ``limit`` may be "": none.
+    Adds up files in working directory and temporary folder, for up to COUNT_SECONDS (0.3 s). ``limit`` "" means none.
     """
     if not limit:
         return ""
@@ -186,8 +186,7 @@ class CheckpointUploader:
     def upload_changed_checkpoints(self) -> None:
         """Upload the checkpoints that have changed since their last upload, and delete older ones in the blob store.
 
-        Makes hard links in the folder's ``.sending``. Prints the first failure, raises nothing: the next call tries
-        again.
+        Makes hard links in a folder ``.sending``. Prints the first failure, raises none: the next call tries again.
         """
         for name in SLOTS:
             # A hard link keeps the content while a newer checkpoint takes the place of this one.

@@ -31,8 +31,8 @@ def model_identity(hp: Hyperparameters) -> dict[str, str]:
     """Return digests of the library, the user's model code and ``init_from``, and the releases of torch and the like.
 
     With hyperparameters and data these decide a run's result. Keys are the fields of checkpoint.Identity. Reads the
-    model's code by :func:`user_source_digest`, and a local ``init_from`` whole; asks the server of a remote one for its
-    tag, in up to 4 tries, or downloads it if there is no tag. UserError if module or ``init_from`` cannot be read.
+    model's code, and a local ``init_from`` whole; asks the server of a remote ``init_from`` for its tag, in up to 4
+    tries; without a tag downloads it. UserError if module or ``init_from`` cannot be read.
     """
     return {
         "code": library_digest(),

@@ -23,9 +23,9 @@ def mirror_results(run_folder: Path, address: str, *, resuming: bool, name: str 
     """Copy the files below ``results/`` of the run folder to ``ADDRESS/NAME`` in a thread, as they change.
 
     The address is a path, s3://, gs:// or az://; empty: nothing is copied. An empty name stands for the folder's name.
-    With ``resuming``, if the folder has no events.jsonl, first fetches the address's. At the end waits for the last
-    files up to 60 s, after a StoppedError up to 3 s, and prints to stderr if the copy lacks files. Raises UserError if
-    the first write fails in up to 4 tries; later failures are printed.
+    With ``resuming``, if the folder has no events.jsonl, first fetches the address's. Waits at the end for the last
+    files, up to 60 s, after a StoppedError up to 3 s; prints to stderr if the copy lacks files. Raises UserError if the
+    first write fails, in up to 4 tries; prints later failures to stderr.
     """
     if not address:
         yield

@@ -85,8 +85,8 @@ def open_wandb_run(
     """Open a wandb run whose x axis is the optimiser step; offline if no server answers before training ends.
 
     Tries the server every RETRY_SECONDS (30 s); passes each error to ``report_error``. If no server answers, sets
-    ``arguments["mode"]`` to offline. If an offline run cannot be opened, removes the user's ``WANDB_`` variables, of
-    which wandb may refuse one, from the environment and tries again. Raises the error if that fails.
+    ``arguments["mode"]`` to offline. If an offline run cannot be opened, removes the user's ``WANDB_`` variables from
+    the environment, because wandb may refuse one, and tries again. Raises the error if that fails.
     """
     import wandb
 

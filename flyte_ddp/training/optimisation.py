@@ -46,7 +46,7 @@ def make_optimizer(
 
 
 def strip_compiler_decorators(optimizer_class: type[Kind]) -> type[Kind]:
-    """Return a subclass of torch's optimiser whose methods do not import torch's compiler, which takes a second.
+    """Return a subclass of torch's optimiser whose methods do not import torch's compiler: the import takes a second.
 
     Removes the decorators of DECORATED_METHODS; ``step`` gets ``torch.no_grad`` again.
     """

@@ -35,9 +35,9 @@ def train(job: Job, offer_saving: Callable[[Callable[[], int]], None] = lambda _
     """Train and evaluate the job's model, and write metrics, checkpoints, model and predictions into the run folder.
 
     All ranks must call it. Resumes from the job's checkpoint, if there is one. Seeds the global random generators. Rank
-    0 prints progress, and saves checkpoints in a thread. Calls ``offer_saving`` once with a function for any thread,
-    which writes a checkpoint at once, and returns the newest checkpoint's step; 0 if there is none. Raises UserError
-    for what the user can fix, such as a loss that is not finite, bad samples or a full disk.
+    0 prints progress, and saves checkpoints in a thread. Calls ``offer_saving`` once with a function that any thread
+    may call: it writes a checkpoint at once, and returns the newest checkpoint's step, 0 if there is none. Raises
+    UserError for what the user can fix, such as a loss that is not finite, bad samples or a full disk.
     """
     hp = job.hp
     data = open_prepared(job.data)
@@ -224,8 +224,8 @@ def apply_gradients(state: TrainingState) -> None:
 def evaluate_splits(state: TrainingState) -> tuple[Evaluation, Evaluation]:
     """Return the evaluations of the kept weights on the validation and the test split. All ranks must call it.
 
-    First overwrites the running statistics of BatchNorm that each rank has alone by their mean over the ranks: so all
-    ranks evaluate the model that will be saved. Loads both splits, and seeds the random generators.
+    First sets running statistics of BatchNorm that each rank has alone to their mean over the ranks, so that all ranks
+    evaluate the model that will be saved. Loads both splits, and seeds the random generators.
     """
     hp = state.hp
     with state.clock("communication"):

@@ -156,7 +156,7 @@ class TrainingState:
                 module.train()
 
     def check_model(self) -> None:
-        """Raise UserError if no file can hold the model, its buffers changed, or a trainable weight is left out."""
+        """Raise UserError if no file can hold the model, its buffers changed, or the optimiser lacks a parameter."""
         zoo.check_state_dict(self.hp.model, self.model.state_dict())
         self.buffers.require_same_buffers(self.model)
         trained = {parameter for group in self.optimizer.param_groups for parameter in group["params"]}

@@ -116,8 +116,7 @@ class FileSender:
     def send_results_during(self) -> Iterator[None]:
         """Have a thread send new results every SEND_SECONDS (0.5 s) during the block; wait for the thread at the end.
 
-        Call :meth:`send_results` after the block for the last results. An OSError of connection or file ends the
-        thread.
+        Call :meth:`send_results` after the block for the last results. An OSError of pipe or file ends the thread.
         """
         if not self.enabled:
             yield

@@ -31,7 +31,7 @@ def find_root_cause(group: Sequence[RankHandle]) -> UserError | RankError | None
     """Return the error of a failure that no other rank's failure has caused; None if none is known so far.
 
     Takes the first of these: a rank that a signal other than SIGABRT has ended; a rank that was lost; the earliest
-    report of anything but a failed collective operation; a rank that exited without a report.
+    report of an error that is no failed collective operation; a rank that exited without a report.
     """
     for handle in group:
         if handle.exitcode is not None and handle.exitcode < 0 and handle.exitcode != -signal.SIGABRT:

@@ -91,7 +91,7 @@ def open_common_store(info: RankInfo, link: Link, timeout: timedelta) -> Store:
 def join_process_group(job: Job, info: RankInfo, store: Store, report_error: Callable[[BaseException], None]) -> None:
     """Join torch's process group, with the job's backend and timeout; waits for all ranks, which must all call it.
 
-    On a GPU, first starts a thread that calls ``report_error`` if a collective operation takes longer than the timeout.
+    On a GPU, first starts a thread that calls ``report_error`` if a collective operation exceeds FLYTE_DDP_TIMEOUT.
     """
     on_gpu = job.hardware.device_type == "cuda"
     # NCCL ends a process that has waited too long by SIGABRT, and the launcher would blame this rank. So NCCL gets a

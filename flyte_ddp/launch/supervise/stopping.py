@@ -19,8 +19,8 @@ OVER = 0  # no signal has this number: it ends a thread that waits for numbers o
 def call_on_signals(numbers: Collection[signal.Signals], function: Callable[[], None]) -> Iterator[None]:
     """Call a function in a thread whenever one of these signals comes in the block; the signal has no other effect.
 
-    Not in the main thread, which may sit in a collective operation for minutes. Enter the block in the main thread.
-    Restores the handlers and ``signal.set_wakeup_fd`` at the end.
+    Enter the block in the main thread. Another thread calls the function, because the main thread may sit in a
+    collective operation for minutes. Restores the handlers and ``signal.set_wakeup_fd`` at the end.
     """
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
