@@ -110,6 +110,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Package]:
         if key not in packages:
             ended, package = packaged.make(tmp_path_factory.mktemp("package"), **environment)
             assert ended.exit_code == 0, ended.output
+            package.output = ended.output
             packages[key] = package
         return packages[key]
 

@@ -5,14 +5,12 @@ import inspect
 import json
 import pickle
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import click
 import msgpack
 import pytest
 import yaml
-from cli import pyflyte
 from flytekit import FlyteContextManager
 from flytekit.core.type_engine import DataclassTransformer, TypeEngine
 from flytekit.models.literals import Binary, Literal, Scalar
@@ -177,19 +175,3 @@ def test_every_field_is_documented_and_every_number_has_a_range() -> None:
     for field in dataclasses.fields(Hyperparameters):
         assert len(field.metadata["doc"]) > 10, field.name
         assert field.metadata["doc"].endswith("."), field.name
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param("misspelt", marks=pytest.mark.slow),
-        *[pytest.param(name, marks=pytest.mark.exhaustive) for name in ("text for int", "unknown model")],
-    ],
-)
-def test_bad_values_end_pyflyte_with_one_panel(name: str, tmp_path: Path) -> None:
-    values, words = BAD[name]
-    ended = pyflyte("run", "workflows/training.py", "training_wf", "--hp", json.dumps(values), home=tmp_path)
-    assert ended.exit_code != 0
-    assert "Traceback" not in ended.output
-    assert all(word in ended.panel for word in words)
-    assert not list(tmp_path.rglob("*.*"))  # nothing was begun

@@ -37,7 +37,7 @@ def value_of(data: BindingData, outputs: Outputs) -> Literal:
 
 
 def packed(value: object) -> Literal:
-    """Return a field of a dataclass as a literal."""
+    """Return a text, or what a dataclass or a field of it is, as one task hands it to the next."""
     literal = Literal()
     if isinstance(value, str):
         literal.scalar.primitive.string_value = value

@@ -26,19 +26,23 @@ RESOURCES = {"cpu": "CPU", "memory": "MEMORY", "gpu": "GPU", "ephemeral-storage"
 
 @dataclass
 class Package:
-    """What a Flyte cluster would be given, by name; ``sources`` is the archive that pods unpack, if there is one."""
+    """What a Flyte cluster would be given, by name; ``sources`` is the archive that pods unpack, if there is one.
+
+    ``output`` is what the command printed.
+    """
 
     tasks: dict[str, TaskSpec] = field(default_factory=dict)
     workflows: dict[str, WorkflowSpec] = field(default_factory=dict)
     launch_plans: dict[str, LaunchPlan] = field(default_factory=dict)
     sources: Path | None = None
+    output: str = ""
 
 
-def make(folder: Path, **environment: str) -> tuple[Ended, Package]:
+def make(folder: Path, *options: str, directory: Path = ROOT, **environment: str) -> tuple[Ended, Package]:
     """Run ``pyflyte package`` with this environment; return its output and the package, empty if that failed."""
     archive = folder / "package.tgz"
-    arguments = ("--pkgs", "workflows", "package", "--image", "flyte-ddp:test", "--output", str(archive))
-    ended = pyflyte(*arguments, home=folder / "home", **environment)
+    arguments = ("--pkgs", "workflows", "package", "--image", "flyte-ddp:test", "--output", str(archive), *options)
+    ended = pyflyte(*arguments, home=folder / "home", directory=directory, **environment)
     return ended, read(archive, folder / "package") if archive.exists() else Package()
 
 
@@ -72,6 +76,11 @@ def container(template: TaskTemplate) -> Container:
     }
     variables = [KeyValuePair(key=each["name"], value=each.get("value", "")) for each in found["env"]]
     return Container(image=found["image"], args=found["args"], env=variables, resources=Resources(**resources))
+
+
+def variables(template: TaskTemplate) -> dict[str, str]:
+    """Return the environment variables of a task's pod."""
+    return {pair.key: pair.value for pair in container(template).env}
 
 
 def names(archive: Path) -> set[str]:

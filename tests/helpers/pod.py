@@ -157,7 +157,7 @@ class Cluster:
             "FLYTE_INTERNAL_EXECUTION_DOMAIN": "development",
             "FLYTE_INTERNAL_TASK_NAME": spec.template.id.name,
             **self.server.flyte_environment(),
-            **{pair.key: pair.value for pair in packaged.container(spec.template).env},
+            **packaged.variables(spec.template),
         }
 
     def stored(self, uri: str) -> Path:

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import msgpack
 from flyteidl.core.errors_pb2 import ContainerError
 from flyteidl.core.execution_pb2 import ExecutionError
 from flyteidl.core.literals_pb2 import Literal
@@ -15,20 +14,6 @@ DASK = "tasks.dask_training.train_on_dask"
 SMOKE: dict[str, Any] = {"dataset": "digits", "epochs": 1, "max_steps": 8, "num_ranks": 2}
 Inputs = dict[str, Literal]  # of a task, by their names
 VERSION = "0.0.0+package"  # of the packaged library, to tell it from the one that is installed here
-
-
-def text(value: str) -> Literal:
-    literal = Literal()
-    literal.scalar.primitive.string_value = value
-    return literal
-
-
-def from_workflow(hp: dict[str, Any]) -> Literal:
-    """Hyperparameters as one task hands them to the next."""
-    literal = Literal()
-    literal.scalar.binary.value = msgpack.packb(hp)
-    literal.scalar.binary.tag = "msgpack"
-    return literal
 
 
 def from_console(hp: dict[str, Any]) -> Literal:

@@ -10,8 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from cli import HELPERS
-from faulty_runs import saved
 from kept_checkpoints import IDENTITY, write
 
 from flyte_ddp import results
@@ -23,9 +21,8 @@ from flyte_ddp.run import run_training
 from flyte_ddp.runs import checkpoint
 from flyte_ddp.runs.checkpoint import FOLDER, SLOTS, Identity
 from flyte_ddp.runs.job import Job
-from flyte_ddp.runs.run_folder import METRICS, TRACEBACK, UNFINISHED, add_failure_details
+from flyte_ddp.runs.run_folder import METRICS, UNFINISHED, add_failure_details
 from flyte_ddp.settings import Settings
-from flyte_ddp.training.training_state import TrainingState
 
 QUIET = Settings(progress="off", wandb_mode="disabled")
 NOBODY = 65534
@@ -141,6 +138,9 @@ def test_without_any_the_run_begins_anew(work: Path) -> None:
     assert loaded(work) is None
     assert (work / METRICS).read_text() == ""
     assert not (work / results.FOLDER).exists()
+    error = RankError("rank 1 was killed by SIGKILL", recoverable=True)
+    add_failure_details(error, work.parent)
+    assert "will restart from scratch, as there is no checkpoint yet" in error.format_message()
 
 
 def test_a_single_one_that_cannot_be_read_is_refused_where_an_engine_starts_ranks_again(work: Path) -> None:
@@ -155,33 +155,16 @@ def test_a_single_one_that_cannot_be_read_is_refused_where_an_engine_starts_rank
     assert "no checkpoint yet" not in error.format_message()
 
 
-@pytest.mark.slow
-def test_a_run_is_refused_until_somebody_deletes_them(
-    digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(HELPERS)
-    hp = Hyperparameters(model="user_models:handing_in", epochs=2, batch_size=400, num_ranks=1)
-    update = TrainingState.update_average
-
-    def fail_in_step_6(state: TrainingState) -> None:
-        if state.step == 5:
-            raise MemoryError
-        update(state)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(TrainingState, "update_average", fail_in_step_6)
-        with pytest.raises(RankError, match="MemoryError"):
-            run_training(hp, digits, tmp_path / "run", QUIET)
-    assert saved(tmp_path / "run") is not None
-    paths = [*(tmp_path / "run" / UNFINISHED / FOLDER).iterdir()]
+def test_a_run_is_refused_until_somebody_deletes_them(digits: Path, work: Path) -> None:
+    hp, run = Hyperparameters(num_ranks=1, max_steps=1), work.parent
+    paths = [work / FOLDER / name for name in SLOTS]
     for path in paths:
         rewrite(path, flip_a_bit)
-    before = contents(tmp_path / "run")
+    before = contents(run)
     with pytest.raises(UserError, match="restart from scratch"):
-        run_training(hp, digits, tmp_path / "run", QUIET)
-    before.pop(f"{UNFINISHED}/{TRACEBACK}")  # of the attempt before
-    assert contents(tmp_path / "run") == before
+        run_training(hp, digits, run, QUIET)
+    assert contents(run) == before
     for path in paths:
         path.unlink()
-    result = run_training(hp, digits, tmp_path / "run", QUIET)
+    result = run_training(hp, digits, run, QUIET)
     assert [one["resumed_after_step"] for one in read_records(result.metrics) if one["kind"] == "start"] == [0]

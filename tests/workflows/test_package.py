@@ -50,13 +50,6 @@ SMALL, SMALL_LIMITS = (
 
 
 @pytest.fixture(scope="module")
-def default(made: Callable[..., Package]) -> Package:
-    """The package of somebody who chose no profile, but said whom to notify."""
-    chosen = {"WANDB_PROJECT": "digits", "WANDB_MODE": "online", "FLYTE_DDP_RESULTS": "s3://bucket/results"}
-    return made(FLYTE_DDP_NOTIFY="a@example.com, b@example.com", **chosen)
-
-
-@pytest.fixture(scope="module")
 def sandbox(made: Callable[..., Package]) -> Package:
     return made(FLYTE_DDP_PROFILE="sandbox", FLYTE_DDP_RESULTS="/a/folder")
 
@@ -66,11 +59,12 @@ def resources(entries: Any) -> dict[str, str]:
 
 
 def environment(package: Package, task: str) -> dict[str, str]:
-    return {pair.key: pair.value for pair in packaged.container(package.tasks[task].template).env}
+    return packaged.variables(package.tasks[task].template)
 
 
 @pytest.mark.slow
-def test_everything_is_there(default: Package) -> None:
+def test_everything_is_there(default: Package, sandbox: Package) -> None:
+    """But a release needs a registry."""
     workflows = {
         *(f"workflows.training.{name}_wf" for name in ("training", "retraining")),
         *("workflows.prediction.predict_wf", "workflows.shards.shards_wf"),
@@ -79,7 +73,10 @@ def test_everything_is_there(default: Package) -> None:
     }
     assert set(default.tasks) == {*LIGHT, *DATA, PREDICT, *TRAINING, *JUDGING, *PROMOTING, KEEP, PROFILE, VALIDATE}
     assert set(default.workflows) == workflows
-    assert set(default.launch_plans) == PLANS | workflows  # each workflow has a plan of its own name, Flyte's default
+    # Each workflow has a plan of its own name, Flyte's default.
+    assert set(default.launch_plans) == PLANS | workflows | {"nightly_release"}
+    assert set(sandbox.launch_plans) == PLANS | workflows
+    assert "nightly_release is left out, as FLYTE_DDP_REGISTRY is not set" in sandbox.output
 
 
 @pytest.mark.slow

@@ -4,18 +4,16 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
-import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from engine_rules import packed
 from flyteidl.core.errors_pb2 import ContainerError
-from pod import BUCKET, DEADLINE, Cluster, PodEnded
-from pod_inputs import ELASTIC, SMOKE, TRAIN, Inputs, from_workflow, text
+from pod import DEADLINE, Cluster, PodEnded
+from pod_inputs import ELASTIC, SMOKE, TRAIN, Inputs
 
 from benchmarks.running import descendants, process_name
 from flyte_ddp.config import Hyperparameters
@@ -74,7 +72,7 @@ def test_attempts_that_are_cut_off_lose_nothing(
 ) -> None:
     """Nor does another execution of the same inputs, after one that was aborted."""
     hp = {**LONG, "num_ranks": ranks}
-    inputs = {**train_inputs, "hp": from_workflow(hp), "run_version": text(f"run-of-{ranks}")}
+    inputs = {**train_inputs, "hp": packed(hp), "run_version": packed(f"run-of-{ranks}")}
     first = cluster.run(task, inputs, execution="aborted", during=kill_a_rank)
     second = cluster.run(task, inputs, execution="aborted", attempt=1, during=take_the_pod_away)
     for ended, words in ((first, "was killed by SIGKILL"), (second, "stopped by SIGTERM")):
@@ -99,55 +97,3 @@ def test_attempts_that_are_cut_off_lose_nothing(
     assert all(torch.equal(value, found[name]) for name, value in expected.items())
     for words in ("could not be sent", "enable_deck"):  # flytekit's warning of a page that it does not publish
         assert words not in first.log + second.log + third.log
-
-
-@pytest.mark.cold
-@pytest.mark.exhaustive  # two hosts of which one is lost are in tests/launch
-def test_another_pod_takes_the_place_of_a_lost_one_of_several(cluster: Cluster, train_inputs: Inputs) -> None:
-    """As a training operator has it take that; to Flyte it is one attempt, and rank 0's pod is the first to end.
-
-    The pod is lost after its first checkpoint, when most of the training is still to come: if it were lost at the
-    end, the others would wait for it for as long as Elastic does (300 s), and then end well.
-    """
-    inputs = {**train_inputs, "hp": from_workflow({**LONG, "epochs": 12, "seed": 2}), "run_version": text("several")}
-    with socket.create_server(("", 0)) as server:
-        port = server.getsockname()[1]
-    pods: list[PodEnded] = []
-    outputs, before = cluster.server.folder / BUCKET, len(cluster.pods)
-
-    def run(host: str, during: Callable[[subprocess.Popen[bytes], Path], None]) -> None:
-        several = {"FLYTE_DDP_NODES": "2", "PET_NNODES": "2:2", "PET_RDZV_ENDPOINT": f"{host}:{port}"}
-        pods.append(cluster.run(ELASTIC, inputs, environment=several, during=during))
-
-    def delete_when_there_are_outputs(process: subprocess.Popen[bytes], _: Path) -> None:
-        deadline = time.monotonic() + 3 * DEADLINE  # three cold starts, one after the other
-        mine = cluster.pods[-1].name
-        while not (found := {path.parts[-3] for path in outputs.glob("pod*/meta/outputs.pb")} & ran()):
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
-        assert process.poll() is None or mine in found, "others wait"
-        process.terminate()
-
-    def ran() -> set[str]:
-        return {pod.name for pod in cluster.pods[before:]}
-
-    def run_others() -> None:
-        run("localhost", take_the_pod_away)
-        run("localhost", delete_when_there_are_outputs)
-
-    others = threading.Thread(target=run_others)
-
-    def start_others(process: subprocess.Popen[bytes], checkpoints: Path) -> None:
-        while len(descendants(process.pid)) < 1 and process.poll() is None:  # of equal hosts the older one has rank 0
-            time.sleep(0.02)
-        others.start()
-        delete_when_there_are_outputs(process, checkpoints)
-
-    run(socket.gethostname(), start_others)
-    others.join()
-    lost, *kept = pods
-    assert (lost.exit_code, lost.outputs, lost.error) == (128 + signal.SIGTERM, None, None), lost.log
-    (with_rank_0,) = [pod for pod in kept if pod.outputs]
-    assert [pod.error for pod in kept] == [None, None]
-    assert resumed(cluster, with_rank_0)[0] == 0
-    assert resumed(cluster, with_rank_0)[-1] > 0

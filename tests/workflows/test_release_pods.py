@@ -5,11 +5,14 @@ from collections.abc import Mapping
 
 import msgpack
 import pytest
-from engine_rules import resolved
+from engine_rules import packed, resolved
 from flyteidl.core.literals_pb2 import Literal
 from locking_proxy import locking_proxy
 from pod import BUCKET, Cluster, PodEnded
-from pod_inputs import SMOKE, TRAIN, Inputs, from_workflow, refused, text
+from pod_inputs import SMOKE, TRAIN, Inputs
+
+from flyte_ddp.errors import UserError
+from flyte_ddp.pods.paths import registry_address
 
 pytestmark = pytest.mark.slow
 JUDGE, PROMOTE, KEEP = (f"tasks.release.{name}" for name in ("judge_model", "promote_challenger", "keep_champion"))
@@ -21,10 +24,10 @@ def test_promoted_and_kept_as_the_gate_says(cluster: Cluster, checked: PodEnded,
         node.task_node.reference_id.name or "gate": node
         for node in cluster.package.workflows["workflows.release.release_wf"].template.nodes
     }
-    hp = from_workflow({**SMOKE, "epochs": 4, "max_steps": 0})  # enough to be better than one class for all
+    hp = packed({**SMOKE, "epochs": 4, "max_steps": 0})  # enough to be better than one class for all
     trained = cluster.run(TRAIN, {**train_inputs, "hp": hp}, execution="release")
     given: dict[str, Mapping[str, Literal]] = {
-        "start-node": {"model_name": text("digits"), "policy": from_workflow({"min_accuracy": 0.0})},
+        "start-node": {"model_name": packed("digits"), "policy": packed({"export": "off"})},
         nodes["tasks.preparation.check_inputs"].id: checked.outputs or {},
         nodes[TRAIN].id: trained.outputs or {},
     }
@@ -64,7 +67,7 @@ def test_promoted_and_kept_as_the_gate_says(cluster: Cluster, checked: PodEnded,
     assert verdict["challenger"] == version.name
 
 
-def test_a_pod_without_a_registry_says_how_to_give_one(cluster: Cluster) -> None:
-    inputs = {"model_name": text("digits"), "reason": text("a test")}
-    message = refused(cluster.run("tasks.release.roll_back_champion", inputs))
-    assert "FLYTE_DDP_REGISTRY='': must be an address that all pods reach, such as s3://bucket/models" in message
+def test_a_pod_without_a_registry_says_how_to_give_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLYTE_INTERNAL_EXECUTION_ID", "f1")
+    with pytest.raises(UserError, match="FLYTE_DDP_REGISTRY='': must be an address that all pods reach, such as s3://"):
+        registry_address()

@@ -113,13 +113,11 @@ def test_a_fork_with_schedules_of_its_own(fork: Path, tmp_path: Path) -> None:
         - {name: best, workflow: release_wf, cron: "0 1 * * 1-5", model_name: pets, policy: {rule: not_worse}}
         """
     )
-    archive = tmp_path / "package.tgz"
-    arguments = ("--pkgs", "workflows", "package", "--image", "flyte-ddp:test", "--output", str(archive))
-    ended = pyflyte(*arguments, home=tmp_path, directory=fork, FLYTE_DDP_PROFILE="sandbox")
-    assert "best is left out, as FLYTE_DDP_REGISTRY is not set" in ended.output
-    assert "hourly is left out" not in ended.output
-    plans = packaged.read(archive, tmp_path / "without").launch_plans
-    assert {name for name in plans if "." not in name} == {"hourly"}
+    environment = {"FLYTE_DDP_PROFILE": "sandbox", "FLYTE_DDP_REGISTRY": "s3://bucket/models"}
+    ended, package = packaged.make(tmp_path, directory=fork, **environment)
+    assert "left out" not in ended.output
+    plans = package.launch_plans
+    assert {name for name in plans if "." not in name} == {"hourly", "best"}
     spec = plans["hourly"].spec
     assert spec.workflow_id.name == "workflows.training.retraining_wf"
     schedule = spec.entity_metadata.schedule
@@ -131,11 +129,7 @@ def test_a_fork_with_schedules_of_its_own(fork: Path, tmp_path: Path) -> None:
     shown = packaged.form_fields(hp.var.type.metadata["definitions"]["Hyperparameters"])
     values = {name: field["default"] for name, field in shown.items()}
     assert values == Hyperparameters(epochs=7).to_dict(), "the console sends what its form begins with"
-
-    environment = {"FLYTE_DDP_PROFILE": "sandbox", "FLYTE_DDP_REGISTRY": "s3://bucket/models"}
-    ended = pyflyte(*arguments, "--force", home=tmp_path, directory=fork, **environment)
-    assert "left out" not in ended.output
-    inputs = packaged.read(archive, tmp_path / "with").launch_plans["best"].spec.default_inputs.parameters
+    inputs = plans["best"].spec.default_inputs.parameters
     assert inputs["model_name"].default.scalar.primitive.string_value == "pets"
     assert packaged.hyperparameters(inputs["policy"].default)["rule"] == "not_worse"
 

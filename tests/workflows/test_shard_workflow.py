@@ -5,18 +5,11 @@ from pathlib import Path
 
 import pytest
 from cli import Ended, pyflyte, train
-from PIL import Image
+from encoded_runs import labelled
+
+from tasks.shards import sample_shards, show_shards
 
 SHARD_TASKS = "tasks/shards.py"
-
-
-def images(folder: Path) -> Path:
-    """60 images of two classes."""
-    for number in range(60):
-        path = folder / ("dark", "light")[number % 2] / f"{number}.png"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        Image.new("RGB", (20 + number, 30), (number + 120 * (number % 2),) * 3).save(path)
-    return folder
 
 
 def run(home: Path, file: str, name: str, **arguments: object) -> Ended:
@@ -28,25 +21,25 @@ def run(home: Path, file: str, name: str, **arguments: object) -> Ended:
 
 
 @pytest.mark.slow
-def test_from_a_folder_of_images_to_a_model(tmp_path: Path) -> None:
-    source = images(tmp_path / "images")
+def test_from_a_folder_of_images_to_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = labelled(tmp_path / "images", 60)
     run(tmp_path, "workflows/shards.py", "shards_wf", source=source, samples_per_shard=10)
     (index,) = (tmp_path / "runs").glob("shards-*/train.json")
     assert len(list(index.parent.glob("*.tar"))) == 6
 
-    assert "60 (10 a shard)" in run(tmp_path, SHARD_TASKS, "show_shards", index=index).output
     request = json.dumps({"index": str(index), "ranks": 2})
     assert "1 nodes x 2 = 2" in run(tmp_path, SHARD_TASKS, "plan_shards", request=request).output
-    run(tmp_path, SHARD_TASKS, "sample_shards", index=index, number=3)
-    names = {path.suffix for path in (tmp_path / "runs").glob("sample-*/*")}
-    assert names == {".png", ".cls"}
+    assert "60 (10 a shard)" in show_shards(index=str(index))
+    monkeypatch.setenv("FLYTE_DDP_RUNS", str(tmp_path / "runs"))
+    sample_shards(index=str(index), number=3)
+    assert {path.suffix for path in (tmp_path / "runs").glob("sample-*/*")} == {".jpg", ".cls"}
 
     hp = {"dataset": f"shards:{index}", "image_size": 16, "epochs": 8, "batch_size": 8, "num_ranks": 2}
     trained = train(hp, home=tmp_path)
     assert trained.exit_code == 0, trained.output
     assert "test accuracy 100.00%" in trained.output
 
-    (source / "dark" / "0.png").write_bytes(b"no image")
+    (source / "red/0.jpg").write_bytes(b"no image")
     (trained_in,) = (tmp_path / "runs").glob("shards.train-*")
     model = {"model_state": trained_in / "model.pt", "sidecar": trained_in / "model.json"}
     predicted = run(tmp_path, "workflows/prediction.py", "predict_wf", **model, images=source, bad_samples=1)
@@ -54,7 +47,7 @@ def test_from_a_folder_of_images_to_a_model(tmp_path: Path) -> None:
     (table,) = (tmp_path / "runs").glob("predictions-*/predictions.csv")
     rows = table.read_text().splitlines()
     assert len(rows) == 61
-    assert [row for row in rows if ",," in row] == ["dark/0.png,,,,"]
+    assert [row for row in rows if ",," in row] == ["red/0.jpg,,,,,"]
 
     damaged = bytearray((index.parent / "train-000002.tar").read_bytes())
     damaged[600] ^= 1
