@@ -2,12 +2,14 @@
 
 import socket
 import struct
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from http.client import HTTPConnection
 from http.server import BaseHTTPRequestHandler
+from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from loopback import QuietHandler, serving
@@ -22,6 +24,8 @@ class Proxy:
     One is an HTTP status, ``truncate`` (the connection ends halfway), ``reset`` (it is reset halfway) or ``slow`` (the
     answer comes after ``LATENCY``). ``requests`` are the paths that were asked for. Paths that begin as one of
     ``denied`` are refused. Without ``lists``, lists are refused, and so is an object that is not there, as S3 does.
+    ``lost`` are paths of which the next answer to a PUT is lost, after it was done, ``conflicts`` those of which the
+    next PUT is answered by 409, and ``meetings`` whom PUTs of a path wait for.
     """
 
     url: str = ""
@@ -29,6 +33,9 @@ class Proxy:
     requests: list[str] = field(default_factory=list)
     denied: tuple[str, ...] = ()
     lists: bool = True
+    lost: list[str] = field(default_factory=list)
+    conflicts: list[str] = field(default_factory=list)
+    meetings: dict[str, threading.Barrier] = field(default_factory=dict)
 
 
 def forwarded(host: str, request: BaseHTTPRequestHandler, body: bytes = b"") -> tuple[int, dict[str, str], bytes]:
@@ -47,38 +54,74 @@ def forwarded(host: str, request: BaseHTTPRequestHandler, body: bytes = b"") -> 
     return found.status, headers, content
 
 
+class Answer(QuietHandler):
+    """Answers requests by the state, the target and its folder."""
+
+    state: Proxy
+    host: str
+    folder: Path | None
+    lock: threading.Lock
+
+    @property
+    def name(self) -> str:
+        """The path that is asked for."""
+        return unquote(urlsplit(self.path).path).lstrip("/")
+
+    def do_GET(self) -> None:
+        state, name = self.state, self.name
+        state.requests.append(name)
+        fault = state.faults[name].pop(0) if state.faults.get(name) else None
+        if fault == "slow":
+            time.sleep(LATENCY)
+        if isinstance(fault, int):
+            self.answer(fault, {"Content-Length": "0"}, b"")
+            return
+        status, headers, content = forwarded(self.host, self)
+        listed = "list-type" in urlsplit(self.path).query
+        if (name.startswith(state.denied) and not listed) or (not state.lists and (listed or status == 404)):
+            self.refuse(403, "AccessDenied")
+            return
+        cut = fault in ("truncate", "reset")
+        self.answer(status, headers, content[: len(content) // 2] if cut else content)
+        if cut:
+            self.close_connection = True
+        if fault == "reset":
+            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+
+    do_HEAD = do_GET
+
+    def do_PUT(self) -> None:
+        state, name, body = self.state, self.name, self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        if name in state.conflicts:
+            state.conflicts.remove(name)
+            self.refuse(409, "ConditionalRequestConflict")
+            return
+        if name in state.meetings:
+            state.meetings[name].wait(timeout=60)
+        with self.lock:
+            if self.folder is not None and self.headers.get("If-None-Match") == "*" and (self.folder / name).exists():
+                self.refuse(412, "PreconditionFailed")
+                return
+            answer = forwarded(self.host, self, body)
+        if name in state.lost:
+            state.lost.remove(name)
+            self.close_connection = True
+        else:
+            self.answer(*answer)
+
+    def refuse(self, status: int, code: str) -> None:
+        """Send an error in the form of S3."""
+        content = f"<Error><Code>{code}</Code><Message>no</Message></Error>".encode()
+        self.answer(status, {"Content-Length": str(len(content))}, b"" if self.command == "HEAD" else content)
+
+
 @contextmanager
-def faulty_proxy(target: str) -> Iterator[Proxy]:
-    """Run a proxy before ``target`` in a thread until the end of the block."""
-    state, host = Proxy(), urlsplit(target).netloc
+def faulty_proxy(target: str, folder: Path | None = None) -> Iterator[Proxy]:
+    """Run a proxy before ``target`` in a thread until the end of the block.
 
-    class Handler(QuietHandler):
-        def do_GET(self) -> None:
-            name = unquote(urlsplit(self.path).path).lstrip("/")
-            state.requests.append(name)
-            fault = state.faults[name].pop(0) if state.faults.get(name) else None
-            if fault == "slow":
-                time.sleep(LATENCY)
-            if isinstance(fault, int):
-                self.answer(fault, {"Content-Length": "0"}, b"")
-                return
-            status, headers, content = forwarded(host, self)
-            listed = "list-type" in urlsplit(self.path).query
-            if (name.startswith(state.denied) and not listed) or (not state.lists and (listed or status == 404)):
-                self.deny()
-                return
-            cut = fault in ("truncate", "reset")
-            self.answer(status, headers, content[: len(content) // 2] if cut else content)
-            if cut:
-                self.close_connection = True
-            if fault == "reset":
-                self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-
-        do_HEAD = do_GET
-
-        def deny(self) -> None:
-            content = b"<Error><Code>AccessDenied</Code><Message>Access Denied</Message></Error>"
-            self.answer(403, {"Content-Length": str(len(content))}, b"" if self.command == "HEAD" else content)
-
-    with serving(Handler) as state.url:
+    Where it is told the folder of the target's files it keeps ``If-None-Match: *``.
+    """
+    state = Proxy()
+    about = {"state": state, "host": urlsplit(target).netloc, "folder": folder, "lock": threading.Lock()}
+    with serving(type("Handler", (Answer,), about)) as state.url:
         yield state

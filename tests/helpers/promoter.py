@@ -1,15 +1,10 @@
-"""A process that promotes: ``race ADDRESS WHO ROUNDS`` for each entry of a log, ``release ADDRESS FOLDER``.
+"""Processes that use a registry at the same time, or are killed while they do."""
 
-``KILL_AT`` numbers the write before or after which the process is killed.
-
-``look ADDRESS WHO ROUNDS`` claims looks at a test split.
-"""
-
-import json
 import os
-import subprocess
-import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -20,41 +15,48 @@ from flyte_ddp.release.registry import LostError, Registry
 from flyte_ddp.release.verdict import Verdict
 
 
-def race(address: str, who: str, rounds: str) -> None:
-    """Try to write each of the first entries of the log; print who has written it."""
-    registry, before = Registry(address, "model"), None
-    for _ in range(int(rounds)):
+def race(who: str, address: str, rounds: int) -> list[tuple[str, bool, str]]:
+    """Try to write each of the first entries of the log; return for each who has written it, whether here, and why."""
+    registry, before, found = Registry(address, "model"), None, []
+    for _ in range(rounds):
         try:
             values = {"version": who, "manifest": "m", "best": who, "reason": "it was faster"}
             before = registry.append_entry(before, by=who, action="promote", **values)
-            print(json.dumps({"number": before.number, "winner": before.by, "won": True}))
+            found.append((before.by, True, ""))
         except LostError as lost:
             before = lost.winner
             if before.number % 8 == 0:
                 assert len(registry.read_log()) >= before.number  # which nobody takes for damaged meanwhile
-            print(json.dumps({"number": before.number, "winner": before.by, "won": False, "said": str(lost)}))
+            found.append((before.by, False, str(lost)))
         champion = registry.read_champion()
         assert champion is not None
         assert champion.number >= before.number  # however late champion.json is
+    return found
 
 
-def look(address: str, who: str, rounds: str) -> None:
-    """Claim a look for a new pair in each round; print the numbers of the looks."""
-    for number in range(int(rounds)):
-        print(Registry(address, "model").claim_look("t", f"{who} {number}", "champion", "superior"))
-
-
-def release_model(address: str, folder: str) -> str:
-    """Store a version and promote it; return the outcome's reason. A second call is a second try."""
-    verdict = Verdict.from_json(Path(folder, "verdict.json").read_text())
+def look(who: str, address: str, rounds: int) -> list[int]:
+    """Claim a look for a new pair in each round; return the numbers of the looks."""
     registry = Registry(address, "model")
-    files = (Path(folder, name) for name in (versions.WEIGHTS, versions.SIDECAR))
-    version = store_version(registry, *files, verdict, {"page.html": Path(folder, "page.html")}, by="one execution")
+    return [registry.claim_look("t", f"{who} {number}", "champion", "superior") for number in range(rounds)]
+
+
+def run_at_once(function: Callable[..., Any], address: str, names: Sequence[str], rounds: int) -> list[Any]:
+    """Call ``race`` or ``look`` in a process for each name at the same time; return what they have returned."""
+    with ProcessPoolExecutor(len(names), get_context("spawn")) as pool:
+        return [*pool.map(partial(function, address=address, rounds=rounds), names)]
+
+
+def release_model(address: str, folder: Path) -> str:
+    """Store a version and promote it; return the outcome's reason. A second call is a second try."""
+    verdict = Verdict.from_json((folder / "verdict.json").read_text())
+    registry = Registry(address, "model")
+    files = (folder / name for name in (versions.WEIGHTS, versions.SIDECAR))
+    version = store_version(registry, *files, verdict, {"page.html": folder / "page.html"}, by="one execution")
     return apply_verdict(registry, version, verdict, by="one execution").reason
 
 
-def kill_at_write(number: int, *, after: bool) -> None:
-    """Make this process exit at a write, as by SIGKILL: nothing is tidied up."""
+def release_and_be_killed(address: str, folder: Path, number: int, *, after: bool) -> None:
+    """Release a model in a process that exits at a write, before or after it, as by SIGKILL: nothing is tidied up."""
     left = [number]
 
     def killing(write: Any) -> Any:
@@ -70,24 +72,4 @@ def kill_at_write(number: int, *, after: bool) -> None:
 
     for name in ("create_file", "write_file"):
         setattr(storage, name, killing(getattr(storage, name)))
-
-
-def start(*arguments: str, **environment: str) -> subprocess.Popen[bytes]:
-    """Start this file as a process."""
-    variables = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), **environment}
-    return subprocess.Popen([sys.executable, __file__, *arguments], env=variables, stdout=subprocess.PIPE)
-
-
-def run_at_once(command: str, address: str, names: Sequence[str], rounds: int) -> list[list[Any]]:
-    """Run a process for each name at the same time; return the JSON lines that each has printed."""
-    running = [start(command, address, name, str(rounds)) for name in names]
-    said = [[json.loads(line) for line in process.communicate()[0].splitlines()] for process in running]
-    assert [process.returncode for process in running] == [0] * len(names)
-    return said
-
-
-if __name__ == "__main__":
-    if at := os.environ.get("KILL_AT"):
-        place, _, when = at.partition(" ")
-        kill_at_write(int(place), after=when == "after")
-    print({"race": race, "look": look, "release": release_model}[sys.argv[1]](*sys.argv[2:]) or "", end="")
+    release_model(address, folder)

@@ -54,9 +54,9 @@ def write_records(folder: Path, records: list[dict[str, Any]]) -> None:
             log.write(record)
 
 
-def write_run(folder: Path) -> None:
-    """Write what training leaves: all records, and the predictions before the last one."""
-    write_records(folder, RECORDS)
+def write_run(folder: Path, records: list[dict[str, Any]] = RECORDS) -> None:
+    """Write what training leaves: these records, the predictions, and the last record."""
+    write_records(folder, records)
     arrays: dict[str, Any] = {"index": np.arange(6), "images": IMAGES, "scores": SCORES, "truth": TRUTH}
     np.savez(folder / "predictions.npz", table_rows=np.array(TABLE_ROWS), loss=np.zeros(6), **arrays)
     write_records(folder, [END])

@@ -5,7 +5,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from locking_proxy import Locking, locking_proxy
+from faulty_proxy import Proxy
+from locking_proxy import locking_proxy
 from s3_server import S3Server, s3_server
 from surroundings import clean
 
@@ -16,14 +17,14 @@ def surroundings(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="session")
-def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[S3Server, Locking]]:
+def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[S3Server, Proxy]]:
     """rclone, and a proxy before it that keeps ``If-None-Match``."""
     with s3_server(tmp_path_factory.mktemp("s3")) as server, locking_proxy(server) as proxy:
         yield server, proxy
 
 
 @pytest.fixture
-def bucket(s3: tuple[S3Server, Locking], monkeypatch: pytest.MonkeyPatch) -> str:
+def bucket(s3: tuple[S3Server, Proxy], monkeypatch: pytest.MonkeyPatch) -> str:
     """A new bucket, which also processes that are started find through the proxy."""
     server, proxy = s3
     for name, value in {**server.aws_environment(), "AWS_ENDPOINT_URL": proxy.url}.items():

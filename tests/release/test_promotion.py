@@ -1,6 +1,7 @@
 """Versions in the registry and promotions: nothing half written counts, and a person's word does."""
 
 import json
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -85,18 +86,20 @@ def test_killed_at_every_write_a_second_try_ends_well(when: str, address: str, t
     model = trained(tmp_path / "trained")
     whole = file_digest(model / versions.WEIGHTS)
     for place in range(20):
-        killed = promoter.start("release", f"{address}{place}", str(model), KILL_AT=f"{place} {when}")
-        killed.communicate()
+        arguments = {"args": (f"{address}{place}", model, place), "kwargs": {"after": when == "after"}}
+        killed = get_context("spawn").Process(target=promoter.release_and_be_killed, **arguments)
+        killed.start()
+        killed.join()
         registry = Registry(f"{address}{place}", "model")
         assert registry.read_champion() == next(reversed(registry.read_log()), None)
         for entry in registry.read_log():
             download_version(registry, entry.version, tmp_path / f"fetched{place}", entry.manifest, every_file=True)
-        assert promoter.release_model(f"{address}{place}", str(model)) == "promoted: better"
+        assert promoter.release_model(f"{address}{place}", model) == "promoted: better"
         assert [(entry.number, entry.version) for entry in registry.read_log()] == [(1, whole)]
         assert json.loads(storage.read_file(registry.at("champion.json")))["version"] == whole
-        if killed.returncode == 0:
+        if killed.exitcode == 0:
             break
-        assert killed.returncode == 9
+        assert killed.exitcode == 9
     assert place == 12, "as many writes as there are"
 
 
@@ -288,5 +291,5 @@ def test_looks_are_numbered_and_the_same_two_models_have_one(registry: Registry)
 @pytest.mark.slow
 def test_judges_at_the_same_time_have_a_look_each(address: str) -> None:
     """Also one who was killed before it had written down which: no look is two judges'."""
-    said = promoter.run_at_once("look", address, [f"judge {number}" for number in range(4)], 5)
+    said = promoter.run_at_once(promoter.look, address, [f"judge {number}" for number in range(4)], 5)
     assert sorted(number for numbers in said for number in numbers) == [*range(1, 21)]

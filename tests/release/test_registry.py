@@ -7,8 +7,7 @@ from pathlib import Path
 import promoter
 import pytest
 from click.testing import CliRunner
-from faulty_proxy import faulty_proxy
-from locking_proxy import Locking
+from faulty_proxy import Proxy, faulty_proxy
 from s3_server import S3Server
 
 from flyte_ddp import storage
@@ -35,23 +34,23 @@ def promoted(registry: Registry, weights: bytes, card: bytes) -> Version:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("address", ["folder", "S3"], indirect=True)
-@pytest.mark.parametrize("rounds", [3, pytest.param(50, marks=pytest.mark.exhaustive)])
-def test_of_many_who_want_the_next_entry_one_gets_it(rounds: int, address: str) -> None:
-    names = [f"process {number}" for number in range(20)]
-    said = promoter.run_at_once("race", address, names, rounds)
+@pytest.mark.parametrize(("processes", "rounds"), [(5, 3), pytest.param(20, 50, marks=pytest.mark.exhaustive)])
+def test_of_many_who_want_the_next_entry_one_gets_it(processes: int, rounds: int, address: str) -> None:
+    names = [f"process {number}" for number in range(processes)]
+    said = promoter.run_at_once(promoter.race, address, names, rounds)
     log = Registry(address, "model").read_log()
     assert Entry.from_file(storage.read_file(Registry(address, "model").at("champion.json"))) == log[-1]
     assert [entry.number for entry in log] == [*range(1, rounds + 1)]
     for number, entry in enumerate(log):
-        of_all = [lines[number] for lines in said]
-        assert {line["winner"] for line in of_all} == {entry.by}
-        assert [name for name, line in zip(names, of_all, strict=True) if line["won"]] == [entry.by]
-        losers = [line for line in of_all if not line["won"]]
-        assert all(line["said"].startswith(f"{entry.by} was faster: by entry {number + 1} ") for line in losers)
+        winners, won, reasons = zip(*(each[number] for each in said), strict=True)
+        assert {*winners} == {entry.by}
+        assert [name for name, here in zip(names, won, strict=True) if here] == [entry.by]
+        lost = [reason for reason, here in zip(reasons, won, strict=True) if not here]
+        assert all(reason.startswith(f"{entry.by} was faster: by entry {number + 1} ") for reason in lost)
 
 
 def test_a_store_that_replaces_files_is_refused(
-    s3: tuple[S3Server, Locking], bucket: str, monkeypatch: pytest.MonkeyPatch
+    s3: tuple[S3Server, Proxy], bucket: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As the tests' S3 server is without the proxy."""
     monkeypatch.setenv("AWS_ENDPOINT_URL", s3[0].endpoint)
@@ -61,7 +60,7 @@ def test_a_store_that_replaces_files_is_refused(
 
 
 @pytest.mark.parametrize("fault", ["lost", "conflicts"])
-def test_a_lost_answer_or_a_conflict_is_no_defeat(fault: str, s3: tuple[S3Server, Locking], bucket: str) -> None:
+def test_a_lost_answer_or_a_conflict_is_no_defeat(fault: str, s3: tuple[S3Server, Proxy], bucket: str) -> None:
     paths = getattr(s3[1], fault)
     paths.append(f"{bucket.removeprefix('s3://')}/model/log/00000001.json")
     assert appended(Registry(bucket, "model"), None).number == 1
@@ -157,7 +156,7 @@ def test_an_audit_names_each_fault(tmp_path: Path) -> None:
 
 
 def test_the_log_is_not_listed_and_one_manifest_is_read(
-    s3: tuple[S3Server, Locking], bucket: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    s3: tuple[S3Server, Proxy], bucket: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """What a prediction asks the store for, however long the log is."""
     registry = Registry(bucket, "model")
@@ -172,7 +171,7 @@ def test_the_log_is_not_listed_and_one_manifest_is_read(
 
 
 def test_a_right_that_is_missing_is_named(
-    s3: tuple[S3Server, Locking], bucket: str, monkeypatch: pytest.MonkeyPatch
+    s3: tuple[S3Server, Proxy], bucket: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is not taken for a file that is not there: champion.json, which protects the log's end, would be left out."""
     registry = Registry(bucket, "model")

@@ -83,7 +83,9 @@ model = net.make
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", IMPORTS)
+@pytest.mark.parametrize(
+    "way", ["seen", "in a function", *[pytest.param(way, marks=pytest.mark.exhaustive) for way in ("path", "file")]]
+)
 def test_what_a_model_uses_and_the_cache_key_does_not_cover_is_named(
     digits: Path, project: Path, capfd: pytest.CaptureFixture, way: str
 ) -> None:

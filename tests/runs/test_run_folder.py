@@ -103,7 +103,9 @@ def test_a_finished_run_stays_while_it_is_made_again(
     assert contents(folder)[METRICS] != before[METRICS]
 
 
-@pytest.mark.parametrize("name", [METRICS, "a.ckpt", *OUTPUTS])
+@pytest.mark.parametrize(
+    "name", [METRICS, "a.ckpt", OUTPUTS[0], *[pytest.param(name, marks=pytest.mark.exhaustive) for name in OUTPUTS[1:]]]
+)
 def test_a_full_disk_leaves_nothing_like_a_result_and_the_error_says_what_to_do(
     digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture, name: str
 ) -> None:
