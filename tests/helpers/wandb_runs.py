@@ -68,9 +68,9 @@ def start(folder: Path, mode: str, timeout: float = 60.0) -> WandbProcess:
     return wandb
 
 
-def offline_records(folder: Path) -> dict[str, list[dict[str, Any]]]:
-    """Return the records of the only offline run in the folder by type, read by wandb's own reader."""
-    (log,) = (folder / "wandb").glob("offline-run-*/*.wandb")
+def offline_records(folder: Path, run_id: str = "*") -> dict[str, list[dict[str, Any]]]:
+    """Return the records of the folder's only offline run, or of the one with this id, read by wandb's own reader."""
+    (log,) = (folder / "wandb").glob(f"offline-run-*-{run_id}/*.wandb")
     reader = distribution("wandb").locate_file("wandb/bin/wandb-core")  # what `wandb leet` calls
     command = [str(reader), "leet", "inspect", "--no-observability", "--json", "--run-file", str(log)]
     result = subprocess.run(command, capture_output=True, check=True, text=True)

@@ -1,15 +1,17 @@
 """Who may write into a run folder: one run at a time, for as long as it lasts."""
 
-import json
 import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from importlib import import_module
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
-from cli import ROOT, TINY, WORKFLOWS, surroundings, train
+from cli import TINY, WORKFLOWS, surroundings, train
 from locks import held_by_another_process, is_free
 
 from flyte_ddp.config import Hyperparameters
@@ -121,34 +123,36 @@ def test_a_run_is_reserved_only_if_training_will_come(tmp_path: Path, monkeypatc
         release_run_folder(folder)
 
 
-NOTEBOOK = """
-import json, sys
-from flyte_ddp.config import Hyperparameters
-from workflows.WORKFLOW import WORKFLOW_wf
-for line in sys.stdin:
-    print("made", WORKFLOW_wf(hp=Hyperparameters(**json.loads(line))).sidecar, flush=True)
-"""
+def run_cells(workflow: str, cells: Connection) -> None:
+    """Run the workflow whenever asked to; send where its result is."""
+    run = getattr(import_module(f"workflows.{workflow}"), f"{workflow}_wf")
+    with suppress(EOFError):
+        while cells.recv():
+            cells.send(str(run(hp=Hyperparameters(**TINY)).sidecar))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("workflow", ["training", pytest.param("elastic_training", marks=pytest.mark.exhaustive)])
-def test_a_notebook_that_has_trained_is_in_nobodys_way(tmp_path: Path, workflow: str) -> None:
+def test_a_notebook_that_has_trained_is_in_nobodys_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workflow: str
+) -> None:
     """It stays open; others with the same run get its result, also after it was answered from the cache."""
     places = {"home": tmp_path / "home", "runs": tmp_path / "runs"}
-    environment = {**surroundings(**places), "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-c", NOTEBOOK.replace("WORKFLOW", workflow)]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with subprocess.Popen(command, cwd=ROOT, env=environment, text=True, **pipes) as notebook:
-        assert notebook.stdout is not None
-
-        def cell(hp: dict[str, object]) -> str:
-            print(json.dumps(hp), file=notebook.stdin, flush=True)
-            return next(line.split()[1] for line in notebook.stdout if line.startswith("made "))
-
+    for name, value in surroundings(**places).items():
+        monkeypatch.setenv(name, value)
+    context = get_context("spawn")
+    notebook, cells = context.Pipe()
+    process = context.Process(target=run_cells, args=(workflow, cells))
+    process.start()
+    cells.close()
+    with notebook:
         for _ in range(2):
-            made = Path(cell(TINY))
+            notebook.send(True)
+            made = Path(notebook.recv())
             assert is_free(made.parent)
         again = train(TINY, f"{workflow}_wf", WORKFLOWS.replace("training.py", f"{workflow}.py"), **places)
         assert again.exit_code == 0, again.output
         assert "test accuracy" not in again.output, "which it says when it trains"
         assert str(made) in again.output
+    process.join()
+    assert process.exitcode == 0

@@ -273,28 +273,13 @@ time.sleep(600)
 """
 
 
-def started_parent(folder: Path) -> subprocess.Popen[str]:
-    parent = subprocess.Popen([sys.executable, "-c", PARENT, str(folder)], stdout=subprocess.PIPE, text=True)
-    assert parent.stdout is not None
-    assert parent.stdout.readline() == "open\n"
-    return parent
-
-
 @pytest.mark.slow
-def test_the_parents_death_ends_it(case: Case) -> None:
-    with started_parent(case.folder) as parent:
-        assert case.processes("wandb-core")
-        parent.kill()
-    wait_until(lambda: not case.processes(), seconds=15)
-    records = offline_records(case.folder)
-    assert logged_rows([each["item"] for each in records["history"]]) == [{"step": 1, "epoch": 0, "loss": 2.5}]
-    assert [record["exit_code"] for record in records["exit"]] == [1]
-
-
-@pytest.mark.slow
-def test_the_child_of_a_killed_launcher_leaves_a_retry_alone(case: Case) -> None:
+def test_the_parents_death_ends_it_and_it_leaves_a_retry_alone(case: Case) -> None:
     """It comes to its end while the retry, in the same run folder, has begun already."""
-    with started_parent(case.folder) as parent:
+    command = [sys.executable, "-c", PARENT, str(case.folder)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        assert parent.stdout.readline() == "open\n"
         late = case.processes(FEED)
         for pid in late:
             os.kill(pid, signal.SIGSTOP)
@@ -302,7 +287,10 @@ def test_the_child_of_a_killed_launcher_leaves_a_retry_alone(case: Case) -> None
     case.start("offline")
     for pid in late:
         os.kill(pid, signal.SIGCONT)
-    wait_until(lambda: not {*late} & {*case.processes(FEED)})
+    wait_until(lambda: not {*late} & {*case.processes(FEED)}, seconds=15)
+    records = offline_records(case.folder, run_id="x")
+    assert logged_rows([each["item"] for each in records["history"]]) == [{"step": 1, "epoch": 0, "loss": 2.5}]
+    assert [record["exit_code"] for record in records["exit"]] == [1]
     write_records(case.folder, [END])
     said = case.finish(write=False, killed=True)
     [own] = case.folder.glob("wandb/offline-run-*-exec-task-7")
