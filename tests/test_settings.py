@@ -8,11 +8,13 @@ from pathlib import Path
 
 import pytest
 from cli import ROOT
+from flytekit.extras import accelerators
 
 from flyte_ddp import settings
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import UserError
 from flyte_ddp.pods import environment
+from flyte_ddp.pods.profiles import PROFILES
 from flyte_ddp.run import run_training
 from flyte_ddp.settings import ALL_PODS, HERE, REGISTRATION, REGISTRY_PODS, TRAINING_PODS, Variable, read_variable_table
 from tasks import pods
@@ -69,15 +71,12 @@ def registration(**variables: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, env=others | variables, capture_output=True, text=True, check=False)
 
 
-def test_a_registration_takes_over_what_is_set_but_no_secret_and_no_folder_of_here() -> None:
+def test_a_registration_takes_over_what_is_set_but_no_secret_no_folder_of_here_and_nothing_unknown() -> None:
     left = dict.fromkeys(("WANDB_API_KEY", "FLYTE_DDP_ELASTIC_KEY", "FLYTE_DDP_RUNS", "FLYTE_DDP_RESULTS"), "hidden")
     ended = registration(FLYTE_DDP_PROFILE="gpu", FLYTE_DDP_TIMEOUT="5", FLYTE_DDP_GPUS="1", WANDB_TAGS="a", **left)
     assert (ended.returncode, ended.stdout) == (0, "FLYTE_DDP_TIMEOUT=5\n")
     said = {line.partition(" is not sent to pods")[0] for line in ended.stderr.splitlines()}
     assert said == left.keys()
-
-
-def test_a_registration_refuses_an_unknown_variable() -> None:
     ended = registration(FLYTE_DDP_TIMOUT="5")
     assert ended.returncode == 1
     assert ended.stderr.startswith("Error: unknown variable 'FLYTE_DDP_TIMOUT': did you mean 'FLYTE_DDP_TIMEOUT'?")
@@ -105,3 +104,41 @@ def test_what_is_counted_is_a_whole_number(field: str, monkeypatch: pytest.Monke
         monkeypatch.setenv(name, value)
         with pytest.raises(UserError, match=rf"^{name}='{value}': must be a"):
             settings.read_settings()
+
+
+def test_a_template_can_be_named_for_pods_that_have_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLYTE_DDP_POD_TEMPLATE", "flyte-ddp-read-only")
+    for profile, of_gpus in (("local", "flyte-ddp-read-only"), ("gpu", "flyte-ddp-gpu")):
+        monkeypatch.setenv("FLYTE_DDP_PROFILE", profile)
+        every = (pods.light_pod(), pods.data_pod(), pods.prediction_pod(), pods.training_pod())
+        expected = ["flyte-ddp-read-only"] * 2 + [of_gpus] * 2
+        assert [options["pod_template_name"] for options in every] == expected
+
+
+def test_a_profile_can_ask_for_a_type_of_gpu_and_for_nodes_that_are_taken_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLYTE_DDP_PROFILE", "spot")
+    monkeypatch.setitem(PROFILES, "spot", replace(PROFILES["gpu-a100"], interruptible=True))
+    training, prediction = pods.training_pod(), pods.prediction_pod()
+    for each in (training, prediction):
+        assert each["accelerator"].to_flyte_idl().device == accelerators.A100.to_flyte_idl().device
+    assert (training["interruptible"], prediction.get("interruptible")) == (True, None)
+    assert training["limits"].gpu == "8"
+    assert pods.launching_pod(PROFILES["local"])["interruptible"]
+
+
+def test_a_version_knows_each_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLYTE_DDP_PROFILE", "local")
+    versions = {environment.settings_digest()["FLYTE_DDP_SETTINGS"]}
+    for name, value in {
+        "FLYTE_DDP_PROFILE": "sandbox",
+        "FLYTE_DDP_NODES": "2",
+        "WANDB_PROJECT": "another",
+        "FLYTE_DDP_NOTIFY": "a@example.com",
+        "FLYTE_DDP_POD_TEMPLATE": "restricted",
+        "FLYTE_DDP_RUNS": "elsewhere",
+    }.items():
+        with monkeypatch.context() as patch:
+            patch.setenv(name, value)
+            found = environment.settings_digest()["FLYTE_DDP_SETTINGS"]
+        assert (found in versions) is (name == "FLYTE_DDP_RUNS"), "a pod knows nothing of the runs folder here"
+        versions.add(found)

@@ -66,14 +66,11 @@ def test_names_that_lead_elsewhere_are_refused(tmp_path: Path, name: str) -> Non
     assert [*tmp_path.iterdir()] == []
 
 
-def test_links_that_lead_elsewhere_are_refused(kept: Path, tmp_path: Path) -> None:
+def test_what_is_no_file_and_no_event(kept: Path, tmp_path: Path) -> None:
     (kept / "out").symlink_to(tmp_path)
     with pytest.raises(UserError, match=r"leads out of .*; remove the link"):
         results.ResultWriter(kept.parent).write_file(name="out/a", content=b"")
     assert not (tmp_path / "a").exists()
-
-
-def test_what_is_no_file_and_no_event() -> None:
     with pytest.raises(UserError, match=r"event \['value'\]: .* not JSON serializable; give numbers, text"):
         results.event(value=object())
     with pytest.raises(UserError, match="event: rank is added to each event; choose another name"):

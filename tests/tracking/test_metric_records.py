@@ -6,8 +6,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
-from wandb_runs import RECORDS
+from wandb_runs import IMAGES, RECORDS, TRUTH
 
 from flyte_ddp.errors import UserError
 from flyte_ddp.files import replace_file
@@ -77,11 +78,8 @@ def test_records_are_followed_as_they_are_written(tmp_path: Path) -> None:
     texts = ('{"step": 1}\n{"st', 'ep": 2}\n', '{"step": 3}\nrubbish\n{"step": 4}\n{"s')
     over = over_after(nothing, *map(write, texts))
     assert list(wandb_feed.follow_records(tmp_path, 0, over)) == [{"step": step} for step in (1, 2, 3, 4)]
-
-
-def test_records_of_an_earlier_attempt_are_not_followed(tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n')
-    assert list(wandb_feed.follow_records(tmp_path, len('{"step": 1}\n'), over_after(lambda: None))) == [{"step": 2}]
+    later = wandb_feed.follow_records(tmp_path, len('{"step": 1}\n'), over_after(lambda: None))
+    assert list(later) == [{"step": step} for step in (2, 3, 4)], "not those of an earlier attempt"
 
 
 def test_records_of_a_run_that_is_started_again_are_followed_once(tmp_path: Path) -> None:
@@ -98,3 +96,24 @@ def test_records_of_a_run_that_is_started_again_are_followed_once(tmp_path: Path
     over = over_after(lambda: None, start_again)
     steps = [{"step": 1}, {"step": 2}, {"step": 2, "again": True}]
     assert list(wandb_feed.follow_records(tmp_path, 0, over)) == steps
+
+
+@pytest.mark.parametrize("names", [[f"class/{number}.jpg" for number in range(6)], []])
+@pytest.mark.parametrize("classes", [3, 1001])
+def test_the_table_has_names_and_not_too_many_scores(tmp_path: Path, names: list[str], classes: int) -> None:
+    """Of many classes only the score of the prediction: wandb would take a column for each class."""
+    scores = np.zeros((6, classes), dtype=np.float32)
+    scores[np.arange(6), [2, 1, 0, 1, 2, 0]] = 0.5
+    arrays = {
+        "index": np.arange(6),
+        "images": IMAGES,
+        "scores": scores,
+        "truth": TRUTH,
+        "table_rows": np.array(3),
+    }
+    np.savez(tmp_path / "predictions.npz", **arrays, names=np.array(names, dtype=np.str_))
+    table = wandb_feed.predictions_table(tmp_path / "predictions.npz", [f"class {k}" for k in range(classes)])
+    assert [row[0] for row in table.data] == (names[:3] or [0, 1, 2])
+    assert [row[2] for row in table.data] == ["class 2", "class 1", "class 0"]
+    assert table.columns[4:] == (["score"] if classes > 1000 else ["score_0", "score_1", "score_2"])
+    assert table.data[0][4:] == ([0.5] if classes > 1000 else [0, 0, 0.5])

@@ -21,25 +21,14 @@ import wandb_runs
 from fake_wandb_server import FakeServer, fake_server
 from PIL import Image
 from processes import processes_with, wait_until
-from wandb_runs import (
-    END,
-    HYPERPARAMETERS,
-    IMAGES,
-    RECORDS,
-    ROWS,
-    logged_rows,
-    offline_records,
-    start,
-    write_records,
-    write_run,
-)
+from wandb_runs import END, HYPERPARAMETERS, IMAGES, RECORDS, ROWS, logged_rows, offline_records, start, write_run
 
-from flyte_ddp.tracking import wandb_feed, wandb_run
+from flyte_ddp.tracking import wandb_run
 from flyte_ddp.tracking.wandb_run import WandbProcess, start_wandb
 
 KEY = "0123456789abcdef" * 2 + "01234567"
 FEED = "flyte_ddp.tracking.wandb_feed"
-pytestmark = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="looks at processes through /proc")
+pytestmark = pytest.mark.slow
 
 
 @dataclass
@@ -105,13 +94,12 @@ def case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
         os.kill(pid, signal.SIGKILL)
 
 
-@pytest.mark.slow
 def test_an_offline_run_holds_everything(case: Case) -> None:
     """All records also where an earlier attempt, which was cut off, has written the first ones.
 
     For ``wandb sync`` replaces a run by another one of the same id (public reports: wandb issues 3841 and 5865).
     """
-    write_records(case.folder, RECORDS[:4])
+    wandb_runs.write_records(case.folder, RECORDS[:4])
     case.start("offline")
     write_run(case.folder, RECORDS[4:])
     said = case.finish(write=False)
@@ -151,31 +139,9 @@ def check_table(folder: Path) -> None:
         np.testing.assert_array_equal(np.array(row[4:], np.float32), scores)
 
 
-@pytest.mark.parametrize("names", [[f"class/{number}.jpg" for number in range(6)], []])
-@pytest.mark.parametrize("classes", [3, 1001])
-def test_the_table_has_names_and_not_too_many_scores(tmp_path: Path, names: list[str], classes: int) -> None:
-    """Of many classes only the score of the prediction: wandb would take a column for each class."""
-    scores = np.zeros((6, classes), dtype=np.float32)
-    scores[np.arange(6), [2, 1, 0, 1, 2, 0]] = 0.5
-    arrays = {
-        "index": np.arange(6),
-        "images": IMAGES,
-        "scores": scores,
-        "truth": wandb_runs.TRUTH,
-        "table_rows": np.array(3),
-    }
-    np.savez(tmp_path / "predictions.npz", **arrays, names=np.array(names, dtype=np.str_))
-    table = wandb_feed.predictions_table(tmp_path / "predictions.npz", [f"class {k}" for k in range(classes)])
-    assert [row[0] for row in table.data] == (names[:3] or [0, 1, 2])
-    assert [row[2] for row in table.data] == ["class 2", "class 1", "class 0"]
-    assert table.columns[4:] == (["score"] if classes > 1000 else ["score_0", "score_1", "score_2"])
-    assert table.data[0][4:] == ([0.5] if classes > 1000 else [0, 0, 0.5])
-
-
 REFUSED = "(ValidationError: 1 validation error for Settings"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mode", "variable", "value", "words"),
     [
@@ -194,7 +160,6 @@ def test_without_a_key_or_with_a_bad_setting_nothing_is_lost(
     case.check_kept_offline(said)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "behaviour",
     [
@@ -227,7 +192,6 @@ def check_arrived(server: FakeServer, said: str) -> None:
     assert [row[0] for row in table["data"]] == [0, 1, 2, 3]
 
 
-@pytest.mark.slow
 def test_a_good_server_gets_everything_and_no_file_the_key(case: Case) -> None:
     home = case.folder.with_name("home")
     case.monkeypatch.setenv("HOME", str(home))
@@ -244,7 +208,6 @@ IMPATIENT = "import sys; from flyte_ddp.tracking import wandb_feed as feed; feed
 IMPATIENT += "feed.feed_wandb(feed.Connection(int(sys.argv[1])))"
 
 
-@pytest.mark.slow
 def test_a_server_that_comes_back_gets_everything(case: Case) -> None:
     case.monkeypatch.setattr(wandb_run, "COMMAND", (sys.executable, "-c", IMPATIENT))
     with case.server("denies") as server:
@@ -273,7 +236,6 @@ time.sleep(600)
 """
 
 
-@pytest.mark.slow
 def test_the_parents_death_ends_it_and_it_leaves_a_retry_alone(case: Case) -> None:
     """It comes to its end while the retry, in the same run folder, has begun already."""
     command = [sys.executable, "-c", PARENT, str(case.folder)]
@@ -291,13 +253,12 @@ def test_the_parents_death_ends_it_and_it_leaves_a_retry_alone(case: Case) -> No
     records = offline_records(case.folder, run_id="x")
     assert logged_rows([each["item"] for each in records["history"]]) == [{"step": 1, "epoch": 0, "loss": 2.5}]
     assert [record["exit_code"] for record in records["exit"]] == [1]
-    write_records(case.folder, [END])
+    wandb_runs.write_records(case.folder, [END])
     said = case.finish(write=False, killed=True)
     [own] = case.folder.glob("wandb/offline-run-*-exec-task-7")
     assert own.name in said
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mode", "killed"),
     [
@@ -313,7 +274,6 @@ def test_a_killed_wandb_is_started_again_and_its_run_is_kept(case: Case, mode: s
         case.check_kept_offline(case.finish(killed=True))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("stopped", ["", pytest.param(FEED, marks=pytest.mark.exhaustive)])
 def test_a_process_that_hangs_is_not_waited_for(case: Case, stopped: str) -> None:
     """Whether every process of wandb hangs or one."""

@@ -5,7 +5,6 @@ import json
 import re
 import shutil
 from concurrent.futures import ThreadPoolExecutor
-from datetime import UTC, datetime
 from pathlib import Path
 
 import numpy as np
@@ -14,11 +13,10 @@ import torch
 from cli import OWN_MODEL, ROOT, TINY, WORKFLOWS, Ended, pyflyte, train
 from locks import held_by_another_process
 
-from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import UserError
 from flyte_ddp.runs.run_folder import hold_run_folder
-from tasks.preparation import check_inputs
 
+pytestmark = pytest.mark.slow
 OUTPUTS = {"model_state": "model.pt", "sidecar": "model.json", "report": "report.html", "metrics": "metrics.jsonl"}
 Files = dict[str, Path]
 
@@ -69,7 +67,6 @@ def finished(trained_once: tuple[Ended, Path]) -> tuple[Files, Path]:
     return outputs(ended), home
 
 
-@pytest.mark.slow
 @pytest.mark.cold
 def test_a_run_leaves_its_files_and_the_same_run_again_trains_nothing(tmp_path: Path) -> None:
     first = pyflyte("run", WORKFLOWS, "training_wf", "--hp", "config/smoke.json", home=tmp_path)
@@ -98,7 +95,6 @@ def test_a_run_leaves_its_files_and_the_same_run_again_trains_nothing(tmp_path: 
     assert state(tmp_path / "runs") == before
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("workflow", ["training", pytest.param("elastic_training", marks=pytest.mark.exhaustive)])
 def test_a_run_that_a_person_starts_inside_a_pod_is_a_local_run(workflow: str, tmp_path: Path) -> None:
     """As in a workspace on the cluster: all of the pod's variables are there, and the person has changed the code."""
@@ -110,7 +106,6 @@ def test_a_run_that_a_person_starts_inside_a_pod_is_a_local_run(workflow: str, t
     assert "made in" in ended.output
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("lost", "trains"),
     [
@@ -129,7 +124,6 @@ def test_what_was_deleted_is_made_again(lost: tuple[str, ...], trains: bool, fin
     assert trained(again) == trains
 
 
-@pytest.mark.slow
 def test_a_run_that_flytes_cache_missed_is_not_made_again(finished: tuple[Files, Path]) -> None:
     """Its process was killed right after its end, so that only the run folder knows of it."""
     files, home = finished
@@ -147,7 +141,6 @@ def test_a_run_that_flytes_cache_missed_is_not_made_again(finished: tuple[Files,
     assert not [path for path in files.values() if path.stat().st_mtime_ns == before[str(path)][0]]
 
 
-@pytest.mark.slow
 def test_a_run_that_is_still_going_is_not_written_into(finished: tuple[Files, Path]) -> None:
     files, home = finished
     first = files["model_state"].parent
@@ -162,7 +155,6 @@ def test_a_run_that_is_still_going_is_not_written_into(finished: tuple[Files, Pa
     assert state(first) == before
 
 
-@pytest.mark.slow
 def test_runs_at_the_same_time_from_one_directory(tmp_path: Path) -> None:
     """Three, two of them equal."""
     with ThreadPoolExecutor() as pool:
@@ -191,7 +183,6 @@ def load(source):
 """
 
 
-@pytest.mark.slow
 def test_own_data_and_model_beside_the_user_retrain_when_they_change(tmp_path: Path) -> None:
     data = tmp_path / "data"
     data.mkdir()
@@ -211,7 +202,6 @@ def test_own_data_and_model_beside_the_user_retrain_when_they_change(tmp_path: P
     assert run_folder(changed) != run_folder(first) == run_folder(again)
 
 
-@pytest.mark.slow
 def test_launch_plans_by_name(finished: tuple[Files, Path]) -> None:
     files, home = finished
     same = train(TINY, name="training_on_demand", home=home)
@@ -220,15 +210,3 @@ def test_launch_plans_by_name(finished: tuple[Files, Path]) -> None:
     night = train(TINY, name="nightly_retraining", home=home)
     assert trained(night)
     assert run_folder(night) != files["model_state"].parent
-
-
-def test_a_retry_of_one_tick_is_the_same_run_and_each_clone_has_its_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def version(clone: str, day: int) -> str:
-        monkeypatch.setenv("FLYTE_DDP_RUNS", str(tmp_path / clone))
-        return check_inputs(hp=Hyperparameters(), kickoff_time=datetime(2030, 1, day, 3, tzinfo=UTC)).run_version
-
-    first, retry, next_night = (version("runs", day).partition("@")[0] for day in (2, 2, 3))
-    assert first == retry != next_night
-    assert version("runs", 2) != version("of another clone", 2), "which may have the same home, and so the same cache"

@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import packaged
@@ -16,19 +15,16 @@ from flyteidl.core.literals_pb2 import Literal
 from flyteidl.core.security_pb2 import Secret
 from flyteidl.core.tasks_pb2 import Resources
 from flytekit.core.type_engine import TypeEngine
-from flytekit.extras import accelerators
 from flytekit.models.interface import Variable
 from google.protobuf.json_format import MessageToDict
 from packaged import Package
+from pod_inputs import CHECK, FETCH, PREDICT, TRAIN
 
 from flyte_ddp.code_digest import library_digest, package_digest
 from flyte_ddp.config import Hyperparameters
-from flyte_ddp.pods.profiles import PROFILES, parse_quantity
+from flyte_ddp.pods.profiles import parse_quantity
 from flyte_ddp.release.policy import Policy
-from tasks import pods
 
-CHECK, FETCH = "tasks.preparation.check_inputs", "tasks.preparation.fetch_dataset"
-TRAIN, PREDICT = "tasks.training.train_model", "tasks.prediction.predict_images"
 DATA = (FETCH, *(f"tasks.shards.{name}" for name in ("pack_shards", "index_shards", "verify_shards", "verify_packed")))
 LIGHT = (CHECK, *(f"tasks.shards.{name}_shards" for name in ("join", "show", "sample", "plan")))
 JUDGING = ("tasks.release.judge_model", "tasks.release.evaluate_version")
@@ -36,6 +32,7 @@ PROMOTING = tuple(f"tasks.release.{name}" for name in ("promote_challenger", "pr
 KEEP, PROFILE, VALIDATE = (
     f"tasks.{name}" for name in ("release.keep_champion", "validation.profile_dataset", "validation.validate_dataset")
 )
+pytestmark = pytest.mark.slow
 ENGINES = ("elastic", "ray", "dask")
 TRAINING = {TRAIN, *(f"tasks.{engine}_training.train_on_{engine}" for engine in ENGINES)}
 PLANS = {"training_on_demand", "nightly_retraining", "retraining_on_change"}
@@ -62,7 +59,6 @@ def environment(package: Package, task: str) -> dict[str, str]:
     return packaged.variables(package.tasks[task].template)
 
 
-@pytest.mark.slow
 def test_everything_is_there(default: Package, sandbox: Package) -> None:
     """But a release needs a registry."""
     workflows = {
@@ -79,7 +75,6 @@ def test_everything_is_there(default: Package, sandbox: Package) -> None:
     assert "nightly_release is left out, as FLYTE_DDP_REGISTRY is not set" in sandbox.output
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("tasks", "requests", "limits", "of_gpus", "hours"),
     [
@@ -111,7 +106,6 @@ def test_pods_without_a_chosen_profile(
         assert (variables["FLYTE_DDP_PROFILE"], variables["FLYTE_DDP_CODE"]) == ("gpu", package_digest())
 
 
-@pytest.mark.slow
 def test_pods_of_the_sandbox(sandbox: Package) -> None:
     """They fit on a laptop, and under a LimitRange of the training pod's size."""
     limits = {
@@ -129,7 +123,6 @@ def test_pods_of_the_sandbox(sandbox: Package) -> None:
     assert environment(sandbox, PREDICT)["FLYTE_DDP_GPUS"] == "0"
 
 
-@pytest.mark.slow
 def test_training_pods_know_how_long_their_last_checkpoint_may_take(default: Package, sandbox: Package) -> None:
     [in_cluster] = yaml.safe_load_all((ROOT / "deploy/pod-template.yaml").read_text())
     grace = in_cluster["template"]["spec"]["terminationGracePeriodSeconds"]
@@ -138,7 +131,6 @@ def test_training_pods_know_how_long_their_last_checkpoint_may_take(default: Pac
     assert environment(sandbox, TRAIN)["FLYTE_DDP_SAVE_SECONDS"] == "15", "of Kubernetes' own 30"
 
 
-@pytest.mark.slow
 def test_each_task_satisfies_podsecurity_restricted(default: Package) -> None:
     """Flyte makes the pods of engines from the same specification."""
     for task in default.tasks.values():
@@ -149,27 +141,6 @@ def test_each_task_satisfies_podsecurity_restricted(default: Package) -> None:
         assert container["terminationMessagePolicy"] == "FallbackToLogsOnError", "as Flyte gives to other tasks"
 
 
-def test_a_template_can_be_named_for_pods_that_have_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FLYTE_DDP_POD_TEMPLATE", "flyte-ddp-read-only")
-    for profile, of_gpus in (("local", "flyte-ddp-read-only"), ("gpu", "flyte-ddp-gpu")):
-        monkeypatch.setenv("FLYTE_DDP_PROFILE", profile)
-        every = (pods.light_pod(), pods.data_pod(), pods.prediction_pod(), pods.training_pod())
-        expected = ["flyte-ddp-read-only"] * 2 + [of_gpus] * 2
-        assert [options["pod_template_name"] for options in every] == expected
-
-
-def test_a_profile_can_ask_for_a_type_of_gpu_and_for_nodes_that_are_taken_away(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FLYTE_DDP_PROFILE", "spot")
-    monkeypatch.setitem(PROFILES, "spot", replace(PROFILES["gpu-a100"], interruptible=True))
-    training, prediction = pods.training_pod(), pods.prediction_pod()
-    for each in (training, prediction):
-        assert each["accelerator"].to_flyte_idl().device == accelerators.A100.to_flyte_idl().device
-    assert (training["interruptible"], prediction.get("interruptible")) == (True, None)
-    assert training["limits"].gpu == "8"
-    assert pods.launching_pod(PROFILES["local"])["interruptible"]
-
-
-@pytest.mark.slow
 def test_who_knows_wandb_and_where_results_go(default: Package, sandbox: Package) -> None:
     wandb = {"WANDB_PROJECT": "digits", "WANDB_MODE": "online", "FLYTE_DDP_WANDB_SECRET": "wandb/api_key"}
     for name, task in default.tasks.items():
@@ -184,7 +155,6 @@ def test_who_knows_wandb_and_where_results_go(default: Package, sandbox: Package
     assert "FLYTE_DDP_RESULTS" not in environment(sandbox, TRAIN), "a folder would go with the pod"
 
 
-@pytest.mark.slow
 def test_caches_decks_and_outputs(default: Package) -> None:
     ignored = {FETCH: ("data_source",), **dict.fromkeys(TRAINING, ("data",)), PROFILE: ("data",)}
     for name, task in default.tasks.items():
@@ -200,7 +170,6 @@ def test_caches_decks_and_outputs(default: Package) -> None:
     assert outputs["model_state"].type.blob.format == "python_pickle"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "cron", "kickoff"),
     [
@@ -227,7 +196,6 @@ def test_launch_plans(default: Package, sandbox: Package, name: str, cron: str, 
     assert not sandbox.launch_plans[name].spec.entity_metadata.notifications
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("hp", [{}, {"epochs": 3.0}], ids=["nothing", "a part"])
 def test_what_the_console_leaves_out_is_not_asked_for(default: Package, hp: dict[str, float]) -> None:
     """The first task completes the hyperparameters; others take them from there."""
@@ -242,7 +210,6 @@ def test_what_the_console_leaves_out_is_not_asked_for(default: Package, hp: dict
             assert resolved(train.inputs, {check.id: made}) == made
 
 
-@pytest.mark.slow
 def test_the_console_explains_tasks_workflows_and_inputs(default: Package) -> None:
     for name, entity in {**default.tasks, **default.workflows}.items():
         assert entity.description.short_description.endswith("."), name
@@ -257,7 +224,6 @@ def test_the_console_explains_tasks_workflows_and_inputs(default: Package) -> No
     assert not [name for name, parameter in parameters.items() if parameter.required]
 
 
-@pytest.mark.slow
 def test_the_console_draws_forms(default: Package) -> None:
     """Flytekit knows the types of a stored launch plan by them, as a client does that fetches one."""
     for name in (name for name in default.workflows if name.endswith(("training_wf", "release_wf"))):

@@ -11,6 +11,7 @@ from typing import Any
 import msgpack
 import numpy as np
 import packaged
+import pod_inputs
 import pytest
 import torch
 from engine_rules import packed, resolved, value_of
@@ -19,20 +20,7 @@ from flyteidl.core.literals_pb2 import Literal
 from image_folders import write_files
 from mnist_files import sums, tiny_files
 from pod import Cluster, PodEnded, unpacked
-from pod_inputs import (
-    CHECK,
-    DASK,
-    ELASTIC,
-    FETCH,
-    PREDICT,
-    SMOKE,
-    TRAIN,
-    VERSION,
-    Inputs,
-    check_inputs,
-    from_console,
-    refused,
-)
+from pod_inputs import CHECK, FETCH, PREDICT, SMOKE, TRAIN, VERSION, Inputs, check_inputs, from_console, refused
 
 from flyte_ddp.code_digest import library_digest, package_digest
 from flyte_ddp.config import Hyperparameters
@@ -173,8 +161,8 @@ def test_the_model_predicts(cluster: Cluster, trained: PodEnded) -> None:
         pytest.param(CHECK, packed, {"epoch": 1}, "hyperparameter 'epoch': did you mean 'epochs'", marks=again),
         pytest.param(CHECK, from_console, {"epochs": "4"}, "epochs='4': must be a whole number", marks=again),
         (TRAIN, from_console, {"learning_rate": "1e-1"}, "learning_rate='1e-1': must be a finite number"),
-        pytest.param(ELASTIC, packed, {"keep": "ema"}, "keep='ema': there is no moving average", marks=again),
-        pytest.param(DASK, packed, {"epochs": 0}, "epochs=0: must be at least 1", marks=again),
+        pytest.param(pod_inputs.ELASTIC, packed, {"keep": "ema"}, "keep='ema': there is no moving", marks=again),
+        pytest.param(pod_inputs.DASK, packed, {"epochs": 0}, "epochs=0: must be at least 1", marks=again),
     ],
 )
 def test_bad_hyperparameters_are_the_users_mistake(

@@ -14,6 +14,7 @@ from packaged import Package
 from s3_server import S3Server, s3_server
 from test_cli_errors import also
 
+pytestmark = pytest.mark.slow
 RELEASE = str(ROOT / "workflows/release.py")
 HP = {"num_ranks": 1, "epochs": 3}
 
@@ -31,7 +32,6 @@ def released(ended: Ended) -> dict[str, str]:
     return {name: found for name, _, found in re.findall(r"""(version|champion|outcome)=(['"])(.*?)\2""", line)}
 
 
-@pytest.mark.slow
 def test_promoted_and_back(tmp_path: Path, s3: S3Server) -> None:
     """A first champion, a better one, and the way back; then the first entry is lost."""
 
@@ -75,7 +75,6 @@ def test_promoted_and_back(tmp_path: Path, s3: S3Server) -> None:
     assert "digits/log/00000001.json is missing; restore it" in refused.panel
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("workflow", "arguments", "said"),
     [
@@ -94,7 +93,6 @@ def test_mistakes_are_one_panel(workflow: str, arguments: tuple[str, ...], said:
     assert not (tmp_path / "runs/registry").exists()
 
 
-@pytest.mark.slow
 def test_data_that_should_not_be_trained_on(tmp_path: Path) -> None:
     """One panel, with what is wrong and where, and no training."""
     files = image_files(*(f"{name}/{number}.png" for name in ("cat", "dog") for number in range(20)))
@@ -113,7 +111,6 @@ def test_data_that_should_not_be_trained_on(tmp_path: Path) -> None:
     assert not [*(tmp_path / "runs").glob("image_folder*/model.pt")]
 
 
-@pytest.mark.slow
 def test_the_gate_is_a_plain_bool_of_the_judgement(default: Package) -> None:
     """So an engine branches as a local run does; what branches take was made before the gate."""
     nodes = {node.id: node for node in default.workflows["workflows.release.release_wf"].template.nodes}

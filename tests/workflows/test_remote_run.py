@@ -9,7 +9,7 @@ import yaml
 from cli import ROOT, WORKFLOWS, Ended, pyflyte
 from fake_flyte_admin import FakeFlyteAdmin, fake_flyte_admin, slow
 
-from flyte_ddp.pods.environment import settings_digest
+pytestmark = pytest.mark.slow
 
 
 def run(admin: FakeFlyteAdmin, folder: Path, *options: str, **environment: str) -> Ended:
@@ -35,7 +35,6 @@ def admin(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeFlyteAdmin]:
         yield running
 
 
-@pytest.mark.slow
 def test_all_that_a_pod_needs_is_sent(admin: FakeFlyteAdmin, tmp_path: Path) -> None:
     folders = ("config/", "flyte_ddp/", "tasks/", "workflows/")
     sources = {name for name in packaged.project_files() if name.startswith(folders)}
@@ -45,7 +44,6 @@ def test_all_that_a_pod_needs_is_sent(admin: FakeFlyteAdmin, tmp_path: Path) -> 
         assert sources <= packaged.names(tmp_path / "sources.tar.gz")
 
 
-@pytest.mark.slow
 def test_other_settings_are_another_version(admin: FakeFlyteAdmin) -> None:
     """As Flyte does not take another environment under a version that it has."""
     first, other = [execution.spec.launch_plan.version for execution in admin.executions]
@@ -56,25 +54,6 @@ def test_other_settings_are_another_version(admin: FakeFlyteAdmin) -> None:
         assert "FLYTE_DDP_RUNS" not in variables
 
 
-def test_a_version_knows_each_setting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FLYTE_DDP_PROFILE", "local")
-    versions = {settings_digest()["FLYTE_DDP_SETTINGS"]}
-    for name, value in {
-        "FLYTE_DDP_PROFILE": "sandbox",
-        "FLYTE_DDP_NODES": "2",
-        "WANDB_PROJECT": "another",
-        "FLYTE_DDP_NOTIFY": "a@example.com",
-        "FLYTE_DDP_POD_TEMPLATE": "restricted",
-        "FLYTE_DDP_RUNS": "elsewhere",
-    }.items():
-        with monkeypatch.context() as patch:
-            patch.setenv(name, value)
-            found = settings_digest()["FLYTE_DDP_SETTINGS"]
-        assert (found in versions) is (name == "FLYTE_DDP_RUNS"), "a pod knows nothing of the runs folder here"
-        versions.add(found)
-
-
-@pytest.mark.slow
 @pytest.mark.exhaustive
 def test_a_call_that_takes_too_long_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(
@@ -90,7 +69,6 @@ def test_a_call_that_takes_too_long_is_one_sentence(tmp_path: Path) -> None:
     assert "Traceback" not in ended.output
 
 
-@pytest.mark.slow
 def test_retraining_reaches_the_pod(admin: FakeFlyteAdmin) -> None:
     variables = [{pair.key: pair.value for pair in each.spec.envs.values} for each in admin.executions]
     assert variables == [{}, {"FLYTE_DDP_FROM_SCRATCH": "yes"}]

@@ -1,6 +1,7 @@
 """What check_inputs refuses before a pod with GPUs starts, for each workflow by what its ranks will get."""
 
 from contextlib import nullcontext
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -63,3 +64,15 @@ def test_a_pod_that_does_not_see_its_gpus_is_refused(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(hardware, "count_gpus", lambda: 0)
     with pytest.raises(UserError, match=r"0 GPU\(s\) visible but 2 requested"):
         hardware.detect_hardware(Hyperparameters())
+
+
+def test_a_retry_of_one_tick_is_the_same_run_and_each_clone_has_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def version(clone: str, day: int) -> str:
+        monkeypatch.setenv("FLYTE_DDP_RUNS", str(tmp_path / clone))
+        return check_inputs(hp=Hyperparameters(), kickoff_time=datetime(2030, 1, day, 3, tzinfo=UTC)).run_version
+
+    first, retry, next_night = (version("runs", day).partition("@")[0] for day in (2, 2, 3))
+    assert first == retry != next_night
+    assert version("runs", 2) != version("of another clone", 2), "which may have the same home, and so the same cache"
