@@ -68,7 +68,6 @@ def test_without_a_terminal_there_are_lines_or_nothing() -> None:
 
 
 def on_terminal(mode: str) -> str:
-    """What a short run writes to a terminal."""
     reader, writer = os.openpty()
     clock = Clock()
     with os.fdopen(writer, "w") as terminal:

@@ -11,8 +11,14 @@ from typing import Any
 from flyte_ddp import storage
 from flyte_ddp.release import versions
 from flyte_ddp.release.promotion import apply_verdict, store_version
-from flyte_ddp.release.registry import LostError, Registry
+from flyte_ddp.release.registry import Entry, LostError, Registry
 from flyte_ddp.release.verdict import Verdict
+
+
+def append(registry: Registry, before: Entry | None, who: str = "somebody", manifest: str = "m") -> Entry:
+    """Append an entry that promotes a version called like its author; return the entry."""
+    values = {"version": who, "manifest": manifest, "best": who, "reason": "why not"}
+    return registry.append_entry(before, by=who, action="promote", **values)
 
 
 def race(who: str, address: str, rounds: int) -> list[tuple[str, bool, str]]:
@@ -20,8 +26,7 @@ def race(who: str, address: str, rounds: int) -> list[tuple[str, bool, str]]:
     registry, before, found = Registry(address, "model"), None, []
     for _ in range(rounds):
         try:
-            values = {"version": who, "manifest": "m", "best": who, "reason": "it was faster"}
-            before = registry.append_entry(before, by=who, action="promote", **values)
+            before = append(registry, before, who)
             found.append((before.by, True, ""))
         except LostError as lost:
             before = lost.winner

@@ -97,7 +97,6 @@ def gate(runs: dict[str, Result], digits: Path, tmp_path: Path) -> Gate:
 
 
 def scale(weights: dict[str, Any], _: dict[str, Any]) -> None:
-    """Other weights that get the same samples right."""
     for name in list(weights)[-2:]:
         weights[name] *= 2
 

@@ -59,7 +59,6 @@ def local(tmp_path: Path) -> Registry:
 
 @pytest.fixture
 def registry(address: str) -> Registry:
-    """One in a folder, and one on S3."""
     return Registry(address, "model")
 
 

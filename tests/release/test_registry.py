@@ -20,15 +20,9 @@ from flyte_ddp.release.versions import Version, write_version
 ALTERED_COPY = "log/00000003.json is not what its copy champion.json is: one of the two was"
 
 
-def appended(registry: Registry, before: Entry | None, who: str = "somebody", manifest: str = "m") -> Entry:
-    values = {"version": who, "manifest": manifest, "best": who, "reason": "why not"}
-    return registry.append_entry(before, by=who, action="promote", **values)
-
-
 def promoted(registry: Registry, weights: bytes, card: bytes) -> Version:
-    """A new version that is the champion."""
     version = write_version(registry, {"README.md": card, "model.pt": weights, "model.json": b"{}"})
-    appended(registry, registry.read_champion(), version.name, version.manifest)
+    promoter.append(registry, registry.read_champion(), version.name, version.manifest)
     return version
 
 
@@ -55,7 +49,7 @@ def test_a_store_that_replaces_files_is_refused(
     """As the tests' S3 server is without the proxy."""
     monkeypatch.setenv("AWS_ENDPOINT_URL", s3[0].endpoint)
     with pytest.raises(UserError, match=r"its store ignores If-None-Match, so that two promotions .* take one that"):
-        appended(Registry(bucket, "model"), None)
+        promoter.append(Registry(bucket, "model"), None)
     assert not Registry(bucket, "model").read_log()
 
 
@@ -63,14 +57,14 @@ def test_a_store_that_replaces_files_is_refused(
 def test_a_lost_answer_or_a_conflict_is_no_defeat(fault: str, s3: tuple[S3Server, Proxy], bucket: str) -> None:
     paths = getattr(s3[1], fault)
     paths.append(f"{bucket.removeprefix('s3://')}/model/log/00000001.json")
-    assert appended(Registry(bucket, "model"), None).number == 1
+    assert promoter.append(Registry(bucket, "model"), None).number == 1
     assert not paths
 
 
 def test_a_copy_that_cannot_be_written_costs_a_message(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     registry = Registry(str(tmp_path), "model")
     Path(registry.at("champion.json")).mkdir(parents=True)
-    assert appended(registry, None).number == 1
+    assert promoter.append(registry, None).number == 1
     assert "not renewed: Is a directory" in capsys.readouterr().out
 
 
@@ -79,7 +73,7 @@ def three(tmp_path: Path) -> Registry:
     """A registry in a folder whose log has three entries."""
     registry, before = Registry(str(tmp_path / "registry"), "model"), None
     for who in ("one", "two", "three"):
-        before = appended(registry, before, who)
+        before = promoter.append(registry, before, who)
     return registry
 
 
@@ -175,7 +169,7 @@ def test_a_right_that_is_missing_is_named(
 ) -> None:
     """It is not taken for a file that is not there: champion.json, which protects the log's end, would be left out."""
     registry = Registry(bucket, "model")
-    entry = appended(registry, None)
+    entry = promoter.append(registry, None)
     with faulty_proxy(s3[0].endpoint) as proxy:
         monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
         assert registry.read_champion() == entry
@@ -196,14 +190,14 @@ def test_names_and_addresses_that_are_no_registry(tmp_path: Path) -> None:
         with pytest.raises(UserError, match=rf"registry '{address}': must be a path, or an address of s3://"):
             Registry(address, "model")
     for name in ("creates-once", "log", "versions"):  # no folder of a model is in the way of another one's
-        assert appended(Registry(str(tmp_path), name), None).number == 1
+        assert promoter.append(Registry(str(tmp_path), name), None).number == 1
 
 
 def test_a_registry_that_cannot_be_reached(bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     for registry in (Registry(str(tmp_path / "file"), "model"), Registry("s3://no-such-bucket-here", "model")):
         with pytest.raises(UserError, match=r"registry '.*': model cannot be written: .*; check the address"):
-            appended(registry, None)
+            promoter.append(registry, None)
     with pytest.raises(UserError, match=r"model cannot be listed: .*; check the address and the rights"):
         Registry("s3://no-such-bucket-here", "model").read_log()
     with pytest.raises(UserError, match=r"model cannot be read: File name too long; check the address"):

@@ -101,7 +101,6 @@ def test_what_is_said_to_be_found_is_found_in_80_percent(samples: int, discordan
     ("samples", "discordant", "margin"), [(2000, 0.04, 0.01), (297, 0.01, 0.03), (100, 0.05, 0.05)]
 )
 def test_how_often_an_equal_model_passes(samples: int, discordant: float, margin: float) -> None:
-    """With the bound itself."""
     draws, counts = np.unique(
         np.random.default_rng(3).multinomial(samples, [discordant / 2, discordant / 2, 1 - discordant], size=4000),
         axis=0,

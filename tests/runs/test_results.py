@@ -24,7 +24,6 @@ HP = Hyperparameters(model="user_models:handing_in", epochs=2, max_steps=4, batc
 
 @pytest.fixture
 def kept(tmp_path: Path) -> Path:
-    """A run folder's results, with one of them."""
     (tmp_path / "run").mkdir()
     with results.deliver_results(results.ResultWriter(tmp_path / "run").write, rank=3):
         results.submit("maps/epoch-1.png", b"png")

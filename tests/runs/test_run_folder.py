@@ -37,7 +37,6 @@ pytestmark = pytest.mark.usefixtures("user_models")
 
 @pytest.fixture(scope="module")
 def finished(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Result:
-    """A run that came through."""
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(HELPERS)
         return run_training(HP, digits, tmp_path_factory.mktemp("finished") / "run", QUIET)

@@ -37,7 +37,6 @@ QUIET = Settings(progress="off", wandb_mode="disabled")
 
 @pytest.fixture
 def elsewhere() -> Iterator[ThreadPoolExecutor]:
-    """Another thread of this process."""
     with ThreadPoolExecutor(1) as pool:
         yield pool
 

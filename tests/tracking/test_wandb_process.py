@@ -184,31 +184,13 @@ def test_a_bad_server_costs_bounded_time_and_no_data(case: Case, behaviour: str)
     case.check_kept_offline(said)
 
 
-def check_arrived(server: FakeServer, said: str) -> None:
-    assert said == f"wandb: {server.url}/someone/a-project/runs/exec-task-7\n"
-    assert server.run_ids == {"exec-task-7"}
-    assert logged_rows(server.history) == ROWS
-    (table,) = (json.loads(body) for name, body in server.uploads.items() if name.startswith("media/table/predictions"))
-    assert [row[0] for row in table["data"]] == [0, 1, 2, 3]
-
-
-def test_a_good_server_gets_everything_and_no_file_the_key(case: Case) -> None:
-    home = case.folder.with_name("home")
-    case.monkeypatch.setenv("HOME", str(home))
-    with case.server() as server:
-        case.start("online")
-        said = case.finish()
-    check_arrived(server, said)
-    files = [path for folder in (home, case.folder) for path in folder.rglob("*") if path.is_file()]
-    assert files
-    assert [path for path in files if KEY.encode() in path.read_bytes()] == []
-
-
 IMPATIENT = "import sys; from flyte_ddp.tracking import wandb_feed as feed; feed.RETRY_SECONDS = 0.1; "
 IMPATIENT += "feed.feed_wandb(feed.Connection(int(sys.argv[1])))"
 
 
-def test_a_server_that_comes_back_gets_everything(case: Case) -> None:
+def test_a_server_that_comes_back_gets_everything_and_no_file_the_key(case: Case) -> None:
+    home = case.folder.with_name("home")
+    case.monkeypatch.setenv("HOME", str(home))
     case.monkeypatch.setattr(wandb_run, "COMMAND", (sys.executable, "-c", IMPATIENT))
     with case.server("denies") as server:
         wandb = case.start("online", opened=False)
@@ -216,7 +198,14 @@ def test_a_server_that_comes_back_gets_everything(case: Case) -> None:
         server.behaviour = "works"
         wait_until(wandb.receive_status)
         said = case.finish()
-    check_arrived(server, said)
+    assert said == f"wandb: {server.url}/someone/a-project/runs/exec-task-7\n"
+    assert server.run_ids == {"exec-task-7"}
+    assert logged_rows(server.history) == ROWS
+    (table,) = (json.loads(body) for name, body in server.uploads.items() if name.startswith("media/table/predictions"))
+    assert [row[0] for row in table["data"]] == [0, 1, 2, 3]
+    files = [path for folder in (home, case.folder) for path in folder.rglob("*") if path.is_file()]
+    assert files
+    assert [path for path in files if KEY.encode() in path.read_bytes()] == []
     assert [str(path) for path in (case.folder / "wandb").glob("run-*")] == [wandb.status["folder"]]
 
 

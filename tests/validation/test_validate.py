@@ -24,7 +24,6 @@ GOOD = DataProfile(["cat", "dog"], split(), split(), 0, 0, [], {}, [], [])
 
 
 def problems(found: DataProfile, hp: Hyperparameters = HP, duplicates: float = 0.01) -> list[str]:
-    """The lines of the error."""
     with pytest.raises(UserError) as raised:
         check_profile(found, hp, max_duplicates=duplicates, max_conflicts=0.01)
     return [line.removeprefix("dataset='image_folder:x': ") for line in str(raised.value).splitlines()]

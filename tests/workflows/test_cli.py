@@ -33,7 +33,6 @@ def outputs(ended: Ended) -> Files:
 
 
 def run_folder(ended: Ended) -> Path:
-    """The folder of a run that must have succeeded."""
     return outputs(ended)["model_state"].parent
 
 

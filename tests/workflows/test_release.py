@@ -26,7 +26,6 @@ def s3(tmp_path: Path) -> Iterator[S3Server]:
 
 
 def released(ended: Ended) -> dict[str, str]:
-    """The outputs that were printed."""
     assert ended.exit_code == 0, ended.output
     line = ended.output[ended.output.rindex("Released(") :]
     return {name: found for name, _, found in re.findall(r"""(version|champion|outcome)=(['"])(.*?)\2""", line)}

@@ -13,7 +13,6 @@ pytestmark = pytest.mark.slow
 
 
 def run(admin: FakeFlyteAdmin, folder: Path, *options: str, **environment: str) -> Ended:
-    """Gives the command."""
     config = yaml.safe_load((ROOT / "deploy/sandbox.yaml").read_text())
     config["admin"]["endpoint"] = admin.endpoint
     (folder / "cluster.yaml").write_text(yaml.safe_dump(config))

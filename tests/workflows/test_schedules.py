@@ -16,7 +16,6 @@ from workflows.schedules import Schedule, read_schedules
 
 
 def read(folder: Path, text: str) -> list[Schedule]:
-    """Reads a file of this text."""
     (folder / "schedules.yaml").write_text(text)
     return read_schedules(folder / "schedules.yaml")
 
