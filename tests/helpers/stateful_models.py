@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from functools import partial
 
 import faults
 import numpy as np
@@ -37,7 +38,7 @@ class Centred(OneLayer):
 class Resized(OneLayer):
     """Changes what buffers it has in its second pass, in the way of its name."""
 
-    def __init__(self, how: Callable[[Resized, Tensor], None]) -> None:
+    def __init__(self, how: Callable[[Resized, Tensor], None], **_: object) -> None:
         super().__init__()
         self.how, self.passes = how, 0
         self.register_buffer("bank", torch.zeros(1, 64))
@@ -50,20 +51,14 @@ class Resized(OneLayer):
         return super().forward(images)
 
 
-def grows(**_: object) -> nn.Module:
-    return Resized(lambda model, x: setattr(model, "bank", torch.cat([model.bank, x[:1]])))
+def grow(model: Resized, x: Tensor) -> None:
+    model.bank = torch.cat([model.bank, x[:1]])
 
 
-def registers(**_: object) -> nn.Module:
-    return Resized(lambda model, x: model.register_buffer("late", x[0]))
-
-
-def removes(**_: object) -> nn.Module:
-    return Resized(lambda model, _: setattr(model, "bank", None))
-
-
-def sets(**_: object) -> nn.Module:
-    return Resized(lambda model, x: setattr(model, "none", x[0]))
+grows = partial(Resized, grow)
+registers = partial(Resized, lambda model, x: model.register_buffer("late", x[0]))
+removes = partial(Resized, lambda model, _: setattr(model, "bank", None))
+sets = partial(Resized, lambda model, x: setattr(model, "none", x[0]))
 
 
 class Noisy(OneLayer):

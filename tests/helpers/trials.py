@@ -13,11 +13,11 @@ import faults
 import pytest
 import torch
 from faulty_runs import HP, weights, when
+from training_runs import train_in
 
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.json_lines import read_records
-from flyte_ddp.run import Result, run_training
-from flyte_ddp.settings import Settings
+from flyte_ddp.run import Result
 
 
 @dataclass
@@ -38,8 +38,8 @@ class Trial:
         self, hp: Hyperparameters = HP, *, launch: Any = None, folder: Path | None = None, **changes: Any
     ) -> Result:
         """Train on the digits, by default in the trial's folder, with these changes of quiet settings."""
-        settings = {"progress": "off", "wandb_mode": "disabled", "cache_folder": self.marker.with_name("cache")}
-        return run_training(hp, self.digits, folder or self.folder, Settings(**{**settings, **changes}), launch=launch)
+        changes = {"cache_folder": self.marker.with_name("cache"), **changes}
+        return train_in(folder or self.folder, hp, self.digits, launch=launch, **changes)
 
     def when_failing(self, action: Callable[[], object]) -> threading.Thread:
         """Call the action in a thread once the fault has happened; return the thread."""

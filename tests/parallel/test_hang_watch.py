@@ -17,6 +17,7 @@ from faulty_runs import HP, in_spawned_processes, nothing_is_left
 from ranks import run_ranks
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from training_runs import Train
 
 from flyte_ddp.clock import Clock
 from flyte_ddp.errors import RankError
@@ -28,8 +29,6 @@ from flyte_ddp.parallel.distributed import broadcast_object, copy_from_rank_0, g
 from flyte_ddp.parallel.hang_watch import HangWatch, watch_collectives
 from flyte_ddp.parallel.strategies import create_gradient_sync
 from flyte_ddp.parallel.training_pass import TrainingPass
-from flyte_ddp.run import run_training
-from flyte_ddp.settings import Settings
 
 META = torch.device("meta")
 KINDS = ((8, 8, 1), torch.uint8), ((), torch.int64)  # of images and labels
@@ -155,19 +154,16 @@ rank.join_process_group, checkpointing.copy_to_cpu = join_without_limit, copy_be
 @pytest.mark.slow
 @pytest.mark.parametrize("at", ["training", pytest.param("evaluation", marks=pytest.mark.exhaustive)])
 def test_a_rank_that_hangs_is_named_wherever_the_host_of_another_waits(
-    digits: Path, tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch, at: str
+    train: Train, tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch, at: str
 ) -> None:
     """gloo waits for an hour here, and from the hang on each checkpoint, which holds the state's lock, for ever."""
     noted = in_spawned_processes(monkeypatch, tmp_path, AS_ON_A_GPU)
     monkeypatch.setattr(supervisor, "SAVE_SECONDS", 1.0)
     faults.inject(monkeypatch, noted, rank=1, at=at, kind="hang", **{"pass": 3 if at == "training" else 0})
-    settings = Settings(progress="off", wandb_mode="disabled", timeout=3.0, checkpoint_seconds=0.1)
-    with pytest.raises(RankError) as caught:
-        run_training(replace(HP, strategy="ddp"), digits, tmp_path / "run", settings)
+    with pytest.raises(RankError, match=r"(?s)rank 1 did not come where rank 0 waited for 3 s.*in hang") as caught:
+        train(replace(HP, strategy="ddp"), timeout=3.0, checkpoint_seconds=0.1)
     assert time.time() - float(noted.read_text()) < 30
     assert caught.value.recoverable
-    assert "rank 1 did not come where rank 0 waited for 3 s" in str(caught.value)
-    assert "in hang" in str(caught.value)
     nothing_is_left(tmp_path / "run", temporary)
 
 

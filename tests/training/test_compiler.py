@@ -12,17 +12,15 @@ import torch
 import user_models
 from cli import HELPERS
 from torch import nn
+from training_runs import Train
 
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.json_lines import read_records
-from flyte_ddp.run import run_training
-from flyte_ddp.settings import Settings
 from flyte_ddp.training.optimisation import make_optimizer
 
 HP = Hyperparameters(
     model="user_models:dropout", num_ranks=1, batch_size=100, max_steps=5, log_interval=1, precision="fp32"
 )
-QUIET = Settings(progress="off", wandb_mode="disabled")
 
 
 @pytest.mark.parametrize(("name", "momentum"), [("sgd", 0.0), ("sgd", 0.9), ("adam", 0.9), ("adamw", 0.9)])
@@ -92,14 +90,11 @@ def test_only_ddp_and_torchvision_import_it(
 
 
 @pytest.mark.slow
-def test_a_compiled_model_learns_the_same(
-    digits: Path, tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plain = run_training(HP, digits, tmp_path / "plain", QUIET)
-    compiled = run_training(replace(HP, compile=True), digits, tmp_path / "compiled", QUIET)
+@pytest.mark.usefixtures("temporary")
+def test_a_compiled_model_learns_the_same(train: Train) -> None:
+    runs = train(HP, "plain"), train(replace(HP, compile=True), "compiled")
     expected, losses = (
-        [record["loss"] for record in read_records(run.metrics) if record["kind"] == "train"]
-        for run in (plain, compiled)
+        [record["loss"] for record in read_records(run.metrics) if record["kind"] == "train"] for run in runs
     )
     assert losses == pytest.approx(expected, rel=1e-5)
 
@@ -113,9 +108,8 @@ def with_compile_workers(num_classes: int, input_shape: tuple[int, int, int]) ->
 
 
 @pytest.mark.slow
-def test_the_compilers_own_processes_outlive_a_run(
-    digits: Path, tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("temporary")
+def test_the_compilers_own_processes_outlive_a_run(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that trains a second time, or compiles a model of its own afterwards, uses them again."""
     from torch._inductor import config
     from torch._inductor.async_compile import AsyncCompile, shutdown_compile_workers
@@ -123,7 +117,7 @@ def test_the_compilers_own_processes_outlive_a_run(
     monkeypatch.setattr(config, "compile_threads", 2)
     shutdown_compile_workers()  # of an earlier test, so that the run starts some
     try:
-        run_training(replace(HP, model="test_compiler:with_compile_workers"), digits, tmp_path / "run", QUIET)
+        train(replace(HP, model="test_compiler:with_compile_workers"))
         assert AsyncCompile.process_pool().submit(os.getppid).result(timeout=120)
     finally:
         shutdown_compile_workers()

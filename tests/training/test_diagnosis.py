@@ -5,27 +5,25 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from cli import HELPERS
 from faulty_runs import saved
 from torch import nn
+from training_runs import Train
 
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import UserError
 from flyte_ddp.json_lines import read_records
-from flyte_ddp.run import run_training
+from flyte_ddp.run import Result
 from flyte_ddp.runs import checkpoint
-from flyte_ddp.settings import Settings
 from flyte_ddp.training import training_state
 from flyte_ddp.training.diagnosis import LossWatch, nothing_learned_warning
 from flyte_ddp.training.optimisation import make_optimizer
 from flyte_ddp.training.recording import parameter_histograms
 
-QUIET = Settings(progress="off", wandb_mode="disabled", checkpoint_seconds=0.1)
 BAD_STEP = 17  # in the second epoch, of 14 steps
+pytestmark = pytest.mark.usefixtures("user_models")
 
 
 class Middle(nn.Module):
@@ -68,14 +66,11 @@ def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     [pytest.param(100, BAD_STEP, 1, id="of the run"), pytest.param(80, 0, 0, id="of an epoch")],  # 14 or 17 steps long
 )
 @pytest.mark.usefixtures("_as_on_a_gpu")
-def test_the_last_loss_is_looked_at(
-    digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, batch_size: int, max_steps: int, epoch: int
-) -> None:
-    monkeypatch.chdir(HELPERS)
+def test_the_last_loss_is_looked_at(train: Train, batch_size: int, max_steps: int, epoch: int) -> None:
     sizes = {"batch_size": batch_size, "max_steps": max_steps}
     hp = Hyperparameters(model="test_diagnosis:activation", epochs=3, num_ranks=1, precision="fp32", **sizes)
     with pytest.raises(UserError, match=rf"at epoch {epoch}, step {BAD_STEP} \(the first activation"):
-        run_training(hp, digits, tmp_path / "run", QUIET)
+        train(hp)
 
 
 @pytest.mark.parametrize(
@@ -89,33 +84,23 @@ def test_the_last_loss_is_looked_at(
     ],
 )
 def test_the_error_names_epoch_step_and_where_it_began(
-    digits: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    request: pytest.FixtureRequest,
-    what: str,
-    step: int,
-    words: str,
-    ranks: int,
-    a_step_later: bool,
-) -> None:
+    train: Train, tmp_path: Path, request: pytest.FixtureRequest,
+    what: str, step: int, words: str, ranks: int, a_step_later: bool,
+) -> None:  # fmt: skip
     """A step later: as on a GPU, where the weights must not change in the meantime."""
     if a_step_later:
         request.getfixturevalue("_as_on_a_gpu")
-    monkeypatch.chdir(HELPERS)
-    hp = Hyperparameters(
-        model=f"test_diagnosis:{what}", epochs=3, batch_size=100, num_ranks=ranks, precision="fp32", learning_rate=0.01
-    )
+    hp = Hyperparameters(model=f"test_diagnosis:{what}", epochs=3, batch_size=100, precision="fp32", learning_rate=0.01)
+    hp = replace(hp, num_ranks=ranks)
     with pytest.raises(UserError, match=rf"loss is (nan|inf) at epoch 1, step {step} \(the first {words}") as caught:
-        run_training(hp, digits, tmp_path / "run", QUIET)
+        train(hp, checkpoint_seconds=0.1)
     assert len(caught.value.message.splitlines()) == 1
     found = saved(tmp_path / "run")
-    assert found is not None
     assert 14 <= found.step < BAD_STEP
     weights = torch.load(checkpoint.read_saved_state(found), weights_only=True)["model"]
     assert all(bool(value.isfinite().all()) for value in weights.values())
     with pytest.raises(UserError, match=re.escape(caught.value.message)):  # the same again, from the checkpoint
-        run_training(hp, digits, tmp_path / "run", QUIET)
+        train(hp)
 
 
 @pytest.mark.parametrize("name", ["sgd", "adam", "adamw"])
@@ -133,30 +118,28 @@ def test_complex_weights_are_checked_before_they_change(name: str) -> None:
         watch.check_loss(0, 2, torch.tensor(float("nan"), dtype=torch.float64), lambda: None)
 
 
-def end_of(run: Path) -> dict[str, Any]:
-    return next(record for record in read_records(run / "metrics.jsonl") if record["kind"] == "end")
+def notes(result: Result) -> list[str]:
+    return next(record["notes"] for record in read_records(result.metrics) if record["kind"] == "end")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.exhaustive)])
 def test_a_run_that_has_learned_nothing_says_so(
-    digits: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], num_ranks: int
+    train: Train, capfd: pytest.CaptureFixture[str], num_ranks: int
 ) -> None:
     hp = Hyperparameters(epochs=3, learning_rate=1e-6, precision="fp32", num_ranks=num_ranks)
-    run_training(hp, digits, tmp_path / "run", replace(QUIET, progress="lines"))
-    [said] = end_of(tmp_path / "run")["notes"]
-    assert re.match(
-        r"The training loss ended at 2\.\d+, and random predictions have 2\.30\d: nothing was learned\.", said
-    )
+    result = train(hp, progress="lines")
+    [said] = notes(result)
+    words = r"The training loss ended at 2\.\d+, and random predictions have 2\.30\d: nothing was learned\."
+    assert re.match(words, said)
     assert "Lower learning_rate (now 1e-06) or set grad_clip_norm" in said
     assert said in capfd.readouterr().err
-    assert "nothing was learned" in (tmp_path / "run/report.html").read_text()
+    assert "nothing was learned" in result.report.read_text()
 
 
-def test_one_that_has_learned_or_was_a_trial_does_not(digits: Path, tmp_path: Path) -> None:
+def test_one_that_has_learned_or_was_a_trial_does_not(train: Train) -> None:
     for name, values in {"learned": {"epochs": 3}, "trial": {"max_steps": 8, "learning_rate": 1e-6}}.items():
-        run_training(Hyperparameters(num_ranks=1, **values), digits, tmp_path / name, QUIET)
-        assert end_of(tmp_path / name)["notes"] == []
+        assert notes(train(Hyperparameters(num_ranks=1, **values), name)) == []
 
 
 def test_random_predictions_know_how_common_classes_are() -> None:

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from cli import HELPERS
 from ranks import run_ranks
 from torch import nn
 from torch.nn import functional
+from training_runs import Train
 
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import fetch, open_arrays
@@ -19,8 +19,6 @@ from flyte_ddp.loading.arrays import ArrayImages
 from flyte_ddp.loading.split import Split
 from flyte_ddp.order.sampling import ListedOrder
 from flyte_ddp.parallel.distributed import broadcast_object, rank, world_size
-from flyte_ddp.run import run_training
-from flyte_ddp.settings import Settings
 from flyte_ddp.training import evaluate as evaluation
 from flyte_ddp.training.evaluate import evaluate_split
 from flyte_ddp.training.train import evaluate_splits
@@ -30,33 +28,28 @@ HP = Hyperparameters(backend="gloo", precision="fp32", validation_fraction=0.1)
 SIZES = (7, 64, 297, 1000)  # of test batches; 297 samples, so that some ranks get none
 
 
-def evaluate_in_ranks(folder: Path) -> None:
-    arrays = open_arrays(folder.parent / "digits")
+def leave_evaluations(folder: Path) -> None:
+    """Leave, from rank 0, the evaluations of both splits for each size."""
     found = {}
     for size in SIZES:
-        hp = Hyperparameters(**{**HP.to_dict(), "test_batch_size": size, "num_ranks": world_size()})
-        state = TrainingState(hp, detect_hardware(hp), arrays, None)
+        hp = replace(HP, test_batch_size=size, num_ranks=world_size())
+        state = TrainingState(hp, detect_hardware(hp), open_arrays(folder / "digits"), None)
         found[size] = [vars(split) for split in evaluate_splits(state)]
     if rank() == 0:
-        torch.save(found, folder / "found.pt")
+        torch.save(found, folder / f"{world_size()}.pt")
 
 
 @pytest.mark.slow
 def test_metrics_are_the_same_on_any_number_of_ranks(tmp_path: Path) -> None:
     data = fetch("digits", "", tmp_path / "digits", progress="off")
-    found = {}
-    for ranks in (1, 3):
-        (tmp_path / str(ranks)).mkdir()
-        assert run_ranks(evaluate_in_ranks, tmp_path / str(ranks), ranks) == [0] * ranks
-        found[ranks] = torch.load(tmp_path / str(ranks) / "found.pt", weights_only=True)
-    arrays = open_arrays(data)
+    assert run_ranks(leave_evaluations, tmp_path, 3) == [0, 0, 0]
+    leave_evaluations(tmp_path)
+    on_one, on_three = (torch.load(tmp_path / f"{ranks}.pt", weights_only=True) for ranks in (1, 3))
     for size in SIZES:
-        for one, *others in zip(*(found[ranks][size] for ranks in found), strict=True):
-            for other in others:
-                assert (one["loss"], one["accuracy"]) == (other["loss"], other["accuracy"])
-                assert all(torch.equal(one[key], other[key]) for key in ("losses", "predictions", "truth"))
-        _, test = found[1][size]
-        assert torch.equal(test["truth"], torch.tensor(arrays.test_labels))
+        for one, other in zip(on_one[size], on_three[size], strict=True):
+            assert (one["loss"], one["accuracy"]) == (other["loss"], other["accuracy"])
+            assert all(torch.equal(one[key], other[key]) for key in ("losses", "predictions", "truth"))
+        assert torch.equal(one["truth"], torch.tensor(open_arrays(data).test_labels))
 
 
 def test_a_sample_that_is_not_counted_once_is_an_error() -> None:
@@ -85,13 +78,10 @@ def disagreeing(num_classes: int, input_shape: tuple[int, int, int]) -> nn.Modul
 
 
 @pytest.mark.slow
-def test_the_sums_of_rank_0_decide_when_all_ranks_stop(
-    digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("user_models")
+def test_the_sums_of_rank_0_decide_when_all_ranks_stop(train: Train) -> None:
     """Machines whose vector units differ add up the same losses to other last bits."""
-    monkeypatch.chdir(HELPERS)
     hp = replace(HP, model="test_evaluation:disagreeing", num_ranks=2, epochs=6, early_stop_patience=2, keep="best")
-    settings = Settings(progress="off", wandb_mode="disabled", timeout=60.0)
-    records = read_records(run_training(hp, digits, tmp_path / "run", settings).metrics)
+    records = read_records(train(hp, timeout=60.0).metrics)
     evaluations = [record for record in records if record["kind"] == "evaluation"]
     assert [record["validation_loss"] for record in evaluations] == [1.0, 1.0, 1.0], "the first is the best"

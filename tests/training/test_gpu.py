@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from faulty_runs import in_spawned_processes, saved
 from ranks import run_ranks
+from training_runs import Train
 
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import RankError, UserError
@@ -20,8 +21,6 @@ from flyte_ddp.parallel import hang_watch
 from flyte_ddp.parallel.distributed import gather_objects, sum_over_ranks
 from flyte_ddp.parallel.hang_watch import HangWatch, in_collective, watch_collectives
 from flyte_ddp.parallel.training_pass import TrainingPass
-from flyte_ddp.run import run_training
-from flyte_ddp.settings import Settings
 
 pytestmark = [
     pytest.mark.gpu,
@@ -31,19 +30,8 @@ pytestmark = [
 ]
 
 needs_two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-QUIET = Settings(progress="off", wandb_mode="disabled")
-HP = Hyperparameters(
-    model="faults:model",
-    epochs=2,
-    batch_size=100,
-    num_ranks=1,
-    backend="nccl",
-    precision="fp64",
-    augment="crop",
-    ema_decay=0.9,
-    deterministic=True,
-    log_interval=1,
-)
+HP = Hyperparameters(model="faults:model", epochs=2, batch_size=100, num_ranks=1, backend="nccl", precision="fp64")
+HP = replace(HP, augment="crop", ema_decay=0.9, deterministic=True, log_interval=1)
 
 
 def losses(metrics: Path) -> list[float]:
@@ -51,21 +39,21 @@ def losses(metrics: Path) -> list[float]:
 
 
 @pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=needs_two_gpus)])
-def test_gpus_compute_what_cpu_ranks_do(digits: Path, tmp_path: Path, num_ranks: int) -> None:
+def test_gpus_compute_what_cpu_ranks_do(train: Train, num_ranks: int) -> None:
     """Without dropout, whose random numbers a device draws in its own way."""
     hp = replace(HP, model="small_cnn", num_ranks=num_ranks)
-    on_gpu = run_training(hp, digits, tmp_path / "gpu", QUIET)
-    on_cpu = run_training(replace(hp, backend="gloo", num_ranks=2), digits, tmp_path / "cpu", QUIET)
+    on_gpu = train(hp, "gpu")
+    on_cpu = train(replace(hp, backend="gloo", num_ranks=2), "cpu")
     assert losses(on_gpu.metrics) == pytest.approx(losses(on_cpu.metrics), abs=1e-9)
     assert on_gpu.test_accuracy == on_cpu.test_accuracy
 
 
-def test_a_run_on_a_gpu_goes_on_bit_for_bit(digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = run_training(HP, digits, tmp_path / "undisturbed", QUIET)
+def test_a_run_on_a_gpu_goes_on_bit_for_bit(train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = train(HP, "undisturbed")
     faults.inject(monkeypatch, tmp_path / "marker", rank=0, at="training", kind="ArithmeticError", **{"pass": 20})
     with pytest.raises(RankError, match="the rank's own words"):
-        run_training(HP, digits, tmp_path / "run", QUIET)
-    retried = run_training(HP, digits, tmp_path / "run", QUIET)
+        train(HP)
+    retried = train(HP)
     starts = [record["resumed_after_step"] for record in read_records(retried.metrics) if record["kind"] == "start"]
     assert starts == [0, 20]
     weights = [torch.load(result.model, weights_only=True) for result in (expected, retried)]
@@ -74,41 +62,33 @@ def test_a_run_on_a_gpu_goes_on_bit_for_bit(digits: Path, tmp_path: Path, monkey
 
 
 @pytest.mark.parametrize("max_steps", [17, 0])
-def test_a_loss_that_is_not_finite(digits: Path, tmp_path: Path, max_steps: int) -> None:
+def test_a_loss_that_is_not_finite(train: Train, tmp_path: Path, max_steps: int) -> None:
     hp = replace(HP, model="test_diagnosis:activation", precision="fp32", max_steps=max_steps, deterministic=False)
-    with pytest.raises(
-        UserError, match=r"at epoch 1, step 17 \(the first activation that was not finite is the output"
-    ):
-        run_training(hp, digits, tmp_path / "run", QUIET)
-    found = saved(tmp_path / "run")
-    assert found is not None
-    assert found.step == 14
+    with pytest.raises(UserError, match=r"at epoch 1, step 17 \(the first activation that was not finite is the out"):
+        train(hp)
+    assert saved(tmp_path / "run").step == 14
 
 
-def test_complex_weights_train(digits: Path, tmp_path: Path) -> None:
+def test_complex_weights_train(train: Train) -> None:
     hp = replace(HP, model="parallel_models:Complex", precision="fp32", deterministic=False)
-    assert all(loss > 0 for loss in losses(run_training(hp, digits, tmp_path / "run", QUIET).metrics))
+    assert all(loss > 0 for loss in losses(train(hp).metrics))
 
 
-def test_a_second_run_in_this_process_compiles_as_well(digits: Path, tmp_path: Path) -> None:
+def test_a_second_run_in_this_process_compiles_as_well(train: Train) -> None:
     hp = Hyperparameters(model="small_cnn", max_steps=5, batch_size=100, num_ranks=1, backend="nccl", compile=True)
     for name, batch_size in (("first", 100), ("second", 90)):  # another size, so that it is compiled again
-        run_training(replace(hp, batch_size=batch_size), digits, tmp_path / name, QUIET)
+        train(replace(hp, batch_size=batch_size), name)
 
 
-def test_the_default_precision_trains(digits: Path, tmp_path: Path) -> None:
+def test_the_default_precision_trains(train: Train) -> None:
     hp = Hyperparameters(epochs=8, batch_size=100, num_ranks=1, backend="nccl", learning_rate=0.05)
-    assert run_training(hp, digits, tmp_path / "run", QUIET).test_accuracy > 0.9
+    assert train(hp).test_accuracy > 0.9
 
 
-def test_the_time_goes_where_the_gpu_spends_it(digits: Path, tmp_path: Path) -> None:
+def test_the_time_goes_where_the_gpu_spends_it(train: Train) -> None:
     """And not to the host's waiting for it; a model that keeps the GPU busy."""
     hp = replace(HP, model="resnet18", image_size=96, precision="fp32", epochs=4, deterministic=False, ema_decay=0.0)
-    (end,) = [
-        each
-        for each in read_records(run_training(hp, digits, tmp_path / "run", QUIET).metrics)
-        if each["kind"] == "end"
-    ]
+    [end] = [each for each in read_records(train(hp).metrics) if each["kind"] == "end"]
     seconds = end["seconds"]
     total = seconds.pop("total")
     assert sum(seconds.values()) == pytest.approx(total)
@@ -117,7 +97,6 @@ def test_the_time_goes_where_the_gpu_spends_it(digits: Path, tmp_path: Path) -> 
     assert seconds["other"] < 0.3 * total
 
 
-SOON = Settings(progress="off", wandb_mode="disabled", timeout=5.0)
 TWO = Hyperparameters(model="faults:model", epochs=2, batch_size=100, num_ranks=2, backend="nccl", precision="fp32")
 BUSY_CYCLES = 20_000_000_000  # of a GPU's clock: some ten seconds, as if a collective did not end
 
@@ -200,11 +179,11 @@ def test_ranks_of_gloo_on_one_gpu(tmp_path: Path) -> None:
     [("ddp", "training", 1, 0), ("ddp", "training", 0, 3), ("hooks", "training", 1, 3), ("ddp", "evaluation", 1, 0)],
 )
 def test_a_rank_that_hangs_is_named_by_those_that_wait_in_nccl(
-    digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, strategy: str, at: str, rank: int, number: int
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, strategy: str, at: str, rank: int, number: int
 ) -> None:
     faults.inject(monkeypatch, tmp_path / "marker", rank=rank, at=at, kind="hang", **{"pass": number})
     with pytest.raises(RankError) as caught:
-        run_training(replace(TWO, strategy=strategy), digits, tmp_path / "run", SOON)
+        train(replace(TWO, strategy=strategy), timeout=5.0)
     assert time.time() - float((tmp_path / "marker").read_text()) < 30, "before NCCL itself, a minute later"
     assert caught.value.recoverable
     assert f"rank {rank} did not come where rank {1 - rank} waited for 5 s" in str(caught.value)
@@ -224,8 +203,8 @@ rank.join_process_group = hang_or_join
 
 @needs_two_gpus
 def test_a_rank_that_hangs_before_nccl_has_connected_it(
-    digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     in_spawned_processes(monkeypatch, tmp_path, HANGS_EARLY)
     with pytest.raises(RankError, match="rank 1 did not come where rank 0 waited for 5 s"):
-        run_training(TWO, digits, tmp_path / "run", SOON)
+        train(TWO, timeout=5.0)

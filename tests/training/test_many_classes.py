@@ -4,6 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from training_runs import QUIET, train_in
 
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import image_arrays
@@ -12,11 +13,8 @@ from flyte_ddp.release.judge import judge_challenger
 from flyte_ddp.release.page import write_page
 from flyte_ddp.release.policy import Policy
 from flyte_ddp.release.registry import Registry
-from flyte_ddp.run import run_training
-from flyte_ddp.settings import Settings
 
 CLASSES = 2500
-QUIET = Settings(progress="off", wandb_mode="disabled", checkpoint_seconds=0.0)
 
 
 @pytest.mark.slow
@@ -27,7 +25,7 @@ def test_nothing_holds_the_square_of_the_classes(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     write_arrays(arrays, tmp_path / "data", {"source": "made for a test"})
     hp = Hyperparameters(dataset="many:classes", epochs=1, max_steps=2, num_ranks=1)
-    result = run_training(hp, tmp_path / "data", tmp_path / "run", QUIET)
+    result = train_in(tmp_path / "run", hp, tmp_path / "data", checkpoint_seconds=0.0)
     square = CLASSES**2
     written = {path.name: path.stat().st_size for path in result.run_folder.iterdir() if path.is_file()}
     assert written.keys() >= {"model.pt", "model.json", "metrics.jsonl", "predictions.npz", "report.html"}

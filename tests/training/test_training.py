@@ -1,4 +1,4 @@
-"""Training on real gloo ranks against a plain single-process loop, and how failures of ranks are reported."""
+"""What a run reports, saves and warns of, and how mistakes end it."""
 
 import html
 import json
@@ -10,8 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from plain_loop import arrays_in_fp64, train_plainly
+from plain_loop import arrays_in_fp64
 from torch.nn import functional
+from training_runs import QUIET, Train
 
 from flyte_ddp import hardware
 from flyte_ddp.config import Hyperparameters
@@ -19,65 +20,24 @@ from flyte_ddp.errors import UserError
 from flyte_ddp.json_lines import read_records
 from flyte_ddp.models import artifacts, zoo
 from flyte_ddp.models.images import InputSpec
-from flyte_ddp.order import sampling
 from flyte_ddp.run import Result, run_training
 from flyte_ddp.runs.run_folder import OUTPUTS, UNFINISHED
-from flyte_ddp.settings import Settings
 
-QUIET = Settings(progress="off", wandb_mode="disabled")
 BASE = Hyperparameters(epochs=2, batch_size=100, num_ranks=2, precision="fp32", channels_last="off", log_interval=1)
 EXPLODING = replace(BASE, learning_rate=1000.0, schedule="constant")
 
 pytestmark = pytest.mark.usefixtures("user_models")
 
 
-def train(hp: Hyperparameters, data: Path, folder: Path) -> Result:
-    return run_training(hp, data, folder, QUIET)
-
-
 def weights(result: Result) -> dict[str, torch.Tensor]:
     return torch.load(result.model, weights_only=True)
 
 
-def plain_loop(hp: Hyperparameters, data: Path) -> tuple[dict[str, torch.Tensor], list[float]]:
-    """Of the library only the order of samples and the model's definition."""
-    torch.manual_seed(hp.seed)
-    model = zoo.build_model(hp.model, 10, InputSpec(1, 8, 8, (0.0,), (1.0,)))
-    images, labels = arrays_in_fp64(data, "train")
-    training, _ = sampling.split_indices(len(labels), hp.validation_fraction, hp.seed)
-    order = sampling.ListedOrder(training, hp.seed)
-    batches = [batch for epoch in range(hp.epochs) for batch in order.batches(epoch, hp.batch_size)]
-    losses = train_plainly(hp, model, images.float(), labels, batches)
-    return model.state_dict(), losses
-
-
-@pytest.mark.parametrize(
-    ("ranks", "accumulation", "strategy", "batch_size"),
-    [
-        (1, 1, "auto", 100),
-        pytest.param(2, 3, "shared_memory", 100, marks=pytest.mark.slow),
-        pytest.param(3, 1, "ddp", 71, marks=pytest.mark.slow),
-    ],
-)
-def test_any_number_of_ranks_computes_what_one_process_would(
-    digits: Path, tmp_path: Path, ranks: int, accumulation: int, strategy: str, batch_size: int
-) -> None:
-    """1,350 samples: an epoch's last batch is ragged; after batches of 71 it is one sample, and two ranks have none."""
-    hp = replace(BASE, num_ranks=ranks, accumulation_steps=accumulation, strategy=strategy, batch_size=batch_size)
-    result = train(hp, digits, tmp_path / "run")
-    expected, losses = plain_loop(hp, digits)
-    reported = [record["loss"] for record in read_records(result.metrics) if record["kind"] == "train"]
-    assert reported == pytest.approx(losses, rel=1e-4)
-    for name, value in weights(result).items():
-        torch.testing.assert_close(value, expected[name], rtol=1e-4, atol=1e-5)
-
-
 @pytest.mark.slow
-def test_equal_runs_leave_equal_files(digits: Path, tmp_path: Path) -> None:
+def test_equal_runs_leave_equal_files(train: Train) -> None:
     """To the last byte, but for what they say about time."""
     hp = replace(BASE, precision="auto", channels_last="auto", keep="best", ema_decay=0.5, augment="crop_flip")
-    hp = replace(hp, deterministic=True)
-    one, other = (train(hp, digits, tmp_path / name) for name in ("one", "other"))
+    one, other = (train(replace(hp, deterministic=True), name) for name in ("one", "other"))
     for name in ("model.pt", "model.json", "predictions.npz"):
         assert (one.run_folder / name).read_bytes() == (other.run_folder / name).read_bytes(), name
 
@@ -86,18 +46,14 @@ def test_equal_runs_leave_equal_files(digits: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "hp",
     [
-        replace(BASE, precision="auto", channels_last="auto", test_batch_size=64),
-        pytest.param(
-            replace(BASE, model="user_models:batch_norm", test_batch_size=64, strategy="shared_memory"),
-            marks=pytest.mark.exhaustive,
-        ),
+        replace(BASE, precision="auto", channels_last="auto", test_batch_size=64, num_ranks=1),
         replace(BASE, model="user_models:batch_norm", test_batch_size=64, strategy="ddp", sync_batchnorm=False),
-        replace(BASE, model="user_models:batch_norm", ema_decay=0.5, keep="ema"),
+        replace(BASE, model="user_models:batch_norm", ema_decay=0.5, keep="ema", num_ranks=1),
     ],
 )
-def test_reported_metrics_are_those_of_the_saved_model(digits: Path, tmp_path: Path, hp: Hyperparameters) -> None:
+def test_reported_metrics_are_those_of_the_saved_model(train: Train, digits: Path, hp: Hyperparameters) -> None:
     """With BatchNorm, too, also where each rank gathers running statistics on its own."""
-    result = train(hp, digits, tmp_path / "run")
+    result = train(hp)
     model, sidecar = artifacts.load_model(result.model, result.sidecar)
     images, truth = arrays_in_fp64(digits, "test")
     with torch.no_grad():
@@ -111,12 +67,10 @@ def test_reported_metrics_are_those_of_the_saved_model(digits: Path, tmp_path: P
 
 
 @pytest.mark.slow
-def test_keeping_the_best_goes_by_the_validation_loss(digits: Path, tmp_path: Path) -> None:
+def test_keeping_the_best_goes_by_the_validation_loss(train: Train) -> None:
     """So high a constant rate that the last epoch is not the best."""
-    hp = replace(
-        BASE, num_ranks=1, epochs=8, keep="best", early_stop_patience=2, schedule="constant", learning_rate=0.5, seed=3
-    )
-    result = train(hp, digits, tmp_path / "run")
+    hp = replace(BASE, num_ranks=1, epochs=8, keep="best", early_stop_patience=2)
+    result = train(replace(hp, schedule="constant", learning_rate=0.5, seed=3))
     evaluations = [record for record in read_records(result.metrics) if record["kind"] == "evaluation"]
     losses = [record["validation_loss"] for record in evaluations]
     best = losses.index(min(losses))
@@ -127,11 +81,11 @@ def test_keeping_the_best_goes_by_the_validation_loss(digits: Path, tmp_path: Pa
 
 
 @pytest.mark.slow
-def test_the_moving_average_is_the_one_of_its_definition(digits: Path, tmp_path: Path) -> None:
+def test_the_moving_average_is_the_one_of_its_definition(train: Train) -> None:
     """One rank, steps of one epoch each: the weights after every epoch are known from runs that stop there."""
     hp = replace(BASE, num_ranks=1, schedule="constant", learning_rate=0.01, batch_size=2000, epochs=3, ema_decay=0.5)
-    stops = [weights(train(replace(hp, max_steps=n), digits, tmp_path / f"stop{n}")) for n in (1, 2, 3)]
-    average = weights(train(replace(hp, keep="ema"), digits, tmp_path / "ema"))
+    stops = [weights(train(replace(hp, max_steps=n), f"stop{n}")) for n in (1, 2, 3)]
+    average = weights(train(replace(hp, keep="ema"), "ema"))
     for name, value in average.items():
         expected = 0.5 * (0.5 * stops[0][name] + 0.5 * stops[1][name]) + 0.5 * stops[2][name]
         torch.testing.assert_close(value, expected, rtol=1e-5, atol=1e-6)
@@ -141,9 +95,9 @@ def test_the_moving_average_is_the_one_of_its_definition(digits: Path, tmp_path:
 @pytest.mark.parametrize(
     "strategy", ["ddp", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("shared_memory", "hooks"))]
 )
-def test_parameters_that_get_no_gradient_stay_as_they_are(digits: Path, tmp_path: Path, strategy: str) -> None:
+def test_parameters_that_get_no_gradient_stay_as_they_are(train: Train, strategy: str) -> None:
     hp = replace(BASE, model="user_models:partly_used", epochs=1, weight_decay=0.1, strategy=strategy)
-    result = train(hp, digits, tmp_path / "run")
+    result = train(hp)
     torch.manual_seed(hp.seed)
     initial = zoo.build_model(hp.model, 10, InputSpec(1, 8, 8, (0.0,), (1.0,))).state_dict()
     unchanged = {name for name, value in weights(result).items() if torch.equal(value, initial[name])}
@@ -152,24 +106,25 @@ def test_parameters_that_get_no_gradient_stay_as_they_are(digits: Path, tmp_path
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("hp", "words"),
+    ("model", "sync_batchnorm", "words"),
     [
-        (replace(BASE, model="user_models:functional_dropout"), "draws random numbers outside"),
-        (replace(BASE, model="user_models:batch_norm", sync_batchnorm=False), "BatchNorm used the statistics of each"),
-        (replace(BASE, model="user_models:batch_norm"), ""),
-        (replace(BASE, model="user_models:dropout", augment="crop_flip"), ""),
+        ("functional_dropout", True, "draws random numbers outside"),
+        ("batch_norm", False, "BatchNorm used the statistics of each"),
+        ("batch_norm", True, ""),
+        ("dropout", True, ""),
     ],
 )
 def test_the_report_says_where_the_number_of_ranks_matters(
-    digits: Path, tmp_path: Path, hp: Hyperparameters, words: str
+    train: Train, model: str, sync_batchnorm: bool, words: str
 ) -> None:
-    result = train(replace(hp, num_ranks=1, epochs=1), digits, tmp_path / "run")
+    hp = replace(BASE, model=f"user_models:{model}", sync_batchnorm=sync_batchnorm, augment="crop_flip")
+    result = train(replace(hp, num_ranks=1, max_steps=2))
     notes = read_records(result.metrics)[-1]["notes"]
     assert [words in note for note in notes] == ([True] if words else [])
     assert all(note in html.unescape(result.report.read_text()) for note in notes)
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=[pytest.mark.slow, pytest.mark.exhaustive])])
 @pytest.mark.parametrize(
     ("hp", "words"),
     [
@@ -181,10 +136,10 @@ def test_the_report_says_where_the_number_of_ranks_matters(
     ],
 )
 def test_a_users_mistake_ends_in_one_error_and_no_result(
-    digits: Path, tmp_path: Path, hp: Hyperparameters, words: str, ranks: int
+    train: Train, tmp_path: Path, hp: Hyperparameters, words: str, ranks: int
 ) -> None:
     with pytest.raises(UserError, match=words) as caught:
-        train(replace(hp, num_ranks=ranks), digits, tmp_path / "run")
+        train(replace(hp, num_ranks=ranks))
     assert len(caught.value.message.splitlines()) <= 2
     assert not [name for name in OUTPUTS if (tmp_path / "run" / name).exists()]
     if failed := re.search(r"loss is .* step (\d+)", caught.value.message):
@@ -212,22 +167,16 @@ def test_shared_memory_is_for_cpu_ranks_on_linux(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.slow
-def test_a_batch_too_small_for_batch_norm_is_explained(digits: Path, tmp_path: Path) -> None:
-    """1,350 samples to train on: a batch of 1,349 leaves one of a single sample, and ResNet18 makes 8x8 images 1x1."""
-    hp = replace(BASE, model="resnet18", batch_size=1349, num_ranks=1, validation_fraction=0.1, epochs=1)
-    with pytest.raises(UserError, match=r"batch_size=1349: leaves a batch in which BatchNorm .* single value"):
-        train(hp, digits, tmp_path / "run")
+def test_a_batch_too_small_for_batch_norm_is_explained(train: Train) -> None:
+    """7 samples to train on: a batch of 6 leaves one of a single sample, and ResNet18 makes 8x8 images 1x1."""
+    hp = replace(BASE, model="resnet18", batch_size=6, num_ranks=1, validation_fraction=0.9953, epochs=1)
+    with pytest.raises(UserError, match=r"batch_size=6: leaves a batch in which BatchNorm .* single value"):
+        train(hp)
 
 
 def test_a_split_that_leaves_nothing_to_train_on_is_refused_before_a_rank_starts(digits: Path, tmp_path: Path) -> None:
-    words = (
-        "validation_fraction=0.9999: holds out all 1,500 samples that dataset='digits' has for training; "
-        "lower it, or give more samples"
-    )
+    words = "validation_fraction=0.9999: holds out all 1,500 samples that dataset='digits' has for training; lower it, "
+    hp, no_launch = replace(BASE, validation_fraction=0.9999), lambda *_, **__: pytest.fail("ranks were started")
     with pytest.raises(UserError, match=words):
-        run_training(replace(BASE, validation_fraction=0.9999), digits, tmp_path / "run", QUIET, launch=no_launch)
+        run_training(hp, digits, tmp_path / "run", QUIET, launch=no_launch)
     assert not (tmp_path / "run").exists()
-
-
-def no_launch(*_: object, **__: object) -> None:
-    raise AssertionError("ranks were started")
