@@ -35,18 +35,9 @@ def worker(hp: str, data: str, folder: str) -> None:
 
 
 def main(hp: str, data: str, folder: str, store: str, own: str, is_there: str) -> None:
-    config = LaunchConfig(
-        min_nodes=2,
-        max_nodes=2,
-        nproc_per_node=1,
-        rdzv_backend="c10d",
-        rdzv_endpoint=store,
-        rdzv_configs={"is_host": is_there, "last_call_timeout": 1},
-        run_id="test",
-        local_addr=own,
-        max_restarts=0,
-        monitor_interval=0.1,
-    )
+    there = {"rdzv_endpoint": store, "rdzv_configs": {"is_host": is_there, "last_call_timeout": 1}, "local_addr": own}
+    options = {"rdzv_backend": "c10d", "run_id": "test", "max_restarts": 0, "monitor_interval": 0.1}
+    config = LaunchConfig(min_nodes=2, max_nodes=2, nproc_per_node=1, **there, **options)
     outcome: dict[str, object] = {}
     try:
         elastic_launch(config, worker)(hp, data, folder)

@@ -13,15 +13,15 @@ from pathlib import Path
 import agents
 import pytest
 from cli import HELPERS
-from engines import AGENTS, DASK, ELASTIC, FRESH, SPAWN, Launch, set_environment
+from engines import AGENTS, DASK, ELASTIC, FRESH, RAY_ENVIRONMENT, SPAWN, Launch, set_environment
 from faulty_runs import INTRODUCED
+from training_runs import train_in
 from trials import Trial
 
 from flyte_ddp.launch import elastic, spawn
 from flyte_ddp.launch.supervise import fork_server
-from flyte_ddp.run import Result, run_training
+from flyte_ddp.run import Result
 from flyte_ddp.runs.job import Job
-from flyte_ddp.settings import Settings
 
 PASSED_ON = ("FAULTS", "TMPDIR", "TORCHINDUCTOR_CACHE_DIR")
 RAY_HEAD = """
@@ -44,8 +44,7 @@ def expected(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Result:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(HELPERS)
         patch.setenv("TMPDIR", str(folder))
-        quiet = Settings(progress="off", wandb_mode="disabled")
-        return run_training(INTRODUCED, digits, folder / "run", quiet, launch=spawn.launch)
+        return train_in(folder / "run", INTRODUCED, digits, launch=spawn.launch)
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +74,7 @@ def no_current_client(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="module")
 def ray_address() -> Iterator[str]:
     """Of a cluster with room for four ranks; it ends with the standard input of its head."""
-    environment = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled"}
+    environment = {**os.environ, **RAY_ENVIRONMENT}
     environment.pop("TMPDIR", None)
     with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True) as short:  # for sockets
         command = [sys.executable, "-c", RAY_HEAD, short]

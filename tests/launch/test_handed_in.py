@@ -3,6 +3,7 @@
 import json
 import random
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
@@ -45,11 +46,8 @@ def test_files_of_any_size_arrive_from_several_hosts(tmp_path: Path) -> None:
             writer.write("result", name=f"{number}/large.bin", content=CONTENT[1:])
         sender.send_results()
 
-    ranks = [threading.Thread(target=hand_in, args=(host, number)) for number, host in enumerate(hosts)]
-    for each in ranks:
-        each.start()
-    for each in ranks:
-        each.join()
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(hand_in, hosts, range(2)))
     folder = launcher / "results"
     for number in range(2):
         assert (folder / f"{number}/large.bin").read_bytes() == CONTENT[1:]

@@ -53,9 +53,7 @@ def host_has(tmp_path: Path) -> HostHas:
             hp=Hyperparameters(dataset=dataset, data_source=source),
             data=Path("/nowhere"),
             settings=Settings(cache_folder=tmp_path / "cache"),
-            identity=SimpleNamespace(
-                data=read_prepared_digest(launcher or fetch(dataset, source, folder, progress="off"))
-            ),
+            identity=SimpleNamespace(data=read_prepared_digest(launcher)),
         )
         return find_or_fetch_data(job)
 

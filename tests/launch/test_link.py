@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from flyte_ddp.errors import CollectiveError, CollectiveTimeoutError, PeerGoneError, RankError, UserError
+from flyte_ddp.errors import CollectiveError, CollectiveTimeoutError, PeerGoneError, UserError
 from flyte_ddp.launch import elastic
 from flyte_ddp.launch.supervise.failures import first_failure
 from flyte_ddp.launch.supervise.rank_process import Link, classify_failure, describe_error
@@ -45,8 +45,7 @@ def test_a_rank_of_elastics_whose_rank_0_is_gone_says_so(monkeypatch: pytest.Mon
     link.report_error(error)
     link.send("exit", code=1)
     outcome = link.wait_for_outcome(error)
-    assert isinstance(outcome, RankError)
-    assert outcome.message.startswith("lost the connection to rank 0; see the log of")
+    assert str(outcome).startswith("lost the connection to rank 0; see the log of")
     assert outcome.recoverable
 
 
@@ -55,9 +54,7 @@ def test_a_rank_of_elastics_that_hears_nothing_more(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(elastic, "OUTCOME_SECONDS", 0.0)
     link, own = elastic.WorkerLink(make_pipe(), rank=1, resumed_step=0), ArithmeticError("its own")
     assert link.wait_for_outcome(own) is own
-    outcome = link.wait_for_outcome(CollectiveTimeoutError("rank 0 did not come"))
-    assert isinstance(outcome, RankError)
-    assert outcome.recoverable
+    assert link.wait_for_outcome(CollectiveTimeoutError("rank 0 did not come")).recoverable
 
 
 def test_rank_0_that_does_not_come_is_not_waited_for_without_end() -> None:
@@ -84,7 +81,6 @@ OWN = KeyError("loss")
         (torch.distributed.DistStoreError("wait timeout after 3000ms, keys: /default_pg/0//cpu//0/1"), "peer"),
         (raised_from(KeyError("loss"), CollectiveTimeoutError("rank 1 did not come")), "timeout"),
         (RuntimeError("Connection closed by peer [127.0.0.1]:4711"), "own"),
-        (ValueError("Broken pipe"), "own"),
         (raised_from(OWN, OWN), "own"),  # as of ``raise error from error``
     ],
 )
@@ -110,16 +106,11 @@ class MuteError(RuntimeError):
         raise ArithmeticError
 
 
-@pytest.mark.parametrize(
-    ("error", "message"),
-    [
-        (MuteError(), "<exception str() failed>"),
-        (
-            ValueError("head" + "." * 1_000_000 + "tail"),
-            f"head{'.' * 9996}\n... (980,008 characters left out) ...\n{'.' * 9996}tail",
-        ),
-    ],
-)
+LONG = ValueError("head" + "." * 1_000_000 + "tail")
+SHORTENED = f"head{'.' * 9996}\n... (980,008 characters left out) ...\n{'.' * 9996}tail"
+
+
+@pytest.mark.parametrize(("error", "message"), [(MuteError(), "<exception str() failed>"), (LONG, SHORTENED)])
 def test_an_error_of_any_kind_is_reported(error: BaseException, message: str) -> None:
     try:
         raise error
@@ -138,6 +129,10 @@ def handle(rank: int, exit_code: int | None = None, kind: str = "", time: float 
     return SimpleNamespace(rank=rank, ran_out_of_memory=lambda: False, **values)
 
 
+HANGING = handle(1, read_stack=lambda: "its stack")
+AT, LIMIT = "\n\nrank 1 is at:\nits stack\n\n", "600 s (FLYTE_DDP_TIMEOUT)"
+
+
 @pytest.mark.parametrize(
     ("group", "words"),
     [
@@ -149,24 +144,12 @@ def handle(rank: int, exit_code: int | None = None, kind: str = "", time: float 
         ([handle(0, 1, "peer"), handle(1, -signal.SIGABRT)], "rank 1 was killed by SIGABRT"),
         ([handle(0, 1, "own", 2.0), handle(1, 1, "own", 1.0)], "rank 1: E: of 1"),
         ([handle(0, 1, "peer"), handle(1, 1, "mistake")], "of 1"),
-        (
-            [handle(0, 1, "peer"), handle(1, lost=True)],
-            "rank 1 exited without reporting an error before it had finished",
-        ),
+        ([handle(0, 1, "peer"), handle(1, lost=True)], "rank 1 exited without reporting an error before it had finish"),
         ([handle(0, 1, "peer"), handle(1, 1, "peer", 1.0)], "rank 0: E: of 0"),
-        (
-            [handle(0, 1, "timeout"), handle(1, read_stack=lambda: "its stack")],
-            "rank 1 did not come where rank 0 waited for 600 s (FLYTE_DDP_TIMEOUT)\n\nrank 1 is at:\nits stack\n\nrank",
-        ),
-        (
-            [handle(0, 1, "peer"), handle(1, read_stack=lambda: "its stack")],
-            "rank 0: E: of 0\n\nrank 1 is at:\nits stack\n\nrank 0: E: of 0",
-        ),
+        ([handle(0, 1, "timeout"), HANGING], f"rank 1 did not come where rank 0 waited for {LIMIT}{AT}rank"),
+        ([handle(0, 1, "peer"), HANGING], f"rank 0: E: of 0{AT}rank 0: E: of 0"),
         ([handle(0, 1, "timeout"), handle(1, 1, "timeout")], "all ranks waited for each other for 600 s, in different"),
-        (
-            [handle(0, 1, "timeout"), handle(1, 1, "peer")],
-            "rank 0 waited in vain for 600 s (FLYTE_DDP_TIMEOUT); rank 1 came too late, or waited elsewhere",
-        ),
+        ([handle(0, 1, "timeout"), handle(1, 1, "peer")], f"rank 0 waited in vain for {LIMIT}; rank 1 came too late, "),
     ],
 )
 def test_the_first_to_fail_is_blamed(group: list[Any], words: str) -> None:

@@ -26,8 +26,7 @@ import importlib, os, signal, sys
 from pathlib import Path
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp import process
-from flyte_ddp.run import run_training
-from flyte_ddp.settings import Settings
+from training_runs import train_in
 
 def mine():
     return {"takes in orphans": process.become_subreaper(False), "SIGCHLD": signal.getsignal(signal.SIGCHLD)}
@@ -35,7 +34,7 @@ def mine():
 hp, data, run = Hyperparameters.from_json(sys.argv[2]), Path(sys.argv[3]), Path(sys.argv[4])
 launch, before, error = importlib.import_module(sys.argv[1]).launch, mine(), "no error"
 try:
-    run_training(hp, data, run, Settings(progress="off", wandb_mode="disabled"), launch=launch)
+    train_in(run, hp, data, launch=launch)
 except Exception as raised:
     error = type(raised).__name__
 print(error)
@@ -67,7 +66,7 @@ def bystander() -> Iterator[subprocess.Popen[bytes]]:
         started.kill()
 
 
-@on(SPAWN, exhaustive=(FRESH, AGENTS, ELASTIC, DASK, RAY))
+@on(SPAWN, exhaustive=(AGENTS, ELASTIC, DASK, RAY))
 def test_after_a_good_end(launch: Launch, bystander: subprocess.Popen[bytes], trial: Trial) -> None:
     """Processes that others have started stay."""
     trial.train(PARENTAL, launch=launch)
@@ -75,7 +74,7 @@ def test_after_a_good_end(launch: Launch, bystander: subprocess.Popen[bytes], tr
     assert bystander.poll() is None
 
 
-QUICK = [(FRESH, "SIGKILL"), (AGENTS, "ArithmeticError")]
+QUICK = [(SPAWN, "SIGKILL"), (AGENTS, "ArithmeticError")]
 ALL = [(launcher, kind) for kind in ("ArithmeticError", "SIGKILL") for launcher in (SPAWN, FRESH, AGENTS, ELASTIC)]
 
 

@@ -41,16 +41,12 @@ def torchrun(host: Host, first: Host, nodes: str, *, by_name: bool = False) -> l
 def start(host: Host, trial: Trial, command: list[str], log: Path, **mounts: Any) -> subprocess.Popen[bytes]:
     """Start it with the test's environment, without what this machine has for its own network."""
     theirs = {name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")}
-    environment = {**theirs, "PYTHONPATH": str(HELPERS), "TMPDIR": str(trial.temporary)}
-    return host.start(command, log, environment, **mounts)
+    return host.start(command, log, {**theirs, "PYTHONPATH": str(HELPERS)}, **mounts)
 
 
 @pytest.mark.parametrize("store_is_with", ["rank 0", pytest.param("the other", marks=pytest.mark.exhaustive)])
 def test_two_hosts_train_as_one(expected: Result, trial: Trial, tmp_path: Path, store_is_with: str) -> None:
-    """The second sees neither the run's folder nor its data, which it fetches; Elastic's store may be on either.
-
-    Each knows its own name as a loopback address, as Debian writes it into /etc/hosts.
-    """
+    """The second sees neither the run's folder nor its data; each knows its own name as a loopback address (Debian)."""
     runs = tmp_path / "runs"
     runs.mkdir()
     arguments = [str(SCRIPT), HP.to_json(), str(trial.digits), str(runs / "run")]
@@ -91,10 +87,7 @@ def test_one_host_is_lost(expected: Result, trial: Trial, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("loss", ["process", pytest.param("host", marks=pytest.mark.exhaustive)])
 def test_rank_0_is_lost(trial: Trial, tmp_path: Path, loss: str) -> None:
-    """Killed, as by the kernel for want of memory, or with its host, as a pod that is deleted.
-
-    The other's agent is told that another try is worth it, and not of the connection that it lost.
-    """
+    """Killed or with its host; the other's agent is told that another try is worth it."""
     trial.inject("SIGKILL" if loss == "process" else "hang", rank=0)
     arguments = [sys.executable, str(SCRIPT), FAULTY.to_json(), str(trial.digits), str(trial.folder)]
     with two_hosts() as both:
@@ -131,9 +124,8 @@ import sys
 from pathlib import Path
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.run import run_training
-from flyte_ddp.settings import Settings
-hp, settings = Hyperparameters(epochs=1, num_ranks=2), Settings(progress="off", wandb_mode="disabled")
-run_training(hp, Path(sys.argv[1]), Path(sys.argv[2]), settings)
+from training_runs import QUIET
+run_training(Hyperparameters(max_steps=2, num_ranks=2), Path(sys.argv[1]), Path(sys.argv[2]), QUIET)
 """
 LOOKING_UP = "import socket; socket.getnameinfo(('10.78.0.77', 80), 0)"
 
