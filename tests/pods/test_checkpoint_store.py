@@ -1,9 +1,9 @@
 """Checkpoints of attempts and executions in a real S3 server."""
 
 import itertools
-import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -33,7 +33,7 @@ def test_an_attempt_resumes_from_the_newest_checkpoint_of_any_attempt(
     assert names(base, STARTED) == ["one 0 0", "one 0 7", "one 1 7", "one 2 7", "one 5 9"]
 
 
-@pytest.mark.parametrize("order", [*itertools.product(("before", "during", "after"), repeat=3)], ids="-".join)
+@pytest.mark.parametrize("order", [*itertools.permutations(("before", "during", "after"))], ids="-".join)
 def test_the_newest_is_found_whenever_attempts_were_killed(
     store: CheckpointStore, tmp_path: Path, order: tuple[str, ...]
 ) -> None:
@@ -49,7 +49,7 @@ def test_the_newest_is_found_whenever_attempts_were_killed(
     assert begun(replace(store, attempt=len(order)), tmp_path / "last") == steps
 
 
-@pytest.mark.parametrize(("here", "elsewhere"), [(5, 7), (9, 7), (7, 7)])
+@pytest.mark.parametrize(("here", "elsewhere"), [(5, 7), (9, 7)])
 def test_ranks_that_an_engine_restarts_resume_from_the_newest_of_folder_and_store(
     store: CheckpointStore, tmp_path: Path, here: int, elsewhere: int
 ) -> None:
@@ -150,11 +150,8 @@ def test_executions_at_the_same_time_do_not_mix(store: CheckpointStore, base: Pa
         for step in range(1, 20):
             replace(store, execution=execution).upload_checkpoint(write(tmp_path / execution / "a.ckpt", step))
 
-    threads = [threading.Thread(target=train, args=(name,)) for name in ("one", "two")]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(train, ("one", "two")))
     assert names(base) == ["one 0 18", "one 0 19", "two 0 18", "two 0 19"]
 
 
@@ -164,10 +161,8 @@ def test_abandoned_files_are_deleted(
     """An error of that is ignored."""
     old, over, fresh = (base.parent / run / "execution" for run in ("old", "over", "fresh"))
     long_ago, lately = int(time.time()) - 15 * 86_400, int(time.time()) - 2 * 3600
-    for folder, kind, moment in (
-        *((old, SAVED, long_ago), (over, DONE, lately), (over, SAVED, lately)),
-        (fresh, SAVED, lately),
-    ):
+    files = [(old, SAVED, long_ago), (over, DONE, lately), (over, SAVED, lately), (fresh, SAVED, lately)]
+    for folder, kind, moment in files:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / f"{kind}-0-1-0-{moment}").write_text("content")
     (old / "of somebody else").write_text("content")

@@ -51,19 +51,11 @@ def test_memory_is_named_where_the_kernel_has_counted(store: CheckpointStore, tm
         begun(replace(store, attempt=2), tmp_path / "2")
 
 
-@pytest.mark.parametrize(
-    "loss", [StoppedError("SIGTERM", step=0), UnreachableError("no answer"), retries.Sigterm()], ids=type
-)
-def test_attempts_that_were_taken_away_do_not_count(
-    store: CheckpointStore, tmp_path: Path, loss: BaseException
-) -> None:
-    end_attempts(store, tmp_path, range(6), loss)
-
-
-def test_attempts_that_were_lost_while_they_fetched_their_data_do_not_count(
-    store: CheckpointStore, tmp_path: Path
-) -> None:
-    for attempt in range(6):
+def test_attempts_that_were_taken_away_do_not_count(store: CheckpointStore, tmp_path: Path) -> None:
+    """Nor those that were lost while they fetched their data."""
+    for number, loss in enumerate((StoppedError("SIGTERM", step=0), UnreachableError("no answer"), retries.Sigterm())):
+        end_attempts(store, tmp_path, range(2 * number, 2 * number + 2), loss)
+    for attempt in range(6, 12):
         assert replace(store, attempt=attempt).download_newest_checkpoint(tmp_path / SLOTS[0]) is None
 
 

@@ -66,6 +66,12 @@ def test_a_secret_has_a_group_and_a_key(monkeypatch: pytest.MonkeyPatch, name: s
         wandb_secret_id()
 
 
+def test_an_unknown_profile_is_refused_with_the_choices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLYTE_DDP_PROFILE", "gpus")
+    with pytest.raises(UserError, match=r"^unknown FLYTE_DDP_PROFILE 'gpus': did you mean 'gpu'\? choose one of "):
+        profiles.chosen_profile()
+
+
 def test_templates_of_pods() -> None:
     """Those for a read-only root have all of the others, and folders of the pod's own where the image's user writes."""
     ours = yaml.safe_load((ROOT / "deploy/pod-template.yaml").read_text())

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from flytekit import FlyteContextManager, Resources, task
@@ -43,6 +44,12 @@ def test_checkpoints_are_beside_all_outputs(prefix: str, folder: str) -> None:
     assert retries.checkpoints_address(prefix) == folder
 
 
+def pod_context(folder: Path) -> Any:
+    """Return flytekit's context of a pod, with the credentials that are in the environment now."""
+    access = FileAccessProvider(str(folder), "s3://bucket/data/xy/one-n1-0", DataConfig.auto())
+    return FlyteContextManager.with_context(FlyteContextManager.current_context().with_file_access(access))
+
+
 class TestInAPod:
     """The whole way, as training tasks go it."""
 
@@ -55,8 +62,7 @@ class TestInAPod:
             monkeypatch.setenv(f"FLYTE_INTERNAL_EXECUTION_{name}", value)
         monkeypatch.setenv("FLYTE_DDP_CHECKPOINTS", f"s3://{base.parent.relative_to(server.folder)}")
         monkeypatch.setenv("FLYTE_ATTEMPT_NUMBER", "0")
-        access = FileAccessProvider(str(tmp_path), "s3://bucket/data/xy/one-n1-0", DataConfig.auto())
-        with FlyteContextManager.with_context(FlyteContextManager.current_context().with_file_access(access)):
+        with pod_context(tmp_path):
             yield base.parent / "p/d"
 
     @staticmethod
@@ -71,16 +77,16 @@ class TestInAPod:
         return newest.step if newest else 0
 
     def test_checkpoints_are_sent_before_old_files_are_deleted(self, project: Path, tmp_path: Path) -> None:
-        """Which is done at the end, by few requests."""
+        """Which is done at the end."""
         abandoned = project / "another/execution"
         abandoned.mkdir(parents=True)
-        for number in range(60):
+        for number in range(6):
             (abandoned / f"{SAVED}-0-{number}-0-{int(time.time()) - 15 * 86_400}").write_text("content")
 
         def save(folder: Path) -> None:
             write(folder / SLOTS[0], 4)
             wait_until(lambda: names(project / "run") == ["one 0 4"])
-            assert len(names(project / "another")) == 60
+            assert len(names(project / "another")) == 6
 
         self.attempt(tmp_path / "0", save)
         assert names(project / "another") == []
@@ -148,14 +154,11 @@ class TestInAPod:
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setenv("FLYTE_AWS_SECRET_ACCESS_KEY", "wrong")
-        access = FileAccessProvider(str(tmp_path), "s3://bucket/data/xy/one-n1-0", DataConfig.auto())
-        done: list[Path] = []
         with (
-            FlyteContextManager.with_context(FlyteContextManager.current_context().with_file_access(access)),
+            pod_context(tmp_path),
             pytest.raises(UserError, match="whether there is a checkpoint is not known: allow pods to list, read and"),
         ):
-            self.attempt(tmp_path / "0", done.append)
-        assert done == []
+            self.attempt(tmp_path / "0", lambda _: pytest.fail("it began"))
 
     def test_a_run_continues_if_the_store_may_not_be_written_to(
         self, project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -203,9 +206,5 @@ def test_a_pod_that_is_stopped_because_of_its_disk_says_so(
     (tmp_path / folder / "data/file").write_bytes(b"x" * size)
     with pytest.raises(FlyteRecoverableException) as error, translate_errors_for_flyte():
         os.kill(os.getpid(), signal.SIGTERM)
-    reason = (
-        "; its files take more than its 1Mi of disk (ephemeral-storage), so Kubernetes evicts it: take a profile "
-        "with more (flyte_ddp/pods/profiles.py)"
-    )
-    said = str(error.value).removeprefix("USER:Recoverable: error=").removesuffix(", cause=")
-    assert said == STOPPED + (reason if told else "")
+    assert STOPPED in str(error.value)
+    assert ("; its files take more than its 1Mi of disk (ephemeral-storage)" in str(error.value)) == told
