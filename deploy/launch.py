@@ -232,12 +232,12 @@ class ExecutionWatch:
             self.read_deck_at = time.monotonic()
 
     def read_figures(self, node: Any) -> str:
-        """Read a training's deck from an address that the cluster signs; return its last record of metrics as text."""
+        """Return the last record of a training's deck, read from an address that the cluster signs; else LookupError."""
         run = self.execution.id
         address = self.client.get_download_artifact_signed_url(node.node_id, run.project, run.domain, run.name)
         record = parse_last_record(storage.read_file(address.signed_url[0]).decode())
         if record is None:
-            return "none yet"
+            raise LookupError("the deck has no records yet")
         figures = [FIGURES[key].format(record[key]) for key in FIGURES if key in record]
         return ", ".join([f"step {record['step']:,}", *figures])
 

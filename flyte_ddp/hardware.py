@@ -118,7 +118,7 @@ def bf16_support(device_type: str) -> Bf16:
         return read_cpu().bf16_support()
     import torch
 
-    return Bf16.FASTER if torch.cuda.is_bf16_supported() else Bf16.NONE
+    return Bf16.FASTER if torch.cuda.is_bf16_supported(including_emulation=False) else Bf16.NONE
 
 
 def detect_hardware(hp: Hyperparameters) -> Hardware:

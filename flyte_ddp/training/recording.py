@@ -144,7 +144,7 @@ def parameter_histograms(model: torch.nn.Module) -> dict[str, dict[str, list[flo
     """Return counts and edges of 64 bins for each parameter's finite values, by name. Copies parameters to the CPU."""
     result = {}
     for name, parameter in model.named_parameters():
-        values = parameter.detach().float().cpu().numpy()
+        values = parameter.detach().double().cpu().numpy()  # NumPy refuses fp32 values that differ by a few last bits
         counts, edges = np.histogram(values[np.isfinite(values)], bins=HISTOGRAM_BINS)
         result[name] = {"counts": counts.tolist(), "edges": edges.tolist()}
     return result
