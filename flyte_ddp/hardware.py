@@ -113,7 +113,10 @@ def count_gpus(devices: Path = Path("/dev")) -> int:
 
 
 def bf16_support(device_type: str) -> Bf16:
-    """Return whether bf16 is possible and faster on devices of this type; for cuda initialises CUDA in this process."""
+    """Return the Bf16 of this machine's devices of a type; "cuda" means the current GPU, and initialises CUDA here.
+
+    CPUs by the table MEASURED; every GPU that computes in bf16 without emulation counts as FASTER.
+    """
     if device_type == "cpu":
         return read_cpu().bf16_support()
     import torch

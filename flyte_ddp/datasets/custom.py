@@ -38,7 +38,8 @@ class CustomSet:
         """Import the user's callable, call it with ``source``, and return checked arrays, and the call as text.
 
         Puts the working directory first on ``sys.path``; shows progress on stderr. Raises a UserError for a missing
-        callable, a failed import or a wrong result; the callable's other errors are not caught. Ignores ``workspace``.
+        callable, an ImportError or SyntaxError of the import, or a wrong result; other errors of the user's code are
+        not caught. Ignores ``workspace``.
         """
         del workspace  # the user's code chooses its own place for downloads
         arrays = arrays_from_result(self.spec, load_callable(self.spec)(source), progress)

@@ -105,7 +105,11 @@ def open_encoded_set(folder: Path) -> EncodedSet:
     """
 
     def open_split_source(dataset: str, split: str) -> ShardIndex | ImageList:
-        """Read the split's shard index or memory-map its image list; return it (``dataset`` is ``kind:ADDRESS``)."""
+        """Read the split's shard index from ``folder``, or memory-map its image list there, and return it.
+
+        ``dataset``, which is ``kind:ADDRESS``, decides which of the two; nothing is read from the address. Exceptions
+        for damaged files go through.
+        """
         if encoded_kind(dataset) != IMAGE_FOLDER:
             with pause_garbage_collector():
                 content = json.loads((folder / f"{split}.json").read_bytes())

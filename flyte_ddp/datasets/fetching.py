@@ -116,9 +116,10 @@ def fetch(dataset: str, source: str, folder: Path, *, test_dataset: str = "", pr
 
 
 def holds_requested_data(folder: Path, dataset: str, requested: dict[str, str]) -> bool:
-    """Return whether ``folder`` holds this data set, undamaged and in this release's format; False if missing or empty.
+    """Return whether ``folder`` holds this data set, can be opened and has this release's format.
 
-    ``requested`` has ``data_source`` and ``test_dataset``. Raises a UserError for other data or a bad ``dataset.json``.
+    Compares no digests. Returns False if it is missing, empty, or its arrays or lists are damaged. ``requested`` has
+    ``data_source`` and ``test_dataset``. Raises a UserError for other data or a bad ``dataset.json``.
     """
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return False

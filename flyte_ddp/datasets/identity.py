@@ -62,9 +62,10 @@ def hash_object_listing(source: str) -> str:
 
 
 def hash_http_content(source: str) -> str:
-    """Return the SHA-256 (hex) of ``SHA256SUMS`` at the address; without one, of size and ETag or time of change.
+    """Return a SHA-256 (hex): of ``SHA256SUMS`` in the folder ``source``, else of the headers of the file ``source``.
 
-    Downloads and hashes the file if the server sends none of these. Does not retry. Raises an UnavailableError.
+    The headers are size and ETag, or size and time of change without an ETag. If the server sends neither tag,
+    downloads the file and hashes its bytes. Does not retry. Raises an UnavailableError.
     """
     try:
         return hashlib.sha256(storage.read_file(storage.join(source, SUMS))).hexdigest()

@@ -69,9 +69,11 @@ class TrainingPass:
         self.model_draws = on_gpu or self.generators.draw_from_each() != self.reference.draw_from_each()
 
     def draw_uniform(self, shape: tuple[int, ...]) -> Tensor:
-        """Return fp32 numbers [N, *shape] in [0, 1), random by sample and by the number of this call in the pass.
+        """Return fp32 numbers [N, *shape] in [0, 1) for the N samples of this pass, on their device.
 
-        Draws from torch's CPU generator to count calls. Each call takes another part of a sample's SplitMix64 stream.
+        They depend on seed, epoch, sample and which call of the pass this is. Draws once from torch's CPU generator. If
+        it is in the state of an earlier call, as when torch.utils.checkpoint runs a block again, returns that call's
+        numbers.
         """
         # torch.utils.checkpoint runs a block again in the backward pass, which then needs the same numbers. It restores
         # torch's random state before. So a number drawn from torch's generator tells which call this is.

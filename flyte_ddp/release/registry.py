@@ -152,7 +152,10 @@ class Registry:
                 return ""
 
     def list_files(self, folder: str) -> list[str]:
-        """Return the sorted paths of all files below a folder, relative to it; none if the folder is missing."""
+        """Return the sorted paths of all files below a folder, relative to it; none if the folder is missing.
+
+        Leaves out hidden files of this machine. Raises a UserError if the folder cannot be listed in up to 4 tries.
+        """
         with self.explain_failures("listed"):
             try:
                 return [entry.name for entry in storage.retry(folder, lambda of: [*storage.list_files(of)])]

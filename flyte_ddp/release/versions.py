@@ -58,7 +58,10 @@ def revision_folder(name: str, number: int) -> str:
 
 
 def read_version(registry: Registry, name: str, manifest: str = "") -> Version:
-    """Return the version that :func:`find_version` finds; raise a UserError if it finds none."""
+    """Return the complete version whose weights have the SHA-256 ``name``; raise a UserError if there is none.
+
+    ``manifest`` is the SHA-256 of one revision's manifest; empty: the newest. Reads and raises as :func:`find_version`.
+    """
     if (found := find_version(registry, name, manifest)) is None:
         raise UserError(
             f"registry {registry.address!r}: {registry.name} has no complete version {name}: there is no {MANIFEST} "

@@ -75,7 +75,10 @@ def scan_shard(url: str, *, decode: bool = False) -> ScannedShard:
         return extension.lower() == LABEL or (decode and extension.rpartition(".")[2].lower() in IMAGES)
 
     def scan_once(address: str) -> ScannedShard:
-        """Read the whole shard, without retries, and return what was found; raise UnavailableError if that fails."""
+        """Read the whole shard once, and return its ScannedShard, with the images that cannot be decoded if asked for.
+
+        Raises UnavailableError if the shard cannot be read, UserError if it is malformed or has a bad label.
+        """
         found, damaged, labels = list[Member](), list[str](), 0
         with storage.open_file(address) as file:
             stream = HashedStream(file.chunks)
@@ -115,9 +118,10 @@ def describe_unfit_samples(table: SampleTable, url: str) -> list[str]:
 
 
 def describe_decoding_failure(where: dict[str, str], extension: str, content: bytes) -> list[str]:
-    """Decode an image as training does; return a sentence about the failure in a list, or [] for success.
+    """Decode an image with Pillow; return a sentence about the failure in a list, or [] for success.
 
-    ``where`` has ``__key__`` and ``__shard__`` of the image's sample, for the sentence.
+    Where training decodes with torchcodec, it may accept an image that fails here. ``where`` has ``__key__`` and
+    ``__shard__`` of the image's sample, for the sentence.
     """
     try:
         image = decode_member(where, extension, content)

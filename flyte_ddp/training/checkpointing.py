@@ -34,9 +34,10 @@ class Snapshot:
 
 
 def take_snapshot(state: TrainingState, recorder: Recorder) -> Snapshot | None:
-    """Return a copy, on the CPU, of the state after the last finished step; None if a step failed halfway.
+    """Return a copy, on the CPU, of the state and its recorder after the last finished step. For rank 0 only.
 
-    Waits for the state's lock without a limit, and holds it. Another thread may call it while the next step is
+    Returns None if a step failed halfway. Does not copy or move the best weights (``keep`` "best"), which nothing
+    changes. Waits for the state's lock without a limit, and holds it. Another thread may call it while the next step is
     computed. Makes the host wait for a GPU.
     """
     selection = state.selection

@@ -127,7 +127,10 @@ class Recorder:
 
 
 def detect_arithmetic(hardware: Hardware, device: torch.device) -> Arithmetic:
-    """Return the Arithmetic of this run. All ranks must call it: it collects their devices."""
+    """Return what decides this run's rounding: number of ranks, their devices, precision, threads and so on.
+
+    All ranks must call it, and wait for all: it collects the names of their devices.
+    """
     own = torch.cuda.get_device_name(device) if device.type == "cuda" else str(read_cpu())
     devices = distributed.gather_objects(own)
     return Arithmetic(

@@ -95,7 +95,10 @@ class TrainingState:
         self.selection = Selection(hp.keep, hp.early_stop_patience)
 
     def _open_data(self, data: PreparedSet, settings: Settings) -> None:
-        """Open the splits and start their threads; set from their sizes the steps, epochs and input ``spec``."""
+        """Open the splits; from their sizes, set the number of steps and epochs, and the model's input ``spec``.
+
+        On a GPU copies arrays to it. Starts no threads yet. Raises UserError if the model cannot take the images.
+        """
         hp = self.hp
         self.splits = open_splits(data, hp, self.hardware, self.device, settings)
         self.training, self.validation, self.test = self.splits.training, self.splits.validation, self.splits.test
@@ -140,10 +143,11 @@ class TrainingState:
 
     @contextmanager
     def evaluation_mode(self) -> Iterator[None]:
-        """Set model and moving average to evaluation mode for the block, the kept one with a saved model's buffers.
+        """Set model and moving average to evaluation mode for the block; give the kept model a loaded model's buffers.
 
-        Restores training mode and buffers at the end, also after an exception. Use one block for all batches: a model's
-        own ``train`` method may have effects. If buffers were registered or resized, restores none; raises UserError.
+        Only buffers that no ``state_dict`` holds (``persistent=False``) change: they get their first values. Restores
+        training mode and buffers at the end, also after an exception. Use one block for all batches: a model's own
+        ``train`` method may have effects. If buffers were registered or resized, restores none; raises UserError.
         """
         modules = [self.model, *([self.average.module] if self.average else [])]
         for module in modules:

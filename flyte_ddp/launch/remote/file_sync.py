@@ -86,7 +86,11 @@ class FileSender:
             self._send_if_changed(name)
 
     def send_results(self) -> None:
-        """Send new lines of results/events.jsonl, under its lock, and changed files of results/; from any thread."""
+        """Send the launcher new lines of results/events.jsonl and changed files of results/, if ``enabled``.
+
+        Several threads may call it at once. Waits, without a limit, for the lock of events.jsonl to read it. Raises
+        OSError if the launcher is gone or a file cannot be read.
+        """
         if not self.enabled:
             return
         events = self.folder / EVENTS

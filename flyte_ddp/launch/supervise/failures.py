@@ -59,7 +59,10 @@ def find_root_cause(group: Sequence[RankHandle]) -> UserError | RankError | None
 
 
 def killed_rank_error(rank: int, by: signal.Signals, *, out_of_memory: bool) -> RankError:
-    """Return the recoverable error of a rank that a signal has ended; ``out_of_memory`` explains a SIGKILL."""
+    """Return the recoverable error of a rank that the signal ``by`` has ended.
+
+    For SIGKILL it is an OutOfMemoryError if ``out_of_memory``, else a RankLostError; for other signals a RankError.
+    """
     message = f"rank {rank} was killed by {by.name}"
     if by != signal.SIGKILL:
         return RankError(message, recoverable=True)
