@@ -28,7 +28,7 @@ class Progress:
 
     @contextmanager
     def track(self, label: str, total: int | None, unit: str) -> Iterator[Callable[[int], object]]:
-        """Show a bar during the block, or print one line at its start; yield a function to report progress.
+        """Show a bar for the block, print a line at its start, or neither, by the mode; yield a function for progress.
 
         ``total`` is the number of units, None if it is not known; the unit "B" stands for bytes. The yielded function
         takes the number of units that were done since its last call.

@@ -105,7 +105,10 @@ class ResultWriter:
             self.failed = True
 
     def write_file(self, name: str, content: bytes) -> None:
-        """Create or replace a result file atomically; UserError if that fails or the path leads out of the folder."""
+        """Create or replace a result file atomically, with missing folders.
+
+        Raises UserError if that fails, if the path leads out of the folder, has a hidden part, or is events.jsonl.
+        """
         check_result_name(name)
         path = self.folder / name
         if not path.resolve().is_relative_to(self.folder.resolve()):

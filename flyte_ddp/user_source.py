@@ -23,8 +23,9 @@ IMPORTERS = ("import_module", "__import__")
 def user_source_digest(spec: str) -> str:
     """Return a SHA-256 (hex) of the user's own code behind ``spec``: of the files of :func:`find_user_sources`.
 
-    Comments, docstrings, formatting and the folder of the files do not count. Files that are no Python count by their
-    bytes. Puts the working directory first on ``sys.path``. UserError for a bad ``spec`` or a missing module.
+    Comments, docstrings, formatting and the place of the top-level module do not count. Files that do not parse as
+    Python count by their bytes. Puts the working directory first on ``sys.path``. UserError for a bad ``spec`` or a
+    missing module.
     """
     lines = (f"{name} {hashlib.sha256(code).hexdigest()}" for name, _, code in find_user_sources(spec))
     return hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()

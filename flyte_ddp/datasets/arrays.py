@@ -106,7 +106,8 @@ def convert_images(name: str, values: Any) -> Images:
 def convert_labels(name: str, values: Any, samples: int, classes: int) -> Labels:
     """Return ``values`` as labels int64 [samples] of 0..classes-1 in C order, copied only if needed.
 
-    Raises UserError, with ``name`` in its text, for numbers that are not whole, another shape, or a label out of range.
+    Raises UserError, with ``name`` in its text, for a type other than integers (floats such as 1.0, too), another
+    shape, or a label out of range.
     """
     labels = to_array(name, values)
     if labels.dtype.kind not in "iu":

@@ -45,7 +45,8 @@ class EncodedSet:
 def list_encoded_set(dataset: str, test_dataset: str) -> EncodedSet:
     """Read the shard indexes, or list the image files, of ``dataset`` and ``test_dataset``; return the EncodedSet.
 
-    Reads no images. Tries up to 4 times. Raises a UserError if either is empty or cannot be read, or classes differ.
+    Reads no images. Tries up to 4 times; turns Python's garbage collector off while it reads an index. Raises a
+    UserError if either is empty, malformed or cannot be read, or classes differ.
     """
     read = list_images if encoded_kind(dataset) == IMAGE_FOLDER else read_index
     train: Any = read(dataset.partition(":")[2])

@@ -133,7 +133,10 @@ def holds_requested_data(folder: Path, dataset: str, requested: dict[str, str]) 
 
 
 def is_whole(folder: Path) -> bool:
-    """Return whether a prepared data set can be opened (digests are not compared) and has this release's format."""
+    """Return whether a prepared data set can be opened (digests are not compared) and has this release's format.
+
+    Turns Python's garbage collector off while it reads an index.
+    """
     try:
         open_prepared(folder)
         return FORMAT.items() <= read_description(folder).items()

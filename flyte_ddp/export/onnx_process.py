@@ -56,7 +56,7 @@ def write_array(pipe: IO[bytes], array: Array) -> None:
 
 
 def read_array(pipe: IO[bytes]) -> Array:
-    """Read and return an array that write_array wrote to a pipe; waits for it. EOFError if the pipe ends before."""
+    """Read and return an array that write_array wrote to a pipe, read-only; waits for it. EOFError if the pipe ends."""
     header = pipe.readline()
     if not header.endswith(b"\n"):
         raise EOFError
@@ -68,7 +68,7 @@ def read_array(pipe: IO[bytes]) -> Array:
 
 
 def serve_logits(model_path: str, threads: str) -> None:
-    """Read batches of images from stdin and write their logits to stdout, until stdin ends.
+    """Read batches of images from stdin and write their logits to stdout, until stdin ends; both as by write_array.
 
     Runs the ONNX at the path ``model_path`` on CPU ``threads``. Makes each later import of torch in this process fail.
     """

@@ -131,10 +131,10 @@ def hardware(hp: Hyperparameters, client: Any, *, coming: int = 0, seconds: floa
 
 @contextmanager
 def request_workers(client: Any, wanted: int) -> Iterator[Callable[[], int]]:
-    """Make an adaptive cluster start workers, and keep them until the end of the block.
+    """Yield a function that counts a cluster's workers and, if they are fewer than ``wanted``, asks for more.
 
-    Yields a function that counts the workers. If there are fewer than ``wanted``, the function submits tasks that no
-    worker can run: such a cluster starts workers for waiting tasks. The end of the block cancels these tasks.
+    It asks by tasks that no worker can run, because an adaptive cluster starts workers for waiting tasks; the end of
+    the block cancels them. It raises UnreachableError if the scheduler does not answer.
     """
     tasks: list[Any] = []
 

@@ -108,8 +108,9 @@ def exif_orientation(image: Image.Image) -> int:
 def open_with_pillow(content: bytes) -> Iterator[Image.Image]:
     """Open an image file with Pillow, and yield the image, of which only the header is read.
 
-    Scales a PNG's transparent colour to 8 bits. Raises a DecodingError for bytes that are no image, a damaged image,
-    more pixels than Pillow's limit, and in place of an OSError, EOFError, ValueError or SyntaxError of the block.
+    Scales a PNG's transparent colour to 8 bits. Raises a DecodingError for bytes that are no image, a damaged image, or
+    more than twice Pillow's limit of pixels (above the limit Pillow warns). Turns an OSError, EOFError, ValueError or
+    SyntaxError of the block into a DecodingError.
     """
     try:
         with Image.open(io.BytesIO(content)) as image:

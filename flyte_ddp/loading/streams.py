@@ -197,7 +197,9 @@ def order_worker_shards(stream: RankStream) -> Iterator[tuple[int, int]]:
 def read_shard_samples(reader: ShardImages, shards: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int, Encoded]]:
     """Yield pass, sample number and encoded sample for all samples of each (pass, shard), in order.
 
-    While a shard is read, a thread fetches the next one. Raises a UserError if a shard cannot be had.
+    While a shard is read, a thread fetches the next one. Waits up to 60 s while the cache is full, and without a limit
+    while another process downloads a shard. Raises a UserError if a shard cannot be fetched or read, or if a sample has
+    no image or label.
     """
     index = reader.reader.index
 

@@ -75,9 +75,10 @@ def local_weights_path(init_from: str) -> Path | None:
 def load_initial_weights(model: nn.Module, path: Path, *, name: str, init_from: str, init_skip: str) -> None:
     """Load the weights in a file into a new model, except the parts that ``init_skip`` names. Reads the file whole.
 
-    ``name`` of the model and ``init_from`` are for errors. Removes prefixes that all names in the file have, such as
-    DDP's ``module.``. Raises UserError if the weights do not fit, a tensor is not finite but the model's is, reading
-    them could run code, or a part in ``init_skip`` is unknown.
+    Removes prefixes that all names in the file have, such as DDP's ``module.``. ``name`` (the model's) and
+    ``init_from`` are for errors. Raises UserError if the file is damaged, has no named tensors, or could run code when
+    it is read; if the weights do not fit; if a tensor has NaN or infinity where the new model has none; or if
+    ``init_skip`` names an unknown part.
     """
     own, weights = model.state_dict(), read_weights(path, init_from)
     parts, stored_names = split_init_skip(init_skip), [*weights]

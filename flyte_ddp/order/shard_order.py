@@ -138,7 +138,11 @@ class ShardOrder(sampling.Order):
         return np.asarray(self.firsts[shard] + self.samples_in_shard(shard))
 
     def batches(self, epoch: int, batch_size: int, first: int = 0) -> Iterator[Indices]:
-        """Yield the global batches of an epoch from number ``first`` on, each with its samples stream by stream."""
+        """Yield an epoch's global batches, from number ``first`` on, as numbers of samples in the data set.
+
+        A batch takes about equally many samples of each shuffle stream, one stream after another; the last may be
+        smaller.
+        """
         starts, each = self.locate_streams(batch_size)
         shards, ends_of_shards = self.sequence(epoch)
         full, ragged = divmod(self.total, batch_size)

@@ -184,9 +184,10 @@ def per_rank_norm_layers(model: nn.Module) -> list[_BatchNorm]:
 
 
 def has_per_rank_statistics(model: nn.Module, synchronised: bool) -> bool:
-    """Return whether, on several ranks, a BatchNorm layer of the model uses the statistics of each rank alone.
+    """Return whether a BatchNorm layer of the model normalises by the samples of its own rank if there are several.
 
-    With ``synchronised``, the hyperparameter sync_batchnorm, only layers with a ``forward`` of their own do.
+    Without ``synchronised`` (the hyperparameter sync_batchnorm) that is any BatchNorm layer; with it, only a layer
+    whose class overrides ``forward``.
     """
     known = KNOWN_FORWARDS if synchronised else ()
     return any(type(layer).forward not in known for layer in per_rank_norm_layers(model))

@@ -131,10 +131,11 @@ class Buffers:
     @contextmanager
     @torch.no_grad()  # not in the block
     def use_saved_buffers(self, model: nn.Module) -> Iterator[None]:
-        """Give ``model`` for the block the buffers that it would have if saved and loaded; restore them at the end.
+        """Give ``model`` for the block the buffers it would have if saved and loaded; then restore all but BatchNorm's.
 
         Buffers that no ``state_dict`` holds get a new model's values. Raises UserError if names, shapes or types of the
-        buffers have changed, before or in the block; then, and if the block raises after that, does not restore them.
+        buffers have changed before the block, or are changed by it (an exception of the block goes first). After such a
+        change in the block, restores none.
         """
         values = self.require_same_buffers(model)
         before = {name: values[name].clone() for name in self.shared_names}

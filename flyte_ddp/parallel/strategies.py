@@ -209,7 +209,10 @@ def start_averaging_bucket(sync: DDPSync, bucket: GradBucket) -> torch.futures.F
     watch_async_collective(work)  # the backward pass may wait for it, as DDP asks which parameters any rank has used
 
     def divide_sum(done: torch.futures.Future[Any]) -> Tensor:
-        """Return a finished sum / number of ranks; CollectiveError, also put in ``sync.failure``, if it has failed."""
+        """Return the mean: the finished all-reduce's sum, divided in place by the number of ranks.
+
+        If the all-reduce has failed, raises CollectiveError, and keeps it in ``sync.failure``.
+        """
         try:
             with distributed.translate_collective_errors(begin):
                 total: Tensor = done.value()[0]

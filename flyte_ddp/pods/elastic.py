@@ -63,7 +63,11 @@ def add_step_to_error(run_version: str) -> Iterator[None]:
 
 @contextmanager
 def set_up_worker_environment(root: Path) -> Iterator[None]:
-    """Put ``root`` first in sys.path for the block, and let Elastic's workers use this thread's locked run folders."""
+    """Put ``root`` first in sys.path for the block; let child processes write into this thread's run folders.
+
+    Sets FLYTE_DDP_HELD_FOR_CHILDREN in this process's environment, with the run folders that this thread has reserved,
+    and removes it at the end.
+    """
     variables = reserved_folders_variable()
     os.environ.update(variables)
     sys.path.insert(0, str(root))

@@ -34,8 +34,9 @@ REPORT_SECONDS = 5  # of a pod's time to stop, to report to the platform
 def pod_environment() -> dict[str, str]:
     """Return the environment variables that a registration gives to every pod, from this process's environment.
 
-    Among them are the profile with its GPUs, and a digest of the library's sources, which are read. Raises UserError
-    for an unknown profile, or an address that contains a user name or password; checks no other values.
+    Among them are the profile's name and its number of GPUs, the number of nodes, and a digest of the library's
+    sources, which are read. Raises UserError for an unknown profile, or an address that contains a user name or
+    password; checks no other values.
     """
     return {
         CODE_VARIABLE: package_digest(),

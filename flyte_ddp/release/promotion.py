@@ -126,10 +126,11 @@ def roll_back_champion(registry: Registry, reason: str, *, by: str, once: bool =
     """Append the log entry that makes the previous champion the champion again, and return the entry.
 
     First reads the whole log and all files of that version, and writes a small file that tests the storage; then
-    rewrites champion.json, or prints that it cannot. ``best``, a version with which later models are compared, becomes
-    again what it was when that champion was promoted. With ``once``, for a task that may be tried again, if ``by`` has
-    rolled back before, only rewrites champion.json and returns that entry. Raises a UserError if there was no champion
-    before, the reason is blank, or somebody else has appended an entry meanwhile.
+    rewrites champion.json, or prints that it cannot. Takes ``best``, the version that later models are compared with,
+    from that champion's own entry. ``once`` is for a task that may be tried again: if the log has a rollback by ``by``,
+    only rewrites champion.json and returns that rollback. Raises a UserError if there was no champion before, the
+    reason is blank, somebody else has appended an entry meanwhile, the registry cannot be read or written, or a file
+    was altered.
     """
     history = registry.read_log()
     if once and (earlier := finish_earlier_try(registry, history, by, ROLLBACK)):
@@ -178,8 +179,8 @@ def download_version(
     """Download model.pt and model.json of a version, or ``every_file``, into a folder; return the paths of the two.
 
     Makes the folder, replaces files of these names, tries each up to 4 times. ``version`` is the SHA-256 of the
-    weights, ``manifest`` of a revision's manifest (empty: of the newest). Raises a UserError if the registry cannot
-    be read, or a file is missing or altered; an altered one stays.
+    weights; ``manifest`` the SHA-256 of the manifest of one revision (the same weights, judged again), empty for the
+    newest. Raises a UserError if the registry cannot be read, or a file is missing or altered; an altered one stays.
     """
     found, needed = versions.read_version(registry, version, manifest), (versions.WEIGHTS, versions.SIDECAR)
     for name in found.files if every_file else needed:
@@ -203,7 +204,7 @@ def download_champion(registry: Registry, folder: Path) -> tuple[Path, Path]:
 
 
 def read_data_profile(registry: Registry, entry: Entry) -> DataProfile | None:
-    """Read the profile of the data that the version of a log entry was trained on, and return it; None if it has none.
+    """Read and return the profile of a log entry's version's training data; None if it was stored without one.
 
     Raises a UserError if the registry cannot be read in up to 4 tries, if the version or its profile is missing or was
     altered, or if the profile is of another release of this library.

@@ -167,7 +167,8 @@ class Registry:
     def create_file(self, address: str, content: bytes | Path) -> bool:
         """Write a file if the address has none, otherwise read the one there; return whether it has this content now.
 
-        Makes up to 4 tries. A try may succeed and lose its response, so two writers' contents must differ.
+        Makes up to 4 tries; then raises a UserError. Equal content counts as written, as a try whose response was lost
+        may have written it: two writers who must not both succeed must write different contents.
         """
         with self.explain_failures("written"):
             try:

@@ -90,10 +90,11 @@ class FirstPredictions:
         self.images = self.known = self.correct = 0
 
     def add_batch(self, images: Iterable[NDArray[np.uint8]], rows: Sequence[Sequence[str]], *, truths: bool) -> None:
-        """Count a batch's predictions, and keep the first PICTURES (24) of all batches with their images.
+        """Count a batch's predictions; keep them with their images until PICTURES (24) are kept, over all calls.
 
-        ``images``, uint8 [H, W, C], are those of the decoded samples. ``rows``, one for each sample, are id, prediction
-        (empty if not decoded), truth (only if ``truths``), scores.
+        ``images``, uint8 [H, W, C], are those of the decoded samples, in their order. ``rows``, one for each sample,
+        are id, prediction (empty if not decoded), truth (only if ``truths``), and scores, of which the first is the
+        prediction's.
         """
         decoded = iter(images)
         for row in rows:

@@ -133,7 +133,7 @@ def write_report(run_folder: Path, name: str = "") -> Path:
 
 
 def render_report(run_folder: Path, name: str = "", failure: str = "") -> str:
-    """Read the folder of a run that may still be training; return its report as HTML, which may be put into a page.
+    """Read the folder of a run that may still be training; return its report as an HTML document without other files.
 
     ``name`` is the run's; by default the folder's name. ``failure`` is why the run has failed, if it has. Imports
     matplotlib. Raises UserError if ``metrics.jsonl`` has no record of a start, or a file is damaged.

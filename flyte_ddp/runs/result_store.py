@@ -20,12 +20,13 @@ STOPPED_SECONDS = 3.0  # wait for the last files in a pod that is told to stop, 
 
 @contextmanager
 def mirror_results(run_folder: Path, address: str, *, resuming: bool, name: str = "") -> Iterator[None]:
-    """Copy the files below ``results/`` of the run folder to ``ADDRESS/NAME`` in a thread, as they change.
+    """During a block, copy changed files below ``results/`` of the run folder to ``ADDRESS/NAME``, in a thread.
 
     The address is a path, s3://, gs:// or az://; empty: nothing is copied. An empty name stands for the folder's name.
-    With ``resuming``, if the folder has no events.jsonl, first fetches the address's. Waits at the end for the last
+    First replaces events.jsonl there by the run folder's, or by an empty file. With ``resuming``, if the folder has
+    none, fetches that file before; if it may not be read, prints so and replaces it. Waits at the end for the last
     files, up to 60 s, after a StoppedError up to 3 s; prints to stderr if the copy lacks files. Raises UserError if the
-    first write fails, in up to 4 tries; prints later failures to stderr.
+    address contains the run folder, or if these first steps fail in up to 4 tries; prints later failures to stderr.
     """
     if not address:
         yield

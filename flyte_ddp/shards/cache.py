@@ -131,12 +131,12 @@ class ShardCache:
         return storage.local_path(shard.url) is not None or self.shard_path(shard).exists()
 
     def remove_damaged_shard(self, shard: Shard, *, unreadable: bool = False) -> bool:
-        """Remove a damaged shard from the cache, even while it is read; return whether the next open fetches it again.
+        """Remove a shard from the cache if damaged, even while it is read; return whether the next open downloads it.
 
-        Reads the whole file to compare its digest; if the index has no digest, ``unreadable`` says if it is damaged.
-        Waits, without a limit, for the shard's lock. Removes nothing, and returns False, if the shard is undamaged, if
-        it lies on this machine in its own place, or if the cache's folder cannot be written. Returns True if the shard
-        is not cached. Raises UserError if it cannot be read or removed.
+        To find out, reads the whole file for its digest; if the index has no digest, a shard is damaged if
+        ``unreadable``. Waits, without a limit, for the shard's lock. Returns True if it was removed or is not cached;
+        False if it is undamaged, if its address is on this machine, so that there is no copy, or if the cache's folder
+        cannot be written. Raises UserError if it cannot be read or removed.
         """
         if storage.local_path(shard.url) is not None or not os.access(self.folder, os.W_OK):
             return False
@@ -191,8 +191,10 @@ class ShardCache:
     def download_once(self, shard: Shard, target: io.FileIO) -> None:
         """Download a shard into an open file, from its start, and compare size and digest with the index. Tries once.
 
-        Evicts shards if disk or cache is full. Raises AlteredError, transient, if size or digest differ from the index,
-        UnavailableError if the shard cannot be read, CacheFullError, UserError or OSError if there is no space for it.
+        Evicts shards if disk or cache is full; waits, without a limit, for the lock on the cache. Raises UserError if
+        the shard is larger than the cache's limit, CacheFullError if shards in use leave no room, OSError if the disk
+        is full or a file cannot be written, UnavailableError if the shard cannot be read, and AlteredError, after which
+        a retry may help, if size or digest differ.
         """
         kind, wanted = shard.digest
         digest = hashlib.new(kind, usedforsecurity=False)
@@ -270,7 +272,10 @@ class ShardCache:
         return sorted(files)
 
     def evict_file(self, path: Path) -> int:
-        """Truncate and remove a cached shard, and return the freed bytes; 0 if it is locked, gone or read-only."""
+        """Truncate and remove a cached shard; return the freed bytes: 0 if it is locked, gone or may not be written.
+
+        Raises OSError for another failure, such as a read-only file system.
+        """
         with suppress(FileNotFoundError, PermissionError), path.open("r+b") as file, suppress(BlockingIOError):
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             status = os.fstat(file.fileno())

@@ -189,9 +189,10 @@ class ShardReader:
         """Read a sample by its number in the index; return its key, and its members' contents by their extensions.
 
         Reads only the members ``wanted`` (extensions in lower case; None for all). Fetches the shard if it is not in
-        the cache, and once more if it is damaged; waits up to 60 s while the cache is full, and without a limit while
-        another process downloads the shard. Keeps the shard open, closes others, and may start threads that fetch the
-        next ones. Raises DamagedShardError if it is still damaged, UserError if it cannot be read.
+        the cache, evicting others, and once more if it is damaged; waits up to 60 s while the cache is full, and
+        without a limit while another process downloads the shard. Reads a shard of this machine whole when it is first
+        opened. Keeps the shard open, closes others, and may start threads that fetch the next ones. Raises
+        DamagedShardError if it is still damaged, UserError if it cannot be read.
         """
         number, inside = self.index.locate(sample)
 
@@ -209,8 +210,8 @@ class ShardReader:
     def remove_damaged_shard(self, sample: int, *, unreadable: bool = False) -> bool:
         """Remove a sample's shard from the cache if it is damaged; return whether the next read fetches it again.
 
-        Closes the shard. Reads all of it to compare its digest; if the index has no digest, ``unreadable`` says whether
-        it is damaged. Raises UserError if it cannot be read or removed.
+        Closes the shard. Reads all of it to compare its digest; if the index has no digest, it is damaged if
+        ``unreadable``. Waits, without a limit, for the shard's lock. Raises UserError if it cannot be read or removed.
         """
         number, _ = self.index.locate(sample)
         removed = self.cache.remove_damaged_shard(self.index.shards[number], unreadable=unreadable)

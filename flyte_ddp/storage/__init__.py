@@ -63,8 +63,9 @@ def open_file(address: str, span: Span | None = None) -> AbstractContextManager[
 def read_file(address: str, span: Span | None = None, *, tag: str = "") -> bytes:
     """Read a file, or a span of bytes of it (first, after the last), into memory and return the bytes. Does not retry.
 
-    Waits up to 10 s to connect, 30 s for each piece. Raises UnavailableError if the file cannot be read, or has fewer
-    or more bytes than announced; AlteredError if the storage sends a tag other than ``tag`` (of an earlier listing).
+    Waits up to 10 s to connect, 30 s for each piece. Raises UserError for an address of no known kind; UnavailableError
+    if the file cannot be read, or has fewer or more bytes than announced; AlteredError if the storage sends a tag other
+    than ``tag`` (of an earlier listing).
     """
     with open_file(address, span) as opened:
         if tag and opened.tag and opened.tag != tag:
@@ -76,10 +77,11 @@ def read_file(address: str, span: Span | None = None, *, tag: str = "") -> bytes
 
 
 def download_file(address: str, file: BinaryIO) -> None:
-    """Replace the content of an open file by that of the file at an address. Does not retry.
+    """Empty an open file, and then copy the file at an address into it. Does not retry.
 
-    Waits up to 10 s to connect, 30 s for each piece. Raises UnavailableError if the file at the address cannot be read,
-    or has fewer or more bytes than announced; OSError if ``file`` cannot be written.
+    Waits up to 10 s to connect, 30 s for each piece. Raises UserError for an address of no known kind; UnavailableError
+    if the file at the address cannot be read, or has fewer or more bytes than announced; OSError if ``file`` cannot be
+    written.
     """
     file.seek(0)  # an earlier try may have written a part
     file.truncate()
@@ -92,7 +94,8 @@ def stat_file(address: str) -> Entry:
     """Return the size and tag of a file without reading its content; the returned entry's name is "". Does not retry.
 
     The size is -1 if a web server sends none. The tag is the ETag, or else the time of the last change, or "". Waits up
-    to 10 s to connect, 30 s for the response. Raises MissingError, or UnavailableError for other failures.
+    to 10 s to connect, 30 s for the response. Raises UserError for an address of no known kind, MissingError, or
+    UnavailableError for other failures.
     """
     return select_storage(address).stat_file(address)
 
@@ -103,8 +106,8 @@ def list_files(address: str) -> Iterator[Entry]:
     Keeps the whole list in memory. On this machine follows symlinks, and skips hidden files and folders; on a web
     server reads the list in the folder's file ``SHA256SUMS``. Yields nothing for a prefix without objects. Waits up to
     10 s to connect and 30 s for each response; does not retry. Raises UserError at once for an address of no known
-    kind; MissingError if a folder of this machine is missing, UnavailableError if the files cannot be listed: for a
-    bucket at the call, elsewhere at the first file.
+    kind. Raises MissingError if a folder of this machine is missing, UnavailableError if the files cannot be listed: at
+    the call for a bucket, at the first ``next()`` for others.
     """
     return select_storage(address).list_files(address)
 
@@ -113,7 +116,7 @@ def write_file(address: str, content: bytes | Path) -> None:
     """Write bytes, or a copy of the file at a path, to an address, and replace the file there. Does not retry.
 
     Makes missing folders. Readers see the old file or the whole new one; on this machine a power cut may lose both.
-    Raises UnavailableError if the file cannot be written, UserError if the address is of a web server.
+    Raises UnavailableError if the file cannot be written, UserError if the address is of a web server or no known kind.
     """
     select_storage(address).write_file(address, content, create=False)
 
@@ -123,7 +126,7 @@ def create_file(address: str, content: bytes | Path) -> None:
 
     Makes missing folders. Readers see no file or the whole file; on this machine it is on the disk before this returns.
     Raises ExistsError if there is a file; an earlier try whose response was lost may have written it. Raises
-    UnavailableError if the file cannot be written; UserError if the address is of a web server.
+    UnavailableError if the file cannot be written; UserError if the address is of a web server or no known kind.
     """
     select_storage(address).write_file(address, content, create=True)
 

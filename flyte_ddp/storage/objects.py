@@ -63,7 +63,8 @@ def read_chunks(stream: Iterable[Any]) -> Iterator[bytes]:
 def stat_file(address: str) -> Entry:
     """Return the size and ETag of an object, by a HEAD request; raise UnavailableError if that fails.
 
-    The first use of a bucket may ask servers for credentials and region; forks after it cannot use object storage.
+    The first use of a bucket may ask servers for credentials and region; processes that are forked later cannot use
+    object storage.
     """
     stored = call_with_store(address, obstore.head)
     return Entry("", stored["size"], parse_etag(stored["e_tag"]))
@@ -74,7 +75,7 @@ def list_files(address: str) -> Iterator[Entry]:
 
     Leaves out an empty object whose name is the folder of another object; lists other empty objects as files. Waits up
     to 10 s to connect, 30 s for each response. The first use of a bucket may ask servers for credentials and region;
-    forks after it cannot use object storage. Raises UnavailableError if the bucket cannot be listed.
+    processes that are forked later cannot use object storage. Raises UnavailableError if the bucket cannot be listed.
     """
     key, folders = split_key(address)[1], {""}
     start = len(key.rstrip("/")) + 1 if key else 0
@@ -90,8 +91,8 @@ def write_file(address: str, content: bytes | Path, *, create: bool) -> None:
     """Upload an object, and replace an object of that name; more than 16 MiB are sent in parts, four at a time.
 
     With ``create``, uploads in one request (on S3 at most 5 GB), and raises ExistsError if there is an object of that
-    name. The first use of a bucket may ask servers for credentials and region; forks after it cannot use object
-    storage. Raises UnavailableError if the upload fails.
+    name. Waits up to 10 s to connect, 30 s for each response. The first use of a bucket may ask servers for credentials
+    and region; processes that are forked later cannot use object storage. Raises UnavailableError if the upload fails.
     """
     parts: dict[str, Any] = {"chunk_size": PART_BYTES, "max_concurrency": 4}
     options = {"mode": "create", "use_multipart": False} if create else parts
@@ -102,7 +103,7 @@ def delete_files(addresses: Sequence[str]) -> None:
     """Delete objects of one bucket: up to 1,000 with each request on S3, 256 on Azure, one on Google.
 
     Waits up to 10 s to connect, 30 s for each response. The first use of a bucket may ask servers for credentials and
-    region; forks after it cannot use object storage. Raises MissingError if an object is missing (not on S3),
+    region; later forks cannot use object storage. Raises MissingError if an object is missing (not on S3),
     UnavailableError if a request fails; other objects may be deleted by then.
     """
     keys = [split_key(address)[1] for address in addresses]
@@ -115,7 +116,7 @@ def call_with_store(address: str, action: Callable[[Any, str], Result], right: s
     Any exception of ``action`` becomes an UnavailableError. A ForbiddenError names the ``right`` that is missing: READ,
     LIST, WRITE or DELETE. Some servers refuse to read an object that does not exist; so after a refused READ this lists
     the bucket, and raises a MissingError if the object is not there. The first use of a bucket may ask servers for
-    credentials and region; forks after it cannot use object storage.
+    credentials and region; later forks cannot use object storage.
     """
     start, key = split_key(address)
     scheme, bucket = start.lower().partition("://")[0], start.split("/")[2]
@@ -164,9 +165,10 @@ EXPLAINED = {
 
 
 def translate_error(error: Exception, *, anonymous: bool = False) -> UnavailableError:
-    """Return the UnavailableError, or its subclass, for an exception of obstore, by patterns in its text.
+    """Return the error for an exception of obstore: Missing-, Forbidden-, Exists- or UnavailableError.
 
-    Masks credentials. If ``anonymous``, the error for status 400, 401 or 403 says that there are no credentials.
+    Goes by the HTTP status and by patterns in the text. Masks credentials. If ``anonymous``, the error for status 400,
+    401 or 403 says that there are no credentials.
     """
     text = str(error)  # the causes stand in the lines below the first
     status, cause, server = STATUS.search(text), CAUSE.search(text), SERVER.search(text)

@@ -160,7 +160,11 @@ def import_torch(ranks: list[RankPipes]) -> None:
 
 
 def fork_rank(own: RankPipes, ranks: list[RankPipes]) -> int:
-    """Fork a process that runs the rank, and return its id; raise OSError if there is no room for another process."""
+    """Fork a process that runs the rank, and return its id; raise OSError if there is no room for another process.
+
+    Call it with SIGTERM and SIGINT blocked. The fork never returns here; it dies with this process, and seeds NumPy's
+    generator anew.
+    """
     server = os.getpid()
     pid = os.fork()
     if pid == 0:
