@@ -198,7 +198,7 @@ class Hyperparameters(CheckedFields, called="hyperparameter"):
             )
         if ":" not in self.model and self.model not in catalog.MODELS:
             raise unknown_name_error("model", self.model, [*catalog.MODELS, "package.module:callable"])
-        check_combinations(self)
+        check_fields_together(self)
 
 
 def check_batch_size(hp: Hyperparameters, num_ranks: int) -> None:
@@ -210,7 +210,7 @@ def check_batch_size(hp: Hyperparameters, num_ranks: int) -> None:
         )
 
 
-def check_combinations(hp: Hyperparameters) -> None:
+def check_fields_together(hp: Hyperparameters) -> None:
     """Raise UserError for the first contradiction between fields, such as ``keep="ema"`` without ``ema_decay``."""
     check_batch_size(hp, max(1, hp.num_ranks))
     encoded, error = bool(catalog.encoded_kind(hp.dataset)), ""

@@ -81,7 +81,7 @@ class ElasticTrainingTask(PytorchElasticFunctionTask):  # type: ignore[misc]
         with translate_errors_for_flyte(), page, elastic_pods.add_step_to_error(version):
             try:
                 with (
-                    elastic_pods.set_up_worker_environment(ROOT),
+                    elastic_pods.prepare_for_workers(ROOT),
                     hide_main_script(),
                     silence_elastic_logs(),
                     elastic_pods.end_after_rank_0(IgnoreOutputs),

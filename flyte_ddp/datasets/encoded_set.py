@@ -42,7 +42,7 @@ class EncodedSet:
         return self.train if self.test is None else self.test
 
 
-def list_encoded_set(dataset: str, test_dataset: str) -> EncodedSet:
+def read_encoded_set(dataset: str, test_dataset: str) -> EncodedSet:
     """Read the shard indexes, or list the image files, of ``dataset`` and ``test_dataset``; return the EncodedSet.
 
     Reads no images. Tries up to 4 times; turns Python's garbage collector off while it reads an index. Raises a
@@ -68,7 +68,7 @@ def prepare_encoded_set(dataset: str, test_dataset: str, folder: Path) -> None:
     each data set in an index, in up to 4 tries. Raises a UserError if a data set is empty or cannot be read, if their
     classes differ, or if a first sample cannot be read or lacks image or label; an OSError if a file cannot be written.
     """
-    data = list_encoded_set(dataset, test_dataset)
+    data = read_encoded_set(dataset, test_dataset)
     left_out = {}
     for split, source in {"train": data.train, "test": data.test}.items():
         if isinstance(source, ShardIndex):

@@ -9,7 +9,7 @@ from pathlib import Path
 from flyte_ddp.catalog import DATASET_FORMS, encoded_kind
 from flyte_ddp.datasets.arrays import FORMAT, read_description, total_bytes, write_arrays
 from flyte_ddp.datasets.custom import CustomSet
-from flyte_ddp.datasets.encoded_set import list_encoded_set, prepare_encoded_set
+from flyte_ddp.datasets.encoded_set import prepare_encoded_set, read_encoded_set
 from flyte_ddp.datasets.identity import digest_lines
 from flyte_ddp.datasets.prepared import open_prepared
 from flyte_ddp.datasets.published import DATASETS, PublishedSet
@@ -50,7 +50,7 @@ def fingerprint(dataset: str, source: str, test_dataset: str = "") -> str:
     if definition is not None:
         return definition.fingerprint(source)
     # The names hold the addresses. The prepared folder refers to the addresses, so another address is another folder.
-    identity = digest_lines([dataset, test_dataset, list_encoded_set(dataset, test_dataset).digest])
+    identity = digest_lines([dataset, test_dataset, read_encoded_set(dataset, test_dataset).digest])
     return f"{encoded_kind(dataset)}-{identity[:16]}"
 
 
@@ -84,7 +84,7 @@ def fetch(dataset: str, source: str, folder: Path, *, test_dataset: str = "", pr
         raise unknown_name_error("progress", progress, MODES)
     folder = Path(folder).absolute()
     requested = {"data_source": source, "test_dataset": test_dataset}
-    if holds_requested_data(folder, dataset, requested):
+    if holds_usable_set(folder, dataset, requested):
         return folder
     with make_workspace_beside(folder) as workspace:
         needed, definition = "", find_dataset(dataset, source)
@@ -108,14 +108,14 @@ def fetch(dataset: str, source: str, folder: Path, *, test_dataset: str = "", pr
             if not folder.exists():
                 raise
             # The folder is damaged, or another process has just prepared it. Only a damaged one is replaced.
-            if not holds_requested_data(folder, dataset, requested):
+            if not holds_usable_set(folder, dataset, requested):
                 with make_workspace_beside(folder) as damaged:
                     folder.rename(damaged / folder.name)
                     workspace.rename(folder)
     return folder
 
 
-def holds_requested_data(folder: Path, dataset: str, requested: dict[str, str]) -> bool:
+def holds_usable_set(folder: Path, dataset: str, requested: dict[str, str]) -> bool:
     """Return whether ``folder`` holds this data set, can be opened and has this release's format.
 
     Compares no digests. Returns False if it is missing, empty, or its arrays or lists are damaged. ``requested`` has

@@ -32,7 +32,7 @@ def content_identity(source: str, hyperparameter: str = "data_source") -> str:
             return digest_lines(f"{name} {file_digest(file)}" for name, file in sorted(files.items()))
         except OSError as error:
             raise UserError(f"{where}: cannot be read: {error}; allow reading it, or give another") from None
-    identify = hash_http_content if storage.scheme(source) in ("http", "https") else hash_object_listing
+    identify = identify_http_content if storage.scheme(source) in ("http", "https") else hash_object_listing
     try:
         return storage.retry(source, identify, Progress().print_note)
     except storage.UnavailableError as failure:
@@ -61,7 +61,7 @@ def hash_object_listing(source: str) -> str:
     return digest_lines(f"{entry.name} {entry.size} {entry.tag}" for entry in entries)
 
 
-def hash_http_content(source: str) -> str:
+def identify_http_content(source: str) -> str:
     """Return a SHA-256 (hex): of ``SHA256SUMS`` in the folder ``source``, else of the headers of the file ``source``.
 
     The headers are size and ETag, or size and time of change without an ETag. If the server sends neither tag,

@@ -67,7 +67,7 @@ def read_array(pipe: IO[bytes]) -> Array:
     return np.frombuffer(content, dtype=kind).reshape(shape)
 
 
-def serve_logits(model_path: str, threads: str) -> None:
+def serve_logits_on_stdio(model_path: str, threads: str) -> None:
     """Read batches of images from stdin and write their logits to stdout, until stdin ends; both as by write_array.
 
     Runs the ONNX at the path ``model_path`` on CPU ``threads``. Makes each later import of torch in this process fail.
@@ -88,4 +88,4 @@ def serve_logits(model_path: str, threads: str) -> None:
 
 
 if __name__ == "__main__":
-    serve_logits(*sys.argv[1:])
+    serve_logits_on_stdio(*sys.argv[1:])

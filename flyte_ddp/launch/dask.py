@@ -55,7 +55,7 @@ def launch(job: Job, *, num_ranks: int, client: Any = None, retries: int = 0) ->
         futures: list[Any] = []
         try:
             with open_rendezvous(job, get_ip(scheduler)) as rendezvous:
-                with request_workers(cluster, num_ranks) as count_workers:
+                with keep_asking_for_workers(cluster, num_ranks) as count_workers:
                     capacity.wait_for_hosts(count_workers, num_ranks, WORKERS, job.settings.timeout)
                     descriptions = describe_workers(cluster)
                     workers = choose_workers(descriptions, num_ranks)
@@ -105,7 +105,7 @@ def hardware(hp: Hyperparameters, client: Any, *, coming: int = 0, seconds: floa
     if coming:
         what = f"the Dask cluster has {coming} workers"
         wanted = capacity.clamp_ranks(hp.num_ranks, coming, what, coming, exact=True)
-    with request_workers(client, wanted) as count_workers:
+    with keep_asking_for_workers(client, wanted) as count_workers:
         try:
             limit = read_settings().timeout if seconds is None else seconds
             capacity.wait_for_hosts(count_workers, wanted, WORKERS, limit)
@@ -130,7 +130,7 @@ def hardware(hp: Hyperparameters, client: Any, *, coming: int = 0, seconds: floa
 
 
 @contextmanager
-def request_workers(client: Any, wanted: int) -> Iterator[Callable[[], int]]:
+def keep_asking_for_workers(client: Any, wanted: int) -> Iterator[Callable[[], int]]:
     """Yield a function that counts a cluster's workers and, if they are fewer than ``wanted``, asks for more.
 
     It asks by tasks that no worker can run, because an adaptive cluster starts workers for waiting tasks; the end of

@@ -67,7 +67,7 @@ def load_model(
     through: trust both files as you trust code. Raises UserError if a file is missing or damaged, the two are not of
     one run, or the model that the sidecar names does not take these weights any more.
     """
-    sidecar = read_sidecar(sidecar_path)
+    sidecar = read_model_json(sidecar_path)
     try:
         digest = file_digest(model_path)
     except OSError as error:
@@ -98,7 +98,7 @@ def load_weights(model: nn.Module, model_path: Path, sidecar: Mapping[str, Any])
         ) from error
 
 
-def read_sidecar(path: Path) -> dict[str, Any]:
+def read_model_json(path: Path) -> dict[str, Any]:
     """Read ``model.json`` and return its content. Raises UserError if the file is missing, not JSON, or incomplete."""
     fix = "give the model.json of a finished run"
     try:

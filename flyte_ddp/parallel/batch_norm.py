@@ -183,10 +183,10 @@ def per_rank_norm_layers(model: nn.Module) -> list[_BatchNorm]:
     return [norm for norm in norms if not isinstance(norm, GlobalBatchNorm)]
 
 
-def has_per_rank_statistics(model: nn.Module, synchronised: bool) -> bool:
+def has_unsynchronised_batch_norm(model: nn.Module, synchronised: bool) -> bool:
     """Return whether a BatchNorm layer of the model normalises by the samples of its own rank if there are several.
 
-    Without ``synchronised`` (the hyperparameter sync_batchnorm) that is any BatchNorm layer; with it, only a layer
+    Without ``synchronised`` (hyperparameter sync_batchnorm) that is any but a GlobalBatchNorm; with it, only a layer
     whose class overrides ``forward``.
     """
     known = KNOWN_FORWARDS if synchronised else ()

@@ -130,7 +130,7 @@ class Buffers:
 
     @contextmanager
     @torch.no_grad()  # not in the block
-    def use_saved_buffers(self, model: nn.Module) -> Iterator[None]:
+    def saved_buffers_in_place(self, model: nn.Module) -> Iterator[None]:
         """Give ``model`` for the block the buffers it would have if saved and loaded; then restore all but BatchNorm's.
 
         Buffers that no ``state_dict`` holds get a new model's values. Raises UserError if names, shapes or types of the

@@ -62,7 +62,7 @@ def add_step_to_error(run_version: str) -> Iterator[None]:
 
 
 @contextmanager
-def set_up_worker_environment(root: Path) -> Iterator[None]:
+def prepare_for_workers(root: Path) -> Iterator[None]:
     """Put ``root`` first in sys.path for the block; let child processes write into this thread's run folders.
 
     Sets FLYTE_DDP_HELD_FOR_CHILDREN in this process's environment, with the run folders that this thread has reserved,

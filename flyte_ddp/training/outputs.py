@@ -20,7 +20,7 @@ from flyte_ddp.files import replace_file
 from flyte_ddp.loading.facts import combine_facts_of_ranks, join_few
 from flyte_ddp.models import artifacts, zoo
 from flyte_ddp.models.initial_weights import skipped_tensor_names
-from flyte_ddp.parallel.batch_norm import has_per_rank_statistics
+from flyte_ddp.parallel.batch_norm import has_unsynchronised_batch_norm
 from flyte_ddp.parallel.distributed import wait_for_all_ranks, world_size
 from flyte_ddp.parallel.dropout import make_dropout_rank_independent
 from flyte_ddp.runs.checkpoint import Arithmetic, Checkpoint
@@ -212,7 +212,7 @@ def list_report_notes(state: TrainingState, arithmetic: Arithmetic, resumed_from
     notes = []
     if state.this_pass.model_draws:
         notes.append(f"The model draws random numbers outside torch's dropout layers: {OTHER_RESULT}")
-    if separate := has_per_rank_statistics(state.model, synchronised=hp.sync_batchnorm):
+    if separate := has_unsynchronised_batch_norm(state.model, synchronised=hp.sync_batchnorm):
         why = "" if hp.sync_batchnorm else " (sync_batchnorm is false)"
         notes.append(f"BatchNorm used the statistics of each rank's own share{why}: {OTHER_RESULT}")
     if changed := state.buffers.changed_names():

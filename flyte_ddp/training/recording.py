@@ -32,7 +32,7 @@ class Recorder:
         self.training_seconds = 0.0
         self.since = self.training_time()  # of the last record
         self.epoch_accuracies: list[float] = []
-        self.arithmetic = detect_arithmetic(job.hardware, self.device)
+        self.arithmetic = gather_arithmetic(job.hardware, self.device)
         self.warnings: list[str] = []
         self.last_loss: float | None = None  # of the last training record of this process
         if self.writes:
@@ -126,7 +126,7 @@ class Recorder:
         return {**seconds, "other": total - sum(seconds.values()), "total": total}
 
 
-def detect_arithmetic(hardware: Hardware, device: torch.device) -> Arithmetic:
+def gather_arithmetic(hardware: Hardware, device: torch.device) -> Arithmetic:
     """Return what decides this run's rounding: number of ranks, their devices, precision, threads and so on.
 
     All ranks must call it, and wait for all: it collects the names of their devices.

@@ -71,7 +71,7 @@ class TrainingState:
         if hp.deterministic:
             torch.use_deterministic_algorithms(True)
         self.num_classes = len(resolve_class_names(data.classes, hp))
-        self._open_data(data, settings or Settings())
+        self._open_splits(data, settings or Settings())
         model = self._build_model(initial_weights)
         # The order matters from here on. The model must have its final type, device and layers before anything refers
         # to its parameters. First the dropout and BatchNorm layers are replaced, because compile_model excludes some of
@@ -94,7 +94,7 @@ class TrainingState:
         self.loss_watch = LossWatch(model, self.optimizer, hp.learning_rate, a_step_later=on_gpu)
         self.selection = Selection(hp.keep, hp.early_stop_patience)
 
-    def _open_data(self, data: PreparedSet, settings: Settings) -> None:
+    def _open_splits(self, data: PreparedSet, settings: Settings) -> None:
         """Open the splits; from their sizes, set the number of steps and epochs, and the model's input ``spec``.
 
         On a GPU copies arrays to it. Starts no threads yet. Raises UserError if the model cannot take the images.
@@ -153,7 +153,7 @@ class TrainingState:
         for module in modules:
             module.eval()
         try:
-            with self.buffers.use_saved_buffers(self.kept_model()):
+            with self.buffers.saved_buffers_in_place(self.kept_model()):
                 yield
         finally:
             for module in modules:

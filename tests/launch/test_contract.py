@@ -25,7 +25,7 @@ from trials import Trial, close, starts
 from flyte_ddp.errors import RankError, StoppedError
 from flyte_ddp.json_lines import read_records
 from flyte_ddp.launch import elastic, spawn
-from flyte_ddp.models.artifacts import read_sidecar
+from flyte_ddp.models.artifacts import read_model_json
 from flyte_ddp.run import Result
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("unchanged")]
@@ -79,7 +79,7 @@ def test_the_same_weights_as_from_spawned_ranks(launch: Launch, expected: Result
         for run in (expected, found)
     )
     assert losses == others
-    assert read_sidecar(found.sidecar) == read_sidecar(expected.sidecar)
+    assert read_model_json(found.sidecar) == read_model_json(expected.sidecar)
     [start] = starts(found.run_folder)
     assert (start["num_ranks"], start["num_nodes"]) == (2, 1)
     assert {path.name for path in expected.run_folder.iterdir()} == {path.name for path in found.run_folder.iterdir()}

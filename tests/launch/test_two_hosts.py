@@ -15,7 +15,7 @@ from faulty_runs import equal, when
 from hosts import Host, two_hosts
 from trials import Trial, close, starts
 
-from flyte_ddp.models.artifacts import read_sidecar
+from flyte_ddp.models.artifacts import read_model_json
 from flyte_ddp.run import Result
 
 pytestmark = pytest.mark.slow
@@ -65,7 +65,7 @@ def test_two_hosts_train_as_one(expected: Result, trial: Trial, tmp_path: Path, 
     assert {path.name for path in (runs / "run/results/ranks").iterdir()} == {"0.json", "1.json"}
     [begin] = starts(runs / "run")
     assert (begin["num_ranks"], begin["num_nodes"], begin["strategy"]) == (2, 2, "ddp")
-    sidecar = read_sidecar(runs / "run/model.json")
+    sidecar = read_model_json(runs / "run/model.json")
     assert (sidecar["num_ranks"], sidecar["num_nodes"]) == (2, 2)
 
 
