@@ -28,7 +28,7 @@ def decode_image(content: bytes) -> Pixels:
     """Decode an image file; return upright RGB pixels, white where transparent, with the upper 8 bits of 16-bit values.
 
     Uses torchcodec if it can be imported, else Pillow. Raises a DecodingError for bytes that are no image, a damaged
-    image, more pixels than Pillow's limit, or pixels without a known range (floating-point, 32-bit or signed).
+    image, more than twice Pillow's limit of pixels, or pixels without a known range (floating-point, 32-bit or signed).
     """
     return choose_decoder()(content)
 

@@ -106,9 +106,10 @@ def promote_version(registry: Registry, version: str, reason: str, *, by: str, o
     """Append the log entry that makes a version the champion because a person says so, and return the entry.
 
     First reads the whole log and all files of the version, and writes a small file that tests the storage; then
-    rewrites champion.json. With ``once``, for a task that may be tried again: if ``by`` has promoted this version
-    before, only rewrites champion.json and returns that entry. Raises a UserError if there is no such version, it is
-    the champion, the reason is blank, or somebody else has appended an entry meanwhile.
+    rewrites champion.json, or prints that it cannot. ``once`` is for a task that may be tried again: if ``by`` has
+    promoted this version before, only rewrites champion.json and returns that entry. Raises a UserError if there is no
+    such version, it is the champion, the reason is blank, somebody else has appended an entry meanwhile, the registry
+    cannot be read or written, or a file was altered.
     """
     history = registry.read_log()
     if once and (earlier := finish_earlier_try(registry, history, by, PROMOTE, version)):

@@ -128,7 +128,7 @@ class Registry:
             raise failure.to_user_error(f"registry {self.address!r}: {said}") from None
 
     def read_file(self, address: str) -> bytes | None:
-        """Read a file into memory, in up to 4 tries, and return its content; None if it is missing."""
+        """Read a file into memory and return its content; None if it is missing. UserError if up to 4 tries fail."""
         with self.explain_failures("read"):
             try:
                 return storage.retry(address, storage.read_file)
@@ -136,7 +136,7 @@ class Registry:
                 return None
 
     def hash_file(self, address: str) -> str:
-        """Read a file in pieces, in up to 4 tries, and return its SHA-256; "" if it is missing."""
+        """Read a file in pieces and return its SHA-256; "" if it is missing. UserError if all of up to 4 tries fail."""
 
         def hash_chunks(address: str) -> str:
             digest = hashlib.sha256()
@@ -194,7 +194,8 @@ class Registry:
         """Return the last entry of the log, which names the champion; None if nothing was promoted.
 
         Reads champion.json (which may be late), the entry that it copies, and later entries until one is missing. Lists
-        the log only if champion.json is missing or damaged. Raises a LogError if an entry that it reads is damaged.
+        the log only if champion.json is missing or damaged. Raises a LogError if an entry that it reads is damaged, a
+        UserError if the registry cannot be read.
         """
         last = self.read_copy()
         if last is None and (numbers := self.list_entry_numbers()):

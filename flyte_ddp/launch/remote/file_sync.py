@@ -75,7 +75,10 @@ class FileSender:
         self.sending_results = threading.Lock()
 
     def send_outputs(self) -> None:
-        """Send new lines of metrics.jsonl, and changed checkpoints, model and predictions; from one thread only."""
+        """Send new lines of metrics.jsonl, and changed checkpoints, model and predictions, if ``enabled``.
+
+        Call it from one thread only. Raises OSError if the launcher is gone or a file cannot be read.
+        """
         if not self.enabled:
             return
         if (size := size_or_zero(self.folder / METRICS)) != self.metrics_sent:
@@ -118,7 +121,7 @@ class FileSender:
 
     @contextmanager
     def send_results_during(self) -> Iterator[None]:
-        """Have a thread send new results every SEND_SECONDS (0.5 s) during the block; wait for the thread at the end.
+        """If ``enabled``, have a thread send new results every 0.5 s during the block; wait for the thread at the end.
 
         Call :meth:`send_results` after the block for the last results. An OSError of pipe or file ends the thread.
         """
