@@ -141,11 +141,11 @@ def judge_challenger(
     folder, ``exports`` the folder for an ONNX and other exports (None: none). ``counts`` says whether the verdict may
     promote: then writes two files to the registry if samples decide, and evaluates nothing if the challenger is the
     champion or was rolled back. Otherwise evaluates the challenger on the whole test split. If its logits are finite,
-    also downloads and evaluates the champion and the best version ever. Runs the code that the sidecars name. An export
-    starts a process, and silences this process's stderr meanwhile. A champion that cannot be loaded or evaluated gives
-    a verdict that compares nothing, with the error as its reason; the traceback of an error that is no UserError goes
-    to stderr. Raises a UserError if challenger, data, registry or the policy's file of slices cannot be read, or a
-    class has no test sample.
+    also downloads and evaluates the champion and the best version ever, and times both models. Runs the code that the
+    sidecars name. An export starts a process, and silences this process's stderr meanwhile. A champion that cannot be
+    loaded or evaluated gives a verdict that compares nothing, with the error as its reason; the traceback of an error
+    that is no UserError goes to stderr. Raises a UserError if challenger, data, registry or the policy's file of slices
+    cannot be read, or a class has no test sample.
     """
     before, test_digest = registry.read_champion(), read_description(data).get(TEST_DIGEST)
     if test_digest is None:
