@@ -232,7 +232,7 @@ class ExecutionWatch:
             self.read_deck_at = time.monotonic()
 
     def read_figures(self, node: Any) -> str:
-        """Return the last record of a training's deck, read from an address that the cluster signs; else LookupError."""
+        """Return the last record of a training's deck at an address that the cluster signs; LookupError if none."""
         run = self.execution.id
         address = self.client.get_download_artifact_signed_url(node.node_id, run.project, run.domain, run.name)
         record = parse_last_record(storage.read_file(address.signed_url[0]).decode())
