@@ -27,24 +27,27 @@ def user_source_digest(spec: str) -> str:
     Python count by their bytes. Puts the working directory first on ``sys.path``. UserError for a bad ``spec`` or a
     missing module.
     """
-    lines = (f"{name} {hashlib.sha256(code).hexdigest()}" for name, _, code in find_user_sources(spec))
+    lines = (
+        f"{name} {hashlib.sha256(normalize_code(content, tree)).hexdigest()}"
+        for name, _, content, tree in find_user_sources(spec)
+    )
     return hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()
 
 
 def list_user_files(spec: str) -> set[Path]:
     """Return the resolved paths of the files of :func:`find_user_sources`; none for a name without a colon."""
-    return {path.resolve() for _, path, _ in find_user_sources(spec)} if ":" in spec else set()
+    return {path.resolve() for _, path, *_ in find_user_sources(spec)} if ":" in spec else set()
 
 
-def find_user_sources(spec: str) -> Iterator[tuple[str, Path, bytes]]:
-    """Yield name, path and normalized code of each file of the user's own behind ``spec``, ``package.module:callable``.
+def find_user_sources(spec: str) -> Iterator[tuple[str, Path, bytes, ast.Module | None]]:
+    """Yield name, path, content and syntax tree (None: no Python) of each file of the user's own behind ``spec``.
 
-    Imports nothing. First come the files of the top-level module, wherever it is; then the files of each top-level
-    module that a file imports, unless it is Python's own, is in site-packages (an editable install is not), or is this
-    library or one it computes with. Of a package all ``.py`` files count, because packages may import their modules by
-    computed names. Misses data files, files that cannot be read, and what :func:`find_imported_modules` misses. Puts
-    the working directory first on ``sys.path``. Raises UserError if the spec is malformed or there is no such top-level
-    module.
+    ``spec`` is ``package.module:callable``. Imports nothing. First come the files of the top-level module, wherever it
+    is; then the files of each top-level module that a file imports, unless it is Python's own, is in site-packages (an
+    editable install is not), or is this library or one it computes with. Of a package all ``.py`` files count, because
+    packages may import their modules by computed names. Misses data files, files that cannot be read, and what
+    :func:`find_imported_modules` misses. Puts the working directory first on ``sys.path``. Raises UserError if the spec
+    is malformed or there is no such top-level module.
     """
     top = split_spec(spec)[0].partition(".")[0]
     search_working_directory()
@@ -60,7 +63,7 @@ def find_user_sources(spec: str) -> Iterator[tuple[str, Path, bytes]]:
         except OSError:  # a link to nowhere, say: nothing that could be imported
             continue
         tree = parse_python(content)
-        yield name, path, normalize_code(content, tree)
+        yield name, path, content, tree
         for other in sorted(find_imported_modules(tree) - seen):
             seen.add(other)
             if found := find_top_level(other):

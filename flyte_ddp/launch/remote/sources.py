@@ -22,7 +22,7 @@ def pack_sources(*specs: str) -> bytes:
     files = {path.relative_to(LIBRARY.parent).as_posix(): path for path in list_package_files(LIBRARY)}
     for spec in specs:
         with suppress(UserError):  # names no user's code, or a missing module, which the rank will report
-            files |= {name: path for name, path, _ in find_user_sources(spec)}
+            files |= {name: path for name, path, *_ in find_user_sources(spec)}
     contents = [(str(path.parents[name.count("/")]), name, path.read_bytes()) for name, path in files.items()]
     return zlib.compress(pickle.dumps(contents), level=1)
 
