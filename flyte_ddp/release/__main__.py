@@ -34,9 +34,9 @@ def find_faults(registry: Registry, *, files: bool = False) -> Iterator[str]:
     """Read a model's whole log, champion.json and the manifests of the log's versions; yield a line for each fault.
 
     A fault is an entry or file that is missing, damaged or altered; one line names all missing files of a version. With
-    ``files`` also reads all other files whole, and compares their SHA-256 with the manifest's. Makes up to 4 tries of
-    each request. Raises an UnreachableError if the storage does not answer, another UserError if the log cannot be
-    read.
+    ``files`` also reads all files of the other versions whole, and compares their SHA-256 with the manifest's. Makes up
+    to 4 tries of each request. Raises an UnreachableError if the storage does not answer, another UserError if the log
+    cannot be read.
     """
     entries, faults = registry.inspect_log()
     yield from faults
