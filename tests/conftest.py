@@ -51,6 +51,14 @@ def forked_interpreters(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> None:
+    """What tests compute themselves takes one thread: more cost a multiple where two workers share two cores."""
+    import torch  # after pytest_configure has set what it reads once
+
+    torch.set_num_threads(1)
+
+
 @pytest.fixture(autouse=True)
 def interpreters(request: pytest.FixtureRequest) -> Iterator[None]:
     """Those of tests that are marked ``cold`` start as users start them."""

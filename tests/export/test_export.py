@@ -16,6 +16,7 @@ import torch
 from encoded_runs import quiet
 from onnx import numpy_helper
 from PIL import Image
+from training_runs import train_in
 
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import fetch
@@ -30,7 +31,7 @@ from flyte_ddp.models.artifacts import load_model, parse_input_spec
 from flyte_ddp.models.images import prepare_images
 from flyte_ddp.predict.prediction_batches import SavedModel
 from flyte_ddp.release.evaluation import compute_logits_of_split
-from flyte_ddp.run import Result, run_training
+from flyte_ddp.run import Result
 from flyte_ddp.settings import Settings
 
 OWN_MODEL = """
@@ -64,7 +65,7 @@ class Trained(NamedTuple):
 
 
 def train(hp: Hyperparameters, data: Path, folder: Path, settings: Settings = QUIET) -> Trained:
-    run, split = run_training(hp, data, folder, settings), open_prepared(data)
+    run, split = train_in(folder, hp, data, settings), open_prepared(data)
     model = SavedModel(run.model, run.sidecar, settings)
     return Trained(run, split, np.stack([*compute_logits_of_split(model, split)]))
 

@@ -6,11 +6,12 @@ from pathlib import Path
 import numpy as np
 import torch
 from PIL import Image
+from training_runs import train_in
 
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import fetch, fingerprint
 from flyte_ddp.json_lines import read_records
-from flyte_ddp.run import Result, run_training
+from flyte_ddp.run import Result
 from flyte_ddp.settings import Settings
 
 SIDE = 16
@@ -37,7 +38,7 @@ def train(hp: Hyperparameters, folder: Path, settings: Settings | None = None) -
     """Fetch the data set, train, and return the result."""
     name = fingerprint(hp.dataset, hp.data_source, hp.test_dataset)
     data = fetch(hp.dataset, hp.data_source, folder / name, test_dataset=hp.test_dataset, progress="off")
-    return run_training(hp, data, folder / "run", settings or quiet(folder))
+    return train_in(folder / "run", hp, data, settings or quiet(folder))
 
 
 def of(index: Path | str, **changes) -> Hyperparameters:

@@ -1,12 +1,11 @@
 """Train on the digits in the folder of a test, with one thread a rank: more cost a multiple on 8x8 pixels."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.hardware import detect_hardware
@@ -29,12 +28,3 @@ def train_in(
 def train(digits: Path, tmp_path: Path) -> Train:
     """Return a function that trains in the folder ``run``, or in that of another name, with changes of QUIET."""
     return lambda hp, name="run", **changes: train_in(tmp_path / name, hp, digits, **changes)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Let what tests compute themselves take one thread, too."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)

@@ -69,6 +69,7 @@ def test_two_hosts_train_as_one(expected: Result, trial: Trial, tmp_path: Path, 
     assert (sidecar["num_ranks"], sidecar["num_nodes"]) == (2, 2)
 
 
+@pytest.mark.exhaustive
 def test_one_host_is_lost(expected: Result, trial: Trial, tmp_path: Path) -> None:
     """The other goes on alone, from the last checkpoint."""
     trial.inject("hang")

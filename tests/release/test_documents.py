@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from training_runs import train_in
 
 from flyte_ddp import storage
 from flyte_ddp.config import Hyperparameters
@@ -17,7 +18,6 @@ from flyte_ddp.release.policy import Policy
 from flyte_ddp.release.promotion import apply_verdict, store_version
 from flyte_ddp.release.registry import Registry
 from flyte_ddp.release.verdict import Verdict
-from flyte_ddp.run import run_training
 from flyte_ddp.settings import Settings
 
 QUIET = Settings(progress="off", wandb_mode="disabled", checkpoint_seconds=0.0)
@@ -30,7 +30,7 @@ def version(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
     folder = tmp_path_factory.mktemp("releases")
     registry = Registry(str(folder / "registry"), "my-digits")
     for number, hp in enumerate((Hyperparameters(num_ranks=1, epochs=2), HP)):
-        run = run_training(hp, digits, folder / str(number), QUIET)
+        run = train_in(folder / str(number), hp, digits, QUIET)
         policy = Policy(latency_ratio=1000)
         found = judge_challenger(run.model, run.sidecar, digits, registry, policy, settings=QUIET)
         page = write_page(found, registry.name, folder / "page.html")
@@ -94,5 +94,5 @@ def test_the_lineage_names_all_that_went_in_and_leads_to_the_same_weights(
     hp = Hyperparameters.from_dict(facets["flyteDdpTraining"]["hyperparameters"])
     assert hp.deterministic
     data = fetch(hp.dataset, hp.data_source, tmp_path / "data", test_dataset=hp.test_dataset, progress="off")
-    run = run_training(hp, data, tmp_path / "again", QUIET)
+    run = train_in(tmp_path / "again", hp, data, QUIET)
     assert json.loads(run.sidecar.read_text())["digests"]["weights"] == sidecar["digests"]["weights"]

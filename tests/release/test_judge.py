@@ -15,6 +15,7 @@ import pytest
 import torch
 from encoded_runs import quiet
 from image_folders import image_files, write_files
+from training_runs import train_in
 
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import fetch, image_arrays, open_arrays
@@ -31,7 +32,7 @@ from flyte_ddp.release.page import write_page
 from flyte_ddp.release.policy import Policy
 from flyte_ddp.release.promotion import apply_verdict, load_champion, promote_version, roll_back_champion, store_version
 from flyte_ddp.release.registry import Entry, Registry
-from flyte_ddp.run import Result, run_training
+from flyte_ddp.run import Result
 from flyte_ddp.settings import Settings
 
 QUIET = Settings(progress="off", wandb_mode="disabled", checkpoint_seconds=0.0)
@@ -85,7 +86,7 @@ def runs(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Re
     folder = tmp_path_factory.mktemp("models")
     settings = {"weak": {"epochs": 3}, "good": {"epochs": 10}, "other": {"epochs": 10, "seed": 1}}
     return {
-        name: run_training(Hyperparameters(num_ranks=1, **values), digits, folder / name, QUIET)
+        name: train_in(folder / name, Hyperparameters(num_ranks=1, **values), digits, QUIET)
         for name, values in settings.items()
     }
 
@@ -272,7 +273,7 @@ def test_both_models_may_meet_as_many_undecodable_images(gate: Gate) -> None:
     for number, allowed in enumerate((0, 1)):
         (gate.folder / "images/cat/0.png").write_bytes(b"damaged" if number else files["cat/0.png"])
         data = fetch(dataset, "", gate.folder / f"data{number}", test_dataset=dataset, progress="off")
-        run = run_training(replace(hp, bad_samples=allowed, seed=number), data, gate.folder / str(number), settings)
+        run = train_in(gate.folder / str(number), replace(hp, bad_samples=allowed, seed=number), data, settings)
         verdicts.append(gate.judge(run.run_folder, data, settings=settings).verdict)
         if not number:
             version = store_version(gate.registry, run.model, run.sidecar, verdicts[0], {}, by="x")

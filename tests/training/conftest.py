@@ -1,5 +1,5 @@
 """Training in the folder of a test."""
 
-from training_runs import one_thread, train
+from training_runs import train
 
-__all__ = ["one_thread", "train"]
+__all__ = ["train"]

@@ -19,6 +19,7 @@ JUDGE, PROMOTE, KEEP = (f"tasks.release.{name}" for name in ("judge_model", "pro
 PROFILE, VALIDATE = (f"tasks.validation.{name}" for name in ("profile_dataset", "validate_dataset"))
 
 
+@pytest.mark.exhaustive
 def test_promoted_and_kept_as_the_gate_says(cluster: Cluster, checked: PodEnded, train_inputs: Inputs) -> None:
     nodes = {
         node.task_node.reference_id.name or "gate": node
