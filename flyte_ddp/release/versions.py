@@ -93,8 +93,8 @@ def find_version(registry: Registry, name: str, manifest: str = "") -> Version |
             if files.get(WEIGHTS) != name or SIDECAR not in files:
                 raise damaged_file_error(registry.at(folder, MANIFEST))
             if missing := [file for file in files if ("" if number == 1 else f"{number}/") + file not in names]:
-                lost = f"{registry.at(folder, ', '.join(missing))}: is missing"
-                raise UserError(f"{lost}; restore it, or promote another version")
+                said = "is missing; restore it" if len(missing) == 1 else "are missing; restore them"
+                raise UserError(f"{registry.at(folder, ', '.join(missing))}: {said}, or promote another version")
             return Version(name, folder, content_digest(content), files)
     if not numbers:
         return None

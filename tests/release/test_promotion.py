@@ -182,6 +182,14 @@ def test_an_altered_version_is_named(file: str, local: Registry, tmp_path: Path)
     assert not [*(tmp_path / "again").glob("*.pt")]
 
 
+def test_all_missing_files_of_a_version_are_named(local: Registry, tmp_path: Path) -> None:
+    [name] = store_all(local, tmp_path, "one")
+    for file in ("model.json", "model.pt"):
+        Path(local.at("versions", name, file)).unlink()
+    with pytest.raises(UserError, match=r"model\.(json|pt), model\.(json|pt): are missing; restore them"):
+        versions.read_version(local, name)
+
+
 def test_a_person_can_promote_only_what_is_whole(local: Registry, tmp_path: Path) -> None:
     """Nor go back to it; an altered file that is no weights counts, too."""
     names = store_all(local, tmp_path, "one", "two")
