@@ -48,7 +48,7 @@ class GradientSync:
         return output
 
     def micro_batch(self, *, last: bool) -> AbstractContextManager[None]:  # noqa: ARG002
-        """Return a context manager for a micro-batch's passes; gradients are averaged after the ``last`` one only."""
+        """Return a context manager for the passes of a micro-batch of this step; ``last``: no other one follows."""
         return nullcontext()
 
     def average_gradients(self, sums: Tensor) -> Tensor:
@@ -179,10 +179,11 @@ class DDPSync(GradientSync):
 
     @contextmanager
     def micro_batch(self, *, last: bool) -> Iterator[None]:
-        """Return a context manager for a micro-batch's passes; only passes of the ``last`` one send gradients.
+        """Return a context manager for the passes of a micro-batch; ranks exchange gradients only if ``last`` is True.
 
-        Adds the wait for the last all-reduce to the clock's WAITED. Raises CollectiveError if an all-reduce has failed,
-        UserError if the backward pass came back to a parameter whose gradient was complete.
+        ``last``: it is the step's last micro-batch. Adds the wait for the last all-reduce to the clock's WAITED. Raises
+        CollectiveError if an all-reduce has failed, UserError if the backward pass came back to a parameter whose
+        gradient was complete.
         """
         self.last_bucket_started = None
         try:

@@ -52,7 +52,8 @@ def training_environment() -> dict[str, str]:
 
     Half of the profile's grace period is for writing the last checkpoint, half for ending the ranks and uploading the
     checkpoint. FLYTE_DDP_WANDB_SECRET is the name of wandb's secret, or off. A setting in this process's environment
-    replaces the value made here. Raises UserError if that name is not group/key, or as :func:`pod_environment`.
+    replaces the value made here. Raises UserError if the secret's name is not group/key, and the UserErrors of
+    :func:`pod_environment`.
     """
     grace = chosen_profile().grace_seconds
     return {

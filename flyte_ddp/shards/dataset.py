@@ -69,7 +69,10 @@ class OpenShard:
                     unlock_file(self.file)
 
     def lock_file(self) -> bool:
-        """Lock a cached file against eviction; return whether that worked. A local shard needs no lock: True."""
+        """Lock a cached file against eviction; return True if that worked, or if the shard is local and needs no lock.
+
+        Does not wait; returns False if another process evicts the file.
+        """
         if not self.cached:
             return True
         try:

@@ -136,9 +136,10 @@ def pause_garbage_collector() -> Iterator[None]:
 def read_index(address: str) -> ShardIndex:
     """Read an index and the indexes that it refers to, and return one index of all their shards.
 
-    Retries transient errors up to 3 times each, with pauses of up to 7 s in all. Turns Python's garbage collector off
-    meanwhile. Raises UserError if an index cannot be read or is malformed, has an address that
-    :func:`resolve_address_in_index` refuses, or if an index within it refers to others or has other classes.
+    Reads local files, or downloads remote ones: retries transient errors up to 3 times each, with pauses of up to 7 s
+    in all. Turns Python's garbage collector off meanwhile. Raises UserError if an index cannot be read or is malformed,
+    has an address that :func:`resolve_address_in_index` refuses, or if an index within it refers to others or has other
+    classes.
     """
     try:
         return build_index(address, load_index_json(address))
