@@ -1,4 +1,4 @@
-"""Measure whether bf16 trains the two small CNNs faster than fp32 on this CPU, for its row in flyte_ddp/hardware.py.
+"""Measure whether bf16 trains the two small CNNs faster than fp32 on this CPU, for its row in flyte_ddp/machine.py.
 
 Forward and backward pass on one thread, batches of 128 grey images of 28 pixels, channels-last, both in one process, in
 turn. The target: where ``precision=auto`` chooses bf16 it is not slower. Elsewhere the ratio is only reported.
@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from benchmarks.measuring import Options, Result, Target
 from benchmarks.running import run_python
-from flyte_ddp.hardware import BF16_INSTRUCTIONS, Bf16, read_cpu
+from flyte_ddp.machine import BF16_INSTRUCTIONS, Bf16, read_cpu
 from flyte_ddp.launch.supervise.rank import keep_freed_memory
 from flyte_ddp.models import zoo
 from flyte_ddp.models.images import InputSpec

@@ -27,7 +27,8 @@ from benchmarks.measuring import Options, Result, Target, interleaved
 from benchmarks.running import fashion_mnist, run_python
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import open_arrays
-from flyte_ddp.hardware import Bf16, bf16_support, detect_hardware
+from flyte_ddp.hardware import detect_hardware
+from flyte_ddp.machine import Bf16, bf16_support
 from flyte_ddp.launch.supervise.rank import join_process_group, keep_freed_memory
 from flyte_ddp.launch.supervise.rank_process import RankInfo
 from flyte_ddp.order import sampling

@@ -25,7 +25,7 @@ from flyte_ddp.export import exporting
 from flyte_ddp.export.exporting import read_test_images
 from flyte_ddp.export.onnx_process import OnnxProcess
 from flyte_ddp.export.served import ServedModel
-from flyte_ddp.hardware import count_cores
+from flyte_ddp.machine import count_cores
 from flyte_ddp.predict.prediction_batches import SavedModel
 from flyte_ddp.release.evaluation import compute_logits_of_split
 from flyte_ddp.run import run_training

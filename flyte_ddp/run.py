@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets.arrays import read_description
@@ -29,7 +30,7 @@ from flyte_ddp.runs.run_folder import (
 from flyte_ddp.settings import Settings, check_wandb_settings, read_settings
 
 STOPPED_WANDB_SECONDS = 5.0  # a pod that is told to stop has little time left
-Launch = Callable[..., None]  # (job, num_ranks=...), from flyte_ddp.launch
+Launch = Callable[[Any], None]  # of a Work, from flyte_ddp.launch
 
 
 @dataclass(frozen=True)
@@ -74,8 +75,9 @@ def run_training(
     """
     # Imported here so that importing this module stays cheap for command-line start-up.
     from flyte_ddp.report import report
-    from flyte_ddp.runs.job import Job
+    from flyte_ddp.runs.work import Work, World
     from flyte_ddp.tracking import wandb_run
+    from flyte_ddp.training.job import INITIAL_WEIGHTS, Training
 
     settings = settings or read_settings()
     check_wandb_settings(settings)
@@ -101,8 +103,22 @@ def run_training(
                 mirror_results(work, settings.results_copy, name=run_folder.name, resuming=found is not None),
                 initial_weights.fetch_weights(hp.init_from if found is None else "", work) as weights,
             ):
-                job = Job(hp, hardware, settings, data, work, identity, initial_weights=weights, checkpoint=found)
-                launch(job, num_ranks=hardware.num_ranks)
+                launch(
+                    Work(
+                        function="flyte_ddp.training.train:train",
+                        arguments=Training(hp, hardware, settings, data),
+                        world=World(hardware.num_ranks, hardware.device_type, hardware.threads, hp.deterministic),
+                        run_folder=work,
+                        identity=identity,
+                        timeout=settings.timeout,
+                        save_seconds=settings.save_seconds,
+                        quiet=settings.progress == "off",
+                        checkpoint=found,
+                        files={INITIAL_WEIGHTS: weights} if weights else {},
+                        own_code=(hp.model, hp.dataset, hp.test_dataset),
+                        on_host="flyte_ddp.training.on_host:find_or_fetch_data",
+                    )
+                )
             report.write_report(work, run_folder.name)
         except BaseException as error:
             if isinstance(error, StoppedError):

@@ -7,6 +7,7 @@ from flytekit.types.directory import FlyteDirectory
 from flytekitplugins.dask import Dask, Scheduler, WorkerGroup
 
 from flyte_ddp.config import Hyperparameters
+from flyte_ddp.hardware import choose_hardware, request_ranks
 from flyte_ddp.pods.platforms import is_in_pod
 from flyte_ddp.pods.profiles import Size, chosen_profile, node_range, size_of_part
 from flyte_ddp.run import Result, run_training
@@ -50,6 +51,7 @@ def launch_on_dask(hp: Hyperparameters, data: Path, run_folder: Path, settings: 
     local = not is_in_pod()
     seconds = None if local else settings.timeout
     with dask.connected(num_ranks=hp.num_ranks, seconds=seconds) as client:
-        hardware = dask.hardware(hp, client, coming=0 if local else WORKERS, seconds=settings.timeout)
+        coming = 0 if local else WORKERS
+        capacity = dask.find_capacity(request_ranks(hp), client, coming=coming, seconds=settings.timeout)
         launch = partial(dask.launch, client=client, retries=pods.ENGINE_RETRIES)
-        return run_training(hp, data, run_folder, settings, launch=launch, hardware=hardware)
+        return run_training(hp, data, run_folder, settings, launch=launch, hardware=choose_hardware(hp, capacity))

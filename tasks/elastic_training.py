@@ -2,6 +2,7 @@
 
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,10 @@ from flytekit.types.directory import FlyteDirectory
 from flytekitplugins.kfpytorch.task import CleanPodPolicy, Elastic, PytorchElasticFunctionTask, RunPolicy
 
 from flyte_ddp.config import Hyperparameters
-from flyte_ddp.hardware import detect_hardware
+from flyte_ddp.hardware import choose_hardware, request_ranks
 from flyte_ddp.launch.supervise.processes import hide_main_script
 from flyte_ddp.launch.supervise.stopping import stop_error
+from flyte_ddp.machine import detect_capacity
 from flyte_ddp.pods import elastic as elastic_pods
 from flyte_ddp.pods.live_page import publish_report_while_training
 from flyte_ddp.pods.paths import resolve_folder
@@ -74,7 +76,7 @@ class ElasticTrainingTask(PytorchElasticFunctionTask):  # type: ignore[misc]
         if not is_in_pod():  # then there is one node, and no profile limits the number of ranks
             elastic_pods.refuse_unresolvable_host_name()
             self.min_nodes = self.max_nodes = 1
-            self.task_config.nproc_per_node = detect_hardware(inputs["hp"]).num_ranks
+            self.task_config.nproc_per_node = detect_capacity(request_ranks(inputs["hp"])).num_ranks
         folder = resolve_folder(version)  # in a pod, sets the variable by which workers know the folder
         memory_kills = count_out_of_memory_kills()
         page = publish_report_while_training(PLATFORM, folder) if elastic_pods.has_rank_0() else nullcontext()
@@ -127,6 +129,7 @@ def train_on_elastic(hp: Hyperparameters, data: FlyteDirectory, run_version: str
     sidecar, report and metrics, as train_model does.
     """
     from flyte_ddp.launch import elastic
+    from flyte_ddp.training.on_host import find_or_fetch_data
 
     if not is_in_pod():
         command_line.remove_temporary_folders_at_exit()
@@ -134,7 +137,7 @@ def train_on_elastic(hp: Hyperparameters, data: FlyteDirectory, run_version: str
         if elastic.is_leader():
             # _execute makes outputs of the result.
             return train_in_run_folder(hp, data, run_version, launch_as_leader, page=False)  # type: ignore[return-value]
-        elastic.follow(lambda folder: download_data(data, folder))
+        elastic.follow(partial(find_or_fetch_data, fetch_into=partial(download_data, data)))
     return None  # type: ignore[return-value]  # the plugin takes rank 0's outputs
 
 
@@ -143,7 +146,8 @@ def launch_as_leader(hp: Hyperparameters, data: Path, run_folder: Path, settings
     from flyte_ddp.launch import elastic
 
     with elastic.pickle_exception():
-        return run_training(hp, data, run_folder, settings, launch=elastic.launch, hardware=elastic.hardware(hp))
+        hardware = choose_hardware(hp, elastic.find_capacity(request_ranks(hp)))
+        return run_training(hp, data, run_folder, settings, launch=elastic.launch, hardware=hardware)
 
 
 def download_data(data: FlyteDirectory, folder: Path) -> None:

@@ -8,7 +8,7 @@ from flytekit import Deck
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile
 
-from flyte_ddp import hardware
+from flyte_ddp import machine
 from flyte_ddp.errors import UserError
 from flyte_ddp.pods import paths
 from flyte_ddp.pods.preparation import fetch_data_set
@@ -45,7 +45,7 @@ def predict_images(
     """
     from flyte_ddp.predict.predict import write_prediction_table
 
-    hardware.check_expected_gpus(hardware.count_gpus())
+    machine.check_expected_gpus(machine.count_gpus())
     if (images is None) == (not dataset):
         raise UserError(f"images={images}, dataset={dataset!r}: give either a folder of images or a data set")
     with paths.make_dated_folder("predictions") as folder, TemporaryDirectory() as fetched:

@@ -9,6 +9,7 @@ from flytekit.types.directory import FlyteDirectory
 from flytekitplugins.ray import HeadNodeConfig, RayJobConfig, WorkerNodeConfig
 
 from flyte_ddp.config import Hyperparameters
+from flyte_ddp.hardware import choose_hardware, request_ranks
 from flyte_ddp.pods.platforms import is_in_pod
 from flyte_ddp.pods.profiles import Size, chosen_profile, node_range
 from flyte_ddp.run import Result, run_training
@@ -81,5 +82,5 @@ def launch_on_ray(hp: Hyperparameters, data: Path, run_folder: Path, settings: S
     nodes = node_range()[1] if is_in_pod() else 0
     with ray.connected():
         launch = partial(ray.launch, max_retries=pods.ENGINE_RETRIES)
-        hardware = ray.hardware(hp, nodes, settings.timeout)
-        return run_training(hp, data, run_folder, settings, launch=launch, hardware=hardware)
+        capacity = ray.find_capacity(request_ranks(hp), nodes, settings.timeout)
+        return run_training(hp, data, run_folder, settings, launch=launch, hardware=choose_hardware(hp, capacity))

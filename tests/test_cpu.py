@@ -11,7 +11,7 @@ import pytest
 from flyte_ddp import hardware
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import UserError
-from flyte_ddp.hardware import Bf16, Cpu, read_cpu
+from flyte_ddp.machine import Bf16, Cpu, read_cpu
 from flyte_ddp.launch import dask
 
 HP = Hyperparameters(num_ranks=1, backend="gloo")

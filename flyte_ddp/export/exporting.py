@@ -21,11 +21,11 @@ from flyte_ddp.datasets.prepared import PreparedSet, order_test_split
 from flyte_ddp.errors import UnreachableError, install_hint
 from flyte_ddp.export.onnx_process import OnnxProcess
 from flyte_ddp.export.served import ServedModel
-from flyte_ddp.hardware import count_cores
 from flyte_ddp.loading.cropping import crop_to_square
 from flyte_ddp.loading.decoding import DecodingError, Pixels
 from flyte_ddp.loading.encoded import Encoded, decode_or_refetch, map_samples
 from flyte_ddp.loading.opening import open_image_reader
+from flyte_ddp.machine import count_cores
 from flyte_ddp.models import artifacts
 from flyte_ddp.settings import Settings
 

@@ -3,10 +3,21 @@
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 from flyte_ddp.errors import UnreachableError, UserError
+from flyte_ddp.machine import Capacity, Request
+from flyte_ddp.runs.work import Work, World
 
 POLL_SECONDS = 0.5
+
+
+def choose_world(work: Work, find_capacity: Callable[[Request], Capacity]) -> Work:
+    """Return the work with the World that there is capacity for by its request; unchanged if it has no request."""
+    if work.request is None:
+        return work
+    found = find_capacity(work.request)
+    return replace(work, world=World(found.num_ranks, found.device_type, found.threads), request=None)
 
 
 def wait_for_hosts(count_hosts: Callable[[], int], wanted: int, hosts_name: str, seconds: float) -> None:

@@ -8,17 +8,16 @@ from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import flyte_ddp
-from flyte_ddp import hardware as machine
+from flyte_ddp import machine
 from flyte_ddp.code_digest import ARITHMETIC
-from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import UnreachableError, UserError, require_extra
-from flyte_ddp.hardware import MOST_CPU_RANKS, Hardware
 from flyte_ddp.launch import capacity
 from flyte_ddp.launch.remote import agent, sources
 from flyte_ddp.launch.remote.rendezvous import JOIN_SECONDS, open_rendezvous
 from flyte_ddp.launch.supervise.processes import hide_main_script
 from flyte_ddp.launch.supervise.rank_process import RankInfo
-from flyte_ddp.runs.job import Job
+from flyte_ddp.machine import MOST_CPU_RANKS, Bf16, Capacity, Request
+from flyte_ddp.runs.work import Work
 from flyte_ddp.settings import read_settings
 
 SCHEDULER = "DASK_SCHEDULER_ADDRESS"  # Dask's own variable
@@ -35,10 +34,11 @@ LESS_MONITORING = {
 }
 
 
-def launch(job: Job, *, num_ranks: int, client: Any = None, retries: int = 0) -> None:
-    """Run the job on ``num_ranks`` workers, on as few hosts as possible, and wait for its end.
+def launch(work: Work, *, client: Any = None, retries: int = 0, coming: int = 0) -> None:
+    """Do the work on workers, one for each rank, on as few hosts as possible, and wait for its end.
 
-    Waits for the workers up to FLYTE_DDP_TIMEOUT, and sends them the library's and the user's sources. ``client`` is
+    If the work has a request, ``coming`` is for :func:`find_capacity`. Waits for the workers up to the work's time
+    limit, and sends them the library's and the user's sources. ``client`` is
     for :func:`connected`. Dask starts a failed task again up to ``retries`` times; all ranks then resume from the
     newest checkpoint. A lost worker ends the run, because its rank may run on no other. At the end waits up to 10 s for
     the tasks, and cancels the rest. Raises the error of the rank that failed first, StoppedError or KeyboardInterrupt
@@ -50,31 +50,36 @@ def launch(job: Job, *, num_ranks: int, client: Any = None, retries: int = 0) ->
         from distributed import wait
         from distributed.utils import get_ip
 
+    num_ranks = work.request.num_ranks if work.request else work.world.num_ranks
     with connected(client, num_ranks) as cluster:
+        work = capacity.choose_world(
+            work, lambda request: find_capacity(request, cluster, coming=coming, seconds=work.timeout)
+        )
+        num_ranks = work.world.num_ranks
         scheduler = cluster.scheduler.address.rpartition("//")[2].rpartition(":")[0]
         futures: list[Any] = []
         try:
-            with open_rendezvous(job, get_ip(scheduler)) as rendezvous:
+            with open_rendezvous(work, get_ip(scheduler)) as rendezvous:
                 with keep_asking_for_workers(cluster, num_ranks) as count_workers:
-                    capacity.wait_for_hosts(count_workers, num_ranks, WORKERS, job.settings.timeout)
+                    capacity.wait_for_hosts(count_workers, num_ranks, WORKERS, work.timeout)
                     descriptions = describe_workers(cluster)
                     workers = choose_workers(descriptions, num_ranks)
                     refuse_version_mismatch(cluster, workers)
                     devices = choose_gpus(workers, run_on_workers(cluster, os.getenv, DEVICES, workers=workers))
-                    files = sources.pack_sources(job.hp.model, job.hp.dataset, job.hp.test_dataset)
+                    files = sources.pack_sources(*work.own_code)
                     run = pickle_by_value(agent.run_agent)
                     tasks = []
                     for rank, worker in enumerate(workers):
-                        stdin = rendezvous.make_ticket(RankInfo(rank, num_ranks, devices[rank])).to_stdin()
+                        stdin = rendezvous.make_ticket(
+                            RankInfo(rank, num_ranks, devices[rank], work.function)
+                        ).to_stdin()
                         with annotate(workers=[worker], allow_other_workers=False, retries=retries):
                             folder = descriptions[worker]["local_directory"]
                             tasks.append(delayed(run, pure=False)(stdin, files, folder))
                     # All at once: if two runs start together, no worker gets ranks of both in different orders.
                     with translate_cluster_errors(cluster):
                         futures = cluster.compute(tasks, optimize_graph=False)
-                rendezvous.run_ranks(
-                    num_ranks, lambda: raise_if_task_failed(futures, workers, describe_workers(cluster))
-                )
+                rendezvous.run_ranks(lambda: raise_if_task_failed(futures, workers, describe_workers(cluster)))
         finally:
             # Agents have no launcher any more, so they end by themselves; those of lost workers have ended.
             with suppress(Exception):  # the time is over, or there is no scheduler any more
@@ -92,19 +97,20 @@ def raise_if_task_failed(futures: Sequence[Any], workers: Sequence[str], living:
             raise UnreachableError(f"Dask worker {worker} is gone; run again when the cluster has a new one")
 
 
-def hardware(hp: Hyperparameters, client: Any, *, coming: int = 0, seconds: float | None = None) -> Hardware:
-    """Return the Hardware for ranks on the workers: a GPU each if all workers see one, and a share of the host's cores.
+def find_capacity(request: Request, client: Any, *, coming: int = 0, seconds: float | None = None) -> Capacity:
+    """Return the workers' Capacity for a request: a GPU each if all workers see one, and a share of the host's cores.
 
     ``coming`` is the number of workers that the cluster will have, 0 if it is not known. Waits up to ``seconds`` (None:
-    FLYTE_DDP_TIMEOUT) for as many workers as ranks are requested; if ``hp.num_ranks`` is 0, for ``coming`` workers, at
-    least one. If fewer have come, raises UnreachableError if ``coming`` is not 0 or none has come; otherwise prints so
-    to stderr. Workers import torch, and initialise CUDA for GPU ranks. Raises UserError if the hyperparameters do not
-    fit the cluster, or workers have other versions; UnreachableError if the cluster does not answer.
+    FLYTE_DDP_TIMEOUT) for as many workers as ranks are requested; if ``request.num_ranks`` is 0, for ``coming``
+    workers, at least one. If fewer have come, raises UnreachableError if ``coming`` is not 0 or none has come, and
+    UserError if the request is exact; otherwise prints so to stderr. Workers import torch if they have GPUs, and
+    initialise CUDA if the request asks for bf16. Raises UserError if workers have other versions; UnreachableError if
+    the cluster does not answer.
     """
-    wanted = max(1, hp.num_ranks)
+    wanted = max(1, request.num_ranks)
     if coming:
         what = f"the Dask cluster has {coming} workers"
-        wanted = capacity.clamp_ranks(hp.num_ranks, coming, what, coming, exact=True)
+        wanted = capacity.clamp_ranks(request.num_ranks, coming, what, coming, exact=True)
     with keep_asking_for_workers(client, wanted) as count_workers:
         try:
             limit = read_settings().timeout if seconds is None else seconds
@@ -116,17 +122,19 @@ def hardware(hp: Hyperparameters, client: Any, *, coming: int = 0, seconds: floa
         refuse_version_mismatch(client, workers)
         gpus = run_on_workers(client, machine.count_gpus)
         has_gpus = bool(gpus) and all(gpus.values())
-        device = capacity.choose_device_type(hp.backend, has_gpus, "not all workers of the Dask cluster have one")
+        device = capacity.choose_device_type(request.backend, has_gpus, "not all workers of the Dask cluster have one")
         number = coming or len(workers)
-        most = number if device == "cuda" else min(number, hp.batch_size)
+        most = number if device == "cuda" else min(number, request.most)
         what = f"the Dask cluster has {number} workers"
-        num_ranks = capacity.clamp_ranks(hp.num_ranks, number, what, most, exact=coming > 0)
+        num_ranks = capacity.clamp_ranks(request.num_ranks, number, what, most, exact=request.exact or coming > 0)
         chosen = choose_workers(workers, num_ranks)
         cores = run_on_workers(client, machine.count_cores, workers=chosen)
-        bf16 = run_on_workers(client, machine.bf16_support, device, workers=chosen)
+        bf16 = Bf16.NONE
+        if request.asks_bf16:
+            bf16 = min(run_on_workers(client, machine.bf16_support, device, workers=chosen).values())
     on_host = Counter(workers[worker]["host"] for worker in chosen)
     threads = min(max(1, cores[worker] // on_host[workers[worker]["host"]]) for worker in chosen)
-    return machine.choose_hardware(hp, device, num_ranks, threads=threads, bf16=min(bf16.values()))
+    return Capacity(num_ranks, device, threads, bf16)
 
 
 @contextmanager

@@ -27,22 +27,19 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from flyte_ddp import hardware as machine
-from flyte_ddp import process
-from flyte_ddp.config import Hyperparameters
+from flyte_ddp import machine, process
 from flyte_ddp.errors import RankError, StoppedError, UnreachableError, UserError
-from flyte_ddp.hardware import Hardware
 from flyte_ddp.launch import capacity
 from flyte_ddp.launch.remote import connection, rendezvous
 from flyte_ddp.launch.remote.file_sync import FileSender
-from flyte_ddp.launch.remote.host_data import find_or_fetch_data
 from flyte_ddp.launch.supervise.failures import OWN, killed_rank_error
 from flyte_ddp.launch.supervise.network import host_addresses, set_network_interface
 from flyte_ddp.launch.supervise.processes import hide_main_script
 from flyte_ddp.launch.supervise.rank_process import Link, RankInfo, classify_failure
 from flyte_ddp.launch.supervise.stopping import SIGNALS, call_on_signals, stop_error
+from flyte_ddp.machine import Capacity, Request
 from flyte_ddp.runs import checkpoint
-from flyte_ddp.runs.job import Job
+from flyte_ddp.runs.work import Work
 
 RUN_ID = "TORCHELASTIC_RUN_ID"  # variable that is set in the processes that Elastic starts
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # variable with the path at which Elastic expects a worker's error as text
@@ -57,33 +54,39 @@ NOTICE_SECONDS = 1.0  # for Elastic to find a worker that was killed, before oth
 POLL_SECONDS = 0.1
 
 
-def hardware(hp: Hyperparameters) -> Hardware:
-    """Return the Hardware for the ranks of a run; call it in a worker of Elastic's, whose WORLD_SIZE is their number.
+def find_capacity(request: Request) -> Capacity:
+    """Return the Capacity for the ranks of a run: in a worker of Elastic's its WORLD_SIZE, elsewhere this machine's.
 
-    Assumes that all hosts are like this one. Prints to stderr if ``hp.num_ranks`` is neither 0 nor WORLD_SIZE. Raises
-    UserError if the hyperparameters do not fit the hardware.
+    Assumes that all hosts are like this one. In a worker, prints to stderr if ``request.num_ranks`` is neither 0 nor
+    WORLD_SIZE. Raises UserError if there is not a GPU for each rank, and the request needs one.
     """
+    if RUN_ID not in os.environ:
+        return machine.detect_capacity(request)
     num_ranks, on_this_host = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"])
-    if hp.num_ranks not in (0, num_ranks):
-        message = f"num_ranks={hp.num_ranks}: Elastic has started {num_ranks} workers, so there will be {num_ranks}"
+    if request.num_ranks not in (0, num_ranks):
+        message = (
+            f"num_ranks={request.num_ranks}: Elastic has started {num_ranks} workers, so there will be {num_ranks}"
+        )
         print(message, file=sys.stderr, flush=True)
     gpus = machine.count_gpus()
     lack = f"this host has {gpus} for {on_this_host} workers of Elastic's"
-    device = capacity.choose_device_type(hp.backend, gpus >= on_this_host, lack)
+    device = capacity.choose_device_type(request.backend, gpus >= on_this_host, lack)
     threads = max(1, machine.count_cores() // on_this_host)
-    return machine.choose_hardware(hp, device, num_ranks, threads=threads, bf16=machine.bf16_support(device))
+    bf16 = machine.bf16_support(device) if request.asks_bf16 else machine.Bf16.NONE
+    return Capacity(num_ranks, device, threads, bf16)
 
 
-def launch(job: Job, *, num_ranks: int, max_restarts: int = 0) -> None:
-    """Run the job: as rank 0 in a worker of Elastic's, elsewhere in ``num_ranks`` new workers on this machine.
+def launch(work: Work, *, max_restarts: int = 0) -> None:
+    """Do the work: as rank 0 in a worker of Elastic's, elsewhere in new workers on this machine, one for each rank.
 
     If a new worker fails, Elastic restarts all of them, up to ``max_restarts`` times; the run then resumes from its
     newest checkpoint. At the end kills the processes that this thread has started, restores signal handlers and
     environment variables that Elastic changes, and deletes Elastic's logs. Raises the error of the rank that failed
     first, or StoppedError or KeyboardInterrupt after a signal.
     """
+    work = capacity.choose_world(work, find_capacity)
     if RUN_ID in os.environ:
-        train_as_rank_0(job)
+        run_as_rank_0(work)
         return
 
     from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
@@ -100,7 +103,7 @@ def launch(job: Job, *, num_ranks: int, max_restarts: int = 0) -> None:
         config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
-            nproc_per_node=num_ranks,
+            nproc_per_node=work.world.num_ranks,
             rdzv_backend="c10d",
             rdzv_endpoint="localhost:0",
             run_id=secrets.token_hex(8),
@@ -111,11 +114,11 @@ def launch(job: Job, *, num_ranks: int, max_restarts: int = 0) -> None:
         )
         memory_kills = process.count_out_of_memory_kills()
         try:
-            elastic_launch(config, train_in_worker)(job, secrets.token_hex(32))
+            elastic_launch(config, run_in_worker)(work, secrets.token_hex(32))
         except ChildFailedError as error:
             raise first_worker_error(error, memory_kills) from None
         except SignalException as stopped:
-            raise stop_error(stopped.sigval, checkpoint.newest_step(job.run_folder)) from None
+            raise stop_error(stopped.sigval, checkpoint.newest_step(work.run_folder)) from None
 
 
 @contextmanager
@@ -165,13 +168,13 @@ def first_worker_error(error: Any, memory_kills: int) -> BaseException:
     return RankError(f"rank {rank}: {first.message}")
 
 
-def train_in_worker(job: Job, key: str) -> None:
-    """Train as this worker's rank. The first function of a worker that :func:`launch` has started.
+def run_in_worker(work: Work, key: str) -> None:
+    """Do the work as this worker's rank. The first function of a worker that :func:`launch` has started.
 
     Ranks other than 0 wait up to an hour for rank 0. Sets FLYTE_DDP_ELASTIC_KEY to ``key``, the secret by which ranks
     know each other. A restarted rank 0 resumes from the newest checkpoint, and prints so to stderr. Kills at the end
     the processes that this thread has started. If the run fails, all ranks raise the same error, and pickle it for
-    :func:`first_worker_error`; a rank that still trains 2 s (rank 0: 10 s) after the failure is ended by os._exit(1).
+    :func:`first_worker_error`; a rank that still runs 2 s (rank 0: 10 s) after the failure is ended by os._exit(1).
     """
     os.environ[KEY_VARIABLE] = key
     with pickle_exception():
@@ -179,8 +182,8 @@ def train_in_worker(job: Job, key: str) -> None:
             follow()
             return
         if os.environ["TORCHELASTIC_RESTART_COUNT"] != "0":
-            job = rendezvous.resume_from_newest_checkpoint(job, "Elastic has started all ranks again")
-        train_as_rank_0(job)
+            work = rendezvous.resume_from_newest_checkpoint(work, "Elastic has started all ranks again")
+        run_as_rank_0(work)
 
 
 def is_leader() -> bool:
@@ -188,22 +191,22 @@ def is_leader() -> bool:
     return os.environ["RANK"] == "0"
 
 
-def train_as_rank_0(job: Job) -> None:
-    """Train as rank 0 in this process, and supervise all ranks in a thread; raise the run's error if it has failed.
+def run_as_rank_0(work: Work) -> None:
+    """Do the work as rank 0 in this process, and supervise all ranks in a thread; raise the error of a failed run.
 
     Publishes this process's address in Elastic's store. Kills at the end the processes that this thread has started.
     Every rank raises the same UserError, RankError, StoppedError or KeyboardInterrupt.
     """
-    store, info = join_group(job.settings.timeout)
+    store, info = join_group(work.timeout)
     alone = info.world_size == int(os.environ["LOCAL_WORLD_SIZE"])  # then no other host need reach this one
     hosts = (LOOPBACK,) if alone else host_addresses()
 
     def supervise() -> None:
         with suppress(UserError, RankError, StoppedError, KeyboardInterrupt):  # this rank raises it, too
-            meeting.run_ranks(info.world_size, lambda: None)
+            meeting.run_ranks(lambda: None)
 
     with rendezvous.open_rendezvous(
-        job, *hosts, listen=LOOPBACK if alone else "", secret=shared_secret(), only_once=True
+        work, *hosts, listen=LOOPBACK if alone else "", secret=shared_secret(), only_once=True
     ) as meeting:
         ticket = meeting.make_ticket(info)
         store.set(TICKET, json.dumps([ticket.hosts, ticket.port, str(ticket.run_folder), ticket.mark]))
@@ -215,11 +218,11 @@ def train_as_rank_0(job: Job) -> None:
         thread.join()
 
 
-def follow(fetch_into: Callable[[Path], object] | None = None, timeout: float = RANK_0_SECONDS) -> None:
-    """Connect to rank 0, receive the job, and train as another rank; raise the run's error if it has failed.
+def follow(prepare: Callable[[Work], Work] = Work.prepare_on_host, timeout: float = RANK_0_SECONDS) -> None:
+    """Connect to rank 0, receive the work, and do it as another rank; raise the run's error if it has failed.
 
-    Waits up to ``timeout`` seconds for rank 0, which may have to fetch the data first; then raises UnreachableError. On
-    a host without the prepared data, calls ``fetch_into`` with a folder for them; None: fetches them from their source.
+    Waits up to ``timeout`` seconds for rank 0, which may have to fetch the data first; then raises UnreachableError.
+    ``prepare`` makes the work for this host of what rank 0 has sent, such as by fetching data.
     Every rank raises the same UserError, RankError, StoppedError or KeyboardInterrupt.
     """
     store, info = join_group(timeout)
@@ -235,7 +238,7 @@ def follow(fetch_into: Callable[[Path], object] | None = None, timeout: float = 
                 except (OSError, EOFError, AuthenticationError):
                     pass  # the ticket is of the run before a restart, which the store has outlived
                 else:
-                    run_worker_rank(ticket, pipe, folder, fetch_into)
+                    run_worker_rank(ticket, pipe, folder, prepare)
                     return
         time.sleep(POLL_SECONDS)
     known = f"at none of {', '.join(sorted(tried))}" if tried else "rank 0 never published its address"
@@ -271,29 +274,32 @@ def read_ticket(text: bytes, info: RankInfo) -> connection.JoinTicket:
 
 
 def run_worker_rank(
-    ticket: connection.JoinTicket, pipe: Connection, folder: Path, fetch_into: Callable[[Path], object] | None = None
+    ticket: connection.JoinTicket,
+    pipe: Connection,
+    folder: Path,
+    prepare: Callable[[Work], Work] = Work.prepare_on_host,
 ) -> None:
-    """Receive the job, run this worker's rank, and wait until the run has ended; raise the error of a failed run.
+    """Receive the work, run this worker's rank, and wait until the run has ended; raise the error of a failed run.
 
-    Waits without a limit. If this host does not see the prepared data, fetches them with ``fetch_into`` (None: from
-    their source). If it does not see the run folder, sends rank 0 the files of ``folder``. SIGTERM and Ctrl-C make rank
-    0 stop all ranks. Sets this process's name and gloo's and NCCL's network variables. Kills at the end the processes
-    that this thread has started; does not close the pipe.
+    Waits without a limit. ``prepare`` makes the work for this host of what rank 0 has sent. If this host does not see
+    the run folder, sends rank 0 the files of ``folder``. SIGTERM and Ctrl-C make rank 0 stop all ranks. Sets this
+    process's name and gloo's and NCCL's network variables. Kills at the end the processes that this thread has started;
+    does not close the pipe.
     """
     from flyte_ddp.launch.supervise.rank import run_rank
 
     process.set_process_name(f"rank {ticket.info.rank}")
     try:
-        job, host = connection.receive_job(pipe, folder)
+        work, host = connection.receive_work(pipe, folder)
     except connection.RunOverError as told:
         raise (told.outcome or lost_rank_0_error()) from None
     except (EOFError, OSError):
         raise lost_rank_0_error() from None
     set_network_interface(host)
-    link = WorkerLink(pipe, ticket.info.rank, job.checkpoint.step if job.checkpoint else 0)
+    link = WorkerLink(pipe, ticket.info.rank, work.checkpoint.step if work.checkpoint else 0)
     # If this host does not see rank 0's run folder, its ranks write into the folder of one of them, which sends their
     # results. Outputs are written by rank 0 only.
-    files = FileSender(folder, lambda piece: link.send(**piece), enabled=folder == job.run_folder != ticket.run_folder)
+    files = FileSender(folder, lambda piece: link.send(**piece), enabled=folder == work.run_folder != ticket.run_folder)
     # Elastic sends SIGTERM as soon as another worker has failed. It must not end this process before its descendants.
     with (
         call_on_signals(SIGNALS, lambda: link.send("stop")),
@@ -301,8 +307,7 @@ def run_worker_rank(
         files.send_results_during(),
     ):
         try:
-            job = replace(job, data=find_or_fetch_data(job, fetch_into))
-            run_rank(job, ticket.info, link.set_save_function, link)
+            run_rank(prepare(work), ticket.info, link.offer_saving, link)
             files.send_results()
         except BaseException as error:
             link.report_error(error)
@@ -318,7 +323,7 @@ def run_worker_rank(
 class WorkerLink(Link):
     """The connection to rank 0 of a worker of Elastic's, which also receives the run's outcome.
 
-    Starts a thread that handles messages; must be made in the thread that trains.
+    Starts a thread that handles messages; must be made in the thread that runs the rank.
     """
 
     def __init__(self, pipe: Connection, rank: int, resumed_step: int) -> None:

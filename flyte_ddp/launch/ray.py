@@ -7,16 +7,15 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from flyte_ddp import hardware as machine
-from flyte_ddp.config import Hyperparameters
+from flyte_ddp import machine
 from flyte_ddp.errors import UnreachableError, UserError, require_extra
-from flyte_ddp.hardware import MOST_CPU_RANKS, Bf16, Hardware
 from flyte_ddp.launch import capacity
 from flyte_ddp.launch.remote import agent
 from flyte_ddp.launch.remote.rendezvous import JOIN_SECONDS, open_rendezvous
 from flyte_ddp.launch.supervise.rank_process import RankInfo
+from flyte_ddp.machine import MOST_CPU_RANKS, Bf16, Capacity, Request
 from flyte_ddp.process import signal_handlers
-from flyte_ddp.runs.job import Job
+from flyte_ddp.runs.work import Work
 
 ADDRESS = "RAY_ADDRESS"  # Ray's own variable
 SHOW_GPUS = {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}  # older releases hide GPUs from a task that reserves none
@@ -25,10 +24,11 @@ HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
 SETTINGS = 4  # type of the first frame that an HTTP/2 server sends; it is the frame's fourth byte
 
 
-def launch(job: Job, *, num_ranks: int, max_retries: int = 0) -> None:
-    """Run the job as ``num_ranks`` tasks of the cluster, on as few hosts as possible, and wait for their end.
+def launch(work: Work, *, max_retries: int = 0, nodes_to_come: int = 0, seconds: float = 0.0) -> None:
+    """Do the work in tasks of the cluster, one for each rank, on as few hosts as possible, and wait for their end.
 
-    Connects by :func:`connected`. Ray starts a task again up to ``max_retries`` times when it has failed or its host is
+    Connects by :func:`connected`. If the work has a request, ``nodes_to_come`` and ``seconds`` are for
+    :func:`find_capacity`. Ray starts a task again up to ``max_retries`` times when it has failed or its host is
     gone; all ranks then resume from the newest checkpoint. At the end cancels the tasks, and waits for them up to 20 s.
     Raises the error of the rank that failed first, or StoppedError or KeyboardInterrupt after a signal.
     """
@@ -37,7 +37,9 @@ def launch(job: Job, *, num_ranks: int, max_retries: int = 0) -> None:
         from ray.util import get_node_ip_address, placement_group, remove_placement_group
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        needs = {"CPU": job.hardware.threads, "GPU": 1 if job.hardware.device_type == "cuda" else 0}
+        work = capacity.choose_world(work, lambda request: find_capacity(request, nodes_to_come, seconds))
+        num_ranks = work.world.num_ranks
+        needs = {"CPU": work.world.threads, "GPU": 1 if work.world.device_type == "cuda" else 0}
         group = placement_group([{name: need for name, need in needs.items() if need}] * num_ranks, strategy="PACK")
         options = {
             "num_cpus": needs["CPU"],
@@ -47,13 +49,13 @@ def launch(job: Job, *, num_ranks: int, max_retries: int = 0) -> None:
         }
         tasks: list[Any] = []
         try:
-            with open_rendezvous(job, get_node_ip_address()) as rendezvous:
+            with open_rendezvous(work, get_node_ip_address()) as rendezvous:
                 for rank in range(num_ranks):
                     where = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=rank)
                     task = ray.remote(agent.run_agent).options(**options, scheduling_strategy=where)
-                    info = RankInfo(rank, num_ranks, local_rank=0)  # Ray shows a task only the task's own GPUs
+                    info = RankInfo(rank, num_ranks, 0, work.function)  # Ray shows a task only the task's own GPUs
                     tasks.append(task.remote(rendezvous.make_ticket(info).to_stdin()))
-                rendezvous.run_ranks(num_ranks, lambda: raise_if_task_failed(tasks))
+                rendezvous.run_ranks(lambda: raise_if_task_failed(tasks))
         finally:
             # Agents have no launcher any more, so they kill what their ranks have started, and end. Ray must not kill
             # them before, as it does by force. Tasks that are left then have not started, or wait for a retry.
@@ -75,33 +77,32 @@ def raise_if_task_failed(tasks: Sequence[Any]) -> None:
         raise agent.agent_start_error("a host of the Ray cluster", error) from None
 
 
-def hardware(hp: Hyperparameters, nodes_to_come: int = 0, seconds: float = 0.0) -> Hardware:
-    """Return the Hardware for ranks on the Ray cluster: one GPU for each rank, or the same number of CPUs for each.
+def find_capacity(request: Request, nodes_to_come: int = 0, seconds: float = 0.0) -> Capacity:
+    """Return the Ray cluster's Capacity for a request: one GPU for each rank, or the same number of CPUs for each.
 
     Connects by :func:`connected`, which without RAY_ADDRESS starts a cluster and ends it. Waits up to ``seconds`` for
     ``nodes_to_come`` nodes; prints to stderr how many there are until then. If fewer ranks fit than requested, raises
-    UserError if ``nodes_to_come`` is not 0; otherwise prints so. For precision auto or bf16 runs a task on each node,
-    and waits for it without a limit. Also raises UserError if the hyperparameters do not fit, or Ray is missing or
-    refuses this process; UnreachableError if no cluster answers at RAY_ADDRESS, or too few nodes have come in time.
+    UserError if ``nodes_to_come`` is not 0 or the request is exact; otherwise prints so. If it asks for bf16 runs a
+    task on each node, and waits for it without a limit. Also raises UserError if Ray is missing or refuses this
+    process; UnreachableError if no cluster answers at RAY_ADDRESS, or too few nodes have come in time.
     """
     with connected():
         capacity.wait_for_hosts(lambda: len(list_rank_nodes()), nodes_to_come, "nodes of the Ray cluster", seconds)
         resources = [node["Resources"] for node in list_rank_nodes()]
         cpus, gpus = ([int(node.get(kind, 0)) for node in resources] for kind in ("CPU", "GPU"))
-        device = capacity.choose_device_type(hp.backend, sum(gpus) > 0, "the Ray cluster has none")
+        device = capacity.choose_device_type(request.backend, sum(gpus) > 0, "the Ray cluster has none")
         if device == "cuda":
             total = most = sum(gpus)
         else:
-            total, most = sum(cpus), min(sum(min(cpu, MOST_CPU_RANKS) for cpu in cpus), hp.batch_size)
+            total, most = sum(cpus), min(sum(min(cpu, MOST_CPU_RANKS) for cpu in cpus), request.most)
         what = f"the Ray cluster has {total} {'GPUs' if device == 'cuda' else 'CPUs'}"
-        num_ranks = capacity.clamp_ranks(hp.num_ranks, total, what, most, exact=nodes_to_come > 0)
+        num_ranks = capacity.clamp_ranks(request.num_ranks, total, what, most, exact=request.exact or nodes_to_come > 0)
         if device == "cuda":
             threads = min(max(1, cpu // gpu) for cpu, gpu in zip(cpus, gpus, strict=True) if gpu)
         else:
             threads = cpus_per_rank(cpus, num_ranks)
-        # Other precisions do not depend on it, so nodes need not be asked.
-        bf16 = least_bf16_support(device) if hp.precision in ("auto", "bf16") else Bf16.NONE
-        return machine.choose_hardware(hp, device, num_ranks, threads=threads, bf16=bf16)
+        bf16 = least_bf16_support(device) if request.asks_bf16 else Bf16.NONE
+        return Capacity(num_ranks, device, threads, bf16)
 
 
 def list_rank_nodes() -> list[dict[str, Any]]:

@@ -4,52 +4,58 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 from flyte_ddp.errors import RankError, UserError
-from flyte_ddp.launch.supervise.rank_process import RankInfo, exception_message
+from flyte_ddp.launch.capacity import choose_world
+from flyte_ddp.launch.supervise.processes import HOST
+from flyte_ddp.launch.supervise.rank_process import RankInfo, SaveFunction, exception_message
 from flyte_ddp.launch.supervise.stopping import catch_stop_signals, stop_error
+from flyte_ddp.machine import detect_capacity
 from flyte_ddp.process import kill_new_descendants_at_end
-from flyte_ddp.runs.job import Job
-
-SaveFunction = Callable[[], int]
+from flyte_ddp.runs.work import Work
 
 
-def launch(job: Job, *, num_ranks: int = 1) -> None:
-    """Run the job's only rank in this process.
+def launch(work: Work) -> None:
+    """Do the work as its only rank, in this process.
 
     Restores process-wide settings of torch, Python, NumPy and glibc at the end, and kills the processes that this
     thread has started. On SIGTERM and Ctrl-C writes a checkpoint, and raises StoppedError or KeyboardInterrupt. Raises
-    UserError for the user's mistake, RankError for any other failure, and ValueError if ``num_ranks`` is not 1.
+    UserError for the user's mistake, RankError for any other failure, and ValueError if the work has several ranks.
     """
     from flyte_ddp.launch.supervise.rank import restore_settings, run_rank
 
+    work = choose_world(work, detect_capacity)
+    num_ranks = work.world.num_ranks
     if num_ranks != 1:
         raise ValueError(f"num_ranks={num_ranks}: one rank at most runs in this process; use spawn.launch for more")
-    resumed_step = job.checkpoint.step if job.checkpoint else 0
-    with restore_settings(), kill_new_descendants_at_end(), stop_with_checkpoint(resumed_step) as set_save_function:
+    work = replace(work, world=replace(work.world, hosts=(HOST,)))
+    with restore_settings(), kill_new_descendants_at_end(), stop_with_checkpoint(work) as offer_saving:
         try:
-            run_rank(job, RankInfo(rank=0, world_size=1, local_rank=0), set_save_function)
+            run_rank(work, RankInfo(rank=0, world_size=1, local_rank=0), offer_saving)
         except UserError:
             raise
         except SystemExit as error:
-            raise RankError(f"rank 0 ended with exit code {error.code} before it had finished training") from error
+            raise RankError(f"rank 0 ended with exit code {error.code} before it had finished") from error
         except Exception as error:
             raise RankError(f"rank 0: {type(error).__name__}: {exception_message(error)}") from error
 
 
 @contextmanager
-def stop_with_checkpoint(resumed_step: int) -> Iterator[Callable[[SaveFunction], None]]:
+def stop_with_checkpoint(work: Work) -> Iterator[Callable[[SaveFunction], None]]:
     """On SIGTERM or Ctrl-C write a checkpoint in a thread, and end the block by StoppedError or KeyboardInterrupt.
 
-    Yields a setter for the function that writes a checkpoint and returns its step. Without that function writes none,
-    and StoppedError names ``resumed_step``. A second Ctrl-C raises KeyboardInterrupt in the block at once. The end of
-    the block waits, without a limit, for a checkpoint that is being written, and restores the signals' handlers.
+    Yields a setter for the function that saves a checkpoint and returns its step. Without that function saves none, and
+    StoppedError names the step that the work resumes from. A second Ctrl-C raises KeyboardInterrupt in the block at
+    once. The end of the block waits, without a limit, for a checkpoint that is being written, and restores the signals'
+    handlers.
     """
-    save: SaveFunction = lambda: resumed_step  # noqa: E731
+    resumed_step = work.checkpoint.step if work.checkpoint else 0
+    save: SaveFunction = lambda _: resumed_step  # noqa: E731
     saved_step: int | None = None
     over = False
 
-    def set_save_function(function: SaveFunction) -> None:
+    def offer_saving(function: SaveFunction) -> None:
         nonlocal save
         save = function
 
@@ -57,7 +63,7 @@ def stop_with_checkpoint(resumed_step: int) -> Iterator[Callable[[SaveFunction],
         """Wait for a request to stop or the end of the block; after a request save, and interrupt the main thread."""
         nonlocal saved_step
         if stop.wait_for_request():
-            saved_step = save()
+            saved_step = save(work.save_seconds)
             main = threading.main_thread().ident
             if not over and main is not None:
                 # Like a second Ctrl-C, it raises KeyboardInterrupt, which `except Exception` in a model does not catch.
@@ -69,7 +75,7 @@ def stop_with_checkpoint(resumed_step: int) -> Iterator[Callable[[SaveFunction],
         thread = threading.Thread(target=save_and_interrupt, name="stopping")
         thread.start()
         try:
-            yield set_save_function
+            yield offer_saving
         except KeyboardInterrupt:
             if stop.signal is None or saved_step is None:  # a second Ctrl-C came before the checkpoint was written
                 raise

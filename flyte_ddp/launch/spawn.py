@@ -5,21 +5,27 @@
 
 import os
 from contextlib import ExitStack
+from dataclasses import replace
 
+from flyte_ddp.launch.capacity import choose_world
 from flyte_ddp.launch.supervise import fork_server, processes
-from flyte_ddp.launch.supervise.processes import RankHandle
+from flyte_ddp.launch.supervise.processes import HOST, RankHandle
 from flyte_ddp.launch.supervise.rank_process import RankInfo
 from flyte_ddp.launch.supervise.stopping import catch_stop_signals
 from flyte_ddp.launch.supervise.supervisor import end_ranks, supervise_ranks
-from flyte_ddp.runs.job import Job
+from flyte_ddp.machine import detect_capacity
+from flyte_ddp.runs.work import Work
 
 
-def launch(job: Job, *, num_ranks: int) -> None:
-    """Run the job in ``num_ranks`` processes of this machine, and wait for their end; kill all if one fails.
+def launch(work: Work) -> None:
+    """Do the work in processes of this machine, one for each rank, and wait for their end; kill all if one fails.
 
     Ranks are forks of a server process on Linux, spawned elsewhere. Catches SIGTERM and Ctrl-C. Waits up to 20 s for a
     killed rank. Raises the error of the rank that failed first, or StoppedError or KeyboardInterrupt after a signal.
     """
+    work = choose_world(work, detect_capacity)
+    num_ranks = work.world.num_ranks
+    work = replace(work, world=replace(work.world, hosts=(HOST,) * num_ranks))
     group: list[RankHandle] = []
     with catch_stop_signals() as stop, ExitStack() as at_end:
         store = ""  # where there are no files in memory, ranks find each other as on several hosts
@@ -28,12 +34,12 @@ def launch(job: Job, *, num_ranks: int) -> None:
             at_end.callback(os.close, file)
             store = f"/proc/{os.getpid()}/fd/{file}"
         at_end.callback(end_ranks, group)
-        infos = [RankInfo(rank, num_ranks, local_rank=rank, store=store) for rank in range(num_ranks)]
+        infos = [RankInfo(rank, num_ranks, rank, work.function, store) for rank in range(num_ranks)]
         if fork_server.POSSIBLE:
-            fork_server.start_ranks(group, infos, with_torch=job.hardware.device_type in fork_server.TRIED_ON)
+            fork_server.start_ranks(group, infos, with_torch=work.world.device_type in fork_server.TRIED_ON)
         else:
             for info in infos:
                 processes.start_process(group, info)
         for handle in group:
-            handle.send_job(job)
-        supervise_ranks(group, stop, job.settings.timeout, job.settings.save_seconds)
+            handle.send_work(work)
+        supervise_ranks(group, stop, work.timeout, work.save_seconds)

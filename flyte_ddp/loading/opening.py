@@ -12,12 +12,13 @@ from flyte_ddp.datasets.arrays import ImageArrays
 from flyte_ddp.datasets.encoded_set import EncodedSet
 from flyte_ddp.datasets.image_folder import ImageList
 from flyte_ddp.datasets.prepared import PreparedSet, no_samples_error, order_splits, order_test_split
-from flyte_ddp.hardware import Hardware, count_cores
+from flyte_ddp.hardware import Hardware
 from flyte_ddp.loading.arrays import open_array_source
 from flyte_ddp.loading.encoded import BadSamples, EncodedImages, ImageReader
 from flyte_ddp.loading.readers import FileReader, ShardImages
 from flyte_ddp.loading.split import Split, Splits
 from flyte_ddp.loading.streams import RankStream, StreamImages, StreamOrder
+from flyte_ddp.machine import count_cores
 from flyte_ddp.order.shard_order import ShardOrder, count_rank_streams
 from flyte_ddp.parallel.distributed import rank, world_size
 from flyte_ddp.settings import Settings

@@ -18,7 +18,7 @@ from torch import Tensor
 from flyte_ddp.models.zoo import find_refused_value
 from flyte_ddp.parallel.distributed import rank
 from flyte_ddp.runs import checkpoint
-from flyte_ddp.runs.job import Job
+from flyte_ddp.training.job import Job
 from flyte_ddp.training.recording import Recorder
 from flyte_ddp.training.training_state import TrainingState
 
@@ -134,7 +134,7 @@ class Checkpointer:
             self.pending = take_snapshot(self.state, self.recorder)
             self.wake.set()
 
-    def save_now(self) -> int:
+    def save_now(self, seconds: float = 0.0) -> int:  # noqa: ARG002 (a copy of the state is at hand at any time)
         """Write a last checkpoint unless the state is saved; return the newest checkpoint's step, 0 if there is none.
 
         May be called from any thread; waits for a checkpoint that is being written. No checkpoint is written after this

@@ -24,10 +24,10 @@ from flyte_ddp.parallel.batch_norm import has_unsynchronised_batch_norm
 from flyte_ddp.parallel.distributed import wait_for_all_ranks, world_size
 from flyte_ddp.parallel.dropout import make_dropout_rank_independent
 from flyte_ddp.runs.checkpoint import Arithmetic, Checkpoint
-from flyte_ddp.runs.job import Job
 from flyte_ddp.runs.run_folder import PREDICTIONS
 from flyte_ddp.training.diagnosis import nothing_learned_warning
 from flyte_ddp.training.evaluate import Evaluation, count_confusions
+from flyte_ddp.training.job import Job
 from flyte_ddp.training.optimisation import gradient_clip_norm
 from flyte_ddp.training.recording import Recorder
 from flyte_ddp.training.training_state import TrainingState

@@ -6,14 +6,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from flyte_ddp.hardware import Hardware, read_cpu
+from flyte_ddp.hardware import Hardware
 from flyte_ddp.json_lines import JsonLines
+from flyte_ddp.machine import read_cpu
 from flyte_ddp.parallel import distributed
 from flyte_ddp.parallel.strategies import WAITED
 from flyte_ddp.progress import TrainingProgress
 from flyte_ddp.runs.checkpoint import Arithmetic
-from flyte_ddp.runs.job import Job
 from flyte_ddp.training.evaluate import Evaluation
+from flyte_ddp.training.job import Job
 from flyte_ddp.training.training_state import TrainingState
 
 HISTOGRAM_BINS = 64

@@ -15,30 +15,34 @@ from torch.nn.utils import clip_grad_norm_
 from flyte_ddp.catalog import encoded_kind
 from flyte_ddp.datasets import open_prepared
 from flyte_ddp.errors import UserError
+from flyte_ddp.launch.supervise.rank import Rank
 from flyte_ddp.loading.facts import refuse_too_many_bad_samples
 from flyte_ddp.loading.split import PICTURES_COMPARED, describe_equal_pictures
 from flyte_ddp.models import zoo
 from flyte_ddp.order import sampling
+from flyte_ddp.parallel import distributed
 from flyte_ddp.parallel.batch_norm import mean_running_statistics, restore_running_statistics
-from flyte_ddp.parallel.distributed import rank, world_size
-from flyte_ddp.runs.job import Job
+from flyte_ddp.parallel.distributed import world_size
 from flyte_ddp.training.checkpointing import Checkpointer, restore_run
 from flyte_ddp.training.diagnosis import non_finite_loss_error
 from flyte_ddp.training.evaluate import Evaluation, evaluate_split
+from flyte_ddp.training.job import Job
 from flyte_ddp.training.optimisation import gradient_clip_norm, learning_rate
 from flyte_ddp.training.outputs import write_outputs, write_start_record
 from flyte_ddp.training.recording import Recorder
 from flyte_ddp.training.training_state import TrainingState
 
 
-def train(job: Job, offer_saving: Callable[[Callable[[], int]], None] = lambda _: None) -> None:
-    """Train and evaluate the job's model, and write metrics, checkpoints, model and predictions into the run folder.
+def train(rank: Rank) -> None:
+    """Join the process group, train and evaluate; write metrics, checkpoints, model, predictions into the run folder.
 
-    All ranks must call it. Resumes from the job's checkpoint, if there is one. Seeds the global random generators. Rank
-    0 prints progress, and saves checkpoints in a thread. Calls ``offer_saving`` once with a function that any thread
-    may call: it writes a checkpoint at once, and returns the newest checkpoint's step, 0 if there is none. Raises
-    UserError for what the user can fix, such as a loss that is not finite, bad samples or a full disk.
+    The function of a training's Work, whose arguments are a Training. All ranks must call it. Resumes from the work's
+    checkpoint, if there is one. Seeds the global random generators. Rank 0 prints progress, and saves checkpoints in a
+    thread; it offers the launcher a function that writes one at once. Raises UserError for what the user can fix, such
+    as a loss that is not finite, bad samples or a full disk.
     """
+    rank.join()
+    job = Job.from_work(rank.work)
     hp = job.hp
     data = open_prepared(job.data)
     state = TrainingState(hp, job.hardware, data, job.initial_weights, job.settings)
@@ -49,7 +53,7 @@ def train(job: Job, offer_saving: Callable[[Callable[[], int]], None] = lambda _
         elif recorder.writes:
             recorder.add_warning(equal_pictures_warning(state))
         with Checkpointer(job, state, recorder) as checkpoints:
-            offer_saving(checkpoints.save_now)
+            rank.offer_saving(checkpoints.save_now)
             while state.epoch < state.epochs and not state.selection.stopped:
                 for batch in remaining_batches(state):
                     train_step(state, recorder, batch)
@@ -165,7 +169,7 @@ def split_for_rank(batch: sampling.Indices, parts: int) -> list[RankSlice]:
     slices = []
     for part in range(parts):
         micro_batch = sampling.take_slice(batch, part, parts)
-        samples = sampling.take_slice(micro_batch, rank(), world_size())
+        samples = sampling.take_slice(micro_batch, distributed.rank(), world_size())
         has_samples = len(samples) > 0
         slices.append(RankSlice(samples if has_samples else micro_batch[:1], has_samples))
     return slices

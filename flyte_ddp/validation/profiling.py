@@ -15,11 +15,11 @@ from flyte_ddp.datasets.arrays import ImageArrays
 from flyte_ddp.datasets.prepared import PreparedSet, open_prepared, order_test_split, resolve_class_names
 from flyte_ddp.errors import UserError
 from flyte_ddp.formatting import format_count
-from flyte_ddp.hardware import count_cores
 from flyte_ddp.loading.decoding import DecodingError, Pixels, open_with_pillow
 from flyte_ddp.loading.encoded import Encoded, decode_or_refetch, map_samples
 from flyte_ddp.loading.facts import FEW, join_few
 from flyte_ddp.loading.opening import open_image_reader
+from flyte_ddp.machine import count_cores
 from flyte_ddp.order.sampling import Indices
 from flyte_ddp.settings import Settings
 from flyte_ddp.shards.index import ShardIndex

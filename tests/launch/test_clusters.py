@@ -24,7 +24,8 @@ from ray.cluster_utils import Cluster
 from trials import Trial, starts
 
 from flyte_ddp.errors import UnreachableError, UserError
-from flyte_ddp.hardware import Bf16, detect_hardware
+from flyte_ddp.hardware import detect_hardware
+from flyte_ddp.machine import Bf16
 from flyte_ddp.launch import capacity, dask, ray
 from flyte_ddp.run import Result
 

@@ -54,7 +54,7 @@ def main() -> None:
     info = pickle.load(sys.stdin.buffer)
     group: list[RankHandle] = []
     try:
-        start_process(group, info)  # first: the rank imports torch while this process gets the job
+        start_process(group, info)  # first: the rank imports torch while this process gets the work
         from flyte_ddp.launch.remote.proxy import proxy_rank
 
         ticket = pickle.load(sys.stdin.buffer)

@@ -24,7 +24,7 @@ from flyte_ddp.code_digest import package_digest
 from flyte_ddp.launch.remote.file_sync import write_piece
 from flyte_ddp.launch.supervise.network import is_loopback
 from flyte_ddp.launch.supervise.rank_process import RankInfo
-from flyte_ddp.runs.job import Job
+from flyte_ddp.runs.work import Work
 
 CONNECT_SECONDS = 10.0  # for a TCP connection to one of the launcher's addresses, and again for the proofs
 HELLO_SECONDS = 10.0  # in all, for an agent to prove that it knows the key and to send its first message
@@ -52,7 +52,7 @@ class JoinTicket:
 
 
 class RunOverError(Exception):
-    """The run has ended before this rank got a job. ``outcome`` is the run's error, None if it has completed."""
+    """The run has ended before this rank got work. ``outcome`` is the run's error, None if it has completed."""
 
     def __init__(self, outcome: BaseException | None) -> None:
         super().__init__(outcome)
@@ -91,20 +91,20 @@ def connect_to_launcher(ticket: JoinTicket, folder: Path) -> Connection:
     raise failure
 
 
-def receive_job(pipe: Connection, folder: Path) -> tuple[Job, str]:
-    """Wait, without a limit, for the job; return it and the address by which other ranks reach this host.
+def receive_work(pipe: Connection, folder: Path) -> tuple[Work, str]:
+    """Wait, without a limit, for the work; return it and the address by which other ranks reach this host.
 
-    Writes the files that come before the job into ``folder``. Raises RunOverError if the run has ended, EOFError or
+    Writes the files that come before the work into ``folder``. Raises RunOverError if the run has ended, EOFError or
     OSError if the launcher is gone, and UserError if a file cannot be written.
     """
-    while (message := pipe.recv())["kind"] != "job":
+    while (message := pipe.recv())["kind"] != "work":
         if message["kind"] == "over":
             raise RunOverError(message["error"])
         if message["kind"] == "file":
             write_piece(folder, message)
             if message["last"]:
                 pipe.send({"kind": "stored"})  # from now on other agents of this host may read it
-    return pickle.loads(message["job"]), message["network"]
+    return pickle.loads(message["work"]), message["network"]
 
 
 @dataclass(frozen=True)

@@ -11,12 +11,12 @@ from flyte_ddp import results
 from flyte_ddp.errors import UserError
 from flyte_ddp.files import hold_lock
 from flyte_ddp.runs.checkpoint import FOLDER, SLOTS
-from flyte_ddp.runs.run_folder import METRICS, PREDICTIONS
+from flyte_ddp.runs.run_folder import METRICS
 
 PIECE_BYTES = 1 << 22
 SEND_SECONDS = 0.5  # between two looks for changed files
 EVENTS = f"{results.FOLDER}/{results.EVENTS}"
-OUTPUTS = ("model.pt", "model.json", PREDICTIONS, *(f"{FOLDER}/{name}" for name in SLOTS))
+CHECKPOINTS = [f"{FOLDER}/{name}" for name in SLOTS]
 
 
 def read_file_as_messages(path: Path, name: str, start: int = 0) -> Iterator[dict[str, Any]]:
@@ -64,20 +64,21 @@ def write_piece(folder: Path, message: dict[str, Any]) -> None:
 class FileSender:
     """Sends the launcher the files that have changed in a host's run folder; sends nothing unless ``enabled``.
 
-    ``send``, which several threads call, sends a message. What metrics.jsonl and events.jsonl hold at first counts as
-    sent.
+    ``send``, which several threads call, sends a message. What the folder holds at first counts as sent.
     """
 
     def __init__(self, folder: Path, send: Callable[[dict[str, Any]], None], enabled: bool = True) -> None:
         self.folder, self.send, self.enabled = folder, send, enabled
-        self.versions: dict[str, tuple[int, int, int]] = {}  # of the files that were sent whole, by name
+        # Of the files that were sent whole, by name. A host that sees the launcher's folder need not look.
+        self.versions = {name: file_version(folder / name) for name in list_files(folder)} if enabled else {}
         self.metrics_sent, self.events_sent = size_or_zero(folder / METRICS), size_or_zero(folder / EVENTS)  # bytes
         self.sending_results = threading.Lock()
 
-    def send_outputs(self) -> None:
-        """Send new lines of metrics.jsonl, and changed checkpoints, model and predictions, if ``enabled``.
+    def send_outputs(self, *, all_files: bool = False) -> None:
+        """Send new lines of metrics.jsonl and changed checkpoints, or ``all_files`` that have changed, if ``enabled``.
 
-        Call it from one thread only. Raises OSError if the launcher is gone or a file cannot be read.
+        Leaves out results, and hidden files at the top of the folder. Call it from one thread only. Raises OSError if
+        the launcher is gone or a file cannot be read.
         """
         if not self.enabled:
             return
@@ -85,8 +86,9 @@ class FileSender:
             for piece in read_file_as_messages(self.folder / METRICS, METRICS, min(self.metrics_sent, size)):
                 self.send(piece)
                 self.metrics_sent = piece["offset"] + len(piece["data"])
-        for name in OUTPUTS:
-            self._send_if_changed(name)
+        for name in list_files(self.folder) if all_files else CHECKPOINTS:
+            if name != METRICS and not name.startswith((".", f"{results.FOLDER}/")):
+                self._send_if_changed(name)
 
     def send_results(self) -> None:
         """Send the launcher new lines of results/events.jsonl and changed files of results/, if ``enabled``.
@@ -112,8 +114,7 @@ class FileSender:
     def _send_if_changed(self, name: str) -> None:
         """Send the file ``name`` of the folder if it exists and has changed since it was last sent."""
         with suppress(FileNotFoundError):
-            found = (self.folder / name).stat()
-            version = (found.st_ino, found.st_mtime_ns, found.st_size)
+            version = file_version(self.folder / name)
             if self.versions.get(name) != version:
                 for piece in read_file_as_messages(self.folder / name, name):
                     self.send(piece)
@@ -142,6 +143,17 @@ class FileSender:
         finally:
             over.set()
             thread.join()
+
+
+def list_files(folder: Path) -> list[str]:
+    """Return the paths of all files below a folder, relative to it."""
+    return [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
+
+
+def file_version(path: Path) -> tuple[int, int, int]:
+    """Return inode, time of change (ns) and size of a file, which tell versions of the file apart."""
+    found = path.stat()
+    return found.st_ino, found.st_mtime_ns, found.st_size
 
 
 def size_or_zero(path: Path) -> int:

@@ -3,25 +3,23 @@
 import threading
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import replace
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from flyte_ddp.launch.remote import connection
 from flyte_ddp.launch.remote.file_sync import SEND_SECONDS, FileSender
-from flyte_ddp.launch.remote.host_data import find_or_fetch_data
 from flyte_ddp.launch.supervise.processes import RankHandle
 from flyte_ddp.launch.supervise.rank_process import describe_error
 from flyte_ddp.launch.supervise.stopping import StopRequest, catch_stop_signals
 
 
 def proxy_rank(handle: RankHandle, ticket: connection.JoinTicket) -> bool:
-    """Connect to the launcher, send the rank its job, and pass messages on until the run is over; return whether it is.
+    """Connect to the launcher, send the rank its work, pass messages on until the run is over; return whether it is.
 
-    Waits without a limit, and does not end the rank. On SIGTERM and Ctrl-C asks the launcher to stop all ranks. Fetches
-    the prepared data if this host does not see them; reports a failed fetch as the rank's error. Returns False if the
-    connection to the launcher ends before the run is over: the engine may start the agent again.
+    Waits without a limit, and does not end the rank. On SIGTERM and Ctrl-C asks the launcher to stop all ranks.
+    Prepares the host for the work; reports a failure of that as the rank's error. Returns False if the connection to
+    the launcher ends before the run is over: the engine may start the agent again.
     """
     try:
         with (
@@ -29,7 +27,7 @@ def proxy_rank(handle: RankHandle, ticket: connection.JoinTicket) -> bool:
             closing(connection.connect_to_launcher(ticket, folder)) as pipe,
             catch_stop_signals() as stop,
         ):
-            job, handle.network = connection.receive_job(pipe, folder)
+            work, handle.network = connection.receive_work(pipe, folder)
             sending = threading.Lock()
 
             def send(message: dict[str, Any]) -> None:
@@ -37,9 +35,9 @@ def proxy_rank(handle: RankHandle, ticket: connection.JoinTicket) -> bool:
                     pipe.send(message)
 
             # If this host does not see the launcher's run folder, its ranks write into that of one agent.
-            files = FileSender(folder, send, enabled=folder == job.run_folder != ticket.run_folder)
+            files = FileSender(folder, send, enabled=folder == work.run_folder != ticket.run_folder)
             try:
-                handle.send_job(replace(job, data=find_or_fetch_data(job)))
+                handle.send_work(work.prepare_on_host())
             except Exception as error:
                 send(describe_error(error))
                 send({"kind": "exit", "code": 1})
@@ -66,15 +64,16 @@ def relay_messages(
     """Pass messages between rank and launcher until the rank has ended; return whether the run was over before that.
 
     Kills the rank or sends its stack if the launcher asks for that. Before each message of the rank sends the host's
-    changed outputs, such as a new checkpoint; before "completed" and "exit" also the remaining results. Raises EOFError
+    metrics and new checkpoints; before "completed" and "exit" also the remaining results, and before rank 0's
+    "completed" all other files that it has written. Raises EOFError
     or OSError if the launcher is gone.
     """
     over = False
 
     def send_from_rank(message: dict[str, Any]) -> None:
-        files.send_outputs()
         if message["kind"] in ("completed", "exit"):
             files.send_results()
+        files.send_outputs(all_files=(message["kind"], handle.rank) == ("completed", 0))
         send(message)
 
     waited = [pipe, stop.reader]

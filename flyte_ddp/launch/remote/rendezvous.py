@@ -28,8 +28,8 @@ from flyte_ddp.launch.supervise.rank_process import RankInfo
 from flyte_ddp.launch.supervise.stopping import StopRequest, catch_stop_signals, stop_error
 from flyte_ddp.launch.supervise.supervisor import end_ranks, supervise_ranks
 from flyte_ddp.runs.checkpoint import newest_step, rewind_to_newest_checkpoint
-from flyte_ddp.runs.job import Job
 from flyte_ddp.runs.run_folder import METRICS
+from flyte_ddp.runs.work import Work
 
 GATHER_SECONDS = 300.0  # for all agents to connect: images may have to be pulled, and nodes added
 JOIN_SECONDS = 10.0  # for a killed rank to end
@@ -38,7 +38,7 @@ STACK_SECONDS = 3.0  # for a stack to come; more than the agent itself waits for
 
 @contextmanager
 def open_rendezvous(
-    job: Job, *hosts: str, listen: str | None = None, secret: bytes | None = None, only_once: bool = False
+    work: Work, *hosts: str, listen: str | None = None, secret: bytes | None = None, only_once: bool = False
 ) -> Iterator[Rendezvous]:
     """Listen at a free port for agents, which can reach this process at ``hosts``, and yield the rendezvous.
 
@@ -49,12 +49,12 @@ def open_rendezvous(
     """
     mark = f".shared-{secrets.token_hex(16)}.tmp"  # the next run deletes *.tmp, if this process is killed
     key = derive_key(secret or secrets.token_bytes(32), mark)
-    (job.run_folder / mark).touch()
+    (work.run_folder / mark).touch()
     try:
         with socket.create_server((hosts[0] if listen is None else listen, 0), backlog=128) as server:
-            yield Rendezvous(job, server, hosts, mark, key, only_once)
+            yield Rendezvous(work, server, hosts, mark, key, only_once)
     finally:
-        (job.run_folder / mark).unlink(missing_ok=True)
+        (work.run_folder / mark).unlink(missing_ok=True)
 
 
 def derive_key(secret: bytes, mark: str) -> bytes:
@@ -66,7 +66,7 @@ def derive_key(secret: bytes, mark: str) -> bytes:
 class Rendezvous:
     """Gathers agents and supervises their ranks; made by :func:`open_rendezvous`."""
 
-    job: Job
+    work: Work
     server: socket.socket
     hosts: tuple[str, ...]
     mark: str
@@ -75,10 +75,10 @@ class Rendezvous:
 
     def make_ticket(self, info: RankInfo) -> JoinTicket:
         """Return the ticket by which the agent of a rank joins."""
-        return JoinTicket(info, self.hosts, self.server.getsockname()[1], self.key, self.job.run_folder, self.mark)
+        return JoinTicket(info, self.hosts, self.server.getsockname()[1], self.key, self.work.run_folder, self.mark)
 
-    def run_ranks(self, num_ranks: int, check_engine: Callable[[], None]) -> None:
-        """Wait for all agents, send them the job, and return when all ranks have completed.
+    def run_ranks(self, check_engine: Callable[[], None]) -> None:
+        """Wait for all agents, send them the work, and return when all ranks have completed.
 
         After a recoverable failure waits until the engine has started all agents again, and resumes the run from its
         newest checkpoint. While agents connect calls ``check_engine``, which raises if one will not come. Catches
@@ -87,17 +87,19 @@ class Rendezvous:
         s), and StoppedError or KeyboardInterrupt after a signal.
         """
         failure: BaseException | None = None
+        num_ranks = self.work.world.num_ranks
         with catch_stop_signals() as stop:
             while True:
                 group: list[RankHandle] = []
                 try:
                     self.gather_agents(group, num_ranks, stop, check_engine)
                     if failure is not None:
-                        self.job = resume_from_newest_checkpoint(self.job, str(failure).splitlines()[0])
-                    job = adapt_to_hosts(self.job, {handle.host for handle in group})
+                        self.work = resume_from_newest_checkpoint(self.work, str(failure).splitlines()[0])
+                    hosts = tuple(handle.host for handle in group)
+                    work = replace(self.work, world=replace(self.work.world, hosts=hosts))
                     for handle in group:
-                        handle.send_job(job)
-                    supervise_ranks(group, stop, job.settings.timeout, job.settings.save_seconds)
+                        handle.send_work(work)
+                    supervise_ranks(group, stop, work.timeout, work.save_seconds)
                 except BaseException as error:
                     if isinstance(error, RankError) and error.recoverable and not self.only_once:
                         failure = error
@@ -129,7 +131,7 @@ class Rendezvous:
             while len(found) < num_ranks:
                 if stop.signal is not None:
                     # A run before a retry may have saved a checkpoint.
-                    raise stop_error(stop.signal, newest_step(self.job.run_folder))
+                    raise stop_error(stop.signal, newest_step(self.work.run_folder))
                 check_engine()
                 if time.monotonic() > deadline:
                     missing = sorted(set(range(num_ranks)) - found.keys())
@@ -160,8 +162,8 @@ class Rendezvous:
         handles: list[RankHandle] = []
         for worker in workers:
             host = here if worker.is_on_launcher_host else worker.host
-            files_in = folders.setdefault(host, worker.folder) if worker.folder else self.job.run_folder
-            handles.append(RemoteHandle(worker, host, self.job.run_folder, files_in))
+            files_in = folders.setdefault(host, worker.folder) if worker.folder else self.work.run_folder
+            handles.append(RemoteHandle(worker, host, self.work.run_folder, files_in))
         return handles
 
 
@@ -187,28 +189,28 @@ class RemoteHandle(RankHandle):
         """
         return self.out_of_memory or (self.lost and self.worker.is_on_launcher_host and super().ran_out_of_memory())
 
-    def send_job(self, job: Job) -> None:
-        """Send the rank its job, with the paths on the rank's host, after the files that the host needs.
+    def send_work(self, work: Work) -> None:
+        """Send the rank its work, with the paths on the rank's host, after the files that the host needs.
 
         Sends files only to a host that does not see the run folder, and there only to the lowest rank. Waits, without a
-        limit, until each file is stored: the host's other ranks, which get the job later, read the same files.
+        limit, until each file is stored: the host's other ranks, which get the work later, read the same files.
         """
         if self.worker.folder is not None:
-            checkpoint, weights, folder = job.checkpoint, job.initial_weights, self.files_in
-            log = job.run_folder / METRICS if self.rank == 0 else None
+            checkpoint, folder = work.checkpoint, self.files_in
+            log = work.run_folder / METRICS if self.rank == 0 else None
             if folder == self.worker.folder:
                 with suppress(OSError, EOFError):  # an agent that is lost is noticed by whoever listens to it
-                    for path in filter(None, [weights, checkpoint.path if checkpoint else None, log]):
+                    for path in filter(None, [*work.files.values(), checkpoint.path if checkpoint else None, log]):
                         for piece in read_file_as_messages(path, path.name):
                             self.pipe.send(piece)
                         self._wait_for_message("stored", None)
-            job = replace(
-                job,
+            work = replace(
+                work,
                 run_folder=folder,
                 checkpoint=replace(checkpoint, path=folder / checkpoint.path.name) if checkpoint else None,
-                initial_weights=folder / weights.name if weights else None,
+                files={key: folder / path.name for key, path in work.files.items()},
             )
-        super().send_job(job)
+        super().send_work(work)
 
     def read_messages(self) -> Iterator[dict[str, Any]]:
         """Yield the rank's new messages; write its pieces of files, and set ``exitcode`` when the rank sends it.
@@ -270,30 +272,14 @@ class RemoteHandle(RankHandle):
             self.results_failed = True
 
 
-def resume_from_newest_checkpoint(job: Job, why: str) -> Job:
-    """Return the job with the newest checkpoint of its run folder, or with None if there is none.
+def resume_from_newest_checkpoint(work: Work, why: str) -> Work:
+    """Return the work with the newest checkpoint of its run folder, or with None if there is none.
 
     Changes metrics.jsonl and reads the checkpoints by :func:`rewind_to_newest_checkpoint`, whose UserErrors it raises.
-    Prints to stderr ``why`` and the step from which the run resumes, unless progress is off.
+    Prints to stderr ``why`` and the step from which the run resumes, unless the work is quiet.
     """
-    found = rewind_to_newest_checkpoint(job.run_folder, job.identity)
-    if job.settings.progress != "off":
+    found = rewind_to_newest_checkpoint(work.run_folder, work.identity)
+    if not work.quiet:
         what = f"going on after step {found.step:,}" if found else "restarting from scratch"
         print(f"{why}; {what}", file=sys.stderr, flush=True)
-    return replace(job, checkpoint=found)
-
-
-def adapt_to_hosts(job: Job, hosts: set[str]) -> Job:
-    """Return the job with ``num_nodes`` for these hosts; on several hosts ddp replaces the strategy shared_memory.
-
-    Raises UserError on several hosts if the hyperparameters name shared_memory, which needs all ranks on one host.
-    """
-    job = replace(job, num_nodes=len(hosts))
-    if len(hosts) == 1 or job.hardware.strategy != "shared_memory":
-        return job
-    if job.hp.strategy == "shared_memory":
-        raise UserError(
-            f"strategy='shared_memory': needs all ranks on one host, and these are on {', '.join(sorted(hosts))}; "
-            "use strategy='ddp' or 'auto'"
-        )
-    return replace(job, hardware=replace(job.hardware, strategy="ddp"))
+    return replace(work, checkpoint=found)

@@ -43,7 +43,7 @@ def find_root_cause(group: Sequence[RankHandle]) -> UserError | RankError | None
             return killed_rank_error(handle.rank, signal.SIGKILL, out_of_memory=True)
         if handle.lost:
             return RankLostError(
-                f"rank {handle.rank} exited without reporting an error before it had finished training, or its host "
+                f"rank {handle.rank} exited without reporting an error before it had finished, or its host "
                 f"{handle.host} is lost",
                 recoverable=True,
             )
@@ -52,9 +52,7 @@ def find_root_cause(group: Sequence[RankHandle]) -> UserError | RankError | None
         return mistake(first["message"]) if mistake else RankError(format_rank_error(first), details=first["traceback"])
     for handle in unreported:
         if handle.exitcode is not None and handle.exitcode >= 0:
-            return RankError(
-                f"rank {handle.rank} ended with exit code {handle.exitcode} before it had finished training"
-            )
+            return RankError(f"rank {handle.rank} ended with exit code {handle.exitcode} before it had finished")
     return None
 
 

@@ -96,7 +96,7 @@ class RankPipes:
 def start_ranks(group: list[RankHandle], infos: Sequence[RankInfo], *, with_torch: bool) -> None:
     """Start the rank server, which forks the ranks, and append the ranks' handles to ``group``.
 
-    The ranks wait for their jobs. ``with_torch``: the server imports torch before it forks; without it each rank does.
+    The ranks wait for their work. ``with_torch``: the server imports torch before it forks; without it each rank does.
     """
     with spawn_context() as context:
         pipes = [(context.Pipe(), context.Pipe(duplex=False), context.Pipe(duplex=False)) for _ in infos]
@@ -142,7 +142,7 @@ def run_rank_server(ranks: list[RankPipes], with_torch: bool) -> NoReturn:
 
 
 def import_torch(ranks: list[RankPipes]) -> None:
-    """Import torch and run_rank, and exclude all existing objects from garbage collection.
+    """Import torch and the function of the ranks' work, and exclude all existing objects from garbage collection.
 
     During the import SIGUSR1 writes the server's stack to rank 0's pipe. If the import fails, reports that as the error
     of every rank, and ends the server. Sets TORCH_CPP_LOG_LEVEL if it is not set; flushes stdout and stderr.
@@ -150,7 +150,9 @@ def import_torch(ranks: list[RankPipes]) -> None:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # as start_rank does, which comes after this import
     faulthandler.register(signal.SIGUSR1, file=ranks[0].stacks.fileno(), all_threads=False)
     try:
-        import flyte_ddp.launch.supervise.rank  # noqa: F401
+        from flyte_ddp.launch.supervise.rank import load_function
+
+        load_function(ranks[0].info.function)
     except BaseException as error:
         report_and_exit(error, ranks)
     faulthandler.unregister(signal.SIGUSR1)

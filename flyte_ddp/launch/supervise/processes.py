@@ -42,7 +42,7 @@ class RankHandle:
         self.exitcode: int | None = None  # of the rank's process; negative: a signal's number; None: not known yet
         self.error: dict[str, Any] | None = None  # the rank's report, with "time" by the launcher's clock
         self.completed = False  # whether the rank has said that it has completed
-        self.resumes_after = 0  # step of the checkpoint that the job resumes from
+        self.resumes_after = 0  # step of the checkpoint that the work resumes from
         self.saved: int | None = None  # step of the checkpoint that the rank was asked for
         self.clock_behind = 0.0  # seconds by which the host's ``time.monotonic()`` is behind the launcher's
         self.memory_kills = count_out_of_memory_kills()  # on this host, before the rank's process can be one of them
@@ -74,10 +74,10 @@ class RankHandle:
         end = [self.sentinel] if self.sentinel is not None and self.exitcode is None else []
         return [*end, *([self.pipe] if self.listening else [])]
 
-    def send_job(self, job: Any) -> None:
-        """Send the rank its Job, and set ``resumes_after``."""
-        self.resumes_after = job.checkpoint.step if job.checkpoint else 0
-        self.send("job", job=pickle.dumps(job), saved=self.resumes_after, network=self.network)
+    def send_work(self, work: Any) -> None:
+        """Send the rank its Work, and set ``resumes_after``."""
+        self.resumes_after = work.checkpoint.step if work.checkpoint else 0
+        self.send("work", work=pickle.dumps(work), saved=self.resumes_after, network=self.network)
 
     def send(self, kind: str, **values: Any) -> None:
         """Send the rank a message, from any thread; wait, without a limit, until the pipe has taken it.
@@ -151,7 +151,7 @@ class ProcessHandle(RankHandle):
 
 
 def start_process(group: list[RankHandle], info: RankInfo) -> None:
-    """Start a rank as a spawned process, which waits for its job, and append its handle to the group."""
+    """Start a rank as a spawned process, which waits for its work, and append its handle to the group."""
     with spawn_context() as context:
         pipe, its_pipe = context.Pipe()
         stacks, its_stacks = context.Pipe(duplex=False)

@@ -1,4 +1,4 @@
-"""What every rank does before and after training, whichever launcher started it."""
+"""A rank as the function of its work sees it, and what every rank does before and after it under any launcher."""
 
 import ctypes
 import faulthandler
@@ -9,6 +9,8 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from importlib import import_module
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,12 +18,11 @@ import torch.distributed as dist
 from torch.distributed import FileStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from flyte_ddp import results
-from flyte_ddp.launch.supervise.rank_process import Link, RankInfo
+from flyte_ddp.launch.supervise.rank_process import Link, RankInfo, SaveFunction
 from flyte_ddp.parallel import distributed
 from flyte_ddp.parallel.distributed import patch_collective_wait, translate_collective_errors
 from flyte_ddp.parallel.hang_watch import in_collective, watch_collectives
-from flyte_ddp.runs.job import Job
-from flyte_ddp.training.train import train
+from flyte_ddp.runs.work import Work
 
 NCCL_GRACE_SECONDS = 60.0
 FINISHED = "flyte-ddp finished"  # in the ranks' common store
@@ -29,44 +30,80 @@ NO_LIMIT = timedelta(days=365)
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # options of mallopt, from glibc's malloc.h
 
 
-def run_rank(
-    job: Job, info: RankInfo, set_save_function: Callable[[Callable[[], int]], None], link: Link | None = None
-) -> None:
-    """Join the process group, train as one rank, and wait for the other ranks; all ranks must call it.
+class Rank:
+    """One rank of a run: its place, its work, and what the function of the work may ask for.
 
-    Calls ``set_save_function`` with a function that writes a checkpoint at once and returns its step. ``link`` leads to
-    the launcher; None for a single rank in the launcher's own process. Reports by ``link`` only collectives on a GPU
-    that take too long; raises other errors. Sets in the whole process torch's threads and determinism, random seeds,
-    glibc's memory settings, the current GPU, faulthandler, and for several ranks the type of errors of collectives.
+    ``offer_saving`` takes the function that saves a checkpoint when the launcher asks for one: called with a limit in
+    seconds, it returns the step of the newest checkpoint. ``link`` leads to the launcher; None for a single rank in the
+    launcher's own process.
+    """
+
+    def __init__(
+        self, work: Work, info: RankInfo, offer_saving: Callable[[SaveFunction], None], link: Link | None = None
+    ) -> None:
+        self.work, self.info, self.offer_saving, self.link = work, info, offer_saving, link
+        self.store: Store | None = None  # the ranks' common store, once it is open
+
+    def join(self) -> None:
+        """Join torch's process group, and wait for all ranks, which must all call this; do nothing for a single rank.
+
+        Raises CollectiveTimeoutError if a rank does not come within the work's time limit.
+        """
+        if self.info.world_size > 1:
+            assert self.link is not None
+            with translate_collective_errors():
+                self.store = open_common_store(self.info, self.link, timedelta(seconds=self.work.timeout))
+                join_process_group(self.work, self.info, self.store, self.link.report_error)
+
+    def leave(self) -> None:
+        """Wait for the other ranks and leave the process group; do nothing if this rank has not joined.
+
+        No rank may close its connections while another still needs them. The wait for rank 0 has no limit, because it
+        may still write results.
+        """
+        if self.store is None:
+            return
+        if self.info.rank == 0:
+            self.store.set(FINISHED, "")
+        else:
+            with translate_collective_errors():
+                self.store.wait([FINISHED], NO_LIMIT)
+        distributed.wait_for_all_ranks()
+        dist.destroy_process_group()
+
+
+def run_rank(
+    work: Work, info: RankInfo, offer_saving: Callable[[SaveFunction], None], link: Link | None = None
+) -> None:
+    """Do the work as one rank: call its function with a Rank, then leave the process group; all ranks must call it.
+
+    The arguments are those of Rank. Reports by ``link`` only collectives on a GPU that take too long; raises other
+    errors. Sets in the whole process torch's threads, glibc's memory settings, the current GPU, faulthandler, a
+    variable of cuBLAS, and for several ranks the type of errors of collectives.
     """
     faulthandler.enable()
-    torch.set_num_threads(job.hardware.threads)
-    if job.hp.deterministic:
+    torch.set_num_threads(work.world.threads)
+    if work.world.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it torch refuses matrix products on a GPU
-    if job.hardware.device_type == "cpu":
+    if work.world.device_type == "cpu":
         keep_freed_memory()
     else:
         torch.cuda.set_device(info.local_rank)
     if info.world_size > 1:
-        assert link is not None
-        distributed.timeout_seconds = job.settings.timeout
+        distributed.timeout_seconds = work.timeout
         patch_collective_wait()
-        with translate_collective_errors():
-            store = open_common_store(info, link, timedelta(seconds=job.settings.timeout))
-            join_process_group(job, info, store, link.report_error)
+    rank = Rank(work, info, offer_saving, link)
     # This rank writes what users' code hands in itself; the launcher need not be asked.
-    with results.deliver_results(results.ResultWriter(job.run_folder).write, info.rank), warnings.catch_warnings():
-        train(job, set_save_function)
-    if info.world_size > 1:
-        # No rank may close its connections while another still needs them. The wait for rank 0 has no limit, because it
-        # still writes the model and the predictions.
-        if info.rank == 0:
-            store.set(FINISHED, "")
-        else:
-            with translate_collective_errors():
-                store.wait([FINISHED], NO_LIMIT)
-        distributed.wait_for_all_ranks()
-        dist.destroy_process_group()
+    with results.deliver_results(results.ResultWriter(work.run_folder).write, info.rank), warnings.catch_warnings():
+        load_function(work.function)(rank)
+    rank.leave()
+
+
+def load_function(name: str) -> Callable[..., Any]:
+    """Import a function of this library by ``package.module:function`` and return it."""
+    module, _, attribute = name.partition(":")
+    found: Callable[..., Any] = getattr(import_module(module), attribute)
+    return found
 
 
 def open_common_store(info: RankInfo, link: Link, timeout: timedelta) -> Store:
@@ -88,20 +125,20 @@ def open_common_store(info: RankInfo, link: Link, timeout: timedelta) -> Store:
     return store
 
 
-def join_process_group(job: Job, info: RankInfo, store: Store, report_error: Callable[[BaseException], None]) -> None:
-    """Join torch's process group, with the job's backend and timeout; waits for all ranks, which must all call it.
+def join_process_group(work: Work, info: RankInfo, store: Store, report_error: Callable[[BaseException], None]) -> None:
+    """Join torch's process group, with the work's backend and timeout; waits for all ranks, which must all call it.
 
     On a GPU, first starts a thread that calls ``report_error`` if a collective operation exceeds FLYTE_DDP_TIMEOUT.
     """
-    on_gpu = job.hardware.device_type == "cuda"
+    on_gpu = work.world.device_type == "cuda"
     # NCCL ends a process that has waited too long by SIGABRT, and the launcher would blame this rank. So NCCL gets a
     # longer limit, and the report of the thread comes first.
-    limit = job.settings.timeout + (NCCL_GRACE_SECONDS if on_gpu else 0.0)
+    limit = work.timeout + (NCCL_GRACE_SECONDS if on_gpu else 0.0)
     if on_gpu:
-        watch_collectives(job.settings.timeout, report_error, torch.cuda.Event)
+        watch_collectives(work.timeout, report_error, torch.cuda.Event)
     with in_collective():  # NCCL connects the ranks here, and has no limit for that
         dist.init_process_group(
-            job.hardware.backend,
+            work.world.backend,
             store=store,
             rank=info.rank,
             world_size=info.world_size,

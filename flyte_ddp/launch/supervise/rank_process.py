@@ -24,6 +24,7 @@ from flyte_ddp.launch.supervise.stopping import SIGNALS, call_on_signals
 from flyte_ddp.process import die_with_parent, set_process_name
 
 MAX_CHARACTERS = 20_000  # of an error's message, and of its traceback
+SaveFunction = Callable[[float], int]  # saves a checkpoint within so many seconds; returns the newest one's step
 
 
 @dataclass(frozen=True)
@@ -33,20 +34,22 @@ class RankInfo:
     rank: int
     world_size: int
     local_rank: int  # the number of its GPU, of those that its process sees
+    function: str = ""  # of its work, whose module the rank imports while it waits for the work
     store: str = ""  # a file by which ranks that are all on one host find each other
 
 
 class Link:
     """A rank's connection to its launcher. Starts a thread that handles messages whatever the rank is doing.
 
-    ``resumed_step`` is that of the checkpoint that the run resumes from; 0 without one, or if the job is still to come.
+    ``resumed_step`` is that of the checkpoint that the run resumes from; 0 without one, or if the work is still to
+    come.
     """
 
     def __init__(self, pipe: Connection, resumed_step: int = 0) -> None:
         self._pipe = pipe
         self._sending = threading.Lock()
-        self._received: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()  # the job, then rank 0's address
-        self._save: Callable[[], int] = lambda: resumed_step
+        self._received: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()  # the work, then rank 0's address
+        self._save: SaveFunction = lambda _: resumed_step
         threading.Thread(target=self._listen, name="launcher", daemon=True).start()
 
     def send(self, kind: str, **values: Any) -> None:
@@ -61,15 +64,15 @@ class Link:
         """Send the launcher the error that this rank failed with."""
         self.send(**describe_error(error))
 
-    def receive_job(self) -> Any:
-        """Wait for the Job, without a limit, and return it.
+    def receive_work(self) -> Any:
+        """Wait for the Work, without a limit, and return it.
 
         If the launcher names a network interface, sets gloo's and NCCL's environment variables to it.
         """
         message = self._received.get()
         if message["network"]:
             set_network_interface(message["network"])
-        return pickle.loads(message["job"])  # in the main thread: two threads that import at once may deadlock
+        return pickle.loads(message["work"])  # in the main thread: two threads that import at once may deadlock
 
     def receive_address(self, timeout: float) -> tuple[str, int]:
         """Wait for host and port of rank 0's store; raise CollectiveTimeoutError after ``timeout`` seconds."""
@@ -79,8 +82,8 @@ class Link:
             raise CollectiveTimeoutError(f"rank 0 did not say within {timeout:g} s where the ranks meet") from None
         return message["host"], message["port"]
 
-    def set_save_function(self, save: Callable[[], int]) -> None:
-        """Set the function that writes a checkpoint and returns its step, for when the launcher asks for one.
+    def offer_saving(self, save: SaveFunction) -> None:
+        """Set the function that saves a checkpoint and returns its step, for when the launcher asks for one.
 
         The thread that listens to the launcher calls it.
         """
@@ -98,13 +101,13 @@ class Link:
             os._exit(1)
 
     def handle_message(self, message: dict[str, Any]) -> None:
-        """Handle the launcher's message: keep the job or rank 0's address, or write a checkpoint and send its step."""
-        if message["kind"] == "job":
-            self._save = lambda: int(message["saved"])
-        if message["kind"] in ("job", "address"):
+        """Handle the launcher's message: keep the work or rank 0's address, or write a checkpoint and send its step."""
+        if message["kind"] == "work":
+            self._save = lambda _: int(message["saved"])
+        if message["kind"] in ("work", "address"):
             self._received.put(message)
         elif message["kind"] == "save":
-            self.send("saved", step=self._save())
+            self.send("saved", step=self._save(message["seconds"]))
 
     def handle_lost_launcher(self) -> None:
         """End this process with exit code 1. On Linux the kernel has killed it already, with its launcher."""
@@ -114,7 +117,7 @@ class Link:
 def start_rank(info: RankInfo, pipe: Connection, stacks: Connection) -> None:
     """Run the rank and exit; the first function of its process, called with SIGTERM and SIGINT blocked.
 
-    Imports torch, and waits without a limit for the job from the launcher at ``pipe``. On SIGUSR1 writes the Python
+    Imports torch, and waits without a limit for the work from the launcher at ``pipe``. On SIGUSR1 writes the Python
     stack to ``stacks``, even in C code; on SIGTERM asks the launcher to stop all ranks; ignores SIGINT. Linux kills the
     process when its parent ends. Sets the process's name, and TORCH_CPP_LOG_LEVEL if it is not set.
     """
@@ -136,9 +139,10 @@ def start_rank(info: RankInfo, pipe: Connection, stacks: Connection) -> None:
 def run_and_report(info: RankInfo, link: Link) -> int:
     """Run the rank, tell the launcher that it has completed or failed, flush output, and return the exit code."""
     try:
-        from flyte_ddp.launch.supervise.rank import run_rank
+        from flyte_ddp.launch.supervise.rank import load_function, run_rank
 
-        run_rank(link.receive_job(), info, link.set_save_function, link)
+        load_function(info.function)
+        run_rank(link.receive_work(), info, link.offer_saving, link)
     except BaseException as error:
         flush_output()  # before the report: when the launcher has it, it ends this process
         link.report_error(error)

@@ -99,7 +99,7 @@ def request_checkpoint(group: Sequence[RankHandle], stop: StopRequest, seconds: 
     if not leader.has_started():
         return leader.resumes_after
     leader.saved = None
-    leader.send("save")
+    leader.send("save", seconds=seconds)
     deadline = time.monotonic() + seconds
     while leader.saved is None and leader.listening and (left := deadline - time.monotonic()) > 0:
         wait_and_handle_messages(group, stop, left)

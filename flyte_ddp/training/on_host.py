@@ -1,7 +1,8 @@
-"""Finds a run's prepared data on a host that may not be the launcher's."""
+"""Finds a training's prepared data on a host that may not be the launcher's."""
 
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from flyte_ddp.catalog import encoded_kind
@@ -10,38 +11,40 @@ from flyte_ddp.datasets.arrays import read_description
 from flyte_ddp.datasets.identity import digest_lines
 from flyte_ddp.errors import UserError
 from flyte_ddp.files import hold_lock
-from flyte_ddp.runs.job import Job
+from flyte_ddp.runs.work import Work
+from flyte_ddp.training.job import Training
 
 
-def find_or_fetch_data(job: Job, fetch_into: Callable[[Path], object] | None = None) -> Path:
-    """Return the folder of the prepared data: the launcher's if this host sees it, else one in this host's cache.
+def find_or_fetch_data(work: Work, fetch_into: Callable[[Path], object] | None = None) -> Work:
+    """Return the work with the folder of the prepared data: the launcher's if seen here, else one in this host's cache.
 
     The first process of a host fetches the data into the cache, by ``fetch_into`` (None: from the hyperparameters'
     source); others wait for its lock, without a limit. Data in the cache with a missing or truncated file, or with
     another digest, is deleted and fetched again. Raises UserError if the data cannot be fetched, or differs from the
     launcher's; OSError if the cache's folder or lock file cannot be made.
     """
-    if read_prepared_digest(job.data) == job.identity.data:
-        return job.data
-    hp = job.hp
+    given: Training = work.arguments
+    if read_prepared_digest(given.data) == work.identity.data:
+        return work
+    hp = given.hp
     # Named by content, not by source. Prepared data of encoded images refers to their addresses, so these count, too.
-    name = job.identity.data
+    name = work.identity.data
     if encoded_kind(hp.dataset):
         name = digest_lines([name, hp.dataset, hp.test_dataset])
-    folder = job.settings.cache_folder / "prepared" / name
+    folder = given.settings.cache_folder / "prepared" / name
     with hold_lock(folder.parent, f"{name}.lock"):
-        if read_prepared_digest(folder, whole=True) != job.identity.data:
+        if read_prepared_digest(folder, whole=True) != work.identity.data:
             shutil.rmtree(folder, ignore_errors=True)  # damaged, or what the source had when another run fetched it
             if fetch_into is None:
                 fetch(hp.dataset, hp.data_source, folder, test_dataset=hp.test_dataset, progress="off")
             else:
                 fetch_into(folder)
-    if read_prepared_digest(folder) != job.identity.data:
+    if read_prepared_digest(folder) != work.identity.data:
         raise UserError(
             f"dataset={hp.dataset!r}: what this host has fetched is not what the launcher has; it must be the same "
             "everywhere, so give an address that all hosts share, or run again if it has just changed"
         )
-    return folder
+    return replace(work, arguments=replace(given, data=folder))
 
 
 def read_prepared_digest(folder: Path, *, whole: bool = False) -> str:

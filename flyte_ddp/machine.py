@@ -1,0 +1,170 @@
+"""Facts about this machine (cores, GPUs, bf16), and how many ranks it has capacity for. Knows no hyperparameters."""
+
+import math
+import os
+import platform
+import sys
+from contextlib import suppress
+from dataclasses import dataclass
+from enum import IntEnum
+from pathlib import Path
+
+from flyte_ddp.errors import UserError
+from flyte_ddp.settings import REQUESTED_GPUS
+
+MOST_CPU_RANKS = 4
+BF16_INSTRUCTIONS = ("amx_bf16", "avx512_bf16")
+WIDEST_FIRST = (*BF16_INSTRUCTIONS, "avx512_vnni", "avx512f", "avx2", "avx", "sve", "asimd")
+
+
+class Bf16(IntEnum):
+    """Whether training in bf16 is possible and faster on a device; the minimum over devices holds for all of them."""
+
+    NONE = 0  # it would be emulated
+    SLOWER = 1  # than fp32, or never measured
+    FASTER = 2
+
+
+# Vendor, family, instruction and result; the first row that matches a CPU counts. The comments have measured samples/s
+# of the tutorial's network (channels-last, batches of 128, one thread if not stated otherwise) in fp32 and in bf16.
+# `python -m benchmarks bf16` measures the present machine.
+MEASURED = (
+    ("GenuineIntel", "6", "amx_bf16", Bf16.FASTER),  # 6,275 to 10,875; on 2 threads 11,413 to 18,478
+    ("GenuineIntel", "6", "avx512_bf16", Bf16.SLOWER),  # model 207 without AMX: 4,881 to 3,351
+    ("AuthenticAMD", "25", "avx512_bf16", Bf16.FASTER),  # model 17: 1.48 times as fast, on a busy machine
+    ("AuthenticAMD", "26", "avx512_bf16", Bf16.FASTER),  # model 2: 6,990 to 10,630
+)
+
+
+@dataclass(frozen=True)
+class Cpu:
+    """A CPU as /proc/cpuinfo describes it; fields that it does not have are empty."""
+
+    vendor: str
+    family: str
+    model: str
+    flags: frozenset[str]
+
+    def __str__(self) -> str:
+        """Return what decides how the CPU rounds: vendor, family, model and widest vector instructions, as text."""
+        widest = next((flag for flag in WIDEST_FIRST if flag in self.flags), "")
+        parts = {"": self.vendor or platform.machine(), "family": self.family, "model": self.model, "with": widest}
+        return " ".join(f"{name} {value}" for name, value in parts.items() if value).lstrip()
+
+    def bf16_support(self) -> Bf16:
+        """Return whether bf16 is faster than fp32 in training the two small CNNs; SLOWER if that was never measured."""
+        for vendor, family, flag, worth in MEASURED:
+            if (vendor, family) == (self.vendor, self.family) and flag in self.flags:
+                return worth
+        return Bf16.SLOWER if self.flags.intersection(BF16_INSTRUCTIONS) else Bf16.NONE
+
+
+def read_cpu(cpuinfo: Path = Path("/proc/cpuinfo")) -> Cpu:
+    """Return the first CPU that /proc/cpuinfo describes on x86 and ARM; without that file all fields are empty."""
+    first = cpuinfo.read_text().strip().partition("\n\n")[0] if cpuinfo.exists() else ""
+    facts = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in first.splitlines())}
+    names = [("vendor_id", "CPU implementer"), ("cpu family", "CPU architecture"), ("model", "CPU part")]
+    vendor, family, model, flags = (
+        facts.get(x86) or facts.get(arm, "") for x86, arm in (*names, ("flags", "Features"))
+    )
+    return Cpu(vendor, family, model, frozenset(flags.split()))
+
+
+@dataclass(frozen=True)
+class Request:
+    """The ranks that a run asks a machine or a cluster for."""
+
+    num_ranks: int = 0  # 0: as many as there is capacity for
+    backend: str = "auto"  # gloo: CPUs; nccl: GPUs; auto: GPUs if there are any
+    most: int = sys.maxsize  # ranks on CPUs, if num_ranks is 0
+    asks_bf16: bool = False  # whether the run's precision depends on the devices' bf16
+    exact: bool = False  # whether fewer ranks than num_ranks are refused
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """The ranks that a machine or a cluster has capacity for."""
+
+    num_ranks: int
+    device_type: str  # cuda or cpu
+    threads: int  # CPU threads for each rank
+    bf16: Bf16  # the least support among the ranks' devices; NONE if the request did not ask for it
+
+
+def count_cores() -> int:
+    """Return how many CPU cores this process may use by its affinity mask and its cgroup's quota; at least 1."""
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, int(min(allowed, read_cpu_quota())))
+
+
+def read_cpu_quota(root: Path = Path("/sys/fs/cgroup")) -> float:
+    """Return the CPU quota of the cgroup (version 2 or 1) below ``root``, in cores; infinity if there is none."""
+    for names in (("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")):
+        with suppress(OSError):
+            quota, period = " ".join((root / name).read_text() for name in names).split()
+            return math.inf if quota in ("max", "-1") else int(quota) / int(period)
+    return math.inf
+
+
+def count_gpus(devices: Path = Path("/dev")) -> int:
+    """Return how many GPUs torch sees; imports torch only if ``devices`` has a GPU driver's file, such as nvidia0."""
+    if not any((devices / name).exists() for name in ("nvidiactl", "nvidia0", "kfd", "dxg")):
+        return 0
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def bf16_support(device_type: str) -> Bf16:
+    """Return the Bf16 of this machine's devices of a type; "cuda" means the current GPU, and initialises CUDA here.
+
+    CPUs by the table MEASURED; every GPU that computes in bf16 without emulation counts as FASTER.
+    """
+    if device_type == "cpu":
+        return read_cpu().bf16_support()
+    import torch
+
+    return Bf16.FASTER if torch.cuda.is_bf16_supported(including_emulation=False) else Bf16.NONE
+
+
+def detect_capacity(request: Request) -> Capacity:
+    """Return this machine's Capacity for a request: a GPU for each rank, or CPUs.
+
+    Imports torch if there are GPUs; if ranks use them and the request asks
+    for bf16, initialises CUDA, so forks of this process can use no GPU.
+    Raises UserError if there are too few GPUs, or if this is a pod that does not see the GPUs requested for it.
+    """
+    gpus = count_gpus()
+    check_expected_gpus(gpus)
+    device_type = choose_device_type(request, gpus, "this process sees")
+    most = gpus if device_type == "cuda" else min(count_cores(), MOST_CPU_RANKS, request.most)
+    num_ranks = request.num_ranks or most
+    bf16 = bf16_support(device_type) if request.asks_bf16 else Bf16.NONE
+    return Capacity(num_ranks, device_type, max(1, count_cores() // num_ranks), bf16)
+
+
+def check_expected_gpus(visible: int) -> None:
+    """Raise UserError if FLYTE_DDP_GPUS, the GPUs requested for this pod, is set and is not the number ``visible``."""
+    expected = os.environ.get(REQUESTED_GPUS)
+    if expected is not None and int(expected) != visible:
+        raise UserError(
+            f"{visible} GPU(s) visible but {expected} requested for this task ({REQUESTED_GPUS}={expected}): "
+            "register with the resource profile that fits the nodes, or fix the node's GPU driver"
+        )
+
+
+def choose_device_type(request: Request, gpus: int, who_has: str, other_fix: str = "") -> str:
+    """Return "cuda" if there are GPUs and ``backend`` is not gloo, else "cpu".
+
+    Raises UserError if nccl is asked for without GPUs, or each rank cannot have a GPU of its own. ``who_has`` is
+    subject and verb of the error, such as "this process sees"; ``other_fix`` is more advice at its end.
+    """
+    if request.backend == "nccl" and not gpus:
+        raise UserError(f"backend='nccl': {who_has} no GPU; use backend='gloo' or 'auto'{other_fix}")
+    device_type = "cuda" if gpus and request.backend != "gloo" else "cpu"
+    if device_type == "cuda" and request.num_ranks > gpus:
+        raise UserError(
+            f"num_ranks={request.num_ranks}: {who_has} {gpus} GPU(s) and each rank needs one; "
+            f"set num_ranks to at most {gpus}, or 0 for all of them{other_fix}"
+        )
+    return device_type

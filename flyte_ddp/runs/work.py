@@ -1,0 +1,58 @@
+"""The work order of the ranks. Needs no torch, so that a launcher can start ranks before it has imported torch."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Self
+
+from flyte_ddp.machine import Request
+from flyte_ddp.runs.checkpoint import Checkpoint, Identity
+
+
+@dataclass(frozen=True)
+class World:
+    """The ranks of a run, and what they find on their hosts; equal on all ranks."""
+
+    num_ranks: int
+    device_type: str = "cpu"  # or cuda: a GPU for each rank
+    threads: int = 1  # CPU threads for each rank
+    deterministic: bool = False  # whether GPUs must compute with torch's deterministic algorithms
+    hosts: tuple[str, ...] = ()  # by rank, the address at which other ranks reach its host; set by the launcher
+
+    @property
+    def backend(self) -> str:
+        """Backend of torch's process group: nccl between GPUs, else gloo."""
+        return "nccl" if self.device_type == "cuda" else "gloo"
+
+    @property
+    def num_nodes(self) -> int:
+        """Number of the ranks' hosts."""
+        return max(1, len({*self.hosts}))
+
+
+@dataclass(frozen=True)
+class Work:
+    """What ranks are to do, and what all of them need to know. Launchers pass ``arguments`` on without a look."""
+
+    function: str  # package.module:function of this library; each rank calls it with its Rank
+    arguments: Any  # the function's own
+    world: World
+    run_folder: Path  # the launcher's, which other hosts may not see
+    identity: Identity  # what a checkpoint must belong to
+    timeout: float  # seconds that a rank waits for others
+    save_seconds: float  # limit for saving a checkpoint when the run is told to stop
+    quiet: bool = False  # whether nothing is printed that is no failure
+    checkpoint: Checkpoint | None = None  # from which the run resumes
+    files: Mapping[str, Path] = field(default_factory=dict)  # what hosts that do not see the run folder must be sent
+    own_code: tuple[str, ...] = ()  # package.module:callable of users, whose sources other hosts may lack
+    on_host: str = ""  # package.module:function, which a host calls with the Work to get the Work for its ranks
+    request: Request | None = None  # if given, the launcher puts the World that it has capacity for in place of `world`
+
+    def prepare_on_host(self) -> Self:
+        """Return the work for the ranks of this host: what its function ``on_host`` returns, or without one itself."""
+        if not self.on_host:
+            return self
+        module, _, name = self.on_host.partition(":")
+        prepared: Self = getattr(import_module(module), name)(self)
+        return prepared
