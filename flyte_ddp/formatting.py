@@ -14,6 +14,11 @@ def format_number(value: float | None, form: str = ".4f") -> str:
     return "n/a" if value is None else format(value, form)
 
 
+def format_value(value: float | None) -> str:
+    """Return a number of any size as "0.4123", "12,345" or "1.2e-05", with about four digits; None as "n/a"."""
+    return "n/a" if value is None else f"{value:,.0f}" if 1000 <= abs(value) < 1e15 else f"{value:.4g}"
+
+
 def format_count(count: int | None, noun: str, rest: str = "") -> str:
     """Return a count with its noun, which gets an s unless the count is 1, and ``rest``; "" for None."""
     return "" if count is None else f"{count:,} {noun}{'' if count == 1 else 's'}{rest}"

@@ -1,27 +1,36 @@
-"""The console's page of a training task, from its first second on: the report, with the figures so far."""
+"""The console's page of a task that runs ranks, from its first second on: the figures so far, renewed while it runs."""
 
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 
 from flyte_ddp.pods.platforms import Platform, is_in_pod
 from flyte_ddp.pods.retries import start_thread_in_context
 from flyte_ddp.report import report
+from flyte_ddp.report.function_page import render_function_page
 from flyte_ddp.runs.run_folder import UNFINISHED
 
 PAGE_SECONDS = 30.0  # between two pages
 LAST_SECONDS = 10.0  # limit of the wait for the last page, and for a page before it that is being uploaded
 TITLE = "Training report"
 PLACEHOLDER = "<p>Training has not begun yet; the report comes with its first steps.</p>"
+FUNCTION_TITLE = "Run"
+FUNCTION_PLACEHOLDER = "<p>The function has not begun yet; this page then shows what it records.</p>"
+
+Render = Callable[[str, bool], str]  # why the run has failed, or "", and whether the page is the last one; returns HTML
 
 
 @contextmanager
-def publish_report_while_training(platform: Platform, run_folder: Path) -> Iterator[None]:
-    """Publish a pod's report of its run every PAGE_SECONDS (30 s) during the block, and at its end; do nothing locally.
+def publish_page_while_running(
+    platform: Platform, render: Render, *, title: str = FUNCTION_TITLE, placeholder: str = FUNCTION_PLACEHOLDER
+) -> Iterator[None]:
+    """Publish a pod's page ``title`` every PAGE_SECONDS (30 s) during the block, and at its end; do nothing locally.
 
-    The last page is the finished report; after an exception, the report so far with the error. A thread reads the run
-    folder and uploads pages; its errors are ignored. The end of the block waits up to 10 s for the last page.
+    ``render`` is called in a thread for each page. Until it has returned one, ``placeholder`` is published; if it
+    raises later, the page before. The last page is rendered after the block, or after an exception in it, with the
+    exception's text. Errors of rendering and uploading are ignored. The end of the block waits up to 10 s for the last
+    page.
     """
     if not is_in_pod():
         yield
@@ -29,17 +38,14 @@ def publish_report_while_training(platform: Platform, run_folder: Path) -> Itera
     ended, failure = threading.Event(), ""
 
     def publish_pages() -> None:
-        """Upload the report so far, or a placeholder, every PAGE_SECONDS until ``ended`` is set, then the last page."""
-        page, is_last = PLACEHOLDER, False
+        """Render and upload a page every PAGE_SECONDS until ``ended`` is set, then the last page."""
+        page, is_last = placeholder, False
         while not is_last:
             is_last = ended.is_set()
             with suppress(Exception):  # there are no metrics yet
-                if is_last and not failure:
-                    page = (run_folder / "report.html").read_text(encoding="ascii")
-                else:
-                    page = report.render_report(run_folder / UNFINISHED, run_folder.name, failure)
+                page = render(failure, is_last)
             with suppress(Exception):  # the blob store does not answer
-                platform.publish_page(TITLE, page)
+                platform.publish_page(title, page)
             ended.wait(PAGE_SECONDS)
 
     thread = start_thread_in_context("page", publish_pages, daemon=True)
@@ -51,3 +57,23 @@ def publish_report_while_training(platform: Platform, run_folder: Path) -> Itera
     finally:
         ended.set()
         thread.join(LAST_SECONDS)
+
+
+def publish_report_while_training(platform: Platform, run_folder: Path) -> AbstractContextManager[None]:
+    """Publish a pod's report of its training by :func:`publish_page_while_running`.
+
+    The last page is the finished report; after an exception, the report so far with the error.
+    """
+
+    def render(failure: str, is_last: bool) -> str:
+        """Read the finished report of a training that has ended without failure, else render the report so far."""
+        if is_last and not failure:
+            return (run_folder / "report.html").read_text(encoding="ascii")
+        return report.render_report(run_folder / UNFINISHED, run_folder.name, failure)
+
+    return publish_page_while_running(platform, render, title=TITLE, placeholder=PLACEHOLDER)
+
+
+def publish_function_page(platform: Platform, folder: Path, name: str) -> AbstractContextManager[None]:
+    """Publish the page ``name`` of an own function's run in a pod by :func:`publish_page_while_running`."""
+    return publish_page_while_running(platform, lambda failure, _: render_function_page(folder, name, failure))

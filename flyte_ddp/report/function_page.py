@@ -1,0 +1,104 @@
+"""The page of an own function's run: state, recorded values and arguments, from the metrics.jsonl of its folder."""
+
+import json
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from flyte_ddp.errors import UserError
+from flyte_ddp.formatting import format_value
+from flyte_ddp.json_lines import read_records
+from flyte_ddp.report.figures import BLUE, Series, draw_line_chart
+from flyte_ddp.report.page import render_template
+
+Record = dict[str, Any]
+Points = list[tuple[int, float | None]]  # steps and values; None stands for a value that was not finite
+NOT_VALUES = ("kind", "step", "time")  # keys of a record beside the names of its values
+UNFOLDED = 12  # with more charts, only those of the first prefix are unfolded
+
+
+def render_function_page(folder: Path, name: str, failure: str = "") -> str:
+    """Read the folder of an own function's run, which may go on; return its page, an HTML document by itself.
+
+    ``name`` is the title. ``failure`` is why the run has failed, if it has; the duration of a run that has not finished
+    ends now. Imports matplotlib. Raises UserError if ``metrics.jsonl`` is unreadable or has no record of a start.
+    """
+    starts, steps, end = read_function_records(folder / "metrics.jsonl")
+    points = collect_points(steps)
+    charts = [(value.rpartition("/")[0], value, draw_points(value, of)) for value, of in points.items()]
+    since = starts[-1].get("time")
+    return render_template(
+        "function.html",
+        title=name,
+        failure=failure,
+        state="Failed" if failure else "Finished" if end else "Running",
+        starts=starts,
+        last_step=end.get("step", max(steps, default=None)),
+        seconds=end["seconds"] if end else None if since is None else max(0.0, time.time() - since),
+        values=[(value, *describe_points(of)) for value, of in points.items()],
+        charts=[chart for chart in charts if chart[-1]],
+        unfolded=len(charts) <= UNFOLDED,
+        arguments=[
+            (argument, json.dumps(given, ensure_ascii=False))
+            for argument, given in starts[-1].get("hyperparameters", {}).items()
+        ],
+        last_record=json.dumps(end or (steps[max(steps)] if steps else {})),
+    )
+
+
+def read_function_records(path: Path) -> tuple[list[Record], dict[int, Record], Record]:
+    """Read a function's metrics.jsonl; return the starts of all attempts, one record for each step, and the end record.
+
+    The records of one step are merged; of a value that was recorded twice the newest counts. An attempt's start drops
+    the steps after the checkpoint from which it resumed. The end record is empty unless the last attempt has finished.
+    Raises UserError if the file is unreadable or has no record of a start.
+    """
+    starts: list[Record] = []
+    steps: dict[int, Record] = {}
+    end: Record = {}
+    for record in read_records(path):
+        kind = record.get("kind")
+        if kind == "start":
+            starts.append(record)
+            resumed_after = record.get("resumed_after_step", 0)
+            steps = {step: merged for step, merged in steps.items() if step <= resumed_after}
+            end = {}
+        elif kind == "record":
+            steps.setdefault(record["step"], {}).update(record)
+        elif kind == "end":
+            end = record
+    if not starts:
+        raise UserError(f"{path} has no start record: give the folder of a run that began")
+    return starts, steps, end
+
+
+def collect_points(steps: Mapping[int, Record]) -> dict[str, Points]:
+    """Return the points of each recorded value by its name, in the order of their steps."""
+    points: dict[str, Points] = {}
+    for step in sorted(steps):
+        for name, value in steps[step].items():
+            if name not in NOT_VALUES:
+                points.setdefault(name, []).append((step, value))
+    return points
+
+
+def draw_points(name: str, points: Points) -> str:
+    """Draw the finite values of ``points`` over their steps; return an SVG element, or "" if there are none.
+
+    The scale of a value whose name ends with "loss" may be logarithmic.
+    """
+    finite = [(step, value) for step, value in points if value is not None]
+    if not finite:
+        return ""
+    steps, values = zip(*finite, strict=True)
+    scale = "log" if name.lower().endswith("loss") else "linear"
+    return draw_line_chart([Series("", steps, values, BLUE)], x_label="step", y_label="value", scale=scale, x_from=0)
+
+
+def describe_points(points: Points) -> tuple[str, ...]:
+    """Return the last value, its step, the smallest and the largest value as texts; "n/a" if they are not finite."""
+    step, last = points[-1]
+    finite = [value for _, value in points if value is not None]
+    low, high = min(finite, default=None), max(finite, default=None)
+    return format_value(last), f"{step:,}", format_value(low), format_value(high)
