@@ -9,7 +9,10 @@ from typing import Any, TextIO
 
 from tqdm import tqdm
 
+from flyte_ddp.formatting import format_value
+
 BAR = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} steps [{elapsed}<{remaining}{postfix}]"
+SHOWN_VALUES = 6  # of those that a function records; more do not fit on a line
 MODES = ("auto", "bar", "lines", "off")  # auto: a bar if the stream is a terminal, else lines
 
 
@@ -63,11 +66,36 @@ def format_size(number: int) -> str:
     return f"{tqdm.format_sizeof(number)}B"
 
 
-class TrainingProgress(Progress):
-    """Shows a run's optimiser steps and evaluations, in one of MODES, on ``stream`` (default stderr).
+class StepProgress(Progress):
+    """Decides when a run's steps are shown; its subclasses show them. ``clock`` returns seconds from any start.
 
     A bar is renewed every 0.1 s. Lines come at once, every two seconds, and then whenever the elapsed time has grown by
-    30 %: 12 in the first minute, 28 in the first hour. Each evaluation has a line.
+    30 %: 12 in the first minute, 28 in the first hour.
+    """
+
+    def __init__(self, mode: str, stream: TextIO | None, clock: Callable[[], float]) -> None:
+        super().__init__(mode, stream)
+        self._clock, self._start = clock, clock()
+        self._next = 0.0  # when the next step is shown, in seconds from the start
+        self._last_step = 0
+
+    def is_due(self) -> bool:
+        """Return whether ``show_step`` would show something; if not, a loss need not be copied from the device."""
+        return self._mode != "off" and self._elapsed() >= self._next
+
+    def _elapsed(self) -> float:
+        """Return the seconds since the start."""
+        return self._clock() - self._start
+
+    def _schedule_next(self, now: float) -> None:
+        """Set when the next step is due; this one is shown ``now``, in seconds from the start."""
+        self._next = now + 0.1 if self._mode == "bar" else max(1.3 * now, now + 2.0)
+
+
+class TrainingProgress(StepProgress):
+    """Shows a run's optimiser steps and evaluations, in one of MODES, on ``stream`` (default stderr).
+
+    Steps are shown when they are due; each evaluation has a line.
     """
 
     def __init__(
@@ -79,21 +107,14 @@ class TrainingProgress(Progress):
         stream: TextIO | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        super().__init__(mode, stream)
+        super().__init__(mode, stream, clock)
         self._total_steps, self._epochs = total_steps, -(-total_steps // steps_per_epoch)
-        self._clock, self._start = clock, clock()
-        self._next = 0.0  # when the next step is shown, in seconds from the start
         self._first: tuple[float, int] | None = None  # time of the first line, in seconds from the start, and its step
-        self._last_step = 0
         self._values: dict[str, str] = {}  # the newest loss and rate, as texts
         if self._mode == "bar":
             with self._turn_off_on_failure():
                 label = self._name_epoch(0)
                 self._bar = tqdm(total=total_steps, desc=label, bar_format=BAR, file=self._stream, mininterval=0)
-
-    def is_due(self) -> bool:
-        """Return whether :meth:`show_step` would show something; if not, a loss need not be copied from the device."""
-        return self._mode != "off" and self._clock() - self._start >= self._next
 
     def show_step(self, epoch: int, step: int, loss: float | None, samples_per_second: float | None) -> None:
         """Store the values of step number ``step`` of the run; show them if :meth:`is_due`, and schedule the next time.
@@ -107,14 +128,13 @@ class TrainingProgress(Progress):
             self._values["rate"] = f"{samples_per_second:,.0f} samples/s"
         if not self.is_due():
             return
-        now = self._clock() - self._start
+        now = self._elapsed()
+        self._schedule_next(now)
         if self._mode == "bar":
-            self._next = now + 0.1
             with self._turn_off_on_failure():
                 self._bar.set_description_str(self._name_epoch(epoch), refresh=False)
                 self._update_bar()
             return
-        self._next = max(1.3 * now, now + 2.0)
         # The time left is estimated from the first line on, so that start-up and steps before a resume don't count.
         began, first_step = self._first = self._first or (now, step)
         parts = [f"{self._name_epoch(epoch)}, step {step:,}/{self._total_steps:,}", *self._values.values()]
@@ -150,3 +170,64 @@ class TrainingProgress(Progress):
         """Show the newest values and the last step in the bar."""
         self._bar.set_postfix_str(", ".join(self._values.values()), refresh=False)
         self._bar.update(self._last_step - self._bar.n)
+
+
+class FunctionProgress(StepProgress):
+    """Shows the values that an own function records by step, in one of MODES, on ``stream`` (default stderr).
+
+    Steps are shown when they are due, and the last one at :meth:`close`. Nobody knows how many there will be. A bar
+    begins with the first step.
+    """
+
+    def __init__(self, mode: str, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__(mode, stream, clock)
+        self._first: tuple[float, int] | None = None  # time of the first step, in seconds from the start, and itself
+        self._values: dict[str, float] = {}  # the newest of each name
+        self._is_shown = True  # whether the last step and its values are
+        self._bar: Any = None
+
+    def show_step(self, step: int, values: Mapping[str, float]) -> None:
+        """Store values of a step, also some more of the last step; show all names' newest ones if :meth:`is_due`.
+
+        Of more than SHOWN_VALUES (6) values shows the first, and how many more there are.
+        """
+        if self._mode == "off":
+            return
+        self._last_step, self._is_shown = step, False
+        self._values.update(values)
+        if self._first is None:
+            self._first = self._elapsed(), step
+        if self.is_due():
+            self._show_last_step()
+
+    def close(self) -> None:
+        """Show the last step, unless that was done, and end a bar's line; may be called twice."""
+        if not self._is_shown:
+            self._show_last_step()
+        if self._mode == "bar" and self._bar is not None:
+            with self._turn_off_on_failure():
+                self._bar.close()
+
+    def _show_last_step(self) -> None:
+        """Show the last step with the newest values, by the mode, and schedule the next time."""
+        now = self._elapsed()
+        self._schedule_next(now)
+        self._is_shown = True
+        shown = [f"{name} {format_value(value)}" for name, value in [*self._values.items()][:SHOWN_VALUES]]
+        parts = [f"step {self._last_step:,}", *shown]
+        if len(self._values) > SHOWN_VALUES:
+            parts.append(f"{len(self._values) - SHOWN_VALUES} more")
+        began, first_step = self._first or (now, self._last_step)
+        if self._last_step > first_step and now > began:  # without start-up, and steps before a resume
+            rate = (self._last_step - first_step) / (now - began)
+            parts.append(f"{rate:,.0f} steps/s" if rate >= 10 else f"{rate:.2g} steps/s")
+        text = ", ".join([*parts, f"{tqdm.format_interval(round(now))} elapsed"])
+        if self._mode != "bar":
+            self.print_note(text)
+            return
+        with self._turn_off_on_failure():
+            if self._bar is None:
+                # With {bar}, which stays empty, tqdm cuts the text to the width of the terminal.
+                self._bar = tqdm(desc=text, bar_format="{desc}{bar}", file=self._stream, mininterval=0)
+            else:
+                self._bar.set_description_str(text)

@@ -3,11 +3,13 @@
 import contextlib
 import io
 import os
-from typing import Any
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TextIO
 
 import pytest
 
-from flyte_ddp.progress import TrainingProgress
+from flyte_ddp.progress import FunctionProgress, TrainingProgress
 
 
 class Clock:
@@ -67,17 +69,11 @@ def test_without_a_terminal_there_are_lines_or_nothing() -> None:
         assert stream.getvalue().count("\n") == lines
 
 
-def on_terminal(mode: str) -> str:
+def on_terminal(show: Callable[[TextIO], object]) -> str:
+    """Return what ``show`` prints to a terminal."""
     reader, writer = os.openpty()
-    clock = Clock()
     with os.fdopen(writer, "w") as terminal:
-        progress = TrainingProgress(mode, 40, 20, stream=terminal, clock=clock)
-        for step in range(1, 41):
-            clock.now += 0.02
-            progress.show_step((step - 1) // 20, step, 1 / step, 17000.0)
-            if step % 20 == 0:
-                progress.print_evaluation(evaluation(step // 20, step))
-        progress.close()
+        show(terminal)
     output = b""
     with contextlib.suppress(OSError):  # how the end of what was written to a terminal shows
         while part := os.read(reader, 65536):
@@ -86,8 +82,19 @@ def on_terminal(mode: str) -> str:
     return output.decode()
 
 
+def show_training(mode: str, stream: TextIO) -> None:
+    clock = Clock()
+    progress = TrainingProgress(mode, 40, 20, stream=stream, clock=clock)
+    for step in range(1, 41):
+        clock.now += 0.02
+        progress.show_step((step - 1) // 20, step, 1 / step, 17000.0)
+        if step % 20 == 0:
+            progress.print_evaluation(evaluation(step // 20, step))
+    progress.close()
+
+
 def test_a_terminal_gets_a_bar_and_the_evaluations_above_it_or_lines() -> None:
-    output = on_terminal("auto")
+    output = on_terminal(partial(show_training, "auto"))
     states = [part for part in output.split("\r") if "steps [" in part]
     assert "0/40 steps" in states[0]
     for words in ("40/40 steps", "epoch 2/2: 100%", "17,000 samples/s"):
@@ -96,9 +103,94 @@ def test_a_terminal_gets_a_bar_and_the_evaluations_above_it_or_lines() -> None:
     for epoch in (1, 2):
         assert f"epoch {epoch}/2, step {epoch * 20}/40: test accuracy 87.50 % (loss 0.5000)" in output
     assert output.endswith("\n")
-    output = on_terminal("lines")
+    output = on_terminal(partial(show_training, "lines"))
     assert "steps [" not in output
     assert output.splitlines()[0] == "epoch 1/2, step 1/40, loss 1.0000, 17,000 samples/s, 00:00 elapsed"
+
+
+def test_a_function_shows_the_newest_of_its_values_when_it_is_due_and_at_its_end() -> None:
+    stream, clock = io.StringIO(), Clock()
+    progress = FunctionProgress("lines", stream, clock)
+    clock.now += 10
+    progress.show_step(1000, {"loss": 2.30258})
+    clock.now += 1  # not due
+    progress.show_step(1100, {"loss": 1.5})
+    progress.show_step(1100, {"accuracy": 0.91})
+    assert not progress.is_due()
+    clock.now += 3
+    progress.print_note("a note")
+    progress.show_step(1140, {"loss": 0.41234})
+    clock.now += 5
+    progress.show_step(1141, {"accuracy": float("nan")})
+    progress.show_step(1142, {})  # not shown until the end
+    clock.now += 1
+    progress.close()
+    progress.close()
+    assert stream.getvalue().splitlines() == [
+        "step 1,000, loss 2.303, 00:10 elapsed",
+        "a note",
+        "step 1,140, loss 0.4123, accuracy 0.91, 35 steps/s, 00:14 elapsed",  # 140 steps in 4 s
+        "step 1,141, loss 0.4123, accuracy nan, 16 steps/s, 00:19 elapsed",
+        "step 1,142, loss 0.4123, accuracy nan, 14 steps/s, 00:20 elapsed",
+    ]
+
+
+def test_functions_and_training_have_their_lines_at_the_same_times() -> None:
+    clock, streams = Clock(), [io.StringIO(), io.StringIO()]
+    training = TrainingProgress("lines", 481, 481, stream=streams[0], clock=clock)
+    function = FunctionProgress("lines", streams[1], clock)
+    for step in range(1, 482):
+        clock.now += 1 / 8
+        training.show_step(0, step, 1.0, 100.0)
+        function.show_step(step, {"loss": 1.0})
+    elapsed = [[line.split(" elapsed")[0][-5:] for line in each.getvalue().splitlines()] for each in streams]
+    assert len(elapsed[0]) == 12
+    assert elapsed[0] == elapsed[1]
+
+
+def test_of_many_values_a_function_shows_some_and_slow_steps_have_a_rate_too() -> None:
+    stream, clock = io.StringIO(), Clock()
+    progress = FunctionProgress("lines", stream, clock)
+    progress.show_step(0, {f"value_{k}": k for k in range(40)})
+    clock.now += 8
+    progress.show_step(2, {})
+    shown = "value_0 0, value_1 1, value_2 2, value_3 3, value_4 4, value_5 5, 34 more"
+    assert stream.getvalue().splitlines() == [
+        f"step 0, {shown}, 00:00 elapsed",
+        f"step 2, {shown}, 0.25 steps/s, 00:08 elapsed",
+    ]
+
+
+def show_function(stream: TextIO) -> None:
+    clock = Clock()
+    progress = FunctionProgress("auto", stream, clock)
+    for step in range(1, 42):
+        clock.now += 0.02
+        progress.show_step(step, {"loss": 1 / step})
+        if step == 20:
+            progress.print_note("a note")
+    progress.close()
+
+
+def test_a_function_has_a_bar_without_an_end_on_a_terminal() -> None:
+    output = on_terminal(show_function)
+    states = [part.rstrip() for part in output.split("\r") if "elapsed" in part]
+    assert states[0] == "step 1, loss 1, 00:00 elapsed"
+    assert states[-1] == "step 41, loss 0.02439, 50 steps/s, 00:01 elapsed"
+    assert 0.8 / 0.1 <= len(states) <= 20  # not one for each step: a terminal is slow
+    assert "a note\r\n" in output
+    assert output.endswith("\n")
+
+
+@pytest.mark.parametrize("mode", ["auto", "bar", "off"])
+def test_a_function_that_records_nothing_shows_nothing(mode: str) -> None:
+    stream = io.StringIO()
+    FunctionProgress(mode, stream).close()
+    off = FunctionProgress("off", stream)
+    off.show_step(1, {"loss": 1.0})
+    off.print_note("a note")
+    off.close()
+    assert stream.getvalue() == ""
 
 
 class Closed(io.StringIO):
@@ -109,9 +201,14 @@ class Closed(io.StringIO):
 
 
 @pytest.mark.parametrize("mode", ["bar", "lines"])
-def test_training_goes_on_when_nobody_reads_any_more(mode: str) -> None:
+def test_work_goes_on_when_nobody_reads_any_more(mode: str) -> None:
     progress = TrainingProgress(mode, 10, 5, stream=Closed())
     for step in range(1, 11):
         progress.show_step(0, step, 1.0, 100.0)
     progress.print_evaluation(evaluation(1, 5))
     progress.close()
+    function = FunctionProgress(mode, Closed())
+    for step in range(1, 11):
+        function.show_step(step, {"loss": 1.0})
+    function.print_note("a note")
+    function.close()
