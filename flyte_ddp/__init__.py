@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from flyte_ddp.errors import UnreachableError as UnreachableError
     from flyte_ddp.errors import UserError as UserError
     from flyte_ddp.models.artifacts import load_model as load_model
+    from flyte_ddp.parallel.sharing import batches as batches
+    from flyte_ddp.parallel.sharing import evaluation_batches as evaluation_batches
+    from flyte_ddp.parallel.sharing import sum_over_ranks as sum_over_ranks
     from flyte_ddp.release.promotion import load_champion as load_champion
     from flyte_ddp.run import Result as Result
     from flyte_ddp.run import run_training as run_training
@@ -30,12 +33,15 @@ MODULES = {
     "StoppedError": "errors",
     "UnreachableError": "errors",
     "UserError": "errors",
+    "batches": "parallel.sharing",
+    "evaluation_batches": "parallel.sharing",
     "fetch": "datasets",
     "image_arrays": "datasets",
     "load_champion": "release.promotion",
     "load_model": "models.artifacts",
     "results": "results",
     "run_training": "run",
+    "sum_over_ranks": "parallel.sharing",
 }
 __all__ = list(MODULES)
 
