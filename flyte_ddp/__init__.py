@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from flyte_ddp.errors import StoppedError as StoppedError
     from flyte_ddp.errors import UnreachableError as UnreachableError
     from flyte_ddp.errors import UserError as UserError
+    from flyte_ddp.loops.current_rank import CurrentRank as CurrentRank
+    from flyte_ddp.loops.current_rank import current_rank as current_rank
+    from flyte_ddp.loops.run_ranks import run_ranks as run_ranks
     from flyte_ddp.models.artifacts import load_model as load_model
     from flyte_ddp.parallel.sharing import batches as batches
     from flyte_ddp.parallel.sharing import evaluation_batches as evaluation_batches
@@ -26,6 +29,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 MODULES = {
+    "CurrentRank": "loops.current_rank",
     "Hyperparameters": "config",
     "RankError": "errors",
     "Result": "run",
@@ -35,11 +39,13 @@ MODULES = {
     "UserError": "errors",
     "batches": "parallel.sharing",
     "evaluation_batches": "parallel.sharing",
+    "current_rank": "loops.current_rank",
     "fetch": "datasets",
     "image_arrays": "datasets",
     "load_champion": "release.promotion",
     "load_model": "models.artifacts",
     "results": "results",
+    "run_ranks": "loops.run_ranks",
     "run_training": "run",
     "sum_over_ranks": "parallel.sharing",
 }

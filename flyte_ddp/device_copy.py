@@ -1,4 +1,8 @@
-"""Copy tensors to a device without waiting for it."""
+"""Copy tensors to a device without waiting for it, and whole states back to the CPU."""
+
+import copy
+from collections import OrderedDict
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,3 +15,16 @@ def copy_to_device(values: Tensor, device: torch.device) -> Tensor:
     # A copy from ordinary memory would block the host in every batch until the device has finished all earlier work.
     # torch keeps page-locked memory until the device has read it.
     return values.pin_memory().to(device, non_blocking=True)
+
+
+def copy_to_cpu(value: Any) -> Any:
+    """Return a deep copy of a value with its tensors on the CPU, detached; a state_dict keeps its ``_metadata``."""
+    if isinstance(value, Tensor):
+        return value.detach().to("cpu", copy=True)
+    if type(value) in (dict, OrderedDict):
+        result = copy.copy(value)  # with ``_metadata``, which a new dict would not have
+        result.update({key: copy_to_cpu(item) for key, item in value.items()})
+        return result
+    if type(value) in (list, tuple):
+        return type(value)(copy_to_cpu(item) for item in value)
+    return copy.deepcopy(value)

@@ -124,7 +124,7 @@ def run_training(
             if isinstance(error, StoppedError):
                 wandb_limit = STOPPED_WANDB_SECONDS
             remove_outputs(work)  # also files that killed ranks have written in part
-            add_failure_details(error, run_folder)
+            add_failure_details(error, work)
             raise
         else:
             publish_complete_run(run_folder)

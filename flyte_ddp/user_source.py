@@ -18,6 +18,7 @@ IDENTIFIED = {"flyte_ddp", *ARITHMETIC}  # packages that count by library_digest
 INSTALLED = {"site-packages", "dist-packages"}
 STANDARD = [Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib")]
 IMPORTERS = ("import_module", "__import__")
+Source = tuple[str, Path, bytes, ast.Module | None]  # name, path, content, syntax tree (None: no Python)
 
 
 def user_source_digest(spec: str) -> str:
@@ -27,9 +28,13 @@ def user_source_digest(spec: str) -> str:
     Python count by their bytes. Puts the working directory first on ``sys.path``. UserError for a bad ``spec`` or a
     missing module.
     """
+    return digest_sources(find_user_sources(spec))
+
+
+def digest_sources(sources: Iterable[Source]) -> str:
+    """Return a SHA-256 (hex) of sources' names and normalized content, in any order."""
     lines = (
-        f"{name} {hashlib.sha256(normalize_code(content, tree)).hexdigest()}"
-        for name, _, content, tree in find_user_sources(spec)
+        f"{name} {hashlib.sha256(normalize_code(content, tree)).hexdigest()}" for name, _, content, tree in sources
     )
     return hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()
 
@@ -39,8 +44,8 @@ def list_user_files(spec: str) -> set[Path]:
     return {path.resolve() for _, path, *_ in find_user_sources(spec)} if ":" in spec else set()
 
 
-def find_user_sources(spec: str) -> Iterator[tuple[str, Path, bytes, ast.Module | None]]:
-    """Yield name, path, content and syntax tree (None: no Python) of each file of the user's own behind ``spec``.
+def find_user_sources(spec: str) -> Iterator[Source]:
+    """Yield the source of each file of the user's own behind ``spec``.
 
     ``spec`` is ``package.module:callable``. Imports nothing. First come the files of the top-level module, wherever it
     is; then the files of each top-level module that a file imports, unless it is Python's own, is in site-packages (an
@@ -54,8 +59,20 @@ def find_user_sources(spec: str) -> Iterator[tuple[str, Path, bytes, ast.Module 
     found = find_top_level(top)
     if found is None:
         raise missing_module_error(spec, top)
-    seen = {top, *IDENTIFIED}
-    files = [*list_module_files(found)]
+    yield from follow_imports([*list_module_files(found)], {top, *IDENTIFIED})
+
+
+def find_script_sources(script: Path) -> Iterator[Source]:
+    """Yield the source of a script, and of the user's modules that it imports, as :func:`find_user_sources` does."""
+    search_working_directory()
+    yield from follow_imports([(script.name, script)], {*IDENTIFIED})
+
+
+def follow_imports(files: list[tuple[str, Path]], seen: set[str]) -> Iterator[Source]:
+    """Yield the sources of ``files`` (names and paths) and of the user's modules that they import, and so on.
+
+    Changes ``files`` and ``seen``, the names of top-level modules that are left out.
+    """
     while files:
         name, path = files.pop()
         try:

@@ -57,7 +57,7 @@ def add_step_to_error(run_version: str) -> Iterator[None]:
         folder = resolve_folder(run_version)
         if isinstance(error, StoppedError):
             raise StoppedError(error.signal, newest_step(folder / UNFINISHED)) from None
-        add_failure_details(error, folder)
+        add_failure_details(error, folder / UNFINISHED)
         raise
 
 

@@ -24,7 +24,7 @@ METRICS = "metrics.jsonl"
 PREDICTIONS = "predictions.npz"
 REPORT = "report.html"  # written and moved last: if it is in unfinished/, the run in it is complete
 OUTPUTS = ("model.pt", "model.json", PREDICTIONS, REPORT)
-TRACEBACK = "traceback.txt"  # in unfinished/, if a rank has raised
+TRACEBACK = "traceback.txt"  # where the run has written, if a rank has raised
 REPLACED = ".replaced"
 HELD_FOR_CHILDREN = "FLYTE_DDP_HELD_FOR_CHILDREN"  # id of a process, and the folders that it has locked
 
@@ -155,15 +155,16 @@ def is_finished(folder: Path) -> bool:
     return all((folder / name).exists() for name in (METRICS, *OUTPUTS))
 
 
-def add_failure_details(error: BaseException, run_folder: Path) -> None:
+def add_failure_details(error: BaseException, work: Path) -> None:
     """Set a RankError's ``step``, after which the run resumes, and ``file``, a new traceback.txt with the whole error.
 
-    Reads both checkpoints whole. If the file cannot be written, prints its text to stderr. Adds to ``remark`` which
-    modules in the working directory hide Python's own: those that the details mention; all if the error has no details
-    and is not recoverable. Gives a KeyboardInterrupt without text a text with the step. Leaves other errors unchanged.
+    ``work`` is the folder in which the run has written. Reads both checkpoints whole. If the file cannot be written,
+    prints its text to stderr. Adds to ``remark`` which modules in the working directory hide Python's own: those that
+    the details mention; all if the error has no details and is not recoverable. Gives a KeyboardInterrupt without text
+    a text with the step. Leaves other errors unchanged.
     """
     if isinstance(error, KeyboardInterrupt) and not error.args:
-        error.args = (f"stopped by Ctrl-C; {describe_resumption(checkpoint.newest_step(run_folder / UNFINISHED))}",)
+        error.args = (f"stopped by Ctrl-C; {describe_resumption(checkpoint.newest_step(work))}",)
     if not isinstance(error, RankError):
         return
     did_not_begin = not error.details and not error.recoverable
@@ -171,9 +172,9 @@ def add_failure_details(error: BaseException, run_folder: Path) -> None:
         if did_not_begin or f"'{name}'" in error.details or str(path) in error.details:
             hidden = f"; {shorten_path(path)} hides Python's own module {name!r}, which may be the cause: rename it"
             error.remark += hidden
-    error.step = checkpoint.newest_step(run_folder / UNFINISHED)
+    error.step = checkpoint.newest_step(work)
     if error.file is None:
-        error.file = write_details(error, run_folder / UNFINISHED / TRACEBACK)
+        error.file = write_details(error, work / TRACEBACK)
 
 
 def write_details(error: RankError, path: Path) -> Path | None:

@@ -11,11 +11,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-import numpy as np
-
 from flyte_ddp.json_lines import parse_records
-from flyte_ddp.report.figures import PICTURED_CLASSES
-from flyte_ddp.report.report import sample_names
 from flyte_ddp.runs.run_folder import METRICS, PREDICTIONS, UNFINISHED
 
 if TYPE_CHECKING:
@@ -23,6 +19,7 @@ if TYPE_CHECKING:
 
 POLL_SECONDS = 0.25
 NOT_SENT = 2  # exit code: the run is complete on disk, but not on the server
+NOTHING_RECORDED = 3  # exit code: no run was opened, as it was to wait for a record and none has come
 RETRY_SECONDS = 30.0  # between attempts to reach the server
 OWN_VARIABLES = ("WANDB_ERROR_REPORTING", "WANDB_DATA_DIR")  # set by wandb_run.py, not by the user
 
@@ -32,13 +29,14 @@ WaitForEnd = Callable[[float], bool]  # waits up to so many seconds for the end 
 def feed_wandb(launcher: Connection[Any, Any]) -> int:
     """Open the wandb run, log records and the table of predictions until training has ended, and close the run.
 
-    Returns the exit code: 0, NOT_SENT (2) if the server took too long, 1 for another failure. The launcher first sends
-    the arguments of ``wandb.init`` and the offset in metrics.jsonl where this attempt begins, and one more message when
-    training has ended; its death counts as that message. Sends the launcher wandb's status: folder, url, and the reason
-    of a failure. Prints tracebacks to stderr. Lowers the priority of this process, unless training has ended.
+    Returns the exit code: 0, NOT_SENT (2) if the server took too long, NOTHING_RECORDED (3), 1 for another failure. The
+    launcher first sends the arguments of ``wandb.init``, the offset in metrics.jsonl where this attempt begins, and
+    whether to wait for the attempt's first record of an own function before wandb is imported; and one more message
+    when training has ended; its death counts as that message. Sends the launcher wandb's status: folder, url, and the
+    reason of a failure. Prints tracebacks to stderr. Lowers the priority of this process, unless training has ended.
     """
     parent = os.getppid()
-    arguments, offset = launcher.recv()
+    arguments, offset, on_first_record = launcher.recv()
     folder = Path(arguments["dir"])
 
     def wait_for_end(seconds: float) -> bool:
@@ -51,6 +49,8 @@ def feed_wandb(launcher: Connection[Any, Any]) -> int:
             launcher.send(status)
 
     os.nice(0 if wait_for_end(0) else 10)  # training has priority while it runs
+    if on_first_record and not wait_for_record(follow_records(folder, offset, wait_for_end)):
+        return NOTHING_RECORDED
     try:
         run = open_wandb_run(arguments, wait_for_end, lambda error: send_status(reason=print_error(error)))
         send_status(folder=str(Path(run.dir).parent), url=run.url or "", **({"reason": ""} if run.url else {}))
@@ -58,7 +58,7 @@ def feed_wandb(launcher: Connection[Any, Any]) -> int:
         first = 0 if arguments["mode"] == "offline" else offset
         trained, classes = log_records(run, follow_records(folder, first, wait_for_end))
         try:
-            if trained:
+            if trained and classes is not None:
                 with open_run_file(folder, PREDICTIONS) as file:
                     run.log({"predictions": predictions_table(file, classes)})
         except Exception as error:  # keep the run without the table
@@ -111,23 +111,31 @@ def open_wandb_run(
     return run
 
 
-def log_records(run: wandb.Run, records: Iterable[dict[str, Any]]) -> tuple[bool, list[str]]:
+def wait_for_record(records: Iterable[dict[str, Any]]) -> bool:
+    """Take records until one is an own function's of its values; return whether one was."""
+    return any(record.get("kind") == "record" for record in records)
+
+
+def log_records(run: wandb.Run, records: Iterable[dict[str, Any]]) -> tuple[bool, list[str] | None]:
     """Log records to the run, its config and its summary; return whether training has finished, and the class names.
 
-    Takes ``kind``, ``time`` and ``hyperparameters`` out of the records.
+    The names are None if the run has no classes: an own function's. Takes ``kind``, ``time`` and ``hyperparameters``
+    out of the records.
     """
+    import numpy as np
     import wandb
 
-    trained, classes = False, []
+    trained, classes = False, None
     for record in records:
         kind = record.pop("kind", None)
         record.pop("time", None)
         if kind == "start":
-            classes = record.get("classes", [])
+            classes = record.get("classes")
             values = {**record.pop("hyperparameters"), "run": record}
             run.config.update(values, allow_val_change=True)  # type: ignore[no-untyped-call]
-        elif kind in ("train", "evaluation"):
-            renamed = {"test_accuracy": "accuracy"}  # None stands for a value that was not finite
+        elif kind in ("train", "evaluation", "record"):
+            renamed = {} if kind == "record" else {"test_accuracy": "accuracy"}
+            # None stands for a value that was not finite.
             run.log({renamed.get(key, key): value for key, value in record.items() if value is not None})
         elif kind == "watch":
             histograms = {
@@ -181,7 +189,11 @@ def predictions_table(file: BinaryIO, classes: list[str]) -> wandb.Table:
 
     For more than PICTURED_CLASSES (1,000) classes only the prediction's score is in the table.
     """
+    import numpy as np
     import wandb
+
+    from flyte_ddp.report.figures import PICTURED_CLASSES
+    from flyte_ddp.report.report import sample_names
 
     with np.load(file, allow_pickle=False) as arrays:
         rows = int(arrays["table_rows"])

@@ -25,7 +25,7 @@ from flyte_ddp.errors import shorten_path
 from flyte_ddp.process import kill_process_trees
 from flyte_ddp.runs.run_folder import METRICS
 from flyte_ddp.settings import Settings
-from flyte_ddp.tracking.wandb_feed import NOT_SENT, POLL_SECONDS, open_run_file
+from flyte_ddp.tracking.wandb_feed import NOT_SENT, NOTHING_RECORDED, POLL_SECONDS, open_run_file
 
 COMMAND = (sys.executable, "-m", "flyte_ddp.tracking.wandb_feed")
 LOG = "feed.log"  # what the child and wandb print
@@ -33,13 +33,19 @@ OPEN_SHARE = 0.25  # of the time in finish(): for the server to answer, before a
 
 
 def start_wandb(
-    run_folder: Path, settings: Settings, hyperparameters: Mapping[str, Any], name: str
+    run_folder: Path,
+    settings: Settings,
+    hyperparameters: Mapping[str, Any],
+    name: str,
+    *,
+    on_first_record: bool = False,
 ) -> WandbProcess | None:
     """Start the child process that sends the run folder's metrics.jsonl to wandb, and return it.
 
     Returns None if wandb is disabled; also if the child cannot be started, which is printed to stderr. Does not send
     again what an earlier attempt has sent. Only an offline run gets all records, because ``wandb sync`` replaces the
-    server's run. wandb's files are in the run folder's ``wandb``.
+    server's run. wandb's files are in the run folder's ``wandb``. With ``on_first_record`` the child imports wandb only
+    when this attempt writes its first record of an own function's values; without any there is no wandb run.
     """
     if settings.wandb_mode == "disabled":
         return None
@@ -65,7 +71,7 @@ def start_wandb(
         },
     }
     try:
-        return WandbProcess(init_arguments, settings)
+        return WandbProcess(init_arguments, settings, on_first_record=on_first_record)
     except (OSError, ValueError, TypeError) as error:
         print_to_stderr(f"wandb: not started ({error}); the metrics are in {METRICS} of {shorten_path(run_folder)}")
         return None
@@ -74,8 +80,8 @@ def start_wandb(
 class WandbProcess:
     """The child that runs wandb, given the arguments of ``wandb.init``. Call :meth:`finish` in a ``finally``."""
 
-    def __init__(self, init_arguments: dict[str, Any], settings: Settings) -> None:
-        self.init_arguments, self.settings = init_arguments, settings
+    def __init__(self, init_arguments: dict[str, Any], settings: Settings, *, on_first_record: bool = False) -> None:
+        self.init_arguments, self.settings, self.on_first_record = init_arguments, settings, on_first_record
         self.offset = 0  # bytes of metrics.jsonl that an earlier attempt has written
         self.folder = Path(init_arguments["dir"], "wandb")
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -103,7 +109,7 @@ class WandbProcess:
                 stderr=log,
                 start_new_session=True,  # a terminal's Ctrl-C does not reach it
             )
-        self.pipe.send((self.init_arguments, self.offset))
+        self.pipe.send((self.init_arguments, self.offset, self.on_first_record))
 
     def receive_status(self) -> bool:
         """Update ``status`` with the child's messages; return whether wandb has opened its run."""
@@ -118,14 +124,15 @@ class WandbProcess:
         If wandb did not open the run, or was killed, a second child writes the records to an offline run. Kills
         children after ``limit`` or ``settings.wandb_timeout`` seconds in all, whichever is less; killing takes up to 5
         s more. Removes the folders of runs that could not be opened. If ``settings.wandb_kept_at`` is set, writes the
-        name of the folder of a run that was not sent to the file ``wandb/unsent``.
+        name of the folder of a run that was not sent to the file ``wandb/unsent``. If the child waited for a record and
+        none came, prints nothing, and leaves no folder ``wandb`` unless an earlier attempt has files there.
         """
         seconds = min(limit, self.settings.wandb_timeout)
         deadline = time.monotonic() + seconds
         online = self.init_arguments["mode"] == "online"
         usable = self.end_child(deadline - (1 - OPEN_SHARE) * seconds if online else deadline, deadline)
         first = self.status
-        if not usable and time.monotonic() < deadline:
+        if not usable and self.process.returncode != NOTHING_RECORDED and time.monotonic() < deadline:
             self.init_arguments["mode"] = "offline"
             with suppress(OSError):
                 self.start_child()
@@ -133,6 +140,9 @@ class WandbProcess:
             if not self.status["folder"]:
                 self.status = first
             self.status["reason"] = self.status["reason"] or first["reason"]
+        if self.process.returncode == NOTHING_RECORDED:
+            self.remove_empty_folder()
+            return
         own_folders = {*map(str, self.folder.glob(self.online)), first["folder"]} - self.earlier_folders
         for folder in own_folders - {self.status["folder"], ""}:  # not opened, or written anew by the second child
             shutil.rmtree(folder, ignore_errors=True)
@@ -143,6 +153,14 @@ class WandbProcess:
             unsent.unlink(missing_ok=True)
             if self.settings.wandb_kept_at and self.status["folder"] and not sent:
                 unsent.write_text(Path(self.status["folder"]).name)
+
+    def remove_empty_folder(self) -> None:
+        """Remove the log of the child if it is empty, and wandb's folder if no earlier attempt has left files there."""
+        log = self.folder / LOG
+        with suppress(OSError):  # the folder has other files
+            if not log.stat().st_size:
+                log.unlink()
+            self.folder.rmdir()
 
     def end_child(self, open_by: float, done_by: float) -> bool:
         """Tell the child that training has ended, and wait for its exit; return whether its run can be used.

@@ -3,18 +3,16 @@
 Random numbers are functions of the position (seed, epoch, step, sample), so their state is not saved.
 """
 
-import copy
 import sys
 import threading
 import time
-from collections import OrderedDict
 from dataclasses import asdict, dataclass
 from types import TracebackType
 from typing import Any, Self
 
 import torch
-from torch import Tensor
 
+from flyte_ddp.device_copy import copy_to_cpu
 from flyte_ddp.models.zoo import find_refused_value
 from flyte_ddp.parallel.distributed import rank
 from flyte_ddp.runs import checkpoint
@@ -60,19 +58,6 @@ def take_snapshot(state: TrainingState, recorder: Recorder) -> Snapshot | None:
         # The best weights are a copy that nothing changes, so they need no second copy.
         best = selection.weights if selection.epoch and state.hp.keep == "best" else None
         return Snapshot(state.epoch, state.step, recorder.log.size(), {**copy_to_cpu(values), "best": best})
-
-
-def copy_to_cpu(value: Any) -> Any:
-    """Return a deep copy of a value with its tensors on the CPU, detached; a state_dict keeps its ``_metadata``."""
-    if isinstance(value, Tensor):
-        return value.detach().to("cpu", copy=True)
-    if type(value) in (dict, OrderedDict):
-        result = copy.copy(value)  # with ``_metadata``, which a new dict would not have
-        result.update({key: copy_to_cpu(item) for key, item in value.items()})
-        return result
-    if type(value) in (list, tuple):
-        return type(value)(copy_to_cpu(item) for item in value)
-    return copy.deepcopy(value)
 
 
 def restore_run(state: TrainingState, recorder: Recorder, found: checkpoint.Checkpoint) -> None:

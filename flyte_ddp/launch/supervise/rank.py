@@ -44,16 +44,28 @@ class Rank:
         self.work, self.info, self.offer_saving, self.link = work, info, offer_saving, link
         self.store: Store | None = None  # the ranks' common store, once it is open
 
+    def open_store(self) -> TCPStore:
+        """Open the store of rank 0, which all ranks share; process groups by ``env://`` at its address share it, too.
+
+        Waits for rank 0's address. Raises CollectiveTimeoutError if that does not come within the work's time limit.
+        """
+        with translate_collective_errors():
+            return open_tcp_store(self.info, self.link, timedelta(seconds=self.work.timeout))
+
+    def join_by(self, store: Store) -> None:
+        """Join torch's process group by a store, and wait for all ranks, which must all call this."""
+        report_error = self.link.report_error if self.link else lambda _: None
+        with translate_collective_errors():
+            join_process_group(self.work, self.info, store, report_error)
+
     def join(self) -> None:
         """Join torch's process group, and wait for all ranks, which must all call this; do nothing for a single rank.
 
         Raises CollectiveTimeoutError if a rank does not come within the work's time limit.
         """
         if self.info.world_size > 1:
-            assert self.link is not None
-            with translate_collective_errors():
-                self.store = open_common_store(self.info, self.link, timedelta(seconds=self.work.timeout))
-                join_process_group(self.work, self.info, self.store, self.link.report_error)
+            self.store = open_file_store(self.info, self.work.timeout) if self.info.store else self.open_store()
+            self.join_by(self.store)
 
     def leave(self) -> None:
         """Wait for the other ranks and leave the process group; do nothing if this rank has not joined.
@@ -106,21 +118,24 @@ def load_function(name: str) -> Callable[..., Any]:
     return found
 
 
-def open_common_store(info: RankInfo, link: Link, timeout: timedelta) -> Store:
-    """Return the ranks' common store: a file if ``info.store`` names one, else a TCPStore of rank 0.
-
-    For a TCPStore rank 0 listens at a free port, and sends the port to the launcher. Other ranks wait up to ``timeout``
-    for the port, and then raise CollectiveTimeoutError.
-    """
+def open_file_store(info: RankInfo, timeout: float) -> Store:
+    """Return the ranks' common store in the file that ``info.store`` names; ``timeout`` (seconds) limits its waits."""
     # A TCPStore looks up the names of the hosts that connect, and would wait for a resolver that is down.
-    if info.store:
-        file = FileStore(info.store, info.world_size)
-        file.set_timeout(timeout)
-        return file
+    file = FileStore(info.store, info.world_size)
+    file.set_timeout(timedelta(seconds=timeout))
+    return file
+
+
+def open_tcp_store(info: RankInfo, link: Link | None, timeout: timedelta) -> TCPStore:
+    """Return the ranks' common store, a TCPStore of rank 0, which other stores of rank 0 at its port share.
+
+    Rank 0 listens at a free port, and sends the port to the launcher. Other ranks wait up to ``timeout`` for the port,
+    and then raise CollectiveTimeoutError. ``link`` None: there is only one rank.
+    """
     leads = info.rank == 0
-    host, port = ("127.0.0.1", 0) if leads else link.receive_address(timeout.total_seconds())
-    store = TCPStore(host, port, info.world_size, is_master=leads, timeout=timeout, wait_for_workers=False)
-    if leads:
+    host, port = ("127.0.0.1", 0) if leads or link is None else link.receive_address(timeout.total_seconds())
+    store = TCPStore(host, port, info.world_size, leads, timeout, wait_for_workers=False, multi_tenant=True)
+    if leads and link is not None:
         link.send("port", port=store.port)
     return store
 

@@ -23,6 +23,7 @@ from flyte_ddp.launch.supervise.network import set_network_interface
 from flyte_ddp.launch.supervise.stopping import SIGNALS, call_on_signals
 from flyte_ddp.process import die_with_parent, set_process_name
 
+GLOO, GLOO_TIMEOUT = "/gloo/", "Timed out waiting"  # a source file of gloo's, and its words, in its errors' texts
 MAX_CHARACTERS = 20_000  # of an error's message, and of its traceback
 SaveFunction = Callable[[float], int]  # saves a checkpoint within so many seconds; returns the newest one's step
 
@@ -189,7 +190,8 @@ def classify_failure(error: BaseException) -> str:
     """Return the cause of a rank's failure, by the types of its exception and of that exception's causes.
 
     It is "mistake" for a UserError, "unreachable" for an UnreachableError, "timeout" for a collective operation that
-    has waited for FLYTE_DDP_TIMEOUT, "peer" for one that failed before that time, else "own". Imports no torch.
+    has waited for FLYTE_DDP_TIMEOUT, "peer" for one that failed before that time, else "own". What gloo raises inside
+    torch, such as in a backward pass of DistributedDataParallel, is known by its text alone. Imports no torch.
     """
     if isinstance(error, UserError):
         return "unreachable" if isinstance(error, UnreachableError) else "mistake"
@@ -203,5 +205,7 @@ def classify_failure(error: BaseException) -> str:
             return "timeout"
         if isinstance(origin, (CollectiveError, of_torch)):
             return "peer"
+        if type(origin) is RuntimeError and GLOO in str(origin):
+            return "timeout" if GLOO_TIMEOUT in str(origin) else "peer"
         origin = origin.__cause__
     return "own"

@@ -1,0 +1,133 @@
+"""A user's function with its arguments, as ranks get it, and what identifies it."""
+
+import hashlib
+import inspect
+import io
+import math
+import pickle
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import cloudpickle  # type: ignore[import-untyped]
+
+from flyte_ddp import user_source
+from flyte_ddp.errors import UserError
+from flyte_ddp.settings import Settings
+
+RETURNED = "returned.pickle"  # what rank 0 has returned: in the run's folder, until the launcher has read it
+
+
+@dataclass(frozen=True)
+class Call:
+    """A function with its arguments, pickled, so that only ranks need to import what they need."""
+
+    name: str  # of the function, for people
+    payload: bytes  # cloudpickle's, of function, positional and keyword arguments
+    shown: Mapping[str, Any]  # the arguments by name, as JSON values
+    code: str  # digest of the function's sources
+    own_code: tuple[str, ...] = ()  # package.module:callable of users, whose sources other hosts may lack
+
+    def load(self) -> partial[Any]:
+        """Unpickle the call, which imports modules, and return the function with its arguments; call it without any.
+
+        Raises UserError if function or arguments cannot be imported or unpickled here.
+        """
+        try:
+            function, args, kwargs = cloudpickle.loads(self.payload)
+        except (ImportError, AttributeError, pickle.UnpicklingError) as error:
+            raise UserError(
+                f"{self.name}: a rank cannot load it: {type(error).__name__}: {error}; install what is missing where "
+                "ranks run, or define what the function needs at the top of its module"
+            ) from error
+        return partial(function, *args, **kwargs)
+
+
+@dataclass(frozen=True)
+class FunctionCall:
+    """The arguments of the Work of a user's call."""
+
+    call: Call
+    settings: Settings
+
+
+def describe_call(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
+    """Pickle a call and return it: by name what its module has under its name, else by value.
+
+    Reads the sources of the function and of the user's modules that it imports. Raises UserError if the arguments do
+    not fit the function, something cannot be pickled, or the function's module has no file to be found.
+    """
+    name = function_name(function)
+    try:
+        arguments = inspect.signature(function).bind(*args, **kwargs).arguments
+    except TypeError as error:
+        raise UserError(f"{name}: {error}; give the arguments that it takes") from None
+    code, own_code = digest_code(function)
+    for what, value in (("the function", function), *((f"argument {key}", value) for key, value in arguments.items())):
+        try:
+            cloudpickle.dumps(value)
+        except Exception as error:  # an object's own code may raise anything
+            raise UserError(
+                f"{name}: {what} cannot be sent to ranks ({type(error).__name__}: {error}); make it in the function"
+            ) from error
+    payload = cloudpickle.dumps((function, tuple(args), dict(kwargs)))
+    return Call(name, payload, {key: describe_value(value) for key, value in arguments.items()}, code, own_code)
+
+
+def function_name(function: Callable[..., Any]) -> str:
+    """Return ``module:function`` for a function, or for what a functools.partial calls."""
+    while isinstance(function, partial):
+        function = function.func
+    named = function if hasattr(function, "__qualname__") else type(function)
+    return f"{named.__module__}:{named.__qualname__}"
+
+
+def describe_value(value: Any) -> Any:
+    """Return a JSON value that is equal for equal arguments in all processes: the argument itself, or a text for it."""
+    if is_dataclass(value) and not isinstance(value, type):
+        value = {each.name: getattr(value, each.name) for each in fields(value)}
+    if isinstance(value, Mapping):
+        return {str(key): describe_value(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [describe_value(each) for each in value]
+    if value is None or isinstance(value, (bool, int, str)) or (isinstance(value, float) and math.isfinite(value)):
+        return value
+    if isinstance(value, (float, Path)):
+        return str(value)
+    return function_name(value) if callable(value) else digest_value(value)
+
+
+def digest_value(value: Any) -> str:
+    """Return an object's type and a digest of its pickle; the type alone where plain pickle refuses the object."""
+    file = io.BytesIO()
+    pickler = pickle.Pickler(file, protocol=4)
+    pickler.fast = True  # else equal parts that are one object here, and two there, give other pickles
+    try:
+        pickler.dump(value)
+    except Exception:  # an object's own code may raise anything
+        return type(value).__qualname__
+    return f"{type(value).__qualname__} {hashlib.sha256(file.getvalue()).hexdigest()[:12]}"
+
+
+def digest_code(function: Callable[..., Any]) -> tuple[str, tuple[str, ...]]:
+    """Return a digest of a function's sources, and the user's modules among them as ``module:function``.
+
+    Covers what user_source covers, begun at the function's module, or at the main script's file. In a notebook only the
+    text of the function counts. Raises UserError if the function's module cannot be found by other processes.
+    """
+    module, _, name = function_name(function).partition(":")
+    if module != "__main__":
+        spec = f"{module}:{name.partition('.')[0]}"
+        return user_source.user_source_digest(spec), (spec,)
+    script = getattr(sys.modules["__main__"], "__file__", None)
+    if script is not None and Path(script).is_file():
+        found = [*user_source.find_script_sources(Path(script))]
+        specs = {f"{path.partition('/')[0].removesuffix('.py')}:{name}" for path, *_ in found[1:]}
+        return user_source.digest_sources(found), tuple(sorted(specs))
+    try:
+        return hashlib.sha256(inspect.getsource(function).encode()).hexdigest(), ()
+    except (OSError, TypeError):  # typed into a plain interpreter
+        return "", ()

@@ -1,0 +1,162 @@
+"""The states that a user's function saves. Rank 0 writes them, in a thread of its own, to two files in turn."""
+
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from flyte_ddp.device_copy import copy_to_cpu
+from flyte_ddp.errors import UserError
+from flyte_ddp.models.zoo import find_refused_value
+from flyte_ddp.runs import checkpoint
+from flyte_ddp.runs.checkpoint import Checkpoint, Identity
+from flyte_ddp.runs.run_folder import METRICS
+
+UNANNOUNCED_SECONDS = 8.0  # for the next save after a request to stop, if the function never asks whether one is due
+ANSWER_SHARE = 0.9  # of the time for the next save: the launcher must get the answer before the time is over
+
+
+@dataclass(frozen=True)
+class State:
+    """A copy of a state that is to be written."""
+
+    step: int
+    values: dict[str, Any]
+    metrics_bytes: int  # of metrics.jsonl
+
+
+class Checkpoints:
+    """Saves and loads states in ``folder/checkpoints``; call :meth:`close` when the function has ended.
+
+    ``found`` is the checkpoint that the function begins with. A save is due ``seconds`` after the last one (0: never),
+    and after a request to stop. Starts a thread at the first save.
+    """
+
+    def __init__(self, folder: Path, identity: Identity, found: Checkpoint | None, seconds: float) -> None:
+        self.folder, self.identity, self.newest, self.seconds = folder, identity, found, seconds
+        self.slots = checkpoint.alternate_slots(folder / checkpoint.FOLDER, found.path if found else None)
+        self.slot = next(self.slots)  # the older of the two files
+        self.last_step = found.step if found else 0  # that save got
+        self.last_time = time.monotonic()
+        self.saved_any = False
+        self.changed = threading.Condition()  # for the attributes below
+        self.pending: State | None = None
+        self.asked = self.stop_requested = self.closed = self.failure_printed = False
+        self.thread = threading.Thread(target=self._write_until_closed, name="checkpoints", daemon=True)
+
+    def due(self) -> bool:
+        """Return whether it is time to save: by the clock, or because the run is to stop."""
+        self.asked = True
+        return self.stop_requested or 0 < self.seconds <= time.monotonic() - self.last_time
+
+    def save(self, step: int, state: Mapping[str, Any]) -> None:
+        """Copy a state to the CPU for the thread to write; the copy replaces one that is not written yet.
+
+        Raises UserError if the step is below the last one, or at the first save if torch.load would refuse a value.
+        """
+        check_step("save", step, self.last_step)
+        if not self.saved_any and (refused := find_refused_value(state)):
+            raise UserError(
+                f"save: torch.load(weights_only=True) refuses state[{refused[0]!r}], of type "
+                f"{type(refused[1]).__name__}; give tensors, numbers, texts, and lists and dicts of them"
+            )
+        metrics = self.folder / METRICS
+        copied = State(step, copy_to_cpu(dict(state)), metrics.stat().st_size if metrics.exists() else 0)
+        self.last_step, self.last_time, self.saved_any = step, time.monotonic(), True
+        with self.changed:
+            self.pending = copied
+            self.changed.notify_all()
+        if self.thread.ident is None:
+            self.thread.start()
+
+    def save_now(self, seconds: float) -> int:
+        """Make a save due, wait for the function to save, and return the newest checkpoint's step, 0 if there is none.
+
+        Waits for 90 % of ``seconds``, but 8 s at most if the function never asks whether a save is due; not at all if
+        the function has ended. No checkpoint is written after this call.
+        """
+        limit = ANSWER_SHARE * seconds
+        deadline = time.monotonic() + (limit if self.asked else min(limit, UNANNOUNCED_SECONDS))
+        with self.changed:
+            self.changed.wait_for(lambda: self.closed or self.pending is None, limit)  # what came before the request
+            before, self.stop_requested = self.newest, True
+            is_saved = lambda: self.closed or self.newest is not before  # noqa: E731
+            self.changed.wait_for(is_saved, max(0.0, deadline - time.monotonic()))
+            self.closed = True  # because the caller reports this step as the one to resume after
+            self.changed.notify_all()
+            return self.newest.step if self.newest else 0
+
+    def load(self) -> dict[str, Any] | None:
+        """Return the state that was saved last, by this attempt or an earlier one; None if none was."""
+        with self.changed:
+            self.changed.wait_for(lambda: self.closed or self.pending is None)
+        return read_state(self.newest)
+
+    def close(self) -> None:
+        """Write the waiting copy, and end the thread."""
+        with self.changed:
+            self.changed.wait_for(lambda: self.closed or self.pending is None)
+            self.closed = True
+            self.changed.notify_all()
+        if self.thread.ident is not None:
+            self.thread.join()
+
+    def _write_until_closed(self) -> None:
+        """Write each waiting copy until ``closed``; print the first failure to stderr, and raise none."""
+        while True:
+            with self.changed:
+                self.changed.wait_for(lambda: self.closed or self.pending is not None)
+                if self.closed:
+                    return
+                state = self.pending
+                assert state is not None
+            written = None
+            try:
+                written = self._write(state)
+            except Exception as error:
+                if not self.failure_printed:
+                    print(
+                        f"checkpoint could not be written: {error}; the function goes on", file=sys.stderr, flush=True
+                    )
+                self.failure_printed = True
+            with self.changed:
+                self.newest = written or self.newest
+                if self.pending is state:
+                    self.pending = None
+                self.changed.notify_all()
+
+    def _write(self, state: State) -> Checkpoint | None:
+        """Write a state to the older of the two files, with metrics.jsonl up to it; return the checkpoint."""
+        path, metrics = self.slot, self.folder / METRICS
+        with metrics.open("rb") as file:
+            content = file.read(state.metrics_bytes)
+        description = {"epoch": 0, "step": state.step, "trained_in": [], "time": time.time()}
+        checkpoint.write_checkpoint(
+            path, description, self.identity, content, lambda file: torch.save(state.values, file)
+        )
+        self.slot = next(self.slots)
+        return checkpoint.read_checkpoint(path)
+
+
+def read_state(found: Checkpoint | None) -> dict[str, Any] | None:
+    """Return the state in a checkpoint, on the CPU; None for None."""
+    if found is None:
+        return None
+    state: dict[str, Any] = torch.load(checkpoint.read_saved_state(found), map_location="cpu", weights_only=True)
+    return state
+
+
+def check_step(what: str, step: int, last: int) -> None:
+    """Raise UserError unless a step is a whole number, and not below the last one that ``what`` got."""
+    if type(step) is not int or step < 0:
+        raise UserError(f"{what}: step={step!r} must be a whole number from 0 on: the steps that are done")
+    if step < last:
+        raise UserError(
+            f"{what}: step {step:,} comes after step {last:,}, and steps must not go back; count on from the step in "
+            "the state that load() returns"
+        )

@@ -1,0 +1,169 @@
+"""What a user's function may ask of its rank, under any launcher, and without one."""
+
+import io
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from flyte_ddp.errors import UserError
+from flyte_ddp.loops.checkpoints import Checkpoints, read_state
+from flyte_ddp.loops.records import Records
+from flyte_ddp.parallel.distributed import translate_collective_errors
+from flyte_ddp.runs.checkpoint import Identity
+from flyte_ddp.settings import read_settings
+
+CHUNK = 4 << 20  # bytes; a store takes 8 MiB at most
+ANSWER = "flyte-ddp load"  # in the ranks' common store
+_current: "CurrentRank | None" = None  # of this process
+
+
+class CurrentRank:
+    """The rank that this process is: its place, its folder, and how it saves and records.
+
+    Get it by :func:`current_rank`.
+    """
+
+    def __init__(
+        self,
+        place: tuple[int, int, int],
+        device: torch.device,
+        folder: Path,
+        *,
+        checkpoints: Checkpoints,
+        records: Records | None,
+        join: Callable[[], None],
+        store: Any = None,
+    ) -> None:
+        self.rank, self.world_size, self.local_rank = place
+        self.device = device  # a GPU of its own, or the CPU
+        self.folder = folder  # of the run's files; what rank 0 writes there is in the run's folder at the end
+        self._checkpoints, self._records, self._join, self._store = checkpoints, records, join, store
+        self._loads = 0
+        self._told = False
+
+    def join(self) -> None:
+        """Join torch's process group, gloo or on GPUs nccl; all ranks must call this, and wait for all.
+
+        Raises UserError if there is a process group already.
+        """
+        if dist.is_initialized():
+            raise UserError("join: this process has a process group; call join() or init_process_group(), and once")
+        self._join()
+
+    def load(self) -> dict[str, Any] | None:
+        """Return what :meth:`save` got last, in this attempt or an earlier one, on the CPU; None without any.
+
+        All ranks must call it equally often: they get what rank 0 gets. Waits for a checkpoint that is being written,
+        and on other ranks for rank 0, up to the run's time limit.
+        """
+        if self._store is None:
+            return self._checkpoints.load()
+        self._loads += 1
+        with translate_collective_errors():
+            return self._load_as_rank_0() if self.rank == 0 else self._load_from_rank_0()
+
+    def _load_as_rank_0(self) -> dict[str, Any] | None:
+        """Return the newest state; put it into the store if other ranks did not begin with it."""
+        begun_with = self._checkpoints.newest
+        state = self._checkpoints.load()
+        newest = self._checkpoints.newest
+        chunks: list[bytes] = []
+        if newest is not None and (self._checkpoints.saved_any or newest is not begun_with):
+            with newest.path.open("rb") as file:
+                file.seek(newest.offset)
+                content = file.read()
+            chunks = [content[start : start + CHUNK] for start in range(0, len(content), CHUNK)]
+        for number, chunk in enumerate(chunks):
+            self._store.set(f"{ANSWER} {self._loads} {number}", chunk)
+        self._store.set(f"{ANSWER} {self._loads}", str(len(chunks)))
+        return state
+
+    def _load_from_rank_0(self) -> dict[str, Any] | None:
+        """Return the state that rank 0 has loaded at its call of the same number."""
+        chunks = int(self._store.get(f"{ANSWER} {self._loads}"))
+        if not chunks:
+            return read_state(self._checkpoints.newest)
+        content = b"".join(self._store.get(f"{ANSWER} {self._loads} {number}") for number in range(chunks))
+        state: dict[str, Any] = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+        return state
+
+    def save(self, step: int, state: Mapping[str, Any]) -> None:
+        """Save a state after a step, from which the next attempt goes on; rank 0's counts. Returns when it is copied.
+
+        ``state`` has tensors, numbers, texts, and lists and dicts of them; ``step`` is how many steps are done. A
+        thread writes the copy, unless the next one comes before. On other ranks this does nothing; rank 1 says so once.
+        Raises UserError if the step goes back, or at the first call if torch.load(weights_only=True) refuses the state.
+        """
+        if self.rank == 0:
+            self._checkpoints.save(step, state)
+        elif self.rank == 1 and not self._told:
+            self._told = True
+            print("save: rank 0's state is saved, what other ranks give is ignored", file=sys.stderr, flush=True)
+
+    def due(self) -> bool:
+        """Return whether it is time for rank 0 to save: by the clock, or as the run is to stop; False on other ranks.
+
+        The time is FLYTE_DDP_CHECKPOINT_SECONDS after the last save or the begin.
+        """
+        return self.rank == 0 and self._checkpoints.due()
+
+    def record(self, step: int, **values: float) -> None:
+        """Record numbers of a step: in metrics.jsonl, the progress, the page, and wandb. Rank 0's count.
+
+        A tensor or array of one element is a number. ``step`` is how many steps are done; several calls may have one
+        step. Raises UserError if the step goes back, or a value is no number or has the name ``kind`` or ``time``.
+        """
+        if self._records is not None:
+            self._records.record(step, values)
+
+
+def current_rank() -> CurrentRank:
+    """Return the rank that this process is. Without a launcher it is rank 0 of 1, or the rank of torchrun's variables.
+
+    Then its folder is a temporary one, which is deleted when the process ends.
+    """
+    global _current  # noqa: PLW0603 (a property of the process, as its rank is)
+    if _current is None:
+        _current = make_rank_without_launcher()
+    return _current
+
+
+def set_current_rank(rank: CurrentRank | None) -> CurrentRank | None:
+    """Set the rank that :func:`current_rank` returns in this process, and return the one before."""
+    global _current
+    before, _current = _current, rank
+    return before
+
+
+def make_rank_without_launcher() -> CurrentRank:
+    """Return the rank of a process that no launcher of this library has started."""
+    names = (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"))
+    place = tuple(int(os.environ.get(name, default)) for name, default in names)
+    rank, world_size, local_rank = place
+    device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
+    temporary = tempfile.TemporaryDirectory(prefix="flyte-ddp-")
+    folder, settings = Path(temporary.name), read_settings()
+    identity = Identity({}, data="", code="", user_code="", initial_weights="", releases="")
+
+    def join() -> None:
+        """Join torch's process group by torchrun's variables; alone without them."""
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        store = dist.HashStore() if "MASTER_PORT" not in os.environ else None  # type: ignore[attr-defined]
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
+
+    made = CurrentRank(
+        (rank, world_size, local_rank),
+        device,
+        folder,
+        checkpoints=Checkpoints(folder, identity, None, settings.checkpoint_seconds),
+        records=Records(folder, settings.progress) if rank == 0 else None,
+        join=join,
+    )
+    made._temporary = temporary  # type: ignore[attr-defined]  # deletes the folder when the process ends
+    return made

@@ -1,0 +1,185 @@
+"""The function of the Work of a user's call: calls the user's function in a rank, and delivers what rank 0 returns."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import cloudpickle  # type: ignore[import-untyped]
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from flyte_ddp.errors import UserError
+from flyte_ddp.files import replace_file
+from flyte_ddp.launch.supervise.rank import NO_LIMIT, Rank
+from flyte_ddp.loops.call import RETURNED, Call, FunctionCall
+from flyte_ddp.loops.checkpoints import Checkpoints
+from flyte_ddp.loops.current_rank import CurrentRank, set_current_rank
+from flyte_ddp.loops.records import Records
+from flyte_ddp.parallel.distributed import translate_collective_errors
+
+DONE, LEFT = "flyte-ddp done", "flyte-ddp left"  # in the ranks' common store
+AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
+
+
+def run_function(rank: Rank) -> None:
+    """Call the user's function in this rank; then wait for the other ranks. All ranks must call this.
+
+    Writes rank 0's return value to ``returned.pickle`` in the run's folder. Sets torchrun's variables and torch's time
+    limit of process groups, and destroys the function's process group. Raises the function's own exceptions, a
+    RuntimeError for ``sys.exit``, and UserError if the call or the return value cannot be pickled.
+    """
+    given: FunctionCall = rank.work.arguments
+    store = rank.open_store()
+    with (
+        torchrun_variables(rank, store.port),
+        default_group_timeout(rank.work.timeout),
+        offered(rank, store) as current,
+    ):
+        function = given.call.load()
+        try:
+            value = function()
+        except SystemExit as error:
+            raise RuntimeError(f"called sys.exit({error.code!r}); return, or raise an exception, instead") from error
+        if rank.info.rank == 0:
+            write_returned(given.call.name, value, rank.work.run_folder / RETURNED)
+            if current._records is not None:
+                current._records.end()
+        wait_for_others(rank, store)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@contextmanager
+def offered(rank: Rank, store: Any) -> Iterator[CurrentRank]:
+    """Let :func:`current_rank` return this rank in the block; write the start record, and save when the launcher asks.
+
+    At the end writes the state that was saved last.
+    """
+    work, info, given = rank.work, rank.info, rank.work.arguments
+    checkpoints = Checkpoints(work.run_folder, work.identity, work.checkpoint, given.settings.checkpoint_seconds)
+    is_leader = info.rank == 0
+    first = work.checkpoint.step if work.checkpoint else 0
+    records = Records(work.run_folder, given.settings.progress, first) if is_leader else None
+    device = torch.device("cuda", info.local_rank) if work.world.device_type == "cuda" else torch.device("cpu")
+    local_rank = int(os.environ["LOCAL_RANK"])
+    current = CurrentRank(
+        (info.rank, info.world_size, local_rank),
+        device,
+        work.run_folder,
+        checkpoints=checkpoints,
+        records=records,
+        join=lambda: rank.join_by(store),
+        store=store if info.world_size > 1 else None,
+    )
+    before = set_current_rank(current)
+    try:
+        if records is not None:
+            records.start(describe_run(rank, device))
+            records.progress.print_note(f"ranks: {info.world_size}, nodes: {work.world.num_nodes}")
+        rank.offer_saving(checkpoints.save_now)
+        yield current
+    finally:
+        set_current_rank(before)
+        checkpoints.close()
+        if records is not None:
+            records.close()
+
+
+def describe_run(rank: Rank, device: torch.device) -> dict[str, Any]:
+    """Return the facts of the start record."""
+    call: Call = rank.work.arguments.call
+    return {
+        "function": call.name,
+        "hyperparameters": dict(call.shown),
+        "num_ranks": rank.info.world_size,
+        "num_nodes": rank.work.world.num_nodes,
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        "backend": rank.work.world.backend,
+    }
+
+
+@contextmanager
+def torchrun_variables(rank: Rank, port: int) -> Iterator[None]:
+    """Set, for the block, the environment variables that torchrun gives its processes, with the address of ``port``.
+
+    LOCAL_RANK is the number of the rank's GPU; on CPUs that of the rank on its host.
+    """
+    info, hosts = rank.info, rank.work.world.hosts
+    here = hosts[info.rank]
+    on_cpu = rank.work.world.device_type == "cpu"
+    node = [*dict.fromkeys(hosts)].index(here)
+    variables = {
+        "RANK": info.rank,
+        "WORLD_SIZE": info.world_size,
+        "LOCAL_RANK": hosts[: info.rank].count(here) if on_cpu else info.local_rank,
+        "LOCAL_WORLD_SIZE": hosts.count(here),
+        "GROUP_RANK": node,
+        "NODE_RANK": node,
+        "GROUP_WORLD_SIZE": rank.work.world.num_nodes,
+        "MASTER_ADDR": hosts[0],
+        "MASTER_PORT": port,
+        "TORCHELASTIC_RUN_ID": "flyte-ddp",  # by which Lightning and others know that ranks are started for them
+        "TORCHELASTIC_RESTART_COUNT": 0,
+        "TORCHELASTIC_MAX_RESTARTS": 0,
+    }
+    before = {name: os.environ.get(name) for name in (*variables, AGENT_STORE)}
+    os.environ.update({name: str(value) for name, value in variables.items()})
+    os.environ.pop(AGENT_STORE, None)  # with it torch would wait in vain for a store at another port
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
+
+
+@contextmanager
+def default_group_timeout(seconds: float) -> Iterator[None]:
+    """Make ``seconds`` torch's default time limit of process groups in the block."""
+    names = ("default_pg_timeout", "default_pg_nccl_timeout")
+    before = {name: getattr(distributed_c10d, name) for name in names}
+    for name in names:
+        setattr(distributed_c10d, name, timedelta(seconds=seconds))
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(distributed_c10d, name, value)
+
+
+def write_returned(name: str, value: Any, path: Path) -> None:
+    """Pickle what a function has returned to a file; UserError if it cannot be pickled."""
+    try:
+        content = cloudpickle.dumps(value)
+    except Exception as error:  # an object's own code may raise anything
+        raise UserError(
+            f"{name} has returned a {type(value).__name__}, which cannot be sent ({type(error).__name__}: {error}); "
+            "return numbers, texts, tensors, or the path of a file in current_rank().folder"
+        ) from error
+    with replace_file(path, durable=False) as file:
+        file.write(content)
+
+
+def wait_for_others(rank: Rank, store: Any) -> None:
+    """Wait until all ranks may leave: rank 0 has the store, and no rank may go while another still needs it.
+
+    The wait for rank 0 has no limit, because it may still write results; rank 0 waits for others up to the time limit.
+    """
+    others = range(1, rank.info.world_size)
+    if not others:
+        return
+    with translate_collective_errors():
+        if rank.info.rank == 0:
+            limit = timedelta(seconds=rank.work.timeout)
+            store.wait([f"{DONE} {other}" for other in others], limit)
+            store.set(DONE, "")
+            store.wait([f"{LEFT} {other}" for other in others], limit)
+        else:
+            store.set(f"{DONE} {rank.info.rank}", "")
+            store.wait([DONE], NO_LIMIT)
+            store.set(f"{LEFT} {rank.info.rank}", "")

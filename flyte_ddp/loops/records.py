@@ -1,0 +1,53 @@
+"""The numbers that a user's function records: in metrics.jsonl, and as progress on stderr."""
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from flyte_ddp.errors import UserError
+from flyte_ddp.json_lines import JsonLines
+from flyte_ddp.loops.checkpoints import check_step
+from flyte_ddp.progress import FunctionProgress
+from flyte_ddp.runs.run_folder import METRICS
+
+TAKEN = ("kind", "time")  # keys of each record
+
+
+class Records:
+    """Writes a run's records to ``folder/metrics.jsonl``, and shows progress; ``first`` is the step it resumes from."""
+
+    def __init__(self, folder: Path, progress: str, first: int = 0) -> None:
+        self.log, self.progress = JsonLines(folder / METRICS), FunctionProgress(progress)
+        self.step, self.began = first, time.monotonic()
+
+    def start(self, facts: Mapping[str, Any]) -> None:
+        """Write the start record, with these facts."""
+        self.log.write({"kind": "start", **facts, "resumed_after_step": self.step})
+
+    def record(self, step: int, values: Mapping[str, Any]) -> None:
+        """Write a record of a step, and show it. UserError if the step goes back, or a value cannot be recorded."""
+        check_step("record", step, self.step)
+        numbers = {}
+        for name, value in values.items():
+            if name in TAKEN:
+                raise UserError(f"record: {name!r} is a key of each record; choose another name")
+            try:
+                numbers[name] = value if type(value) is int else float(value)
+            except (TypeError, ValueError, RuntimeError):
+                raise UserError(
+                    f"record: {name} is of type {type(value).__name__}, and must be a number, or a tensor of one "
+                    "element; use results.event for texts"
+                ) from None
+        self.step = step
+        self.log.write({"kind": "record", "step": step, **numbers})
+        self.progress.show_step(step, numbers)
+
+    def end(self) -> None:
+        """Write the end record."""
+        self.log.write({"kind": "end", "step": self.step, "seconds": time.monotonic() - self.began})
+
+    def close(self) -> None:
+        """Close the file and the progress."""
+        self.progress.close()
+        self.log.close()

@@ -1,0 +1,181 @@
+"""Run a user's function on ranks, under any launcher."""
+
+import shutil
+import tempfile
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import cloudpickle  # type: ignore[import-untyped]
+
+from flyte_ddp.errors import RankError, StoppedError, UserError
+from flyte_ddp.json_lines import read_records
+from flyte_ddp.launch import single, spawn
+from flyte_ddp.loops.call import RETURNED, Call, FunctionCall, describe_call
+from flyte_ddp.machine import Request
+from flyte_ddp.progress import Progress
+from flyte_ddp.report.function_page import render_function_page
+from flyte_ddp.report.page import write_html
+from flyte_ddp.runs import checkpoint
+from flyte_ddp.runs.checkpoint import Identity
+from flyte_ddp.runs.result_store import mirror_results
+from flyte_ddp.runs.run_folder import (
+    METRICS,
+    REPORT,
+    TRACEBACK,
+    add_failure_details,
+    hold_run_folder,
+    unwritable_folder_error,
+)
+from flyte_ddp.runs.work import Work, World
+from flyte_ddp.settings import Settings, check_wandb_settings, read_settings
+
+STOPPED_WANDB_SECONDS = 5.0  # a pod that is told to stop has little time left
+Launch = Callable[[Work], None]
+
+
+def run_ranks(
+    function: Callable[..., Any],
+    *args: Any,
+    num_ranks: int = 2,
+    folder: Path | str | None = None,
+    launch: Launch | None = None,
+    timeout: float | None = None,
+    **kwargs: Any,
+) -> Any:
+    """Call ``function(*args, **kwargs)`` on each of ``num_ranks`` ranks, and return what rank 0 has returned.
+
+    In the function, :func:`current_rank` tells its rank. The function goes to the ranks by its name, so that they must
+    be able to import it; from a notebook or the main script by value.
+
+    Args:
+        function: what each rank calls.
+        args: its positional arguments, which are pickled.
+        num_ranks: number of ranks; each has a GPU of its own where there are GPUs. 0: as many as there is capacity for.
+        folder: where records, checkpoints and files of the run go. A run that was cut off goes on from its checkpoint.
+            None: a temporary folder, which is deleted at the end.
+        launch: what starts the ranks, such as ``flyte_ddp.launch.ray.launch``. None: processes of this machine; a
+            single rank runs in this process.
+        timeout: seconds that a rank waits for others in a collective operation; None: FLYTE_DDP_TIMEOUT.
+        kwargs: the function's keyword arguments, which are pickled.
+
+    Raises RankError with the type, message and traceback of the rank that failed first; UserError for a mistake, such
+    as arguments that cannot be pickled, more ranks than GPUs, another run in the folder, or a checkpoint of other code
+    or other arguments; StoppedError after SIGTERM, KeyboardInterrupt after Ctrl-C. Before these two the function has
+    time to save (FLYTE_DDP_SAVE_SECONDS): ``due()`` is true then.
+    """
+    if type(num_ranks) is not int or num_ranks < 0:
+        raise UserError(f"num_ranks={num_ranks!r}: must be a number of ranks, or 0 for as many as there is room for")
+    settings = read_settings()
+    if timeout is not None:
+        if not timeout > 0:
+            raise UserError(f"timeout={timeout!r}: must be a number of seconds above 0")
+        settings = replace(settings, timeout=float(timeout))
+    call, request = describe_call(function, args, kwargs), Request(num_ranks, exact=True)
+    if folder is not None:
+        return run_call(call, request, Path(folder).absolute(), settings, launch)
+    with tempfile.TemporaryDirectory(prefix="flyte-ddp-run-", ignore_cleanup_errors=True) as temporary:
+        quiet = replace(settings, wandb_mode="disabled", results_copy="")
+        try:
+            return run_call(call, request, Path(temporary, "run"), quiet, launch, keep=False)
+        except StoppedError as error:
+            raise StoppedError(error.signal, step=0) from None  # its checkpoint goes with the folder
+
+
+def run_call(
+    call: Call, request: Request, folder: Path, settings: Settings, launch: Launch | None = None, *, keep: bool = True
+) -> Any:
+    """Run a call on the ranks that are requested, and return what rank 0 has returned.
+
+    Locks the folder, resumes from its checkpoint, and removes the checkpoints when the function has returned. Copies
+    results to ``settings.results_copy``; starts wandb, unless it is disabled, at the first record. Writes report.html
+    if anything was recorded. ``keep`` False: the folder is not kept, so errors name no files of it. Raises what
+    :func:`run_ranks` raises.
+    """
+    from flyte_ddp.tracking import wandb_run  # takes a tenth of a second, and most who import this need it later
+
+    check_wandb_settings(settings)
+    launch = launch or (single.launch if request.num_ranks == 1 else spawn.launch)
+    with hold_run_folder(folder):
+        remove_leftovers(folder)
+        identity = Identity(
+            {"the function": call.name, **call.shown},
+            data="",
+            code="",
+            user_code=call.code,
+            initial_weights="",
+            releases="",
+        )
+        found = checkpoint.rewind_to_newest_checkpoint(folder, identity)
+        if found is not None:
+            when = datetime.fromtimestamp(found.time).strftime("%Y-%m-%d %H:%M:%S")  # noqa: DTZ006 (local time)
+            Progress(settings.progress).print_note(f"going on after step {found.step:,}, saved {when}")
+        wandb = wandb_run.start_wandb(folder, settings, call.shown, folder.name, on_first_record=True)
+        wandb_limit = settings.wandb_timeout
+        try:
+            with mirror_results(folder, settings.results_copy, resuming=found is not None):
+                launch(
+                    Work(
+                        function="flyte_ddp.loops.in_rank:run_function",
+                        arguments=FunctionCall(call, settings),
+                        world=World(request.num_ranks),
+                        request=request,
+                        run_folder=folder,
+                        identity=identity,
+                        timeout=settings.timeout,
+                        save_seconds=settings.save_seconds,
+                        quiet=settings.progress == "off",
+                        checkpoint=found,
+                        own_code=call.own_code,
+                    )
+                )
+            value = read_returned(call.name, folder / RETURNED)
+        except BaseException as error:
+            if isinstance(error, StoppedError):
+                wandb_limit = STOPPED_WANDB_SECONDS
+            if keep:
+                add_failure_details(error, folder)
+            elif isinstance(error, RankError):
+                error.step = 0
+            raise
+        finally:
+            if wandb is not None:
+                wandb.finish(wandb_limit)
+        shutil.rmtree(folder / checkpoint.FOLDER, ignore_errors=True)  # so that the next run does not resume from them
+        if keep:
+            write_page(folder)
+        return value
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Make the run's folder, and remove what earlier runs have left but metrics, checkpoints, results and users' files.
+
+    Raises UserError if nothing can be written there.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for path in (folder / REPORT, folder / TRACEBACK, folder / RETURNED, *folder.glob(".*.tmp")):
+            path.unlink(missing_ok=True)
+    except OSError as error:
+        raise unwritable_folder_error(folder, error) from None
+
+
+def read_returned(name: str, path: Path) -> Any:
+    """Read and remove the file with what rank 0 has returned, and return that; UserError if it cannot be unpickled."""
+    content = path.read_bytes()
+    path.unlink()
+    try:
+        return cloudpickle.loads(content)
+    except Exception as error:  # an object's own code may raise anything
+        raise UserError(
+            f"{name}: what rank 0 has returned cannot be unpickled here ({type(error).__name__}: {error}); install "
+            "what is missing, or return numbers, texts and tensors"
+        ) from error
+
+
+def write_page(folder: Path) -> None:
+    """Write report.html, the page of the run's records, if the function has recorded anything. Imports matplotlib."""
+    if any(record.get("kind") == "record" for record in read_records(folder / METRICS)):
+        write_html(folder / REPORT, render_function_page(folder, folder.name))
