@@ -14,8 +14,8 @@ from torch.nn import functional
 
 from benchmarks.measuring import Options, Result, Target
 from benchmarks.running import run_python
-from flyte_ddp.machine import BF16_INSTRUCTIONS, Bf16, read_cpu
 from flyte_ddp.launch.supervise.rank import keep_freed_memory
+from flyte_ddp.machine import BF16_INSTRUCTIONS, Bf16, read_cpu
 from flyte_ddp.models import zoo
 from flyte_ddp.models.images import InputSpec
 

@@ -28,13 +28,14 @@ from benchmarks.running import fashion_mnist, run_python
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import open_arrays
 from flyte_ddp.hardware import detect_hardware
-from flyte_ddp.machine import Bf16, bf16_support
 from flyte_ddp.launch.supervise.rank import join_process_group, keep_freed_memory
 from flyte_ddp.launch.supervise.rank_process import RankInfo
+from flyte_ddp.machine import Bf16, bf16_support
 from flyte_ddp.order import sampling
 from flyte_ddp.run import checkpoint_identity
-from flyte_ddp.runs.job import Job
+from flyte_ddp.runs.work import Work, World
 from flyte_ddp.settings import Settings
+from flyte_ddp.training.job import Job, Training
 from flyte_ddp.training.recording import Recorder
 from flyte_ddp.training.train import remaining_batches, train_step
 from flyte_ddp.training.training_state import TrainingState
@@ -92,19 +93,14 @@ def run_rank(rank: int, order: dict[str, Any], records: str) -> None:
     """One rank: blocks of steps of each kind in turn, the first of each not counted; rank 0 writes the rates."""
     hp = Hyperparameters(**order["hp"])
     folder = Path(records)
-    data = Path(order["data"])
-    job = Job(
-        hp=hp,
-        hardware=detect_hardware(hp),
-        settings=Settings(progress="off"),
-        data=data,
-        run_folder=folder,
-        identity=checkpoint_identity(hp, data),
-    )
+    training = Training(hp, detect_hardware(hp), Settings(progress="off"), data=Path(order["data"]))
+    identity = checkpoint_identity(hp, training.data)
+    work = Work("", training, World(hp.num_ranks), folder, identity, timeout=600.0, save_seconds=1.0)
+    job = Job.from_work(work)
     torch.set_num_threads(job.hardware.threads)
     keep_freed_memory()
     store = distributed.FileStore(str(folder / "store"), hp.num_ranks)  # type: ignore[attr-defined]
-    join_process_group(job, RankInfo(rank, hp.num_ranks, local_rank=rank), store, print)
+    join_process_group(work, RankInfo(rank, hp.num_ranks, local_rank=rank), store, print)
     arrays = open_arrays(job.data)
     state = TrainingState(hp, job.hardware, arrays, None)
     with closing(Recorder(job, state)) as recorder:

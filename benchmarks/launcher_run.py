@@ -18,12 +18,13 @@ from benchmarks.launcher_ranks import PIDS, RANKS, bare_rank, bare_worker
 from benchmarks.running import most_memory
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import RankError
-from flyte_ddp.hardware import Hardware, detect_hardware
+from flyte_ddp.hardware import choose_hardware, request_ranks
+from flyte_ddp.machine import Capacity, Request, detect_capacity
 from flyte_ddp.run import Launch, run_training
 from flyte_ddp.runs.run_folder import UNFINISHED
 from flyte_ddp.settings import Settings
 
-Find = Callable[[Hyperparameters], Hardware]
+Find = Callable[[Request], Capacity]
 
 
 def bare_spawn(folder: str) -> None:
@@ -76,28 +77,27 @@ def bare_dask(client: Any, folder: str) -> None:
 
 
 @contextmanager
-def engine(
-    name: str,
-) -> Iterator[tuple[Callable[..., None], Callable[[Hyperparameters], Hardware], Callable[[str], None]]]:
+def engine(name: str) -> Iterator[tuple[Launch, Find, Callable[[str], None]]]:
     """Our launcher, what it finds there, and the bare one, on a cluster that stands."""
     if name == "spawn":
         from flyte_ddp.launch import spawn
 
-        yield spawn.launch, detect_hardware, bare_spawn
+        yield spawn.launch, detect_capacity, bare_spawn
     elif name == "elastic":
         from flyte_ddp.launch import elastic
 
-        yield elastic.launch, detect_hardware, bare_elastic
+        yield elastic.launch, elastic.find_capacity, bare_elastic
     elif name in ("ray", "ray train"):
         from flyte_ddp.launch import ray
 
         with ray.connected():
-            yield ray.launch, ray.hardware, bare_ray if name == "ray" else bare_ray_train
+            yield ray.launch, ray.find_capacity, bare_ray if name == "ray" else bare_ray_train
     else:
         from flyte_ddp.launch import dask
 
         with dask.connected(num_ranks=RANKS) as client:
-            yield partial(dask.launch, client=client), partial(dask.hardware, client=client), partial(bare_dask, client)
+            find = partial(dask.find_capacity, client=client)
+            yield partial(dask.launch, client=client), find, partial(bare_dask, client)
 
 
 def main(request: str) -> None:
@@ -107,24 +107,18 @@ def main(request: str) -> None:
     folder.mkdir(parents=True)
     os.environ[PIDS] = str(folder)
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    with engine(order["engine"]) as (launch, hardware, bare), tempfile.TemporaryDirectory() as own:
+    with engine(order["engine"]) as (launch, find_capacity, bare), tempfile.TemporaryDirectory() as own:
         began = time.time()
         if order["what"] == "bare":
             bare(own)
             found = {"seconds": float(Path(own, "stepped").read_text()) - began}
         else:
-            found = ours(order, folder / "run", launch, hardware, began)
+            found = ours(order, folder / "run", launch, find_capacity, began)
     found["memory"] = most_memory() / (1 << 20)
     (folder / "found.json").write_text(json.dumps(found))
 
 
-def ours(
-    order: dict[str, Any],
-    run: Path,
-    launch: Launch,
-    hardware: Find,
-    began: float,
-) -> dict[str, float]:
+def ours(order: dict[str, Any], run: Path, launch: Launch, find_capacity: Find, began: float) -> dict[str, float]:
     """Trains; what was measured."""
     changes = {"first step": {"max_steps": 1, "log_interval": 1}, "train": {}, "kill": {"max_steps": 100_000}}
     hp = Hyperparameters(**{**order["hp"], **changes[order["what"]]})
@@ -133,7 +127,8 @@ def ours(
         threading.Thread(target=kill_rank_1, args=(run, killed), daemon=True).start()
     try:
         settings = Settings(progress="off", wandb_mode="disabled")
-        run_training(hp, Path(order["data"]), run, settings, launch=launch, hardware=hardware(hp))
+        hardware = choose_hardware(hp, find_capacity(request_ranks(hp)))
+        run_training(hp, Path(order["data"]), run, settings, launch=launch, hardware=hardware)
     except RankError:
         return {"seconds": time.time() - killed[0]}
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from flyte_ddp.config import Hyperparameters
-from flyte_ddp.hardware import detect_hardware
+from flyte_ddp.hardware import choose_hardware, detect_hardware, request_ranks
 from flyte_ddp.launch import elastic
 from flyte_ddp.run import run_training
 from flyte_ddp.settings import Settings
@@ -21,7 +21,8 @@ def main(request: str) -> None:
     if "RANK" not in os.environ:
         run_training(hp, data, folder, settings, hardware=replace(detect_hardware(hp), threads=1))
     elif elastic.is_leader():
-        run_training(hp, data, folder, settings, launch=elastic.launch, hardware=elastic.hardware(hp))
+        hardware = choose_hardware(hp, elastic.find_capacity(request_ranks(hp)))
+        run_training(hp, data, folder, settings, launch=elastic.launch, hardware=hardware)
     else:
         elastic.follow()
 

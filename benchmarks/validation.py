@@ -6,9 +6,9 @@ from concurrent.futures import ThreadPoolExecutor
 from benchmarks import generated_images
 from benchmarks.measuring import Options, Result, Target, interleaved
 from flyte_ddp.datasets import fetch
-from flyte_ddp.machine import count_cores
 from flyte_ddp.loading.decoding import decode_image
 from flyte_ddp.loading.encoded import limit_threads
+from flyte_ddp.machine import count_cores
 from flyte_ddp.settings import Settings
 from flyte_ddp.validation.profiling import compute_profile
 

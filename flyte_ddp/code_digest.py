@@ -21,7 +21,7 @@ ARITHMETIC = ("torch", "torchvision", "numpy", "pillow", "torchcodec")  # torchc
 DECIDING = (
     *("order", "parallel", "loading", "models", "training", "datasets"),
     *("shards/dataset.py", "shards/decoding.py", "shards/index.py", "shards/samples.py", "shards/tar.py"),
-    *("catalog.py", "class_names.py", "device_copy.py", "hardware.py", "pictures.py"),
+    *("catalog.py", "class_names.py", "device_copy.py", "hardware.py", "machine.py", "pictures.py"),
 )
 PARSING = threading.Lock()
 NO_PYTHON = (SyntaxError, ValueError, RecursionError, MemoryError)  # what parsing raises for a file that is none

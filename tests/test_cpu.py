@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from flyte_ddp import hardware
+from flyte_ddp import hardware, machine
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import UserError
-from flyte_ddp.machine import Bf16, Cpu, read_cpu
 from flyte_ddp.launch import dask
+from flyte_ddp.machine import Bf16, Cpu, read_cpu
 
 HP = Hyperparameters(num_ranks=1, backend="gloo")
 # /proc/cpuinfo as it was on real machines, of which lines and flags that nobody asks for are left out.
@@ -71,7 +71,7 @@ def test_bf16_is_taken_where_it_was_found_faster(
     (tmp_path / "cpuinfo").write_text(text)
     cpu = read_cpu(tmp_path / "cpuinfo")
     assert (str(cpu), cpu.bf16_support()) == (description, worth)
-    monkeypatch.setattr(hardware, "read_cpu", lambda: cpu)
+    monkeypatch.setattr(machine, "read_cpu", lambda: cpu)
     for model in ("small_cnn", "resnet18"):
         found = hardware.detect_hardware(replace(HP, model=model))
         assert found.precision == ("bf16" if worth is Bf16.FASTER and model != "resnet18" else "fp32")
@@ -103,7 +103,7 @@ class Workers:
         return {}
 
     def run(self, function: Callable[..., Any], *_: str, workers: list[str] | None = None) -> dict[str, Any]:
-        answers = {hardware.count_gpus.__name__: 0, hardware.count_cores.__name__: 2}
+        answers = {machine.count_gpus.__name__: 0, machine.count_cores.__name__: 2}
         return {address: answers.get(function.__name__, self.worth[address]) for address in workers or self.worth}
 
     def get_versions(self, packages: Iterable[str]) -> dict[str, Any]:
@@ -113,6 +113,7 @@ class Workers:
 
 @pytest.mark.parametrize("worth", [*Bf16])
 def test_hosts_take_bf16_only_where_all_of_them_gain(worth: Bf16) -> None:
-    decided = dask.hardware(replace(HP, num_ranks=3), Workers(worth))
+    hp = replace(HP, num_ranks=3)
+    decided = hardware.choose_hardware(hp, dask.find_capacity(hardware.request_ranks(hp), Workers(worth)))
     assert decided.num_ranks == 3
     assert decided.precision == ("bf16" if worth is Bf16.FASTER else "fp32")

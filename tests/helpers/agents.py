@@ -10,17 +10,19 @@ from flyte_ddp.launch.remote import agent
 from flyte_ddp.launch.remote.connection import JoinTicket
 from flyte_ddp.launch.remote.rendezvous import open_rendezvous
 from flyte_ddp.launch.supervise.rank_process import RankInfo
-from flyte_ddp.runs.job import Job
+from flyte_ddp.runs.work import Work
 
 NOWHERE = Path("/nowhere")
 
 
-def launch(job: Job, *, num_ranks: int, retries: int = 0) -> None:
-    """Run the job; agents, started again up to ``retries`` times, do not see the launcher's run folder and data."""
-    with ThreadPoolExecutor(num_ranks) as pool, open_rendezvous(replace(job, data=NOWHERE), "127.0.0.1") as rendezvous:
-        tickets = [rendezvous.make_ticket(RankInfo(rank, num_ranks, local_rank=rank)) for rank in range(num_ranks)]
+def launch(work: Work, *, retries: int = 0) -> None:
+    """Do a training's work; agents, started again up to ``retries`` times, do not see the run folder and the data."""
+    num_ranks, work = work.world.num_ranks, replace(work, arguments=replace(work.arguments, data=NOWHERE))
+    with ThreadPoolExecutor(num_ranks) as pool, open_rendezvous(work, "127.0.0.1") as rendezvous:
+        infos = [RankInfo(rank, num_ranks, rank, work.function) for rank in range(num_ranks)]
+        tickets = [rendezvous.make_ticket(info) for info in infos]
         sent = [pool.submit(send, replace(each, run_folder=NOWHERE), retries) for each in tickets]
-        rendezvous.run_ranks(num_ranks, lambda: refuse_failed(sent))
+        rendezvous.run_ranks(lambda: refuse_failed(sent))
 
 
 def send(ticket: JoinTicket, retries: int) -> None:

@@ -14,6 +14,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from flyte_ddp.config import Hyperparameters
+from flyte_ddp.hardware import choose_hardware, request_ranks
 from flyte_ddp.launch import elastic
 from flyte_ddp.launch.remote import connection
 from flyte_ddp.run import run_training
@@ -28,7 +29,7 @@ def worker(hp: str, data: str, folder: str) -> None:
             cache = Path(folder).parent / "cache"
             settings = Settings(progress="off", wandb_mode="disabled", cache_folder=cache, timeout=60.0)
             given = Hyperparameters.from_json(hp)
-            hardware = elastic.hardware(given)
+            hardware = choose_hardware(given, elastic.find_capacity(request_ranks(given)))
             run_training(given, Path(data), Path(folder), settings, launch=elastic.launch, hardware=hardware)
         else:
             elastic.follow(timeout=60.0)

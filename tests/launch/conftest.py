@@ -21,7 +21,7 @@ from trials import Trial
 from flyte_ddp.launch import elastic, spawn
 from flyte_ddp.launch.supervise import fork_server
 from flyte_ddp.run import Result
-from flyte_ddp.runs.job import Job
+from flyte_ddp.runs.work import Work
 
 PASSED_ON = ("FAULTS", "TMPDIR", "TORCHINDUCTOR_CACHE_DIR")
 RAY_HEAD = """
@@ -113,9 +113,9 @@ def passed_on() -> dict[str, str]:
 def on_dask(client: object) -> Launch:
     from flyte_ddp.launch import dask
 
-    def run(job: Job, *, num_ranks: int, **options: object) -> None:
+    def run(work: Work, **options: object) -> None:
         client.run(set_environment, passed_on(), str(Path.cwd()))
-        dask.launch(job, num_ranks=num_ranks, client=client, **options)
+        dask.launch(work, client=client, **options)
 
     return run
 
@@ -132,7 +132,7 @@ def on_ray(address: str, file: Path) -> Launch:
 
     connecting = threading.Lock()
 
-    def run(job: Job, *, num_ranks: int, **options: object) -> None:
+    def run(work: Work, **options: object) -> None:
         with connecting:
             file.write_text(json.dumps(passed_on()))
             if not ray.is_initialized():
@@ -142,6 +142,6 @@ def on_ray(address: str, file: Path) -> Launch:
                 ray.init(address, runtime_env={"env_vars": variables}, log_to_driver=False)
                 if threading.current_thread() is threading.main_thread():
                     signal.signal(signal.SIGTERM, handler)
-        launcher.launch(job, num_ranks=num_ranks, **options)
+        launcher.launch(work, **options)
 
     return run

@@ -8,7 +8,6 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -24,9 +23,8 @@ from ray.cluster_utils import Cluster
 from trials import Trial, starts
 
 from flyte_ddp.errors import UnreachableError, UserError
-from flyte_ddp.hardware import detect_hardware
-from flyte_ddp.machine import Bf16
 from flyte_ddp.launch import capacity, dask, ray
+from flyte_ddp.machine import Bf16, Request, detect_capacity
 from flyte_ddp.run import Result
 
 pytestmark = pytest.mark.usefixtures("temporary")
@@ -67,9 +65,9 @@ class TestDask:
             with dask.connected() as client:
                 assert client.scheduler.address == other.scheduler.address
                 assert client is not other
-                hardware = dask.hardware(replace(HP, num_ranks=0), client)
-                assert (hardware.num_ranks, hardware.threads) == (4, 1)
-                assert dask.hardware(replace(HP, num_ranks=9), client, seconds=0).num_ranks == 4
+                found = dask.find_capacity(Request(0), client)
+                assert (found.num_ranks, found.threads) == (4, 1)
+                assert dask.find_capacity(Request(9), client, seconds=0).num_ranks == 4
         said = "4 of 9 workers of the Dask cluster\nnum_ranks=9: the Dask cluster has 4 workers, so there will be 4\n"
         assert capsys.readouterr().err == said
 
@@ -94,7 +92,7 @@ class TestDask:
         """It starts none before there is something to do."""
         with client_of_workers(0) as client:
             client.cluster.adapt(minimum=0, maximum=2, interval="100ms")
-            assert dask.hardware(replace(HP, num_ranks=2), client, seconds=300).num_ranks == 2
+            assert dask.find_capacity(Request(2), client, seconds=300).num_ranks == 2
 
     def test_workers_that_come_later(self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
         """For as long as ranks wait for one another, unless the caller says how long."""
@@ -105,10 +103,10 @@ class TestDask:
                 time.sleep(seconds)
 
             monkeypatch.setattr(capacity, "time", SimpleNamespace(monotonic=time.monotonic, sleep=start_one))
-            assert dask.hardware(replace(HP, num_ranks=1), client).num_ranks == 1
+            assert dask.find_capacity(Request(1), client).num_ranks == 1
             assert capsys.readouterr().err.splitlines()[0] == "0 of 1 workers of the Dask cluster"
             monkeypatch.setenv("FLYTE_DDP_TIMEOUT", "1")
-            assert dask.hardware(replace(HP, num_ranks=2), client).num_ranks == 1
+            assert dask.find_capacity(Request(2), client).num_ranks == 1
 
     def test_a_cluster_of_its_own(self) -> None:
         """Which leaves the processors to the ranks."""
@@ -120,10 +118,10 @@ class TestDask:
         usual = watched()
         with dask.connected(num_ranks=1) as client:
             assert len(dask.describe_workers(client)) == 1
-            found = dask.hardware(replace(HP, num_ranks=1), client)
+            found = dask.find_capacity(Request(1), client)
             assert [*client.run(watched).values()] == [("1s", False)]
             assert watched() == usual
-        assert found == detect_hardware(replace(HP, num_ranks=1))
+        assert found == detect_capacity(Request(1))
 
 
 WORKERS = {f"tcp://{name}": {"host": name[0], "tasks": ()} for name in ("b:1", "a:1", "b:2", "c:1")}
@@ -185,20 +183,20 @@ class TestRay:
         monkeypatch.setattr(capacity, "time", one_more)
         monkeypatch.setenv(ray.ADDRESS, late_cluster.address)
         with ray.connected():
-            assert ray.hardware(replace(HP, num_ranks=0), 1, 60).num_ranks == 1
+            assert ray.find_capacity(Request(0), 1, 60).num_ranks == 1
             said = [line for line in capsys.readouterr().err.splitlines() if " nodes of " in line]
             assert said == [f"{there} of 1 nodes of the Ray cluster" for there in range(2)]
             with pytest.raises(UserError, match="num_ranks=2: the Ray cluster has 1 CPUs, and each rank needs one"):
-                ray.hardware(replace(HP, num_ranks=2), 1, 60)
+                ray.find_capacity(Request(2), 1, 60)
             with pytest.raises(UnreachableError, match="1 of 2 nodes of the Ray cluster"):
-                ray.hardware(replace(HP, num_ranks=2), 2, 0)
+                ray.find_capacity(Request(2), 2, 0)
             late_cluster.add_node(num_cpus=4)
-            assert ray.hardware(replace(HP, num_ranks=9)).num_ranks == 5
+            assert ray.find_capacity(Request(9)).num_ranks == 5
             assert "num_ranks=9: the Ray cluster has 5 CPUs, so there will be 5\n" in capsys.readouterr().err
-            found = ray.hardware(replace(HP, num_ranks=2))
+            found = ray.find_capacity(Request(2))
             assert (found.num_ranks, found.threads) == (2, 2)
             with pytest.raises(UserError, match="backend='nccl': needs a GPU for each rank, but the Ray cluster has"):
-                ray.hardware(replace(HP, backend="nccl"))
+                ray.find_capacity(Request(backend="nccl"))
             # bf16 counts on the node where it is worth least.
             nodes = [node["NodeID"] for node in ray.list_rank_nodes()]
             assert len(nodes) == 2

@@ -29,8 +29,8 @@ def make_pipe() -> Connection:
 
 def test_before_training_the_newest_checkpoint_is_the_one_that_was_found() -> None:
     Link(make_pipe())
-    OPEN[-1].send({"kind": "job", "job": b"", "saved": 7, "network": ""})
-    OPEN[-1].send({"kind": "save"})
+    OPEN[-1].send({"kind": "work", "work": b"", "saved": 7, "network": ""})
+    OPEN[-1].send({"kind": "save", "seconds": 1.0})
     assert OPEN[-1].poll(10)
     assert OPEN[-1].recv() == {"kind": "saved", "step": 7}
 

@@ -10,19 +10,20 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing import AuthenticationError, Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import pytest
+from kept_checkpoints import IDENTITY
 
 from flyte_ddp.errors import OutOfMemoryError, RankError, RankLostError, StoppedError
 from flyte_ddp.launch import elastic
 from flyte_ddp.launch.remote import connection
 from flyte_ddp.launch.remote import rendezvous as launcher
-from flyte_ddp.launch.remote.connection import JoinTicket, WorkerConnection, connect_to_launcher, receive_job
+from flyte_ddp.launch.remote.connection import JoinTicket, WorkerConnection, connect_to_launcher, receive_work
 from flyte_ddp.launch.remote.rendezvous import RemoteHandle, Rendezvous, open_rendezvous
 from flyte_ddp.launch.supervise import processes
 from flyte_ddp.launch.supervise.failures import first_failure
@@ -30,21 +31,8 @@ from flyte_ddp.launch.supervise.processes import RankHandle
 from flyte_ddp.launch.supervise.rank_process import RankInfo
 from flyte_ddp.launch.supervise.stopping import StopRequest
 from flyte_ddp.launch.supervise.supervisor import wait_and_handle_messages
-
-
-@dataclass(frozen=True)
-class File:
-    path: Path
-    step: int = 7
-
-
-@dataclass(frozen=True)
-class Job:
-    """What a rendezvous needs of a run's."""
-
-    run_folder: Path
-    checkpoint: File | None = None
-    initial_weights: Path | None = None
+from flyte_ddp.runs.checkpoint import Checkpoint
+from flyte_ddp.runs.work import Work, World
 
 
 @dataclass
@@ -75,8 +63,8 @@ class Meeting:
 
 @pytest.fixture
 def meeting(tmp_path: Path) -> Iterator[Meeting]:
-    job: Any = Job(tmp_path)
-    with open_rendezvous(job, "127.0.0.1") as found, ExitStack() as stack:
+    work = Work("", None, World(num_ranks=1), tmp_path, IDENTITY, timeout=600.0, save_seconds=1.0)
+    with open_rendezvous(work, "127.0.0.1") as found, ExitStack() as stack:
         yield Meeting(found, stack)
 
 
@@ -229,21 +217,23 @@ def test_files_are_sent_once_a_host(meeting: Meeting, tmp_path: Path) -> None:
     names = {"a.ckpt": b"checkpoint" * 1000, "weights.pt": b"weights", "metrics.jsonl": b"{}\n"}
     for name, content in names.items():
         (tmp_path / name).write_bytes(content)
-    job: Any = Job(tmp_path, File(tmp_path / "a.ckpt"), tmp_path / "weights.pt")
-    meeting.rendezvous.job = job
+    checkpoint = Checkpoint(tmp_path / "a.ckpt", 1, 7, (), 0.0, IDENTITY, b"", 0)
+    work = replace(meeting.rendezvous.work, checkpoint=checkpoint, files={"weights": tmp_path / "weights.pt"})
     folders = [tmp_path / "first", tmp_path / "second", None]
     with ThreadPoolExecutor(3) as pool:
         coming = [pool.submit(meeting.agent, rank, folder) for rank, folder in enumerate(folders)]
         group = meeting.gather(3)
         pipes = [each.result() for each in coming]
-        receiving = [pool.submit(receive_job, *ends) for ends in zip(pipes, [*folders[:2], tmp_path], strict=True)]
+        receiving = [pool.submit(receive_work, *ends) for ends in zip(pipes, [*folders[:2], tmp_path], strict=True)]
         for handle in group:
-            handle.send_job(job)
+            handle.send_work(work)
         received = [each.result()[0] for each in receiving]
     assert {path.name: path.read_bytes() for path in (tmp_path / "first").iterdir()} == names
     assert not (tmp_path / "second").exists()
     for found, where in zip(received, [tmp_path / "first", tmp_path / "first", tmp_path], strict=True):
-        assert found == Job(where, File(where / "a.ckpt"), where / "weights.pt")
+        assert found.run_folder == where
+        assert found.checkpoint == replace(checkpoint, path=where / "a.ckpt")
+        assert found.files == {"weights": where / "weights.pt"}
 
 
 def worker(rank: int, pipe: Connection, host: str = "127.0.0.1", clock: float = 0.0) -> WorkerConnection:

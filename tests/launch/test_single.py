@@ -13,14 +13,17 @@ import torch
 from cli import HELPERS
 from faulty_runs import HP as TWO_RANKS
 from faulty_runs import equal, saved
+from kept_checkpoints import IDENTITY
 from training_runs import train_in
 from trials import Trial
 
 from flyte_ddp.errors import RankError, StoppedError
 from flyte_ddp.launch import single, spawn
-from flyte_ddp.launch.supervise import rank
+from flyte_ddp.launch.supervise.rank import Rank
 from flyte_ddp.runs import checkpoint
 from flyte_ddp.runs.run_folder import OUTPUTS
+from flyte_ddp.runs.work import Work, World
+from flyte_ddp.training import train as training
 
 HP = replace(TWO_RANKS, num_ranks=1)
 
@@ -71,8 +74,13 @@ def test_nothing_is_saved_after_what_was_asked_for(trial: Trial) -> None:
     """Whoever asks is told a step and ends the run; the retry goes on from that step."""
     told: list[int] = []
     written: list[object] = []
-    train = rank.train
-    trial.patch.setattr(rank, "train", lambda job, _: train(job, lambda save: told.append(save())))
+    train = training.train
+
+    def train_and_save_at_once(rank: Rank) -> None:
+        rank.offer_saving = lambda save: told.append(save(0.0))
+        train(rank)
+
+    trial.patch.setattr(training, "train", train_and_save_at_once)
     trial.patch.setattr(checkpoint, "write_checkpoint", lambda *args: written.append(args))
     trial.train(HP)
     assert told == [0]
@@ -98,7 +106,7 @@ def test_a_signal_saves_and_stops(expected: Path, trial: Trial, number: signal.S
     ("kind", "words", "cause"),
     [
         ("ArithmeticError", "rank 0: ArithmeticError: the rank's own words", ArithmeticError),
-        ("sys.exit", "rank 0 ended with exit code 0 before it had finished training", SystemExit),
+        ("sys.exit", "rank 0 ended with exit code 0 before it had finished", SystemExit),
     ],
 )
 def test_a_failure_is_told_with_its_cause(trial: Trial, kind: str, words: str, cause: type[BaseException]) -> None:
@@ -108,6 +116,6 @@ def test_a_failure_is_told_with_its_cause(trial: Trial, kind: str, words: str, c
     assert isinstance(caught.value.__cause__, cause)
 
 
-def test_more_ranks_are_refused() -> None:
+def test_more_ranks_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="num_ranks=2: one rank at most runs in this process"):
-        single.launch(None, num_ranks=2)
+        single.launch(Work("", None, World(num_ranks=2), tmp_path, IDENTITY, timeout=1.0, save_seconds=1.0))

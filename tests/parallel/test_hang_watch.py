@@ -139,10 +139,9 @@ join, copied = rank.join_process_group, checkpointing.copy_to_cpu
 class Event:
     def record(self): pass
     def query(self): return True
-def join_without_limit(job, info, store, report_error):
-    settings = dataclasses.replace(job.settings, timeout=3600.0)
-    join(dataclasses.replace(job, settings=settings), info, store, report_error)
-    hang_watch.watch_collectives(job.settings.timeout, report_error, Event)
+def join_without_limit(work, info, store, report_error):
+    join(dataclasses.replace(work, timeout=3600.0), info, store, report_error)
+    hang_watch.watch_collectives(work.timeout, report_error, Event)
 def copy_behind_a_collective(value):
     while os.path.exists(os.environ["NOTED"]):
         time.sleep(0.01)

@@ -244,9 +244,9 @@ NOTES_FILTERS = """
 import warnings
 from flyte_ddp.launch.supervise import rank
 run_rank = rank.run_rank
-def noting_filters(job, info, *others):
+def noting_filters(work, info, *others):
     before = [*warnings.filters]
-    run_rank(job, info, *others)
+    run_rank(work, info, *others)
     with open(os.environ["NOTED"], "a") as file:
         print(warnings.filters == before, file=file)
 rank.run_rank = noting_filters

@@ -19,7 +19,6 @@ from flyte_ddp.errors import StoppedError, UserError
 from flyte_ddp.launch import single
 from flyte_ddp.pods.paths import reserve_run
 from flyte_ddp.run import run_training
-from flyte_ddp.runs.job import Job
 from flyte_ddp.runs.run_folder import (
     METRICS,
     OUTPUTS,
@@ -28,6 +27,7 @@ from flyte_ddp.runs.run_folder import (
     release_run_folder,
     reserve_run_folder,
 )
+from flyte_ddp.runs.work import Work
 from flyte_ddp.settings import Settings
 from tasks import flyte
 
@@ -50,13 +50,13 @@ def test_a_folder_is_held_until_its_run_ends_whatever_ends_it(
 ) -> None:
     folder = tmp_path / "run"
 
-    def launch(job: Job, *, num_ranks: int) -> None:
+    def launch(work: Work) -> None:
         assert not is_free(folder)
         with pytest.raises(UserError, match="another run is writing into it"):
             elsewhere.submit(run_training, HP, digits, folder, QUIET).result()
         if ends_in is not None:
             raise ends_in
-        single.launch(job, num_ranks=num_ranks)
+        single.launch(work)
 
     assert not reserved or reserve_run_folder(folder)
     with suppress(*([] if ends_in is None else [type(ends_in)])):

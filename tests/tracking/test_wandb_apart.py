@@ -14,7 +14,7 @@ from flyte_ddp.json_lines import read_records
 from flyte_ddp.launch import single
 from flyte_ddp.process import kill_process_trees
 from flyte_ddp.run import Result, run_training
-from flyte_ddp.runs.job import Job
+from flyte_ddp.runs.work import Work
 from flyte_ddp.settings import Settings
 from flyte_ddp.tracking import wandb_run
 
@@ -71,12 +71,12 @@ def test_the_weights_are_the_same(
     with fake_server(trouble if trouble in TROUBLES else "works") as server:
         monkeypatch.setenv("WANDB_BASE_URL", server.url)
 
-        def launch_in_trouble(job: Job, *, num_ranks: int) -> None:
+        def launch_in_trouble(work: Work) -> None:
             """Trains when wandb is where the trouble is."""
             wait_until(lambda: trouble not in ASKED or server.requests)
             if trouble == "is killed later":
                 kill_process_trees(lambda: children)
-            single.launch(job, num_ranks=num_ranks)
+            single.launch(work)
 
         result = run_training(HP, digits, folder, ONLINE, launch=launch_in_trouble)
     expected, found = (torch.load(run.model, weights_only=True) for run in (without, result))

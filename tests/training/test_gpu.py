@@ -193,10 +193,10 @@ def test_a_rank_that_hangs_is_named_by_those_that_wait_in_nccl(
 HANGS_EARLY = """
 from flyte_ddp.launch.supervise import rank
 join = rank.join_process_group
-def hang_or_join(job, info, *others):
+def hang_or_join(work, info, *others):
     while info.rank == 1:
         time.sleep(0.01)
-    join(job, info, *others)
+    join(work, info, *others)
 rank.join_process_group = hang_or_join
 """
 

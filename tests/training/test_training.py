@@ -14,7 +14,7 @@ from plain_loop import arrays_in_fp64
 from torch.nn import functional
 from training_runs import QUIET, Train
 
-from flyte_ddp import hardware
+from flyte_ddp import hardware, machine
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import UserError
 from flyte_ddp.json_lines import read_records
@@ -150,11 +150,11 @@ def test_a_users_mistake_ends_in_one_error_and_no_result(
 
 
 def test_cpu_quota_of_a_container_counts(tmp_path: Path) -> None:
-    assert hardware.read_cpu_quota(tmp_path) > 1000
+    assert machine.read_cpu_quota(tmp_path) > 1000
     (tmp_path / "cpu.max").write_text("250000 100000\n")
-    assert hardware.read_cpu_quota(tmp_path) == 2.5
+    assert machine.read_cpu_quota(tmp_path) == 2.5
     (tmp_path / "cpu.max").write_text("max 100000\n")
-    assert hardware.read_cpu_quota(tmp_path) > 1000
+    assert machine.read_cpu_quota(tmp_path) > 1000
 
 
 def test_shared_memory_is_for_cpu_ranks_on_linux(monkeypatch: pytest.MonkeyPatch) -> None:

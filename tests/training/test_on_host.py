@@ -3,19 +3,22 @@
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
+from kept_checkpoints import IDENTITY
 from PIL import Image
 
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import fetch
 from flyte_ddp.errors import UserError
-from flyte_ddp.launch.remote.host_data import find_or_fetch_data, read_prepared_digest
+from flyte_ddp.hardware import detect_hardware
+from flyte_ddp.runs.work import Work, World
 from flyte_ddp.settings import Settings
+from flyte_ddp.training.job import Training
+from flyte_ddp.training.on_host import find_or_fetch_data, read_prepared_digest
 
 MODULE = """
 from pathlib import Path
@@ -49,13 +52,14 @@ def host_has(tmp_path: Path) -> HostHas:
     def find(source: str, dataset: str = "served_data:load", launcher: Path | None = None) -> Path:
         folder = tmp_path / f"launcher {Path(source or dataset).name}"
         launcher = launcher or fetch(dataset, source, folder, progress="off")
-        job: Any = SimpleNamespace(
-            hp=Hyperparameters(dataset=dataset, data_source=source),
-            data=Path("/nowhere"),
-            settings=Settings(cache_folder=tmp_path / "cache"),
-            identity=SimpleNamespace(data=read_prepared_digest(launcher)),
-        )
-        return find_or_fetch_data(job)
+        hp = Hyperparameters(dataset=dataset, data_source=source, num_ranks=1)
+        settings = Settings(cache_folder=tmp_path / "cache")
+        training = Training(hp, detect_hardware(hp), settings, data=Path("/nowhere"))
+        identity = replace(IDENTITY, data=read_prepared_digest(launcher))
+        work = Work("", training, World(num_ranks=1), tmp_path, identity, timeout=1.0, save_seconds=1.0)
+        found = find_or_fetch_data(work)
+        assert found == replace(work, arguments=replace(training, data=found.arguments.data))
+        return found.arguments.data
 
     return find
 
