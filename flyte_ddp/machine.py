@@ -130,9 +130,9 @@ def bf16_support(device_type: str) -> Bf16:
 def detect_capacity(request: Request) -> Capacity:
     """Return this machine's Capacity for a request: a GPU for each rank, or CPUs.
 
-    Imports torch if there are GPUs; if ranks use them and the request asks
-    for bf16, initialises CUDA, so forks of this process can use no GPU.
-    Raises UserError if there are too few GPUs, or if this is a pod that does not see the GPUs requested for it.
+    Imports torch if there are GPUs; if ranks use them and the request asks for bf16, initialises CUDA, so forks of this
+    process can use no GPU. Raises UserError if there are too few GPUs, or if this is a pod that does not see the GPUs
+    requested for it.
     """
     gpus = count_gpus()
     check_expected_gpus(gpus)

@@ -1,6 +1,7 @@
 """Launchers: single, spawn, elastic, ray and dask, one file each.
 
-Each has ``launch(job, *, num_ranks)``, which starts the ranks, supervises them, and returns when all have completed.
+Each has ``launch(work)``, which starts the ranks of a Work, supervises them, and returns when all have completed. The
+last three have ``find_capacity(request)``, as ``machine.detect_capacity`` is for a single machine.
 
 All launchers raise:
     UserError: the user's mistake, as the rank that failed first reported it.

@@ -37,12 +37,12 @@ LESS_MONITORING = {
 def launch(work: Work, *, client: Any = None, retries: int = 0, coming: int = 0) -> None:
     """Do the work on workers, one for each rank, on as few hosts as possible, and wait for its end.
 
-    If the work has a request, ``coming`` is for :func:`find_capacity`. Waits for the workers up to the work's time
-    limit, and sends them the library's and the user's sources. ``client`` is
-    for :func:`connected`. Dask starts a failed task again up to ``retries`` times; all ranks then resume from the
-    newest checkpoint. A lost worker ends the run, because its rank may run on no other. At the end waits up to 10 s for
-    the tasks, and cancels the rest. Raises the error of the rank that failed first, StoppedError or KeyboardInterrupt
-    after a signal, UserError if workers have other versions, UnreachableError if too few come in time.
+    ``client`` is for :func:`connected`; if the work has a request, ``coming`` is for :func:`find_capacity`. Waits for
+    the workers up to the work's time limit, and sends them the library's and the user's sources. Dask starts a failed
+    task again up to ``retries`` times; all ranks then resume from the newest checkpoint. A lost worker ends the run,
+    because its rank may run on no other. At the end waits up to 10 s for the tasks, and cancels the rest. Raises the
+    error of the rank that failed first, StoppedError or KeyboardInterrupt after a signal, UserError if workers have
+    other versions, UnreachableError if too few come in time.
     """
     with require_extra("dask"):
         from dask import annotate  # type: ignore[attr-defined]

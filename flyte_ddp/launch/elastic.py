@@ -222,8 +222,8 @@ def follow(prepare: Callable[[Work], Work] = Work.prepare_on_host, timeout: floa
     """Connect to rank 0, receive the work, and do it as another rank; raise the run's error if it has failed.
 
     Waits up to ``timeout`` seconds for rank 0, which may have to fetch the data first; then raises UnreachableError.
-    ``prepare`` makes the work for this host of what rank 0 has sent, such as by fetching data.
-    Every rank raises the same UserError, RankError, StoppedError or KeyboardInterrupt.
+    ``prepare`` takes the work that rank 0 has sent and returns that for this host, as after fetching data. Every rank
+    raises the same UserError, RankError, StoppedError or KeyboardInterrupt.
     """
     store, info = join_group(timeout)
     tried: set[str] = set()
@@ -281,10 +281,9 @@ def run_worker_rank(
 ) -> None:
     """Receive the work, run this worker's rank, and wait until the run has ended; raise the error of a failed run.
 
-    Waits without a limit. ``prepare`` makes the work for this host of what rank 0 has sent. If this host does not see
-    the run folder, sends rank 0 the files of ``folder``. SIGTERM and Ctrl-C make rank 0 stop all ranks. Sets this
-    process's name and gloo's and NCCL's network variables. Kills at the end the processes that this thread has started;
-    does not close the pipe.
+    Waits without a limit. ``prepare`` is that of :func:`follow`. If this host does not see the run folder, sends rank 0
+    the files of ``folder``. SIGTERM and Ctrl-C make rank 0 stop all ranks. Sets this process's name and gloo's and
+    NCCL's network variables. Kills at the end the processes that this thread has started; does not close the pipe.
     """
     from flyte_ddp.launch.supervise.rank import run_rank
 

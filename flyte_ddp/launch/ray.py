@@ -28,8 +28,8 @@ def launch(work: Work, *, max_retries: int = 0, nodes_to_come: int = 0, seconds:
     """Do the work in tasks of the cluster, one for each rank, on as few hosts as possible, and wait for their end.
 
     Connects by :func:`connected`. If the work has a request, ``nodes_to_come`` and ``seconds`` are for
-    :func:`find_capacity`. Ray starts a task again up to ``max_retries`` times when it has failed or its host is
-    gone; all ranks then resume from the newest checkpoint. At the end cancels the tasks, and waits for them up to 20 s.
+    :func:`find_capacity`. Ray starts a task again up to ``max_retries`` times when it has failed or its host is gone;
+    all ranks then resume from the newest checkpoint. At the end cancels the tasks, and waits for them up to 20 s.
     Raises the error of the rank that failed first, or StoppedError or KeyboardInterrupt after a signal.
     """
     with connected():

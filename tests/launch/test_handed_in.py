@@ -62,7 +62,6 @@ def test_a_checkpoint_does_not_wait_for_results(tmp_path: Path, monkeypatch: pyt
     """As where the launcher's disk takes results slowly, and the run is told to stop meanwhile."""
     monkeypatch.setattr(file_sync, "SEND_SECONDS", 0.01)
     monkeypatch.setattr(proxy, "SEND_SECONDS", 0.01)
-    results.ResultWriter(tmp_path).write("result", name="large", content=CONTENT)
     (pipe, launcher), (from_rank, rank) = Pipe(), Pipe()
     handle = RankHandle(0, from_rank, "127.0.0.1")
     is_sending, may_send = threading.Event(), threading.Event()
@@ -74,6 +73,7 @@ def test_a_checkpoint_does_not_wait_for_results(tmp_path: Path, monkeypatch: pyt
         pipe.send(message)
 
     sender = FileSender(tmp_path, send)
+    results.ResultWriter(tmp_path).write("result", name="large", content=CONTENT)
     relaying = threading.Thread(target=proxy.relay_messages, args=(handle, pipe, send, StopRequest(), sender))
     with sender.send_results_during():
         relaying.start()

@@ -65,8 +65,7 @@ def relay_messages(
 
     Kills the rank or sends its stack if the launcher asks for that. Before each message of the rank sends the host's
     metrics and new checkpoints; before "completed" and "exit" also the remaining results, and before rank 0's
-    "completed" all other files that it has written. Raises EOFError
-    or OSError if the launcher is gone.
+    "completed" all other files that it has written. Raises EOFError or OSError if the launcher is gone.
     """
     over = False
 
