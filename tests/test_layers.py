@@ -7,7 +7,7 @@ import pytest
 from cli import ROOT
 
 HEAVY = ("torch", "torchvision", "wandb", "matplotlib", "sklearn", "boto3", "botocore", "ray", "dask", "distributed")
-LAUNCHER = "flyte_ddp.run, flyte_ddp.launch.spawn, flyte_ddp.report.report, flyte_ddp.tracking.wandb_run"
+LAUNCHER = "flyte_ddp.run, flyte_ddp.training.job, flyte_ddp.report.report, flyte_ddp.tracking.wandb_run"
 # In a pod whose whole work takes less time than importing torch.
 PREVIEW = (
     "from flyte_ddp.config import Hyperparameters; from flyte_ddp.report.previews import render_run_preview\n"
