@@ -16,7 +16,7 @@ from flyte_ddp.pods.platforms import is_in_pod
 from flyte_ddp.pods.retries import sync_checkpoints
 from flyte_ddp.pods.wandb_settings import read_run_settings, upload_unsent_wandb
 from flyte_ddp.run import Result, read_result, run_training
-from flyte_ddp.runs.run_folder import is_finished
+from flyte_ddp.runs.run_folder import UNFINISHED, is_finished
 from flyte_ddp.settings import Settings
 from tasks import pods
 from tasks.flyte import PLATFORM, PythonPickledFile, flyte_task, output_file
@@ -62,7 +62,7 @@ def train_in_run_folder(
         with (
             publish_report_while_training(PLATFORM, folder) if page else nullcontext(),
             upload_unsent_wandb(PLATFORM, folder),
-            sync_checkpoints(PLATFORM, folder) as record_attempt_start,
+            sync_checkpoints(PLATFORM, folder.name, folder / UNFINISHED) as record_attempt_start,
         ):
             prepared = Path(data.download())
             record_attempt_start()

@@ -19,7 +19,7 @@ from flyte_ddp.pods.platforms import Platform, execution_names, is_in_pod, stora
 from flyte_ddp.pods.profiles import PROFILE_VARIABLE, chosen_profile, parse_bytes
 from flyte_ddp.process import postpone_signal, signal_handlers
 from flyte_ddp.runs.checkpoint import FOLDER, SLOTS, Checkpoint
-from flyte_ddp.runs.run_folder import METRICS, UNFINISHED, release_reserved_folders
+from flyte_ddp.runs.run_folder import METRICS, release_reserved_folders
 from flyte_ddp.settings import Settings, read_number, read_settings, read_text
 from flyte_ddp.storage import ForbiddenError
 
@@ -84,23 +84,29 @@ def explain_eviction(limit: str) -> str:
 
 
 @contextmanager
-def sync_checkpoints(platform: Platform, run_folder: Path) -> Iterator[Callable[[], None]]:
+def sync_checkpoints(
+    platform: Platform, run: str, work: Path, *, own_function: bool = False
+) -> Iterator[Callable[[], None]]:
     """Download the run's newest checkpoint, and upload new checkpoints during the block; do nothing outside pods.
 
-    Yields a function that records in the blob store that ranks are launched: call it when the data are there. Defers
-    SIGTERM during the download. A thread looks for new checkpoints every 0.5 s. The end of the block waits for the
-    thread, uploads the last checkpoint and records how the attempt ended; after a result it also deletes, for up to 30
-    s, old files of all runs in the project and domain. Raises the errors of CheckpointStore.download_newest_checkpoint.
+    ``run`` is the run's name, ``work`` the folder in which it writes. ``own_function``: a user's function runs, which
+    need not save, and whose task says its memory. Yields a function that records in the blob store that ranks are
+    launched: call it when the data are there. Defers SIGTERM during the download. A thread looks for new checkpoints
+    every 0.5 s. The end of the block waits for the thread, uploads the last checkpoint and records how the attempt
+    ended; after a result it also deletes, for up to 30 s, old files of all runs in the project and domain. Raises the
+    errors of CheckpointStore.download_newest_checkpoint.
     """
     if not is_in_pod():
         yield lambda: None
         return
-    folder = run_folder / UNFINISHED / FOLDER
+    folder = work / FOLDER
     folder.mkdir(parents=True, exist_ok=True)
-    store = open_checkpoint_store(platform, run_folder.name)
+    advice = "request more for the task (mem)" if own_function else profile_memory_advice()
+    store = open_checkpoint_store(platform, run, advice)
     with postpone_signal(signal.SIGTERM):
         newest = store.download_newest_checkpoint(folder / SLOTS[0])
     uploader = CheckpointUploader(store, folder, read_settings(), newest)
+    uploader.saved_or_recorded = own_function  # so that it does not take a missing checkpoint for a failure
 
     def record_attempt_start() -> None:
         """Record in the blob store that ranks are launched, in up to 4 tries; print a refusal instead of raising it."""
@@ -128,8 +134,11 @@ def sync_checkpoints(platform: Platform, run_folder: Path) -> Iterator[Callable[
             start_thread_in_context("sweep", sweep, daemon=True).join(SWEEP_SECONDS)
 
 
-def open_checkpoint_store(platform: Platform, run: str) -> CheckpointStore:
-    """Return the CheckpointStore of a run for this pod's attempt, by the pod's environment; send no request yet."""
+def open_checkpoint_store(platform: Platform, run: str, memory_advice: str) -> CheckpointStore:
+    """Return the CheckpointStore of a run for this pod's attempt, by the pod's environment; send no request yet.
+
+    ``memory_advice`` is for an attempt whose memory ran out.
+    """
     project, domain, execution = execution_names()
     return CheckpointStore(
         posixpath.join(checkpoints_address(platform.output_address()), project, domain, run),
@@ -137,7 +146,7 @@ def open_checkpoint_store(platform: Platform, run: str) -> CheckpointStore:
         attempt=int(os.environ.get("FLYTE_ATTEMPT_NUMBER") or 0),
         days=read_number("FLYTE_DDP_CHECKPOINT_DAYS"),
         from_scratch=bool(os.environ.get(environment.FROM_SCRATCH_VARIABLE)),
-        memory_advice=memory_advice(),
+        memory_advice=memory_advice,
     )
 
 
@@ -150,7 +159,7 @@ def checkpoints_address(output_address: str) -> str:
     return storage_address(read_text("FLYTE_DDP_CHECKPOINTS") or beside)
 
 
-def memory_advice() -> str:
+def profile_memory_advice() -> str:
     """Return advice for a pod whose memory ran out: the profile with its memory, and what to change."""
     given = f"profile {read_text(PROFILE_VARIABLE)!r} gives {chosen_profile().memory} of memory"
     return f"{given}: take one with more, fewer num_ranks, or a smaller batch_size"

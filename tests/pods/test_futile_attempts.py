@@ -19,7 +19,7 @@ from flyte_ddp.settings import Settings
 def store(store: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> CheckpointStore:
     """The store with the advice of a pod of the profile ``sandbox``."""
     monkeypatch.setenv("FLYTE_DDP_PROFILE", "sandbox")
-    return replace(store, memory_advice=retries.memory_advice())
+    return replace(store, memory_advice=retries.profile_memory_advice())
 
 
 def end_attempts(store: CheckpointStore, folder: Path, numbers: range, *errors: BaseException | None) -> None:

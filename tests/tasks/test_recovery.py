@@ -67,7 +67,10 @@ class TestInAPod:
 
     @staticmethod
     def attempt(folder: Path, work: Callable[[Path], object]) -> None:
-        with translate_errors_for_flyte(), retries.sync_checkpoints(PLATFORM, folder / "run") as record_attempt_start:
+        with (
+            translate_errors_for_flyte(),
+            retries.sync_checkpoints(PLATFORM, "run", folder / "run" / UNFINISHED) as record_attempt_start,
+        ):
             record_attempt_start()
             work(folder / "run" / UNFINISHED / FOLDER)
 
