@@ -62,8 +62,9 @@ def write_run(folder: Path, records: list[dict[str, Any]] = RECORDS) -> None:
     write_records(folder, [END])
 
 
-def start(folder: Path, mode: str, timeout: float = 60.0) -> WandbProcess:
-    wandb = start_wandb(folder, settings(mode, timeout), HYPERPARAMETERS, "a name")
+def start(folder: Path, mode: str, timeout: float = 60.0, *, on_first_record: bool = False) -> WandbProcess:
+    found = settings(mode, timeout)
+    wandb = start_wandb(folder, found, HYPERPARAMETERS, "a name", on_first_record=on_first_record)
     assert wandb is not None
     return wandb
 

@@ -51,9 +51,11 @@ class Case:
             self.monkeypatch.setenv("WANDB_BASE_URL", server.url)
             yield server
 
-    def start(self, mode: str, *, timeout: float = 60.0, opened: bool = True) -> WandbProcess:
+    def start(
+        self, mode: str, *, timeout: float = 60.0, opened: bool = True, on_first_record: bool = False
+    ) -> WandbProcess:
         """Start the process, and wait until it has opened its run unless ``opened`` is false."""
-        self.wandb = start(self.folder, mode, timeout)
+        self.wandb = start(self.folder, mode, timeout, on_first_record=on_first_record)
         if opened:
             wait_until(self.wandb.receive_status)
         return self.wandb
@@ -74,6 +76,11 @@ class Case:
         output = self.capsys.readouterr()
         assert output.out == ""
         return output.err
+
+    def break_wandb(self) -> None:
+        """Make whoever imports wandb fail."""
+        (self.folder.parent / "wandb.py").write_text("raise ModuleNotFoundError(\"No module named 'wandb'\")")
+        self.monkeypatch.setenv("PYTHONPATH", str(self.folder.parent))
 
     def check_kept_offline(self, said: str) -> None:
         """An offline run has all rows, there is no other one, and the user is told so on one line."""
@@ -280,11 +287,68 @@ def test_wandb_that_cannot_start_is_printed_and_not_raised(case: Case) -> None:
     """Because it is disabled, not installed, or cannot make its folder."""
     assert start_wandb(case.folder, wandb_runs.settings("disabled"), HYPERPARAMETERS, "a name") is None
     assert list(case.folder.iterdir()) == []
-    (case.folder.parent / "wandb.py").write_text("raise ModuleNotFoundError(\"No module named 'wandb'\")")
-    case.monkeypatch.setenv("PYTHONPATH", str(case.folder.parent))
+    case.break_wandb()
     case.start("offline", opened=False)
     said = case.finish()
     assert said.startswith("wandb: nothing was logged (ModuleNotFoundError: No module named 'wandb'); see ")
     assert "ModuleNotFoundError" in (case.folder / "wandb/feed.log").read_text()
     assert start_wandb(Path("/dev/null"), wandb_runs.settings("offline"), HYPERPARAMETERS, "a name") is None
     assert case.capsys.readouterr().err.startswith("wandb: not started (")
+
+
+# Own functions: a run begins with the first record
+
+
+FUNCTION_START = {"kind": "start", "function": "mine:train", "hyperparameters": {"epochs": 2}, "num_ranks": 2}
+FUNCTION_ROWS = [{"step": 1, "test_accuracy": 0.5}, {"step": 1, "epochs": 7}, {"step": 2, "train/loss": 0.25}]
+FUNCTION_RECORDS = [{"kind": "record", **row} for row in FUNCTION_ROWS]
+FUNCTION_END = {"kind": "end", "step": 2, "seconds": 1.5}
+
+
+def test_the_first_record_of_a_function_opens_its_run(case: Case) -> None:
+    """With the names of the function's values; what else is in its folder is its own."""
+    (case.folder / "predictions.npz").write_bytes(b"no predictions of images")
+    with case.server() as server:
+        wandb = case.start("online", opened=False, on_first_record=True)
+        wandb_runs.write_records(case.folder, [FUNCTION_START])
+        assert not wandb.receive_status()
+        assert not server.requests
+        wandb_runs.write_records(case.folder, FUNCTION_RECORDS)
+        wait_until(wandb.receive_status)
+        wandb_runs.write_records(case.folder, [FUNCTION_END])
+        said = case.finish(write=False)
+    assert said == f"wandb: {server.url}/someone/a-project/runs/exec-task-7\n"
+    assert logged_rows(server.history) == FUNCTION_ROWS
+    assert [name for name in server.uploads if "table" in name] == []
+
+
+def test_a_function_that_records_at_its_very_end_is_logged_whole(case: Case) -> None:
+    case.start("offline", opened=False, on_first_record=True)
+    wandb_runs.write_records(case.folder, [FUNCTION_START, *FUNCTION_RECORDS, FUNCTION_END])
+    assert case.finish(write=False).startswith("wandb: kept offline; send it with: wandb sync ")
+    records = offline_records(case.folder)
+    assert logged_rows([each["item"] for each in records["history"]]) == FUNCTION_ROWS
+    assert [record["exit_code"] for record in records["exit"]] == [0]
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_a_function_that_records_nothing_leaves_nothing_and_imports_no_wandb(case: Case, killed: bool) -> None:
+    case.break_wandb()
+    case.start("online", opened=False, on_first_record=True)
+    if killed:
+        case.wandb.process.kill()
+    wandb_runs.write_records(case.folder, [FUNCTION_START, FUNCTION_END])
+    assert case.finish(write=False) == ""
+    assert [path.name for path in case.folder.iterdir()] == ["metrics.jsonl"]
+
+
+def test_what_an_earlier_attempt_recorded_opens_no_run_and_is_kept(case: Case) -> None:
+    case.break_wandb()
+    kept = case.folder / "wandb/offline-run-1/run-1.wandb"
+    kept.parent.mkdir(parents=True)
+    kept.write_text("of an earlier attempt")
+    wandb_runs.write_records(case.folder, [FUNCTION_START, *FUNCTION_RECORDS])
+    case.start("offline", opened=False, on_first_record=True)
+    wandb_runs.write_records(case.folder, [FUNCTION_START, FUNCTION_END])
+    assert case.finish(write=False) == ""
+    assert [path for path in case.folder.rglob("wandb/**/*") if path.is_file()] == [kept]
