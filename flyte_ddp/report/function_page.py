@@ -15,7 +15,7 @@ from flyte_ddp.report.page import render_template
 Record = dict[str, Any]
 Points = list[tuple[int, float | None]]  # steps and values; None stands for a value that was not finite
 NOT_VALUES = ("kind", "step", "time")  # keys of a record beside the names of its values
-UNFOLDED = 12  # with more charts, only those of the first prefix are unfolded
+UNFOLDED = 12  # more charts are grouped by the prefixes of their values, and only the first group is unfolded
 
 
 def render_function_page(folder: Path, name: str, failure: str = "") -> str:
@@ -26,7 +26,7 @@ def render_function_page(folder: Path, name: str, failure: str = "") -> str:
     """
     starts, steps, end = read_function_records(folder / "metrics.jsonl")
     points = collect_points(steps)
-    charts = [(value.rpartition("/")[0], value, draw_points(value, of)) for value, of in points.items()]
+    prefixes = [value.rpartition("/")[0] if len(points) > UNFOLDED else "" for value in points]
     since = starts[-1].get("time")
     return render_template(
         "function.html",
@@ -37,8 +37,11 @@ def render_function_page(folder: Path, name: str, failure: str = "") -> str:
         last_step=end.get("step", max(steps, default=None)),
         seconds=end["seconds"] if end else None if since is None else max(0.0, time.time() - since),
         values=[(value, *describe_points(of)) for value, of in points.items()],
-        charts=[chart for chart in charts if chart[-1]],
-        unfolded=len(charts) <= UNFOLDED,
+        charts=[
+            (prefix, value, chart)
+            for prefix, (value, of) in zip(prefixes, points.items(), strict=True)
+            if (chart := draw_points(value, of))
+        ],
         arguments=[
             (argument, json.dumps(given, ensure_ascii=False))
             for argument, given in starts[-1].get("hyperparameters", {}).items()
