@@ -101,7 +101,7 @@ class ResultWriter:
                     events.write(values["record"])
         except (UserError, OSError) as error:
             if not self.failed:
-                print(f"{error}; training continues without it", file=sys.stderr, flush=True)
+                print(f"{error}; the run continues without it", file=sys.stderr, flush=True)
             self.failed = True
 
     def write_file(self, name: str, content: bytes) -> None:

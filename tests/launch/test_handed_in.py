@@ -114,4 +114,4 @@ def test_a_launcher_that_cannot_write_a_file_continues(launch: Launch, trial: Tr
     trial.patch.setattr(rendezvous, "write_piece", take_what_is_no_result)
     trial.inject("small result", after=0)
     assert trial.train(launch=launch).model.exists()
-    assert "cannot write it; training continues without it" in capfd.readouterr().err
+    assert "cannot write it; the run continues without it" in capfd.readouterr().err

@@ -85,7 +85,7 @@ def test_what_cannot_be_kept_is_told_once(tmp_path: Path, capsys: pytest.Capture
         writer.write("result", name="a", content=b"")
         writer.write("event", record={})
     said = capsys.readouterr().err
-    assert said.count("training continues without it") == 1
+    assert said.count("the run continues without it") == 1
     assert f"cannot write {tmp_path}/results/a" in said
 
 

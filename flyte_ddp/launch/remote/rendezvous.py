@@ -268,7 +268,7 @@ class RemoteHandle(RankHandle):
             if not message["name"].startswith(results.FOLDER):
                 raise
             if not self.results_failed:  # once only, as where ranks write results themselves
-                print(f"{error}; training continues without it", file=sys.stderr, flush=True)
+                print(f"{error}; the run continues without it", file=sys.stderr, flush=True)
             self.results_failed = True
 
 

@@ -176,7 +176,7 @@ def keep_freed_memory(keep: bool = True) -> None:
 
 @contextmanager
 def restore_settings() -> Iterator[None]:
-    """Restore after the block what run_rank and training set in the whole process.
+    """Restore after the block what run_rank and the work's function set in the whole process.
 
     That is torch's threads, determinism and random state; Python's and NumPy's random state; CUBLAS_WORKSPACE_CONFIG.
     glibc gets its default settings, but its threshold for mappings no longer adapts itself.
