@@ -30,6 +30,15 @@ PYFLYTE = Path(sys.executable).with_name("pyflyte")
 DEADLINE = 300.0  # seconds, for one execution
 POLL_SECONDS = 0.5
 HINTS: dict[str, Any] = {"hp": Hyperparameters, "policy": Policy}
+PRINT_SAVED_STEP = """
+import sys
+from flyte_ddp.pods import checkpoint_store, platforms, retries
+
+project, domain, execution = platforms.execution_names()
+files = checkpoint_store.list_run_files(f"{retries.checkpoints_address(sys.argv[1])}/{project}/{domain}")
+saved = [file.step for file in files if (file.kind, file.execution) == (checkpoint_store.SAVED, execution)]
+print(max(saved, default=0))
+"""
 
 
 class Cluster:
@@ -85,9 +94,16 @@ class Cluster:
 
     def run_remote(self, hp: dict[str, Any], **environment: str) -> str:
         """Start a training by ``pyflyte run --remote`` with the present sources; return the execution's name."""
+        return self.run_file_remote("workflows/training.py", "training_wf", "--hp", json.dumps(hp), **environment)
+
+    def run_file_remote(self, *what: str, **environment: str) -> str:
+        """Start a file's task or workflow by ``pyflyte run --remote``; return the execution's name.
+
+        ``what`` is what follows the options on the command line: the file, the name in it, and inputs.
+        """
         where = ("--project", self.project, "--domain", self.domain, "--image", self.image)
-        command = ("run", "--remote", *where, "workflows/training.py", "training_wf", "--hp", json.dumps(hp))
-        return self.remember_execution(self.pyflyte(*command, **environment).partition("/executions/")[2].split()[0])
+        started = self.pyflyte("run", "--remote", *where, *what, **environment)
+        return self.remember_execution(started.partition("/executions/")[2].split()[0])
 
     def remember_execution(self, name: str) -> str:
         """Add an execution to those that :meth:`clean_up` aborts; return its name."""
@@ -182,6 +198,24 @@ class Cluster:
 
         return str(self.wait_until(found, f"{words!r} in the log of {name}"))
 
+    def wait_for_checkpoint(self, name: str) -> tuple[str, int]:
+        """Wait until the blob store has a checkpoint of an execution; return its pod's name and the checkpoint's step.
+
+        The pod lists the blob store, as it has the credentials for that.
+        """
+
+        def found() -> tuple[str, int] | None:
+            for pod in self.list_pods(name):
+                own, arguments = str(pod["metadata"]["name"]), pod["spec"]["containers"][0]["args"]
+                outputs = arguments[arguments.index("--raw-output-data-prefix") + 1]
+                command = ("exec", own, "--", "python", "-c", PRINT_SAVED_STEP, outputs)
+                if step := int(self.kubectl(*command, check=False).stdout or 0):
+                    return own, step
+            return None
+
+        pod, step = self.wait_until(found, f"a checkpoint of {name}")
+        return str(pod), int(step)
+
     def activate_launch_plan(self, plan: LaunchPlan) -> None:
         """Register a launch plan, and make it active until :meth:`clean_up`."""
         images = ImageConfig(Image.look_up_image_info("default", self.image))
@@ -200,9 +234,9 @@ class Cluster:
             self.abort(name)
 
     def abort(self, name: str) -> None:
-        """Abort an execution if it still runs."""
+        """Abort an execution if it still runs and is not being aborted."""
         execution = self.remote.fetch_execution(name=name)
-        if not execution.is_done:
+        if not execution.is_done and execution.closure.phase != WorkflowExecutionPhase.ABORTING:
             self.remote.terminate(execution, "a check has ended")
 
 

@@ -1,6 +1,7 @@
 """What a cluster must do for this package, each check by itself: ``make cluster-test CONFIG=... IMAGE=... K=lost``."""
 
 import json
+import shutil
 import time
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -176,6 +177,22 @@ def test_a_lost_pod(kubectl: Cluster, how: str) -> None:
         kubectl.kubectl("delete", "pod", pod, "--wait=false", *force)
     kubectl.wait_for_training_log(name, "going on after step", lost=pod)
     kubectl.abort(name)
+
+
+def test_a_users_own_loop_goes_on_after_its_pod_is_deleted(kubectl: Cluster) -> None:
+    shutil.copy(Path(__file__).with_name("own_task.py"), kubectl.sources)
+    seed, num_steps = unused_seed(kubectl), 200
+    inputs = ("--seed", str(seed), "--num_steps", str(num_steps), "--step_seconds", "0.2")
+    name = kubectl.run_file_remote("own_task.py", "add_up", *inputs)
+    pod, saved_step = kubectl.wait_for_checkpoint(name)
+    kubectl.kubectl("delete", "pod", pod, "--wait=false")
+    execution = kubectl.wait_for_success(name)
+    assert execution.outputs.get("step", as_type=int) == num_steps
+    assert saved_step <= execution.outputs.get("resumed_after_step", as_type=int) < num_steps
+    totals = [seed]
+    for step in range(1, num_steps + 1):
+        totals.append((3 * totals[-1] + 2 * step) % 2**31)
+    assert [*map(int, kubectl.read_blob(output_address(execution, "totals")).split())] == totals
 
 
 def test_more_memory_than_there_is(cluster: Cluster) -> None:
