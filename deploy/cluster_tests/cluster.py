@@ -99,7 +99,7 @@ class Cluster:
     def run_file_remote(self, *what: str, **environment: str) -> str:
         """Start a file's task or workflow by ``pyflyte run --remote``; return the execution's name.
 
-        ``what`` is what follows the options on the command line: the file, the name in it, and inputs.
+        ``what`` is what follows on the command line: further options, the file, the name in it, and inputs.
         """
         where = ("--project", self.project, "--domain", self.domain, "--image", self.image)
         started = self.pyflyte("run", "--remote", *where, *what, **environment)
@@ -201,10 +201,12 @@ class Cluster:
     def wait_for_checkpoint(self, name: str) -> tuple[str, int]:
         """Wait until the blob store has a checkpoint of an execution; return its pod's name and the checkpoint's step.
 
-        The pod lists the blob store, as it has the credentials for that.
+        The pod lists the blob store, as it has the credentials for that. Fails at once if the execution has ended.
         """
 
         def found() -> tuple[str, int] | None:
+            execution = self.remote.fetch_execution(name=name)
+            assert not execution.is_done, f"{name} has ended: {execution.error.message if execution.error else ''}"
             for pod in self.list_pods(name):
                 own, arguments = str(pod["metadata"]["name"]), pod["spec"]["containers"][0]["args"]
                 outputs = arguments[arguments.index("--raw-output-data-prefix") + 1]

@@ -183,7 +183,7 @@ def test_a_users_own_loop_goes_on_after_its_pod_is_deleted(kubectl: Cluster) -> 
     shutil.copy(Path(__file__).with_name("own_task.py"), kubectl.sources)
     seed, num_steps = unused_seed(kubectl), 200
     inputs = ("--seed", str(seed), "--num_steps", str(num_steps), "--step_seconds", "0.2")
-    name = kubectl.run_file_remote("own_task.py", "add_up", *inputs)
+    name = kubectl.run_file_remote("--copy", "all", "own_task.py", "add_up", *inputs)
     pod, saved_step = kubectl.wait_for_checkpoint(name)
     kubectl.kubectl("delete", "pod", pod, "--wait=false")
     execution = kubectl.wait_for_success(name)
