@@ -38,6 +38,7 @@ FROM dependencies AS with-sources
 WORKDIR /sources
 ENV PYTHONPATH=/sources
 COPY --chown=1000:1000 flyte_ddp flyte_ddp
+COPY --chown=1000:1000 flytekitplugins flytekitplugins
 COPY --chown=1000:1000 tasks tasks
 COPY --chown=1000:1000 workflows workflows
 COPY --chown=1000:1000 config config

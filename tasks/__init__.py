@@ -1,8 +1,9 @@
 """Flyte tasks. Each resolves its inputs to paths, calls a function of the library, and wraps the results."""
 
-from tasks import command_line, flyte, input_form
+from flytekitplugins.ddp.flyte import remove_execution_id_outside_tasks
+from tasks import command_line, input_form
 
 __all__ = ["input_form"]  # its import registers the forms
 
-flyte.remove_execution_id_outside_tasks()
+remove_execution_id_outside_tasks()
 command_line.set_up_command()

@@ -3,15 +3,17 @@
 from functools import partial
 from pathlib import Path
 
+from flytekit.core.resources import ResourceSpec
 from flytekit.types.directory import FlyteDirectory
-from flytekitplugins.dask import Dask, Scheduler, WorkerGroup
 
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.hardware import choose_hardware, request_ranks
 from flyte_ddp.pods.platforms import is_in_pod
-from flyte_ddp.pods.profiles import Size, chosen_profile, node_range, size_of_part
+from flyte_ddp.pods.profiles import chosen_profile, node_range
 from flyte_ddp.run import Result, run_training
 from flyte_ddp.settings import Settings
+from flytekitplugins.ddp.dask import RUNNER, dask_cluster
+from flytekitplugins.ddp.resources import ENGINE_RETRIES, requests_and_limits
 from tasks import pods
 from tasks.flyte import flyte_task
 from tasks.training import TrainingOutputs, train_in_run_folder, training_outputs
@@ -19,15 +21,10 @@ from tasks.training import TrainingOutputs, train_in_run_folder, training_output
 PROFILE = chosen_profile()
 RANKS_EACH = max(1, PROFILE.gpus)  # ranks on a node
 WORKERS = node_range()[1] * RANKS_EACH
-SCHEDULER = Size(cpu="500m", memory="512Mi", ephemeral_storage="1Gi")
-RUNNER = Size(cpu="1", memory="2Gi", ephemeral_storage="10Gi")
 
 
 @flyte_task(
-    task_config=Dask(
-        scheduler=Scheduler(**pods.requests_and_limits(SCHEDULER)),
-        workers=WorkerGroup(WORKERS, **pods.requests_and_limits(size_of_part(PROFILE, RANKS_EACH))),
-    ),
+    task_config=dask_cluster(WORKERS, ResourceSpec(**requests_and_limits(PROFILE)), RANKS_EACH),
     **pods.launching_pod(RUNNER),
     shared_memory=PROFILE.shared_memory,  # of the workers; the plugin makes all pods from one
 )
@@ -53,5 +50,5 @@ def launch_on_dask(hp: Hyperparameters, data: Path, run_folder: Path, settings: 
     with dask.connected(num_ranks=hp.num_ranks, seconds=seconds) as client:
         coming = 0 if local else WORKERS
         capacity = dask.find_capacity(request_ranks(hp), client, coming=coming, seconds=settings.timeout)
-        launch = partial(dask.launch, client=client, retries=pods.ENGINE_RETRIES)
+        launch = partial(dask.launch, client=client, retries=ENGINE_RETRIES)
         return run_training(hp, data, run_folder, settings, launch=launch, hardware=choose_hardware(hp, capacity))

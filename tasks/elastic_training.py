@@ -7,28 +7,25 @@ from pathlib import Path
 from typing import Any
 
 from flytekit import FlyteContextManager
-from flytekit.configuration import SerializationSettings
-from flytekit.exceptions.user import FlyteUserRuntimeException
-from flytekit.extend import IgnoreOutputs, TaskPlugins
+from flytekit.extend import TaskPlugins
 from flytekit.types.directory import FlyteDirectory
-from flytekitplugins.kfpytorch.task import CleanPodPolicy, Elastic, PytorchElasticFunctionTask, RunPolicy
+from flytekitplugins.kfpytorch.task import Elastic
 
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.hardware import choose_hardware, request_ranks
-from flyte_ddp.launch.supervise.processes import hide_main_script
-from flyte_ddp.launch.supervise.stopping import stop_error
 from flyte_ddp.machine import detect_capacity
 from flyte_ddp.pods import elastic as elastic_pods
 from flyte_ddp.pods.live_page import publish_report_while_training
 from flyte_ddp.pods.paths import resolve_folder
 from flyte_ddp.pods.platforms import is_in_pod
 from flyte_ddp.pods.profiles import elastic_ranks_per_node, node_range
-from flyte_ddp.process import count_out_of_memory_kills
 from flyte_ddp.run import Result, run_training
 from flyte_ddp.runs.run_folder import release_reserved_folders
-from flyte_ddp.settings import Settings, read_whole_number
+from flyte_ddp.settings import Settings
+from flytekitplugins.ddp.elastic import ReplacedPodsTask, elastic_options
+from flytekitplugins.ddp.flyte import PLATFORM, translate_errors_for_flyte
 from tasks import command_line, pods
-from tasks.flyte import PLATFORM, flyte_task, translate_errors_for_flyte
+from tasks.flyte import flyte_task
 from tasks.training import TrainingOutputs, read_finished_run, train_in_run_folder, training_outputs
 
 ROOT = Path(__file__).parents[1]
@@ -39,36 +36,17 @@ class ElasticTraining(Elastic):  # type: ignore[misc]
     """The plugin's configuration, under a type of our own, for which ElasticTrainingTask is registered."""
 
 
-class ElasticTrainingTask(PytorchElasticFunctionTask):  # type: ignore[misc]
-    """The plugin's task type, which also retries after SIGTERM and lost workers, and survives a lost pod.
-
-    With the plugin alone, SIGTERM ends the task without outputs and without an error, so that Flyte does not retry it.
-    A killed worker counts as a mistake in the code. A lost pod ends its PyTorchJob; here the operator replaces the pod,
-    and the ranks of all pods continue from the checkpoint.
-    """
-
-    def get_custom(self, settings: SerializationSettings) -> Any:
-        """Return the plugin's specification of the PyTorchJob, with a restart policy that replaces lost pods.
-
-        The plugin's configuration has no option for that.
-        """
-        custom = super().get_custom(settings)
-        if custom:
-            custom["workerReplicas"]["restartPolicy"] = "RESTART_POLICY_ON_FAILURE"
-        return custom
+class ElasticTrainingTask(ReplacedPodsTask):
+    """The task type of :func:`train_on_elastic`, which is registered for ElasticTraining."""
 
     def _execute(self, **inputs: Any) -> Any:
         """Start this node's workers, wait for their end, and return rank 0's outputs, or those of a finished local run.
 
         A local run has one node, and as many workers as fit this machine. In a pod with rank 0, publishes the console's
-        page meanwhile: Flyte's decks are of this process, not of workers. Raises IgnoreOutputs if this node has no rank
-        0; the error of the worker that failed first; StoppedError after SIGTERM; Flyte's recoverable error in place of
-        an error after which another attempt may succeed; and UserError if this machine's name has no address.
+        page meanwhile: Flyte's decks are of this process, not of workers. Raises the errors of ``launch_workers``, or
+        Flyte's recoverable error in place of one after which another attempt may succeed, and UserError if this
+        machine's name has no address.
         """
-        from torch.distributed.elastic.multiprocessing.api import SignalException
-
-        from flyte_ddp.launch.elastic import first_worker_error, silence_elastic_logs
-
         version = inputs["run_version"]
         result = read_finished_run(version)
         if result is not None:  # before workers are started, which would wait for their rank 0
@@ -78,24 +56,10 @@ class ElasticTrainingTask(PytorchElasticFunctionTask):  # type: ignore[misc]
             self.min_nodes = self.max_nodes = 1
             self.task_config.nproc_per_node = detect_capacity(request_ranks(inputs["hp"])).num_ranks
         folder = resolve_folder(version)  # in a pod, sets the variable by which workers know the folder
-        memory_kills = count_out_of_memory_kills()
         page = publish_report_while_training(PLATFORM, folder) if elastic_pods.has_rank_0() else nullcontext()
         with translate_errors_for_flyte(), page, elastic_pods.add_step_to_error(version):
             try:
-                with (
-                    elastic_pods.prepare_for_workers(ROOT),
-                    hide_main_script(),
-                    silence_elastic_logs(),
-                    elastic_pods.end_after_rank_0(IgnoreOutputs),
-                ):
-                    result = super()._execute(**inputs)
-            except FlyteUserRuntimeException as error:
-                raise first_worker_error(error.value, memory_kills) from None
-            except IgnoreOutputs as ignored:
-                stopped = ignored.__context__
-                if not isinstance(stopped, SignalException):  # this node is without rank 0, and has no outputs
-                    raise
-                raise stop_error(stopped.sigval, step=None) from None
+                result = self.launch_workers(ROOT, **inputs)
             finally:
                 release_reserved_folders()  # the lock was for rank 0, which is another process
         return training_outputs(result)
@@ -104,24 +68,9 @@ class ElasticTrainingTask(PytorchElasticFunctionTask):  # type: ignore[misc]
 TaskPlugins.register_pythontask_plugin(ElasticTraining, ElasticTrainingTask)
 
 
-def elastic_config() -> ElasticTraining:
-    """Return Elastic's configuration for the nodes of FLYTE_DDP_NODES and the profile's ranks on each."""
-    least, most = node_range()
-    seconds = read_whole_number(elastic_pods.MEET_VARIABLE)
-    return ElasticTraining(
-        nnodes=most if least == most else f"{least}:{most}",
-        nproc_per_node=elastic_ranks_per_node(),
-        max_restarts=pods.ENGINE_RETRIES if most > 1 else 0,  # a single pod that fails is Flyte's to retry
-        monitor_interval=1,
-        increase_shared_mem=False,  # the task's shared_memory says the size
-        rdzv_configs=dict.fromkeys(("timeout", "join_timeout", "read_timeout"), seconds),
-        # Pods that have ended keep their logs. The limit is for containers, so that one that ends at once is not
-        # restarted for ever: Flyte then makes another attempt.
-        run_policy=RunPolicy(clean_pod_policy=CleanPodPolicy.RUNNING, backoff_limit=pods.ENGINE_RETRIES * most),
-    )
-
-
-@flyte_task(task_config=elastic_config(), **pods.training_pod())
+@flyte_task(
+    task_config=ElasticTraining(**elastic_options(*node_range(), elastic_ranks_per_node())), **pods.training_pod()
+)
 def train_on_elastic(hp: Hyperparameters, data: FlyteDirectory, run_version: str) -> TrainingOutputs:
     """Train an image classifier on torch Elastic, on one node or several, with a rank in each of Elastic's workers.
 

@@ -5,20 +5,20 @@ from datetime import timedelta
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Optional
 
-from flytekit import Cache, PodTemplate, Resources, Secret
+from flytekit import Cache, PodTemplate, Secret
 from flytekit.extras.accelerators import GPUAccelerator
 
 from flyte_ddp.code_digest import library_digest
 from flyte_ddp.pods import environment
 from flyte_ddp.pods.profiles import Size, chosen_profile, size_of_part
 from flyte_ddp.settings import REQUESTED_GPUS, read_number, read_text, read_whole_number
+from flytekitplugins.ddp.resources import flytekit_resources
 
 if TYPE_CHECKING:
     from kubernetes.client import V1PodSpec
 
 WITH_DECK: dict[str, Any] = {"enable_deck": True, "deck_fields": ()}  # without the pages that flytekit would add
 Variables = Optional[dict[str, str]]  # of a pod's environment, besides those of every pod
-ENGINE_RETRIES = 2  # an engine's own retries, on the hosts that it has; Flyte's would set up another cluster
 
 
 def light_pod(variables: Variables = None, disk: str = "") -> dict[str, Any]:
@@ -108,17 +108,6 @@ def pod_options(
         "timeout": timedelta(hours=hours or read_number("FLYTE_DDP_HOURS")),
         "retries": 2,
     }
-
-
-def flytekit_resources(size: Size) -> Resources:
-    """Return a size as flytekit's Resources."""
-    gpu = str(size.gpus) if size.gpus else None
-    return Resources(cpu=size.cpu, mem=size.memory, gpu=gpu, ephemeral_storage=size.ephemeral_storage)
-
-
-def requests_and_limits(size: Size) -> dict[str, Resources]:
-    """Return the options ``requests`` and ``limits`` of an engine's pods; both are the size."""
-    return {"requests": flytekit_resources(size), "limits": flytekit_resources(size)}
 
 
 def gpu_type() -> Optional[GPUAccelerator]:

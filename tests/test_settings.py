@@ -17,8 +17,8 @@ from flyte_ddp.pods import environment
 from flyte_ddp.pods.profiles import PROFILES
 from flyte_ddp.run import run_training
 from flyte_ddp.settings import ALL_PODS, HERE, REGISTRATION, REGISTRY_PODS, TRAINING_PODS, Variable, read_variable_table
+from flytekitplugins.ddp.elastic import elastic_options
 from tasks import pods
-from tasks.elastic_training import elastic_config
 
 VALUES = {"PROFILE": "local", "NODES": "3", "RETRIES": "7", "HOURS": "7.5"}
 VALUES |= {"WANDB_SECRET": "some/value", "RESULTS": "s3://bucket/x"}
@@ -55,7 +55,7 @@ def test_registration_decides_on_retries_and_time_limits(monkeypatch: pytest.Mon
     made = pods.training_pod(), pods.data_pod(), pods.light_pod()
     assert made[0]["retries"] == 7
     assert [each["timeout"].total_seconds() / 3600 for each in made] == [7.5, 7.5, 1]
-    assert set(elastic_config().rdzv_configs.values()) == {1800}
+    assert set(elastic_options(1, 1, 1)["rdzv_configs"].values()) == {1800}
 
 
 def test_a_pods_specification_has_no_password(monkeypatch: pytest.MonkeyPatch) -> None:

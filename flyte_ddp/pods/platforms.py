@@ -1,6 +1,6 @@
 """What this room needs to know of the platform that runs tasks, such as Flyte.
 
-A front implements ``Platform``; tasks/flyte.py is the one implementation. The other facts are in variables of a pod's
+A front implements ``Platform``; flytekitplugins/ddp/flyte.py is the one implementation. The other facts are in variables of a pod's
 environment, which Flyte 1 and Flyte 2 set alike.
 """
 
@@ -38,7 +38,7 @@ class Platform(Protocol):
 def is_in_pod() -> bool:
     """Return whether this process, or the one that started it, executes a task for a platform.
 
-    False for a person's process inside a pod: tasks/flyte.py removes the variable from its environment.
+    False for a person's process inside a pod: flytekitplugins/ddp/flyte.py removes the variable from its environment.
     """
     return EXECUTION_ID in os.environ
 

@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 COMMANDS = ("flytekit.clis.sdk_in_container.pyflyte", "flytekit.bin.entrypoint")
+LEFT_OUT = ("flytekit", "flytekitplugins", "flyte_ddp")  # flytekit imports our plugin by its entry point
 RANKS = ("torch", "torch._dynamo", "torchvision.models")
 NAME = "zygote"
 # linux/prctl.h. flyte_ddp.process has these calls, too; imported here it would be this repository's in each fork, and
@@ -116,7 +117,7 @@ def import_for_commands() -> None:
         for name in COMMANDS:
             importlib.import_module(name)
         with os.fdopen(write, "w") as file:
-            json.dump([name for name in sys.modules if name.partition(".")[0] != "flytekit"], file)
+            json.dump([name for name in sys.modules if name.partition(".")[0] not in LEFT_OUT], file)
         os._exit(0)
     os.close(write)
     with os.fdopen(read) as file:

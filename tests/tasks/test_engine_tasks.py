@@ -27,7 +27,7 @@ from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import UserError
 from flyte_ddp.pods.profiles import PROFILES, Size, parse_bytes, parse_quantity, size_of_part
 from flyte_ddp.run import run_training
-from tasks import dask_training, ray_training
+from flytekitplugins.ddp import dask, ray
 
 ENGINES = ("elastic", "ray", "dask")
 TEMPLATE = yaml.safe_load((ROOT / "deploy/pod-template.yaml").read_text())["template"]["spec"]
@@ -94,7 +94,7 @@ def test_several_nodes_are_a_pytorchjob_or_a_ray_cluster(made: Packages, nodes: 
     assert [*resources.requests] == [*resources.limits]
 
     assert task(package, "ray").type == "ray"
-    cluster, head = custom(package, "ray")["rayCluster"], node_resources(ray_training.HEAD)
+    cluster, head = custom(package, "ray")["rayCluster"], node_resources(ray.HEAD)
     assert "enableAutoscaling" not in cluster
     assert cluster["headGroupSpec"]["rayStartParams"] == {"num-cpus": "0"}
     del head["nvidia.com/gpu"]
@@ -164,7 +164,7 @@ def test_recorded_pods_of_ray_are_as_the_plugin_is_told_today(made: Packages) ->
 
 @pytest.mark.parametrize(
     "others",
-    [(ray_training.HEAD, ray_training.SUBMITTER), (dask_training.SCHEDULER, dask_training.RUNNER)],
+    [(ray.HEAD, ray.SUBMITTER), (dask.SCHEDULER, dask.RUNNER)],
     ids=["ray", "dask"],
 )
 def test_a_run_on_two_nodes_fits_into_a_sandbox(others: tuple[Size, ...]) -> None:
@@ -196,8 +196,8 @@ def test_a_recorded_daskjob_is_as_the_profile_says() -> None:
     assert cluster["worker"]["replicas"] == 2 * profile.gpus
     for pod, size in (
         (cluster["worker"], size_of_part(profile, profile.gpus)),
-        (cluster["scheduler"], dask_training.SCHEDULER),
-        (job["job"], dask_training.RUNNER),
+        (cluster["scheduler"], dask.SCHEDULER),
+        (job["job"], dask.RUNNER),
     ):
         found = container_resources(check_recorded_pod(pod["spec"], profile.shared_memory))
         assert found.get("nvidia.com/gpu", "0") == str(size.gpus)

@@ -1,0 +1,57 @@
+"""``@task(task_config=DDP(num_ranks=2))``: a task of your own whose body runs on several ranks.
+
+What rank 0 returns are the task's outputs. flytekit imports this module at each start, so it imports little.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from flytekit.extend import TaskPlugins
+
+__all__ = ["DDP"]
+
+
+@dataclass(frozen=True)
+class DDP:
+    """How many ranks run a task's body, and where. Raises UserError for values that do not fit each other.
+
+    Args:
+        num_ranks: over all nodes; 0: one for each GPU that the task requests, else for each CPU, up to 4 on a node.
+        nodes: number of pods for the ranks, each with the task's requests and limits; more than 1 need an engine.
+        engine: elastic, ray or dask make the pods, whose operator the cluster must have; "": the task's own pod.
+    """
+
+    num_ranks: int = 0
+    nodes: int = 1
+    engine: str = ""
+
+    def __post_init__(self) -> None:
+        from flyte_ddp.errors import UserError, unknown_name_error
+
+        if self.engine not in ("", "elastic", "ray", "dask"):
+            raise unknown_name_error("engine", self.engine, ("elastic", "ray", "dask"))
+        if self.num_ranks < 0:
+            raise UserError(f"num_ranks={self.num_ranks}: must be the number of ranks, or 0 for one for each GPU")
+        if self.nodes < 1:
+            raise UserError(f"nodes={self.nodes}: must be at least 1")
+        if self.nodes > 1 and not self.engine:
+            raise UserError(f"nodes={self.nodes}: several pods need an engine: choose elastic, ray or dask")
+        if self.num_ranks % self.nodes and self.engine == "elastic":
+            raise UserError(
+                f"num_ranks={self.num_ranks} on nodes={self.nodes}: torch Elastic has equally many ranks on each node; "
+                "choose a multiple of nodes"
+            )
+
+
+class DDPTask:
+    """Stands for the task types of this plugin: a call returns the one that the configuration's engine needs."""
+
+    def __new__(cls, task_config: DDP, task_function: Callable[..., Any], **options: Any) -> Any:
+        """Make a task of a function with flytekit's options of a task; raise UserError if its extra is missing."""
+        from flytekitplugins.ddp.task import make_task
+
+        return make_task(task_config, task_function, options)
+
+
+TaskPlugins.register_pythontask_plugin(DDP, DDPTask)

@@ -1,0 +1,36 @@
+"""The Dask cluster that Flyte sets up for a task, with a worker for each rank."""
+
+import math
+from typing import Any
+
+from flytekit.core.resources import ResourceSpec
+from flytekitplugins.dask import Dask, Scheduler, WorkerGroup
+from flytekitplugins.dask.task import DaskTask as PluginTask
+
+from flyte_ddp.pods.profiles import Size
+from flytekitplugins.ddp import DDP
+from flytekitplugins.ddp.resources import count_ranks_per_node, divide_resources, requests_and_limits, take_resources
+from flytekitplugins.ddp.task import Function, RanksTask
+
+SCHEDULER = Size(cpu="500m", memory="512Mi", ephemeral_storage="1Gi")
+RUNNER = Size(cpu="1", memory="2Gi", ephemeral_storage="10Gi")
+
+
+def dask_cluster(workers: int, node: ResourceSpec, workers_per_node: int) -> Dask:
+    """Return the plugin's configuration of a cluster with a small scheduler, and workers that share nodes evenly.
+
+    Each worker has its part of the resources of a ``node``. Raises UserError for a malformed quantity.
+    """
+    parts = {kind: divide_resources(getattr(node, kind), workers_per_node) for kind in ("requests", "limits")}
+    return Dask(scheduler=Scheduler(**requests_and_limits(SCHEDULER)), workers=WorkerGroup(workers, **parts))
+
+
+class DaskTask(RanksTask, PluginTask):  # type: ignore[misc]  # which the plugin leaves untyped
+    """A task whose ranks are the workers of a Dask cluster; its own pod launches them."""
+
+    def __init__(self, config: DDP, function: Function, **options: Any) -> None:
+        self.ddp = config
+        node = take_resources(options)
+        self.workers = config.num_ranks or config.nodes * count_ranks_per_node(node)
+        options |= requests_and_limits(RUNNER)
+        super().__init__(dask_cluster(self.workers, node, math.ceil(self.workers / config.nodes)), function, **options)

@@ -1,0 +1,91 @@
+"""Torch Elastic as Flyte runs it, in one pod or in those of a PyTorchJob; survives what flytekit's plugin does not."""
+
+from pathlib import Path
+from typing import Any
+
+from flytekit.configuration import SerializationSettings
+from flytekit.exceptions.user import FlyteUserRuntimeException
+from flytekit.extend import IgnoreOutputs
+from flytekitplugins.kfpytorch.task import CleanPodPolicy, Elastic, PytorchElasticFunctionTask, RunPolicy
+
+from flyte_ddp.launch.supervise.processes import hide_main_script
+from flyte_ddp.launch.supervise.stopping import stop_error
+from flyte_ddp.pods import elastic as elastic_pods
+from flyte_ddp.process import count_out_of_memory_kills
+from flyte_ddp.settings import read_whole_number
+from flytekitplugins.ddp import DDP
+from flytekitplugins.ddp.resources import ENGINE_RETRIES, count_ranks_per_node, take_resources
+from flytekitplugins.ddp.task import Function, RanksTask
+
+
+def elastic_options(least: int, most: int, ranks_per_node: int) -> dict[str, Any]:
+    """Return the options of the plugin's ``Elastic`` for ``least`` to ``most`` nodes with so many ranks on each."""
+    seconds = read_whole_number(elastic_pods.MEET_VARIABLE)
+    return {
+        "nnodes": most if least == most else f"{least}:{most}",
+        "nproc_per_node": ranks_per_node,
+        "max_restarts": ENGINE_RETRIES if most > 1 else 0,  # a single pod that fails is Flyte's to retry
+        "monitor_interval": 1,
+        "increase_shared_mem": False,  # the task's shared_memory says the size
+        "rdzv_configs": dict.fromkeys(("timeout", "join_timeout", "read_timeout"), seconds),
+        # Pods that have ended keep their logs. The limit is for containers, so that one that ends at once is not
+        # restarted for ever: Flyte then makes another attempt.
+        "run_policy": RunPolicy(clean_pod_policy=CleanPodPolicy.RUNNING, backoff_limit=ENGINE_RETRIES * most),
+    }
+
+
+class ReplacedPodsTask(PytorchElasticFunctionTask):  # type: ignore[misc]  # which the plugin leaves untyped
+    """The plugin's task type, which also retries after SIGTERM and lost workers, and survives a lost pod.
+
+    With the plugin alone, SIGTERM ends the task without outputs and without an error, so that Flyte does not retry it.
+    A killed worker counts as a mistake in the code. A lost pod ends its PyTorchJob; here the operator replaces the pod,
+    and the ranks of all pods continue from the checkpoint.
+    """
+
+    def get_custom(self, settings: SerializationSettings) -> Any:
+        """Return the plugin's specification of the PyTorchJob, with a restart policy that replaces lost pods.
+
+        The plugin's configuration has no option for that.
+        """
+        custom = super().get_custom(settings)
+        if custom:
+            custom["workerReplicas"]["restartPolicy"] = "RESTART_POLICY_ON_FAILURE"
+        return custom
+
+    def launch_workers(self, root: Path, **inputs: Any) -> Any:
+        """Start this node's workers, each of which calls the task's function, and return what rank 0 returned.
+
+        Workers find modules below ``root``. Raises IgnoreOutputs if this node has no rank 0; the error of the worker
+        that failed first; Flyte's recoverable error if that is what the worker raised; and StoppedError after SIGTERM.
+        """
+        from torch.distributed.elastic.multiprocessing.api import SignalException
+
+        from flyte_ddp.launch.elastic import first_worker_error, silence_elastic_logs
+
+        memory_kills = count_out_of_memory_kills()
+        try:
+            with (
+                elastic_pods.prepare_for_workers(root),
+                hide_main_script(),
+                silence_elastic_logs(),
+                elastic_pods.end_after_rank_0(IgnoreOutputs),
+            ):
+                return super()._execute(**inputs)
+        except FlyteUserRuntimeException as error:
+            raise first_worker_error(error.value, memory_kills) from None
+        except IgnoreOutputs as ignored:
+            stopped = ignored.__context__
+            if not isinstance(stopped, SignalException):  # this node is without rank 0, and has no outputs
+                raise
+            raise stop_error(stopped.sigval, step=None) from None
+
+
+class ElasticTask(RanksTask, ReplacedPodsTask):
+    """A task whose ranks are the workers of torch Elastic in the pods of a PyTorchJob."""
+
+    def __init__(self, config: DDP, function: Function, **options: Any) -> None:
+        self.ddp = config
+        node = take_resources(options)
+        each = config.num_ranks // config.nodes or count_ranks_per_node(node)
+        engine = Elastic(**elastic_options(config.nodes, config.nodes, each))
+        super().__init__(engine, function, requests=node.requests, limits=node.limits, **options)

@@ -1,0 +1,90 @@
+"""Flyte as the platform that runs tasks: an implementation of flyte_ddp.pods.platforms.Platform."""
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+
+from flytekit import Deck, FlyteContextManager
+from flytekit.configuration import LocalConfig
+from flytekit.core.context_manager import ExecutionState
+from flytekit.exceptions.system import FlyteNonRecoverableSystemException
+from flytekit.exceptions.user import FlyteRecoverableException, FlyteUserRuntimeException
+
+from flyte_ddp.errors import UserError
+from flyte_ddp.pods import retries
+from flyte_ddp.pods.platforms import EXECUTION_ID
+
+
+def remove_execution_id_outside_tasks() -> None:
+    """Remove FLYTE_INTERNAL_EXECUTION_ID from the environment, unless Flyte executes a task in this process.
+
+    So ``pyflyte run`` and notebooks of a person inside a pod, such as a workspace in the cluster, are local runs.
+    Flyte's pyflyte-execute has set the mode TASK_EXECUTION by now; Elastic's workers always have it.
+    """
+    state = FlyteContextManager.current_context().execution_state
+    if state is None or state.mode is not ExecutionState.Mode.TASK_EXECUTION:
+        os.environ.pop(EXECUTION_ID, None)
+
+
+class Flyte:
+    """Facts about the Flyte task that runs now, and Flyte's ways to take over a page and an error."""
+
+    def disk_limit(self) -> str:
+        """Return this task's limit of ephemeral storage; "" without one, and for tasks whose pods an operator makes."""
+        module, _, name = os.environ.get("FLYTE_INTERNAL_TASK_NAME", "").rpartition(".")
+        task = getattr(sys.modules.get(module), name, None)
+        return (
+            ""
+            if task is None or task.task_type != "python-task"
+            else str(task.resources.limits.ephemeral_storage or "")
+        )
+
+    def is_retraining_requested(self) -> bool:
+        """Return whether this is ``pyflyte run --overwrite-cache``, or Flyte's local cache is off."""
+        cache = LocalConfig.auto()
+        return bool(cache.cache_overwrite or not cache.cache_enabled)
+
+    def output_address(self) -> str:
+        """Return the address below which Flyte has this attempt write its raw outputs. Only for pods."""
+        return str(FlyteContextManager.current_context().file_access.raw_output_prefix)
+
+    def publish_page(self, title: str, html: str) -> None:
+        """Replace the HTML of this task's deck of that title, or add a deck; then upload all decks of the task.
+
+        flytekit publishes no deck of a dynamic task, so a context is set in which any task looks like an ordinary one.
+        """
+        context = FlyteContextManager.current_context()
+        state = context.execution_state.with_params(mode=ExecutionState.Mode.TASK_EXECUTION)
+        with FlyteContextManager.with_context(context.with_execution_state(state)):
+            decks = [deck for deck in context.user_space_params.decks if deck.name == title]
+            deck = decks[0] if decks else Deck(title)
+            deck._html = html  # Deck itself can only append
+            Deck.publish()
+
+    def retryable_error(self, message: str) -> Exception:
+        """Return a FlyteRecoverableException, the one exception after which Flyte starts another attempt."""
+        return FlyteRecoverableException(message)
+
+
+PLATFORM = Flyte()
+# Flyte counts any exception but its own retryable one as final.
+translate_errors_for_flyte = partial(retries.raise_retryable_errors, PLATFORM)
+
+
+@contextmanager
+def report_user_errors() -> Iterator[None]:
+    """Raise a UserError of the block as the user's mistake, around a task's ``dispatch_execute``.
+
+    flytekit reports any error before the body, such as of an input's conversion, as the system's.
+    """
+    try:
+        yield
+    except FlyteNonRecoverableSystemException as error:
+        mistake = error.value  # flytekit may have wrapped our exception in one of its own
+        while mistake is not None and not isinstance(mistake, UserError):
+            mistake = mistake.__cause__ or mistake.__context__
+        if mistake is None:
+            raise
+        raise FlyteUserRuntimeException(mistake) from mistake

@@ -1,0 +1,80 @@
+"""The Ray cluster that Flyte sets up for a task, whose worker nodes have the ranks."""
+
+from typing import Any
+
+from flytekit import PodTemplate
+from flytekit.core.resources import ResourceSpec
+from flytekitplugins.ray import HeadNodeConfig, RayJobConfig, WorkerNodeConfig
+from flytekitplugins.ray.task import RayFunctionTask
+
+from flyte_ddp.pods.profiles import Size
+from flytekitplugins.ddp import DDP
+from flytekitplugins.ddp.resources import (
+    count_ranks_per_node,
+    kubernetes_resources,
+    requests_and_limits,
+    take_resources,
+)
+from flytekitplugins.ddp.task import Function, RanksTask
+
+GPU_LABEL = "k8s.amazonaws.com/accelerator"  # Flyte's own default for plugins.k8s.gpu-device-node-label
+SMALLEST_STORE = "80000000"  # bytes of Ray's object store, which takes /dev/shm from NCCL; ranks use no objects
+HEAD = Size(cpu="1", memory="3Gi", ephemeral_storage="10Gi")
+SUBMITTER = Size(cpu="500m", memory="256Mi", ephemeral_storage="1Gi")
+
+
+def ray_cluster(nodes: int, resources: ResourceSpec, shared_memory: str = "", gpu_type: str = "") -> RayJobConfig:
+    """Return the plugin's configuration of a cluster with a small head, on which no rank runs, and ``nodes`` workers.
+
+    Arguments:
+        nodes: how many workers; KubeRay starts the job when all are there.
+        resources: of each worker.
+        shared_memory: size of a worker's /dev/shm; "" limits it by the worker's memory.
+        gpu_type: value of the nodes' label for their GPU; "" takes any type.
+    """
+    worker = WorkerNodeConfig(
+        "ranks",
+        replicas=nodes,
+        ray_start_params={"object-store-memory": SMALLEST_STORE},
+        pod_template=node_template(resources, shared_memory, gpu_type),
+    )
+    return RayJobConfig(
+        head_node_config=HeadNodeConfig({"num-cpus": "0"}, **requests_and_limits(HEAD)),
+        worker_node_config=[worker],
+        shutdown_after_job_finishes=True,
+    )
+
+
+def node_template(resources: ResourceSpec, shared_memory: str, gpu_type: str) -> PodTemplate:
+    """Return the pod template of the ranks' nodes: their resources, their type of GPU, and /dev/shm.
+
+    The specification is a dictionary, as importing Kubernetes' client takes a second. The label keeps Flyte's webhook
+    from adding secrets, which ranks do not read.
+    """
+    given = {kind: kubernetes_resources(getattr(resources, kind)) for kind in ("requests", "limits")}
+    container = {
+        "name": "ray-worker",
+        "resources": {kind: amounts for kind, amounts in given.items() if amounts},
+        "volumeMounts": [{"name": "shm", "mountPath": "/dev/shm"}],  # noqa: S108 (no file of ours)
+    }
+    limit = {"sizeLimit": shared_memory} if shared_memory else {}
+    volume = {"name": "shm", "emptyDir": {"medium": "Memory", **limit}}
+    spec: dict[str, Any] = {"containers": [container], "volumes": [volume]}
+    if gpu_type:  # as Flyte does for pods of tasks
+        taint = {"key": GPU_LABEL, "operator": "Equal", "value": gpu_type, "effect": "NoSchedule"}
+        spec |= {"nodeSelector": {GPU_LABEL: gpu_type}, "tolerations": [taint]}
+    return PodTemplate(spec, labels={"inject-flyte-secrets": "false"})
+
+
+class RayTask(RanksTask, RayFunctionTask):  # type: ignore[misc]  # which the plugin leaves untyped
+    """A task whose ranks are on the nodes of a Ray cluster, launched from its head."""
+
+    def __init__(self, config: DDP, function: Function, **options: Any) -> None:
+        self.ddp = config
+        node = take_resources(options)
+        self.ranks = config.num_ranks or config.nodes * count_ranks_per_node(node)
+        size = options["shared_memory"] if isinstance(options["shared_memory"], str) else ""
+        gpu = options["accelerator"].to_flyte_idl().device if options["accelerator"] else ""
+        cluster = ray_cluster(config.nodes, node, size, gpu)
+        options |= {**requests_and_limits(SUBMITTER), "accelerator": None, "shared_memory": None}
+        super().__init__(cluster, function, **options)

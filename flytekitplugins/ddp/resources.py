@@ -1,0 +1,72 @@
+"""CPUs, memory, GPUs and disk of an engine's pods, as flytekit's plugins take them."""
+
+from typing import Any
+
+from flytekit import Resources
+from flytekit.core.resources import ResourceSpec
+
+from flyte_ddp.machine import MOST_CPU_RANKS
+from flyte_ddp.pods.profiles import Size, parse_quantity, size_of_part
+
+ENGINE_RETRIES = 2  # an engine's own retries, on the hosts that it has; Flyte's would set up another cluster
+
+
+def flytekit_resources(size: Size) -> Resources:
+    """Return a size as flytekit's Resources."""
+    gpu = str(size.gpus) if size.gpus else None
+    return Resources(cpu=size.cpu, mem=size.memory, gpu=gpu, ephemeral_storage=size.ephemeral_storage)
+
+
+def requests_and_limits(size: Size) -> dict[str, Resources]:
+    """Return the options ``requests`` and ``limits`` of an engine's pods; both are the size."""
+    return {"requests": flytekit_resources(size), "limits": flytekit_resources(size)}
+
+
+def kubernetes_resources(given: Resources) -> dict[str, str]:
+    """Return resources by their names in a pod's specification; those that are not given are left out."""
+    names = {
+        "cpu": given.cpu,
+        "memory": given.mem,
+        "ephemeral-storage": given.ephemeral_storage,
+        "nvidia.com/gpu": given.gpu,
+    }
+    return {name: str(value) for name, value in names.items() if value is not None}
+
+
+def divide_resources(given: Resources, parts: int) -> Resources:
+    """Return 1/``parts`` of the CPUs, the memory and the GPUs, as :func:`size_of_part` does, and the whole disk.
+
+    What is not given stays so. Raises UserError for a malformed quantity.
+    """
+    whole = Size(
+        cpu=str(given.cpu or 1), memory=str(given.mem or "1Gi"), ephemeral_storage="", gpus=int(given.gpu or 0)
+    )
+    part = size_of_part(whole, parts)
+    return Resources(
+        cpu=given.cpu and part.cpu,
+        mem=given.mem and part.memory,
+        gpu=str(part.gpus) if part.gpus else None,
+        ephemeral_storage=given.ephemeral_storage,
+    )
+
+
+def take_resources(options: dict[str, Any]) -> ResourceSpec:
+    """Remove ``requests``, ``limits`` and ``resources`` from a task's options; return them as flytekit reads them."""
+    requests, limits, both = (options.pop(name, None) for name in ("requests", "limits", "resources"))
+    if both is not None:
+        return ResourceSpec.from_multiple_resource(both)
+    return ResourceSpec(requests or Resources(), limits or Resources())
+
+
+def count_requested_gpus(resources: ResourceSpec) -> int:
+    """Return the number of GPUs that a task requests; its limit, which Kubernetes then takes, if it requests none."""
+    return int(resources.requests.gpu or resources.limits.gpu or 0)
+
+
+def count_ranks_per_node(resources: ResourceSpec) -> int:
+    """Return how many ranks a pod of these resources has: one for each GPU; else for each CPU, at least 1, up to 4.
+
+    Counts the CPUs that are requested, or else their limit. Raises UserError for a malformed quantity.
+    """
+    cpus: Any = resources.requests.cpu or resources.limits.cpu or 1
+    return count_requested_gpus(resources) or max(1, min(int(parse_quantity(str(cpus))), MOST_CPU_RANKS))
