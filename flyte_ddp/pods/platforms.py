@@ -1,7 +1,7 @@
 """What this room needs to know of the platform that runs tasks, such as Flyte.
 
-A front implements ``Platform``; flytekitplugins/ddp/flyte.py is the one implementation. The other facts are in variables of a pod's
-environment, which Flyte 1 and Flyte 2 set alike.
+A front implements ``Platform``; flytekitplugins/ddp/flyte.py is the one implementation. The other facts are in
+variables of a pod's environment, which Flyte 1 and Flyte 2 set alike.
 """
 
 import getpass

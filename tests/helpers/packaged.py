@@ -106,7 +106,8 @@ def form_fields(schema: Struct) -> dict[str, Any]:
 def project_files() -> list[str]:
     """Return the names of the project's files: those that git tracks, and new sources."""
     tracked = listed_by_git("--cached")
-    new = listed_by_git("--others", "--exclude-standard", "--", "config", "flyte_ddp", "flytekitplugins", "tasks", "workflows")
+    sources = ("config", "flyte_ddp", "flytekitplugins", "tasks", "workflows")
+    new = listed_by_git("--others", "--exclude-standard", "--", *sources)
     return [name for name in (*tracked, *new) if (ROOT / name).is_file()]
 
 
