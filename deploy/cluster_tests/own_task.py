@@ -6,9 +6,9 @@ from typing import NamedTuple
 import torch
 from flytekit import task
 from flytekit.types.file import FlyteFile
-from flytekitplugins.ddp import DDP
 
 from flyte_ddp import current_rank
+from flytekitplugins.ddp import DDP
 
 SAVE_STEPS = 10
 
