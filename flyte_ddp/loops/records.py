@@ -33,7 +33,8 @@ class Records:
             if name in TAKEN:
                 raise UserError(f"record: {name!r} is a key of each record; choose another name")
             try:
-                numbers[name] = value if type(value) is int else float(value)
+                number = value.item() if hasattr(value, "item") else value  # of a tensor or an array
+                numbers[name] = number if type(number) is int else float(number)
             except (TypeError, ValueError, RuntimeError):
                 raise UserError(
                     f"record: {name} is of type {type(value).__name__}, and must be a number, or a tensor of one "
