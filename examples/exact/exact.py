@@ -1,0 +1,200 @@
+"""A training loop of one's own that is exact: N ranks train as one process does, and a run resumes inside an epoch.
+
+    python examples/exact/exact.py
+
+compares the weights of whole runs. What is equal depends on who averages the gradients:
+
+- torch's DistributedDataParallel: a resumed run has the same bits as one that was never stopped. Another number of
+  ranks gives the same numbers up to rounding, because it adds up the samples of a batch in another order (in fp64 to
+  1e-9 and better; in fp32, as here, to the last digits).
+- PartAverage below: also another number of ranks gives the same bits, and a run may resume on another number. Each
+  global batch is cut into PARTS parts, whatever the number of ranks. The gradient of a part is computed by itself, on
+  one rank. The parts are then added up in their order, and not in that of the ranks. The price: an exchange of PARTS
+  gradients instead of one, smaller passes, and at most PARTS ranks. Same bits also need the same torch, the same kind
+  of processor, and one number of threads.
+"""
+
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Subset, TensorDataset, random_split
+
+import flyte_ddp
+
+PARTS = 4
+BATCH, EPOCHS, SEED, SAVE_EVERY = 100, 2, 0, 10  # 1438 samples: 15 steps an epoch, the last of 38 samples
+
+
+class DDPAverage:
+    """Gradients of a global batch by torch's DistributedDataParallel."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.device, self.network = next(model.parameters()).device, model
+        if dist.is_initialized():
+            # Without find_unused_parameters DDP orders its buckets anew after the first step of a process, and a
+            # resumed run would then add up in another order: on 3 ranks its weights differ by 1e-7. torch warns that
+            # the option costs time.
+            self.network = DistributedDataParallel(model, find_unused_parameters=True)
+
+    def load_batches(self, training: Subset[Any], epoch: int, first: int) -> Iterator[Any]:
+        """Yield this rank's part of each global batch that is left of an epoch, with the factor for its mean loss."""
+        order = flyte_ddp.batches(len(training), BATCH, SEED, epoch, first)
+        return zip(order.loss_factors(), DataLoader(training, batch_sampler=order), strict=True)
+
+    def compute_gradients(self, batch: Any) -> float:
+        """Set the gradients to those of the global batch; return its mean loss. All ranks must call it."""
+        factor, (images, labels) = batch
+        loss = factor * functional.cross_entropy(self.network(images.to(self.device)), labels.to(self.device))
+        loss.backward()
+        return float(flyte_ddp.sum_over_ranks(loss.detach())) / flyte_ddp.current_rank().world_size
+
+
+class PartAverage:
+    """Gradients of a global batch from those of its parts, which are added up in a fixed order."""
+
+    def __init__(self, model: nn.Module, parts: int) -> None:
+        rank = flyte_ddp.current_rank()
+        if rank.world_size > parts:
+            raise flyte_ddp.UserError(f"{rank.world_size} ranks: take at most {parts}, one for each part")
+        self.device, self.model, self.parameters = rank.device, model, list(model.parameters())
+        self.own_parts = range(rank.rank, parts, rank.world_size)
+        # For each part a row: its gradients one after another, and its loss.
+        self.rows = torch.zeros(parts, sum(map(Tensor.numel, self.parameters)) + 1, device=rank.device)
+
+    def load_batches(self, training: Subset[Any], epoch: int, first: int) -> Iterator[Any]:
+        """Yield this rank's parts of each global batch that is left of an epoch, with the factors for their losses."""
+        loads = []
+        for part in self.own_parts:
+            order = flyte_ddp.batches(len(training), BATCH, SEED, epoch, first, rank=part, num_ranks=len(self.rows))
+            loads.append(zip(order.loss_factors(), DataLoader(training, batch_sampler=order), strict=True))
+        return zip(*loads, strict=True)
+
+    def compute_gradients(self, batch: Any) -> float:
+        """Set the gradients to those of the global batch; return its mean loss. All ranks must call it."""
+        self.rows.zero_()
+        for part, (factor, (images, labels)) in zip(self.own_parts, batch, strict=True):
+            loss = factor * functional.cross_entropy(self.model(images.to(self.device)), labels.to(self.device))
+            gradients = torch.autograd.grad(loss, self.parameters)
+            self.rows[part] += torch.cat([*map(Tensor.flatten, gradients), loss.detach().view(1)])
+        flyte_ddp.sum_over_ranks(self.rows)  # exact: in a row all ranks but one have zeros
+        mean = self.rows[0].clone()
+        for row in self.rows[1:]:  # one after another, as Tensor.sum may choose another order
+            mean += row
+        mean /= len(self.rows)
+        *of_parameters, mean_loss = torch.split(mean, [*map(Tensor.numel, self.parameters), 1])
+        for parameter, gradient in zip(self.parameters, of_parameters, strict=True):
+            parameter.grad = gradient.view_as(parameter)
+        return float(mean_loss)
+
+
+def train(parts: int, fail_at: int = 0) -> dict[str, Any]:
+    """Train a small network on all ranks together; return its weights, the loss and the accuracy on the test samples.
+
+    ``parts`` is the number of parts of PartAverage; 0: DistributedDataParallel. With ``fail_at`` the last rank fails
+    after this step, unless the run has been resumed.
+    """
+    rank = flyte_ddp.current_rank()
+    rank.join()
+    torch.set_num_threads(1)
+    torch.manual_seed(SEED)
+    training, test = random_split(load_samples(), [0.8, 0.2])
+    layers = nn.Conv2d(1, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(288, 10)
+    model = nn.Sequential(*layers).to(rank.device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    saved = rank.load() or {"step": 0}  # on all ranks
+    if saved["step"]:
+        model.load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optimizer"])
+
+    average = PartAverage(model, parts) if parts else DDPAverage(model)
+    step, steps = saved["step"], len(flyte_ddp.batches(len(training), BATCH, SEED, epoch=0))
+    for epoch in range(step // steps, EPOCHS):
+        for batch in average.load_batches(training, epoch, first=step % steps):
+            loss = average.compute_gradients(batch)
+            optimizer.step()
+            optimizer.zero_grad()
+            step += 1
+            rank.record(step, loss=loss)
+            if rank.due() or (rank.rank == 0 and step % SAVE_EVERY == 0):
+                rank.save(step, {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step})
+            if step == fail_at and not saved["step"] and rank.rank == rank.world_size - 1:
+                raise RuntimeError("as if the machine had failed")
+    loss, accuracy = evaluate(model, test, rank.device)
+    return {"weights": model.cpu().state_dict(), "loss": loss, "accuracy": accuracy}
+
+
+def load_samples() -> TensorDataset:
+    """Return scikit-learn's 1797 digits."""
+    digits = load_digits()
+    return TensorDataset(torch.tensor(digits.images[:, None] / 16, dtype=torch.float32), torch.tensor(digits.target))
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, test: Subset[Any], device: torch.device) -> tuple[float, float]:
+    """Return mean loss and accuracy over all ranks' samples, with the same bits for any number of ranks."""
+    results = torch.zeros(2, len(test), dtype=torch.float64, device=device)  # a column for each sample
+    order = flyte_ddp.evaluation_batches(len(test), BATCH)
+    for samples, (images, labels) in zip(order, DataLoader(test, batch_sampler=order), strict=True):
+        logits, truth = model(images.to(device)), labels.to(device)
+        results[0, samples] = functional.cross_entropy(logits, truth, reduction="none").double()
+        results[1, samples] = (logits.argmax(1) == truth).double()
+    loss, accuracy = flyte_ddp.sum_over_ranks(results).mean(dim=1)
+    return float(loss), float(accuracy)
+
+
+def largest_difference(one: dict[str, Any], other: dict[str, Any]) -> float:
+    """Return the largest difference of two runs' weights; 0.0 only if weights, loss and accuracy have the same bits."""
+    pairs = [(value, other["weights"][name]) for name, value in one["weights"].items()]
+    largest = max((a - b).abs().max().item() for a, b in pairs)
+    return max(largest, abs(one["loss"] - other["loss"]), abs(one["accuracy"] - other["accuracy"]))
+
+
+def compare_runs(folder: Path, parts: int, resume_ranks: int) -> dict[str, float]:
+    """Train in one process, on 2 and on 3 ranks, and on 3 of which one fails; go on on ``resume_ranks``.
+
+    Return by name the largest differences: of the runs on ranks from that in one process, and of the resumed run from
+    the one on 3 ranks.
+    """
+
+    def run(name: str, num_ranks: int, fail_at: int = 0) -> dict[str, Any]:
+        result: dict[str, Any] = flyte_ddp.run_ranks(
+            train, parts, fail_at, num_ranks=num_ranks, folder=folder / f"{parts} parts, {name}"
+        )
+        return result
+
+    one, two, three = run("one process", 1), run("2 ranks", 2), run("3 ranks", 3)
+    fail_at = 25  # in the middle of the second epoch; saved are steps 10 and 20
+    try:
+        run("resumed", 3, fail_at)
+    except flyte_ddp.RankError as error:
+        print(f"    {error.message}; goes on on {resume_ranks} ranks")
+    resumed = run("resumed", resume_ranks, fail_at)
+    return {
+        "2 ranks and one process": largest_difference(two, one),
+        "3 ranks and one process": largest_difference(three, one),
+        "resumed and never stopped": largest_difference(resumed, three),
+    }
+
+
+def main() -> None:
+    """Print how far runs differ, with DistributedDataParallel and with PartAverage."""
+    with tempfile.TemporaryDirectory() as folder:
+        for title, parts, resume_ranks in (
+            ("DistributedDataParallel", 0, 3),
+            (f"PartAverage, {PARTS} parts", PARTS, 2),
+        ):
+            print(title)
+            for name, difference in compare_runs(Path(folder), parts, resume_ranks).items():
+                print(f"    {name}: {f'differ by {difference:.1e}' if difference else 'equal bit for bit'}")
+
+
+if __name__ == "__main__":
+    main()

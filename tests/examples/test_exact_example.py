@@ -1,0 +1,28 @@
+"""examples/exact/exact.py in a process of its own, as a user starts it."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from cli import ROOT, surroundings
+
+
+@pytest.mark.slow
+def test_ranks_and_resumed_runs_have_the_weights_of_one_process(tmp_path: Path) -> None:
+    environment = {**surroundings(tmp_path, tmp_path / "runs"), "FLYTE_DDP_PROGRESS": "off"}
+    command = [sys.executable, ROOT / "examples" / "exact" / "exact.py"]
+    done = subprocess.run(command, check=False, env=environment, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    torch_ddp, parts = done.stdout.split("PartAverage")
+    failed = r"rank 2: RuntimeError: as if the machine had failed; goes on on {} ranks\n"
+    differ = r"    {} and one process: differ by (.*)\n"
+    match = re.fullmatch(
+        rf"DistributedDataParallel\n    {failed.format(3)}{differ.format('2 ranks')}{differ.format('3 ranks')}"
+        r"    resumed and never stopped: equal bit for bit\n",
+        torch_ddp,
+    )
+    assert match, torch_ddp
+    assert all(float(number) < 1e-5 for number in match.groups())
+    assert re.fullmatch(rf", 4 parts\n    {failed.format(2)}(    .*: equal bit for bit\n){{3}}", parts), parts
