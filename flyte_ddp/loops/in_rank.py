@@ -1,6 +1,7 @@
 """The function of the Work of a user's call: calls the user's function in a rank, and delivers what rank 0 returns."""
 
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -10,7 +11,7 @@ from typing import Any
 import cloudpickle  # type: ignore[import-untyped]
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
+from torch.distributed import constants, distributed_c10d
 
 from flyte_ddp.errors import UserError
 from flyte_ddp.files import replace_file
@@ -106,31 +107,37 @@ def describe_run(rank: Rank, device: torch.device) -> dict[str, Any]:
 def torchrun_variables(rank: Rank, port: int) -> Iterator[None]:
     """Set, for the block, the environment variables that torchrun gives its processes, with the address of ``port``.
 
-    LOCAL_RANK is the number of the rank's GPU; on CPUs that of the rank on its host.
+    LOCAL_RANK is the number of the rank's GPU; on CPUs that of the rank on its host. A rank that sees one GPU, as on
+    Ray, is a node of its own: Lightning and others look for LOCAL_WORLD_SIZE GPUs.
     """
-    info, hosts = rank.info, rank.work.world.hosts
+    info, world = rank.info, rank.work.world
+    on_cpu = world.device_type == "cpu"
+    sees_one = not on_cpu and torch.cuda.device_count() == 1
+    hosts = tuple(map(str, range(info.world_size))) if sees_one else world.hosts
     here = hosts[info.rank]
-    on_cpu = rank.work.world.device_type == "cpu"
-    node = [*dict.fromkeys(hosts)].index(here)
     variables = {
         "RANK": info.rank,
         "WORLD_SIZE": info.world_size,
         "LOCAL_RANK": hosts[: info.rank].count(here) if on_cpu else info.local_rank,
         "LOCAL_WORLD_SIZE": hosts.count(here),
-        "GROUP_RANK": node,
-        "NODE_RANK": node,
-        "GROUP_WORLD_SIZE": rank.work.world.num_nodes,
-        "MASTER_ADDR": hosts[0],
+        "GROUP_RANK": [*dict.fromkeys(hosts)].index(here),
+        "NODE_RANK": [*dict.fromkeys(hosts)].index(here),
+        "GROUP_WORLD_SIZE": len({*hosts}),
+        "MASTER_ADDR": world.hosts[0],
         "MASTER_PORT": port,
         "TORCHELASTIC_RUN_ID": "flyte-ddp",  # by which Lightning and others know that ranks are started for them
         "TORCHELASTIC_RESTART_COUNT": 0,
         "TORCHELASTIC_MAX_RESTARTS": 0,
+        "OMP_NUM_THREADS": world.threads,  # without it Lightning and Accelerate set torch's threads anew
     }
+    if on_cpu:
+        variables["ACCELERATE_USE_CPU"] = "true"  # without it each rank trains alone, unless the script says cpu=True
     before = {name: os.environ.get(name) for name in (*variables, AGENT_STORE)}
     os.environ.update({name: str(value) for name, value in variables.items()})
     os.environ.pop(AGENT_STORE, None)  # with it torch would wait in vain for a store at another port
     try:
-        yield
+        with own_accelerator():
+            yield
     finally:
         for name, value in before.items():
             os.environ.pop(name, None)
@@ -139,17 +146,31 @@ def torchrun_variables(rank: Rank, port: int) -> Iterator[None]:
 
 
 @contextmanager
-def default_group_timeout(seconds: float) -> Iterator[None]:
-    """Make ``seconds`` torch's default time limit of process groups in the block."""
-    names = ("default_pg_timeout", "default_pg_nccl_timeout")
-    before = {name: getattr(distributed_c10d, name) for name in names}
-    for name in names:
-        setattr(distributed_c10d, name, timedelta(seconds=seconds))
+def own_accelerator() -> Iterator[None]:
+    """Let Accelerate forget the ranks that it finds in the block; it keeps what it finds first in a process."""
+    module = "accelerate.state"
+    knew = module in sys.modules and bool(sys.modules[module].PartialState._shared_state)
     try:
         yield
     finally:
-        for name, value in before.items():
-            setattr(distributed_c10d, name, value)
+        if module in sys.modules and not knew:
+            sys.modules[module].AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@contextmanager
+def default_group_timeout(seconds: float) -> Iterator[None]:
+    """Make ``seconds`` torch's default time limit of process groups in the block."""
+    # Lightning takes its default from `constants` when it is imported.
+    names = ("default_pg_timeout", "default_pg_nccl_timeout")
+    places = [(module, name) for module in (distributed_c10d, constants) for name in names]
+    before = [getattr(*place) for place in places]
+    for place in places:
+        setattr(*place, timedelta(seconds=seconds))
+    try:
+        yield
+    finally:
+        for place, value in zip(places, before, strict=True):
+            setattr(*place, value)
 
 
 def write_returned(name: str, value: Any, path: Path) -> None:
