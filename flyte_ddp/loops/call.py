@@ -9,7 +9,9 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
+from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import cloudpickle  # type: ignore[import-untyped]
@@ -68,13 +70,33 @@ def describe_call(function: Callable[..., Any], args: Sequence[Any], kwargs: Map
     code, own_code = digest_code(function)
     for what, value in (("the function", function), *((f"argument {key}", value) for key, value in arguments.items())):
         try:
-            cloudpickle.dumps(value)
+            pickle_by_value(value)
         except Exception as error:  # an object's own code may raise anything
             raise UserError(
                 f"{name}: {what} cannot be sent to ranks ({type(error).__name__}: {error}); make it in the function"
             ) from error
-    payload = cloudpickle.dumps((function, tuple(args), dict(kwargs)))
+    payload = pickle_by_value((function, tuple(args), dict(kwargs)))
     return Call(name, payload, {key: describe_value(value) for key, value in arguments.items()}, code, own_code)
+
+
+class ModulePickler(cloudpickle.CloudPickler):  # type: ignore[misc]
+    """Pickles by name also modules of a class of their own, such as torch.backends.cudnn.
+
+    cloudpickle refuses them, and finds them in each function that names torch and one of their attributes' names.
+    """
+
+    def reducer_override(self, value: Any) -> Any:
+        """Return how to import such a module; for anything else what cloudpickle returns."""
+        if isinstance(value, ModuleType) and type(value) is not ModuleType and value.__name__ in sys.modules:
+            return import_module, (value.__name__,)
+        return super().reducer_override(value)
+
+
+def pickle_by_value(value: Any) -> bytes:
+    """Return cloudpickle's bytes of a value, of which :class:`ModulePickler` pickles modules."""
+    file = io.BytesIO()
+    ModulePickler(file).dump(value)
+    return file.getvalue()
 
 
 def function_name(function: Callable[..., Any]) -> str:
