@@ -59,7 +59,7 @@ class ElasticTrainingTask(ReplacedPodsTask):
         page = publish_report_while_training(PLATFORM, folder) if elastic_pods.has_rank_0() else nullcontext()
         with translate_errors_for_flyte(), page, elastic_pods.add_step_to_error(version):
             try:
-                result = self.launch_workers(ROOT, **inputs)
+                result = self.launch_workers(self.task_function, ROOT, **inputs)
             finally:
                 release_reserved_folders()  # the lock was for rank 0, which is another process
         return training_outputs(result)

@@ -1,15 +1,28 @@
 """The Dask cluster that Flyte sets up for a task, with a worker for each rank."""
 
 import math
+from functools import partial
 from typing import Any
 
 from flytekit.core.resources import ResourceSpec
 from flytekitplugins.dask import Dask, Scheduler, WorkerGroup
 from flytekitplugins.dask.task import DaskTask as PluginTask
 
+from flyte_ddp.loops.call import Call
+from flyte_ddp.machine import Request
+from flyte_ddp.pods.platforms import is_in_pod
 from flyte_ddp.pods.profiles import Size
+from flyte_ddp.settings import read_settings
 from flytekitplugins.ddp import DDP
-from flytekitplugins.ddp.resources import count_ranks_per_node, divide_resources, requests_and_limits, take_resources
+from flytekitplugins.ddp.ranks import Returned
+from flytekitplugins.ddp.resources import (
+    ENGINE_RETRIES,
+    count_ranks_per_node,
+    divide_resources,
+    requests_and_limits,
+    take_resources,
+)
+from flytekitplugins.ddp.run import run_in_folder
 from flytekitplugins.ddp.task import Function, RanksTask
 
 SCHEDULER = Size(cpu="500m", memory="512Mi", ephemeral_storage="1Gi")
@@ -28,9 +41,28 @@ def dask_cluster(workers: int, node: ResourceSpec, workers_per_node: int) -> Das
 class DaskTask(RanksTask, PluginTask):  # type: ignore[misc]  # which the plugin leaves untyped
     """A task whose ranks are the workers of a Dask cluster; its own pod launches them."""
 
+    has_own_hosts = True
+
     def __init__(self, config: DDP, function: Function, **options: Any) -> None:
         self.ddp = config
         node = take_resources(options)
-        self.workers = config.num_ranks or config.nodes * count_ranks_per_node(node)
+        self.num_ranks = config.num_ranks or config.nodes * count_ranks_per_node(node)
         options |= requests_and_limits(RUNNER)
-        super().__init__(dask_cluster(self.workers, node, math.ceil(self.workers / config.nodes)), function, **options)
+        super().__init__(
+            dask_cluster(self.num_ranks, node, math.ceil(self.num_ranks / config.nodes)), function, **options
+        )
+
+    def run_ranks(self, call: Call, run: str) -> Returned:
+        """Run the call on the cluster that Flyte has set up; locally on one of this machine.
+
+        Raises UnreachableError if the cluster's workers do not come within FLYTE_DDP_TIMEOUT.
+        """
+        from flyte_ddp.launch import dask
+
+        num_ranks, workers, seconds = self.ddp.num_ranks, 0, None
+        if is_in_pod():
+            num_ranks, workers, seconds = self.num_ranks, self.num_ranks, read_settings().timeout
+        with dask.connected(num_ranks=num_ranks, seconds=seconds) as client:
+            launch = partial(dask.launch, client=client, retries=ENGINE_RETRIES, coming=workers)
+            returned: Returned = run_in_folder(call, run, Request(num_ranks, exact=True), launch)
+        return returned

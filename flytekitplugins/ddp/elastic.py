@@ -1,5 +1,8 @@
 """Torch Elastic as Flyte runs it, in one pod or in those of a PyTorchJob; survives what flytekit's plugin does not."""
 
+from contextlib import nullcontext
+from copy import copy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +13,20 @@ from flytekitplugins.kfpytorch.task import CleanPodPolicy, Elastic, PytorchElast
 
 from flyte_ddp.launch.supervise.processes import hide_main_script
 from flyte_ddp.launch.supervise.stopping import stop_error
+from flyte_ddp.loops.call import Call
+from flyte_ddp.machine import Request
 from flyte_ddp.pods import elastic as elastic_pods
+from flyte_ddp.pods.live_page import publish_function_page
+from flyte_ddp.pods.paths import resolve_folder
+from flyte_ddp.pods.platforms import is_in_pod
 from flyte_ddp.process import count_out_of_memory_kills
+from flyte_ddp.runs.work import Work
 from flyte_ddp.settings import read_whole_number
 from flytekitplugins.ddp import DDP
+from flytekitplugins.ddp.flyte import PLATFORM, translate_errors_for_flyte
+from flytekitplugins.ddp.ranks import Returned
 from flytekitplugins.ddp.resources import ENGINE_RETRIES, count_ranks_per_node, take_resources
+from flytekitplugins.ddp.run import run_in_folder
 from flytekitplugins.ddp.task import Function, RanksTask
 
 
@@ -52,17 +64,20 @@ class ReplacedPodsTask(PytorchElasticFunctionTask):  # type: ignore[misc]  # whi
             custom["workerReplicas"]["restartPolicy"] = "RESTART_POLICY_ON_FAILURE"
         return custom
 
-    def launch_workers(self, root: Path, **inputs: Any) -> Any:
-        """Start this node's workers, each of which calls the task's function, and return what rank 0 returned.
+    def launch_workers(self, function: Function, root: Path, **inputs: Any) -> Any:
+        """Start this node's workers, each of which calls ``function``, and return what rank 0's has returned.
 
-        Workers find modules below ``root``. Raises IgnoreOutputs if this node has no rank 0; the error of the worker
-        that failed first; Flyte's recoverable error if that is what the worker raised; and StoppedError after SIGTERM.
+        The function is pickled by cloudpickle. Workers find modules below ``root``. Raises IgnoreOutputs if this node
+        has no rank 0; the error of the worker that failed first; Flyte's recoverable error if that is what the worker
+        raised; and StoppedError after SIGTERM.
         """
         from torch.distributed.elastic.multiprocessing.api import SignalException
 
         from flyte_ddp.launch.elastic import first_worker_error, silence_elastic_logs
 
         memory_kills = count_out_of_memory_kills()
+        workers = copy(self)  # of which the plugin sends the function
+        workers._task_function = function
         try:
             with (
                 elastic_pods.prepare_for_workers(root),
@@ -70,7 +85,7 @@ class ReplacedPodsTask(PytorchElasticFunctionTask):  # type: ignore[misc]  # whi
                 silence_elastic_logs(),
                 elastic_pods.end_after_rank_0(IgnoreOutputs),
             ):
-                return super()._execute(**inputs)
+                return PytorchElasticFunctionTask._execute(workers, **inputs)
         except FlyteUserRuntimeException as error:
             raise first_worker_error(error.value, memory_kills) from None
         except IgnoreOutputs as ignored:
@@ -89,3 +104,41 @@ class ElasticTask(RanksTask, ReplacedPodsTask):
         each = config.num_ranks // config.nodes or count_ranks_per_node(node)
         engine = Elastic(**elastic_options(config.nodes, config.nodes, each))
         super().__init__(engine, function, requests=node.requests, limits=node.limits, **options)
+
+    def run_ranks(self, call: Call, run: str) -> Returned:
+        """Run the call in the pods of the PyTorchJob, of which this is one; locally in workers of this machine.
+
+        Raises IgnoreOutputs in a pod without rank 0.
+        """
+        from flyte_ddp.launch import elastic
+
+        returned: Returned
+        request = Request(self.ddp.num_ranks, exact=True)
+        if not is_in_pod():
+            returned = run_in_folder(call, run, request, elastic.launch)
+            return returned
+        folder = resolve_folder(run)  # sets the variable by which workers know the folder
+        with publish_function_page(PLATFORM, folder, run) if elastic_pods.has_rank_0() else nullcontext():
+            returned = self.launch_workers(partial(run_worker, call, run), Path.cwd())
+        return returned
+
+
+def run_worker(call: Call, run: str) -> Returned | None:
+    """Run the call as the rank that this worker of Elastic's is; return on rank 0 what it has returned.
+
+    Raises Flyte's recoverable error in place of one after which another attempt may succeed, and writes the original
+    one for :func:`first_worker_error`.
+    """
+    from flyte_ddp.launch import elastic
+
+    def launch(work: Work) -> None:
+        """Do the work as rank 0, and write an exception for Elastic before Flyte's error replaces it."""
+        with elastic.pickle_exception():
+            elastic.launch(work)
+
+    with elastic.pickle_exception(), translate_errors_for_flyte():
+        if not elastic.is_leader():
+            elastic.follow()
+            return None
+        returned: Returned = run_in_folder(call, run, Request(), launch, page=False)
+        return returned

@@ -1,5 +1,6 @@
 """The Ray cluster that Flyte sets up for a task, whose worker nodes have the ranks."""
 
+from functools import partial
 from typing import Any
 
 from flytekit import PodTemplate
@@ -7,14 +8,21 @@ from flytekit.core.resources import ResourceSpec
 from flytekitplugins.ray import HeadNodeConfig, RayJobConfig, WorkerNodeConfig
 from flytekitplugins.ray.task import RayFunctionTask
 
+from flyte_ddp.loops.call import Call
+from flyte_ddp.machine import Request
+from flyte_ddp.pods.platforms import is_in_pod
 from flyte_ddp.pods.profiles import Size
+from flyte_ddp.settings import read_settings
 from flytekitplugins.ddp import DDP
+from flytekitplugins.ddp.ranks import Returned
 from flytekitplugins.ddp.resources import (
+    ENGINE_RETRIES,
     count_ranks_per_node,
     kubernetes_resources,
     requests_and_limits,
     take_resources,
 )
+from flytekitplugins.ddp.run import run_in_folder
 from flytekitplugins.ddp.task import Function, RanksTask
 
 GPU_LABEL = "k8s.amazonaws.com/accelerator"  # Flyte's own default for plugins.k8s.gpu-device-node-label
@@ -69,12 +77,28 @@ def node_template(resources: ResourceSpec, shared_memory: str, gpu_type: str) ->
 class RayTask(RanksTask, RayFunctionTask):  # type: ignore[misc]  # which the plugin leaves untyped
     """A task whose ranks are on the nodes of a Ray cluster, launched from its head."""
 
+    has_own_hosts = True
+
     def __init__(self, config: DDP, function: Function, **options: Any) -> None:
         self.ddp = config
         node = take_resources(options)
-        self.ranks = config.num_ranks or config.nodes * count_ranks_per_node(node)
+        self.num_ranks = config.num_ranks or config.nodes * count_ranks_per_node(node)
         size = options["shared_memory"] if isinstance(options["shared_memory"], str) else ""
         gpu = options["accelerator"].to_flyte_idl().device if options["accelerator"] else ""
         cluster = ray_cluster(config.nodes, node, size, gpu)
         options |= {**requests_and_limits(SUBMITTER), "accelerator": None, "shared_memory": None}
         super().__init__(cluster, function, **options)
+
+    def run_ranks(self, call: Call, run: str) -> Returned:
+        """Run the call on the cluster to which the plugin has connected this process; locally on this machine's.
+
+        Raises UnreachableError if a pod's cluster does not get its nodes within FLYTE_DDP_TIMEOUT.
+        """
+        from flyte_ddp.launch import ray
+
+        nodes, num_ranks = (self.ddp.nodes, self.num_ranks) if is_in_pod() else (0, self.ddp.num_ranks)
+        seconds = read_settings().timeout
+        with ray.connected():
+            launch = partial(ray.launch, max_retries=ENGINE_RETRIES, nodes_to_come=nodes, seconds=seconds)
+            returned: Returned = run_in_folder(call, run, Request(num_ranks, exact=True), launch)
+        return returned

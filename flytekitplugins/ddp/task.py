@@ -3,21 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any, get_args
 
 from flytekit import PythonFunctionTask
 
 from flyte_ddp.errors import UserError, require_extra
+from flyte_ddp.machine import Request
 from flyte_ddp.pods import environment
-from flyte_ddp.settings import ALL_PODS, TRAINING_PODS
+from flyte_ddp.pods.paths import reserve_run
+from flyte_ddp.pods.platforms import is_in_pod
+from flyte_ddp.settings import ALL_PODS, REQUESTED_GPUS, TRAINING_PODS
 from flytekitplugins.ddp import DDP
-from flytekitplugins.ddp.flyte import report_user_errors
-from flytekitplugins.ddp.resources import count_ranks_per_node
+from flytekitplugins.ddp.flyte import (
+    PLATFORM,
+    remove_execution_id_outside_tasks,
+    report_user_errors,
+    translate_errors_for_flyte,
+)
+from flytekitplugins.ddp.inputs import describe_inputs
+from flytekitplugins.ddp.ranks import Returned, find_place, make_call, show_decks
+from flytekitplugins.ddp.resources import count_requested_gpus
+from flytekitplugins.ddp.run import name_run, run_in_folder
 
 if TYPE_CHECKING:
-    from flytekit import Secret
+    from flytekit import FlyteContext, Secret
+    from flytekit.models.literals import LiteralMap
+
+    from flyte_ddp.loops.call import Call
 
 Function = Callable[..., Any]
+received: ContextVar[LiteralMap | None] = ContextVar("received", default=None)  # the inputs, as Flyte sent them
 GRACE = {"FLYTE_DDP_SAVE_SECONDS": "15", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "25"}  # of Kubernetes' 30 s
 
 
@@ -62,16 +78,45 @@ class RanksTask(PythonFunctionTask):  # type: ignore[misc]  # which flytekit lea
     """A task whose body runs on ranks; a base of the task types here, before that of an engine's plugin."""
 
     ddp: DDP
+    has_own_hosts = False  # whether rank 0 may be on a host that does not share this process's files
 
-    @property
-    def num_ranks(self) -> int:
-        """Number of ranks on all nodes, as the configuration or the task's requests say."""
-        return self.ddp.num_ranks or self.ddp.nodes * count_ranks_per_node(self.resources)
-
-    def dispatch_execute(self, *args: Any, **kwargs: Any) -> Any:
+    def dispatch_execute(self, context: FlyteContext, literals: LiteralMap) -> Any:
         """Run the task as flytekit does, and report a UserError for an input as the user's mistake."""
-        with report_user_errors():
-            return super().dispatch_execute(*args, **kwargs)
+        token = received.set(literals)
+        try:
+            with report_user_errors():
+                return super().dispatch_execute(context, literals)
+        finally:
+            received.reset(token)
+
+    def execute(self, **inputs: Any) -> Any:
+        """Run the body on all ranks, and return what it has returned on rank 0; add rank 0's decks to the task's.
+
+        Raises UserError if that is None and outputs are declared, or if something cannot be sent to ranks; Flyte's
+        recoverable error after a failure that another attempt may not have; else the error of the rank that failed
+        first, or StoppedError or KeyboardInterrupt after a signal.
+        """
+        remove_execution_id_outside_tasks()
+        with translate_errors_for_flyte():
+            shown = describe_inputs(inputs, received.get(), self.metadata.cache_ignore_input_vars)
+            literals = self.has_own_hosts and is_in_pod()
+            call = make_call(self, inputs, shown, find_place() if is_in_pod() else None, literals=literals)
+            returned = self.run_ranks(call, reserve_run(PLATFORM, name_run(self.name, call)))
+            if returned.value is None and (missing := self.find_missing_outputs()):
+                raise UserError(
+                    f"{self.name}: rank 0 returned None, and the task declares {missing}; return it on rank 0"
+                )
+        show_decks(returned.decks)
+        return returned.value
+
+    def find_missing_outputs(self) -> str:
+        """Return the types of the outputs that cannot be None, for an error's text; "" if there is none."""
+        types = self.python_interface.outputs.values()
+        return ", ".join(str(getattr(each, "__name__", each)) for each in types if type(None) not in get_args(each))
+
+    def run_ranks(self, call: Call, run: str) -> Returned:
+        """Run the call on the ranks, in the folder of the run, and return what rank 0 has returned."""
+        raise NotImplementedError
 
 
 class PodTask(RanksTask):
@@ -80,3 +125,13 @@ class PodTask(RanksTask):
     def __init__(self, config: DDP, function: Function, **options: Any) -> None:
         self.ddp = config
         super().__init__(config, function, **options)
+        if gpus := count_requested_gpus(self.resources):
+            self.environment.setdefault(REQUESTED_GPUS, str(gpus))
+
+    def run_ranks(self, call: Call, run: str) -> Returned:
+        """Run the call in processes of this pod or machine; a single rank in this process."""
+        from flyte_ddp.launch import elastic
+
+        launch = elastic.launch if self.ddp.engine else None
+        returned: Returned = run_in_folder(call, run, Request(self.ddp.num_ranks, exact=True), launch)
+        return returned

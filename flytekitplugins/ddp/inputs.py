@@ -1,0 +1,76 @@
+"""A task's inputs: what identifies them in all attempts, and one download for all ranks of a host."""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from flytekit.models.literals import LiteralMap
+from flytekit.types.directory import FlyteDirectory
+from flytekit.types.file import FlyteFile
+
+from flyte_ddp.files import hold_lock
+from flyte_ddp.loops.call import describe_value
+
+Remote = (FlyteFile, FlyteDirectory)  # what is downloaded when it is first opened
+
+
+def describe_inputs(inputs: Mapping[str, Any], literals: LiteralMap | None, ignored: tuple[str, ...]) -> dict[str, Any]:
+    """Return the inputs but the ignored ones by name, as JSON values that are equal for equal inputs.
+
+    A literal's own hash counts where Flyte has one; else the address of a file, and the value of anything else.
+    ``literals`` are the inputs as Flyte sent them; None if that is not known. Downloads nothing.
+    """
+    hashes = {name: literal.hash for name, literal in literals.literals.items()} if literals else {}
+    return {
+        name: hashes.get(name) or describe_value(replace_files(value))
+        for name, value in inputs.items()
+        if name not in ignored
+    }
+
+
+def replace_files(value: Any) -> Any:
+    """Return a value with addresses in place of Flyte's files and folders, also within lists and dataclasses."""
+    if isinstance(value, Remote):
+        return str(value.remote_source or value.path)
+    if isinstance(value, Mapping):
+        return {key: replace_files(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [replace_files(each) for each in value]
+    if fields := list_fields(value):
+        return {name: replace_files(getattr(value, name)) for name in fields}
+    return value
+
+
+def find_files(value: Any) -> Iterator[Any]:
+    """Yield each file and folder of Flyte's in a value, also within lists and dataclasses."""
+    if isinstance(value, Remote):
+        yield value
+        return
+    parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
+    for each in (*parts, *(getattr(value, name) for name in list_fields(value))):
+        yield from find_files(each)
+
+
+def list_fields(value: Any) -> list[str]:
+    """Return the names of the fields of a dataclass's or a pydantic model's instance; [] for other values."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return [field.name for field in dataclasses.fields(value)]
+    return [*getattr(type(value), "model_fields", ())]
+
+
+def share_downloads(value: Any) -> None:
+    """Let the first process of this host that opens a remote file in ``value`` download it, while others wait."""
+    for file in find_files(value):
+        if file.remote_source:
+            path = file.path if isinstance(file, FlyteDirectory) else file._local_path
+            file._downloader = partial(download_once, file._downloader, Path(path))
+
+
+def download_once(download: Callable[[], Any], path: Path) -> None:
+    """Call ``download``, which writes ``path``, unless a process of this host has done so; wait for one that does."""
+    with hold_lock(path.parent, f".{path.name}.lock") as lock:
+        if not lock.tell():
+            download()
+            lock.write(b"complete")

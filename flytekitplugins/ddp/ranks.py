@@ -1,0 +1,156 @@
+"""The body of a task on its ranks: how it gets there, flytekit's context in a rank, and what comes back."""
+
+import importlib
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import cloudpickle  # type: ignore[import-untyped]
+import flytekit
+from flytekit import Deck, FlyteContextManager
+from flytekit.core.type_engine import TypeEngine
+from flytekit.deck.deck import TimeLineDeck
+from flytekit.exceptions.user import FlyteRecoverableException
+from flytekit.models.literals import LiteralMap
+
+from flyte_ddp.errors import UnreachableError, UserError
+from flyte_ddp.loops.call import Call, digest_code, function_name
+from flytekitplugins.ddp.inputs import share_downloads
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where an attempt at a task writes: what flytekit's context in a pod is made of."""
+
+    raw_output: str
+    checkpoint: str | None
+    previous_checkpoint: str | None
+
+
+@dataclass(frozen=True)
+class Returned:
+    """What the body has returned on rank 0, and the pages it has made there, as name and HTML."""
+
+    value: Any  # or, if it was asked for, a LiteralMap
+    decks: list[tuple[str, str]]
+
+
+class FunctionOfTask:
+    """Pickles as the address of a task, and is unpickled as the task's function."""
+
+    def __init__(self, module: str, name: str) -> None:
+        path = Path(str(sys.modules[module].__file__))
+        root = path.parents[module.count(".") + (path.name == "__init__.py")]
+        self.address = module, name, str(root)
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[str, str, str]]:
+        return find_task_function, self.address
+
+
+def find_task_function(module: str, name: str, root: str) -> Any:
+    """Import a module and return the function of its task of that name; AttributeError if it has none.
+
+    Puts ``root``, where the launcher has found the module, on sys.path: pyflyte has it there only while it imports.
+    """
+    if root not in sys.path:
+        sys.path.insert(0, root)
+    return getattr(importlib.import_module(module), name).task_function
+
+
+def make_call(
+    task: Any, inputs: Mapping[str, Any], shown: Mapping[str, Any], place: Place | None, *, literals: bool
+) -> Call:
+    """Return the Call of :func:`run_body` for a task's function and inputs, which are pickled.
+
+    The function goes by its name if its module has the task under that name, else by value. Reads the sources of the
+    function and of the user's modules that it imports. Raises UserError if an input cannot be pickled.
+    """
+    function = task.task_function
+    code, own_code = digest_code(function)
+    module, name = function.__module__, function.__name__
+    is_found = module != "__main__" and getattr(sys.modules.get(module), name, None) is task
+    sent = FunctionOfTask(module, name) if is_found else function
+    outputs = (task.python_interface.outputs, task.python_interface.output_tuple_name) if literals else None
+    for key, value in inputs.items():
+        try:
+            cloudpickle.dumps(value)
+        except Exception as error:  # an object's own code may raise anything
+            raise UserError(
+                f"{task.name}: input {key} cannot be sent to ranks ({type(error).__name__}: {error}); make it in "
+                "the task"
+            ) from error
+    payload = cloudpickle.dumps((run_body, (sent, dict(inputs), place, outputs), {}))
+    return Call(function_name(function), payload, shown, code, own_code)
+
+
+def run_body(
+    function: Callable[..., Any],
+    inputs: dict[str, Any],
+    place: Place | None,
+    outputs: tuple[dict[str, type], str | None] | None,
+) -> Returned | None:
+    """Call a task's function in this rank, in flytekit's context, and return on rank 0 what it has returned.
+
+    ``place`` is None in a local run, where the process's own context does. With ``outputs``, the types by name and the
+    name of a declared tuple, uploads the values and returns their literals. Raises what the function raises, but
+    UnreachableError for Flyte's recoverable exception, after which tasks are tried again.
+    """
+    from flyte_ddp.loops.current_rank import current_rank  # imports torch
+
+    rank = current_rank().rank
+    share_downloads(inputs)
+    with flytekit_context(place):
+        try:
+            value = function(**inputs)
+        except FlyteRecoverableException as error:
+            traceback.print_exc()
+            raise UnreachableError(f"rank {rank}: {type(error).__name__}: {error}") from error
+        if rank:
+            return None
+        if outputs is not None and value is not None:
+            value = make_literals(value, *outputs)
+        decks = flytekit.current_context().decks
+        return Returned(value, [(deck.name, deck.html) for deck in decks if not isinstance(deck, TimeLineDeck)])
+
+
+@contextmanager
+def flytekit_context(place: Place | None) -> Iterator[None]:
+    """Set flytekit's context of a task in a pod for the block; none in a local run, which has no place."""
+    from flytekit.bin.entrypoint import setup_execution
+
+    if place is None:
+        yield
+        return
+    with setup_execution(place.raw_output, checkpoint_path=place.checkpoint, prev_checkpoint=place.previous_checkpoint):
+        yield
+
+
+def find_place() -> Place:
+    """Return where this attempt at a task writes, by flytekit's context."""
+    context = flytekit.current_context()
+    try:
+        checkpoint = context.checkpoint
+    except NotImplementedError:  # flytekit's way to say that there is none
+        return Place(context.raw_output_prefix, None, None)
+    return Place(context.raw_output_prefix, checkpoint._checkpoint_dest, checkpoint._checkpoint_src)
+
+
+def make_literals(value: Any, types: dict[str, type], tuple_name: str | None) -> LiteralMap:
+    """Return what a task's function has returned as the literals of its outputs; uploads files and large values."""
+    is_single = len(types) == 1 and not (tuple_name and isinstance(value, tuple))
+    values = dict(zip(types, [value] if is_single else value, strict=True))
+    return TypeEngine.dict_to_literal_map(FlyteContextManager.current_context(), values, types)
+
+
+def show_decks(decks: list[tuple[str, str]]) -> None:
+    """Add rank 0's pages to this task's decks; replace the content of those that are there."""
+    known = {deck.name: deck for deck in flytekit.current_context().decks}
+    for name, html in decks:
+        if name in known:
+            known[name]._html = html  # Deck itself can only append
+        else:
+            Deck(name, html)

@@ -1,0 +1,43 @@
+"""A run of a task's body on ranks, in its folder, with all that a pod needs around it."""
+
+import hashlib
+import json
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+from flyte_ddp.loops.call import Call
+from flyte_ddp.loops.run_ranks import run_call
+from flyte_ddp.machine import Request
+from flyte_ddp.pods.live_page import publish_function_page
+from flyte_ddp.pods.paths import resolve_folder
+from flyte_ddp.pods.retries import sync_checkpoints
+from flyte_ddp.pods.wandb_settings import read_run_settings, upload_unsent_wandb
+from flyte_ddp.runs.work import Work
+from flytekitplugins.ddp.flyte import PLATFORM
+
+Launch = Callable[[Work], None]
+
+
+def name_run(task: str, call: Call) -> str:
+    """Return the name of a run, which all attempts at the same task, inputs and code have."""
+    identity = json.dumps([task, dict(call.shown), call.code], sort_keys=True)
+    return f"{task}-{hashlib.sha256(identity.encode()).hexdigest()[:12]}"
+
+
+def run_in_folder(call: Call, run: str, request: Request, launch: Launch | None, *, page: bool = True) -> Any:
+    """Run a call on ranks in the folder of the run, and return what rank 0 has returned.
+
+    In a pod, downloads the run's newest checkpoint and uploads new ones, uploads what wandb could not send, and
+    publishes the console's page, unless another process does (``page`` is False). Raises what run_call raises, and the
+    errors of sync_checkpoints.
+    """
+    folder = resolve_folder(run)
+    with (
+        publish_function_page(PLATFORM, folder, run) if page else nullcontext(),
+        upload_unsent_wandb(PLATFORM, folder),
+        sync_checkpoints(PLATFORM, run, folder, own_function=True) as record_attempt_start,
+    ):
+        settings = read_run_settings(PLATFORM, run)
+        record_attempt_start()
+        return run_call(call, request, folder, settings, launch)
