@@ -69,7 +69,7 @@ def run_ranks(
     """
     if type(num_ranks) is not int or num_ranks < 0:
         raise UserError(f"num_ranks={num_ranks!r}: must be a number of ranks, or 0 for as many as there is room for")
-    settings = read_function_settings()
+    settings = disable_wandb_without_key(read_settings())
     if timeout is not None:
         if not timeout > 0:
             raise UserError(f"timeout={timeout!r}: must be a number of seconds above 0")
@@ -85,13 +85,11 @@ def run_ranks(
             raise StoppedError(error.signal, step=0) from None  # its checkpoint goes with the folder
 
 
-def read_function_settings() -> Settings:
-    """Return the settings of an own function's run by the environment: those of a training, but wandb needs a key.
+def disable_wandb_without_key(settings: Settings) -> Settings:
+    """Return the settings with wandb disabled, unless there is WANDB_API_KEY, or WANDB_MODE says otherwise.
 
-    Without WANDB_API_KEY it is disabled, unless WANDB_MODE says otherwise: the function may use wandb itself. Raises
-    the UserErrors of read_settings.
+    For own functions, which may use wandb themselves.
     """
-    settings = read_settings()
     asked = settings.wandb_mode == "online" or os.environ.get("WANDB_MODE")
     return settings if asked else replace(settings, wandb_mode="disabled")
 

@@ -7,7 +7,7 @@ from contextlib import nullcontext
 from typing import Any
 
 from flyte_ddp.loops.call import Call
-from flyte_ddp.loops.run_ranks import run_call
+from flyte_ddp.loops.run_ranks import disable_wandb_without_key, run_call
 from flyte_ddp.machine import Request
 from flyte_ddp.pods.live_page import publish_function_page
 from flyte_ddp.pods.paths import resolve_folder
@@ -38,6 +38,6 @@ def run_in_folder(call: Call, run: str, request: Request, launch: Launch | None,
         upload_unsent_wandb(PLATFORM, folder),
         sync_checkpoints(PLATFORM, run, folder, own_function=True) as record_attempt_start,
     ):
-        settings = read_run_settings(PLATFORM, run)
+        settings = disable_wandb_without_key(read_run_settings(PLATFORM, run))
         record_attempt_start()
         return run_call(call, request, folder, settings, launch)
