@@ -166,6 +166,14 @@ def test_shared_memory_is_for_cpu_ranks_on_linux(monkeypatch: pytest.MonkeyPatch
     assert hardware.choose_strategy(BASE, "cpu") == "ddp"
 
 
+def test_shared_memory_is_for_ranks_of_one_host() -> None:
+    named, found = replace(BASE, strategy="shared_memory"), hardware.detect_hardware(replace(BASE, backend="gloo"))
+    assert hardware.adapt_to_hosts(found, named, ["a", "a"]) == found
+    assert hardware.adapt_to_hosts(found, BASE, ["a", "b"]) == replace(found, strategy="ddp")
+    with pytest.raises(UserError, match="strategy='shared_memory': needs all ranks on one host, and these are on a, b"):
+        hardware.adapt_to_hosts(found, named, ["b", "a"])
+
+
 @pytest.mark.slow
 def test_a_batch_too_small_for_batch_norm_is_explained(train: Train) -> None:
     """7 samples to train on: a batch of 6 leaves one of a single sample, and ResNet18 makes 8x8 images 1x1."""
