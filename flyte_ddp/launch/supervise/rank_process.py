@@ -24,6 +24,7 @@ from flyte_ddp.launch.supervise.stopping import SIGNALS, call_on_signals
 from flyte_ddp.process import die_with_parent, set_process_name
 
 GLOO, GLOO_TIMEOUT = "/gloo/", "Timed out waiting"  # a source file of gloo's, and its words, in its errors' texts
+TORCH_TIMEOUTS = ("timed out", "timeout")  # of torch's stores and NCCL, where users' code waits in them
 MAX_CHARACTERS = 20_000  # of an error's message, and of its traceback
 SaveFunction = Callable[[float], int]  # saves a checkpoint within so many seconds; returns the newest one's step
 
@@ -203,8 +204,10 @@ def classify_failure(error: BaseException) -> str:
         seen.add(id(origin))
         if isinstance(origin, CollectiveTimeoutError):
             return "timeout"
-        if isinstance(origin, (CollectiveError, of_torch)):
+        if isinstance(origin, CollectiveError):
             return "peer"
+        if isinstance(origin, of_torch):
+            return "timeout" if any(words in str(origin).lower() for words in TORCH_TIMEOUTS) else "peer"
         if type(origin) is RuntimeError and GLOO in str(origin):
             return "timeout" if GLOO_TIMEOUT in str(origin) else "peer"
         origin = origin.__cause__
