@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from types import ModuleType
+from types import CellType, ModuleType
 from typing import Any
 
 import cloudpickle  # type: ignore[import-untyped]
@@ -62,10 +62,16 @@ def describe_call(function: Callable[..., Any], args: Sequence[Any], kwargs: Map
     Reads the sources of the function and of the user's modules that it imports. Raises UserError if the arguments do
     not fit the function, something cannot be pickled, or the function's module has no file to be found.
     """
+    if not callable(function):
+        raise UserError(f"{function!r} is of type {type(function).__name__}, not callable; give a function")
+    called: Any = function
+    while isinstance(called, partial):  # so that its arguments count as all others do
+        called, args, kwargs = called.func, (*called.args, *args), {**called.keywords, **kwargs}
+    function = called
     name = function_name(function)
     try:
         arguments = inspect.signature(function).bind(*args, **kwargs).arguments
-    except TypeError as error:
+    except (TypeError, ValueError) as error:
         raise UserError(f"{name}: {error}; give the arguments that it takes") from None
     code, own_code = digest_code(function)
     for what, value in (("the function", function), *((f"argument {key}", value) for key, value in arguments.items())):
@@ -76,7 +82,18 @@ def describe_call(function: Callable[..., Any], args: Sequence[Any], kwargs: Map
                 f"{name}: {what} cannot be sent to ranks ({type(error).__name__}: {error}); make it in the function"
             ) from error
     payload = pickle_by_value((function, tuple(args), dict(kwargs)))
-    return Call(name, payload, {key: describe_value(value) for key, value in arguments.items()}, code, own_code)
+    shown = {key: describe_value(value) for key, value in {**bound_values(function), **arguments}.items()}
+    return Call(name, payload, shown, code, own_code)
+
+
+def bound_values(function: Callable[..., Any]) -> dict[str, Any]:
+    """Return by name what a function brings along and no caller gives: a closure's variables, or a method's object."""
+    if (owner := getattr(function, "__self__", None)) is not None:
+        return {} if isinstance(owner, ModuleType) else {"self": owner}  # that of a builtin function is its module
+    if not hasattr(function, "__code__"):
+        return {} if isinstance(function, type) else {"self": function}
+    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+    return {name: cell.cell_contents for name, cell in cells if cell != CellType()}
 
 
 class ModulePickler(cloudpickle.CloudPickler):  # type: ignore[misc]
@@ -109,17 +126,22 @@ def function_name(function: Callable[..., Any]) -> str:
 
 def describe_value(value: Any) -> Any:
     """Return a JSON value that is equal for equal arguments in all processes: the argument itself, or a text for it."""
+    if isinstance(value, partial):
+        value = [value.func, value.args, value.keywords]
     if is_dataclass(value) and not isinstance(value, type):
         value = {each.name: getattr(value, each.name) for each in fields(value)}
     if isinstance(value, Mapping):
         return {str(key): describe_value(each) for key, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [describe_value(each) for each in value]
+    if isinstance(value, (list, tuple, set, frozenset)):
+        parts = [describe_value(each) for each in value]
+        return parts if isinstance(value, (list, tuple)) else sorted(parts, key=repr)  # sets differ between processes
     if value is None or isinstance(value, (bool, int, str)) or (isinstance(value, float) and math.isfinite(value)):
         return value
     if isinstance(value, (float, Path)):
         return str(value)
-    return function_name(value) if callable(value) else digest_value(value)
+    # A module is known by its class alone: its weights may be random, and are in the checkpoint.
+    is_named = inspect.isroutine(value) or isinstance(value, type) or hasattr(value, "state_dict")
+    return function_name(value) if is_named else digest_value(value)
 
 
 def digest_value(value: Any) -> str:
@@ -141,8 +163,9 @@ def digest_code(function: Callable[..., Any]) -> tuple[str, tuple[str, ...]]:
     text of the function counts. Raises UserError if the function's module cannot be found by other processes.
     """
     module, _, name = function_name(function).partition(":")
+    name = name.partition(".")[0].strip("<>")  # only the module counts, and a lambda's name is none
     if module != "__main__":
-        spec = f"{module}:{name.partition('.')[0]}"
+        spec = f"{module}:{name}"
         return user_source.user_source_digest(spec), (spec,)
     script = getattr(sys.modules["__main__"], "__file__", None)
     if script is not None and Path(script).is_file():

@@ -1,14 +1,17 @@
 """The states that a user's function saves. Rank 0 writes them, in a thread of its own, to two files in turn."""
 
+import copy
 import sys
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from flyte_ddp.device_copy import copy_to_cpu
 from flyte_ddp.errors import UserError
@@ -28,6 +31,7 @@ class State:
     step: int
     values: dict[str, Any]
     metrics_bytes: int  # of metrics.jsonl
+    number: int  # of the call of save
 
 
 class Checkpoints:
@@ -43,33 +47,42 @@ class Checkpoints:
         self.slot = next(self.slots)  # the older of the two files
         self.last_step = found.step if found else 0  # that save got
         self.last_time = time.monotonic()
-        self.saved_any = False
-        self.changed = threading.Condition()  # for the attributes below
+        self.saves = self.written = 0  # calls of save, and the number of the one that was written last
+        self.checked_types: set[type] = set()  # that torch.load takes
+        self.changed = threading.Condition()  # for the attributes below, newest and written
         self.pending: State | None = None
-        self.asked = self.stop_requested = self.closed = self.failure_printed = False
+        self.asked = self.used = self.stop_requested = self.closed = self.failure_printed = False
         self.thread = threading.Thread(target=self._write_until_closed, name="checkpoints", daemon=True)
 
     def due(self) -> bool:
         """Return whether it is time to save: by the clock, or because the run is to stop."""
-        self.asked = True
+        self.asked = self.used = True
         return self.stop_requested or 0 < self.seconds <= time.monotonic() - self.last_time
 
     def save(self, step: int, state: Mapping[str, Any]) -> None:
         """Copy a state to the CPU for the thread to write; the copy replaces one that is not written yet.
 
-        Raises UserError if the step is below the last one, or at the first save if torch.load would refuse a value.
+        Raises UserError if the step is below the last one, the state is no dict with texts as keys, or torch.load would
+        refuse a value, which is looked for whenever there are values of new types.
         """
+        self.used = True
         check_step("save", step, self.last_step)
-        if not self.saved_any and (refused := find_refused_value(state)):
+        if not isinstance(state, Mapping) or not all(isinstance(key, str) for key in state):
+            what = f"a {type(state).__name__}" + (" with other keys" if isinstance(state, Mapping) else "")
+            raise UserError(f"save: the state is {what}; give a dict with texts as keys, such as {{'model': ...}}")
+        new_types = find_types(state) - self.checked_types
+        if new_types and (refused := find_refused_value(empty_tensors(dict(state)))):
             raise UserError(
                 f"save: torch.load(weights_only=True) refuses state[{refused[0]!r}], of type "
                 f"{type(refused[1]).__name__}; give tensors, numbers, texts, and lists and dicts of them"
             )
+        self.checked_types |= new_types
         metrics = self.folder / METRICS
-        copied = State(step, copy_to_cpu(dict(state)), metrics.stat().st_size if metrics.exists() else 0)
-        self.last_step, self.last_time, self.saved_any = step, time.monotonic(), True
+        metrics_bytes = metrics.stat().st_size if metrics.exists() else 0
+        copied = State(step, copy_to_cpu(dict(state)), metrics_bytes, self.saves + 1)
+        self.last_step, self.last_time = step, time.monotonic()
         with self.changed:
-            self.pending = copied
+            self.pending, self.saves = copied, copied.number
             self.changed.notify_all()
         if self.thread.ident is None:
             self.thread.start()
@@ -78,21 +91,22 @@ class Checkpoints:
         """Make a save due, wait for the function to save, and return the newest checkpoint's step, 0 if there is none.
 
         Waits for 90 % of ``seconds``, but 8 s at most if the function never asks whether a save is due; not at all if
-        the function has ended. No checkpoint is written after this call.
+        it has neither saved, loaded nor asked, or has returned. No checkpoint is written after this call.
         """
         limit = ANSWER_SHARE * seconds
         deadline = time.monotonic() + (limit if self.asked else min(limit, UNANNOUNCED_SECONDS))
         with self.changed:
-            self.changed.wait_for(lambda: self.closed or self.pending is None, limit)  # what came before the request
-            before, self.stop_requested = self.newest, True
-            is_saved = lambda: self.closed or self.newest is not before  # noqa: E731
-            self.changed.wait_for(is_saved, max(0.0, deadline - time.monotonic()))
+            self.stop_requested, so_far = True, self.saves
+            if self.used:
+                is_saved = lambda: self.closed or self.written > so_far  # noqa: E731
+                self.changed.wait_for(is_saved, max(0.0, deadline - time.monotonic()))
             self.closed = True  # because the caller reports this step as the one to resume after
             self.changed.notify_all()
             return self.newest.step if self.newest else 0
 
     def load(self) -> dict[str, Any] | None:
         """Return the state that was saved last, by this attempt or an earlier one; None if none was."""
+        self.used = True
         with self.changed:
             self.changed.wait_for(lambda: self.closed or self.pending is None)
         return read_state(self.newest)
@@ -125,7 +139,8 @@ class Checkpoints:
                     )
                 self.failure_printed = True
             with self.changed:
-                self.newest = written or self.newest
+                if written is not None:
+                    self.newest, self.written = written, state.number
                 if self.pending is state:
                     self.pending = None
                 self.changed.notify_all()
@@ -149,6 +164,24 @@ def read_state(found: Checkpoint | None) -> dict[str, Any] | None:
         return None
     state: dict[str, Any] = torch.load(checkpoint.read_saved_state(found), map_location="cpu", weights_only=True)
     return state
+
+
+def find_types(value: Any) -> set[type]:
+    """Return the types of a value and of all keys and items of dicts, lists and tuples in it."""
+    inner = [*value.keys(), *value.values()] if isinstance(value, Mapping) else value
+    parts = inner if isinstance(inner, (list, tuple)) else ()
+    return {type(value)}.union(*map(find_types, parts))
+
+
+def empty_tensors(value: Any) -> Any:
+    """Return a copy of a value with empty tensors in it, which torch saves and loads in no time."""
+    if isinstance(value, Tensor):
+        return torch.empty(0)
+    if type(value) in (dict, OrderedDict):
+        result = copy.copy(value)  # with ``_metadata``
+        result.update({key: empty_tensors(item) for key, item in value.items()})
+        return result
+    return type(value)(map(empty_tensors, value)) if type(value) in (list, tuple) else value
 
 
 def check_step(what: str, step: int, last: int) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from flyte_ddp.errors import UserError
 from flyte_ddp.loops.checkpoints import Checkpoints, read_state
@@ -59,37 +60,48 @@ class CurrentRank:
     def load(self) -> dict[str, Any] | None:
         """Return what :meth:`save` got last, in this attempt or an earlier one, on the CPU; None without any.
 
-        All ranks must call it equally often: they get what rank 0 gets. Waits for a checkpoint that is being written,
-        and on other ranks for rank 0, up to the run's time limit.
+        All ranks must call it equally often, and wait for all, up to the run's time limit: they get what rank 0 gets.
+        Waits for a checkpoint that is being written. Under torchrun other ranks get it only in a process group.
         """
-        if self._store is None:
+        store = self._store
+        if store is None and self.world_size > 1 and dist.is_initialized():
+            store = distributed_c10d._get_default_store()
+        if store is None:
             return self._checkpoints.load()
         self._loads += 1
         with translate_collective_errors():
-            return self._load_as_rank_0() if self.rank == 0 else self._load_from_rank_0()
+            if self.rank == 0:
+                return self._load_as_rank_0(store)
+            state = self._load_from_rank_0(store)
+            store.set(f"{ANSWER} {self._loads} on rank {self.rank}", "")
+            return state
 
-    def _load_as_rank_0(self) -> dict[str, Any] | None:
-        """Return the newest state; put it into the store if other ranks did not begin with it."""
+    def _load_as_rank_0(self, store: Any) -> dict[str, Any] | None:
+        """Return the newest state, after all ranks have it; put it into the store if others did not begin with it."""
         begun_with = self._checkpoints.newest
         state = self._checkpoints.load()
         newest = self._checkpoints.newest
         chunks: list[bytes] = []
-        if newest is not None and (self._checkpoints.saved_any or newest is not begun_with):
+        if newest is not None and (self._checkpoints.saves or newest is not begun_with):
             with newest.path.open("rb") as file:
                 file.seek(newest.offset)
                 content = file.read()
             chunks = [content[start : start + CHUNK] for start in range(0, len(content), CHUNK)]
         for number, chunk in enumerate(chunks):
-            self._store.set(f"{ANSWER} {self._loads} {number}", chunk)
-        self._store.set(f"{ANSWER} {self._loads}", str(len(chunks)))
+            store.set(f"{ANSWER} {self._loads} {number}", chunk)
+        store.set(f"{ANSWER} {self._loads}", str(len(chunks)))
+        # Rank 0's next but one save replaces the file that others may still read.
+        store.wait([f"{ANSWER} {self._loads} on rank {other}" for other in range(1, self.world_size)])
+        for number in range(len(chunks)):
+            store.delete_key(f"{ANSWER} {self._loads} {number}")
         return state
 
-    def _load_from_rank_0(self) -> dict[str, Any] | None:
+    def _load_from_rank_0(self, store: Any) -> dict[str, Any] | None:
         """Return the state that rank 0 has loaded at its call of the same number."""
-        chunks = int(self._store.get(f"{ANSWER} {self._loads}"))
+        chunks = int(store.get(f"{ANSWER} {self._loads}"))
         if not chunks:
             return read_state(self._checkpoints.newest)
-        content = b"".join(self._store.get(f"{ANSWER} {self._loads} {number}") for number in range(chunks))
+        content = b"".join(store.get(f"{ANSWER} {self._loads} {number}") for number in range(chunks))
         state: dict[str, Any] = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
         return state
 

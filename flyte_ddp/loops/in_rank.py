@@ -1,5 +1,6 @@
 """The function of the Work of a user's call: calls the user's function in a rank, and delivers what rank 0 returns."""
 
+import itertools
 import os
 import sys
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ from typing import Any
 import cloudpickle  # type: ignore[import-untyped]
 import torch
 import torch.distributed as dist
-from torch.distributed import constants, distributed_c10d
+from torch.distributed import PrefixStore, Store, constants, distributed_c10d  # type: ignore[attr-defined]
 
 from flyte_ddp.errors import UserError
 from flyte_ddp.files import replace_file
@@ -38,20 +39,21 @@ def run_function(rank: Rank) -> None:
     with (
         torchrun_variables(rank, store.port),
         default_group_timeout(rank.work.timeout),
+        stores_apart(),
         offered(rank, store) as current,
+        own_process_group(rank),
     ):
         function = given.call.load()
         try:
             value = function()
         except SystemExit as error:
             raise RuntimeError(f"called sys.exit({error.code!r}); return, or raise an exception, instead") from error
+        current._checkpoints.close()  # a request to save need not wait for this function any more
         if rank.info.rank == 0:
             write_returned(given.call.name, value, rank.work.run_folder / RETURNED)
             if current._records is not None:
                 current._records.end()
         wait_for_others(rank, store)
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 @contextmanager
@@ -73,9 +75,10 @@ def offered(rank: Rank, store: Any) -> Iterator[CurrentRank]:
         work.run_folder,
         checkpoints=checkpoints,
         records=records,
-        join=lambda: rank.join_by(store),
+        join=lambda: rank.join_by(PrefixStore(f"join {next(joins)}", store)),
         store=store if info.world_size > 1 else None,
     )
+    joins = itertools.count()  # a group after the first finds a part of the store without the first one's addresses
     before = set_current_rank(current)
     try:
         if records is not None:
@@ -101,6 +104,24 @@ def describe_run(rank: Rank, device: torch.device) -> dict[str, Any]:
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "backend": rank.work.world.backend,
     }
+
+
+@contextmanager
+def own_process_group(rank: Rank) -> Iterator[None]:
+    """Destroy the process group that the block has made; if it raises only where the process goes on, as launcher.
+
+    Restores sys.excepthook, in place of which torch puts one that prints the rank before each line.
+    """
+    before, hook = dist.is_initialized(), sys.excepthook
+    failed = True
+    try:
+        yield
+        failed = False
+    finally:
+        sys.excepthook = hook
+        # A failed rank must report first: without their connections to it others fail, too, and a GPU's may hang.
+        if dist.is_initialized() and not before and (not failed or rank.link is None):
+            dist.destroy_process_group()
 
 
 @contextmanager
@@ -143,6 +164,26 @@ def torchrun_variables(rank: Rank, port: int) -> Iterator[None]:
             os.environ.pop(name, None)
             if value is not None:
                 os.environ[name] = value
+
+
+@contextmanager
+def stores_apart() -> Iterator[None]:
+    """Give each process group that meets by ``env://`` in the block a part of its own of the store.
+
+    Else a second group, after the first was destroyed, would find the first one's addresses.
+    """
+    handlers = sys.modules["torch.distributed.rendezvous"]._rendezvous_handlers  # torch hides it by a function
+    meet, numbers = handlers["env"], itertools.count()
+
+    def meet_apart(*args: Any, **kwargs: Any) -> Iterator[tuple[Store, int, int]]:
+        for store, rank, world_size in meet(*args, **kwargs):
+            yield PrefixStore(f"group {next(numbers)}", store), rank, world_size
+
+    handlers["env"] = meet_apart
+    try:
+        yield
+    finally:
+        handlers["env"] = meet
 
 
 @contextmanager

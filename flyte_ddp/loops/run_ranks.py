@@ -1,9 +1,10 @@
 """Run a user's function on ranks, under any launcher."""
 
+import math
 import os
-import shutil
 import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 import cloudpickle  # type: ignore[import-untyped]
 
+from flyte_ddp import results
 from flyte_ddp.errors import RankError, StoppedError, UserError
 from flyte_ddp.json_lines import read_records
 from flyte_ddp.launch import single, spawn
@@ -71,7 +73,7 @@ def run_ranks(
         raise UserError(f"num_ranks={num_ranks!r}: must be a number of ranks, or 0 for as many as there is room for")
     settings = disable_wandb_without_key(read_settings())
     if timeout is not None:
-        if not timeout > 0:
+        if not isinstance(timeout, (int, float)) or not 0 < timeout < math.inf:
             raise UserError(f"timeout={timeout!r}: must be a number of seconds above 0")
         settings = replace(settings, timeout=float(timeout))
     call, request = describe_call(function, args, kwargs), Request(num_ranks, exact=True)
@@ -153,7 +155,7 @@ def run_call(
         finally:
             if wandb is not None:
                 wandb.finish(wandb_limit)
-        shutil.rmtree(folder / checkpoint.FOLDER, ignore_errors=True)  # so that the next run does not resume from them
+        remove_checkpoints(folder)  # so that the next run does not resume from them
         if keep:
             write_page(folder)
         return value
@@ -166,10 +168,19 @@ def remove_leftovers(folder: Path) -> None:
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for path in (folder / REPORT, folder / TRACEBACK, folder / RETURNED, *folder.glob(".*.tmp")):
+        inner = (*(folder / checkpoint.FOLDER).glob(".*.ckpt.*.tmp"), *(folder / results.FOLDER).rglob(".*.tmp"))
+        for path in (folder / REPORT, folder / TRACEBACK, folder / RETURNED, *folder.glob(".*.tmp"), *inner):
             path.unlink(missing_ok=True)
     except OSError as error:
         raise unwritable_folder_error(folder, error) from None
+
+
+def remove_checkpoints(folder: Path) -> None:
+    """Remove a run's two checkpoints, and their folder unless the function has written files of its own there."""
+    with suppress(OSError):
+        for name in checkpoint.SLOTS:
+            (folder / checkpoint.FOLDER / name).unlink(missing_ok=True)
+        (folder / checkpoint.FOLDER).rmdir()
 
 
 def read_returned(name: str, path: Path) -> Any:
