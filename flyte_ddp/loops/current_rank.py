@@ -46,14 +46,18 @@ class CurrentRank:
         self.folder = folder  # of the run's files; what rank 0 writes there is in the run's folder at the end
         self._checkpoints, self._records, self._join, self._store = checkpoints, records, join, store
         self._loads = 0
+        self._is_outside = False  # whether no launcher has started this process
         self._told = False
 
     def join(self) -> None:
         """Join torch's process group, gloo or on GPUs nccl; all ranks must call this, and wait for all.
 
-        Raises UserError if there is a process group already.
+        Raises UserError if there is a process group already; without a launcher, where a function may be called twice in
+        a process, does nothing then.
         """
         if dist.is_initialized():
+            if self._is_outside:
+                return
             raise UserError("join: this process has a process group; call join() or init_process_group(), and once")
         self._join()
 
@@ -177,5 +181,6 @@ def make_rank_without_launcher() -> CurrentRank:
         records=Records(folder, settings.progress) if rank == 0 else None,
         join=join,
     )
+    made._is_outside = True
     made._temporary = temporary  # type: ignore[attr-defined]  # deletes the folder when the process ends
     return made
