@@ -52,8 +52,8 @@ class CurrentRank:
     def join(self) -> None:
         """Join torch's process group, gloo or on GPUs nccl; all ranks must call this, and wait for all.
 
-        Raises UserError if there is a process group already; without a launcher, where a function may be called twice in
-        a process, does nothing then.
+        Raises UserError if there is a process group already; without a launcher, where a function may be called twice
+        in a process, does nothing then.
         """
         if dist.is_initialized():
             if self._is_outside:
