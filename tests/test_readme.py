@@ -59,6 +59,22 @@ def test_a_task_of_ones_own_project_trains(tmp_path: Path) -> None:
     assert "model.pt" in ended.output
 
 
+@pytest.mark.slow
+def test_the_page_of_ones_own_loop_runs_as_printed(tmp_path: Path) -> None:
+    """As a script, and as a task."""
+    page = ROOT / "docs" / "own-loop.md"
+    for name in ("mine.py", "my_workflows.py"):
+        (tmp_path / name).write_text(example(page, f"# {name}"))
+    done = subprocess.run([sys.executable, "mine.py"], check=False, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout) > 0.95
+    assert {"metrics.jsonl", "model.pt", "report.html"} <= {path.name for path in (tmp_path / "runs/mine").iterdir()}
+    words = "run", "my_workflows.py", "train_wf", "--epochs", "2"
+    ended = pyflyte(*words, home=tmp_path / "home", directory=tmp_path)
+    assert ended.exit_code == 0, ended.output
+    assert "model.pt" in ended.output
+
+
 def test_the_public_names_are_there() -> None:
     assert all(getattr(flyte_ddp, name) for name in flyte_ddp.__all__)
     with pytest.raises(AttributeError, match="no attribute 'fetsch'"):
