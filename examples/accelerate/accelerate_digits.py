@@ -1,0 +1,73 @@
+"""An Accelerate program on scikit-learn's digits, on the ranks of any launcher. Lines for that end in ``# flyte_ddp``.
+
+    python examples/accelerate/accelerate_digits.py
+
+- ``run_ranks`` calls ``main`` on each rank. Accelerate takes the ranks for torchrun's, as ACCELERATE_USE_CPU is set on
+  CPUs. The program runs under ``accelerate launch`` or torchrun and by itself, too.
+- ``load`` and ``save`` in place of ``load_state`` and ``save_state``: what is saved outlives the rank's host. Called
+  again after a failure, the program goes on after the step saved last, also inside an epoch.
+- ``record`` in place of ``log``: in metrics.jsonl, on the page, and in wandb.
+"""
+
+import torch
+from accelerate import Accelerator, skip_first_batches
+from accelerate.utils import DataLoaderConfiguration, set_seed
+from sklearn.datasets import load_digits
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import DataLoader, TensorDataset, random_split
+
+import flyte_ddp
+
+
+def main(epochs: int = 5, learning_rate: float = 0.05, save_every: int = 10) -> dict[str, float]:
+    """Train; return loss and accuracy on the validation samples."""
+    # The order of the samples is to follow from seed and epoch alone, so that a resumed run goes on in it.
+    accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True))
+    set_seed(0)
+    digits = load_digits()
+    samples = TensorDataset(torch.tensor(digits.images / 16, dtype=torch.float32), torch.tensor(digits.target))
+    training, validation = random_split(samples, [0.8, 0.2])
+    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
+    model, optimizer, loader, validation_loader = accelerator.prepare(
+        model,
+        torch.optim.SGD(model.parameters(), lr=learning_rate, momentum=0.9),
+        DataLoader(training, batch_size=50, shuffle=True),
+        DataLoader(validation, batch_size=100),
+    )
+    step, rank = 0, flyte_ddp.current_rank()  # flyte_ddp
+    if saved := rank.load():  # flyte_ddp
+        step = saved["step"]
+        accelerator.unwrap_model(model).load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optimizer"])
+
+    for epoch in range(step // len(loader), epochs):
+        loader.set_epoch(epoch)
+        for images, labels in skip_first_batches(loader, step % len(loader)):
+            loss = functional.cross_entropy(model(images), labels)
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            step += 1
+            rank.record(step, loss=loss)  # flyte_ddp
+            if accelerator.is_main_process and (rank.due() or step % save_every == 0):  # flyte_ddp
+                weights = accelerator.unwrap_model(model).state_dict()
+                rank.save(step, {"step": step, "model": weights, "optimizer": optimizer.state_dict()})  # flyte_ddp
+
+    losses, right = [], []
+    for images, labels in validation_loader:
+        with torch.no_grad():
+            logits = model(images)
+        of_samples = functional.cross_entropy(logits, labels, reduction="none"), logits.argmax(1) == labels
+        for values, of_all_ranks in zip((losses, right), accelerator.gather_for_metrics(of_samples), strict=True):
+            values.append(of_all_ranks)
+    measures = {
+        "validation_loss": torch.cat(losses).mean().item(),
+        "validation_accuracy": torch.cat(right).float().mean().item(),
+    }
+    rank.record(step, **measures)  # flyte_ddp
+    return measures
+
+
+if __name__ == "__main__":
+    print(flyte_ddp.run_ranks(main, num_ranks=2, folder="runs/accelerate"))  # flyte_ddp

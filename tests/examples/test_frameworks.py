@@ -1,0 +1,141 @@
+"""Lightning and Accelerate on our ranks: as under torchrun, killed and resumed; and what they need to find there."""
+
+import ast
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import framework_programs
+import pytest
+import torch
+from cli import ROOT, surroundings
+from engines import ELASTIC, SPAWN
+
+import flyte_ddp
+from flyte_ddp.json_lines import read_records
+from flyte_ddp.launch import elastic, spawn
+from flyte_ddp.launch.supervise.rank_process import RankInfo
+from flyte_ddp.loops.in_rank import torchrun_variables
+from flyte_ddp.runs.work import World
+
+LAUNCH = {SPAWN: spawn.launch, ELASTIC: elastic.launch}
+SCRIPTS = {name: ROOT / f"examples/{name}/{name}_digits.py" for name in ("lightning", "accelerate")}
+UNDER_TORCHRUN = f"""
+import importlib, json, os
+from flyte_ddp.loops.current_rank import set_current_rank
+
+measures = {{}}
+for name in {[*SCRIPTS]}:
+    measures[name] = importlib.import_module(f"{{name}}_digits").main()
+    set_current_rank(None)  # or the second would load what the first has saved
+if os.environ["RANK"] == "0":
+    print(json.dumps(measures))
+"""
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, float]]:
+    """What the programs return under torchrun, where nothing disturbs them."""
+    folder = tmp_path_factory.mktemp("torchrun")
+    (folder / "both.py").write_text(UNDER_TORCHRUN)
+    path = os.pathsep.join(str(script.parent) for script in SCRIPTS.values())
+    environment = {**surroundings(folder, folder), "PYTHONPATH": path, "ACCELERATE_USE_CPU": "true"}
+    options = ["--nproc-per-node=2", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
+    command = [sys.executable, "-m", "torch.distributed.run", *options, "both.py"]
+    done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def is_same(measures: dict[str, float], others: dict[str, float]) -> bool:
+    return measures == pytest.approx(others, rel=1e-3)  # 75 steps in fp32, on another number of threads
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["lightning", pytest.param("accelerate", marks=pytest.mark.exhaustive)])
+def test_the_script_as_it_is(name: str, expected: dict[str, dict[str, float]], tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, SCRIPTS[name]],
+        env=surroundings(tmp_path, tmp_path),
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert is_same(ast.literal_eval(done.stdout.splitlines()[-1]), expected[name])
+    run = tmp_path / "runs" / name
+    records = [each for each in read_records(run / "metrics.jsonl") if each["kind"] == "record"]
+    assert records[-1]["step"] == 75
+    assert is_same({key: records[-1][key] for key in expected[name]}, expected[name])
+    assert next(each for each in records if each["step"] == 5)["loss"] > 2  # all digits are about equally likely
+    assert not (run / "checkpoints").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "engine", "at", "every"),
+    [
+        ("accelerate", SPAWN, 48, 10),  # in the middle of an epoch, and so is what was saved
+        pytest.param("lightning", SPAWN, 50, 15, marks=pytest.mark.exhaustive),
+        pytest.param("accelerate", ELASTIC, 48, 10, marks=pytest.mark.exhaustive),
+        pytest.param("lightning", ELASTIC, 50, 15, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_a_killed_rank(
+    name: str,
+    engine: str,
+    at: int,
+    every: int,
+    expected: dict[str, dict[str, float]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.syspath_prepend(SCRIPTS[name].parent)
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    arguments = f"{name}_digits", tmp_path / "marker", at
+    options = {"folder": tmp_path / "run", "launch": LAUNCH[engine]}
+    with pytest.raises(flyte_ddp.RankError, match=f"^rank 1 was killed by {signal.SIGKILL.name}"):
+        flyte_ddp.run_ranks(framework_programs.train, *arguments, **options)
+    assert is_same(flyte_ddp.run_ranks(framework_programs.train, *arguments, **options), expected[name])
+    starts = [each for each in read_records(tmp_path / "run/metrics.jsonl") if each["kind"] == "start"]
+    first, second = [start["resumed_after_step"] for start in starts]
+    assert first == 0
+    assert 0 < second < at
+    assert second % every == 0
+
+
+@pytest.mark.slow
+def test_lightning_waits_for_ranks_as_long_as_we_do() -> None:
+    assert flyte_ddp.run_ranks(framework_programs.timeout_of_lightning, timeout=77, launch=spawn.launch) == 77
+
+
+@pytest.mark.slow
+def test_accelerate_finds_all_ranks_and_forgets_a_single_one() -> None:
+    assert flyte_ddp.run_ranks(framework_programs.processes_of_accelerate, num_ranks=2) == 2
+    for _ in range(2):  # in this process
+        assert flyte_ddp.run_ranks(framework_programs.processes_of_accelerate, num_ranks=1) == 1
+
+
+@pytest.mark.parametrize(
+    ("gpus", "local_rank", "variables"),
+    [
+        (1, 0, {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": "3", "GROUP_WORLD_SIZE": "4"}),  # as on Ray
+        (2, 1, {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "1", "GROUP_WORLD_SIZE": "2"}),
+    ],
+)
+def test_devices_times_nodes_of_lightning_are_the_gpus_that_ranks_see(
+    gpus: int, local_rank: int, variables: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    world = World(4, device_type="cuda", hosts=("10.0.0.1", "10.0.0.1", "10.0.0.2", "10.0.0.2"))
+    rank = SimpleNamespace(info=RankInfo(3, 4, local_rank), work=SimpleNamespace(world=world))
+    before = dict(os.environ)
+    with torchrun_variables(rank, port=1234):
+        assert variables.items() <= os.environ.items()
+        assert (os.environ["MASTER_ADDR"], os.environ["RANK"]) == ("10.0.0.1", "3")
+    assert dict(os.environ) == before
