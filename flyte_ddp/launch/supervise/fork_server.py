@@ -149,6 +149,7 @@ def import_torch(ranks: list[RankPipes]) -> None:
     """
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # as start_rank does, which comes after this import
     faulthandler.register(signal.SIGUSR1, file=ranks[0].stacks.fileno(), all_threads=False)
+    gc.disable()  # collections, which free next to nothing here, take a tenth of an import of torch
     try:
         from flyte_ddp.launch.supervise.rank import load_function
 
@@ -157,8 +158,8 @@ def import_torch(ranks: list[RankPipes]) -> None:
         report_and_exit(error, ranks)
     faulthandler.unregister(signal.SIGUSR1)
     flush_output()  # what is in the buffers now would be printed by each fork
-    gc.collect()
     gc.freeze()  # the collector writes to the objects that it visits, and forks no longer share written memory
+    gc.enable()
 
 
 def fork_rank(own: RankPipes, ranks: list[RankPipes]) -> int:
