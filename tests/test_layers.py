@@ -20,6 +20,7 @@ PREVIEW = (
     [
         pytest.param("import workflows.training, workflows.prediction", HEAVY, marks=pytest.mark.slow, id="workflows"),
         pytest.param(f"import {LAUNCHER}", ("torch", "wandb"), id="what starts ranks"),
+        pytest.param("import flyte_ddp.loops.run_ranks", ("numpy", *HEAVY), id="what starts ranks of own functions"),
         pytest.param(PREVIEW, ("torch",), id="what shows a run before it is trained"),
         pytest.param("import flyte_ddp", ("numpy", "torch", "flytekit"), id="the package"),
     ],

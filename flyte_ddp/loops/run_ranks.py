@@ -19,8 +19,6 @@ from flyte_ddp.launch import single, spawn
 from flyte_ddp.loops.call import RETURNED, Call, FunctionCall, describe_call
 from flyte_ddp.machine import Request
 from flyte_ddp.progress import Progress
-from flyte_ddp.report.function_page import render_function_page
-from flyte_ddp.report.page import write_html
 from flyte_ddp.runs import checkpoint
 from flyte_ddp.runs.checkpoint import Identity
 from flyte_ddp.runs.result_store import mirror_results
@@ -199,4 +197,7 @@ def read_returned(name: str, path: Path) -> Any:
 def write_page(folder: Path) -> None:
     """Write report.html, the page of the run's records, if the function has recorded anything. Imports matplotlib."""
     if any(record.get("kind") == "record" for record in read_records(folder / METRICS)):
+        from flyte_ddp.report.function_page import render_function_page  # and NumPy, for which ranks would wait
+        from flyte_ddp.report.page import write_html
+
         write_html(folder / REPORT, render_function_page(folder, folder.name))
