@@ -9,6 +9,12 @@ as where a task of a workflow's module calls mp.spawn. For Ray these are two tas
 is measured beside them. Training's rate is that of a run's end, against spawned ranks. A rank is killed in the middle
 of a run, and the time counts until the launcher raises. Memory is the most that the launching process has had, in runs
 of ours and in bare ones.
+
+A user's function that joins a gloo group of 2 ranks and adds a number up runs in a script by run_ranks and by torchrun,
+counted from the command to the end of that collective; in a process that has imported flytekit, but not torch, by
+run_ranks on each launcher (on clusters that stand), as a task with DDP, and as one with kfpytorch's Elastic, counted
+from the import of run_ranks or of the module with the task, because that of Elastic imports torch. A small network's
+loop calls due() in each step and record() every 50 steps, in blocks of steps in turn with plain ones.
 """
 
 import functools
@@ -18,9 +24,8 @@ import shutil
 from typing import Any
 
 from benchmarks.measuring import Options, Result, Target, interleaved
+from benchmarks.own_functions import ENGINES, measure_own_functions
 from benchmarks.running import fashion_mnist, run_python
-
-ENGINES = ("spawn", "elastic", "ray", "dask")
 
 
 def measure(options: Options) -> Result:
@@ -92,4 +97,5 @@ def measure(options: Options) -> Result:
         result.targets.append(Target(label, result.median(label), "s"))
         label = f"{engine}: memory of the launcher"
         result.targets.append(Target(label, result.median(f"{label}, ours"), "MiB"))
+    measure_own_functions(options, result)
     return result

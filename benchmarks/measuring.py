@@ -25,6 +25,7 @@ PACKAGES = (
     "torchcodec",
     "pillow",
     "flytekit",
+    "flytekitplugins-kfpytorch",
     "lightning",
     "wandb",
     "numpy",

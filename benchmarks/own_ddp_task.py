@@ -1,0 +1,11 @@
+"""The first function of own_loop.py as a task of this project's."""
+
+from flytekit import task
+
+from benchmarks import own_loop
+from flytekitplugins.ddp import DDP
+
+
+@task(task_config=DDP(num_ranks=2))  # type: ignore[untyped-decorator]
+def join_and_add() -> float:
+    return own_loop.join_and_add()
