@@ -159,6 +159,8 @@ def first_worker_error(error: Any, memory_kills: int) -> BaseException:
     if first.exitcode < 0:
         out_of_memory = process.count_out_of_memory_kills() > memory_kills
         return killed_rank_error(rank, signal.Signals(-first.exitcode), out_of_memory=out_of_memory)
+    if not Path(first.error_file).exists():  # Elastic has nothing to say of it but how to get tracebacks
+        return RankError(f"rank {rank} ended with exit code {first.exitcode} before it had finished")
     try:
         raised = pickle.loads(Path(first.error_file).with_suffix(ERROR_SUFFIX).read_bytes())
     except Exception:  # unpickling a user's own exception may raise anything

@@ -74,14 +74,14 @@ def describe_call(function: Callable[..., Any], args: Sequence[Any], kwargs: Map
     except (TypeError, ValueError) as error:
         raise UserError(f"{name}: {error}; give the arguments that it takes") from None
     code, own_code = digest_code(function)
-    for what, value in (("the function", function), *((f"argument {key}", value) for key, value in arguments.items())):
-        try:
-            pickle_by_value(value)
-        except Exception as error:  # an object's own code may raise anything
-            raise UserError(
-                f"{name}: {what} cannot be sent to ranks ({type(error).__name__}: {error}); make it in the function"
-            ) from error
-    payload = pickle_by_value((function, tuple(args), dict(kwargs)))
+    try:
+        payload = pickle_by_value((function, tuple(args), dict(kwargs)))
+    except Exception as error:  # an object's own code may raise anything
+        parts = [("the function", function), *((f"argument {key}", value) for key, value in arguments.items())]
+        what = next((what for what, value in parts if not can_be_pickled(value)), "the call")
+        raise UserError(
+            f"{name}: {what} cannot be sent to ranks ({type(error).__name__}: {error}); make it in the function"
+        ) from error
     shown = {key: describe_value(value) for key, value in {**bound_values(function), **arguments}.items()}
     return Call(name, payload, shown, code, own_code)
 
@@ -114,6 +114,15 @@ def pickle_by_value(value: Any) -> bytes:
     file = io.BytesIO()
     ModulePickler(file).dump(value)
     return file.getvalue()
+
+
+def can_be_pickled(value: Any) -> bool:
+    """Return whether :func:`pickle_by_value` pickles a value, which it tries."""
+    try:
+        pickle_by_value(value)
+    except Exception:  # an object's own code may raise anything
+        return False
+    return True
 
 
 def function_name(function: Callable[..., Any]) -> str:

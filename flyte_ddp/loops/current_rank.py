@@ -73,12 +73,7 @@ class CurrentRank:
         if store is None:
             return self._checkpoints.load()
         self._loads += 1
-        with translate_collective_errors():
-            if self.rank == 0:
-                return self._load_as_rank_0(store)
-            state = self._load_from_rank_0(store)
-            store.set(f"{ANSWER} {self._loads} on rank {self.rank}", "")
-            return state
+        return self._load_as_rank_0(store) if self.rank == 0 else self._load_from_rank_0(store)
 
     def _load_as_rank_0(self, store: Any) -> dict[str, Any] | None:
         """Return the newest state, after all ranks have it; put it into the store if others did not begin with it."""
@@ -91,22 +86,28 @@ class CurrentRank:
                 file.seek(newest.offset)
                 content = file.read()
             chunks = [content[start : start + CHUNK] for start in range(0, len(content), CHUNK)]
-        for number, chunk in enumerate(chunks):
-            store.set(f"{ANSWER} {self._loads} {number}", chunk)
-        store.set(f"{ANSWER} {self._loads}", str(len(chunks)))
-        # Rank 0's next but one save replaces the file that others may still read.
-        store.wait([f"{ANSWER} {self._loads} on rank {other}" for other in range(1, self.world_size)])
-        for number in range(len(chunks)):
-            store.delete_key(f"{ANSWER} {self._loads} {number}")
+        with translate_collective_errors():
+            for number, chunk in enumerate(chunks):
+                store.set(f"{ANSWER} {self._loads} {number}", chunk)
+            store.set(f"{ANSWER} {self._loads}", str(len(chunks)))
+            # Rank 0's next but one save replaces the file that others may still read.
+            store.wait([f"{ANSWER} {self._loads} on rank {other}" for other in range(1, self.world_size)])
+            for number in range(len(chunks)):
+                store.delete_key(f"{ANSWER} {self._loads} {number}")
         return state
 
     def _load_from_rank_0(self, store: Any) -> dict[str, Any] | None:
         """Return the state that rank 0 has loaded at its call of the same number."""
-        chunks = int(store.get(f"{ANSWER} {self._loads}"))
-        if not chunks:
-            return read_state(self._checkpoints.newest)
-        content = b"".join(store.get(f"{ANSWER} {self._loads} {number}") for number in range(chunks))
-        state: dict[str, Any] = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+        with translate_collective_errors():
+            chunks = int(store.get(f"{ANSWER} {self._loads}"))
+            content = b"".join(store.get(f"{ANSWER} {self._loads} {number}") for number in range(chunks))
+        state: dict[str, Any] | None
+        if chunks:
+            state = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+        else:
+            state = read_state(self._checkpoints.newest)
+        with translate_collective_errors():
+            store.set(f"{ANSWER} {self._loads} on rank {self.rank}", "")
         return state
 
     def save(self, step: int, state: Mapping[str, Any]) -> None:

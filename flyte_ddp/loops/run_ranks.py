@@ -162,8 +162,10 @@ def run_call(
 def remove_leftovers(folder: Path) -> None:
     """Make the run's folder, and remove what earlier runs have left but metrics, checkpoints, results and users' files.
 
-    Raises UserError if nothing can be written there.
+    Raises UserError if nothing can be written there, or there are results of no run, which would be removed.
     """
+    if (folder / results.FOLDER).exists() and not (folder / METRICS).exists():
+        raise UserError(f"run folder {folder}: its {results.FOLDER}/ is of no run; move it, or name another folder")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         inner = (*(folder / checkpoint.FOLDER).glob(".*.ckpt.*.tmp"), *(folder / results.FOLDER).rglob(".*.tmp"))

@@ -6,18 +6,23 @@ from dataclasses import replace
 from pathlib import Path
 
 from flyte_ddp.errors import UnreachableError
+from flyte_ddp.launch.capacity import choose_world
 from flyte_ddp.launch.remote import agent
 from flyte_ddp.launch.remote.connection import JoinTicket
 from flyte_ddp.launch.remote.rendezvous import open_rendezvous
 from flyte_ddp.launch.supervise.rank_process import RankInfo
+from flyte_ddp.machine import detect_capacity
 from flyte_ddp.runs.work import Work
 
 NOWHERE = Path("/nowhere")
 
 
 def launch(work: Work, *, retries: int = 0) -> None:
-    """Do a training's work; agents, started again up to ``retries`` times, do not see the run folder and the data."""
-    num_ranks, work = work.world.num_ranks, replace(work, arguments=replace(work.arguments, data=NOWHERE))
+    """Do the work; agents, started again up to ``retries`` times, do not see the run folder and a training's data."""
+    work = choose_world(work, detect_capacity)
+    num_ranks = work.world.num_ranks
+    if hasattr(work.arguments, "data"):
+        work = replace(work, arguments=replace(work.arguments, data=NOWHERE))
     with ThreadPoolExecutor(num_ranks) as pool, open_rendezvous(work, "127.0.0.1") as rendezvous:
         infos = [RankInfo(rank, num_ranks, rank, work.function) for rank in range(num_ranks)]
         tickets = [rendezvous.make_ticket(info) for info in infos]

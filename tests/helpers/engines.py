@@ -2,10 +2,12 @@
 
 import os
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 
 Launch = Callable[..., None]
+Run = Callable[..., Any]  # run_ranks in the folder of a test
 SPAWN, AGENTS, ELASTIC, DASK, RAY = "spawn", "agents that share nothing", "elastic", "dask", "ray"
 FRESH = "spawn, forks without torch as on GPUs"
 # A cluster reports nothing to anybody, and starts no workers, each a second of a core, before there are tasks for them.

@@ -1,35 +1,16 @@
-"""Launchers under one signature, on clusters of real processes that stay up for all tests of a file."""
+"""What tests of launchers share."""
 
-import json
-import os
-import signal
-import subprocess
-import sys
-import tempfile
-import threading
-from collections.abc import Iterator
 from pathlib import Path
 
-import agents
 import pytest
 from cli import HELPERS
-from engines import AGENTS, DASK, ELASTIC, FRESH, RAY_ENVIRONMENT, SPAWN, Launch, set_environment
 from faulty_runs import INTRODUCED
+from launchers import dask_client, launch, no_current_client, ray_address  # noqa: F401 (fixtures)
 from training_runs import train_in
 from trials import Trial
 
-from flyte_ddp.launch import elastic, spawn
-from flyte_ddp.launch.supervise import fork_server
+from flyte_ddp.launch import spawn
 from flyte_ddp.run import Result
-from flyte_ddp.runs.work import Work
-
-PASSED_ON = ("FAULTS", "TMPDIR", "TORCHINDUCTOR_CACHE_DIR")
-RAY_HEAD = """
-import sys, ray
-context = ray.init(num_cpus=4, include_dashboard=False, _temp_dir=sys.argv[1], object_store_memory=100_000_000)
-print(context.address_info["address"], flush=True)
-sys.stdin.read()
-"""
 
 
 @pytest.fixture
@@ -45,103 +26,3 @@ def expected(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Result:
         patch.chdir(HELPERS)
         patch.setenv("TMPDIR", str(folder))
         return train_in(folder / "run", INTRODUCED, digits, launch=spawn.launch)
-
-
-@pytest.fixture(scope="module")
-def dask_client() -> Iterator[object]:
-    """Of a cluster with four workers."""
-    import distributed
-
-    options = {"n_workers": 4, "threads_per_worker": 1, "dashboard_address": ":0", "host": "127.0.0.1"}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.delenv("TMPDIR", raising=False)  # which tells the processes of a test from others
-        started = distributed.LocalCluster(**options)
-    with started as cluster, distributed.Client(cluster) as client:
-        yield client
-
-
-@pytest.fixture
-def no_current_client(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor one of another test that could not connect, which Dask forgets when it is collected."""
-    import distributed
-
-    def default_client() -> None:
-        raise ValueError("no clients found")
-
-    monkeypatch.setattr(distributed, "default_client", default_client)
-
-
-@pytest.fixture(scope="module")
-def ray_address() -> Iterator[str]:
-    """Of a cluster with room for four ranks; it ends with the standard input of its head."""
-    environment = {**os.environ, **RAY_ENVIRONMENT}
-    environment.pop("TMPDIR", None)
-    with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True) as short:  # for sockets
-        command = [sys.executable, "-c", RAY_HEAD, short]
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-        with subprocess.Popen(command, env=environment, text=True, **pipes) as head:
-            yield head.stdout.readline().strip()
-            import ray
-
-            ray.shutdown()
-
-
-@pytest.fixture
-def launch(
-    request: pytest.FixtureRequest,
-    temporary: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path_factory: pytest.TempPathFactory,
-) -> Launch:
-    """The launcher that the test's parameter names; ranks have the test's environment."""
-    here = {SPAWN: spawn, FRESH: spawn, AGENTS: agents, ELASTIC: elastic}
-    if request.param == FRESH:
-        monkeypatch.setattr(fork_server, "TRIED_ON", ())
-    if request.param in here:
-        return here[request.param].launch
-    if request.param == DASK:
-        return on_dask(request.getfixturevalue("dask_client"))
-    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
-    return on_ray(request.getfixturevalue("ray_address"), tmp_path_factory.getbasetemp() / "ray_environment.json")
-
-
-def passed_on() -> dict[str, str]:
-    """What ranks must have of the test's environment."""
-    return {name: os.environ.get(name, "{}") for name in PASSED_ON}
-
-
-def on_dask(client: object) -> Launch:
-    from flyte_ddp.launch import dask
-
-    def run(work: Work, **options: object) -> None:
-        client.run(set_environment, passed_on(), str(Path.cwd()))
-        dask.launch(work, client=client, **options)
-
-    return run
-
-
-def on_ray(address: str, file: Path) -> Launch:
-    """Connected when it is first used, and for all tests, as Ray starts new workers for each connection.
-
-    So their environment stays the same; that of a test is in a file, which agents and ranks read when they start
-    (site/sitecustomize.py).
-    """
-    import ray
-
-    from flyte_ddp.launch import ray as launcher
-
-    connecting = threading.Lock()
-
-    def run(work: Work, **options: object) -> None:
-        with connecting:
-            file.write_text(json.dumps(passed_on()))
-            if not ray.is_initialized():
-                handler = signal.getsignal(signal.SIGTERM)
-                site = f"{HELPERS / 'worker_site'}:{os.environ.get('PYTHONPATH', '')}".rstrip(":")
-                variables = {"RANKS_ENVIRONMENT": str(file), "PYTHONPATH": site}
-                ray.init(address, runtime_env={"env_vars": variables}, log_to_driver=False)
-                if threading.current_thread() is threading.main_thread():
-                    signal.signal(signal.SIGTERM, handler)
-        launcher.launch(work, **options)
-
-    return run

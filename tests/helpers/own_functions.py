@@ -1,0 +1,359 @@
+"""Functions as users write them, for run_ranks: what ranks find, save and return, and how they fail."""
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from flyte_ddp import current_rank, results
+
+TORCHRUN = (
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "NODE_RANK"),
+    *("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID"),
+)
+
+
+@dataclass
+class Outcome:
+    """What a function may return."""
+
+    step: int
+    weights: torch.Tensor
+
+
+class UnpicklableError(Exception):
+    """Holds a lock, needs two arguments, and has no text."""
+
+    def __init__(self, one: int, other: int) -> None:
+        super().__init__()
+        self.lock = threading.Lock(), one, other
+
+    def __str__(self) -> str:
+        raise ValueError("no text")
+
+    __repr__ = __str__
+
+
+class NeverUnpickled:
+    """Pickles, and raises where it is unpickled in another process than the one it is from."""
+
+    def __init__(self) -> None:
+        self.pid = os.getpid()
+
+    def __reduce__(self) -> tuple[Callable[[int], "NeverUnpickled"], tuple[int]]:
+        return refuse_elsewhere, (self.pid,)
+
+
+def refuse_elsewhere(pid: int) -> NeverUnpickled:
+    if pid != os.getpid():
+        raise ImportError("libmissing.so is not here")
+    return NeverUnpickled()
+
+
+def give_back(value: Any = None, *more: Any, **named: Any) -> Any:
+    return [value, *more, named] if more or named else value
+
+
+def give(kind: str) -> Any:
+    """Return something; rank 1 other things."""
+    if current_rank().rank:
+        return threading.Lock()
+    return {"none": None, "tensor": torch.arange(3.0), "dataclass": Outcome(3, torch.ones(2))}[kind]
+
+
+def give_unsendable(kind: str) -> Any:
+    return threading.Lock() if kind == "lock" else NeverUnpickled()
+
+
+def describe_place() -> list[dict[str, Any]]:
+    """Return what each rank finds, by rank."""
+    rank = current_rank()
+    rank.join()
+    mine = {
+        "place": (rank.rank, rank.world_size, rank.local_rank, rank.device.type),
+        "environment": {name: os.environ[name] for name in TORCHRUN},
+        "process": os.getpid(),
+        "folder": rank.folder.is_dir(),
+        "group": (dist.get_rank(), dist.get_world_size()),
+    }
+    every: list[Any] = [None] * rank.world_size
+    dist.all_gather_object(every, mine)
+    return every
+
+
+def make_groups(times: int = 3) -> list[float]:
+    """Make process groups one after the other, in the ways that there are, and add up in each."""
+    sums = []
+    for count in range(times):
+        if count % 2:
+            current_rank().join()
+        else:
+            dist.init_process_group("gloo")
+        total = torch.ones(1)
+        dist.all_reduce(total)
+        sums.append(total.item())
+        dist.destroy_process_group()
+    return sums
+
+
+def start_group(then: str) -> None:
+    """Leave a process group behind, changed settings, a process; and perhaps an exception."""
+    rank = current_rank()
+    rank.join()
+    torch.set_num_threads(3)
+    os.environ["MASTER_PORT"] = "1"
+    if then == "raise":
+        raise ArithmeticError("own words")
+
+
+def fail() -> None:
+    raise ArithmeticError("own words")
+
+
+def raise_unpicklable() -> None:
+    raise UnpicklableError(1, 2)
+
+
+def hang() -> None:
+    while True:
+        time.sleep(0.01)
+
+
+FAILURES: dict[str, Callable[[], object]] = {
+    "raise": fail,
+    "SIGKILL": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "os._exit(0)": lambda: os._exit(0),
+    "os._exit(3)": lambda: os._exit(3),
+    "sys.exit(0)": lambda: sys.exit(0),
+    "unpicklable": raise_unpicklable,
+    "hang": hang,
+}
+
+
+def in_backward(rank: int) -> Callable[[], object]:
+    model = nn.parallel.DistributedDataParallel(nn.Linear(8, 2))
+    return lambda: model(torch.ones(4, 8)).sum().backward()
+
+
+def in_all_reduce(rank: int) -> Callable[[], object]:
+    return lambda: dist.all_reduce(torch.ones(3))
+
+
+def in_functional(rank: int) -> Callable[[], object]:
+    from torch.distributed import _functional_collectives as functional
+
+    return lambda: functional.all_reduce(torch.ones(3), "sum", dist.group.WORLD).sum().item()
+
+
+def in_receive(rank: int) -> Callable[[], object]:
+    return lambda: dist.broadcast(torch.ones(3), src=1)
+
+
+def in_load(rank: int) -> Callable[[], object]:
+    return current_rank().load
+
+
+WAITS = {"backward": in_backward, "all_reduce": in_all_reduce, "functional": in_functional, "receive": in_receive}
+WAITS["load"] = in_load
+
+
+def wait_for_failed(waits: str, failure: str, group: str, who: int = 1, port: int = 0) -> None:
+    """One rank fails in the third pass, the others wait for it; the group is joined, own, or at an own port."""
+    rank = current_rank().rank
+    if port:
+        os.environ["MASTER_PORT"] = str(port)
+    if group == "never" and rank == who:
+        FAILURES[failure]()
+    if group == "join":
+        current_rank().join()
+    else:
+        dist.init_process_group("gloo")
+    step = WAITS[waits](rank)
+    for count in range(1000):
+        if rank == who and count == 3:
+            FAILURES[failure]()
+        step()
+
+
+def fail_alone(failure: str, who: int = 1) -> None:
+    """Fail while others have returned."""
+    if current_rank().rank == who:
+        FAILURES[failure]()
+
+
+def save_wrong(kind: str) -> None:
+    """Save what cannot be saved."""
+    import numpy as np
+
+    rank = current_rank()
+    if kind == "later":
+        rank.save(1, {"best": 0.5})
+    states: dict[str, Any] = {
+        "list": [1],
+        "keys": {1: 2},
+        "module": nn.Linear(1, 1),
+        "later": {"best": np.float64(0.5)},
+    }
+    states["inner"] = {"model": {"weight": torch.ones(3), "rule": Outcome(1, torch.ones(1))}}
+    rank.save(2, states[kind])
+
+
+def step_back(what: str) -> None:
+    rank = current_rank()
+    start = rank.load()
+    call = rank.save if what == "save" else lambda step, _: rank.record(step, x=1)
+    call(3 if start is None else start["step"] - 1, {"step": 3})
+    call(2, {"step": 2})
+
+
+def join_twice(then: str) -> None:
+    current_rank().join()
+    if then == "join":
+        current_rank().join()
+    else:
+        dist.init_process_group("gloo")
+
+
+def train(
+    steps: int,
+    fail_at: int = 0,
+    failure: str = "SIGKILL",
+    who: int = 1,
+    marker: str = "",
+    size: int = 4,
+    every: int = 1,
+) -> dict[str, Any]:
+    """Add up 1 to ``steps`` in each number of a tensor, with a fault once, unless the marker says that it was.
+
+    Returns the sum, and where this attempt began on each rank.
+    """
+    rank = current_rank()
+    rank.join()
+    state = rank.load() or {"step": 0, "sum": torch.zeros(size)}
+    begun = [0] * rank.world_size
+    dist.all_gather_object(begun, (state["step"], state["sum"][-1].item()))
+    for step in range(state["step"] + 1, steps + 1):
+        total = torch.full((size,), float(step))
+        dist.all_reduce(total)
+        state = {"step": step, "sum": state["sum"] + total / rank.world_size}
+        rank.record(step, total=state["sum"][0])
+        rank.save(step, state)
+        if step == fail_at and not (marker and Path(marker).exists()):
+            rank.load()  # so that what was saved is written
+            if rank.rank == who:
+                Path(marker or os.devnull).write_text("failed")
+                FAILURES[failure]()
+    if rank.rank == 0:
+        (rank.folder / "own").mkdir(exist_ok=True)
+        (rank.folder / "own/model.txt").write_text(str(state["sum"][0].item()))
+        results.submit("maps/last.txt", b"3")
+        results.event(step=steps)
+    return {"sum": state["sum"][0].item(), "begun": begun}
+
+
+def save_and_load(size: int, times: int) -> list[Any]:
+    """Save often, and load on all ranks; return what each got."""
+    rank = current_rank()
+    got = [None if (state := rank.load()) is None else state["step"]]
+    for step in range(1, times + 1):
+        rank.save(step, {"step": step, "of": rank.rank, "large": torch.full((size,), float(step))})
+        state = rank.load()
+        assert state is not None
+        assert (state["large"] == step).all()
+        got.append((state["step"], state["of"]))
+    rank.join()
+    every: list[Any] = [None] * rank.world_size
+    dist.all_gather_object(every, got)
+    return every
+
+
+def load_late(marker: str) -> list[Any]:
+    """Rank 0 saves twice as soon as it has loaded, before rank 1 loads."""
+    rank = current_rank()
+    if rank.rank:
+        time.sleep(0.5)
+    state = rank.load()
+    if rank.rank == 0 and state is not None:
+        for step in (11, 12, 13):
+            rank.save(step, {"step": step})
+            rank._checkpoints.load()  # so that it is written
+    elif rank.rank == 0:
+        rank.save(10, {"step": 10})
+    rank.join()
+    every: list[Any] = [None] * rank.world_size
+    dist.all_gather_object(every, state)
+    if not Path(marker).exists():
+        Path(marker).write_text("failed")
+        fail()
+    return every
+
+
+def wait_for_stop(kind: str, marker: str) -> Any:
+    """Run until somebody stops this process; save when that is due, often, in the end, or never."""
+    rank = current_rank()
+    state = rank.load()
+    if state is not None:
+        return state["step"]
+    for step in range(1, 100_000):
+        time.sleep(0.01)
+        asked = rank.due() if kind != "unasked" else False
+        if kind == "slow" and asked:
+            time.sleep(1000)
+        if (kind == "due" and asked) or (kind == "unasked" and step % 10 == 0) or (kind == "slow" and step == 5):
+            rank.save(step, {"step": step})
+        if step == 20 and rank.rank == 0:
+            Path(marker).write_text(str(time.time()))
+    return None
+
+
+def save_for_ever(folder: str) -> None:
+    """Save at each step, and say in a file which one, until this process is killed."""
+    rank = current_rank()
+    state = rank.load()
+    first = 0 if state is None else state["step"]
+    with Path(folder, "saved").open("a") as file:
+        for step in range(first + 1, 1_000_000):
+            print(step, file=file, flush=True)
+            rank.save(step, {"step": step, "numbers": torch.full((50_000,), float(step))})
+
+
+def load_only() -> Any:
+    state = current_rank().load()
+    return None if state is None else (state["step"], {*state["numbers"].tolist()})
+
+
+def record(**values: Any) -> None:
+    current_rank().record(3, **values)
+
+
+def record_values() -> None:
+    """Record each kind of number."""
+    import numpy as np
+
+    rank = current_rank()
+    rank.record(1, number=1, real=0.5, flag=True, tensor=torch.tensor(2), loss=torch.ones(1, requires_grad=True) * 3)
+    rank.record(1, array=np.ones(1), single=np.float32(0.5), nothing=float("nan"), endless=float("inf"))
+    rank.record(2, real=0.25)
+
+
+def save_on_all_ranks() -> Any:
+    rank = current_rank()
+    for step in range(1, 4):
+        rank.save(step, {"of": rank.rank})
+    return rank.load()
+
+
+def ignore_interrupts() -> None:
+    """Take longer than the launcher waits, whatever comes."""
+    Path(current_rank().folder, "began").write_text(json.dumps(os.getpid()))
+    hang()

@@ -1,0 +1,170 @@
+"""Each mistake of a user is a sentence with what to do, within seconds; nothing stays."""
+
+import threading
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import own_functions
+import pytest
+from engines import Run
+
+from flyte_ddp import UserError, machine
+from flyte_ddp.launch import spawn
+from flyte_ddp.loops.call import describe_call
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments", "options", "words"),
+    [
+        (5, (), {}, "5 is of type int, not callable; give a function"),
+        (
+            own_functions.fail_alone,
+            (),
+            {},
+            "own_functions:fail_alone: missing a required argument: 'failure'; give",
+        ),
+        (own_functions.fail, (3,), {}, "own_functions:fail: too many positional arguments; give the arguments that it"),
+        (own_functions.fail, (), {"lr": 1}, "own_functions:fail: got an unexpected keyword argument 'lr'; give the"),
+        (own_functions.give_back, (threading.Lock(),), {}, "argument value cannot be sent to ranks .*; make it in the"),
+        (own_functions.fail, (), {"num_ranks": -1}, "num_ranks=-1: must be a number of ranks, or 0"),
+        (own_functions.fail, (), {"num_ranks": "2"}, "num_ranks='2': must be a number of ranks"),
+        (own_functions.fail, (), {"timeout": 0}, "timeout=0: must be a number of seconds above 0"),
+        (own_functions.fail, (), {"timeout": "3"}, "timeout='3': must be a number of seconds above 0"),
+        (
+            own_functions.fail,
+            (),
+            {"folder": Path("/proc/nowhere/run")},
+            "run folder /proc/nowhere/run: .*must be",
+        ),
+    ],
+)
+def test_before_there_are_ranks(run: Run, function: Any, arguments: Any, options: Any, words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        run(function, *arguments, **options)
+
+
+def test_more_ranks_than_gpus(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "count_gpus", lambda: 1)
+    with pytest.raises(UserError, match=r"num_ranks=2: this process sees 1 GPU\(s\) and each rank needs one; set num_"):
+        run(own_functions.fail)
+
+
+def test_a_second_run_in_the_folder(run: Run, tmp_path: Path) -> None:
+    def again() -> None:
+        with pytest.raises(UserError, match=r"run folder .*/run: another run is writing into it; wait for its end or"):
+            run(own_functions.fail, num_ranks=1)
+
+    run(call_here, num_ranks=1, launch=lambda work: (again(), spawn.launch(work)))
+
+
+def test_a_folder_that_is_no_runs(run: Run, tmp_path: Path) -> None:
+    """Whose results would be removed."""
+    own = tmp_path / "run/results/mine.txt"
+    own.parent.mkdir(parents=True)
+    own.write_text("mine")
+    with pytest.raises(
+        UserError, match=r"run folder .*/run: its results/ is of no run; move it, or name another folder"
+    ):
+        run(call_here, num_ranks=1)
+    assert own.read_text() == "mine"
+
+
+def call_here() -> None:
+    """Do nothing."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("function", "arguments", "words"),
+    [
+        (
+            own_functions.give_back,
+            (own_functions.NeverUnpickled(),),
+            "cannot load it: ImportError: libmissing.so",
+        ),
+        (own_functions.give_unsendable, ("lock",), "has returned a lock, which cannot be sent .*; return numbers"),
+        (
+            own_functions.give_unsendable,
+            ("elsewhere",),
+            "what rank 0 has returned cannot be unpickled here .*; in",
+        ),
+        (own_functions.join_twice, ("join",), r"join: this process has a process group; call join\(\) or init_process"),
+        (
+            own_functions.step_back,
+            ("record",),
+            "record: step 2 comes after step 3, and steps must not go back; count on",
+        ),
+    ],
+)
+def test_in_two_ranks(run: Run, function: Any, arguments: Any, words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        run(function, *arguments)
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("list", "save: the state is a list; give a dict with texts as keys"),
+        ("keys", "save: the state is a dict with other keys; give a dict with texts as keys"),
+        ("module", "save: the state is a Linear; give a dict with texts as keys"),
+        (
+            "inner",
+            r"save: torch.load\(weights_only=True\) refuses state\['model'\], of type dict; give tensors",
+        ),
+        ("later", r"save: torch.load\(weights_only=True\) refuses state\['best'\], of type float64; give tensors"),
+    ],
+)
+def test_states_that_could_not_be_loaded(run: Run, kind: str, words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        run(own_functions.save_wrong, kind, num_ranks=1)
+
+
+def test_steps_that_go_back(run: Run) -> None:
+    """In an attempt, and from one to the next."""
+    with pytest.raises(UserError, match="save: step 2 comes after step 3, and steps must not go back; count on from"):
+        run(own_functions.step_back, "save", num_ranks=1)
+    with pytest.raises(UserError, match="save: step 2 comes after step 3, and steps must not go back; count on from"):
+        run(own_functions.step_back, "save", num_ranks=1)
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"kind": 1}, "record: 'kind' is a key of each record; choose another name"),
+        ({"loss": "low"}, "record: loss is of type str, and must be a number, or a tensor of one element; use results"),
+        ({"loss": [1]}, "record: loss is of type list, and must be a number"),
+        ({"loss": 1j}, "record: loss is of type complex, and must be a number"),
+    ],
+)
+def test_records_that_are_no_numbers(run: Run, values: Any, words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        run(partial(own_functions.record, **values), num_ranks=1)
+
+
+def test_a_checkpoint_of_other_arguments_or_code(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UserError, match="steps must not go back"):
+        run(own_functions.step_back, "save", num_ranks=1)
+    with pytest.raises(UserError, match="belongs to another run: what='save', now 'record'; restore what has changed"):
+        run(own_functions.step_back, "record", num_ranks=1)
+    monkeypatch.setattr("flyte_ddp.user_source.user_source_digest", lambda _: "other")
+    with pytest.raises(UserError, match=r"belongs to another run: other code of .*; restore what has changed, or"):
+        run(own_functions.step_back, "save", num_ranks=1)
+
+
+def test_what_tells_calls_apart() -> None:
+    """The same in each process; other values, in whatever way they come, are another call."""
+
+    def shown(function: Any, *args: Any, **kwargs: Any) -> Any:
+        return describe_call(function, args, kwargs).shown
+
+    def closure(value: Any) -> Any:
+        return lambda: value
+
+    give_back = own_functions.give_back
+    assert shown(give_back, {"b", "a", "c"}) == {"value": ["a", "b", "c"]}
+    assert shown(partial(give_back, x=1), 2, y=3) == shown(give_back, 2, x=1, y=3)
+    assert shown(closure(1)) != shown(closure(2))
+    assert shown(own_functions.Outcome(1, []).__eq__, 1) != shown(own_functions.Outcome(2, []).__eq__, 1)
+    assert shown(give_back, partial(give_back, 1)) != shown(give_back, partial(give_back, 2))
+    assert shown(print, 1) == {"args": [1]}

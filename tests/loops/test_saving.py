@@ -1,0 +1,232 @@
+"""What save got last is what load gives, in this attempt and later ones, on all ranks; requests to stop save."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import agents
+import own_functions
+import pytest
+import torch
+from cli import HELPERS
+from engines import AGENTS, DASK, ELASTIC, RAY, SPAWN, Launch, Run, on
+from faulty_runs import when
+from processes import wait_until
+
+from flyte_ddp import RankError, StoppedError, UserError
+from flyte_ddp.json_lines import read_records
+from flyte_ddp.launch import elastic
+from flyte_ddp.loops import checkpoints
+from flyte_ddp.loops.checkpoints import Checkpoints
+from flyte_ddp.runs import checkpoint
+from flyte_ddp.runs.checkpoint import Identity
+
+pytestmark = pytest.mark.slow
+TOTAL = {step: step * (step + 1) / 2 for step in range(30)}
+NO_IDENTITY = Identity({}, data="", code="", user_code="", initial_weights="", releases="")
+
+
+@on(SPAWN, AGENTS, exhaustive=(ELASTIC, DASK, RAY))
+def test_all_ranks_load_what_rank_0_saved_last(
+    launch: Launch, run: Run, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """More than a message of the store, too: of 8 MiB."""
+    run(own_functions.save_and_load, 2_500_000, 2, launch=launch)
+    first, second = run(own_functions.save_and_load, 2_500_000, 2, launch=launch)
+    assert first == second == [None, (1, 0), (2, 0)]
+    assert not (tmp_path / "run/checkpoints").exists()
+    if launch not in (agents.launch, elastic.launch):
+        told = "save: rank 0's state is saved, what other ranks give is ignored\n"
+        assert capfd.readouterr().err in (told * 2, "")
+
+
+@on(SPAWN, AGENTS, exhaustive=(ELASTIC, DASK, RAY))
+def test_a_run_that_was_cut_off_goes_on(launch: Launch, run: Run, tmp_path: Path) -> None:
+    """From what was saved, on all ranks, with the records up to it; its files are there when it has returned."""
+    folder = tmp_path / "run"
+    with pytest.raises(RankError, match="rank 1 was killed by SIGKILL") as caught:
+        run(own_functions.train, 10, 4, launch=launch)
+    assert caught.value.step == 4
+    (folder / "checkpoints/.a.ckpt.0123.tmp").write_text("of a rank that was killed")
+    with pytest.raises(UserError, match="belongs to another run: steps=10, now 11"):
+        run(own_functions.train, 11, 4, launch=launch)
+    marker = tmp_path / "marker"
+    with pytest.raises(UserError, match="marker"):
+        run(own_functions.train, 10, 4, marker=str(marker), launch=launch)
+    got = run(own_functions.train, 10, 4, launch=launch)
+    assert got == {"sum": TOTAL[10], "begun": [(4, TOTAL[4])] * 2}
+    records = read_records(folder / "metrics.jsonl")
+    steps = [record["step"] for record in records if record["kind"] == "record"]
+    assert steps == [*range(1, 11)]
+    assert [record["total"] for record in records if record["kind"] == "record"] == [TOTAL[step] for step in steps]
+    assert [record["resumed_after_step"] for record in records if record["kind"] == "start"] == [0, 4]
+    assert records[-1]["kind"] == "end"
+    assert (folder / "own/model.txt").read_text() == str(TOTAL[10])
+    assert (folder / "results/maps/last.txt").read_text() == "3"
+    assert {record["step"] for record in read_records(folder / "results/events.jsonl")} == {10}
+    assert {path.name for path in folder.iterdir()} == {"metrics.jsonl", "own", "results", "report.html"}
+
+
+@on(AGENTS, exhaustive=(ELASTIC, DASK, RAY))
+@pytest.mark.parametrize("who", [1, pytest.param(0, marks=pytest.mark.exhaustive)])
+def test_an_engines_retry_goes_on_within_the_call(
+    launch: Launch, run: Run, tmp_path: Path, request: pytest.FixtureRequest, who: int
+) -> None:
+    name = request.node.callspec.params["launch"]
+    option = {AGENTS: "retries", DASK: "retries", RAY: "max_retries", ELASTIC: "max_restarts"}[name]
+    marker = str(tmp_path / "marker")
+    got = run(own_functions.train, 10, 4, who=who, marker=marker, launch=partial(launch, **{option: 1}))
+    assert got == {"sum": TOTAL[10], "begun": [(4, TOTAL[4])] * 2}
+    records = read_records(tmp_path / "run/metrics.jsonl")
+    assert [record["step"] for record in records if record["kind"] == "record"] == [*range(1, 11)]
+    assert not [*(tmp_path / "run").glob("*.ckpt")]
+
+
+@on(SPAWN, exhaustive=(AGENTS, ELASTIC, DASK, RAY))
+def test_a_rank_that_loads_late_gets_what_rank_0_got(launch: Launch, run: Run, tmp_path: Path) -> None:
+    """Though rank 0 saves again at once, into the files that it has loaded."""
+    marker = tmp_path / "marker"
+    with pytest.raises(RankError):
+        run(own_functions.load_late, str(marker), launch=launch)
+    assert run(own_functions.load_late, str(marker), launch=launch) == [{"step": 10}] * 2
+
+
+def stop_when(marker: Path, number: signal.Signals) -> threading.Thread:
+    return when(marker, lambda: os.kill(os.getpid(), number))
+
+
+STOPS = [
+    ("due", signal.SIGTERM, 2),
+    ("due", signal.SIGINT, 1),
+    ("unasked", signal.SIGINT, 2),
+    ("unasked", signal.SIGTERM, 1),
+]
+
+
+@pytest.mark.parametrize(("kind", "number", "ranks"), STOPS)
+def test_a_request_to_stop_makes_a_save_due(
+    run: Run, tmp_path: Path, kind: str, number: signal.Signals, ranks: int
+) -> None:
+    """The next save counts, its step is named, and there the next run goes on."""
+    marker = tmp_path / "marker"
+    told = stop_when(marker, number)
+    expected = StoppedError if number == signal.SIGTERM else KeyboardInterrupt
+    with pytest.raises(expected, match=r"will go on after step \d+, which is saved") as caught:
+        run(own_functions.wait_for_stop, kind, str(marker), num_ranks=ranks)
+    told.join()
+    assert time.time() - float(marker.read_text()) < 8
+    step = checkpoint.newest_step(tmp_path / "run")
+    assert step >= 20
+    assert f"after step {step}," in str(caught.value)
+    assert run(own_functions.wait_for_stop, kind, str(marker), num_ranks=ranks) == step
+
+
+@on(AGENTS, ELASTIC, exhaustive=(DASK, RAY))
+def test_a_request_to_stop_on_other_launchers(launch: Launch, run: Run, tmp_path: Path) -> None:
+    marker = tmp_path / "marker"
+    told = stop_when(marker, signal.SIGTERM)
+    with pytest.raises(StoppedError, match=r"will go on after step \d+, which is saved"):
+        run(own_functions.wait_for_stop, "due", str(marker), launch=launch)
+    told.join()
+    step = checkpoint.newest_step(tmp_path / "run")
+    assert step >= 20
+    assert run(own_functions.wait_for_stop, "due", str(marker), launch=launch) == step
+
+
+@pytest.mark.parametrize(("ranks", "kind", "step"), [(2, "slow", 5), (1, "slow", 5), (2, "never", 0)])
+def test_a_function_that_does_not_save_in_time_is_ended(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int, kind: str, step: int
+) -> None:
+    monkeypatch.setenv("FLYTE_DDP_SAVE_SECONDS", "2")
+    marker = tmp_path / "marker"
+    told = stop_when(marker, signal.SIGTERM)
+    words = (
+        "will go on after step 5, which is saved" if step else "will restart from scratch, as there is no checkpoint"
+    )
+    with pytest.raises(StoppedError, match=words):
+        run(own_functions.wait_for_stop, kind, str(marker), num_ranks=ranks)
+    told.join()
+    assert time.time() - float(marker.read_text()) < 6
+
+
+def test_a_temporary_folder_promises_nothing(run: Run, tmp_path: Path) -> None:
+    marker = tmp_path / "marker"
+    told = stop_when(marker, signal.SIGTERM)
+    with pytest.raises(StoppedError, match="will restart from scratch"):
+        run(own_functions.wait_for_stop, "due", str(marker), folder=None)
+    told.join()
+
+
+KILLED = """
+import sys, own_functions
+from pathlib import Path
+from flyte_ddp import run_ranks
+run_ranks(own_functions.save_for_ever, sys.argv[1], num_ranks=int(sys.argv[2]), folder=sys.argv[1] + "/run")
+"""
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.exhaustive)])
+def test_files_are_whole_whenever_all_is_killed(tmp_path: Path, ranks: int) -> None:
+    """At random moments, while it saves all the time: never a part of a state, nor one that was not saved."""
+    environment = {**os.environ, "FLYTE_DDP_PROGRESS": "off", "TMPDIR": str(tmp_path)}
+    command = [sys.executable, "-c", KILLED, str(tmp_path), str(ranks)]
+    saved = tmp_path / "saved"
+    loaded = 0
+    for moment in (0.0, 0.005, 0.01, 0.02):  # to get at each part of a write
+        with subprocess.Popen(command, env=environment, cwd=HELPERS) as process:
+            wait_until(lambda loaded=loaded: (checkpoint.newest_step(tmp_path / "run") or 0) > loaded)
+            time.sleep(moment)
+            process.kill()
+        step, state = newest_state(tmp_path / "run")
+        assert loaded < step == state["step"] <= int(saved.read_text().split()[-1])
+        assert {*state["numbers"].tolist()} == {float(step)}
+        loaded = step
+
+
+def newest_state(folder: Path) -> tuple[int, dict[str, Any]]:
+    found = checkpoint.verify_checkpoints(folder / "checkpoints")[0]
+    assert found is not None
+    return found.step, torch.load(checkpoint.read_saved_state(found), weights_only=True)
+
+
+def test_due_by_the_clock_and_while_saves_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "metrics.jsonl").touch()
+    now = time.monotonic()
+    monkeypatch.setattr(checkpoints.time, "monotonic", lambda: now)
+    saving = Checkpoints(tmp_path, NO_IDENTITY, None, 60.0)
+    assert not saving.due()
+    now += 60
+    assert saving.due()
+    saving.save(1, {"step": 1})
+    assert not saving.due()
+    monkeypatch.undo()
+    assert saving.load() == {"step": 1}
+    asked = threading.Thread(target=lambda: answers.append(saving.save_now(30.0)))
+    answers: list[int] = []
+    asked.start()
+    wait_until(saving.due)
+    saving.save(2, {"step": 2})
+    asked.join()
+    assert answers == [2]
+    saving.save(3, {"step": 3})
+    saving.close()
+    assert checkpoint.newest_step(tmp_path) == 2
+
+
+def test_a_disk_that_is_full_is_told_once_and_the_function_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "metrics.jsonl").touch()
+    (tmp_path / "checkpoints").write_text("a file where the folder should be")
+    saving = Checkpoints(tmp_path, NO_IDENTITY, None, 0.0)
+    for step in range(3):
+        saving.save(step, {})
+        assert saving.load() is None
+    saving.close()
+    assert capfd.readouterr().err.count("checkpoint could not be written: ") == 1
