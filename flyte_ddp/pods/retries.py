@@ -77,7 +77,7 @@ def explain_eviction(limit: str) -> str:
                     taken += os.lstat(f"{place}/{file}").st_blocks * 512  # st_blocks counts units of 512 bytes
                 if taken > most:
                     cause = f"its files take more than its {limit} of disk (ephemeral-storage), so Kubernetes evicts it"
-                    return f"; {cause}: take a profile with more (flyte_ddp/pods/profiles.py)"
+                    return f"; {cause}: give it more, by a profile or the task's ephemeral_storage"
             if time.monotonic() > deadline:
                 return ""
     return ""

@@ -1,5 +1,6 @@
 """Torch Elastic as Flyte runs it, in one pod or in those of a PyTorchJob; survives what flytekit's plugin does not."""
 
+import pickle
 from contextlib import nullcontext
 from copy import copy
 from functools import partial
@@ -13,7 +14,7 @@ from flytekitplugins.kfpytorch.task import CleanPodPolicy, Elastic, PytorchElast
 
 from flyte_ddp.launch.supervise.processes import hide_main_script
 from flyte_ddp.launch.supervise.stopping import stop_error
-from flyte_ddp.loops.call import Call
+from flyte_ddp.loops.call import Call, pickle_by_value
 from flyte_ddp.machine import Request
 from flyte_ddp.pods import elastic as elastic_pods
 from flyte_ddp.pods.live_page import publish_function_page
@@ -113,21 +114,20 @@ class ElasticTask(RanksTask, ReplacedPodsTask):
         from flyte_ddp.launch import elastic
 
         returned: Returned
-        request = Request(self.ddp.num_ranks, exact=True)
         if not is_in_pod():
-            returned = run_in_folder(call, run, request, elastic.launch)
+            returned = run_in_folder(call, run, Request(self.ddp.num_ranks, exact=True), elastic.launch)
             return returned
         folder = resolve_folder(run)  # sets the variable by which workers know the folder
         with publish_function_page(PLATFORM, folder, run) if elastic_pods.has_rank_0() else nullcontext():
-            returned = self.launch_workers(partial(run_worker, call, run), Path.cwd())
+            returned = pickle.loads(self.launch_workers(partial(run_worker, call, run), Path.cwd()))
         return returned
 
 
-def run_worker(call: Call, run: str) -> Returned | None:
-    """Run the call as the rank that this worker of Elastic's is; return on rank 0 what it has returned.
+def run_worker(call: Call, run: str) -> bytes | None:
+    """Run the call as the rank that this worker of Elastic's is; return on rank 0 what it has returned, pickled.
 
-    Raises Flyte's recoverable error in place of one after which another attempt may succeed, and writes the original
-    one for :func:`first_worker_error`.
+    Elastic itself would send tensors as shared memory, which goes with the worker. Raises Flyte's recoverable error in
+    place of one after which another attempt may succeed, and writes the original one for :func:`first_worker_error`.
     """
     from flyte_ddp.launch import elastic
 
@@ -140,5 +140,4 @@ def run_worker(call: Call, run: str) -> Returned | None:
         if not elastic.is_leader():
             elastic.follow()
             return None
-        returned: Returned = run_in_folder(call, run, Request(), launch, page=False)
-        return returned
+        return pickle_by_value(run_in_folder(call, run, Request(), launch, page=False))

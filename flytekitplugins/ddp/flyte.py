@@ -53,9 +53,12 @@ class Flyte:
     def publish_page(self, title: str, html: str) -> None:
         """Replace the HTML of this task's deck of that title, or add a deck; then upload all decks of the task.
 
+        Does nothing for a task without decks, such as one that a map task has made.
         flytekit publishes no deck of a dynamic task, so a context is set in which any task looks like an ordinary one.
         """
         context = FlyteContextManager.current_context()
+        if not context.user_space_params.enable_deck:
+            return
         state = context.execution_state.with_params(mode=ExecutionState.Mode.TASK_EXECUTION)
         with FlyteContextManager.with_context(context.with_execution_state(state)):
             decks = [deck for deck in context.user_space_params.decks if deck.name == title]

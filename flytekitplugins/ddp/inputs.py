@@ -1,6 +1,7 @@
 """A task's inputs: what identifies them in all attempts, and one download for all ranks of a host."""
 
 import dataclasses
+import os
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -71,6 +72,6 @@ def share_downloads(value: Any) -> None:
 def download_once(download: Callable[[], Any], path: Path) -> None:
     """Call ``download``, which writes ``path``, unless a process of this host has done so; wait for one that does."""
     with hold_lock(path.parent, f".{path.name}.lock") as lock:
-        if not lock.tell():
+        if not os.fstat(lock.fileno()).st_size:
             download()
             lock.write(b"complete")

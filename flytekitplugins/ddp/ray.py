@@ -31,7 +31,9 @@ HEAD = Size(cpu="1", memory="3Gi", ephemeral_storage="10Gi")
 SUBMITTER = Size(cpu="500m", memory="256Mi", ephemeral_storage="1Gi")
 
 
-def ray_cluster(nodes: int, resources: ResourceSpec, shared_memory: str = "", gpu_type: str = "") -> RayJobConfig:
+def ray_cluster(
+    nodes: int, resources: ResourceSpec, shared_memory: str = "", gpu_type: str = "", *, with_secrets: bool = False
+) -> RayJobConfig:
     """Return the plugin's configuration of a cluster with a small head, on which no rank runs, and ``nodes`` workers.
 
     Arguments:
@@ -39,12 +41,13 @@ def ray_cluster(nodes: int, resources: ResourceSpec, shared_memory: str = "", gp
         resources: of each worker.
         shared_memory: size of a worker's /dev/shm; "" limits it by the worker's memory.
         gpu_type: value of the nodes' label for their GPU; "" takes any type.
+        with_secrets: whether workers get the secrets that the task requests.
     """
     worker = WorkerNodeConfig(
         "ranks",
         replicas=nodes,
         ray_start_params={"object-store-memory": SMALLEST_STORE},
-        pod_template=node_template(resources, shared_memory, gpu_type),
+        pod_template=node_template(resources, shared_memory, gpu_type, with_secrets=with_secrets),
     )
     return RayJobConfig(
         head_node_config=HeadNodeConfig({"num-cpus": "0"}, **requests_and_limits(HEAD)),
@@ -53,11 +56,11 @@ def ray_cluster(nodes: int, resources: ResourceSpec, shared_memory: str = "", gp
     )
 
 
-def node_template(resources: ResourceSpec, shared_memory: str, gpu_type: str) -> PodTemplate:
+def node_template(resources: ResourceSpec, shared_memory: str, gpu_type: str, *, with_secrets: bool) -> PodTemplate:
     """Return the pod template of the ranks' nodes: their resources, their type of GPU, and /dev/shm.
 
-    The specification is a dictionary, as importing Kubernetes' client takes a second. The label keeps Flyte's webhook
-    from adding secrets, which ranks do not read.
+    The specification is a dictionary, as importing Kubernetes' client takes a second. A label keeps Flyte's webhook
+    from adding secrets, unless ``with_secrets``.
     """
     given = {kind: kubernetes_resources(getattr(resources, kind)) for kind in ("requests", "limits")}
     container = {
@@ -71,7 +74,7 @@ def node_template(resources: ResourceSpec, shared_memory: str, gpu_type: str) ->
     if gpu_type:  # as Flyte does for pods of tasks
         taint = {"key": GPU_LABEL, "operator": "Equal", "value": gpu_type, "effect": "NoSchedule"}
         spec |= {"nodeSelector": {GPU_LABEL: gpu_type}, "tolerations": [taint]}
-    return PodTemplate(spec, labels={"inject-flyte-secrets": "false"})
+    return PodTemplate(spec, labels=None if with_secrets else {"inject-flyte-secrets": "false"})
 
 
 class RayTask(RanksTask, RayFunctionTask):  # type: ignore[misc]  # which the plugin leaves untyped
@@ -85,7 +88,8 @@ class RayTask(RanksTask, RayFunctionTask):  # type: ignore[misc]  # which the pl
         self.num_ranks = config.num_ranks or config.nodes * count_ranks_per_node(node)
         size = options["shared_memory"] if isinstance(options["shared_memory"], str) else ""
         gpu = options["accelerator"].to_flyte_idl().device if options["accelerator"] else ""
-        cluster = ray_cluster(config.nodes, node, size, gpu)
+        secrets = bool(options["secret_requests"])
+        cluster = ray_cluster(config.nodes, node, size, gpu, with_secrets=secrets)
         options |= {**requests_and_limits(SUBMITTER), "accelerator": None, "shared_memory": None}
         super().__init__(cluster, function, **options)
 

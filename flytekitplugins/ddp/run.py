@@ -10,9 +10,10 @@ from flyte_ddp.loops.call import Call
 from flyte_ddp.loops.run_ranks import disable_wandb_without_key, run_call
 from flyte_ddp.machine import Request
 from flyte_ddp.pods.live_page import publish_function_page
-from flyte_ddp.pods.paths import resolve_folder
+from flyte_ddp.pods.paths import print_local_files, resolve_folder
 from flyte_ddp.pods.retries import sync_checkpoints
 from flyte_ddp.pods.wandb_settings import read_run_settings, upload_unsent_wandb
+from flyte_ddp.runs.run_folder import METRICS, REPORT
 from flyte_ddp.runs.work import Work
 from flytekitplugins.ddp.flyte import PLATFORM
 
@@ -28,9 +29,9 @@ def name_run(task: str, call: Call) -> str:
 def run_in_folder(call: Call, run: str, request: Request, launch: Launch | None, *, page: bool = True) -> Any:
     """Run a call on ranks in the folder of the run, and return what rank 0 has returned.
 
-    In a pod, downloads the run's newest checkpoint and uploads new ones, uploads what wandb could not send, and
-    publishes the console's page, unless another process does (``page`` is False). Raises what run_call raises, and the
-    errors of sync_checkpoints.
+    A local run leaves its files there, and prints which. In a pod, downloads the run's newest checkpoint and uploads
+    new ones, uploads what wandb could not send, and publishes the console's page, unless another process does (``page``
+    is False). Raises what run_call raises, and the errors of sync_checkpoints.
     """
     folder = resolve_folder(run)
     with (
@@ -40,4 +41,11 @@ def run_in_folder(call: Call, run: str, request: Request, launch: Launch | None,
     ):
         settings = disable_wandb_without_key(read_run_settings(PLATFORM, run))
         record_attempt_start()
-        return run_call(call, request, folder, settings, launch)
+        returned = run_call(call, request, folder, settings, launch)
+    if (folder / REPORT).exists():
+        files = {
+            folder / REPORT: "what it has recorded, to open in a browser",
+            folder / METRICS: "the same as JSON lines",
+        }
+        print_local_files(f"{call.name} has run in", files)
+    return returned

@@ -38,10 +38,12 @@ class Package:
     output: str = ""
 
 
-def make(folder: Path, *options: str, directory: Path = ROOT, **environment: str) -> tuple[Ended, Package]:
+def make(
+    folder: Path, *options: str, directory: Path = ROOT, pkgs: str = "workflows", **environment: str
+) -> tuple[Ended, Package]:
     """Run ``pyflyte package`` with this environment; return its output and the package, empty if that failed."""
     archive = folder / "package.tgz"
-    arguments = ("--pkgs", "workflows", "package", "--image", "flyte-ddp:test", "--output", str(archive), *options)
+    arguments = ("--pkgs", pkgs, "package", "--image", "flyte-ddp:test", "--output", str(archive), *options)
     ended = pyflyte(*arguments, home=folder / "home", directory=directory, **environment)
     return ended, read(archive, folder / "package") if archive.exists() else Package()
 
@@ -69,6 +71,8 @@ def read(archive: Path, folder: Path) -> Package:
 
 def container(template: TaskTemplate) -> Container:
     """Return the only container of a task's pod, as Flyte's message for a container."""
+    if template.HasField("container"):  # the task has no pod template
+        return template.container
     [found] = MessageToDict(template.k8s_pod.pod_spec)["containers"]
     resources = {
         kind: [Resources.ResourceEntry(name=RESOURCES[name], value=value) for name, value in given.items()]

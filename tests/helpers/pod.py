@@ -22,8 +22,16 @@ from s3_server import S3Server
 BUCKET = "flyte"
 DEADLINE = 120.0  # seconds, for a machine that is busy; a pod takes 3 to 10
 WORKDIR = "/root"  # in the image; here a fresh folder stands for it
-# The image has the dependencies only; here they share site-packages with an installation of the repository.
-WITHOUT_REPOSITORY = f"import sys\nsys.path[:] = [path for path in sys.path if path != {str(ROOT)!r}]\n"
+# The image has the dependencies only; here they share site-packages with an installation of the repository. By its
+# entry point flytekit would import a plugin that is not there before the sources are.
+WITHOUT_REPOSITORY = f"""
+import importlib.metadata, sys
+sys.path[:] = [path for path in sys.path if path != {str(ROOT)!r}]
+found = importlib.metadata.entry_points
+def entry_points(**asked):
+    return [one for one in found(**asked) if one.value != "flytekitplugins.ddp"] if asked else found()
+importlib.metadata.entry_points = entry_points
+"""
 
 
 @dataclass(frozen=True)

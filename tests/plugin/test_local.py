@@ -1,0 +1,158 @@
+"""A user's own tasks under ``pyflyte run``, and as a user calls them."""
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from cli import Ended, surroundings
+from engines import RAY_ENVIRONMENT
+
+from flyte_ddp.errors import UserError
+from flytekitplugins.ddp import DDP
+
+Run = Callable[..., Ended]
+
+
+def records(tmp_path: Path, task: str) -> list[dict[str, object]]:
+    [found] = (tmp_path / "runs").glob(f"own.{task}-*/metrics.jsonl")
+    return [json.loads(line) for line in found.read_text().splitlines()]
+
+
+@pytest.mark.slow
+def test_rank_0s_values_are_the_outputs_and_the_runs_folder_has_the_records(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "data.txt").write_text("a line")
+    ended = run("train", "--start", "3", "--data", str(tmp_path / "data.txt"))
+    assert ended.exit_code == 0, ended.output
+    assert "Stats(total=7.0, ranks=2)" in ended.output
+    [model] = (tmp_path / "runs").glob("own.train-*/model.txt")
+    assert model.read_text() == "a line 7.0"
+    assert (model.parent / "report.html").exists()
+    assert re.search(r"own:train has run in .*/runs/own\.train-\w+\n  report\.html ", ended.output), ended.output
+    kinds = [(each["kind"], each.get("loss")) for each in records(tmp_path, "train")]
+    assert kinds == [("start", None), ("record", 2.5), ("record", 1.25), ("end", None)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("raise", "rank 1: ValueError: rank 1 cannot do that"),
+        ("nothing", "own.fail: rank 0 returned None, and the task declares int; return it on rank 0"),
+    ],
+)
+def test_errors_are_sentences(run: Run, how: str, message: str) -> None:
+    ended = run("fail", "--how", how)
+    assert ended.exit_code == 1
+    assert message in ended.panel
+    assert "Traceback" not in ended.output
+
+
+@pytest.mark.slow
+def test_in_a_map_task_and_in_a_dynamic_one(run: Run) -> None:
+    assert "[1, 4, 9]" in run("squares", "--values", "[1, 2, 3]").output
+    assert "[0, 1]" in run("many", "--number", "2").output
+
+
+@pytest.mark.slow
+def test_flytes_cache_answers_and_leaves_out_what_it_is_told_to(run: Run) -> None:
+    first = run("learn", "--steps", "2", FLYTE_ATTEMPT_NUMBER="1")
+    assert "[1, 2]" in first.output, first.output
+    assert "ranks: 2" in first.output
+    again = run("learn", "--steps", "2", "--note", "other", FLYTE_ATTEMPT_NUMBER="1")
+    assert "[1, 2]" in again.output, again.output
+    assert "ranks: 2" not in again.output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["elastic", "dask", pytest.param("ray", marks=pytest.mark.exhaustive)])
+def test_engines_on_this_machine(run: Run, engine: str) -> None:
+    task = {"dask": "on_dask_here"}.get(engine, f"on_{engine}")
+    ended = run(task, "--value", "5", **RAY_ENVIRONMENT)
+    assert ended.exit_code == 0, ended.output
+    assert "Stats(total=10.0, ranks=2)" in ended.output
+
+
+SCRIPT = """
+from flytekit import task
+from flytekitplugins.ddp import DDP
+import flyte_ddp
+
+FACTOR = 10
+
+@task(task_config=DDP(num_ranks=2))
+def scale(value: int) -> int:
+    return value * FACTOR * flyte_ddp.current_rank().world_size
+
+if __name__ == "__main__":
+    print("scaled", scale(value=2))
+"""
+
+
+@pytest.mark.slow
+def test_a_task_of_the_main_script_goes_to_ranks_by_value(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    environment = surroundings(tmp_path / "home", tmp_path / "runs")
+    ended = subprocess.run(
+        [sys.executable, "script.py"], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
+    assert "scaled 40" in ended.stdout, ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"engine": "rya"}, r"unknown engine 'rya': did you mean 'ray'\? choose one of dask, elastic, ray"),
+        ({"nodes": 2}, "nodes=2: several pods need an engine: choose elastic, ray or dask"),
+        ({"nodes": 0}, "nodes=0: must be at least 1"),
+        ({"num_ranks": -1}, "num_ranks=-1: must be the number of ranks"),
+        ({"num_ranks": 3, "nodes": 2, "engine": "elastic"}, "num_ranks=3 on nodes=2: .*choose a multiple of nodes"),
+    ],
+)
+def test_a_configuration_that_cannot_be_is_refused(values: dict[str, int], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        DDP(**values)
+
+
+@pytest.mark.parametrize("extra", ["elastic", "ray", "dask"])
+def test_a_missing_extra_says_what_to_install(extra: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from flytekit import task
+
+    plugin = {"elastic": "kfpytorch"}.get(extra, extra)
+    for name in [
+        name for name in sys.modules if name.startswith((f"flytekitplugins.{plugin}", f"flytekitplugins.ddp.{extra}"))
+    ]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, f"flytekitplugins.{plugin}", None)
+    with pytest.raises(UserError, match=rf"flytekitplugins\.{plugin}[.a-z]* is not installed: .*'\.\[{extra}\]'"):
+
+        @task(task_config=DDP(nodes=2, engine=extra))
+        def train(value: int) -> int:
+            return value
+
+
+def test_a_dynamic_task_has_no_ranks() -> None:
+    from flytekit import dynamic
+
+    with pytest.raises(UserError, match=r"@dynamic has no ranks: call a @task\(task_config=DDP\(\.\.\.\)\) in it"):
+
+        @dynamic(task_config=DDP(num_ranks=2))
+        def train(value: int) -> int:
+            return value
+
+
+def test_importing_the_plugin_imports_little() -> None:
+    """flytekit does so at each start."""
+    code = """
+import flytekit, sys
+before = {*sys.modules}
+for name in [name for name in before if name.startswith(("flytekitplugins.ddp", "flyte_ddp"))]:
+    del sys.modules[name]
+import flytekitplugins.ddp
+print(sorted({*sys.modules} - before))
+"""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ended.stdout.strip() in ("[]", "['flytekitplugins.ddp']")

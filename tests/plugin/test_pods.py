@@ -1,0 +1,194 @@
+"""A user's own tasks in pods, run the way pods run them."""
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+from engines import RAY_ENVIRONMENT
+from flyteidl.core.errors_pb2 import ContainerError
+from flyteidl.core.literals_pb2 import Literal
+from msgpack import unpackb
+from pod import BUCKET, DEADLINE, Cluster, PodEnded
+
+pytestmark = pytest.mark.slow
+
+
+def number(value: int) -> Literal:
+    literal = Literal()
+    literal.scalar.primitive.integer = value
+    return literal
+
+
+def text(value: str) -> Literal:
+    literal = Literal()
+    literal.scalar.primitive.string_value = value
+    return literal
+
+
+def file(cluster: Cluster, name: str, content: str) -> Literal:
+    """A file in the blob store."""
+    path = cluster.server.folder / BUCKET / name
+    path.write_text(content)
+    literal = Literal()
+    literal.scalar.blob.uri = f"s3://{BUCKET}/{name}"
+    return literal
+
+
+def integers(literal: Literal) -> list[int]:
+    return [each.scalar.primitive.integer for each in literal.collection.literals]
+
+
+def test_what_rank_0_returns_are_the_outputs(cluster: Cluster) -> None:
+    inputs = {"start": number(3), "data": file(cluster, "data.txt", "a line")}
+    ended = cluster.run("own.train", inputs)
+    assert ended.outputs is not None, ended.log
+    assert unpackb(ended.outputs["stats"].scalar.binary.value) == {"total": 7.0, "ranks": 2}
+    assert cluster.stored(ended.outputs["model"].scalar.blob.uri).read_text() == "a line 7.0"
+    assert ended.deck is not None
+    assert "made on rank 0 of 2" in ended.deck
+    assert "own.train-" in ended.deck, "the page of the run"
+
+
+@pytest.mark.parametrize(
+    ("how", "kind", "message"),
+    [
+        ("raise", ContainerError.NON_RECOVERABLE, r"rank 1: ValueError: rank 1 cannot do that"),
+        ("recoverable", ContainerError.RECOVERABLE, r"rank 1: FlyteRecoverableException: .*try that again"),
+        ("kill", ContainerError.RECOVERABLE, r"rank 1 was killed by SIGKILL"),
+        ("nothing", ContainerError.NON_RECOVERABLE, r"own.fail: rank 0 returned None, and the task declares int"),
+    ],
+)
+def test_errors_name_the_rank_and_tell_flyte_whether_to_retry(
+    cluster: Cluster, how: str, kind: int, message: str
+) -> None:
+    ended = cluster.run("own.fail", {"how": text(how)})
+    assert ended.error is not None, ended.log
+    assert ended.error.kind == kind
+    assert ended.error.code.startswith("USER:")
+    assert re.search(message, ended.error.message), ended.error.message
+    if how == "raise":
+        assert 'raise ValueError("rank 1 cannot do that")' in ended.error.message, "with its traceback"
+
+
+def test_the_next_attempt_and_another_execution_go_on_from_what_was_saved(cluster: Cluster) -> None:
+    first = cluster.run("own.learn", {"steps": number(5), "note": text("first")})
+    assert first.error is not None, first.log
+    assert first.error.kind == ContainerError.RECOVERABLE
+    other = {"steps": number(5), "note": text("another")}
+    ended = cluster.run("own.learn", other, attempt=1, execution="other")
+    assert ended.outputs is not None, ended.log
+    assert integers(ended.outputs["o0"]) == [4, 5]
+    different = cluster.run("own.learn", {"steps": number(4), "note": text("")}, attempt=1)
+    assert different.outputs is not None, different.log
+    assert integers(different.outputs["o0"]) == [1, 2, 3, 4], "other inputs are another run"
+
+
+def terminate_when_saved(process: subprocess.Popen[bytes], checkpoints: Path) -> None:
+    deadline = time.monotonic() + DEADLINE
+    while not [*checkpoints.rglob("own.go_on-*/*/saved-*")] and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.02)
+    process.terminate()
+
+
+def test_sigterm_gives_the_body_time_to_save(cluster: Cluster) -> None:
+    first = cluster.run("own.go_on", {}, during=terminate_when_saved)
+    assert first.error is not None, first.log
+    assert first.error.kind == ContainerError.RECOVERABLE
+    assert "stopped by SIGTERM" in first.error.message
+    second = cluster.run("own.go_on", {}, attempt=1)
+    assert second.outputs is not None, second.log
+    assert second.outputs["o0"].scalar.primitive.integer > 1
+    assert f"after step {second.outputs['o0'].scalar.primitive.integer:,}" in first.error.message
+
+
+def test_ranks_in_two_pods_of_a_pytorchjob(cluster: Cluster) -> None:
+    """The operator's variables; the pod without rank 0 stays until the operator deletes it."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    variables = {"PET_NNODES": "2", "PET_RDZV_ENDPOINT": f"{socket.gethostname()}:{port}"}
+    over = threading.Event()
+
+    def delete_when_over(process: subprocess.Popen[bytes], _: Path) -> None:
+        while process.poll() is None:
+            if over.wait(0.05):
+                process.terminate()
+                break
+
+    def run(_: int) -> PodEnded:
+        ended = cluster.run("own.on_elastic", {"value": number(4)}, environment=variables, during=delete_when_over)
+        over.set()
+        return ended
+
+    with ThreadPoolExecutor(2) as threads:
+        pods = [*threads.map(run, range(2))]
+    [ended] = [pod for pod in pods if pod.outputs is not None] or [pytest.fail(pods[0].log + pods[1].log)]
+    assert unpackb(ended.outputs["stats"].scalar.binary.value) == {"total": 8.0, "ranks": 2}
+    assert cluster.stored(ended.outputs["model"].scalar.blob.uri).read_text() == "8.0"
+    assert not [pod.error for pod in pods if pod.error]
+
+
+@pytest.mark.exhaustive
+def test_ranks_on_ray(cluster: Cluster) -> None:
+    """Without an operator Flyte's plugin starts a cluster in the pod."""
+    with TemporaryDirectory() as short:  # names of sockets have a limit
+        environment = {**RAY_ENVIRONMENT, "RAY_TMPDIR": short}
+        ended = cluster.run("own.on_ray_here", {"value": number(4)}, environment=environment)
+    assert ended.outputs is not None, ended.log
+    assert unpackb(ended.outputs["stats"].scalar.binary.value) == {"total": 8.0, "ranks": 2}
+    assert cluster.stored(ended.outputs["model"].scalar.blob.uri).read_text() == "8.0"
+
+
+def test_a_map_task_has_a_pod_for_each_value_and_a_dynamic_one_a_workflow(cluster: Cluster) -> None:
+    [name] = [name for name in cluster.package.tasks if name.startswith("own.map_square_")]
+    values = Literal()
+    values.collection.literals.extend(map(number, (5, 6, 7)))
+    index = {"BATCH_JOB_ARRAY_INDEX_VAR_NAME": "INDEX", "INDEX": "2"}
+    ended = cluster.run(name, {"value": values}, environment=index)
+    assert ended.outputs is not None, ended.log
+    assert ended.outputs["o0"].scalar.primitive.integer == 49
+    ended = cluster.run("own.many", {"number": number(2)})
+    assert ended.subworkflow is not None, ended.log
+    assert [task.id.name for task in ended.subworkflow.tasks] == ["own.square"]
+
+
+@pytest.fixture
+def dask_cluster(cluster: Cluster, tmp_path: Path) -> Iterator[str]:
+    """A scheduler with two workers, which know neither the project nor the task's pod; its address."""
+
+    def start(name: str, *arguments: str) -> subprocess.Popen[bytes]:
+        (tmp_path / name).mkdir()
+        with (tmp_path / name / "log").open("wb") as log:
+            command = [sys.executable, "-m", "dask", *arguments]
+            environment = {**os.environ, **cluster.server.flyte_environment(), "CUDA_VISIBLE_DEVICES": ""}
+            process = subprocess.Popen(command, cwd=tmp_path / name, env=environment, stdout=log, stderr=log)
+        stack.callback(process.wait, 60)
+        stack.callback(process.terminate)
+        return process
+
+    with ExitStack() as stack:
+        address = {"--port": "0", "--dashboard-address": "127.0.0.1:0", "--scheduler-file": str(tmp_path / "address")}
+        scheduler = start("scheduler", "scheduler", *(word for option in address.items() for word in option))
+        while not (tmp_path / "address").exists():
+            assert scheduler.poll() is None, (tmp_path / "scheduler/log").read_text()
+        found: str = json.loads((tmp_path / "address").read_text())["address"]
+        for name in ("one", "two"):
+            start(name, "worker", found, "--nworkers", "1", "--nthreads", "1", "--dashboard-address", "127.0.0.1:0")
+        yield found
+
+
+def test_rank_0_on_another_host_uploads_the_outputs(cluster: Cluster, dask_cluster: str) -> None:
+    ended = cluster.run("own.on_dask_here", {"value": number(4)}, environment={"DASK_SCHEDULER_ADDRESS": dask_cluster})
+    assert ended.outputs is not None, ended.log
+    assert unpackb(ended.outputs["stats"].scalar.binary.value) == {"total": 8.0, "ranks": 2}
+    assert cluster.stored(ended.outputs["model"].scalar.blob.uri).read_text() == "8.0"
