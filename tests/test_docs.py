@@ -8,12 +8,12 @@ from cli import ROOT
 
 DESIGN = ROOT / "docs" / "design"
 PAGES = sorted(path for path in DESIGN.glob("*.md") if path.name != "README.md")
-FOLDERS = [ROOT / folder for folder in ("docs", "deploy", "benchmarks")]
+FOLDERS = [ROOT / folder for folder in ("docs", "deploy", "benchmarks", "examples")]
 DOCUMENTS = [*ROOT.glob("*.md"), *(path for folder in FOLDERS for path in folder.rglob("*.md"))]
 FENCED = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 CODE = re.compile(r"`[^`\n]*`")
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
-NAMED_FILE = re.compile(r"`((?:flyte_ddp|tasks|workflows|tests|benchmarks|deploy|docs|config)/[\w./-]*)`")
+NAMED_FILE = re.compile(r"`((?:flyte_ddp|examples|tasks|workflows|tests|benchmarks|deploy|docs|config)/[\w./-]*)`")
 BENCHMARK = re.compile(r"python -m benchmarks (\w+)")
 
 

@@ -1,0 +1,1 @@
+"""Programs of others on ranks of this library's launchers; README.md lists them."""

@@ -1,0 +1,1 @@
+"""Flyte's tutorial: the program, and a workflow of it."""
