@@ -54,7 +54,8 @@ def main(epochs: int = 5, learning_rate: float = 0.05, save_every: int = 10) -> 
                 weights = accelerator.unwrap_model(model).state_dict()
                 rank.save(step, {"step": step, "model": weights, "optimizer": optimizer.state_dict()})  # flyte_ddp
 
-    losses, right = [], []
+    losses: list[torch.Tensor] = []
+    right: list[torch.Tensor] = []
     for images, labels in validation_loader:
         with torch.no_grad():
             logits = model(images)

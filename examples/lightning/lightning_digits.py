@@ -34,7 +34,7 @@ class RankCheckpoints(CheckpointIO):  # flyte_ddp
         """Save a checkpoint; Lightning calls this on rank 0."""
         flyte_ddp.current_rank().save(checkpoint["global_step"], checkpoint)
 
-    def load_checkpoint(self, *_: Any, **__: Any) -> dict[str, Any] | None:
+    def load_checkpoint(self, *_: Any, **__: Any) -> dict[str, Any] | None:  # type: ignore[override]
         """Return the newest checkpoint; Lightning calls this on all ranks."""
         return flyte_ddp.current_rank().load()
 

@@ -6,7 +6,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, SupportsFloat
 
 import torch
 import torch.distributed as dist
@@ -130,7 +130,7 @@ class CurrentRank:
         """
         return self.rank == 0 and self._checkpoints.due()
 
-    def record(self, step: int, **values: float) -> None:
+    def record(self, step: int, **values: SupportsFloat) -> None:
         """Record numbers of a step: in metrics.jsonl, the progress, the page, and wandb. Rank 0's count.
 
         A tensor or array of one element is a number. ``step`` is how many steps are done; several calls may have one

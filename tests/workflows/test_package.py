@@ -1,5 +1,6 @@
 """What a Flyte cluster is given: the serialized tasks, workflows and launch plans, read back from the package."""
 
+import importlib
 import re
 from collections.abc import Callable
 from typing import Any
@@ -226,6 +227,7 @@ def test_the_console_explains_tasks_workflows_and_inputs(default: Package) -> No
 
 def test_the_console_draws_forms(default: Package) -> None:
     """Flytekit knows the types of a stored launch plan by them, as a client does that fetches one."""
+    importlib.import_module("tasks.input_form")  # registers them in this process, as each import of tasks does
     for name in (name for name in default.workflows if name.endswith(("training_wf", "release_wf"))):
         inputs = default.workflows[name].template.interface.inputs.variables
         for variable, values in {"hp": Hyperparameters(), "policy": Policy()}.items():
