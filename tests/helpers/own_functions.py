@@ -1,6 +1,5 @@
 """Functions as users write them, for run_ranks: what ranks find, save and return, and how they fail."""
 
-import json
 import os
 import signal
 import sys
@@ -327,11 +326,6 @@ def save_for_ever(folder: str) -> None:
             rank.save(step, {"step": step, "numbers": torch.full((50_000,), float(step))})
 
 
-def load_only() -> Any:
-    state = current_rank().load()
-    return None if state is None else (state["step"], {*state["numbers"].tolist()})
-
-
 def record(**values: Any) -> None:
     current_rank().record(3, **values)
 
@@ -351,9 +345,3 @@ def save_on_all_ranks() -> Any:
     for step in range(1, 4):
         rank.save(step, {"of": rank.rank})
     return rank.load()
-
-
-def ignore_interrupts() -> None:
-    """Take longer than the launcher waits, whatever comes."""
-    Path(current_rank().folder, "began").write_text(json.dumps(os.getpid()))
-    hang()
