@@ -78,7 +78,8 @@ OWN = KeyError("loss")
         (CollectiveTimeoutError("rank 1 did not come"), "timeout"),
         (CollectiveError("Connection reset by peer"), "peer"),
         (torch.distributed.DistBackendError("NCCL communicator was aborted"), "peer"),
-        (torch.distributed.DistStoreError("wait timeout after 3000ms, keys: /default_pg/0//cpu//0/1"), "peer"),
+        (torch.distributed.DistStoreError("wait timeout after 3000ms, keys: /default_pg/0//cpu//0/1"), "timeout"),
+        (torch.distributed.DistNetworkError("Connection reset by peer"), "peer"),
         (raised_from(KeyError("loss"), CollectiveTimeoutError("rank 1 did not come")), "timeout"),
         (RuntimeError("Connection closed by peer [127.0.0.1]:4711"), "own"),
         (raised_from(OWN, OWN), "own"),  # as of ``raise error from error``
