@@ -3,6 +3,7 @@
 import itertools
 import os
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -230,7 +231,8 @@ def write_returned(name: str, value: Any, path: Path) -> None:
 def wait_for_others(rank: Rank, store: Any) -> None:
     """Wait until all ranks may leave: rank 0 has the store, and no rank may go while another still needs it.
 
-    The wait for rank 0 has no limit, because it may still write results; rank 0 waits for others up to the time limit.
+    The wait for rank 0 has no limit, because it may still write results; after the time limit rank 1 says once on stderr
+    that it waits. Rank 0 waits for others up to the time limit.
     """
     others = range(1, rank.info.world_size)
     if not others:
@@ -243,5 +245,11 @@ def wait_for_others(rank: Rank, store: Any) -> None:
             store.wait([f"{LEFT} {other}" for other in others], limit)
         else:
             store.set(f"{DONE} {rank.info.rank}", "")
+            waiting = f"rank 0 has not returned {rank.work.timeout:g} s after rank 1 (FLYTE_DDP_TIMEOUT), and may go on"
+            notice = threading.Timer(rank.work.timeout, print, [waiting], {"file": sys.stderr, "flush": True})
+            notice.daemon = True
+            if rank.info.rank == 1:
+                notice.start()
             store.wait([DONE], NO_LIMIT)
+            notice.cancel()
             store.set(f"{LEFT} {rank.info.rank}", "")
