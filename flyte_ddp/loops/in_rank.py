@@ -231,8 +231,8 @@ def write_returned(name: str, value: Any, path: Path) -> None:
 def wait_for_others(rank: Rank, store: Any) -> None:
     """Wait until all ranks may leave: rank 0 has the store, and no rank may go while another still needs it.
 
-    The wait for rank 0 has no limit, because it may still write results; after the time limit rank 1 says once on stderr
-    that it waits. Rank 0 waits for others up to the time limit.
+    The wait for rank 0 has no limit, because it may still write results; after the time limit rank 1 says once on
+    stderr that it waits. Rank 0 waits for others up to the time limit.
     """
     others = range(1, rank.info.world_size)
     if not others:

@@ -345,3 +345,10 @@ def save_on_all_ranks() -> Any:
     for step in range(1, 4):
         rank.save(step, {"of": rank.rank})
     return rank.load()
+
+
+def return_late(seconds: float) -> str:
+    """Rank 0 takes this long, and the others no time."""
+    if current_rank().rank == 0:
+        time.sleep(seconds)
+    return "late"

@@ -112,3 +112,9 @@ def test_several_runs_in_one_process_blame_each_their_own(run: Run) -> None:
     for failure, who in (("raise", 0), ("SIGKILL", 1), ("raise", 1)):
         with pytest.raises(RankError, match=f"^rank {who}(:| was)"):
             partial(run, folder=None)(own_functions.wait_for_failed, "all_reduce", failure, "own", who)
+
+
+def test_a_rank_0_that_others_wait_for_is_named(run: Run, capfd: pytest.CaptureFixture[str]) -> None:
+    """It may be writing results, so its time has no limit."""
+    assert run(own_functions.return_late, 3.0, timeout=1.0) == "late"
+    assert capfd.readouterr().err.count("rank 0 has not returned 1 s after rank 1") == 1
