@@ -22,7 +22,7 @@ from image import make_commands
 from flyte_ddp.code_digest import package_digest
 
 BIN = Path(sys.executable).parent
-SOURCES = ("config/", "flyte_ddp/", "flytekitplugins/", "tasks/", "workflows/")  # what a pod needs
+SOURCES = ("config/", "examples/", "flyte_ddp/", "flytekitplugins/", "tasks/", "workflows/")  # what a pod may need
 GIT = {"GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_NOSYSTEM": "1"} | {
     f"GIT_{who}_{what}": "test@example.com" for who in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")
 }
