@@ -51,7 +51,7 @@ class Checkpoints:
         self.checked_types: set[type] = set()  # that torch.load takes
         self.changed = threading.Condition()  # for the attributes below, newest and written
         self.pending: State | None = None
-        self.asked = self.used = self.stop_requested = self.closed = self.failure_printed = False
+        self.asked = self.used = self.stop_requested = self.writing = self.closed = self.failure_printed = False
         self.thread = threading.Thread(target=self._write_until_closed, name="checkpoints", daemon=True)
 
     def due(self) -> bool:
@@ -102,6 +102,7 @@ class Checkpoints:
                 self.changed.wait_for(is_saved, max(0.0, deadline - time.monotonic()))
             self.closed = True  # because the caller reports this step as the one to resume after
             self.changed.notify_all()
+            self.changed.wait_for(lambda: not self.writing, max(0.0, deadline - time.monotonic()))
             return self.newest.step if self.newest else 0
 
     def load(self) -> dict[str, Any] | None:
@@ -129,6 +130,7 @@ class Checkpoints:
                     return
                 state = self.pending
                 assert state is not None
+                self.writing = True
             written = None
             try:
                 written = self._write(state)
@@ -139,6 +141,7 @@ class Checkpoints:
                     )
                 self.failure_printed = True
             with self.changed:
+                self.writing = False
                 if written is not None:
                     self.newest, self.written = written, state.number
                 if self.pending is state:
