@@ -51,13 +51,15 @@ def integers(literal: Literal) -> list[int]:
 
 def test_what_rank_0_returns_are_the_outputs(cluster: Cluster) -> None:
     inputs = {"start": number(3), "data": file(cluster, "data.txt", "a line")}
-    ended = cluster.run("own.train", inputs)
+    ended = cluster.run("own.train", inputs, environment={"WANDB_MODE": "offline"})
     assert ended.outputs is not None, ended.log
     assert unpackb(ended.outputs["stats"].scalar.binary.value) == {"total": 7.0, "ranks": 2}
     assert cluster.stored(ended.outputs["model"].scalar.blob.uri).read_text() == "a line 7.0"
     assert ended.deck is not None
     assert "made on rank 0 of 2" in ended.deck
     assert "own.train-" in ended.deck, "the page of the run"
+    offline = cluster.server.folder / BUCKET / f"data/xy/{ended.name}-n1-0/wandb"
+    assert [*offline.rglob("run-*.wandb")], "what wandb could not send is kept"
 
 
 @pytest.mark.parametrize(
