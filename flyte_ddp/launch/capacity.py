@@ -61,8 +61,8 @@ def clamp_ranks(num_ranks: int, capacity: int, capacity_in_words: str, most: int
     if num_ranks > capacity:
         if exact:
             raise UserError(
-                f"num_ranks={num_ranks}: {capacity_in_words}, and each rank needs one; lower num_ranks, or register "
-                "with more nodes (FLYTE_DDP_NODES) or a larger profile"
+                f"num_ranks={num_ranks}: {capacity_in_words}, and each rank needs one; lower num_ranks, or use a "
+                "larger cluster (nodes= or resources of your task, FLYTE_DDP_NODES or a profile of our workflows)"
             )
         message = f"num_ranks={num_ranks}: {capacity_in_words}, so there will be {capacity}"
         print(message, file=sys.stderr, flush=True)

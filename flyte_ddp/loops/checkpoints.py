@@ -74,7 +74,7 @@ class Checkpoints:
         if new_types and (refused := find_refused_value(empty_tensors(dict(state)))):
             raise UserError(
                 f"save: torch.load(weights_only=True) refuses state[{refused[0]!r}], of type "
-                f"{type(refused[1]).__name__}; give tensors, numbers, texts, and lists and dicts of them"
+                f"{type(refused[1]).__name__}; give tensors, Python's own numbers, texts, and lists and dicts of them"
             )
         self.checked_types |= new_types
         metrics = self.folder / METRICS

@@ -69,6 +69,11 @@ def run_ranks(
     """
     if type(num_ranks) is not int or num_ranks < 0:
         raise UserError(f"num_ranks={num_ranks!r}: must be a number of ranks, or 0 for as many as there is room for")
+    if folder is not None and not isinstance(folder, (str, Path)):
+        raise UserError(f"folder={folder!r}: must be a path, or None for a temporary folder")
+    if launch is not None and not callable(launch):
+        name = getattr(launch, "__name__", repr(launch))
+        raise UserError(f"launch={name}: must be a function, such as flyte_ddp.launch.ray.launch; None for processes")
     settings = disable_wandb_without_key(read_settings())
     if timeout is not None:
         if not isinstance(timeout, (int, float)) or not 0 < timeout < math.inf:

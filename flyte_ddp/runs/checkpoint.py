@@ -202,12 +202,12 @@ def check_same_run(checkpoint: Checkpoint, identity: Identity) -> None:
     before, now = theirs.pop("hyperparameters"), ours.pop("hyperparameters")
     changed = [name for name in {**before, **now} if before.get(name) != now.get(name)]
     reasons = [f"{name}={before.get(name)!r}, now {now.get(name)!r}" for name in changed]
-    words = {"code": "code of flyte_ddp", "user_code": "code of the model", "initial_weights": "initial weights"}
+    words = {"code": "code of flyte_ddp", "user_code": "code of your own", "initial_weights": "initial weights"}
     for name, was in theirs.items():
         if was != ours[name]:
             reasons.append(f"other {words.get(name, name)} ({was}, now {ours[name]})")
     if reasons:
         raise UserError(
             f"{checkpoint.path} belongs to another run: {'; '.join(reasons)}; "
-            "restore what has changed, or delete it to restart from scratch"
+            f"restore what has changed, or delete {checkpoint.path.parent}/*.ckpt to restart from scratch"
         )

@@ -95,7 +95,8 @@ def reserved_folders_variable() -> dict[str, str]:
 def unwritable_folder_error(folder: Path, error: OSError) -> UserError:
     """Return the error for a run folder that cannot be written to."""
     return UserError(
-        f"run folder {folder}: {error.strerror}; it must be writable, so fix its permissions or set FLYTE_DDP_RUNS"
+        f"run folder {folder}: {error.strerror}; it must be a writable folder, so fix its permissions or name another "
+        "(FLYTE_DDP_RUNS, or folder= of run_ranks)"
     )
 
 

@@ -23,7 +23,7 @@ from flytekitplugins.ddp.flyte import (
 )
 from flytekitplugins.ddp.inputs import describe_inputs
 from flytekitplugins.ddp.ranks import Returned, find_place, make_call, show_decks
-from flytekitplugins.ddp.resources import count_requested_gpus
+from flytekitplugins.ddp.resources import count_requested_gpus, take_resources
 from flytekitplugins.ddp.run import name_run, run_in_folder
 
 if TYPE_CHECKING:
@@ -38,13 +38,21 @@ GRACE = {"FLYTE_DDP_SAVE_SECONDS": "15", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "25"}
 
 
 def make_task(config: DDP, function: Function, options: dict[str, Any]) -> PythonFunctionTask:
-    """Return the task for a function and flytekit's options; UserError if the engine's extra is not installed.
+    """Return the task for a function and flytekit's options.
+
+    Raises UserError if the engine's extra is not installed, or there are fewer GPUs than ranks.
 
     Changes options that the caller has not given: /dev/shm is limited by the pod's memory only, and there is a deck for
     the page. Adds the settings that a registration gives to training pods to the task's environment variables.
     """
     if options["execution_mode"] is not PythonFunctionTask.ExecutionBehavior.DEFAULT:
         raise UserError("@dynamic has no ranks: call a @task(task_config=DDP(...)) in it")
+    gpus = config.nodes * count_requested_gpus(take_resources(dict(options)))
+    if 0 < gpus < config.num_ranks:
+        raise UserError(
+            f"num_ranks={config.num_ranks}: the task requests {gpus} GPU(s), and each rank needs one; set num_ranks to "
+            "0, which is a rank for each GPU, or request more GPUs"
+        )
     if options["shared_memory"] is None:
         options["shared_memory"] = True
     if options["enable_deck"] is None and options["disable_deck"] is None:

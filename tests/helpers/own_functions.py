@@ -223,6 +223,10 @@ def join_twice(then: str) -> None:
         dist.init_process_group("gloo")
 
 
+def synchronise_without_joining() -> None:
+    torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(1, 1))
+
+
 def train(
     steps: int,
     fail_at: int = 0,

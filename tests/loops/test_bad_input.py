@@ -10,6 +10,7 @@ import pytest
 from engines import Run
 
 from flyte_ddp import UserError, machine
+from flyte_ddp.errors import RankError
 from flyte_ddp.launch import spawn
 from flyte_ddp.loops.call import describe_call
 
@@ -31,6 +32,9 @@ from flyte_ddp.loops.call import describe_call
         (own_functions.fail, (), {"num_ranks": "2"}, "num_ranks='2': must be a number of ranks"),
         (own_functions.fail, (), {"timeout": 0}, "timeout=0: must be a number of seconds above 0"),
         (own_functions.fail, (), {"timeout": "3"}, "timeout='3': must be a number of seconds above 0"),
+        (own_functions.fail, (), {"launch": "ray"}, "launch='ray': must be a function, such as flyte_ddp.launch.ray.l"),
+        (own_functions.fail, (), {"launch": spawn}, "launch=flyte_ddp.launch.spawn: must be a function, such as"),
+        (own_functions.fail, (), {"folder": 3}, "folder=3: must be a path, or None for a temporary folder"),
         (
             own_functions.fail,
             (),
@@ -99,6 +103,19 @@ def call_here() -> None:
 )
 def test_in_two_ranks(run: Run, function: Any, arguments: Any, words: str) -> None:
     with pytest.raises(UserError, match=words):
+        run(function, *arguments)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("function", "arguments", "hint"),
+    [
+        (own_functions.join_twice, ("init",), r"or torch.distributed.init_process_group\(\), and once"),
+        (own_functions.synchronise_without_joining, (), r"first, or torch.distributed"),
+    ],
+)
+def test_torchs_errors_of_process_groups_end_with_a_hint(run: Run, function: Any, arguments: Any, hint: str) -> None:
+    with pytest.raises(RankError, match=rf"ValueError: .*\ncall .*{hint}"):
         run(function, *arguments)
 
 

@@ -228,7 +228,7 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before(tmp_path: Path, damag
         ({"hyperparameters": {"epochs": 1, "seed": 0}}, "seed=None, now 0"),
         ({"data": "e"}, "other data (d, now e)"),
         ({"code": "e"}, "other code of flyte_ddp (c, now e)"),
-        ({"user_code": "e"}, "other code of the model (, now e)"),
+        ({"user_code": "e"}, "other code of your own (, now e)"),
         ({"initial_weights": "e"}, "other initial weights (, now e)"),
         ({"releases": "torch 3"}, "other releases (torch 2, now torch 3)"),
     ],
@@ -239,7 +239,7 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path, change: dict[str
     checkpoint.check_same_run(found, OWN)
     with pytest.raises(UserError) as caught:
         checkpoint.check_same_run(found, replace(OWN, **change))
-    for each in (words, str(tmp_path), "delete it to restart from scratch"):
+    for each in (words, str(tmp_path), f"delete {tmp_path}/*.ckpt to restart from scratch"):
         assert each in caught.value.message
 
 
