@@ -146,17 +146,44 @@ def describe_value(value: Any) -> Any:
         return parts if isinstance(value, (list, tuple)) else sorted(parts, key=repr)  # sets differ between processes
     if value is None or isinstance(value, (bool, int, str)) or (isinstance(value, float) and math.isfinite(value)):
         return value
-    if isinstance(value, (float, Path)):
-        return str(value)
+    return str(value) if isinstance(value, (float, Path)) else describe_object(value)
+
+
+def describe_object(value: Any) -> Any:
+    """Return an object's digest; of a class, a module or a function the name, with what the function brings along."""
     # A module is known by its class alone: its weights may be random, and are in the checkpoint.
-    is_named = inspect.isroutine(value) or isinstance(value, type) or hasattr(value, "state_dict")
-    return function_name(value) if is_named else digest_value(value)
+    if isinstance(value, type) or hasattr(value, "state_dict"):
+        return function_name(value)
+    if not inspect.isroutine(value):
+        return digest_value(value)
+    bound = {  # functions in it by name alone, because one that calls itself has itself in its closure
+        name: function_name(each) if inspect.isroutine(each) else describe_value(each)
+        for name, each in bound_values(value).items()
+    }
+    return [function_name(value), bound] if bound else function_name(value)
+
+
+class StablePickler(pickle.Pickler):
+    """Pickles equal values to equal bytes in all processes, where sets have other orders, and tensors other addresses.
+
+    What it has pickled cannot be unpickled.
+    """
+
+    def persistent_id(self, value: Any) -> Any:
+        """Return what is pickled in place of a set or a tensor; None for anything else, which is pickled as it is."""
+        if isinstance(value, (set, frozenset)):
+            return type(value).__qualname__, sorted(map(digest_value, value))
+        torch = sys.modules.get("torch")  # not imported for this: without it there are no tensors
+        if torch is not None and isinstance(value, torch.Tensor):
+            content = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+            return str(value.dtype), tuple(value.shape), content.numpy().tobytes()
+        return None
 
 
 def digest_value(value: Any) -> str:
     """Return an object's type and a digest of its pickle; the type alone where plain pickle refuses the object."""
     file = io.BytesIO()
-    pickler = pickle.Pickler(file, protocol=4)
+    pickler = StablePickler(file, protocol=4)
     pickler.fast = True  # else equal parts that are one object here, and two there, give other pickles
     try:
         pickler.dump(value)

@@ -1,0 +1,60 @@
+"""What tells a checkpoint's arguments from others: the same in all processes, and different for different values."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from flyte_ddp.loops.call import describe_value
+
+SCRIPT = """
+import sys
+import torch
+from flyte_ddp.loops.call import describe_value
+
+class Config:
+    def __init__(self):
+        self.classes, self.weights = {"cat", "dog", "horse", "ship"}, torch.arange(3, dtype=torch.bfloat16)
+
+elsewhere = [torch.zeros(number) for number in range(int(sys.argv[1]))]
+print(describe_value([torch.arange(4.0), {"weight": torch.ones(2, 2)}, Config(), frozenset(["cat", "dog"])]))
+"""
+
+
+def test_arguments_are_the_same_in_all_processes() -> None:
+    described = {
+        subprocess.run(
+            [sys.executable, "-c", SCRIPT, seed],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            check=True,
+            capture_output=True,
+            text=True,
+        ).stdout
+        for seed in ("1", "300")
+    }
+    assert len(described) == 1
+    assert "Tensor " in described.pop()
+
+
+def test_tensors_with_other_values_shapes_or_types_differ() -> None:
+    values = [torch.zeros(4), torch.ones(4), torch.zeros(2, 2), torch.zeros(4, dtype=torch.int32), torch.zeros(())]
+    assert len({describe_value(value) for value in values}) == len(values)
+    assert describe_value(torch.ones(2, 3).T) == describe_value(torch.ones(3, 2))
+
+
+def make_loss(weight: float) -> Callable[[float], Any]:
+    """Return a function that knows its weight, and itself."""
+
+    def loss(value: float) -> Any:
+        return loss if value < 0 else weight * value
+
+    return loss
+
+
+def test_functions_differ_by_what_they_bring_along() -> None:
+    assert describe_value(make_loss(0.5)) == describe_value(make_loss(0.5)) != describe_value(make_loss(0.25))
+    assert describe_value("a".join) != describe_value("b".join)
+    assert describe_value(make_loss) == f"{__name__}:make_loss"
