@@ -20,8 +20,9 @@ from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import RankError
 from flyte_ddp.hardware import choose_hardware, request_ranks
 from flyte_ddp.machine import Capacity, Request, detect_capacity
-from flyte_ddp.run import Launch, run_training
+from flyte_ddp.run import run_training
 from flyte_ddp.runs.run_folder import UNFINISHED
+from flyte_ddp.runs.work import Launch
 from flyte_ddp.settings import Settings
 
 Find = Callable[[Request], Capacity]

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from flyte_ddp import catalog
 from flyte_ddp.config import Hyperparameters, check_batch_size
 from flyte_ddp.errors import UserError
-from flyte_ddp.machine import Bf16, Capacity, Request, choose_device_type, detect_capacity
+from flyte_ddp.machine import Bf16, Capacity, Request, choose_local_device_type, detect_capacity
 from flyte_ddp.settings import REQUESTED_GPUS
 
 
@@ -60,7 +60,7 @@ def check_requested_resources(hp: Hyperparameters, nodes: int = 1, ranks: int = 
         return
     gpus = nodes * int(requested)
     who = "the training pod requests" if nodes == 1 else f"the {nodes} training pods request"
-    device_type = choose_device_type(request_ranks(hp), gpus, who, other_fix=", or register with another profile")
+    device_type = choose_local_device_type(request_ranks(hp), gpus, who, ", or register with another profile")
     if ranks and hp.num_ranks not in (0, ranks):
         raise UserError(
             f"num_ranks={hp.num_ranks}: {who} {ranks} worker(s) of Elastic, each a rank; set num_ranks to {ranks}, or "

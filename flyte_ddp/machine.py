@@ -136,7 +136,7 @@ def detect_capacity(request: Request) -> Capacity:
     """
     gpus = count_gpus()
     check_expected_gpus(gpus)
-    device_type = choose_device_type(request, gpus, "this process sees")
+    device_type = choose_local_device_type(request, gpus, "this process sees")
     most = gpus if device_type == "cuda" else min(count_cores(), MOST_CPU_RANKS, request.most)
     num_ranks = request.num_ranks or most
     bf16 = bf16_support(device_type) if request.asks_bf16 else Bf16.NONE
@@ -153,15 +153,22 @@ def check_expected_gpus(visible: int) -> None:
         )
 
 
-def choose_device_type(request: Request, gpus: int, who_has: str, other_fix: str = "") -> str:
-    """Return "cuda" if there are GPUs and ``backend`` is not gloo, else "cpu".
+def choose_device_type(backend: str, has_gpus: bool, lack: str, other_fix: str = "") -> str:
+    """Return "cuda" if there are GPUs and ``backend`` is not gloo, else "cpu"; UserError for nccl without GPUs.
 
-    Raises UserError if nccl is asked for without GPUs, or each rank cannot have a GPU of its own. ``who_has`` is
-    subject and verb of the error, such as "this process sees"; ``other_fix`` is more advice at its end.
+    ``lack`` is the error's reason, such as "this process sees no GPU"; ``other_fix`` is more advice at its end.
     """
-    if request.backend == "nccl" and not gpus:
-        raise UserError(f"backend='nccl': {who_has} no GPU; use backend='gloo' or 'auto'{other_fix}")
-    device_type = "cuda" if gpus and request.backend != "gloo" else "cpu"
+    if backend == "nccl" and not has_gpus:
+        raise UserError(f"backend='nccl': {lack}; use backend='gloo' or 'auto'{other_fix}")
+    return "cuda" if has_gpus and backend != "gloo" else "cpu"
+
+
+def choose_local_device_type(request: Request, gpus: int, who_has: str, other_fix: str = "") -> str:
+    """Return the device type for a request where there are so many GPUs; UserError if some rank cannot have its own.
+
+    ``who_has`` is subject and verb of the error, such as "this process sees"; ``other_fix`` is more advice at its end.
+    """
+    device_type = choose_device_type(request.backend, gpus > 0, f"{who_has} no GPU", other_fix)
     if device_type == "cuda" and request.num_ranks > gpus:
         raise UserError(
             f"num_ranks={request.num_ranks}: {who_has} {gpus} GPU(s) and each rank needs one; "

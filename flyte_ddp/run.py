@@ -1,16 +1,12 @@
 """One training run from prepared data to a run folder with model, metrics and report."""
 
 import json
-from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
-from typing import Any
 
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets.arrays import read_description
 from flyte_ddp.datasets.prepared import check_prepared_set
-from flyte_ddp.errors import StoppedError
 from flyte_ddp.hardware import Hardware, detect_hardware
 from flyte_ddp.launch import single, spawn
 from flyte_ddp.models import initial_weights
@@ -27,10 +23,8 @@ from flyte_ddp.runs.run_folder import (
     publish_if_complete,
     remove_outputs,
 )
+from flyte_ddp.runs.work import Launch, Work, World
 from flyte_ddp.settings import Settings, check_wandb_settings, read_settings
-
-STOPPED_WANDB_SECONDS = 5.0  # a pod that is told to stop has little time left
-Launch = Callable[[Any], None]  # of a Work, from flyte_ddp.launch
 
 
 @dataclass(frozen=True)
@@ -75,7 +69,6 @@ def run_training(
     """
     # Imported here so that importing this module stays cheap for command-line start-up.
     from flyte_ddp.report import report
-    from flyte_ddp.runs.work import Work, World
     from flyte_ddp.tracking import wandb_run
     from flyte_ddp.training.job import INITIAL_WEIGHTS, Training
 
@@ -94,43 +87,35 @@ def run_training(
         identity = checkpoint_identity(hp, data)
         found = checkpoint.rewind_to_newest_checkpoint(work, identity)
         if found is not None:
-            when = datetime.fromtimestamp(found.time).strftime("%Y-%m-%d %H:%M:%S")  # noqa: DTZ006 (local time)
-            progress.print_note(f"going on after step {found.step:,}, saved {when}")
-        wandb = wandb_run.start_wandb(run_folder, settings, hp.to_dict(), run_folder.name)
-        wandb_limit = settings.wandb_timeout
-        try:
-            with (
-                mirror_results(work, settings.results_copy, name=run_folder.name, resuming=found is not None),
-                initial_weights.fetch_weights(hp.init_from if found is None else "", work) as weights,
-            ):
-                launch(
-                    Work(
-                        function="flyte_ddp.training.train:train",
-                        arguments=Training(hp, hardware, settings, data),
-                        world=World(hardware.num_ranks, hardware.device_type, hardware.threads, hp.deterministic),
-                        run_folder=work,
-                        identity=identity,
-                        timeout=settings.timeout,
-                        save_seconds=settings.save_seconds,
-                        quiet=settings.progress == "off",
-                        checkpoint=found,
-                        files={INITIAL_WEIGHTS: weights} if weights else {},
-                        own_code=(hp.model, hp.dataset, hp.test_dataset),
-                        on_host="flyte_ddp.training.on_host:find_or_fetch_data",
+            progress.print_note(found.describe_resumption())
+        with wandb_run.log_to_wandb(run_folder, settings, hp.to_dict()):
+            try:
+                with (
+                    mirror_results(work, settings.results_copy, name=run_folder.name, resuming=found is not None),
+                    initial_weights.fetch_weights(hp.init_from if found is None else "", work) as weights,
+                ):
+                    launch(
+                        Work(
+                            function="flyte_ddp.training.train:train",
+                            arguments=Training(hp, hardware, settings, data),
+                            world=World(hardware.num_ranks, hardware.device_type, hardware.threads, hp.deterministic),
+                            run_folder=work,
+                            identity=identity,
+                            timeout=settings.timeout,
+                            save_seconds=settings.save_seconds,
+                            quiet=settings.progress == "off",
+                            checkpoint=found,
+                            files={INITIAL_WEIGHTS: weights} if weights else {},
+                            own_code=(hp.model, hp.dataset, hp.test_dataset),
+                            on_host="flyte_ddp.training.on_host:find_or_fetch_data",
+                        )
                     )
-                )
-            report.write_report(work, run_folder.name)
-        except BaseException as error:
-            if isinstance(error, StoppedError):
-                wandb_limit = STOPPED_WANDB_SECONDS
-            remove_outputs(work)  # also files that killed ranks have written in part
-            add_failure_details(error, work)
-            raise
-        else:
+                report.write_report(work, run_folder.name)
+            except BaseException as error:
+                remove_outputs(work)  # also files that killed ranks have written in part
+                add_failure_details(error, work)
+                raise
             publish_complete_run(run_folder)
-        finally:
-            if wandb is not None:
-                wandb.finish(wandb_limit)
         return read_result(run_folder)
 
 

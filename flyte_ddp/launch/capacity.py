@@ -41,13 +41,6 @@ def wait_for_hosts(count_hosts: Callable[[], int], wanted: int, hosts_name: str,
         print(f"{found} of {wanted} {hosts_name}", file=sys.stderr, flush=True)
 
 
-def choose_device_type(backend: str, has_gpus: bool, lack: str) -> str:
-    """Return ``cuda`` or ``cpu`` for a backend; raise UserError, with ``lack`` as reason, for nccl without GPUs."""
-    if backend == "nccl" and not has_gpus:
-        raise UserError(f"backend='nccl': needs a GPU for each rank, but {lack}; use backend='gloo' or 'auto'")
-    return "cuda" if has_gpus and backend != "gloo" else "cpu"
-
-
 def clamp_ranks(num_ranks: int, capacity: int, capacity_in_words: str, most: int, *, exact: bool = False) -> int:
     """Return ``num_ranks``, or ``most`` if that is 0; but at most ``capacity``.
 

@@ -122,7 +122,7 @@ def find_capacity(request: Request, client: Any, *, coming: int = 0, seconds: fl
         refuse_version_mismatch(client, workers)
         gpus = run_on_workers(client, machine.count_gpus)
         has_gpus = bool(gpus) and all(gpus.values())
-        device = capacity.choose_device_type(request.backend, has_gpus, "not all workers of the Dask cluster have one")
+        device = machine.choose_device_type(request.backend, has_gpus, "not all workers of the Dask cluster have a GPU")
         number = coming or len(workers)
         most = number if device == "cuda" else min(number, request.most)
         what = f"the Dask cluster has {number} workers"

@@ -69,8 +69,8 @@ def find_capacity(request: Request) -> Capacity:
         )
         print(message, file=sys.stderr, flush=True)
     gpus = machine.count_gpus()
-    lack = f"this host has {gpus} for {on_this_host} workers of Elastic's"
-    device = capacity.choose_device_type(request.backend, gpus >= on_this_host, lack)
+    lack = f"this host has {gpus} GPU(s) for {on_this_host} workers of Elastic's"
+    device = machine.choose_device_type(request.backend, gpus >= on_this_host, lack)
     threads = max(1, machine.count_cores() // on_this_host)
     bf16 = machine.bf16_support(device) if request.asks_bf16 else machine.Bf16.NONE
     return Capacity(num_ranks, device, threads, bf16)

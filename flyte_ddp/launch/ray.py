@@ -90,7 +90,7 @@ def find_capacity(request: Request, nodes_to_come: int = 0, seconds: float = 0.0
         capacity.wait_for_hosts(lambda: len(list_rank_nodes()), nodes_to_come, "nodes of the Ray cluster", seconds)
         resources = [node["Resources"] for node in list_rank_nodes()]
         cpus, gpus = ([int(node.get(kind, 0)) for node in resources] for kind in ("CPU", "GPU"))
-        device = capacity.choose_device_type(request.backend, sum(gpus) > 0, "the Ray cluster has none")
+        device = machine.choose_device_type(request.backend, sum(gpus) > 0, "the Ray cluster has no GPU")
         if device == "cuda":
             total = most = sum(gpus)
         else:

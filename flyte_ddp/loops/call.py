@@ -74,14 +74,8 @@ def describe_call(function: Callable[..., Any], args: Sequence[Any], kwargs: Map
     except (TypeError, ValueError) as error:
         raise UserError(f"{name}: {error}; give the arguments that it takes") from None
     code, own_code = digest_code(function)
-    try:
-        payload = pickle_by_value((function, tuple(args), dict(kwargs)))
-    except Exception as error:  # an object's own code may raise anything
-        parts = [("the function", function), *((f"argument {key}", value) for key, value in arguments.items())]
-        what = next((what for what, value in parts if not can_be_pickled(value)), "the call")
-        raise UserError(
-            f"{name}: {what} cannot be sent to ranks ({type(error).__name__}: {error}); make it in the function"
-        ) from error
+    parts = {"the function": function, **{f"argument {key}": value for key, value in arguments.items()}}
+    payload = pickle_call(name, parts, function, *args, **kwargs)
     shown = {key: describe_value(value) for key, value in {**bound_values(function), **arguments}.items()}
     return Call(name, payload, shown, code, own_code)
 
@@ -114,6 +108,17 @@ def pickle_by_value(value: Any) -> bytes:
     file = io.BytesIO()
     ModulePickler(file).dump(value)
     return file.getvalue()
+
+
+def pickle_call(name: str, parts: Mapping[str, Any], function: Callable[..., Any], *args: Any, **kwargs: Any) -> bytes:
+    """Return the payload of a Call; UserError if it cannot be pickled, with the first of ``parts`` that is to blame."""
+    try:
+        return pickle_by_value((function, args, kwargs))
+    except Exception as error:  # an object's own code may raise anything
+        what = next((what for what, value in parts.items() if not can_be_pickled(value)), "the call")
+        raise UserError(
+            f"{name}: {what} cannot be sent to ranks ({type(error).__name__}: {error}); make it in the function"
+        ) from error
 
 
 def can_be_pickled(value: Any) -> bool:

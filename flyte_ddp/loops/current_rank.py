@@ -77,11 +77,10 @@ class CurrentRank:
 
     def _load_as_rank_0(self, store: Any) -> dict[str, Any] | None:
         """Return the newest state, after all ranks have it; put it into the store if others did not begin with it."""
-        begun_with = self._checkpoints.newest
         state = self._checkpoints.load()
         newest = self._checkpoints.newest
         chunks: list[bytes] = []
-        if newest is not None and (self._checkpoints.saves or newest is not begun_with):
+        if newest is not None and self._checkpoints.saves:
             with newest.path.open("rb") as file:
                 file.seek(newest.offset)
                 content = file.read()

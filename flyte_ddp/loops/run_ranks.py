@@ -6,7 +6,6 @@ import tempfile
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +29,8 @@ from flyte_ddp.runs.run_folder import (
     hold_run_folder,
     unwritable_folder_error,
 )
-from flyte_ddp.runs.work import Work, World
+from flyte_ddp.runs.work import Launch, Work, World
 from flyte_ddp.settings import Settings, check_wandb_settings, read_settings
-
-STOPPED_WANDB_SECONDS = 5.0  # a pod that is told to stop has little time left
-Launch = Callable[[Work], None]
 
 
 def run_ranks(
@@ -125,39 +121,32 @@ def run_call(
         )
         found = checkpoint.rewind_to_newest_checkpoint(folder, identity)
         if found is not None:
-            when = datetime.fromtimestamp(found.time).strftime("%Y-%m-%d %H:%M:%S")  # noqa: DTZ006 (local time)
-            Progress(settings.progress).print_note(f"going on after step {found.step:,}, saved {when}")
-        wandb = wandb_run.start_wandb(folder, settings, call.shown, folder.name, on_first_record=True)
-        wandb_limit = settings.wandb_timeout
-        try:
-            with mirror_results(folder, settings.results_copy, resuming=found is not None):
-                launch(
-                    Work(
-                        function="flyte_ddp.loops.in_rank:run_function",
-                        arguments=FunctionCall(call, settings),
-                        world=World(request.num_ranks),
-                        request=request,
-                        run_folder=folder,
-                        identity=identity,
-                        timeout=settings.timeout,
-                        save_seconds=settings.save_seconds,
-                        quiet=settings.progress == "off",
-                        checkpoint=found,
-                        own_code=call.own_code,
+            Progress(settings.progress).print_note(found.describe_resumption())
+        with wandb_run.log_to_wandb(folder, settings, call.shown, on_first_record=True):
+            try:
+                with mirror_results(folder, settings.results_copy, resuming=found is not None):
+                    launch(
+                        Work(
+                            function="flyte_ddp.loops.in_rank:run_function",
+                            arguments=FunctionCall(call, settings),
+                            world=World(request.num_ranks),
+                            request=request,
+                            run_folder=folder,
+                            identity=identity,
+                            timeout=settings.timeout,
+                            save_seconds=settings.save_seconds,
+                            quiet=settings.progress == "off",
+                            checkpoint=found,
+                            own_code=call.own_code,
+                        )
                     )
-                )
-            value = read_returned(call.name, folder / RETURNED)
-        except BaseException as error:
-            if isinstance(error, StoppedError):
-                wandb_limit = STOPPED_WANDB_SECONDS
-            if keep:
-                add_failure_details(error, folder)
-            elif isinstance(error, RankError):
-                error.step = 0
-            raise
-        finally:
-            if wandb is not None:
-                wandb.finish(wandb_limit)
+                value = read_returned(call.name, folder / RETURNED)
+            except BaseException as error:
+                if keep:
+                    add_failure_details(error, folder)
+                elif isinstance(error, RankError):
+                    error.step = 0
+                raise
         remove_checkpoints(folder)  # so that the next run does not resume from them
         if keep:
             write_page(folder)

@@ -13,6 +13,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any, Self
 
@@ -80,6 +81,11 @@ class Checkpoint:
     identity: Identity
     metrics: bytes  # of metrics.jsonl up to this step
     offset: int  # of the state in the file, in bytes
+
+    def describe_resumption(self) -> str:
+        """Return the note that a run resumes from this checkpoint, with the local time at which it was written."""
+        when = datetime.fromtimestamp(self.time).strftime("%Y-%m-%d %H:%M:%S")  # noqa: DTZ006 (local time)
+        return f"going on after step {self.step:,}, saved {when}"
 
 
 def alternate_slots(folder: Path, newest: Path | None) -> Iterator[Path]:

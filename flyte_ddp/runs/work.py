@@ -1,6 +1,6 @@
 """The work order of the ranks. Needs no torch, so that a launcher can start ranks before it has imported torch."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
@@ -56,3 +56,6 @@ class Work:
         module, _, name = self.on_host.partition(":")
         prepared: Self = getattr(import_module(module), name)(self)
         return prepared
+
+
+Launch = Callable[[Work], None]  # as the launchers of flyte_ddp.launch

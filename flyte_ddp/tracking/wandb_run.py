@@ -1,7 +1,7 @@
 """Start and stop the child process that sends metrics.jsonl to wandb.
 
 Training only appends lines to a file. wandb's failures (no key, a dead server, a crash) happen in the child,
-wandb_feed.py. :func:`start_wandb` starts the child; :meth:`WandbProcess.finish` stops it in bounded time.
+wandb_feed.py. :func:`log_to_wandb` starts the child, and stops it in bounded time.
 """
 
 from __future__ import annotations
@@ -15,21 +15,42 @@ import shutil
 import sys
 import time
 import uuid
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from subprocess import DEVNULL, Popen, TimeoutExpired
 from typing import Any
 
-from flyte_ddp.errors import shorten_path
+from flyte_ddp.errors import StoppedError, shorten_path
 from flyte_ddp.process import kill_process_trees
 from flyte_ddp.runs.run_folder import METRICS
 from flyte_ddp.settings import Settings
 from flyte_ddp.tracking.wandb_feed import NOT_SENT, NOTHING_RECORDED, POLL_SECONDS, open_run_file
 
 COMMAND = (sys.executable, "-m", "flyte_ddp.tracking.wandb_feed")
+STOPPED_SECONDS = 5.0  # a pod that is told to stop has little time left
 LOG = "feed.log"  # what the child and wandb print
 OPEN_SHARE = 0.25  # of the time in finish(): for the server to answer, before a second child writes an offline run
+
+
+@contextmanager
+def log_to_wandb(
+    run_folder: Path, settings: Settings, hyperparameters: Mapping[str, Any], *, on_first_record: bool = False
+) -> Iterator[None]:
+    """Send the run folder's metrics to wandb during the block, by the child process that :func:`start_wandb` starts.
+
+    At the end waits for the child up to ``settings.wandb_timeout`` seconds, after a StoppedError up to 5 s.
+    """
+    wandb = start_wandb(run_folder, settings, hyperparameters, run_folder.name, on_first_record=on_first_record)
+    limit = settings.wandb_timeout
+    try:
+        yield
+    except StoppedError:
+        limit = STOPPED_SECONDS
+        raise
+    finally:
+        if wandb is not None:
+            wandb.finish(limit)
 
 
 def start_wandb(

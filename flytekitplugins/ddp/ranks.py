@@ -16,8 +16,8 @@ from flytekit.deck.deck import TimeLineDeck
 from flytekit.exceptions.user import FlyteRecoverableException
 from flytekit.models.literals import LiteralMap
 
-from flyte_ddp.errors import UnreachableError, UserError
-from flyte_ddp.loops.call import Call, digest_code, function_name, pickle_by_value
+from flyte_ddp.errors import UnreachableError
+from flyte_ddp.loops.call import Call, digest_code, function_name, pickle_call
 from flytekitplugins.ddp.inputs import share_downloads
 
 
@@ -74,24 +74,9 @@ def make_call(
     is_found = module != "__main__" and getattr(sys.modules.get(module), name, None) is task
     sent = FunctionOfTask(module, name) if is_found else function
     outputs = (task.python_interface.outputs, task.python_interface.output_tuple_name) if literals else None
-    try:
-        payload = pickle_by_value((run_body, (sent, dict(inputs), place, outputs), {}))
-    except Exception as error:  # an object's own code may raise anything
-        what = find_unpicklable(inputs) or "the function"
-        raise UserError(
-            f"{task.name}: {what} cannot be sent to ranks ({type(error).__name__}: {error}); make it in the task"
-        ) from error
+    parts = {"the function": sent, **{f"input {name}": value for name, value in inputs.items()}}
+    payload = pickle_call(task.name, parts, run_body, sent, dict(inputs), place, outputs)
     return Call(function_name(function), payload, shown, code, own_code)
-
-
-def find_unpicklable(inputs: Mapping[str, Any]) -> str:
-    """Return ``input NAME`` for the first input that cannot be pickled; "" if all can."""
-    for name, value in inputs.items():
-        try:
-            pickle_by_value(value)
-        except Exception:  # an object's own code may raise anything
-            return f"input {name}"
-    return ""
 
 
 def run_body(

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -14,10 +13,8 @@ from flyte_ddp.pods.paths import print_local_files, resolve_folder
 from flyte_ddp.pods.retries import sync_checkpoints
 from flyte_ddp.pods.wandb_settings import read_run_settings, upload_unsent_wandb
 from flyte_ddp.runs.run_folder import METRICS, REPORT
-from flyte_ddp.runs.work import Work
+from flyte_ddp.runs.work import Launch
 from flytekitplugins.ddp.flyte import PLATFORM
-
-Launch = Callable[[Work], None]
 
 
 def name_run(task: str, call: Call) -> str:
