@@ -12,7 +12,7 @@ from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile
 
 from flyte_ddp.files import hold_lock
-from flyte_ddp.loops.call import describe_value
+from flyte_ddp.loops.call import describe_value, digest_value
 
 Remote = (FlyteFile, FlyteDirectory)  # what is downloaded when it is first opened
 
@@ -25,22 +25,24 @@ def describe_inputs(inputs: Mapping[str, Any], literals: LiteralMap | None, igno
     """
     hashes = {name: literal.hash for name, literal in literals.literals.items()} if literals else {}
     return {
-        name: hashes.get(name) or describe_value(replace_files(value))
+        name: hashes.get(name) or describe_value(replace_files_and_modules(value))
         for name, value in inputs.items()
         if name not in ignored
     }
 
 
-def replace_files(value: Any) -> Any:
-    """Return a value with addresses in place of Flyte's files and folders, also within lists and dataclasses."""
+def replace_files_and_modules(value: Any) -> Any:
+    """Return a value with addresses in place of Flyte's files, digests in place of modules, also within lists."""
     if isinstance(value, Remote):
         return str(value.remote_source or value.path)
+    if hasattr(value, "state_dict") and not isinstance(value, type):  # all attempts get the same weights from Flyte
+        return [describe_value(value), digest_value(value.state_dict())]
     if isinstance(value, Mapping):
-        return {key: replace_files(each) for key, each in value.items()}
+        return {key: replace_files_and_modules(each) for key, each in value.items()}
     if isinstance(value, (list, tuple)):
-        return [replace_files(each) for each in value]
+        return [replace_files_and_modules(each) for each in value]
     if fields := list_fields(value):
-        return {name: replace_files(getattr(value, name)) for name in fields}
+        return {name: replace_files_and_modules(getattr(value, name)) for name in fields}
     return value
 
 

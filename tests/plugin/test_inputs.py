@@ -7,6 +7,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+import torch
 from flytekit.models.literals import Literal, LiteralMap
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile
@@ -46,6 +47,16 @@ def test_files_count_by_address_or_hash_and_ignored_inputs_not(tmp_path: Path) -
     assert described("one") == described("two") == expected
     hashed = LiteralMap({"folder": Literal(hash="abc")})
     assert described("one", hashed) == {**expected, "folder": "abc"}
+
+
+def test_modules_count_by_their_weights() -> None:
+    def described(weight: float) -> dict[str, Any]:
+        module = torch.nn.Linear(2, 2)
+        torch.nn.init.constant_(module.weight, weight)
+        torch.nn.init.zeros_(module.bias)
+        return describe_inputs({"models": [module]}, None, ignored=())
+
+    assert described(1.0) == described(1.0) != described(2.0)
 
 
 def count_processes_with_open(path: Path) -> int:
