@@ -13,7 +13,9 @@ from typing import Any
 import cloudpickle  # type: ignore[import-untyped]
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import PrefixStore, Store, constants, distributed_c10d  # type: ignore[attr-defined]
+from torch.utils._pytree import tree_map
 
 from flyte_ddp.errors import UserError
 from flyte_ddp.files import replace_file
@@ -227,9 +229,12 @@ def default_group_timeout(seconds: float) -> Iterator[None]:
 
 
 def write_returned(name: str, value: Any, path: Path) -> None:
-    """Pickle what a function has returned to a file; UserError if it cannot be pickled."""
+    """Pickle what a function has returned to a file; UserError if it cannot be pickled.
+
+    Tensors in tuples, lists and dicts go to the CPU, because the launcher's host may have no GPU.
+    """
     try:
-        content = cloudpickle.dumps(value)
+        content = cloudpickle.dumps(tree_map(lambda each: each.cpu() if isinstance(each, Tensor) else each, value))
     except Exception as error:  # an object's own code may raise anything
         raise UserError(
             f"{name} has returned a {type(value).__name__}, which cannot be sent ({type(error).__name__}: {error}); "
