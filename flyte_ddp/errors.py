@@ -49,12 +49,12 @@ class RankError(click.ClickException, RuntimeError):
         Cuts the message after 600 characters. Has no second line without a file, no third unless ``recoverable``.
         """
         message = self.message if len(self.message) <= LONGEST_MESSAGE else f"{self.message[:LONGEST_MESSAGE]} ..."
-        return "\n".join([f"{message}{self.remark}", *self.list_hints()])
-
-    def list_hints(self) -> list[str]:
-        """Return up to two lines for after the message: the file with the details, and where a retry resumes."""
-        where = [] if self.file is None else [f"the whole error is in {shorten_path(self.file)}"]
-        return [*where, *([describe_resumption(self.step)] if self.recoverable else [])]
+        lines = [f"{message}{self.remark}"]
+        if self.file is not None:
+            lines.append(f"the whole error is in {shorten_path(self.file)}")
+        if self.recoverable:
+            lines.append(describe_resumption(self.step))
+        return "\n".join(lines)
 
 
 class RankLostError(RankError):

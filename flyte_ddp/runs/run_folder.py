@@ -162,7 +162,7 @@ def add_failure_details(error: BaseException, work: Path) -> None:
     ``work`` is the folder in which the run has written. Reads both checkpoints whole. If the file cannot be written,
     prints its text to stderr. Adds to ``remark`` which modules in the working directory hide Python's own: those that
     the details mention; all if the error has no details and is not recoverable. Gives a KeyboardInterrupt without text
-    a text with the step. Makes the error's hints its notes. Leaves other errors unchanged.
+    a text with the step. Leaves other errors unchanged.
     """
     if isinstance(error, KeyboardInterrupt) and not error.args:
         error.args = (f"stopped by Ctrl-C; {describe_resumption(checkpoint.newest_step(work))}",)
@@ -176,7 +176,6 @@ def add_failure_details(error: BaseException, work: Path) -> None:
     error.step = checkpoint.newest_step(work)
     if error.file is None:
         error.file = write_details(error, work / TRACEBACK)
-    error.__notes__ = error.list_hints()  # below a plain traceback; pyflyte shows them in its panel
 
 
 def write_details(error: RankError, path: Path) -> Path | None:

@@ -22,7 +22,7 @@ from image import make_commands
 from flyte_ddp.code_digest import package_digest
 
 BIN = Path(sys.executable).parent
-SOURCES = ("config/", "examples/", "flyte_ddp/", "flytekitplugins/", "tasks/", "workflows/")  # what a pod may need
+SOURCES = ("config/", "flyte_ddp/", "flytekitplugins/", "tasks/", "workflows/")  # what a pod needs
 GIT = {"GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_NOSYSTEM": "1"} | {
     f"GIT_{who}_{what}": "test@example.com" for who in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")
 }
@@ -77,7 +77,7 @@ def run(*command: str | Path, cwd: Path = ROOT, env: dict[str, str] | None = Non
 def sources_of(clone: Path) -> set[str]:
     """What pods must be sent; and .dockerignore, which the matcher that flytekit takes from docker never leaves out."""
     committed = git(clone, "ls-files").splitlines()
-    return {name for name in committed if name.startswith(SOURCES)} | {".dockerignore"}
+    return {name for name in committed if name.startswith((*SOURCES, "examples/"))} | {".dockerignore"}
 
 
 WEEKLY = """
