@@ -133,7 +133,7 @@ def test_custom_ddp(case: Callable[..., Case], tmp_path: Path) -> None:
     torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected), rtol=1e-5, atol=0)
 
 
-@on(RAY, exhaustive=[SPAWN, ELASTIC, DASK])
+@on(exhaustive=[SPAWN, ELASTIC, RAY, DASK])
 def test_wids_on_ray(case: Callable[..., Case], tmp_path: Path) -> None:
     images = write_image_folder(tmp_path / "images", COUNT)
     pack_image_folder(str(images), tmp_path / "shards", per_shard=20, progress="off")
@@ -144,7 +144,7 @@ def test_wids_on_ray(case: Callable[..., Case], tmp_path: Path) -> None:
     assert_equal(wids.folder / "resnet.pt", tmp_path / "undisturbed/resnet.pt")
 
 
-@on(DASK, exhaustive=[SPAWN, ELASTIC, RAY])
+@on(exhaustive=[SPAWN, ELASTIC, RAY, DASK])
 def test_transfer_learning_on_dask_and_s3(
     case: Callable[..., Case], bucket: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -39,6 +39,7 @@ def run(tmp_path: Path, name: str, *arguments: str, **environment: str) -> str:
     return output
 
 
+@pytest.mark.exhaustive
 def test_after_a_kill_the_same_command_goes_on(tmp_path: Path) -> None:
     often = {"FLYTE_DDP_CHECKPOINT_SECONDS": "1e-6"}
     with start(tmp_path, "tutorial", **often) as killed:

@@ -10,6 +10,7 @@ from cli import ROOT, surroundings
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_ranks_and_resumed_runs_have_the_weights_of_one_process(tmp_path: Path) -> None:
     environment = {**surroundings(tmp_path, tmp_path / "runs"), "FLYTE_DDP_PROGRESS": "off"}
     command = [sys.executable, ROOT / "examples" / "exact" / "exact.py"]

@@ -56,7 +56,8 @@ def is_same(measures: dict[str, float], others: dict[str, float]) -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["lightning", pytest.param("accelerate", marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", ["lightning", "accelerate"])
 def test_the_script_as_it_is(name: str, expected: dict[str, dict[str, float]], tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, SCRIPTS[name]],

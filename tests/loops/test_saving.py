@@ -125,7 +125,7 @@ def test_a_request_to_stop_makes_a_save_due(
     assert run(own_functions.wait_for_stop, kind, str(marker), num_ranks=ranks) == step
 
 
-@on(AGENTS, ELASTIC, exhaustive=(DASK, RAY))
+@on(AGENTS, exhaustive=(ELASTIC, DASK, RAY))
 def test_a_request_to_stop_on_other_launchers(launch: Launch, run: Run, tmp_path: Path) -> None:
     marker = tmp_path / "marker"
     told = stop_when(marker, signal.SIGTERM)

@@ -114,6 +114,7 @@ def test_sigterm_gives_the_body_time_to_save(cluster: Cluster) -> None:
     assert f"after step {second.outputs['o0'].scalar.primitive.integer:,}" in first.error.message
 
 
+@pytest.mark.exhaustive
 def test_ranks_in_two_pods_of_a_pytorchjob(cluster: Cluster) -> None:
     """The operator's variables; the pod without rank 0 stays until the operator deletes it."""
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -189,6 +190,7 @@ def dask_cluster(cluster: Cluster, tmp_path: Path) -> Iterator[str]:
         yield found
 
 
+@pytest.mark.exhaustive
 def test_rank_0_on_another_host_uploads_the_outputs(cluster: Cluster, dask_cluster: str) -> None:
     ended = cluster.run("own.on_dask_here", {"value": number(4)}, environment={"DASK_SCHEDULER_ADDRESS": dask_cluster})
     assert ended.outputs is not None, ended.log
