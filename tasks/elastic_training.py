@@ -78,11 +78,12 @@ def train_on_elastic(hp: Hyperparameters, data: FlyteDirectory, run_version: str
     sidecar, report and metrics, as train_model does.
     """
     from flyte_ddp.launch import elastic
+    from flyte_ddp.launch.remote.elastic_link import pickle_exception
     from flyte_ddp.training.on_host import find_or_fetch_data
 
     if not is_in_pod():
         command_line.remove_temporary_folders_at_exit()
-    with elastic.pickle_exception(), translate_errors_for_flyte():
+    with pickle_exception(), translate_errors_for_flyte():
         if elastic.is_leader():
             # _execute makes outputs of the result.
             return train_in_run_folder(hp, data, run_version, launch_as_leader, page=False)  # type: ignore[return-value]
@@ -93,8 +94,9 @@ def train_on_elastic(hp: Hyperparameters, data: FlyteDirectory, run_version: str
 def launch_as_leader(hp: Hyperparameters, data: Path, run_folder: Path, settings: Settings) -> Result:
     """Train as rank 0 and return the result; pickle an exception for Elastic before Flyte's error replaces it."""
     from flyte_ddp.launch import elastic
+    from flyte_ddp.launch.remote.elastic_link import pickle_exception
 
-    with elastic.pickle_exception():
+    with pickle_exception():
         hardware = choose_hardware(hp, elastic.find_capacity(request_ranks(hp)))
         return run_training(hp, data, run_folder, settings, launch=elastic.launch, hardware=hardware)
 

@@ -98,7 +98,9 @@ def raise_if_task_failed(futures: Sequence[Any], workers: Sequence[str], living:
 
 
 def find_capacity(request: Request, client: Any, *, coming: int = 0, seconds: float | None = None) -> Capacity:
-    """Return the workers' Capacity for a request: a GPU each if all workers see one, and a share of the host's cores.
+    """Ask the cluster's workers what they have, and return the Capacity for ranks on them, one rank a worker.
+
+    Ranks get a GPU each if every worker sees one, else CPUs; each gets an equal share of the cores of its host.
 
     ``coming`` is the number of workers that the cluster will have, 0 if it is not known. Waits up to ``seconds`` (None:
     FLYTE_DDP_TIMEOUT) for as many workers as ranks are requested; if ``request.num_ranks`` is 0, for ``coming``

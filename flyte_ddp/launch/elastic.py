@@ -16,9 +16,7 @@ import sys
 import tempfile
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
@@ -31,26 +29,22 @@ from flyte_ddp import machine, process
 from flyte_ddp.errors import RankError, StoppedError, UnreachableError, UserError
 from flyte_ddp.launch import capacity
 from flyte_ddp.launch.remote import connection, rendezvous
+from flyte_ddp.launch.remote.elastic_link import ERROR_SUFFIX, WorkerLink, lost_rank_0_error, pickle_exception
 from flyte_ddp.launch.remote.file_sync import FileSender
-from flyte_ddp.launch.supervise.failures import OWN, killed_rank_error
+from flyte_ddp.launch.supervise.failures import killed_rank_error
 from flyte_ddp.launch.supervise.network import host_addresses, set_network_interface
 from flyte_ddp.launch.supervise.processes import hide_main_script
-from flyte_ddp.launch.supervise.rank_process import Link, RankInfo, classify_failure
+from flyte_ddp.launch.supervise.rank_process import RankInfo
 from flyte_ddp.launch.supervise.stopping import SIGNALS, call_on_signals, stop_error
 from flyte_ddp.machine import Capacity, Request
 from flyte_ddp.runs import checkpoint
 from flyte_ddp.runs.work import Work
 
 RUN_ID = "TORCHELASTIC_RUN_ID"  # variable that is set in the processes that Elastic starts
-ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # variable with the path at which Elastic expects a worker's error as text
-ERROR_SUFFIX = ".pickle"  # of the file beside it that holds the exception
 KEY_VARIABLE = "FLYTE_DDP_ELASTIC_KEY"
 TICKET = "flyte-ddp ticket"  # key in Elastic's store
 LOOPBACK = "127.0.0.1"
-OUTCOME_SECONDS = 45.0  # for the run's outcome to come: more than the kernel needs to notice that a host is gone
 RANK_0_SECONDS = 3600.0  # for rank 0 to accept other ranks: it may have to fetch the data first
-UNWIND_SECONDS = (2.0, 10.0)  # for a rank, and for rank 0, to raise an exception after the run has failed
-NOTICE_SECONDS = 1.0  # for Elastic to find a worker that was killed, before other workers exit
 POLL_SECONDS = 0.1
 
 
@@ -319,88 +313,3 @@ def run_worker_rank(
         link.send("exit", code=0)
         if (outcome := link.wait_for_outcome()) is not None:
             raise outcome
-
-
-class WorkerLink(Link):
-    """The connection to rank 0 of a worker of Elastic's, which also receives the run's outcome.
-
-    Starts a thread that handles messages; must be made in the thread that runs the rank.
-    """
-
-    def __init__(self, pipe: Connection, rank: int, resumed_step: int) -> None:
-        self.outcome: Future[BaseException | None] = Future()
-        self.main = threading.get_ident()
-        self.rank = rank
-        self.unwinding = threading.Event()
-        super().__init__(pipe, resumed_step)
-
-    def handle_message(self, message: dict[str, Any]) -> None:
-        """Handle rank 0's message: end this rank for "over", send its stack for "stack", else call the base class."""
-        if message["kind"] == "over":
-            self.end_rank(message["error"])
-        elif message["kind"] == "stack":
-            frame = sys._current_frames().get(self.main)
-            self.send("stack", text="".join(traceback.format_stack(frame)).rstrip() if frame else "")
-        else:
-            super().handle_message(message)
-
-    def handle_lost_launcher(self) -> None:
-        """End this rank: the run's outcome is that the connection to rank 0 was lost."""
-        self.end_rank(lost_rank_0_error())
-
-    def end_rank(self, outcome: BaseException | None) -> None:
-        """Give the run's outcome to :meth:`wait_for_outcome`; do nothing if it has got one before.
-
-        Sleeps 1 s before it gives a RankError. If the outcome is an error, and nobody calls wait_for_outcome within 2 s
-        (rank 0: 10 s), writes the error for Elastic, kills all descendants, and exits this process with code 1.
-        """
-        if self.outcome.done():
-            return
-        if isinstance(outcome, RankError):
-            time.sleep(NOTICE_SECONDS)  # Elastic reports the worker that it sees exit first: the killed one should be
-        self.outcome.set_result(outcome)
-        if outcome is not None and not self.unwinding.wait(UNWIND_SECONDS[self.rank == 0]):
-            from torch.distributed.elastic.multiprocessing.errors import get_error_handler
-
-            with suppress(OSError):
-                get_error_handler().record_exception(outcome)
-            write_exception(outcome)
-            process.kill_descendants()
-            os._exit(1)
-
-    def wait_for_outcome(self, own_error: BaseException | None = None) -> BaseException | None:
-        """Wait for the run's outcome and return it: the error, or None if the run has completed.
-
-        With ``own_error``, this rank's error, waits up to 45 s, and then returns ``own_error``; for a failed collective
-        operation returns the error that rank 0 is lost, the likely cause. Without ``own_error`` waits without a limit.
-        """
-        self.unwinding.set()
-        if own_error is None:
-            return self.outcome.result()  # other hosts may still be sending results
-        with suppress(TimeoutError):
-            if (outcome := self.outcome.result(OUTCOME_SECONDS)) is not None:
-                return outcome
-        return own_error if classify_failure(own_error) in OWN else lost_rank_0_error()
-
-
-def lost_rank_0_error() -> RankError:
-    """Return the recoverable error for a connection to rank 0 that has ended before the run's outcome came."""
-    return RankError("lost the connection to rank 0; see the log of rank 0's host for the cause", recoverable=True)
-
-
-@contextmanager
-def pickle_exception() -> Iterator[None]:
-    """Pickle an exception of the block to a file beside Elastic's error file, where first_worker_error finds it."""
-    try:
-        yield
-    except BaseException as error:
-        write_exception(error)
-        raise
-
-
-def write_exception(error: BaseException) -> None:
-    """Pickle an exception to a file beside Elastic's error file, unless that file exists; ignore all exceptions."""
-    path = Path(os.environ[ERROR_FILE]).with_suffix(ERROR_SUFFIX)
-    with suppress(Exception):  # pickling a user's own exception may raise anything
-        if not path.exists():
-            path.write_bytes(pickle.dumps(error))

@@ -177,7 +177,7 @@ def find_types(value: Any) -> set[type]:
 
 
 def empty_tensors(value: Any) -> Any:
-    """Return a copy of a value with empty tensors in it, which torch saves and loads in no time."""
+    """Return a copy of a value in which an empty tensor replaces each tensor: torch.save need not write their data."""
     if isinstance(value, Tensor):
         return torch.empty(0)
     if type(value) in (dict, OrderedDict):

@@ -46,7 +46,7 @@ class CurrentRank:
         self.folder = folder  # of the run's files; what rank 0 writes there is in the run's folder at the end
         self._checkpoints, self._records, self._join, self._store = checkpoints, records, join, store
         self._loads = 0
-        self._is_outside = False  # whether no launcher has started this process
+        self._temporary: tempfile.TemporaryDirectory[str] | None = None  # the folder, if no launcher made one
         self._told = False
 
     def join(self) -> None:
@@ -56,7 +56,7 @@ class CurrentRank:
         in a process, does nothing then.
         """
         if dist.is_initialized():
-            if self._is_outside:
+            if self._temporary is not None:
                 return
             raise UserError("join: this process has a process group; call join() or init_process_group(), and once")
         self._join()
@@ -114,7 +114,7 @@ class CurrentRank:
 
         ``state`` has tensors, numbers, texts, and lists and dicts of them; ``step`` is how many steps are done. A
         thread writes the copy, unless the next one comes before. On other ranks this does nothing; rank 1 says so once.
-        Raises UserError if the step goes back, or at the first call if torch.load(weights_only=True) refuses the state.
+        Raises UserError if the step goes back, or torch.load(weights_only=True) would refuse the state.
         """
         if self.rank == 0:
             self._checkpoints.save(step, state)
@@ -181,6 +181,5 @@ def make_rank_without_launcher() -> CurrentRank:
         records=Records(folder, settings.progress) if rank == 0 else None,
         join=join,
     )
-    made._is_outside = True
-    made._temporary = temporary  # type: ignore[attr-defined]  # deletes the folder when the process ends
+    made._temporary = temporary  # which deletes the folder when the process ends
     return made

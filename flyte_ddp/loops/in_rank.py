@@ -261,7 +261,7 @@ def wait_for_others(rank: Rank, store: Any) -> None:
             store.wait([f"{LEFT} {other}" for other in others], limit)
         else:
             store.set(f"{DONE} {rank.info.rank}", "")
-            waiting = f"rank 0 has not returned {rank.work.timeout:g} s after rank 1 (FLYTE_DDP_TIMEOUT), and may go on"
+            waiting = f"rank 0 has not returned {rank.work.timeout:g} s after rank 1; rank 1 waits without a limit"
             notice = threading.Timer(rank.work.timeout, print, [waiting], {"file": sys.stderr, "flush": True})
             notice.daemon = True
             if rank.info.rank == 1:

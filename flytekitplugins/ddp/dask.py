@@ -30,9 +30,9 @@ RUNNER = Size(cpu="1", memory="2Gi", ephemeral_storage="10Gi")
 
 
 def dask_cluster(workers: int, node: ResourceSpec, workers_per_node: int) -> Dask:
-    """Return the plugin's configuration of a cluster with a small scheduler, and workers that share nodes evenly.
+    """Return the configuration, for Flyte's Dask plugin, of a cluster with a small scheduler and so many workers.
 
-    Each worker has its part of the resources of a ``node``. Raises UserError for a malformed quantity.
+    Each worker requests 1/``workers_per_node`` of the resources ``node``. Raises UserError for a malformed quantity.
     """
     parts = {kind: divide_resources(getattr(node, kind), workers_per_node) for kind in ("requests", "limits")}
     return Dask(scheduler=Scheduler(**requests_and_limits(SCHEDULER)), workers=WorkerGroup(workers, **parts))

@@ -130,13 +130,14 @@ def run_worker(call: Call, run: str) -> bytes | None:
     place of one after which another attempt may succeed, and writes the original one for :func:`first_worker_error`.
     """
     from flyte_ddp.launch import elastic
+    from flyte_ddp.launch.remote.elastic_link import pickle_exception
 
     def launch(work: Work) -> None:
         """Do the work as rank 0, and write an exception for Elastic before Flyte's error replaces it."""
-        with elastic.pickle_exception():
+        with pickle_exception():
             elastic.launch(work)
 
-    with elastic.pickle_exception(), translate_errors_for_flyte():
+    with pickle_exception(), translate_errors_for_flyte():
         if not elastic.is_leader():
             elastic.follow()
             return None

@@ -53,8 +53,8 @@ class Flyte:
     def publish_page(self, title: str, html: str) -> None:
         """Replace the HTML of this task's deck of that title, or add a deck; then upload all decks of the task.
 
-        Does nothing for a task without decks, such as one that a map task has made.
-        flytekit publishes no deck of a dynamic task, so a context is set in which any task looks like an ordinary one.
+        Does nothing for a task without decks, such as one that a map task has made. flytekit publishes no deck of a
+        dynamic task, so a context is set in which any task looks like an ordinary one.
         """
         context = FlyteContextManager.current_context()
         if not context.user_space_params.enable_deck:

@@ -40,10 +40,9 @@ GRACE = {"FLYTE_DDP_SAVE_SECONDS": "15", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "25"}
 def make_task(config: DDP, function: Function, options: dict[str, Any]) -> PythonFunctionTask:
     """Return the task for a function and flytekit's options.
 
-    Raises UserError if the engine's extra is not installed, or there are fewer GPUs than ranks.
-
-    Changes options that the caller has not given: /dev/shm is limited by the pod's memory only, and there is a deck for
-    the page. Adds the settings that a registration gives to training pods to the task's environment variables.
+    Sets options that the caller has not given: /dev/shm is limited by the pod's memory only, and there is a deck for
+    the page. Adds the settings that a registration gives to training pods to the task's environment variables. Raises
+    UserError for @dynamic, if the engine's extra is not installed, or if there are fewer GPUs than ranks.
     """
     if options["execution_mode"] is not PythonFunctionTask.ExecutionBehavior.DEFAULT:
         raise UserError("@dynamic has no ranks: call a @task(task_config=DDP(...)) in it")

@@ -16,15 +16,15 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.hardware import choose_hardware, request_ranks
 from flyte_ddp.launch import elastic
-from flyte_ddp.launch.remote import connection
+from flyte_ddp.launch.remote import connection, elastic_link
 from flyte_ddp.run import run_training
 from flyte_ddp.settings import Settings
 
 
 def worker(hp: str, data: str, folder: str) -> None:
     connection.KEEPALIVE = {"TCP_KEEPIDLE": 1, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 3_000}
-    elastic.UNWIND_SECONDS = (2.0, 3.0)  # not before Elastic's store counts a lost host's agent as gone, after 3 s
-    with elastic.pickle_exception():
+    elastic_link.UNWIND_SECONDS = (2.0, 3.0)  # not before Elastic's store counts a lost host's agent as gone, after 3 s
+    with elastic_link.pickle_exception():
         if elastic.is_leader():
             cache = Path(folder).parent / "cache"
             settings = Settings(progress="off", wandb_mode="disabled", cache_folder=cache, timeout=60.0)

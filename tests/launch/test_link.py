@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from flyte_ddp.errors import CollectiveError, CollectiveTimeoutError, PeerGoneError, UserError
-from flyte_ddp.launch import elastic
+from flyte_ddp.launch.remote import elastic_link
 from flyte_ddp.launch.supervise.failures import first_failure
 from flyte_ddp.launch.supervise.rank_process import Link, classify_failure, describe_error
 from flyte_ddp.parallel import distributed
@@ -37,9 +37,9 @@ def test_before_training_the_newest_checkpoint_is_the_one_that_was_found() -> No
 
 def test_a_rank_of_elastics_whose_rank_0_is_gone_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     """And not that its own connection is broken: a retry would save the job."""
-    monkeypatch.setattr(elastic, "NOTICE_SECONDS", 0.0)
+    monkeypatch.setattr(elastic_link, "NOTICE_SECONDS", 0.0)
     ours, theirs = Pipe()
-    link = elastic.WorkerLink(theirs, rank=1, resumed_step=0)
+    link = elastic_link.WorkerLink(theirs, rank=1, resumed_step=0)
     ours.close()
     error = CollectiveError("Connection closed by peer")
     link.report_error(error)
@@ -51,8 +51,8 @@ def test_a_rank_of_elastics_whose_rank_0_is_gone_says_so(monkeypatch: pytest.Mon
 
 def test_a_rank_of_elastics_that_hears_nothing_more(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its host is cut off from rank 0's, which neither has noticed yet."""
-    monkeypatch.setattr(elastic, "OUTCOME_SECONDS", 0.0)
-    link, own = elastic.WorkerLink(make_pipe(), rank=1, resumed_step=0), ArithmeticError("its own")
+    monkeypatch.setattr(elastic_link, "OUTCOME_SECONDS", 0.0)
+    link, own = elastic_link.WorkerLink(make_pipe(), rank=1, resumed_step=0), ArithmeticError("its own")
     assert link.wait_for_outcome(own) is own
     assert link.wait_for_outcome(CollectiveTimeoutError("rank 0 did not come")).recoverable
 

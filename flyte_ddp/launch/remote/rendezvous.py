@@ -40,12 +40,12 @@ STACK_SECONDS = 3.0  # for a stack to come; more than the agent itself waits for
 def open_rendezvous(
     work: Work, *hosts: str, listen: str | None = None, secret: bytes | None = None, only_once: bool = False
 ) -> Iterator[Rendezvous]:
-    """Listen at a free port for agents, which can reach this process at ``hosts``, and yield the rendezvous.
+    """Open a free TCP port for agents, and yield the Rendezvous that gathers them; close the port after the block.
 
-    Listens at the address ``listen``; empty: all addresses; None: the first of ``hosts``. Derives the run's key from
-    ``secret``; None: from random bytes. ``only_once``: the run ends with its first failure; nobody starts agents again.
-    Writes a marker file into the run folder, by which agents find out whether they see the folder. At the end deletes
-    the marker and closes the port.
+    ``hosts`` are the addresses at which agents can reach this process. Listens at the address ``listen``; empty: all
+    addresses; None: the first of ``hosts``. Derives the run's key from ``secret``; None: from random bytes.
+    ``only_once``: the run ends with its first failure; nobody starts agents again. Writes a marker file into the run
+    folder, by which agents find out whether they see the folder. After the block deletes the marker.
     """
     mark = f".shared-{secrets.token_hex(16)}.tmp"  # the next run deletes *.tmp, if this process is killed
     key = derive_key(secret or secrets.token_bytes(32), mark)
@@ -119,11 +119,12 @@ class Rendezvous:
     def gather_agents(
         self, group: list[RankHandle], num_ranks: int, stop: StopRequest, check_engine: Callable[[], None]
     ) -> None:
-        """Wait until all agents have connected; keep the connected ranks' handles in ``group``, ordered by rank.
+        """Wait until the agents of all ``num_ranks`` ranks have connected; put their handles into ``group`` by rank.
 
-        If an agent connects for a rank that has one, the engine has replaced the first: its connection is closed.
-        Raises UnreachableError after GATHER_SECONDS (300 s), UserError if an agent runs another version of this
-        library, StoppedError or KeyboardInterrupt if a stop was requested, and what ``check_engine`` raises.
+        Changes ``group`` whenever an agent connects. If an agent connects for a rank that has one, the engine has
+        replaced the first: its connection is closed. Raises UnreachableError after GATHER_SECONDS (300 s), UserError if
+        an agent runs another version of this library, StoppedError or KeyboardInterrupt if a stop was requested, and
+        what ``check_engine`` raises.
         """
         deadline = time.monotonic() + GATHER_SECONDS
         found: dict[int, WorkerConnection] = {}

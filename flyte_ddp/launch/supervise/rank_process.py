@@ -117,11 +117,12 @@ class Link:
 
 
 def start_rank(info: RankInfo, pipe: Connection, stacks: Connection) -> None:
-    """Run the rank and exit; the first function of its process, called with SIGTERM and SIGINT blocked.
+    """Run the rank's work to its end, report to the launcher, and exit this process; never return.
 
-    Imports torch, and waits without a limit for the work from the launcher at ``pipe``. On SIGUSR1 writes the Python
-    stack to ``stacks``, even in C code; on SIGTERM asks the launcher to stop all ranks; ignores SIGINT. Linux kills the
-    process when its parent ends. Sets the process's name, and TORCH_CPP_LOG_LEVEL if it is not set.
+    It is the first function of a rank's process. Call it with SIGTERM and SIGINT blocked; it unblocks them. Imports
+    torch, and waits without a limit for the work from the launcher at ``pipe``. On SIGUSR1 writes the Python stack to
+    ``stacks``, even in C code; on SIGTERM asks the launcher to stop all ranks; ignores SIGINT. Linux kills the process
+    when its parent ends. Sets the process's name, and TORCH_CPP_LOG_LEVEL if it is not set.
     """
     die_with_parent()
     set_process_name(f"rank {info.rank}")

@@ -1,0 +1,113 @@
+"""The connection of a worker of torch Elastic to rank 0, and how the worker ends when the run has ended.
+
+Elastic hands on an error as text alone, so the exception itself is pickled to a file beside Elastic's error file.
+"""
+
+import os
+import pickle
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from flyte_ddp import process
+from flyte_ddp.errors import RankError
+from flyte_ddp.launch.supervise.failures import OWN
+from flyte_ddp.launch.supervise.rank_process import Link, classify_failure
+
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # variable with the path at which Elastic expects a worker's error as text
+ERROR_SUFFIX = ".pickle"  # of the file beside it that holds the exception
+OUTCOME_SECONDS = 45.0  # for the run's outcome to come: more than the kernel needs to notice that a host is gone
+UNWIND_SECONDS = (2.0, 10.0)  # for a rank, and for rank 0, to raise an exception after the run has failed
+NOTICE_SECONDS = 1.0  # for Elastic to find a worker that was killed, before other workers exit
+
+
+class WorkerLink(Link):
+    """The connection to rank 0 of a worker of Elastic's, which also receives the run's outcome.
+
+    Starts a thread that handles messages; must be made in the thread that runs the rank.
+    """
+
+    def __init__(self, pipe: Connection, rank: int, resumed_step: int) -> None:
+        self.outcome: Future[BaseException | None] = Future()
+        self.main = threading.get_ident()
+        self.rank = rank
+        self.unwinding = threading.Event()
+        super().__init__(pipe, resumed_step)
+
+    def handle_message(self, message: dict[str, Any]) -> None:
+        """Handle rank 0's message: end this rank for "over", send its stack for "stack", else call the base class."""
+        if message["kind"] == "over":
+            self.end_rank(message["error"])
+        elif message["kind"] == "stack":
+            frame = sys._current_frames().get(self.main)
+            self.send("stack", text="".join(traceback.format_stack(frame)).rstrip() if frame else "")
+        else:
+            super().handle_message(message)
+
+    def handle_lost_launcher(self) -> None:
+        """End this rank: the run's outcome is that the connection to rank 0 was lost."""
+        self.end_rank(lost_rank_0_error())
+
+    def end_rank(self, outcome: BaseException | None) -> None:
+        """Give the run's outcome to :meth:`wait_for_outcome`; do nothing if it has got one before.
+
+        Sleeps 1 s before it gives a RankError. If the outcome is an error, and nobody calls wait_for_outcome within 2 s
+        (rank 0: 10 s), writes the error for Elastic, kills all descendants, and exits this process with code 1.
+        """
+        if self.outcome.done():
+            return
+        if isinstance(outcome, RankError):
+            time.sleep(NOTICE_SECONDS)  # Elastic reports the worker that it sees exit first: the killed one should be
+        self.outcome.set_result(outcome)
+        if outcome is not None and not self.unwinding.wait(UNWIND_SECONDS[self.rank == 0]):
+            from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+            with suppress(OSError):
+                get_error_handler().record_exception(outcome)
+            write_exception(outcome)
+            process.kill_descendants()
+            os._exit(1)
+
+    def wait_for_outcome(self, own_error: BaseException | None = None) -> BaseException | None:
+        """Wait for the run's outcome and return it: the error, or None if the run has completed.
+
+        With ``own_error``, this rank's error, waits up to 45 s, and then returns ``own_error``; for a failed collective
+        operation returns the error that rank 0 is lost, the likely cause. Without ``own_error`` waits without a limit.
+        """
+        self.unwinding.set()
+        if own_error is None:
+            return self.outcome.result()  # other hosts may still be sending results
+        with suppress(TimeoutError):
+            if (outcome := self.outcome.result(OUTCOME_SECONDS)) is not None:
+                return outcome
+        return own_error if classify_failure(own_error) in OWN else lost_rank_0_error()
+
+
+def lost_rank_0_error() -> RankError:
+    """Return the recoverable error for a connection to rank 0 that has ended before the run's outcome came."""
+    return RankError("lost the connection to rank 0; see the log of rank 0's host for the cause", recoverable=True)
+
+
+@contextmanager
+def pickle_exception() -> Iterator[None]:
+    """Pickle an exception of the block to a file beside Elastic's error file, where first_worker_error finds it."""
+    try:
+        yield
+    except BaseException as error:
+        write_exception(error)
+        raise
+
+
+def write_exception(error: BaseException) -> None:
+    """Pickle an exception to a file beside Elastic's error file, unless that file exists; ignore all exceptions."""
+    path = Path(os.environ[ERROR_FILE]).with_suffix(ERROR_SUFFIX)
+    with suppress(Exception):  # pickling a user's own exception may raise anything
+        if not path.exists():
+            path.write_bytes(pickle.dumps(error))
