@@ -40,8 +40,9 @@ class ForkedHandle(ProcessHandle):
         self.pid = None
 
     def has_started(self) -> bool:
-        """Return whether the rank server has forked the rank, or has ended."""
-        return self.poll_exit() or self.pid is not None
+        """Return whether :meth:`poll_exit` has found that the rank server has forked the rank, or has ended."""
+        # Without polling: an exit code that is read outside the supervisor's wait would not end its next wait.
+        return self.pid is not None or self.exitcode is not None
 
     def poll_exit(self) -> bool:
         """Read the rank's pid and exit code if the rank server has sent them; return whether the rank has ended.
