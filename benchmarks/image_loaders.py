@@ -105,7 +105,7 @@ def ours(order: dict[str, Any], folder: Path, *, normalise: bool = True) -> Epoc
     def epoch(number: int) -> Iterator[Tensor]:
         batches = training.order.batches(number, hp.batch_size)
         for samples in training.iterate_with_prefetch(batches, lambda batch: [batch], number, hp.batch_size):
-            images = training.load_batch(samples, number).images
+            images = training.load_batch(samples, number).inputs
             yield prepare_images(images, SPEC) if normalise else images
 
     return epoch

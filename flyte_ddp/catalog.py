@@ -18,6 +18,15 @@ IMAGES = (
     *("jpe", "jfif", "jp2", "apng", "avif"),
 )
 
+# Each built-in objective, with those hyperparameters that not all objectives have a use for and this one has.
+OBJECTIVES: dict[str, tuple[str, ...]] = {
+    "classification": ("label_smoothing", "class_weights"),
+    "multilabel": ("class_weights",),
+    "regression": (),
+    "segmentation": ("class_weights",),
+}
+OBJECTIVE_SETTINGS = ("label_smoothing", "class_weights")  # that not all objectives have a use for
+
 # The two small CNNs, each with the smallest image side that it takes, in pixels.
 SMALL_MODELS: dict[str, int] = {"small_cnn": 8, "tutorial": 16}
 # Side lengths that must divide the image side: transformers that cut images into patches or windows of a fixed size.

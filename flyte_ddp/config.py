@@ -6,11 +6,17 @@ all pay for what this module loads.
 """
 
 # No "from __future__ import annotations" here: flytekit derives the console's form from real types.
-from dataclasses import dataclass
+import json
+import math
+from collections.abc import Collection
+from dataclasses import dataclass, fields
+from typing import Any
 
 from flyte_ddp import catalog
 from flyte_ddp.checked_fields import CheckedFields, setting, short_repr
 from flyte_ddp.errors import UserError, unknown_name_error
+
+OPTIONS_OF = ("model", "objective")  # hyperparameters that name callables which take options
 
 
 @dataclass(frozen=True)
@@ -81,6 +87,22 @@ class Hyperparameters(CheckedFields, called="hyperparameter"):
     sync_batchnorm: bool = setting(
         True, "BatchNorm normalises by the statistics of the whole batch; false: each rank by those of its own share."
     )
+    # Objective
+    objective: str = setting(
+        "classification",
+        "What is minimised and measured: classification (a class for each image), multilabel (several labels), "
+        "regression (numbers), segmentation (a class for each pixel), or your own `package.module:callable`.",
+    )
+    options: str = setting(
+        "",
+        'Options of your own callables, as JSON by the hyperparameter that names the callable: `{"model": {"width": '
+        '128}, "objective": {"loss": "huber"}}`.',
+    )
+    class_weights: str = setting(
+        "",
+        "Weights of the classes or labels in the loss: numbers separated by commas, or balanced (by the inverse of "
+        "each class's training samples); empty: all 1.",
+    )
     # Length
     epochs: int = setting(10, "Passes over the training samples.", at_least=1, at_most=100_000)
     max_steps: int = setting(0, "Stop after this many optimiser steps; 0 sets no limit.", at_least=0)
@@ -133,11 +155,17 @@ class Hyperparameters(CheckedFields, called="hyperparameter"):
         0.0, "Decay per step of the exponential moving average of the weights; 0 keeps none.", at_least=0.0, below=1.0
     )
     early_stop_patience: int = setting(
-        0, "Stop after this many evaluations without a better validation loss; 0 never stops early.", at_least=0
+        0, "Stop after this many evaluations none of which is better by `select_by`; 0 never stops early.", at_least=0
+    )
+    select_by: str = setting(
+        "loss",
+        "What decides which evaluation of the validation split is the best: loss, or a measure of the objective, such "
+        "as accuracy.",
     )
     keep: str = setting(
         "last",
-        "Weights to return: of the last step, of the evaluation with the best validation loss, or the moving average.",
+        "Weights to return: of the last step, of the evaluation that is the best by `select_by`, or the moving "
+        "average.",
         choices=("last", "best", "ema"),
     )
     seed: int = setting(
@@ -198,7 +226,52 @@ class Hyperparameters(CheckedFields, called="hyperparameter"):
             )
         if ":" not in self.model and self.model not in catalog.MODELS:
             raise unknown_name_error("model", self.model, [*catalog.MODELS, "package.module:callable"])
+        if ":" not in self.objective:
+            if self.objective not in catalog.OBJECTIVES:
+                raise unknown_name_error("objective", self.objective, [*catalog.OBJECTIVES, "package.module:callable"])
+            refuse_unused_settings(self, catalog.OBJECTIVES[self.objective])
+        self.parse_options()
+        check_class_weights(self.class_weights)
         check_fields_together(self)
+
+    def parse_options(self) -> dict[str, dict[str, Any]]:
+        """Return ``options`` as a dict by hyperparameter: model, objective; UserError if it is no such JSON."""
+        try:
+            found = json.loads(self.options or "{}")
+        except ValueError as error:
+            raise UserError(f"options={short_repr(self.options)}: is not JSON ({error})") from None
+        if not isinstance(found, dict) or not all(isinstance(each, dict) for each in found.values()):
+            raise UserError(f"options={short_repr(self.options)}: must be a JSON object of objects by hyperparameter")
+        for name in found:
+            if name not in OPTIONS_OF:
+                raise unknown_name_error("options of", name, OPTIONS_OF)
+        return found
+
+
+def refuse_unused_settings(hp: Hyperparameters, used: Collection[str]) -> None:
+    """Raise UserError for a setting of objectives that is not at its default and not among those that are ``used``."""
+    for field in fields(hp):
+        value = getattr(hp, field.name)
+        if field.name in catalog.OBJECTIVE_SETTINGS and field.name not in used and value != field.default:
+            raise UserError(
+                f"{field.name}={short_repr(value)}: objective={hp.objective!r} has no use for it; leave it out, or "
+                "choose another objective"
+            )
+
+
+def check_class_weights(text: str) -> None:
+    """Raise UserError unless ``text`` is empty, "balanced", or numbers of at least 0, separated by commas."""
+    if text in ("", "balanced"):
+        return
+    try:
+        weights = [float(part) for part in text.split(",")]
+    except ValueError:
+        weights = [-1.0]
+    if not all(0 <= weight < math.inf for weight in weights) or not any(weights):
+        raise UserError(
+            f"class_weights={short_repr(text)}: must be balanced, or numbers of at least 0 separated by commas, not "
+            "all 0"
+        )
 
 
 def check_batch_size(hp: Hyperparameters, num_ranks: int) -> None:

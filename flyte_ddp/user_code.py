@@ -1,9 +1,10 @@
 """Import the user's own code, which is named ``package.module:callable``."""
 
 import importlib
+import inspect
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,20 @@ def load_callable(spec: str) -> Callable[..., Any]:
     if not callable(found):
         raise UserError(f"{spec!r}: is a {type(found).__name__}, not callable; name a function or class")
     return found  # type: ignore[no-any-return]
+
+
+def require_options(
+    what: str, function: Callable[..., Any], options: Mapping[str, Any], *positional: Any, **keywords: Any
+) -> None:
+    """Raise UserError if a callable does not take these options as keyword arguments, beside the other arguments.
+
+    ``what`` names the callable in the error. Without options checks nothing: the call itself will tell.
+    """
+    if options:
+        try:
+            inspect.signature(function).bind(*positional, **keywords, **options)
+        except TypeError as error:
+            raise UserError(f"options of {what}: {error}; correct the options, or the callable") from None
 
 
 def split_spec(spec: str) -> tuple[str, str]:

@@ -17,7 +17,7 @@ from flyte_ddp.errors import UserError
 from flyte_ddp.files import atomic_write
 
 Images = NDArray[np.uint8]
-Labels = NDArray[np.int64]
+Targets = NDArray[Any]
 
 ARRAYS = ("train_images", "train_labels", "test_images", "test_labels")
 DESCRIPTION = "dataset.json"
@@ -35,9 +35,9 @@ class ImageArrays:
 
     name: str
     train_images: Images  # uint8 [N, H, W, C] in C order, with C = 1 for grey
-    train_labels: Labels  # int64 [N] with values 0..len(classes)-1
+    train_labels: Targets  # class numbers int64 [N], numbers float32 [N] or [N, d], or masks of class numbers [N, H, W]
     test_images: Images  # uint8 [M, H, W, C]
-    test_labels: Labels  # int64 [M]
+    test_labels: Targets  # [M, ...]
     classes: tuple[str, ...]
     mean: tuple[float, ...] = ()  # of each channel of the training images, scaled to 0..1
     std: tuple[float, ...] = ()
@@ -56,25 +56,28 @@ def image_arrays(
     """Check arrays, lists or CPU tensors of images and labels, and return them as :class:`ImageArrays`.
 
     Images are uint8 [N, H, W, C], or [N, H, W] if grey; test images have the training images' height, width and
-    channels. Labels are whole numbers [N], from 0: positions in ``classes``. The class names become Unicode's form NFC.
-    ``name`` may be empty if the hyperparameter ``dataset`` names the callable that returns these arrays. Raises a
-    UserError for another type or shape, a set without images, no classes, a class name that is not UTF-8, two names
-    that differ only in Unicode's form, or a label that is not in 0..len(classes)-1. Copies arrays only to convert them.
+    channels. Labels are what the objective needs: class numbers [N], positions in ``classes``; 0 and 1, or NaN for
+    unknown, for each of several labels [N, len(classes)]; numbers to predict, float [N] or [N, d], without ``classes``;
+    or a mask of class numbers for each image [N, H, W], 255 where a pixel does not count. The class names become
+    Unicode's form NFC. ``name`` may be empty if the hyperparameter ``dataset`` names the callable that returns these
+    arrays. Raises a UserError for another type or shape, a set without images, class numbers without ``classes``, a
+    class name that is not UTF-8, two names that differ only in Unicode's form, or a class number that is not in
+    0..len(classes)-1. Copies arrays only to convert them.
     """
-    if not len(classes):  # may be an array, whose truth value is ambiguous
-        raise UserError("classes=(): there must be a name for each class")
-    arrays = ImageArrays(
-        name=name,
-        train_images=convert_images("train_images", train_images),
-        train_labels=convert_labels("train_labels", train_labels, len(train_images), len(classes)),
-        test_images=convert_images("test_images", test_images),
-        test_labels=convert_labels("test_labels", test_labels, len(test_images), len(classes)),
-        classes=normalize_class_names("classes", classes),
-    )
-    train, test = ("x".join(map(str, images.shape[1:])) for images in (arrays.train_images, arrays.test_images))
-    if train != test:
-        raise UserError(f"train_images are {train} and test_images {test}: both must have one size")
-    return arrays
+    images = [convert_images("train_images", train_images), convert_images("test_images", test_images)]
+    labels = [
+        convert_targets(name, values, of, len(classes))
+        for name, values, of in (("train_labels", train_labels, images[0]), ("test_labels", test_labels, images[1]))
+    ]
+    for what, arrays in (("images", images), ("labels", labels)):
+        train, test = ("x".join(map(str, array.shape[1:])) or "numbers" for array in arrays)
+        if train != test:
+            raise UserError(f"train_{what} are {train} and test_{what} {test}: both must have one size")
+    if labels[0].dtype != labels[1].dtype:
+        types = f"train_labels are {labels[0].dtype} and test_labels {labels[1].dtype}"
+        raise UserError(f"{types}: both must have one type")
+    names = normalize_class_names("classes", classes)
+    return ImageArrays(name, images[0], labels[0], images[1], labels[1], names)
 
 
 def to_array(name: str, values: Any) -> NDArray[Any]:
@@ -103,24 +106,36 @@ def convert_images(name: str, values: Any) -> Images:
     return np.ascontiguousarray(images)
 
 
-def convert_labels(name: str, values: Any, samples: int, classes: int) -> Labels:
-    """Return ``values`` as labels int64 [samples] of 0..classes-1 in C order, copied only if needed.
+def convert_targets(name: str, values: Any, images: Images, classes: int) -> Targets:
+    """Return the targets of ``images`` in C order: int64 [N], float32 [N] or [N, d], or masks uint8 or int64 [N, H, W].
 
-    Raises UserError, with ``name`` in its text, for a type other than integers (floats such as 1.0, too), another
-    shape, or a label out of range.
+    Whole numbers and truth values [N, d] become float32. Copies only to convert. Raises UserError, with ``name`` in its
+    text, for another type or shape, and for class numbers [N] that are not in 0..classes-1.
     """
-    labels = to_array(name, values)
-    if labels.dtype.kind not in "iu":
-        raise UserError(f"{name}: must be whole numbers, got {labels.dtype}")
-    if labels.shape != (samples,):
-        raise UserError(f"{name}: must be one label for each of the {samples} images, got shape {list(labels.shape)}")
-    wrong = np.flatnonzero((labels < 0) | (labels >= classes))
+    targets, samples = to_array(name, values), len(images)
+    if targets.dtype.kind not in "biuf":
+        raise UserError(f"{name}: must be numbers, got {targets.dtype}")
+    if targets.ndim == 3 and targets.dtype.kind in "iu":
+        if targets.shape != images.shape[:3]:
+            of = f"{list(targets.shape)}, and the images are {list(images.shape[:3])}"
+            raise UserError(f"{name}: the masks are {of}: a mask must have its image's height and width")
+        small = targets.dtype == np.uint8
+        return np.ascontiguousarray(targets, dtype=np.uint8 if small else np.int64)
+    if targets.ndim not in (1, 2) or len(targets) != samples:
+        raise UserError(f"{name}: must be one label for each of the {samples} images, got shape {list(targets.shape)}")
+    if targets.ndim == 2 or (targets.dtype.kind == "f" and not classes):
+        return np.ascontiguousarray(targets, dtype=np.float32)
+    if targets.dtype.kind == "b" or (targets.dtype.kind == "f" and classes):
+        raise UserError(f"{name}: must be whole numbers, got {targets.dtype}")
+    if not classes:
+        raise UserError("classes=(): there must be a name for each class; numbers to predict must be float")
+    wrong = np.flatnonzero((targets < 0) | (targets >= classes))
     if len(wrong):
         raise UserError(
-            f"{name}: label {labels[wrong[0]]} of sample {wrong[0]} is not one of the {classes} classes: "
+            f"{name}: label {targets[wrong[0]]} of sample {wrong[0]} is not one of the {classes} classes: "
             f"must be 0..{classes - 1}"
         )
-    return np.ascontiguousarray(labels, dtype=np.int64)
+    return np.ascontiguousarray(targets, dtype=np.int64)
 
 
 def channel_mean_and_std(images: Images) -> tuple[tuple[float, ...], tuple[float, ...]]:

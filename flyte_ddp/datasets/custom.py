@@ -1,6 +1,5 @@
 """A data set that a callable of the user returns; the hyperparameter ``dataset`` names the callable."""
 
-import operator
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from flyte_ddp.datasets.arrays import ARRAYS, ImageArrays, Images, image_arrays
+from flyte_ddp.datasets.arrays import ARRAYS, ImageArrays, Images, Targets, image_arrays
 from flyte_ddp.datasets.identity import content_identity, digest_lines
 from flyte_ddp.errors import UserError
 from flyte_ddp.pictures import opaque_picture
@@ -52,7 +51,9 @@ def arrays_from_result(spec: str, result: Any, progress: Progress) -> ImageArray
     ``result`` is an ``ImageArrays``, or a pair (training set, test set) of map-style data sets such as torchvision's,
     with ``len()`` and items (image, label), which are read into memory. An image is a PIL image, a uint8 array [H, W]
     or [H, W, C], or a uint8 tensor [H, W] or [C, H, W]. PIL images become 8-bit grey or RGB (the upper 8 of 16 bits),
-    white where transparent. The class names are the training set's attribute ``classes``, or else "0", "1", "2", ...
+    white where transparent. A label is a whole number, a float, an array or tensor [d] of them, or a mask [H, W], also
+    a PIL image. The class names are the training set's attribute ``classes``; without it, whole numbers get
+    the names "0", "1", "2", ...
     ``progress`` shows what is read. Raises a UserError that names ``spec`` for a result, image or label of another
     type; does not catch the errors of the sets themselves.
     """
@@ -69,22 +70,23 @@ def arrays_from_result(spec: str, result: Any, progress: Progress) -> ImageArray
         test_images, test_labels = read_map_style_set("test set", result[1], progress)
         given = getattr(result[0], "classes", None)
         classes = [] if given is None else list(given)
-        classes = classes or [str(label) for label in range(max(*train_labels, *test_labels) + 1)]
+        if not classes and train_labels.dtype.kind in "iu" and train_labels.ndim == 1:
+            classes = [str(label) for label in range(max(train_labels.max(), test_labels.max()) + 1)]
         return image_arrays(train_images, train_labels, test_images, test_labels, classes, name=spec)
     except UserError as error:
         raise UserError(f"dataset={spec!r}: {error.message}") from error
 
 
-def read_map_style_set(set_name: str, samples: Any, progress: Progress) -> tuple[Images, list[int]]:
-    """Read all samples of a map-style data set; return images uint8 [N, H, W, C] and labels [N].
+def read_map_style_set(set_name: str, samples: Any, progress: Progress) -> tuple[Images, Targets]:
+    """Read all samples of a map-style data set; return images uint8 [N, H, W, C] and labels [N] or [N, ...].
 
-    Raises a UserError if the set has no length or is empty, an item is no image with a label, or an image has another
-    shape than the first. ``set_name`` names the set in errors and in the displayed progress.
+    Raises a UserError if the set has no length or is empty, an item is no image with a label, or an image or label has
+    another shape than the first. ``set_name`` names the set in errors and in the displayed progress.
     """
     count = map_style_length(set_name, samples)
     if count == 0:
         raise UserError(f"{set_name}: is empty")
-    images, labels = np.empty((0,), dtype=np.uint8), []
+    images, labels = np.empty((0,), dtype=np.uint8), list[Targets]()
     with progress.track(set_name, count, "images") as advance:
         for index in range(count):
             image, label = convert_sample(set_name, index, samples[index])
@@ -96,10 +98,15 @@ def read_map_style_set(set_name: str, samples: Any, progress: Progress) -> tuple
                     f"{set_name}: image {index} is {one} and image 0 is {other}; all must have one size: resize them "
                     "and convert them to one mode"
                 )
+            if labels and label.shape != labels[0].shape:
+                raise UserError(
+                    f"{set_name}: label {index} has shape {list(label.shape)} and label 0 has {list(labels[0].shape)}; "
+                    "all must have one"
+                )
             images[index] = image
             labels.append(label)
             advance(1)
-    return images, labels
+    return images, np.stack(labels)
 
 
 def map_style_length(set_name: str, samples: Any) -> int:
@@ -111,16 +118,18 @@ def map_style_length(set_name: str, samples: Any) -> int:
         raise UserError(f"{set_name}: a {kind} has no len(); it must be a map-style data set") from None
 
 
-def convert_sample(set_name: str, index: int, item: Any) -> tuple[Images, int]:
-    """Convert an item (image, label) of a map-style data set; return pixels uint8 [H, W, C] and an int label.
+def convert_sample(set_name: str, index: int, item: Any) -> tuple[Images, Targets]:
+    """Convert an item (image, label) of a map-style data set; return pixels uint8 [H, W, C], and the label as an array.
 
     PIL images become 8-bit grey or RGB, white where transparent. Raises a UserError if item ``index`` has another type.
     """
     try:
-        image, label = item
-        label = operator.index(label)
+        image, given = item
+        label = np.asarray(given)
     except (TypeError, ValueError) as error:
-        raise UserError(f"{set_name}: item {index} must be an image and a whole-number label: {error}") from error
+        raise UserError(f"{set_name}: item {index} must be an image and a label: {error}") from error
+    if label.dtype.kind not in "biuf":
+        raise UserError(f"{set_name}: item {index}: its label is a {type(given).__name__}; must be a number or numbers")
     if hasattr(image, "convert"):  # a PIL image
         try:
             image = opaque_picture(image)

@@ -12,7 +12,7 @@ from flyte_ddp.datasets.arrays import ImageArrays, open_arrays, read_description
 from flyte_ddp.datasets.encoded_set import EncodedSet, open_encoded_set
 from flyte_ddp.datasets.image_folder import ImageList
 from flyte_ddp.errors import UserError
-from flyte_ddp.order.sampling import TEST, ListedOrder, split_indices
+from flyte_ddp.order.sampling import TEST, ListedOrder, Order, split_indices
 from flyte_ddp.order.shard_order import TEST_FRACTION, ShardOrder, ShardSplits, WholeShardSplits
 from flyte_ddp.shards.index import ShardIndex
 from flyte_ddp.shards.planning import sufficient_cache_bytes
@@ -85,7 +85,7 @@ def check_prepared_set(
     not installed, the index has weights, or there are fewer shards than decoding workers of all ranks.
     """
     data = open_prepared(folder)
-    resolve_class_names(data.classes, hp)
+    resolve_class_names(data.classes, hp, of_numbers=has_numbers(data))
     orders = order_splits(
         data, validation_fraction=hp.validation_fraction, seed=hp.seed, shuffle_shards=hp.shuffle_shards
     )
@@ -154,15 +154,39 @@ def no_samples_error(dataset: str, purpose: str) -> UserError:
     return UserError(f"dataset={dataset!r}: has no samples for {purpose}; {more}, or hold out less, or test_dataset")
 
 
-def resolve_class_names(classes: Sequence[str], hp: Hyperparameters) -> tuple[str, ...]:
+def count_classes(data: PreparedSet, training: Order, classes: int) -> tuple[int, ...]:
+    """Return how many training samples each class has, or pixels for masks; empty if the data do not say that.
+
+    Samples of several labels count for each label that they have. ``training`` has the samples of training.
+    """
+    if isinstance(data, ImageArrays):
+        labels = data.train_labels
+    elif isinstance(data.train, ImageList):
+        labels = data.train.labels
+    else:
+        return ()
+    chosen = labels[np.sort(training.samples(slice(0, len(training))))]
+    if chosen.dtype.kind == "f":
+        return tuple(np.nansum(chosen, axis=0).astype(np.int64).tolist()) if chosen.ndim == 2 else ()
+    counts = np.bincount(chosen.reshape(-1).astype(np.int64), minlength=classes)[:classes]
+    return tuple(counts.tolist())
+
+
+def has_numbers(data: PreparedSet) -> bool:
+    """Return whether the targets are numbers or labels, which need no class names."""
+    return isinstance(data, ImageArrays) and data.train_labels.dtype.kind == "f"
+
+
+def resolve_class_names(classes: Sequence[str], hp: Hyperparameters, *, of_numbers: bool = False) -> tuple[str, ...]:
     """Return the data set's class names; without names, the numbers 0..num_classes-1 as texts.
 
-    Raises a UserError if there are no names and no ``num_classes``, or if ``num_classes`` is another number.
+    Raises a UserError if there are no names and no ``num_classes``, unless the targets are ``of_numbers`` and need no
+    names; or if ``num_classes`` is another number.
     """
     if classes and hp.num_classes not in (0, len(classes)):
         raise UserError(f"num_classes={hp.num_classes}: the data set has {len(classes)}; set that, or 0")
     names = tuple(classes) or tuple(map(str, range(hp.num_classes)))
-    if not names:
+    if not names and not of_numbers:
         raise UserError(
             f"dataset={hp.dataset!r}: its index does not say how many classes there are; set num_classes, or make an "
             "index that says with python -m flyte_ddp.shards create"

@@ -2,6 +2,7 @@
 
 import warnings
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,7 +20,7 @@ class ArrayImages(ImageSource):
     """Source of images in arrays: batches are copied from tensors that are on the device."""
 
     images: Tensor  # uint8 [N, H, W, C]
-    labels: Tensor  # int64 [N]
+    targets: Tensor  # [N] or [N, ...]
     augment: str = "none"  # kind of augmentation: none, crop or crop_flip
     seed: int = 0  # of the augmentation
 
@@ -27,14 +28,14 @@ class ArrayImages(ImageSource):
         """Return a batch of these rows of the arrays, on the arrays' device; augmented if ``epoch`` is given."""
         rows = copy_to_device(torch.from_numpy(samples), self.images.device)
         # Much faster than ``images[rows]`` on a CPU.
-        images, labels = (values.index_select(0, rows) for values in (self.images, self.labels))
+        images, targets = (values.index_select(0, rows) for values in (self.images, self.targets))
         if epoch is not None:
             images = augment_images(images, self.augment, seed=self.seed, epoch=epoch, samples=samples)
-        return Batch(images, labels)
+        return Batch(images, targets)
 
 
 def open_array_source(
-    device: torch.device, images: NDArray[np.uint8], labels: NDArray[np.int64], augment: str = "none", seed: int = 0
+    device: torch.device, images: NDArray[np.uint8], targets: NDArray[Any], augment: str = "none", seed: int = 0
 ) -> ArrayImages:
     """Return an ArrayImages of these arrays; on a GPU it holds a copy on ``device``, on a CPU the arrays themselves.
 
@@ -43,5 +44,5 @@ def open_array_source(
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's, that mapped memory may not be written to, which nothing does
-        on_device = [torch.from_numpy(stored).to(device) for stored in (images, labels)]
+        on_device = [torch.from_numpy(stored).to(device) for stored in (images, targets)]
     return ArrayImages(on_device[0], on_device[1], augment, seed)

@@ -19,10 +19,10 @@ Item = TypeVar("Item")
 
 
 class Batch(NamedTuple):
-    """Images and labels on the device, with the names of the samples."""
+    """Inputs and targets on the device, with the names of the samples."""
 
-    images: Tensor  # uint8 [n, H, W, C]
-    labels: Tensor  # int64 [n]
+    inputs: Tensor  # images, uint8 [n, H, W, C]
+    targets: Tensor  # what the objective compares the model's outputs with: [n] or [n, ...]
     names: Sequence[str] = ()  # keys of the samples in their data set; empty if they have none
 
 
@@ -36,7 +36,7 @@ class ImageSource:
     def load_batch(self, samples: Indices, epoch: int | None) -> Batch:
         """Return these samples as a batch on the device: augmented for an ``epoch`` of training, not for None.
 
-        Another sample's image and label may stand for a damaged sample.
+        Another sample's image and target may stand for a damaged sample.
         """
         raise NotImplementedError
 
@@ -137,7 +137,7 @@ def describe_equal_pictures(split: Split, samples: Indices) -> str:
     Pictures may have lost their differences in decoding. For fewer than 8 samples always returns "".
     """
     batch = split.load_batch(samples)
-    pixels = [image.tobytes() for image in batch.images.cpu().numpy()]
+    pixels = [image.tobytes() for image in batch.inputs.cpu().numpy()]
     [(commonest, count)] = Counter(pixels).most_common(1)
     if len(pixels) < 8 or count < 0.75 * len(pixels):
         return ""

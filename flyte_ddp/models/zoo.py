@@ -4,6 +4,7 @@ import reprlib
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from io import BytesIO
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from flyte_ddp import catalog
 from flyte_ddp.errors import UserError, unknown_name_error
 from flyte_ddp.models.images import InputSpec
-from flyte_ddp.user_code import load_callable
+from flyte_ddp.user_code import load_callable, require_options
 
 
 def choose_input_spec(model: str, images: InputSpec, size: int) -> InputSpec:
@@ -32,32 +33,49 @@ def choose_input_spec(model: str, images: InputSpec, size: int) -> InputSpec:
     return replace(spec, channels=3, mean=spec.mean * 3, std=spec.std * 3)
 
 
-def build_model(name: str, num_classes: int, spec: InputSpec) -> nn.Module:
+def build_model(
+    name: str, num_classes: int, spec: InputSpec, options: Mapping[str, Any] = MappingProxyType({})
+) -> nn.Module:
     """Return a model with new weights, drawn from the global random generators of torch, Python and NumPy.
 
-    It maps float32 [N, spec.channels, spec.height, spec.width] to logits [N, num_classes], also in training:
+    It maps float32 [N, spec.channels, spec.height, spec.width] to outputs [N, num_classes], also in training:
     torchvision's have no auxiliary heads. For a ``package.module:callable`` puts the working directory on ``sys.path``,
-    imports and calls the user's code; its exceptions go through. Raises UserError for an unknown or unusable name.
+    imports and calls the user's code; its exceptions go through. ``options`` are more keyword arguments of the user's
+    callable, or of torchvision's. Raises UserError for an unknown or unusable name, or options that it does not take.
     """
     if ":" in name:
-        model = load_callable(name)(num_classes=num_classes, input_shape=(spec.channels, spec.height, spec.width))
+        own = load_callable(name)
+        require_options(f"model {name!r}", own, options, num_classes=0, input_shape=())
+        model = own(num_classes=num_classes, input_shape=(spec.channels, spec.height, spec.width), **options)
         if not isinstance(model, nn.Module):
             raise UserError(f"model {name!r} returned a {type(model).__name__}: it must return a torch.nn.Module")
         return model
     if name in SMALL_MODELS:
+        if options:
+            raise UserError(f"options of model {name!r}: takes none, got {', '.join(options)}; leave them out")
         return SMALL_MODELS[name](num_classes, spec)
+    return build_torchvision_model(name, num_classes, spec, options)
+
+
+def build_torchvision_model(name: str, num_classes: int, spec: InputSpec, options: Mapping[str, Any]) -> nn.Module:
+    """Return torchvision's model with new weights; UserError for an unknown name, or options that it does not take."""
     if name not in catalog.TORCHVISION_MODELS:
         raise unknown_name_error("model", name, catalog.MODELS)
     from torchvision import models
 
-    options: dict[str, Any] = {"weights": None, "num_classes": num_classes}
+    given: dict[str, Any] = {"weights": None, "num_classes": num_classes}
     if name in ("googlenet", "inception_v3"):
-        options |= {"aux_logits": False, "init_weights": True}
+        given |= {"aux_logits": False, "init_weights": True}
     elif name.startswith("vit_"):
-        options["image_size"] = spec.height
+        given["image_size"] = spec.height
     elif name == "maxvit_t":
-        options["input_size"] = (spec.height, spec.width)
-    built: nn.Module = models.get_model(name, **options)
+        given["input_size"] = (spec.height, spec.width)
+    try:
+        built: nn.Module = models.get_model(name, **{**given, **options})
+    except TypeError as error:
+        if not options:
+            raise
+        raise UserError(f"options of model {name!r}: {error}; correct them") from None
     return built
 
 
@@ -104,27 +122,6 @@ def find_refused_value(state_dict: Mapping[str, Any]) -> tuple[str, object] | No
         except Exception:  # pickle or the value's class may raise any
             return key, value
     return None
-
-
-def check_logits(model: str, logits: object, expected_shape: tuple[int, int]) -> None:
-    """Raise UserError unless the model returned floating-point logits of the expected shape: [samples, classes].
-
-    While torch records gradients, the logits must require gradients.
-    """
-    rule = f"a tensor of shape (samples, classes) = {expected_shape}"
-    if not isinstance(logits, Tensor):
-        got, fix = type(logits).__name__, "return nothing but the logits"
-    elif tuple(logits.shape) != expected_shape:
-        got = str(tuple(logits.shape))
-        fix = "size its last layer by num_classes" if logits.dim() == 2 else "flatten the logits of each sample"
-    elif not logits.is_floating_point():
-        got, rule, fix = str(logits.dtype), "floating-point logits", "leave out argmax and casts"
-    elif torch.is_grad_enabled() and not logits.requires_grad:
-        got, rule = "logits without a gradient", "logits that depend on parameters by torch's own operations"
-        fix = "leave out detach, torch.no_grad, NumPy"
-    else:
-        return
-    raise UserError(f"model {model!r} returned {got}: it must return {rule}; {fix}")
 
 
 class Tutorial(nn.Module):

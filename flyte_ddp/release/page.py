@@ -6,12 +6,12 @@ from pathlib import Path
 import numpy as np
 
 from flyte_ddp.formatting import format_percent
+from flyte_ddp.objectives.classification import count_confusions
 from flyte_ddp.predict.predict import images_from_inputs
 from flyte_ddp.predict.prediction_batches import read_test_split
 from flyte_ddp.release.judge import Judgement
 from flyte_ddp.report.figures import Picture, confusion_section
 from flyte_ddp.report.page import render_template, write_html
-from flyte_ddp.training.evaluate import count_confusions
 
 PICTURED = 12  # samples of each kind
 

@@ -115,17 +115,15 @@ def non_finite_loss_error(
     )
 
 
-def nothing_learned_warning(loss: float, labels: Tensor, learning_rate: float, clip_norm: float) -> str:
-    """Return a warning if ``loss`` is at least 97 % of the loss of random predictions; else an empty text.
+def nothing_learned_warning(loss: float, constant: float | None, learning_rate: float, clip_norm: float) -> str:
+    """Return a warning if ``loss`` is at least 97 % of ``constant``, the best constant output's loss; else "".
 
-    Random predictions' loss is the entropy of the classes' shares of ``labels`` [N]. ``clip_norm`` 0 means no clipping.
+    None is a loss that is not known. ``clip_norm`` 0 means no clipping.
     """
-    shares = labels.bincount().double() / len(labels)
-    random_loss = -torch.special.xlogy(shares, shares).sum().item()
-    if loss < LEARNED * random_loss or not random_loss:
+    if not constant or loss < LEARNED * constant:
         return ""
     clip = f"grad_clip_norm (now {clip_norm:g})" if clip_norm else "set grad_clip_norm, as to 1"
     return (
-        f"The training loss ended at {loss:.3f}, and random predictions have {random_loss:.3f}: nothing was learned. "
+        f"The training loss ended at {loss:.3f}, and random predictions have {constant:.3f}: nothing was learned. "
         f"Lower learning_rate (now {learning_rate:g}) or {clip}, or train for longer."
     )

@@ -1,68 +1,97 @@
 """Exact evaluation on all ranks, and what it decides: which weights are kept, and when training stops early."""
 
 import copy
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
-from torch.nn import functional
 
+from flyte_ddp.errors import UserError
 from flyte_ddp.loading.split import Split
-from flyte_ddp.parallel.distributed import broadcast_object, rank, sum_over_ranks, world_size
+from flyte_ddp.objectives.objective import Objective, convert_outputs, sample_losses
+from flyte_ddp.parallel.distributed import broadcast_object, gather_objects, rank, sum_over_ranks, world_size
 
-SAVED = ("best_loss", "evaluations_since_best", "stopped", "epoch")  # of a Selection, in checkpoints
+SAVED = ("best", "evaluations_since_best", "stopped", "epoch")  # of a Selection, in checkpoints
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Metrics of one split. The tensors [N] hold one value for each sample, in the split's order, on the CPU."""
+    """Measures of one split, and the columns that they come from."""
 
-    loss: float
-    accuracy: float
-    losses: Tensor  # fp64
-    predictions: Tensor  # int64, as is the truth
-    truth: Tensor
+    measures: dict[str, float]  # "loss" and the objective's, by name; rank 0's on all ranks
+    # By name [N] or [N, k], one row for each sample in the split's order: fp64 on the CPU. "loss" and the objective's;
+    # "weight" if the objective has weights, and then "loss" is the weighted sum.
+    columns: dict[str, Tensor]
 
 
 def evaluate_split(
-    predict: Callable[[Tensor], Tensor], split: Split, batch_size: int, device: torch.device
+    predict: Callable[[Tensor, Tensor], Any], split: Split, batch_size: int, device: torch.device, objective: Objective
 ) -> Evaluation:
-    """Return the metrics of a split, equal on all ranks: each rank predicts a part. All ranks must call it.
+    """Return the evaluation of a split, equal on all ranks: each rank predicts a part. All ranks must call it.
 
-    ``predict`` maps uint8 images [n, H, W, C] to logits [n, classes], and is called without gradients. The result does
-    not depend on the number of ranks. A damaged image counts as the sample that replaces it. Starts to load later
-    batches while one is predicted, and fetches remote shards; raises the errors of loading. Raises RuntimeError if a
-    sample was not counted exactly once.
+    ``predict`` maps inputs and targets of a batch to the model's outputs, and is called without gradients. The result
+    does not depend on the number of ranks. A damaged image counts as the sample that replaces it. Starts to load later
+    batches while one is predicted, and fetches remote shards; raises the errors of loading and of the objective. Raises
+    RuntimeError if a sample was not counted exactly once.
     """
-    # Fixed whole batches are dealt to the ranks. A sample's loss, prediction, truth and count go to its own column. One
-    # rank writes it, so the sum over the ranks is exact.
-    table = torch.zeros(4, len(split), dtype=torch.float64, device=device)
+    # Fixed whole batches are dealt to the ranks. A sample's numbers go to its own place. One rank writes there, so the
+    # sum over the ranks is exact.
+    layout = dict[str, tuple[int, ...]]()  # of a sample's columns: the shape of each by name
+    table = make_table(layout, len(split), device)
     with torch.no_grad():  # not inference_mode: training could not use a tensor that a model keeps from an evaluation
-        for place, (pixels, labels, _) in split.load_evaluation_batches(batch_size, rank(), world_size()):
-            logits = predict(pixels).double()
-            table[0, place] = functional.cross_entropy(logits, labels, reduction="none")
-            table[1, place] = logits.argmax(1).double()
-            table[2, place] = labels.double()
-            table[3, place] += 1
-    losses, predictions, truth, counted = sum_over_ranks(table).cpu()
+        for place, (inputs, targets, _) in split.load_evaluation_batches(batch_size, rank(), world_size()):
+            found = compute_columns(objective, predict(inputs, targets), targets)
+            if not layout:
+                layout = {name: tuple(column.shape[1:]) for name, column in found.items()}
+                table = make_table(layout, len(split), device)
+            table[:-1, place] = torch.cat([column.double().reshape(len(targets), -1) for column in found.values()], 1).T
+            table[-1, place] += 1  # how often the sample was counted
+    if world_size() > 1:
+        layout = next(filter(None, gather_objects(layout)), {})  # a rank without a batch knows no columns
+        if len(table) == 1:
+            table = make_table(layout, len(split), device)
+    table = sum_over_ranks(table).cpu()
+    counted = table[-1]
     if not bool((counted == 1).all()):
         raise RuntimeError(f"evaluation counted {int((counted != 1).sum())} of {len(split)} samples not exactly once")
-    count = max(1, len(split))
-    # All ranks use rank 0's metrics. Processors of different kinds may add up in different orders, and because of one
+    rows = torch.split(table[:-1], [math.prod(shape) for shape in layout.values()])
+    columns = {name: part.T.reshape(-1, *shape) for (name, shape), part in zip(layout.items(), rows, strict=True)}
+    # All ranks use rank 0's measures. Processors of different kinds may add up in different orders, and because of one
     # last bit a rank could stop training while the others continue and wait for it.
-    own = losses.sum().item() / count, (predictions == truth).sum().item() / count
-    return Evaluation(*broadcast_object(own), losses, predictions.long(), truth.long())
+    return Evaluation(broadcast_object(measure_columns(objective, columns) if rank() == 0 else {}), columns)
 
 
-def count_confusions(truth: NDArray[np.int64], predictions: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return [K, 3]: label, predicted class and number of samples of each pair that occurs, sorted by pair."""
-    classes = int(predictions.max(initial=0)) + 1
-    pairs, samples = np.unique(truth * classes + predictions, return_counts=True)
-    return np.stack((pairs // classes, pairs % classes, samples), axis=1)
+def compute_columns(objective: Objective, outputs: Any, targets: Tensor) -> dict[str, Tensor]:
+    """Return the objective's columns of a batch, with each sample's ``loss``, and ``weight`` if there are weights."""
+    outputs = convert_outputs(outputs, torch.float64)
+    losses, weights = sample_losses(objective, outputs, targets)
+    weight = {} if weights is None else {"weight": weights}
+    return {"loss": losses, **weight, **objective.columns(outputs, targets)}
+
+
+def measure_columns(objective: Objective, columns: dict[str, Tensor]) -> dict[str, float]:
+    """Return the loss and the objective's measures of all samples; empty without a sample.
+
+    Raises UserError if the objective returns other names than it has announced.
+    """
+    if not len(columns.get("loss", ())):
+        return {}
+    weight = columns["weight"].sum().item() if "weight" in columns else len(columns["loss"])
+    found = objective.measure(columns)
+    if found.keys() != objective.measures.keys():
+        raise UserError(
+            f"{type(objective).__name__}.measure returned {', '.join(found) or 'nothing'}: must be what its measures "
+            f"names: {', '.join(objective.measures) or 'nothing'}"
+        )
+    return {"loss": columns["loss"].sum().item() / (weight or 1), **found}
+
+
+def make_table(layout: dict[str, tuple[int, ...]], samples: int, device: torch.device) -> Tensor:
+    """Return zeros fp64 with a row for each number of a sample's columns and one more, and a column for each sample."""
+    return torch.zeros(sum(map(math.prod, layout.values())) + 1, samples, dtype=torch.float64, device=device)
 
 
 class Selection:
@@ -71,10 +100,11 @@ class Selection:
     The validation split decides, never the test set.
     """
 
-    def __init__(self, keep: str, patience: int) -> None:
-        """Begin with no weights. The arguments are the hyperparameters ``keep`` and ``early_stop_patience``."""
-        self.keep, self.patience = keep, patience
-        self.best_loss = float("inf")
+    def __init__(self, keep: str, patience: int, measure: str = "loss", *, higher_is_better: bool = False) -> None:
+        """Begin with no weights. The first three are the hyperparameters keep, early_stop_patience and select_by."""
+        self.keep, self.patience, self.measure = keep, patience, measure
+        self.sign = -1.0 if higher_is_better else 1.0
+        self.best = math.inf  # the measure of the best evaluation, times the sign
         self.evaluations_since_best = 0
         self.stopped = ""  # why training stops early; empty: it does not
         self.epoch = 0  # epochs that were done when the weights were kept; 0: none are kept yet
@@ -82,21 +112,23 @@ class Selection:
         self.weights: dict[str, Tensor]
 
     def select_weights(self, epoch: int, validation: Evaluation, test: Evaluation, weights: dict[str, Tensor]) -> None:
-        """Keep ``weights`` and the evaluation ``test``; with ``keep`` "best" only if the validation loss is the lowest.
+        """Keep ``weights`` and the evaluation ``test``; with ``keep`` "best" only if ``validation`` is the best.
 
         With "best" keeps a copy, otherwise the weights themselves, which go on changing with the model. Sets
-        ``stopped`` to the reason after ``patience`` evaluations without a lower loss; never if ``patience`` is 0.
+        ``stopped`` to the reason after ``patience`` evaluations none of which was better; never if ``patience`` is 0.
+        An undefined measure (NaN) is never better, but the first one is kept.
         """
         self.evaluations_since_best += 1
-        if better := validation.loss < self.best_loss:
-            self.best_loss, self.evaluations_since_best = validation.loss, 0
+        found = self.sign * validation.measures.get(self.measure, math.inf)
+        if better := found < self.best:
+            self.best, self.evaluations_since_best = found, 0
+        better = better or not self.epoch
         if better or self.keep != "best":
             self.weights = copy.deepcopy(weights) if self.keep == "best" else weights
             self.epoch, self.test = epoch, test
         if 0 < self.patience <= self.evaluations_since_best:
-            self.stopped = (
-                f"after epoch {epoch}: no better validation loss in {self.evaluations_since_best} evaluation(s)"
-            )
+            evaluations = f"{self.evaluations_since_best} evaluation(s)"
+            self.stopped = f"after epoch {epoch}: no better validation {self.measure} in {evaluations}"
 
     def state_dict(self) -> dict[str, Any]:
         """Return the checkpoint's part: everything but the weights, by attribute name (SAVED and ``test``)."""

@@ -10,23 +10,26 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils._pytree import tree_leaves
 
 import flyte_ddp
 from flyte_ddp.catalog import encoded_kind
 from flyte_ddp.code_digest import library_digest
-from flyte_ddp.datasets.prepared import PreparedSet, resolve_class_names
+from flyte_ddp.config import Hyperparameters
+from flyte_ddp.datasets.prepared import PreparedSet
 from flyte_ddp.errors import UserError
 from flyte_ddp.files import replace_file
 from flyte_ddp.loading.facts import combine_facts_of_ranks, join_few
 from flyte_ddp.models import artifacts, zoo
 from flyte_ddp.models.initial_weights import skipped_tensor_names
+from flyte_ddp.objectives.classification import count_confusions
 from flyte_ddp.parallel.batch_norm import has_unsynchronised_batch_norm
 from flyte_ddp.parallel.distributed import wait_for_all_ranks, world_size
 from flyte_ddp.parallel.dropout import make_dropout_rank_independent
 from flyte_ddp.runs.checkpoint import Arithmetic, Checkpoint
 from flyte_ddp.runs.run_folder import PREDICTIONS
 from flyte_ddp.training.diagnosis import nothing_learned_warning
-from flyte_ddp.training.evaluate import Evaluation, count_confusions
+from flyte_ddp.training.evaluate import Evaluation
 from flyte_ddp.training.job import Job
 from flyte_ddp.training.optimisation import gradient_clip_norm
 from flyte_ddp.training.recording import Recorder
@@ -39,7 +42,7 @@ OTHER_RESULT = "another number of ranks would give another result."
 TOLERANCE = 1e-3  # share of the largest logit; a GPU may compute convolutions in TF32, with 10 bits
 
 
-def write_start_record(job: Job, data: PreparedSet, state: TrainingState, recorder: Recorder) -> None:
+def write_start_record(job: Job, state: TrainingState, recorder: Recorder) -> None:
     """Append the start record to metrics.jsonl and print the number of ranks; does nothing on ranks other than 0.
 
     Also prints, and keeps for the report, the tensors that ``init_skip`` excludes from ``init_from``, and the files of
@@ -67,7 +70,7 @@ def write_start_record(job: Job, data: PreparedSet, state: TrainingState, record
             "validation_samples": len(state.validation),
             "test_samples": len(state.test),
             "steps": state.total_steps,
-            "classes": list(resolve_class_names(data.classes, job.hp)),
+            "classes": list(state.objective.facts.classes),
             "init_skipped": skipped,
         }
     )
@@ -91,14 +94,16 @@ def write_outputs(job: Job, data: PreparedSet, state: TrainingState, recorder: R
     facts = combine_facts_of_ranks(state.splits.facts())
     # Built on all ranks, because a user's model may wait for other ranks while it is built, such as for a download.
     # Built anew and not copied, because load_model will build it, too.
-    new_model = zoo.build_model(job.hp.model, state.num_classes, state.spec)
+    options = job.hp.parse_options()
+    new_model = zoo.build_model(job.hp.model, state.objective.outputs, state.spec, options.get("model", {}))
     wait_for_all_ranks()  # so that a rank that hangs is noticed: what rank 0 does from here has no time limit
     if not recorder.writes:
         return
     selection, hp = state.selection, job.hp
     test = selection.test
     if recorder.last_loss is not None and state.step >= LEAST_STEPS:
-        warning = nothing_learned_warning(recorder.last_loss, test.truth, hp.learning_rate, gradient_clip_norm(hp))
+        constant = state.objective.constant_loss(test.columns)
+        warning = nothing_learned_warning(recorder.last_loss, constant, hp.learning_rate, gradient_clip_norm(hp))
         recorder.add_warning(warning)
     model = state.kept_model()
     model.load_state_dict(selection.weights)
@@ -107,12 +112,12 @@ def write_outputs(job: Job, data: PreparedSet, state: TrainingState, recorder: R
     sidecar = {
         "format": artifacts.FORMAT,
         "model": hp.model,
-        "classes": list(resolve_class_names(data.classes, hp)),
+        "classes": list(state.objective.facts.classes),
+        **describe_objective(state, hp),
         "input": artifacts.describe_model_input(state.spec, artifacts.MIDDLE if encoded_kind(hp.dataset) else ""),
         "hyperparameters": hp.to_dict(),
         "metrics": {
-            "test_accuracy": test.accuracy,
-            "test_loss": test.loss,
+            **test_measures(test),
             "epoch_accuracies": recorder.epoch_accuracies,
             "kept_epoch": selection.epoch,
         },
@@ -134,8 +139,7 @@ def write_outputs(job: Job, data: PreparedSet, state: TrainingState, recorder: R
     recorder.log.write(
         {
             "kind": "end",
-            "test_accuracy": test.accuracy,
-            "test_loss": test.loss,
+            **test_measures(test),
             "seconds": recorder.seconds_by_activity(),
             "samples_per_second": recorder.samples_in_all / max(recorder.training_seconds, 1e-9),
             "stopped": selection.stopped,
@@ -148,31 +152,56 @@ def write_outputs(job: Job, data: PreparedSet, state: TrainingState, recorder: R
     )
 
 
+def test_measures(test: Evaluation) -> dict[str, float]:
+    """Return the measures of the test split by the names that records have, such as ``test_loss``; the loss last."""
+    return {f"test_{name}": value for name, value in (*[*test.measures.items()][1:], *[*test.measures.items()][:1])}
+
+
+def describe_objective(state: TrainingState, hp: Hyperparameters) -> dict[str, Any]:
+    """Return what the sidecar says of the objective and the options; empty for classification without options."""
+    said: dict[str, Any] = {}
+    if hp.objective != "classification":
+        said |= {"objective": hp.objective, "outputs": state.objective.outputs}
+        said["target_shape"] = list(state.objective.facts.target_shape)
+    if options := hp.parse_options():
+        said["options"] = options
+    return said
+
+
 def verify_saved_model(fresh: nn.Module, model_path: Path, sidecar: Mapping[str, Any], state: TrainingState) -> None:
     """Raise UserError unless ``fresh``, a new model, predicts with the saved weights what the trained model predicts.
 
-    Loads the first 64 test samples; their logits may differ by 0.1 % of the largest. Loads the weights' file into
+    Loads the first 64 test samples; their outputs may differ by 0.1 % of the largest. Loads the weights' file into
     ``fresh``, and changes its device, type, evaluation mode and dropout layers. Seeds the random generators.
     """
-    images = state.test.load_batch(state.test.order.samples(slice(0, min(VERIFIED_SAMPLES, len(state.test))))).images
+    first = state.test.order.samples(slice(0, min(VERIFIED_SAMPLES, len(state.test))))
+    images, targets, _ = state.test.load_batch(first)
     artifacts.load_weights(fresh, model_path, sidecar)
     model = fresh.to(state.device).eval()
     make_dropout_rank_independent(model, state.this_pass)  # a user's model may use dropout in evaluations, too
     if state.dtype == torch.float64:
         model.double()
     with torch.no_grad(), state.evaluation_mode():
-        expected = state.predict_logits(images)
+        expected = tensors_of(state.predict(images, targets))
         state.this_pass.begin_pass(state.hp.seed, 0, np.arange(len(images)), state.device)
-        found: Tensor = model.to(memory_format=state.memory_format)(state.prepare_images(images))
+        found = tensors_of(model.to(memory_format=state.memory_format)(state.prepare_images(images)))
     largest = expected.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0).abs().max().item()
     # A model may mask classes by infinite logits: they must be equal, and are left out of the largest logit.
     if not torch.allclose(found, expected, rtol=0.0, atol=TOLERANCE * largest, equal_nan=True):
         apart = (found - expected).abs().nan_to_num(nan=0.0, posinf=torch.inf).max().item()
         raise UserError(
             f"model {state.hp.model!r}: its file does not hold all of it: a new model with these weights gives other "
-            f"logits (by up to {apart:.2g}, where the largest is {largest:.2g}); keep what its forward pass uses in "
+            f"outputs (by up to {apart:.2g}, where the largest is {largest:.2g}); keep what its forward pass uses in "
             "parameters, in buffers, or the same in each new model"
         )
+
+
+def tensors_of(outputs: Any) -> Tensor:
+    """Return all floating-point numbers of a model's outputs in one tensor: [numbers], or outputs that are a tensor."""
+    if isinstance(outputs, Tensor):
+        return outputs
+    found = [value for value in tree_leaves(outputs) if isinstance(value, Tensor) and value.is_floating_point()]
+    return torch.cat([value.flatten() for value in found])
 
 
 def collect_predictions(state: TrainingState, test: Evaluation, rows: int) -> dict[str, Any]:
@@ -181,24 +210,26 @@ def collect_predictions(state: TrainingState, test: Evaluation, rows: int) -> di
     They are ``index``, ``names``, ``images``, ``scores``, ``truth`` and ``loss``; also ``table_rows`` (``rows``) and
     ``confusion_counts`` of all test samples. Loads these samples, predicts logits, and seeds the random generators.
     """
-    wrong = test.predictions != test.truth
-    worst = torch.where(wrong, test.losses, -torch.inf).topk(min(WORST_MISTAKES, int(wrong.sum()))).indices
+    truth, predictions = (test.columns[name].long() for name in ("truth", "prediction"))
+    wrong = predictions != truth
+    losses = test.columns["loss"]
+    worst = torch.where(wrong, losses, -torch.inf).topk(min(WORST_MISTAKES, int(wrong.sum()))).indices
     index = torch.cat([torch.arange(rows), worst]).numpy().astype(np.int32)
     samples = np.array([int(state.test.order.samples(slice(at, at + 1))[0]) for at in index.tolist()], dtype=np.int64)
-    images, _, names = state.test.load_batch(samples)
-    scores = torch.zeros(0, state.num_classes)
+    images, targets, names = state.test.load_batch(samples)
+    scores = torch.zeros(0, state.objective.outputs)
     if len(samples):  # no model gets an empty batch
         with torch.no_grad(), state.evaluation_mode():
-            scores = functional.softmax(state.predict_logits(images), dim=1)
+            scores = functional.softmax(state.predict(images, targets), dim=1)
     return {
         "index": index,
         "names": np.array(names, dtype=np.str_),
         "images": images.cpu().numpy(),
         "scores": scores.float().cpu().numpy(),
-        "truth": test.truth[index].numpy(),
-        "loss": test.losses[index].float().numpy(),
+        "truth": truth[index].numpy(),
+        "loss": losses[index].float().numpy(),
         "table_rows": np.array(rows),
-        "confusion_counts": count_confusions(test.truth.numpy(), test.predictions.numpy()),
+        "confusion_counts": count_confusions(truth.numpy(), predictions.numpy()),
     }
 
 

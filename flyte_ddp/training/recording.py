@@ -1,7 +1,7 @@
 """Metrics while a run trains, and the progress on the terminal. Rank 0 writes."""
 
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -18,7 +18,15 @@ from flyte_ddp.training.job import Job
 from flyte_ddp.training.training_state import TrainingState
 
 HISTOGRAM_BINS = 64
-SAVED = ("loss_sum", "samples", "samples_in_all", "training_seconds", "epoch_accuracies")
+SAVED = ("loss_sum", "weight", "samples", "samples_in_all", "training_seconds", "epoch_accuracies")
+
+
+class StepSums(NamedTuple):
+    """Sums over all samples of a global batch, on all ranks and in all its parts."""
+
+    loss: torch.Tensor  # of the weighted losses, fp64 []
+    weight: torch.Tensor | int  # of the losses' weights, fp64 []; without weights the number of samples
+    samples: int
 
 
 class Recorder:
@@ -28,11 +36,13 @@ class Recorder:
         self.job, self.clock, self.device, self.total_steps = job, state.clock, state.device, state.total_steps
         self.writes = distributed.rank() == 0
         self.loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
-        self.samples = 0  # since the last record, as is the sum of the losses
+        self.weight: torch.Tensor | int = 0  # of the losses since the last record, as are their sum and the samples
+        self.samples = 0
         self.samples_in_all = 0
         self.training_seconds = 0.0
         self.since = self.training_time()  # of the last record
-        self.epoch_accuracies: list[float] = []
+        self.main_measure = next(iter(state.objective.measures), "loss")
+        self.epoch_accuracies: list[float] = []  # the main measure of the test split, after each evaluation
         self.arithmetic = gather_arithmetic(job.hardware, self.device)
         self.warnings: list[str] = []
         self.last_loss: float | None = None  # of the last training record of this process
@@ -55,20 +65,23 @@ class Recorder:
         for name in SAVED:
             setattr(self, name, saved[name])
         self.loss_sum = self.loss_sum.to(self.device)
+        if isinstance(self.weight, torch.Tensor):
+            self.weight = self.weight.to(self.device)
         self.since = self.training_time() - saved["seconds"]
 
     def training_time(self) -> float:
         """Return the seconds of a clock that stands still during evaluations."""
         return time.perf_counter() - self.clock.seconds["evaluation"]
 
-    def record_step(self, epoch: int, step: int, loss_sum: torch.Tensor, samples: int, learning_rate: float) -> None:
+    def record_step(self, epoch: int, step: int, sums: StepSums, learning_rate: float) -> None:
         """Add a step to the sums; every ``log_interval`` steps, and after the last, record the mean and reset the sums.
 
         Only rank 0 writes the record to metrics.jsonl, and shows progress, also between records. A record makes the
-        host wait for the device. ``loss_sum`` and ``samples`` are of all ranks; epochs count from 0, steps from 1.
+        host wait for the device. Epochs count from 0, steps from 1.
         """
-        self.loss_sum += loss_sum
-        self.samples += samples
+        self.loss_sum += sums.loss
+        self.weight = self.weight + sums.weight
+        self.samples += sums.samples
         if step % self.job.hp.log_interval and step != self.total_steps:
             if self.writes and self.progress.is_due():
                 self.progress.show_step(epoch, step, None, None)
@@ -76,29 +89,28 @@ class Recorder:
         elapsed = self.training_time() - self.since
         self.training_seconds += elapsed
         self.samples_in_all += self.samples
-        loss = self.last_loss = self.loss_sum.item() / self.samples
+        loss = self.last_loss = self.loss_sum.item() / (float(self.weight) or 1.0)
         if self.writes:
             rate = self.samples / elapsed
             record = {"kind": "train", "epoch": epoch, "step": step, "learning_rate": learning_rate}
             self.log.write({**record, "samples_per_second": rate, "loss": loss})
             self.progress.show_step(epoch, step, loss, rate)
         self.loss_sum.zero_()
-        self.samples = 0
+        self.weight = self.samples = 0
         self.since = self.training_time()
 
     def record_evaluation(
         self, epoch: int, step: int, validation: Evaluation, test: Evaluation, model: torch.nn.Module
     ) -> None:
-        """Keep the test accuracy; on rank 0 write both splits' metrics to metrics.jsonl, and print them.
+        """Keep the main measure of the test split; on rank 0 write and print the measures of both splits.
 
         With ``wandb_watch`` also writes histograms of the parameters. ``epoch`` and ``step``: how many are done.
         """
-        self.epoch_accuracies.append(test.accuracy)
+        self.epoch_accuracies.append(test.measures[self.main_measure])
         if self.writes:
             record: dict[str, Any] = {"kind": "evaluation", "epoch": epoch, "step": step}
-            if len(validation.truth):
-                record |= {"validation_loss": validation.loss, "validation_accuracy": validation.accuracy}
-            record |= {"test_loss": test.loss, "test_accuracy": test.accuracy}
+            for split, evaluation in (("validation", validation), ("test", test)):
+                record |= {f"{split}_{name}": value for name, value in evaluation.measures.items()}
             self.log.write(record)
             self.progress.print_evaluation(record)
             if self.job.settings.wandb_watch:

@@ -2,14 +2,13 @@
 
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, nullcontext
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional
 from torch.nn.utils import clip_grad_norm_
 
 from flyte_ddp.catalog import encoded_kind
@@ -18,18 +17,18 @@ from flyte_ddp.errors import UserError
 from flyte_ddp.launch.supervise.rank import Rank
 from flyte_ddp.loading.facts import refuse_too_many_bad_samples
 from flyte_ddp.loading.split import PICTURES_COMPARED, describe_equal_pictures
-from flyte_ddp.models import zoo
+from flyte_ddp.objectives.objective import convert_outputs
 from flyte_ddp.order import sampling
 from flyte_ddp.parallel import distributed
 from flyte_ddp.parallel.batch_norm import mean_running_statistics, restore_running_statistics
-from flyte_ddp.parallel.distributed import world_size
+from flyte_ddp.parallel.distributed import sum_over_ranks, world_size
 from flyte_ddp.training.checkpointing import Checkpointer, restore_run
 from flyte_ddp.training.diagnosis import non_finite_loss_error
 from flyte_ddp.training.evaluate import Evaluation, evaluate_split
 from flyte_ddp.training.job import Job
 from flyte_ddp.training.optimisation import gradient_clip_norm, learning_rate
 from flyte_ddp.training.outputs import write_outputs, write_start_record
-from flyte_ddp.training.recording import Recorder
+from flyte_ddp.training.recording import Recorder, StepSums
 from flyte_ddp.training.training_state import TrainingState
 
 
@@ -47,7 +46,7 @@ def train(rank: Rank) -> None:
     data = open_prepared(job.data)
     state = TrainingState(hp, job.hardware, data, job.initial_weights, job.settings)
     with closing(state.splits), closing(Recorder(job, state)) as recorder:
-        write_start_record(job, data, state, recorder)
+        write_start_record(job, state, recorder)
         if job.checkpoint is not None:
             restore_run(state, recorder, job.checkpoint)
         elif recorder.writes:
@@ -100,46 +99,57 @@ def remaining_batches(state: TrainingState) -> Iterator[sampling.Indices]:
     return training.iterate_with_prefetch(wanted, list_rank_samples, epoch, hp.batch_size)
 
 
+class RankSlice(NamedTuple):
+    """A rank's samples of a micro-batch. A rank without a sample gets a sample of another rank, which must not count.
+
+    Many models fail on an empty batch, and every rank must take part in each exchange between ranks.
+    """
+
+    samples: sampling.Indices
+    has_samples: bool
+
+
 def train_step(state: TrainingState, recorder: Recorder, batch: sampling.Indices) -> None:
     """Do and record an optimiser step on a global batch [B], on all ranks. Raises UserError if a loss is not finite."""
-    loss_sum = compute_gradients(state, batch)
+    sums = compute_gradients(state, batch)
     # Before the weights change, so that the last checkpoint's are good and the error can name where it began.
-    state.loss_watch.check_loss(state.epoch, state.step + 1, loss_sum, lambda: repeat_forward(state, batch))
+    state.loss_watch.check_loss(state.epoch, state.step + 1, sums.loss, lambda: repeat_forward(state, batch))
     with state.exclude_snapshots():  # a checkpoint sees all of a step or nothing of it
         apply_gradients(state)
         rate = state.optimizer.param_groups[0]["lr"]
-        recorder.record_step(state.epoch, state.step, loss_sum, len(batch), rate)
+        recorder.record_step(state.epoch, state.step, sums, rate)
 
 
-def compute_gradients(state: TrainingState, batch: sampling.Indices) -> Tensor:
-    """Compute the gradients of a global batch [B] on all ranks together; return the sum of all losses, fp64 [].
+def compute_gradients(state: TrainingState, batch: sampling.Indices) -> StepSums:
+    """Compute the gradients of a global batch [B] on all ranks together; return the sums over all its samples.
 
     All ranks must call it. Loads this rank's samples, does their forward and backward passes, and averages the
     gradients. Seeds the random generators, and copies rank 0's buffers to the other ranks if buffers of any rank have
-    changed. Raises the errors of :func:`compute_logits`, and UserError if buffers were registered or resized.
+    changed. Raises the errors of :func:`compute_outputs` and of the objective, and UserError if buffers were registered
+    or resized.
     """
-    hp = state.hp
     loss_sum = torch.zeros((), dtype=torch.float64, device=state.device)
-    parts = split_for_rank(batch, hp.accumulation_steps)
+    parts = split_for_rank(batch, state.hp.accumulation_steps)
+    loaded, total = load_weighted_parts(state, parts, len(batch))
+    divisor = total if isinstance(total, int) else total.where(total > 0, 1.0)  # a step without any weight has loss 0
     for part in parts:
         with state.clock("data"):
-            images, labels, _ = state.training.load_batch(part.samples, state.epoch)
-            images = state.prepare_images(images)
+            inputs, targets, weights = next(loaded)
+            inputs = state.prepare_images(inputs)
         with (
             state.clock("forward_backward"),
             state.sync.micro_batch(last=part is parts[-1]),  # gradients are averaged after the last backward pass only
             # A sample that must not count would change the running statistics of BatchNorm layers of this rank alone.
             nullcontext() if part.has_samples else restore_running_statistics(state.model),
         ):
-            logits = compute_logits(state, state.sync, images, part)
+            outputs = compute_outputs(state, state.sync, inputs, targets, part)
             # Autocast or a user's model may return bf16, which is too coarse for a loss.
-            logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-            loss = functional.cross_entropy(logits, labels, reduction="sum", label_smoothing=hp.label_smoothing)
+            loss = state.objective.loss_sum(convert_outputs(outputs, torch.float32), targets, weights)
             if not part.has_samples:
                 loss = 0.0 * loss  # the backward pass must still run, because other ranks wait in its exchanges
-            # Times the number of ranks, because gradients are averaged over ranks. Divided by the global batch's real
-            # size, so that a smaller last batch is exact, too.
-            (loss * world_size() / len(batch)).backward()  # type: ignore[no-untyped-call]
+            # Times the number of ranks, because gradients are averaged over ranks. Divided by the weight of the global
+            # batch, without weights its real size, so that a smaller last batch is exact, too.
+            (loss * world_size() / divisor).backward()  # type: ignore[no-untyped-call]
             state.this_pass.finish_pass()
         loss_sum += loss.detach()
     with state.clock("communication"):
@@ -150,17 +160,30 @@ def compute_gradients(state: TrainingState, batch: sampling.Indices) -> Tensor:
         sums = state.sync.average_gradients(torch.stack(numbers))
         if len(sums) > 1:
             state.buffers.copy_shared_from_rank_0(ranks_with_changes=sums[1])
-    return sums[0]
+    return StepSums(sums[0], total, len(batch))
 
 
-class RankSlice(NamedTuple):
-    """A rank's samples of a micro-batch. A rank without a sample gets a sample of another rank, which must not count.
+def load_weighted_parts(
+    state: TrainingState, parts: Sequence[RankSlice], samples: int
+) -> tuple[Iterator[tuple[Tensor, Tensor, Tensor | None]], Tensor | int]:
+    """Return inputs, targets and weights of each part, and the sum of the weights of all parts and ranks.
 
-    Many models fail on an empty batch, and every rank must take part in each exchange between ranks.
+    Without weights, the sum is ``samples``, and each part is loaded when it is taken. With weights loads all parts at
+    once, because the sum must be known before the first backward pass, and adds up over the ranks: all must call it.
     """
-
-    samples: sampling.Indices
-    has_samples: bool
+    batches = (state.training.load_batch(part.samples, state.epoch) for part in parts)
+    weighted = ((inputs, targets, state.objective.weights(targets)) for inputs, targets, _ in batches)
+    if not state.objective.has_weights:
+        return weighted, samples
+    with state.clock("data"):
+        loaded = [*weighted]
+    with state.clock("communication"):
+        own = torch.zeros((), dtype=torch.float64, device=state.device)
+        for part, (*_, weights) in zip(parts, loaded, strict=True):
+            if part.has_samples and weights is not None:
+                own += weights.sum(dtype=torch.float64)
+        total = sum_over_ranks(own)
+    return iter(loaded), total
 
 
 def split_for_rank(batch: sampling.Indices, parts: int) -> list[RankSlice]:
@@ -175,18 +198,20 @@ def split_for_rank(batch: sampling.Indices, parts: int) -> list[RankSlice]:
     return slices
 
 
-def compute_logits(state: TrainingState, model: Callable[[Tensor], Tensor], images: Tensor, part: RankSlice) -> Tensor:
-    """Begin a training pass on the samples of ``part``, and return the model's logits [n, classes] of their ``images``.
+def compute_outputs(
+    state: TrainingState, model: Callable[[Tensor], Any], inputs: Tensor, targets: Tensor, part: RankSlice
+) -> Any:
+    """Begin a training pass on the samples of ``part``, and return the model's outputs for their ``inputs``.
 
     Calls ``begin_pass`` of ``state.this_pass``, which seeds the random generators; call ``finish_pass`` after the
-    backward pass. Leaves the model's mode as it is. Raises UserError for logits that do not fit the classes or have no
-    gradient, or a batch too small for BatchNorm.
+    backward pass. Leaves the model's mode as it is. Raises UserError for outputs that do not fit the ``targets`` or
+    have no gradient, or a batch too small for BatchNorm.
     """
     hp = state.hp
     state.this_pass.begin_pass(hp.seed, state.epoch, part.samples, state.device, has_samples=part.has_samples)
     try:
         with torch.autocast(state.device.type, dtype=torch.bfloat16, enabled=state.hardware.precision == "bf16"):
-            logits = model(images)
+            outputs = model(inputs)
     except ValueError as error:
         if "more than 1 value per channel" not in str(error):
             raise
@@ -195,15 +220,15 @@ def compute_logits(state: TrainingState, model: Callable[[Tensor], Tensor], imag
             "for each channel: it needs two; choose a batch_size with another remainder, or a larger image_size"
             + ("" if hp.sync_batchnorm else ", or sync_batchnorm=true")
         ) from None
-    zoo.check_logits(hp.model, logits, (len(part.samples), state.num_classes))
-    return logits
+    state.objective.check_outputs(hp.model, outputs, targets)
+    return outputs
 
 
 def repeat_forward(state: TrainingState, batch: sampling.Indices) -> None:
     """Load a step's samples and repeat its forward passes, for modules' hooks. Call it inside ``torch.no_grad()``."""
     for part in split_for_rank(batch, state.hp.accumulation_steps):
-        images = state.training.load_batch(part.samples, state.epoch).images
-        compute_logits(state, state.model, state.prepare_images(images), part)
+        inputs, targets, _ = state.training.load_batch(part.samples, state.epoch)
+        compute_outputs(state, state.model, state.prepare_images(inputs), targets, part)
 
 
 def apply_gradients(state: TrainingState) -> None:
@@ -244,7 +269,7 @@ def evaluate_splits(state: TrainingState) -> tuple[Evaluation, Evaluation]:
             state.buffers.copy_after_step()
     with state.clock("evaluation"), state.evaluation_mode():
         validation, test = (
-            evaluate_split(state.predict_logits, split, hp.test_batch_size, state.device)
+            evaluate_split(state.predict, split, hp.test_batch_size, state.device, state.objective)
             for split in (state.validation, state.test)
         )
     return validation, test
@@ -261,7 +286,7 @@ def finish_epoch(
     state.check_model()
     with state.exclude_snapshots():
         state.epoch += 1
-        for loss in (evaluation.loss for evaluation in evaluations):
+        for loss in (evaluation.measures.get("loss", 0.0) for evaluation in evaluations):
             if not math.isfinite(loss):
                 at = {"epoch": state.epoch - 1, "step": state.step, "update_step": state.step}
                 raise non_finite_loss_error(state.model, state.hp.learning_rate, loss, **at, activation="")

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,15 +15,19 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from flyte_ddp import catalog, user_source
 from flyte_ddp.clock import make_clock
-from flyte_ddp.config import Hyperparameters
-from flyte_ddp.datasets.prepared import PreparedSet, resolve_class_names
-from flyte_ddp.errors import UserError
+from flyte_ddp.config import Hyperparameters, refuse_unused_settings
+from flyte_ddp.datasets.arrays import ImageArrays
+from flyte_ddp.datasets.prepared import PreparedSet, count_classes, has_numbers, resolve_class_names
+from flyte_ddp.errors import UserError, unknown_name_error
 from flyte_ddp.hardware import Hardware
 from flyte_ddp.loading.opening import open_splits
 from flyte_ddp.models import zoo
 from flyte_ddp.models.images import InputSpec, prepare_images
 from flyte_ddp.models.initial_weights import load_initial_weights
+from flyte_ddp.objectives import HIGHER, Facts, Objective
+from flyte_ddp.objectives.own import make_objective
 from flyte_ddp.order import sampling
+from flyte_ddp.order.sampling import Order
 from flyte_ddp.parallel.batch_norm import synchronise_batch_norm
 from flyte_ddp.parallel.buffers import Buffers
 from flyte_ddp.parallel.distributed import world_size
@@ -41,7 +46,7 @@ class TrainingState:
     """The objects of training on one rank.
 
     ``model`` is the bare module, ``sync`` averages the gradients of the same module. ``kept_model`` and
-    ``predict_logits`` use the weights that would be kept now.
+    ``predict`` use the weights that would be kept now.
     """
 
     def __init__(
@@ -70,8 +75,8 @@ class TrainingState:
         np.random.seed(hp.seed)  # noqa: NPY002
         if hp.deterministic:
             torch.use_deterministic_algorithms(True)
-        self.num_classes = len(resolve_class_names(data.classes, hp))
         self._open_splits(data, settings or Settings())
+        self.objective = open_objective(data, hp, self.training.order)
         model = self._build_model(initial_weights)
         # The order matters from here on. The model must have its final type, device and layers before anything refers
         # to its parameters. First the dropout and BatchNorm layers are replaced, because compile_model excludes some of
@@ -92,7 +97,8 @@ class TrainingState:
         self.buffers = Buffers(model)
         # On a GPU, checking a loss in its own step would make the host wait for the device in every step.
         self.loss_watch = LossWatch(model, self.optimizer, hp.learning_rate, a_step_later=on_gpu)
-        self.selection = Selection(hp.keep, hp.early_stop_patience)
+        higher = self.objective.measures.get(hp.select_by) == HIGHER
+        self.selection = Selection(hp.keep, hp.early_stop_patience, hp.select_by, higher_is_better=higher)
 
     def _open_splits(self, data: PreparedSet, settings: Settings) -> None:
         """Open the splits; from their sizes, set the number of steps and epochs, and the model's input ``spec``.
@@ -117,7 +123,7 @@ class TrainingState:
         """
         hp = self.hp
         own_files = user_source.list_user_files(hp.model)  # before the model's code runs, as the digest finds them
-        model = zoo.build_model(hp.model, self.num_classes, self.spec)
+        model = zoo.build_model(hp.model, self.objective.outputs, self.spec, hp.parse_options().get("model", {}))
         modules = {type(module).__module__ for module in model.modules()}
         self.uncovered_files = user_source.list_files_outside_digest(own_files, hp.model, modules)
         zoo.check_model(hp.model, model)
@@ -171,15 +177,16 @@ class TrainingState:
                     "requires_grad True, and multiply its gradient by 0 (register_hook) until it is to be trained"
                 )
 
-    def predict_logits(self, images: Tensor) -> Tensor:
-        """Return the kept weights' logits [N, classes] for uint8 images [N, H, W, C]; call in :meth:`evaluation_mode`.
+    def predict(self, images: Tensor, targets: Tensor) -> Any:
+        """Return the kept weights' outputs for uint8 images [N, H, W, C]; call in :meth:`evaluation_mode`.
 
-        Seeds the random generators, equally for each batch, for models that draw. UserError if the output does not fit.
+        Seeds the random generators, equally for each batch, for models that draw. UserError if the outputs do not fit
+        the targets.
         """
         self.this_pass.begin_pass(self.hp.seed, 0, np.arange(len(images)), self.device)
-        logits: Tensor = self.kept_model()(self.prepare_images(images))
-        zoo.check_logits(self.hp.model, logits, (len(images), self.num_classes))
-        return logits
+        outputs = self.kept_model()(self.prepare_images(images))
+        self.objective.check_outputs(self.hp.model, outputs, targets)
+        return outputs
 
     def kept_model(self) -> nn.Module:
         """Return the module whose weights would be kept now: the moving average with ``keep`` "ema", else the model."""
@@ -189,6 +196,28 @@ class TrainingState:
         """Update the moving average, if there is one, by the weights of this step."""
         if self.average is not None:
             self.average.update_parameters(self.model)
+
+
+def open_objective(data: PreparedSet, hp: Hyperparameters, training: Order) -> Objective:
+    """Return the objective of a training on a prepared data set, whose training samples are those of ``training``.
+
+    Runs the user's code of an own objective. Raises UserError if the objective does not take the targets, a setting or
+    an option, or has no measure ``select_by``.
+    """
+    classes = resolve_class_names(data.classes, hp, of_numbers=has_numbers(data))
+    counts = count_classes(data, training, len(classes)) if hp.class_weights == "balanced" else ()
+    shape = data.train_labels.shape[1:] if isinstance(data, ImageArrays) else ()
+    facts = Facts(classes, shape, counts, hp.class_weights, hp.label_smoothing)
+    objective = make_objective(hp.objective, facts, hp.parse_options().get("objective", {}))
+    refuse_unused_settings(hp, objective.takes)
+    if isinstance(data, ImageArrays):
+        for targets in (data.train_labels, data.test_labels):
+            objective.check_targets(targets)
+    else:
+        objective.check_targets(np.zeros(1, np.int64))  # a sample of an encoded set has one class
+    if hp.select_by not in ("loss", *objective.measures):
+        raise unknown_name_error("select_by", hp.select_by, ["loss", *objective.measures])
+    return objective
 
 
 def create_moving_average(model: nn.Module, decay: float) -> AveragedModel:

@@ -1,0 +1,12 @@
+"""What training minimises and evaluations measure, one file for each objective.
+
+For objectives of one's own: derive from :class:`Objective`, or from one of the built-in classes.
+"""
+
+from flyte_ddp.objectives.classification import Classification
+from flyte_ddp.objectives.multilabel import Multilabel
+from flyte_ddp.objectives.objective import HIGHER, LOWER, Facts, Objective
+from flyte_ddp.objectives.regression import Regression
+from flyte_ddp.objectives.segmentation import Segmentation
+
+__all__ = ["HIGHER", "LOWER", "Classification", "Facts", "Multilabel", "Objective", "Regression", "Segmentation"]

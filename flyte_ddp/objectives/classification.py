@@ -1,0 +1,84 @@
+"""One class for each sample: cross-entropy, accuracy."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn import functional
+
+from flyte_ddp.errors import UserError
+from flyte_ddp.objectives.objective import HIGHER, Columns, Facts, Objective, class_weights_of, require_outputs
+
+
+class Classification(Objective):
+    """Targets are class numbers int64 [n], outputs logits [n, classes]."""
+
+    measures: Mapping[str, str] = {"accuracy": HIGHER}
+    takes = frozenset({"label_smoothing", "class_weights"})
+
+    def __init__(self, facts: Facts) -> None:
+        super().__init__(facts)
+        self.class_weights = class_weights_of(facts)
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether there are class weights, or a subclass has weights of its own."""
+        return self.class_weights is not None or type(self).weights is not Classification.weights
+
+    def check_targets(self, targets: NDArray[Any]) -> None:
+        """Raise UserError unless the targets are whole numbers [N] of 0..classes-1."""
+        if targets.ndim != 1 or targets.dtype.kind not in "iu":
+            raise UserError(
+                f"objective='classification': the targets are {targets.dtype} {list(targets.shape)}; must be a class "
+                "number for each sample; choose another objective"
+            )
+
+    def check_outputs(self, model: str, outputs: Any, targets: Tensor) -> None:
+        """Raise UserError unless the outputs are logits [n, classes]."""
+        shape = len(targets), self.outputs
+        require_outputs(model, outputs, shape, "(samples, classes)", "size its last layer by num_classes")
+
+    def weights(self, targets: Tensor) -> Tensor | None:
+        """Return each sample's class weight, [n]; None without class weights."""
+        return None if self.class_weights is None else self.class_weights.to(targets.device)[targets]
+
+    def losses(self, outputs: Any, targets: Tensor) -> Tensor:
+        """Return the cross-entropy of each sample, [n], with label smoothing while torch records gradients."""
+        smoothing = self.facts.label_smoothing if torch.is_grad_enabled() else 0.0
+        return functional.cross_entropy(outputs, targets, reduction="none", label_smoothing=smoothing)
+
+    def loss_sum(self, outputs: Any, targets: Tensor, weights: Tensor | None) -> Tensor:
+        """Return the weighted sum of all losses, []; without weights by torch's fused form."""
+        if weights is not None or type(self).losses is not Classification.losses:
+            return super().loss_sum(outputs, targets, weights)
+        smoothing = self.facts.label_smoothing
+        return functional.cross_entropy(outputs, targets, reduction="sum", label_smoothing=smoothing)
+
+    def columns(self, outputs: Any, targets: Tensor) -> dict[str, Tensor]:
+        """Return the class of the largest logit, and the true class: ``prediction`` and ``truth`` [n]."""
+        return {"prediction": outputs.argmax(1), "truth": targets}
+
+    def measure(self, columns: Columns) -> dict[str, float]:
+        """Return the share of correct predictions, 0 to 1."""
+        correct = columns["prediction"] == columns["truth"]
+        return {"accuracy": correct.sum().item() / max(1, len(correct))}
+
+    def constant_loss(self, columns: Columns) -> float | None:
+        """Return the entropy of the classes' shares, by class weights if there are any: random predictions' loss."""
+        shares = columns["truth"].long().bincount(columns.get("weight")).double()
+        shares /= shares.sum()
+        return float(-torch.special.xlogy(shares, shares).sum())
+
+    def scores(self, columns: Columns) -> Tensor:
+        """Return 1 for a correct prediction, 0 for a wrong one: [N]."""
+        return (columns["prediction"] == columns["truth"]).double()
+
+
+def count_confusions(truth: NDArray[np.int64], predictions: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return [K, 3]: label, predicted class and number of samples of each pair that occurs, sorted by pair."""
+    classes = int(predictions.max(initial=0)) + 1
+    pairs, samples = np.unique(truth * classes + predictions, return_counts=True)
+    return np.stack((pairs // classes, pairs % classes, samples), axis=1)

@@ -1,0 +1,112 @@
+"""Several labels for each sample, each there or not: binary cross-entropy, F1, AUROC, average precision."""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn import functional
+
+from flyte_ddp.errors import UserError
+from flyte_ddp.objectives.objective import HIGHER, Columns, Facts, Objective, class_weights_of, require_outputs
+
+THRESHOLD = 0.5  # probability from which a label counts as predicted
+
+
+class Multilabel(Objective):
+    """Targets are float [n, labels] of 0 and 1, or NaN where a label is unknown; outputs are logits [n, labels]."""
+
+    measures: Mapping[str, str] = {"f1": HIGHER, "auroc": HIGHER, "average_precision": HIGHER}
+    takes = frozenset({"class_weights"})
+
+    def __init__(self, facts: Facts) -> None:
+        super().__init__(facts)
+        self.class_weights = class_weights_of(facts)
+
+    def check_targets(self, targets: NDArray[Any]) -> None:
+        """Raise UserError unless the targets are [N, labels] of 0, 1 and NaN, with as many labels as classes."""
+        if targets.ndim != 2 or targets.dtype.kind != "f":
+            raise UserError(
+                f"objective='multilabel': the targets are {targets.dtype} {list(targets.shape)}; must be float "
+                "[samples, labels] of 0 and 1, or NaN for unknown"
+            )
+        if len(self.facts.classes) not in (0, targets.shape[1]):
+            raise UserError(
+                f"the targets have {targets.shape[1]} labels, and there are {len(self.facts.classes)} names"
+            )
+        wrong = np.argwhere(~(np.isnan(targets) | (targets == 0) | (targets == 1)))
+        if len(wrong):
+            sample, label = wrong[0].tolist()
+            found = targets[sample, label]
+            raise UserError(f"label {label} of sample {sample} is {found:g}: must be 0, 1, or NaN for unknown")
+
+    def check_outputs(self, model: str, outputs: Any, targets: Tensor) -> None:
+        """Raise UserError unless the outputs are logits [n, labels]."""
+        require_outputs(
+            model, outputs, tuple(targets.shape), "(samples, classes)", "size its last layer by num_classes"
+        )
+
+    def weights(self, targets: Tensor) -> Tensor:
+        """Return 1, or the label's class weight, for each known label, and 0 for each unknown one: [n, labels]."""
+        known = (~targets.isnan()).to(torch.float32)
+        return known if self.class_weights is None else known * self.class_weights.to(targets.device)
+
+    def losses(self, outputs: Any, targets: Tensor) -> Tensor:
+        """Return the binary cross-entropy of each label, [n, labels]."""
+        # An unknown label is replaced: NaN times a weight of 0 would be NaN.
+        known = targets.nan_to_num(nan=0.0).to(outputs.dtype)
+        return functional.binary_cross_entropy_with_logits(outputs, known, reduction="none")
+
+    def columns(self, outputs: Any, targets: Tensor) -> dict[str, Tensor]:
+        """Return the probability of each label, and its truth: ``probability`` and ``truth`` [n, labels]."""
+        return {"probability": outputs.sigmoid(), "truth": targets}
+
+    def measure(self, columns: Columns) -> dict[str, float]:
+        """Return the means of scikit-learn's F1, ROC AUC and average precision over the labels (macro averages).
+
+        Only known labels count. A label without a positive sample, and for the AUROC one without a negative sample, is
+        left out of the mean; NaN if no label is left.
+        """
+        rows = self.measure_labels(columns)
+        return {name: mean_of_defined([row[name] for row in rows]) for name in self.measures}
+
+    def measure_labels(self, columns: Columns) -> list[dict[str, float]]:
+        """Return the three measures of each label; NaN where a measure is not defined. Imports scikit-learn."""
+        from sklearn import metrics  # which takes a second that other ranks need not wait
+
+        functions: dict[str, Callable[..., float]] = {
+            "f1": lambda truth, scores: metrics.f1_score(truth, scores >= THRESHOLD),
+            "auroc": metrics.roc_auc_score,
+            "average_precision": metrics.average_precision_score,
+        }
+        rows = []
+        for truth, scores in zip(columns["truth"].T.numpy(), columns["probability"].T.numpy(), strict=True):
+            known = ~np.isnan(truth)
+            positive = truth[known] == 1
+            defined = {name: positive.any() and (name != "auroc" or not positive.all()) for name in functions}
+            rows.append(
+                {
+                    name: float(function(positive, scores[known])) if defined[name] else float("nan")
+                    for name, function in functions.items()
+                }
+            )
+        return rows
+
+    def constant_loss(self, columns: Columns) -> float | None:
+        """Return the weighted mean of the entropies of the labels' shares; None with class weights."""
+        if self.class_weights is not None:
+            return None
+        known = ~columns["truth"].isnan()
+        counts, positive = known.sum(0), columns["truth"].nan_to_num(nan=0.0).sum(0)
+        share = positive / counts.clamp(min=1)
+        entropy = -torch.special.xlogy(share, share) - torch.special.xlogy(1 - share, 1 - share)
+        return float((entropy * counts).sum() / counts.sum().clamp(min=1))
+
+
+def mean_of_defined(values: list[float]) -> float:
+    """Return the mean of the values that are not NaN; NaN without any."""
+    defined = [value for value in values if not math.isnan(value)]
+    return float(np.mean(defined)) if defined else float("nan")

@@ -1,0 +1,190 @@
+"""The base of objectives: what training minimises, and what evaluations measure."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from flyte_ddp.errors import UserError
+
+LOWER, HIGHER = "lower", "higher"  # whether a lower or a higher value of a measure is better
+Columns = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What an objective knows of its data set and of its hyperparameters."""
+
+    classes: tuple[str, ...] = ()  # or labels; empty for numbers
+    target_shape: tuple[int, ...] = ()  # of the target of one sample
+    class_counts: tuple[int, ...] = ()  # training samples of each class; empty: not known
+    class_weights: str = ""  # the hyperparameters of the same names
+    label_smoothing: float = 0.0
+
+
+class Objective:
+    """What training minimises and evaluations measure; the base class of the user's own objectives.
+
+    An objective never reduces: it returns one loss for each sample, or for each element of a sample's target. The
+    library adds them up and divides by the sum of their weights in the whole step, over all ranks and accumulation
+    parts. An objective keeps no state.
+    """
+
+    # The names of what :meth:`measure` returns, each with LOWER or HIGHER; the main one first. Each also has "loss".
+    measures: Mapping[str, str] = {}
+    takes: ClassVar[frozenset[str]] = frozenset()  # hyperparameters of one objective alone that this one uses
+
+    def __init__(self, facts: Facts) -> None:
+        self.facts = facts
+        self.came_reduced = False  # whether a loss was a single number for all samples
+
+    @property
+    def outputs(self) -> int:
+        """The size of the model's last layer; by default the numbers in a target, or the classes if there are any."""
+        return len(self.facts.classes) or int(np.prod(self.facts.target_shape))
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether :meth:`weights` returns weights; by default whether the class overrides it."""
+        return type(self).weights is not Objective.weights
+
+    def check_targets(self, targets: NDArray[Any]) -> None:
+        """Raise UserError if targets [N, ...] of the data set are not what this objective takes."""
+
+    def check_outputs(self, model: str, outputs: Any, targets: Tensor) -> None:
+        """Raise UserError if the outputs of the model called ``model`` do not fit the targets [n, ...]."""
+
+    def weights(self, targets: Tensor) -> Tensor | None:  # noqa: ARG002
+        """Return the weights of the losses, of their shape and at least 0; None: each loss has the weight 1.
+
+        They depend on the targets alone, because they are asked for before the forward pass.
+        """
+        return None
+
+    def losses(self, outputs: Any, targets: Tensor) -> Tensor:
+        """Return the loss of each sample, [n], or of each element of its target, in fp32 or more.
+
+        A loss whose weight is 0 must still be a number, because its gradient is multiplied by 0. A single number is
+        taken for the mean of these samples.
+        """
+        raise NotImplementedError
+
+    def loss_sum(self, outputs: Any, targets: Tensor, weights: Tensor | None) -> Tensor:
+        """Return the weighted sum of all losses, []. Override it for a fused form of the same value.
+
+        Sets ``came_reduced`` if the loss is a single number. Raises UserError for losses of another shape than [n], or
+        than the weights.
+        """
+        losses = self.losses(outputs, targets)
+        shape = targets.shape[:1] if weights is None else weights.shape
+        if losses.dim() == 0 and len(shape):
+            self.came_reduced = True
+            return losses * (len(targets) if weights is None else weights.sum())
+        if losses.shape != shape:
+            raise wrong_losses_error(losses, shape, weighted=weights is not None)
+        return (losses if weights is None else losses * weights).sum()
+
+    def columns(self, outputs: Any, targets: Tensor) -> dict[str, Tensor]:  # noqa: ARG002
+        """Return what :meth:`measure` needs of each sample: tensors [n] or [n, k]. The library adds loss and weight."""
+        return {}
+
+    def measure(self, columns: Columns) -> dict[str, float]:  # noqa: ARG002
+        """Return the measures by name, from the columns [N] or [N, k] of all samples, fp64; called on rank 0 alone.
+
+        NaN for a measure that these samples do not define.
+        """
+        return {}
+
+    def constant_loss(self, columns: Columns) -> float | None:  # noqa: ARG002
+        """Return the loss of the best constant output on these samples; None if it is not known."""
+        return None
+
+    def scores(self, columns: Columns) -> Tensor:
+        """Return a score of each sample, [N], more is better, by which the gate compares models: minus its loss."""
+        weight = columns.get("weight")
+        return -columns["loss"] if weight is None else -columns["loss"] / weight.clamp(min=1e-300)
+
+
+def wrong_losses_error(losses: Tensor, shape: torch.Size, *, weighted: bool) -> UserError:
+    """Return the error for losses of another shape than ``shape``: the weights' shape if ``weighted``, else [n]."""
+    rule = f"{list(shape)}, as the weights are" if weighted else f"{list(shape)}, one for each sample"
+    return UserError(f"the objective's losses have shape {list(losses.shape)}: must be {rule}; do not reduce them")
+
+
+def sample_losses(objective: Objective, outputs: Any, targets: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Return each sample's sum of weighted losses, [n], and its sum of weights, [n], or None for weights of 1.
+
+    A loss that comes as a single number counts as the loss of each sample. Raises UserError for losses of a wrong
+    shape, and for negative weights.
+    """
+    losses, weights = objective.losses(outputs, targets), objective.weights(targets)
+    shape = targets.shape[:1] if weights is None else weights.shape
+    if losses.dim() == 0:
+        losses = losses.expand(shape)
+    if losses.shape != shape:
+        raise wrong_losses_error(losses, shape, weighted=weights is not None)
+    if weights is None:
+        return losses, None
+    if bool((weights < 0).any()):
+        raise UserError(f"the objective's weights go down to {weights.min().item():g}: must be at least 0")
+    return tuple(values.flatten(1).sum(1) if values.dim() > 1 else values for values in (losses * weights, weights))  # type: ignore[return-value]
+
+
+def convert_outputs(outputs: Any, dtype: torch.dtype) -> Any:
+    """Return a model's outputs with floating-point tensors in at least this type; other values are unchanged."""
+
+    def convert(value: Any) -> Any:
+        if isinstance(value, Tensor) and value.is_floating_point():
+            return value.to(torch.promote_types(value.dtype, dtype))
+        return value
+
+    return convert(outputs) if isinstance(outputs, Tensor) else tree_map(convert, outputs)
+
+
+def require_outputs(model: str, outputs: object, expected: tuple[int, ...], axes: str, fix: str) -> None:
+    """Raise UserError unless a model's outputs are a floating-point tensor of the shape ``expected``.
+
+    While torch records gradients, they must require gradients. ``axes`` names the dimensions in the error, such as
+    "(samples, classes)"; ``fix`` says what to do about another shape of the same number of dimensions.
+    """
+    name = "logits" if "classes" in axes else "outputs"
+    rule = f"a tensor of shape {axes} = {expected}"
+    if not isinstance(outputs, Tensor):
+        got, fix = type(outputs).__name__, f"return nothing but the {name}"
+    elif tuple(outputs.shape) != expected:
+        got = str(tuple(outputs.shape))
+        fix = fix if outputs.dim() == len(expected) else f"flatten the {name} of each sample"
+    elif not outputs.is_floating_point():
+        got, rule, fix = str(outputs.dtype), f"floating-point {name}", "leave out argmax and casts"
+    elif torch.is_grad_enabled() and not outputs.requires_grad:
+        got, rule = f"{name} without a gradient", f"{name} that depend on parameters by torch's own operations"
+        fix = "leave out detach, torch.no_grad, NumPy"
+    else:
+        return
+    raise UserError(f"model {model!r} returned {got}: it must return {rule}; {fix}")
+
+
+def class_weights_of(facts: Facts) -> Tensor | None:
+    """Return the hyperparameter ``class_weights`` as numbers fp32 [classes]; None if it is empty.
+
+    "balanced" gives samples / (classes * samples of the class), as scikit-learn does. Raises UserError for another
+    number of weights than classes, and for "balanced" where the classes' samples are not known, or one has none.
+    """
+    text = facts.class_weights
+    if not text:
+        return None
+    number = len(facts.classes)
+    if text == "balanced":
+        counts = torch.tensor(facts.class_counts, dtype=torch.float64)
+        if len(counts) != number or not bool((counts > 0).all()):
+            raise UserError("class_weights='balanced': a class has no training sample, or their number is not known")
+        return (counts.sum() / (number * counts)).float()
+    weights = [float(part) for part in text.split(",")]  # as config has checked
+    if len(weights) != number:
+        raise UserError(f"class_weights={text!r}: has {len(weights)} numbers; there are {number} classes")
+    return torch.tensor(weights)

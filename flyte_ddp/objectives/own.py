@@ -1,0 +1,57 @@
+"""Objectives by name: built-in ones, and the user's own, which may be a function of outputs and targets."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from flyte_ddp.errors import UserError, unknown_name_error
+from flyte_ddp.objectives.classification import Classification
+from flyte_ddp.objectives.multilabel import Multilabel
+from flyte_ddp.objectives.objective import Facts, Objective
+from flyte_ddp.objectives.regression import Regression
+from flyte_ddp.objectives.segmentation import Segmentation
+from flyte_ddp.user_code import load_callable, require_options
+
+OBJECTIVES: dict[str, type[Objective]] = {
+    "classification": Classification,
+    "multilabel": Multilabel,
+    "regression": Regression,
+    "segmentation": Segmentation,
+}
+
+
+def make_objective(name: str, facts: Facts, options: Mapping[str, Any]) -> Objective:
+    """Return the objective called ``name``: built in, or the user's ``package.module:callable``.
+
+    A class is an Objective. A function of outputs and targets gives the losses, and gets the measures of
+    classification where the targets are classes, else the loss alone. ``options`` are keyword arguments of the class or
+    of the function. Runs the user's code, and puts the working directory first on ``sys.path`` for it. Raises
+    UserError for an unknown name, and for options that the class or function does not take.
+    """
+    if ":" not in name and name not in OBJECTIVES:
+        raise unknown_name_error("objective", name, [*OBJECTIVES, "package.module:callable"])
+    own: Any = load_callable(name) if ":" in name else OBJECTIVES[name]
+    what = f"objective {name!r}"
+    if isinstance(own, type):
+        require_options(what, own, options, facts)
+        objective = own(facts, **options)
+        if not isinstance(objective, Objective):
+            raise UserError(f"objective={name!r}: is no flyte_ddp.objectives.Objective; derive it from that")
+        return objective
+    base = Classification if facts.classes and not facts.target_shape else Objective
+    require_options(what, own, options, None, None)
+
+    class FunctionObjective(base):  # type: ignore[misc,valid-type]
+        """The objective whose losses a function of the user returns."""
+
+        takes = frozenset({"class_weights"} if base is Classification else ())
+
+        def losses(self, outputs: Any, targets: Tensor) -> Tensor:
+            """Return what the function returns."""
+            found: Tensor = own(outputs, targets, **options)
+            if not isinstance(found, Tensor):
+                raise UserError(f"objective={name!r} returned a {type(found).__name__}: must be a tensor of losses")
+            return found
+
+    return FunctionObjective(facts)

@@ -1,0 +1,109 @@
+"""One class for each pixel: cross-entropy, IoU, pixel accuracy."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn import functional
+
+from flyte_ddp.errors import UserError
+from flyte_ddp.objectives.objective import HIGHER, Columns, Facts, Objective, class_weights_of, require_outputs
+
+IGNORED = 255  # class number of pixels that do not count
+
+
+class Segmentation(Objective):
+    """Targets are masks of class numbers [n, H, W], 255 where a pixel is ignored; outputs logits [n, classes, H, W].
+
+    A model may also return a dict with the logits as ``out``, as torchvision's segmentation models do.
+    """
+
+    measures: Mapping[str, str] = {"miou": HIGHER, "pixel_accuracy": HIGHER}
+    takes = frozenset({"class_weights"})
+
+    def __init__(self, facts: Facts) -> None:
+        super().__init__(facts)
+        self.class_weights = class_weights_of(facts)
+
+    def check_targets(self, targets: NDArray[Any]) -> None:
+        """Raise UserError unless the targets are masks [N, H, W] of 0..classes-1 and 255."""
+        if targets.ndim != 3 or targets.dtype.kind not in "iu":
+            raise UserError(
+                f"objective='segmentation': the targets are {targets.dtype} {list(targets.shape)}; must be a mask "
+                "[height, width] of class numbers for each sample"
+            )
+        for sample, mask in enumerate(targets):
+            wrong = mask[(mask != IGNORED) & ((mask < 0) | (mask >= self.outputs))]
+            if len(wrong):
+                raise UserError(
+                    f"the mask of sample {sample} has {wrong[0]}: must be 0..{self.outputs - 1} with {self.outputs} "
+                    f"classes, or {IGNORED} for ignored pixels"
+                )
+
+    def check_outputs(self, model: str, outputs: Any, targets: Tensor) -> None:
+        """Raise UserError unless the outputs are logits [n, classes, H, W] of the masks' size."""
+        shape = len(targets), self.outputs, *targets.shape[1:]
+        fix = "upsample to the mask's size, and size its last layer by num_classes"
+        require_outputs(model, logits_of(outputs), shape, "(samples, classes, height, width)", fix)
+
+    def weights(self, targets: Tensor) -> Tensor:
+        """Return 1, or the class weight, for each pixel, and 0 for ignored ones: [n, H, W]."""
+        counts = targets != IGNORED
+        if self.class_weights is None:
+            return counts.to(torch.float32)
+        return self.class_weights.to(targets.device)[torch.where(counts, targets, 0).long()] * counts
+
+    def losses(self, outputs: Any, targets: Tensor) -> Tensor:
+        """Return the cross-entropy of each pixel, [n, H, W]; 0 for ignored ones."""
+        return functional.cross_entropy(logits_of(outputs), targets.long(), reduction="none", ignore_index=IGNORED)
+
+    def columns(self, outputs: Any, targets: Tensor) -> dict[str, Tensor]:
+        """Return numbers of pixels of each class, [n, classes]: ``correct``, ``predicted`` and ``true``.
+
+        Ignored pixels do not count.
+        """
+        classes = self.outputs
+        predicted = torch.where(targets == IGNORED, classes, logits_of(outputs).argmax(1))
+        truth = torch.where(targets == IGNORED, classes, targets.long())
+        return {
+            "correct": count_classes(torch.where(predicted == truth, truth, classes), classes),
+            "predicted": count_classes(predicted, classes),
+            "true": count_classes(truth, classes),
+        }
+
+    def measure(self, columns: Columns) -> dict[str, float]:
+        """Return the mean IoU over the classes that occur in truth or predictions, and the share of correct pixels.
+
+        Both are of all pixels of all samples together. NaN if no pixel counts.
+        """
+        defined = intersection_over_union(columns)
+        defined = defined[~defined.isnan()]
+        pixels = columns["true"].sum().item()
+        accuracy = columns["correct"].sum().item() / pixels if pixels else float("nan")
+        return {"miou": defined.mean().item() if len(defined) else float("nan"), "pixel_accuracy": accuracy}
+
+    def constant_loss(self, columns: Columns) -> float | None:
+        """Return the entropy of the classes' shares of all pixels; None with class weights."""
+        if self.class_weights is not None:
+            return None
+        shares = columns["true"].sum(0) / columns["true"].sum().clamp(min=1)
+        return float(-torch.special.xlogy(shares, shares).sum())
+
+
+def logits_of(outputs: Any) -> Any:
+    """Return ``out`` of a dict of outputs, and other outputs unchanged."""
+    return outputs.get("out") if isinstance(outputs, Mapping) else outputs
+
+
+def count_classes(masks: Tensor, classes: int) -> Tensor:
+    """Return the number of pixels of each class, [n, classes], in masks [n, H, W]; ``classes`` is no class."""
+    rows = masks.flatten(1) + (classes + 1) * torch.arange(len(masks), device=masks.device)[:, None]
+    return rows.flatten().bincount(minlength=(classes + 1) * len(masks)).view(len(masks), classes + 1)[:, :classes]
+
+
+def intersection_over_union(columns: Columns) -> Tensor:
+    """Return the IoU of each class over all samples, [classes]; NaN for a class that occurs nowhere."""
+    correct, predicted, true = (columns[name].sum(0) for name in ("correct", "predicted", "true"))
+    return correct / (predicted + true - correct)
