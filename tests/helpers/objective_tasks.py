@@ -1,0 +1,133 @@
+"""Small tasks for each objective: data sets with unknown and ignored targets, models, and objectives of users."""
+
+import os
+from typing import Any
+
+import numpy as np
+from torch import Tensor, nn
+from torch.nn import functional
+
+from flyte_ddp.datasets import ImageArrays, image_arrays
+from flyte_ddp.objectives import Multilabel
+
+TRAIN, TEST, SIDE = 41, 23, 8
+CLASSES = ("a", "b", "c")
+
+
+def images_and_noise() -> tuple[np.ndarray, np.ndarray]:
+    random = np.random.default_rng(5)
+    images = random.integers(0, 256, (TRAIN + TEST, SIDE, SIDE, 1), dtype=np.uint8)
+    return images, random.random((TRAIN + TEST, 7))
+
+
+def arrays_of(targets: np.ndarray, classes: Any = ()) -> ImageArrays:
+    images, _ = images_and_noise()
+    parts = (images[:TRAIN], targets[:TRAIN], images[TRAIN:], targets[TRAIN:])
+    return image_arrays(*parts, classes)
+
+
+def brightness() -> np.ndarray:
+    """Mean of each quarter of an image, about 0 with a spread of 1: [N, 4]."""
+    images, _ = images_and_noise()
+    quarters = images.reshape(len(images), 2, SIDE // 2, 2, SIDE // 2).mean(axis=(2, 4)).reshape(len(images), 4)
+    return (quarters - quarters.mean(0)) / quarters.std(0)
+
+
+def classes(source: str) -> ImageArrays:
+    return arrays_of(brightness()[:, :3].argmax(1), CLASSES)
+
+
+def labels(source: str) -> ImageArrays:
+    """Labels, of which a third is unknown, and all of them for half of the samples."""
+    noise = images_and_noise()[1]
+    found = (brightness()[:, :3] > 0).astype(np.float32)
+    found[noise[:, :3] < 1 / 3] = np.nan
+    found[noise[:, 6] < 0.5] = np.nan
+    return arrays_of(found, CLASSES)
+
+
+def numbers(source: str) -> ImageArrays:
+    """Two numbers, of which a third is unknown, and all of them for half of the samples."""
+    noise = images_and_noise()[1]
+    found = brightness()[:, :2].astype(np.float32)
+    found[noise[:, :2] < 1 / 3] = np.nan
+    found[noise[:, 6] < 0.5] = np.nan
+    return arrays_of(found)
+
+
+def number(source: str) -> ImageArrays:
+    return arrays_of(brightness()[:, 0].astype(np.float32))
+
+
+def masks(source: str) -> ImageArrays:
+    """Classes of pixels by their brightness; most pixels are ignored in most images, all of them in some."""
+    images, noise = images_and_noise()
+    found = np.digitize(images[..., 0], (85, 170)).astype(np.uint8)
+    places = np.random.default_rng(6).random(found.shape)
+    found[places < np.where(noise[:, 6] < 0.4, 1.0, noise[:, 6])[:, None, None]] = 255
+    return arrays_of(found, CLASSES)
+
+
+def flat(num_classes: int, input_shape: tuple[int, int, int], width: int = 6) -> nn.Module:
+    channels, height, breadth = input_shape
+    return nn.Sequential(
+        nn.Conv2d(channels, width, 3),
+        nn.Tanh(),
+        nn.Flatten(),
+        nn.Linear(width * (height - 2) * (breadth - 2), num_classes),
+    )
+
+
+def pixels(num_classes: int, input_shape: tuple[int, int, int]) -> nn.Module:
+    return nn.Sequential(nn.Conv2d(input_shape[0], 6, 3, padding=1), nn.Tanh(), nn.Conv2d(6, num_classes, 1))
+
+
+class InDict(nn.Module):
+    """Returns the logits as torchvision's segmentation models do."""
+
+    def __init__(self, num_classes: int, input_shape: tuple[int, int, int]) -> None:
+        super().__init__()
+        self.inner = pixels(num_classes, input_shape)
+
+    def forward(self, images: Tensor) -> dict[str, Tensor]:
+        return {"out": self.inner(images)}
+
+
+def focal(outputs: Tensor, targets: Tensor, gamma: float = 2.0) -> Tensor:
+    loss = functional.cross_entropy(outputs, targets, reduction="none")
+    return (1 - (-loss).exp()) ** gamma * loss
+
+
+def reduced(outputs: Tensor, targets: Tensor) -> Tensor:
+    return functional.cross_entropy(outputs, targets)
+
+
+class Rare(Multilabel):
+    """Labels that are there count more."""
+
+    def weights(self, targets: Tensor) -> Tensor:
+        return super().weights(targets) * (1 + 9 * targets.nan_to_num(nan=0.0))
+
+
+def wrong_length(outputs: Tensor, targets: Tensor) -> Tensor:
+    return functional.cross_entropy(outputs, targets, reduction="none")[:-1]
+
+
+def not_a_number(outputs: Tensor, targets: Tensor) -> Tensor:
+    return functional.cross_entropy(outputs, targets, reduction="none") * float(os.environ.get("FACTOR", "nan"))
+
+
+class Negative(Multilabel):
+    def weights(self, targets: Tensor) -> Tensor:
+        return super().weights(targets) - 2.0
+
+
+def no_losses(outputs: Tensor, targets: Tensor) -> Any:
+    return None
+
+
+class Other:
+    """No objective."""
+
+    def __init__(self, facts: Any) -> None:
+        self.facts = facts

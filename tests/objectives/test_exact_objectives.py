@@ -1,0 +1,203 @@
+"""Each objective on N ranks and in parts is a plain loop over whole batches: in fp64, after each step."""
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import objective_tasks as tasks
+import pytest
+import torch
+from cli import HELPERS
+from ranks import run_ranks
+from torch import Tensor
+from torch.nn import functional
+
+from flyte_ddp.config import Hyperparameters
+from flyte_ddp.datasets import ImageArrays, open_arrays
+from flyte_ddp.datasets.arrays import write_arrays
+from flyte_ddp.hardware import detect_hardware
+from flyte_ddp.models import zoo
+from flyte_ddp.models.images import InputSpec
+from flyte_ddp.order import sampling
+from flyte_ddp.parallel.distributed import rank
+from flyte_ddp.training.evaluate import evaluate_split
+from flyte_ddp.training.train import apply_gradients, compute_gradients
+from flyte_ddp.training.training_state import TrainingState
+
+pytestmark = pytest.mark.slow
+
+STEPS = 12
+STRATEGIES = {1: ("shared_memory",), 2: ("shared_memory", "ddp", "hooks"), 3: ("shared_memory", "ddp"), 4: ("hooks",)}
+BASE = Hyperparameters(
+    epochs=1000, max_steps=STEPS, schedule="constant", learning_rate=0.05, precision="fp64", backend="gloo",
+    validation_fraction=0.0, test_batch_size=5,
+)  # fmt: skip
+FLAT, PIXELS = "objective_tasks:flat", "objective_tasks:pixels"
+WEIGHTS = torch.tensor([0.5, 2.0, 3.25], dtype=torch.float64)
+# The data set, the hyperparameters, and what the loss of a whole batch is: the sum of the losses, and of the weights.
+Loss = Callable[[Any, Tensor], tuple[Tensor, Tensor | int]]
+
+
+def binary(outputs: Tensor, targets: Tensor, weights: Tensor | float = 1.0) -> tuple[Tensor, Tensor]:
+    known = ~targets.isnan()
+    losses = functional.binary_cross_entropy_with_logits(
+        outputs, targets.nan_to_num(nan=0.5).double(), reduction="none"
+    )
+    used = known * weights
+    return (losses * used)[known].sum(), used.sum()
+
+
+def squared(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    known = ~targets.isnan()
+    return ((outputs[known] - targets[known].double()) ** 2).sum(), known.sum()
+
+
+def huber(outputs: Tensor, targets: Tensor) -> tuple[Tensor, int]:
+    return functional.huber_loss(outputs[:, 0], targets.double(), reduction="sum"), len(targets)
+
+
+def of_pixels(outputs: Any, targets: Tensor) -> tuple[Tensor, Tensor]:
+    logits = (outputs["out"] if isinstance(outputs, dict) else outputs).permute(0, 2, 3, 1)
+    counts = targets != 255
+    return functional.cross_entropy(logits[counts], targets[counts].long(), reduction="sum"), counts.sum()
+
+
+def of_weighted_pixels(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    counts = targets != 255
+    classes = targets[counts].long()
+    losses = functional.cross_entropy(outputs.permute(0, 2, 3, 1)[counts], classes, reduction="none")
+    return (losses * WEIGHTS[classes]).sum(), WEIGHTS[classes].sum()
+
+
+def weighted(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """torch's own weighted mean, times its weight."""
+    total = WEIGHTS[targets].sum()
+    return functional.cross_entropy(outputs, targets, weight=WEIGHTS) * total, total
+
+
+def rare(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    return binary(outputs, targets, torch.where(targets == 1, 10.0, 1.0))
+
+
+def focal(outputs: Tensor, targets: Tensor) -> tuple[Tensor, int]:
+    logs = outputs.log_softmax(1).gather(1, targets[:, None])[:, 0]
+    return (-((1 - logs.exp()) ** 3) * logs).sum(), len(targets)
+
+
+CASES: dict[str, tuple[str, dict[str, Any], Loss]] = {
+    "class weights": ("classes", {"model": FLAT, "class_weights": "0.5,2,3.25"}, weighted),
+    "multilabel": ("labels", {"model": FLAT, "objective": "multilabel"}, binary),
+    "own weights": ("labels", {"model": FLAT, "objective": "objective_tasks:Rare"}, rare),
+    "regression": ("numbers", {"model": FLAT, "objective": "regression"}, squared),
+    "huber": (
+        "number",
+        {
+            "model": FLAT,
+            "objective": "regression",
+            "options": '{"objective": {"loss": "huber"}, "model": {"width": 3}}',
+        },
+        huber,
+    ),
+    "segmentation": ("masks", {"model": "objective_tasks:InDict", "objective": "segmentation"}, of_pixels),
+    "segmentation with class weights": (
+        "masks",
+        {"model": PIXELS, "objective": "segmentation", "class_weights": "0.5,2,3.25"},
+        of_weighted_pixels,
+    ),
+    "own function": (
+        "classes",
+        {"model": FLAT, "objective": "objective_tasks:focal", "options": '{"objective": {"gamma": 3}}'},
+        focal,
+    ),
+}
+SIZES = ((8, 1), (8, 3), (2, 2))  # of a batch and its parts; 41 samples leave a ragged last batch of 1
+
+
+def batches(hp: Hyperparameters) -> Iterator[sampling.Indices]:
+    for epoch in range(hp.epochs):
+        yield from sampling.ListedOrder(np.arange(tasks.TRAIN), hp.seed).batches(epoch, hp.batch_size)
+
+
+def cases() -> Iterator[tuple[str, str, Hyperparameters, Loss]]:
+    for (name, (data, values, loss)), (batch_size, parts) in itertools.product(CASES.items(), SIZES):
+        hp = replace(BASE, batch_size=batch_size, accumulation_steps=parts, **values)
+        yield f"{name}-{batch_size}-{parts}", data, hp, loss
+
+
+def train_in_ranks(folder: Path) -> None:
+    """Leaves, from rank 0, every case's losses and parameters after each step, and the last evaluation."""
+    ranks = torch.distributed.get_world_size()
+    for (name, data, case, _), strategy in itertools.product(cases(), STRATEGIES[ranks]):
+        hp = replace(case, strategy=strategy)
+        hardware = replace(detect_hardware(replace(BASE, num_ranks=ranks, strategy=strategy)), threads=1)
+        state = TrainingState(hp, hardware, open_arrays(folder / data), None)
+        losses, states = [], []
+        for batch in itertools.islice(batches(hp), STEPS):
+            sums = compute_gradients(state, batch)
+            losses.append(float(sums.loss) / (float(sums.weight) or 1.0))
+            apply_gradients(state)
+            states.append({key: value.clone() for key, value in state.model.state_dict().items()})
+        with state.evaluation_mode():
+            found = evaluate_split(state.predict, state.test, hp.test_batch_size, state.device, state.objective)
+        if rank() == 0:
+            torch.save((losses, states, vars(found)), folder / f"{name}-{strategy}.pt")
+
+
+def plain_loop(hp: Hyperparameters, arrays: ImageArrays, loss_of: Loss) -> tuple[list[float], list[Any], float]:
+    """One process, torch's own layers and optimiser; of the library only the order of samples and the model."""
+    torch.manual_seed(hp.seed)
+    outputs = len(arrays.classes) or max(1, int(np.prod(arrays.train_labels.shape[1:])))
+    model = zoo.build_model(
+        hp.model, outputs, InputSpec(1, 8, 8, arrays.mean, arrays.std), hp.parse_options().get("model", {})
+    ).double()
+    optimizer = torch.optim.SGD(model.parameters(), 0.05, hp.momentum, weight_decay=hp.weight_decay, nesterov=True)
+    images, tests = (
+        (torch.tensor(np.array(part)).permute(0, 3, 1, 2).double() / 255 - arrays.mean[0]) / arrays.std[0]
+        for part in (arrays.train_images, arrays.test_images)
+    )
+    targets, truths = (torch.tensor(np.array(part)) for part in (arrays.train_labels, arrays.test_labels))
+    losses, states = [], []
+    for batch in itertools.islice(batches(hp), STEPS):
+        optimizer.zero_grad()
+        total, weight = loss_of(model(images[batch]), targets[batch])
+        loss = total / weight if weight else 0 * total
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+        states.append({key: value.clone() for key, value in model.state_dict().items()})
+    with torch.no_grad():
+        total, weight = loss_of(model(tests), truths)
+    return losses, states, float(total / weight)
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """The folder of the data sets, and of each case what the plain loop gives."""
+    folder = tmp_path_factory.mktemp("tasks")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(HELPERS)
+        for name in {data for data, *_ in CASES.values()}:
+            (folder / name).mkdir()
+            write_arrays(getattr(tasks, name)(""), folder / name, {})
+        return folder, {name: plain_loop(hp, open_arrays(folder / data), loss) for name, data, hp, loss in cases()}
+
+
+@pytest.mark.parametrize("ranks", [3, *(pytest.param(ranks, marks=pytest.mark.exhaustive) for ranks in (1, 2, 4))])
+def test_every_step_is_that_of_one_process(
+    ranks: int, expected: tuple[Path, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where a rank, a part or a whole step has no target at all."""
+    folder, plain = expected
+    monkeypatch.chdir(HELPERS)
+    assert run_ranks(train_in_ranks, folder, ranks) == [0] * ranks
+    for name, (expected_losses, expected_states, expected_loss) in plain.items():
+        for strategy in STRATEGIES[ranks]:
+            losses, states, evaluation = torch.load(folder / f"{name}-{strategy}.pt")
+            np.testing.assert_allclose(losses, expected_losses, rtol=0, atol=1e-9)
+            for state, other in zip(states, expected_states, strict=True):
+                torch.testing.assert_close(state, other, rtol=0, atol=1e-9)
+            assert evaluation["measures"]["loss"] == pytest.approx(expected_loss, abs=1e-9)
+    assert 0.0 in plain["multilabel-2-2"][0], "some step has no target at all"
