@@ -151,6 +151,13 @@ class Hyperparameters(CheckedFields, called="hyperparameter"):
         "mirrored half of the time).",
         choices=("none", "crop", "crop_flip", "resized_crop"),
     )
+    mixup: float = setting(
+        0.0,
+        "Alpha of mixup: each image is mixed with another one of its batch by a share drawn from Beta(alpha, alpha), "
+        "and the losses of both targets likewise; 0: no mixing.",
+        at_least=0.0,
+        at_most=100.0,
+    )
     ema_decay: float = setting(
         0.0, "Decay per step of the exponential moving average of the weights; 0 keeps none.", at_least=0.0, below=1.0
     )
@@ -290,6 +297,8 @@ def check_fields_together(hp: Hyperparameters) -> None:
     if hp.augment in (("crop", "crop_flip") if encoded else ("resized_crop",)):
         fitting = "none or resized_crop" if encoded else "none, crop or crop_flip"
         error = f"augment={hp.augment!r}: not for dataset={short_repr(hp.dataset)}; choose {fitting}"
+    elif hp.mixup and catalog.encoded_kind(hp.dataset) == "stream":
+        error = f"mixup={hp.mixup}: a stream gives each image once, so that none can be mixed with another; set 0"
     elif hp.nesterov and hp.optimizer == "sgd" and hp.momentum == 0:
         error = "nesterov=True: needs momentum above 0; set momentum or nesterov=false"
     elif hp.init_skip and not hp.init_from:

@@ -14,13 +14,13 @@ from numpy.typing import NDArray
 Indices = NDArray[np.integer[Any]]
 
 # Purposes of random generators: they make the generators of one seed independent of each other.
-SPLIT, ORDER, PACKING, TEST, CYCLE, WITHIN = range(6)
+SPLIT, ORDER, PACKING, TEST, CYCLE, WITHIN, MIXING = range(7)
 
 
 def make_generator(purpose: int, seed: int, first: int = 0, second: int = 0) -> np.random.Generator:
     """Return a new random generator whose numbers depend on the arguments alone, on all machines (counter-based).
 
-    ``purpose`` is one of SPLIT to WITHIN; ``first`` and ``second`` are numbers such as epoch and shard.
+    ``purpose`` is one of SPLIT to MIXING; ``first`` and ``second`` are numbers such as epoch and shard.
     """
     return np.random.Generator(np.random.Philox(np.random.SeedSequence([purpose, seed, first, second])))
 

@@ -2,9 +2,9 @@
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import closing, nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,15 +19,15 @@ from flyte_ddp.loading.facts import refuse_too_many_bad_samples
 from flyte_ddp.loading.split import PICTURES_COMPARED, describe_equal_pictures
 from flyte_ddp.objectives.objective import convert_outputs
 from flyte_ddp.order import sampling
-from flyte_ddp.parallel import distributed
 from flyte_ddp.parallel.batch_norm import mean_running_statistics, restore_running_statistics
-from flyte_ddp.parallel.distributed import sum_over_ranks, world_size
+from flyte_ddp.parallel.distributed import world_size
 from flyte_ddp.training.checkpointing import Checkpointer, restore_run
 from flyte_ddp.training.diagnosis import non_finite_loss_error
 from flyte_ddp.training.evaluate import Evaluation, evaluate_split
 from flyte_ddp.training.job import Job
 from flyte_ddp.training.optimisation import gradient_clip_norm, learning_rate
 from flyte_ddp.training.outputs import write_outputs, write_start_record
+from flyte_ddp.training.parts import LoadedPart, RankSlice, list_parts, load_part, load_parts, split_for_rank
 from flyte_ddp.training.recording import Recorder, StepSums
 from flyte_ddp.training.training_state import TrainingState
 
@@ -93,20 +93,13 @@ def remaining_batches(state: TrainingState) -> Iterator[sampling.Indices]:
     batches = training.order.batches(epoch, hp.batch_size, first=done)
     wanted = itertools.islice(batches, state.total_steps - state.step)
 
-    def list_rank_samples(batch: sampling.Indices) -> list[sampling.Indices]:
-        return [part.samples for part in split_for_rank(batch, hp.accumulation_steps)]
+    def list_rank_samples(item: tuple[int, sampling.Indices]) -> list[sampling.Indices]:
+        step, batch = item
+        return [samples for part in list_parts(state, batch, step) for samples in part.list_loads()]
 
-    return training.iterate_with_prefetch(wanted, list_rank_samples, epoch, hp.batch_size)
-
-
-class RankSlice(NamedTuple):
-    """A rank's samples of a micro-batch. A rank without a sample gets a sample of another rank, which must not count.
-
-    Many models fail on an empty batch, and every rank must take part in each exchange between ranks.
-    """
-
-    samples: sampling.Indices
-    has_samples: bool
+    numbered = enumerate(wanted, state.step)
+    for _, batch in training.iterate_with_prefetch(numbered, list_rank_samples, epoch, hp.batch_size):
+        yield batch
 
 
 def train_step(state: TrainingState, recorder: Recorder, batch: sampling.Indices) -> None:
@@ -129,22 +122,21 @@ def compute_gradients(state: TrainingState, batch: sampling.Indices) -> StepSums
     or resized.
     """
     loss_sum = torch.zeros((), dtype=torch.float64, device=state.device)
-    parts = split_for_rank(batch, state.hp.accumulation_steps)
-    loaded, total = load_weighted_parts(state, parts, len(batch))
+    parts = list_parts(state, batch, state.step)
+    loaded, total = load_parts(state, parts, len(batch))
     divisor = total if isinstance(total, int) else total.where(total > 0, 1.0)  # a step without any weight has loss 0
     for part in parts:
         with state.clock("data"):
-            inputs, targets, weights = next(loaded)
-            inputs = state.prepare_images(inputs)
+            own = next(loaded)
         with (
             state.clock("forward_backward"),
             state.sync.micro_batch(last=part is parts[-1]),  # gradients are averaged after the last backward pass only
             # A sample that must not count would change the running statistics of BatchNorm layers of this rank alone.
             nullcontext() if part.has_samples else restore_running_statistics(state.model),
         ):
-            outputs = compute_outputs(state, state.sync, inputs, targets, part)
+            outputs = compute_outputs(state, state.sync, own, part)
             # Autocast or a user's model may return bf16, which is too coarse for a loss.
-            loss = state.objective.loss_sum(convert_outputs(outputs, torch.float32), targets, weights)
+            loss = own.loss_sum(state.objective, convert_outputs(outputs, torch.float32))
             if not part.has_samples:
                 loss = 0.0 * loss  # the backward pass must still run, because other ranks wait in its exchanges
             # Times the number of ranks, because gradients are averaged over ranks. Divided by the weight of the global
@@ -163,55 +155,18 @@ def compute_gradients(state: TrainingState, batch: sampling.Indices) -> StepSums
     return StepSums(sums[0], total, len(batch))
 
 
-def load_weighted_parts(
-    state: TrainingState, parts: Sequence[RankSlice], samples: int
-) -> tuple[Iterator[tuple[Tensor, Tensor, Tensor | None]], Tensor | int]:
-    """Return inputs, targets and weights of each part, and the sum of the weights of all parts and ranks.
-
-    Without weights, the sum is ``samples``, and each part is loaded when it is taken. With weights loads all parts at
-    once, because the sum must be known before the first backward pass, and adds up over the ranks: all must call it.
-    """
-    batches = (state.training.load_batch(part.samples, state.epoch) for part in parts)
-    weighted = ((inputs, targets, state.objective.weights(targets)) for inputs, targets, _ in batches)
-    if not state.objective.has_weights:
-        return weighted, samples
-    with state.clock("data"):
-        loaded = [*weighted]
-    with state.clock("communication"):
-        own = torch.zeros((), dtype=torch.float64, device=state.device)
-        for part, (*_, weights) in zip(parts, loaded, strict=True):
-            if part.has_samples and weights is not None:
-                own += weights.sum(dtype=torch.float64)
-        total = sum_over_ranks(own)
-    return iter(loaded), total
-
-
-def split_for_rank(batch: sampling.Indices, parts: int) -> list[RankSlice]:
-    """Return this rank's slice of each of ``parts`` micro-batches; of fewer if the batch has fewer samples."""
-    parts = min(parts, len(batch))
-    slices = []
-    for part in range(parts):
-        micro_batch = sampling.take_slice(batch, part, parts)
-        samples = sampling.take_slice(micro_batch, distributed.rank(), world_size())
-        has_samples = len(samples) > 0
-        slices.append(RankSlice(samples if has_samples else micro_batch[:1], has_samples))
-    return slices
-
-
-def compute_outputs(
-    state: TrainingState, model: Callable[[Tensor], Any], inputs: Tensor, targets: Tensor, part: RankSlice
-) -> Any:
-    """Begin a training pass on the samples of ``part``, and return the model's outputs for their ``inputs``.
+def compute_outputs(state: TrainingState, model: Callable[[Tensor], Any], loaded: LoadedPart, part: RankSlice) -> Any:
+    """Begin a training pass on the samples of ``part``, which are ``loaded``, and return the model's outputs for them.
 
     Calls ``begin_pass`` of ``state.this_pass``, which seeds the random generators; call ``finish_pass`` after the
-    backward pass. Leaves the model's mode as it is. Raises UserError for outputs that do not fit the ``targets`` or
+    backward pass. Leaves the model's mode as it is. Raises UserError for outputs that do not fit the targets or
     have no gradient, or a batch too small for BatchNorm.
     """
     hp = state.hp
     state.this_pass.begin_pass(hp.seed, state.epoch, part.samples, state.device, has_samples=part.has_samples)
     try:
         with torch.autocast(state.device.type, dtype=torch.bfloat16, enabled=state.hardware.precision == "bf16"):
-            outputs = model(inputs)
+            outputs = model(loaded.inputs)
     except ValueError as error:
         if "more than 1 value per channel" not in str(error):
             raise
@@ -220,15 +175,14 @@ def compute_outputs(
             "for each channel: it needs two; choose a batch_size with another remainder, or a larger image_size"
             + ("" if hp.sync_batchnorm else ", or sync_batchnorm=true")
         ) from None
-    state.objective.check_outputs(hp.model, outputs, targets)
+    state.objective.check_outputs(hp.model, outputs, loaded.targets[0][0])
     return outputs
 
 
 def repeat_forward(state: TrainingState, batch: sampling.Indices) -> None:
     """Load a step's samples and repeat its forward passes, for modules' hooks. Call it inside ``torch.no_grad()``."""
-    for part in split_for_rank(batch, state.hp.accumulation_steps):
-        inputs, targets, _ = state.training.load_batch(part.samples, state.epoch)
-        compute_outputs(state, state.model, state.prepare_images(inputs), targets, part)
+    for part in list_parts(state, batch, state.step):
+        compute_outputs(state, state.model, load_part(state, part), part)
 
 
 def apply_gradients(state: TrainingState) -> None:

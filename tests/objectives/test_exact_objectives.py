@@ -12,7 +12,7 @@ import pytest
 import torch
 from cli import HELPERS
 from ranks import run_ranks
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from flyte_ddp.config import Hyperparameters
@@ -22,6 +22,7 @@ from flyte_ddp.hardware import detect_hardware
 from flyte_ddp.models import zoo
 from flyte_ddp.models.images import InputSpec
 from flyte_ddp.order import sampling
+from flyte_ddp.order.mixing import choose_partners, draw_shares
 from flyte_ddp.parallel.distributed import rank
 from flyte_ddp.training.evaluate import evaluate_split
 from flyte_ddp.training.train import apply_gradients, compute_gradients
@@ -113,6 +114,11 @@ CASES: dict[str, tuple[str, dict[str, Any], Loss]] = {
         focal,
     ),
 }
+MIXED = {
+    name: (data, {**values, "mixup": 0.4}, loss)
+    for name, (data, values, loss) in CASES.items()
+    if name in ("class weights", "own function", "multilabel", "segmentation")
+}
 SIZES = ((8, 1), (8, 3), (2, 2))  # of a batch and its parts; 41 samples leave a ragged last batch of 1
 
 
@@ -125,6 +131,8 @@ def cases() -> Iterator[tuple[str, str, Hyperparameters, Loss]]:
     for (name, (data, values, loss)), (batch_size, parts) in itertools.product(CASES.items(), SIZES):
         hp = replace(BASE, batch_size=batch_size, accumulation_steps=parts, **values)
         yield f"{name}-{batch_size}-{parts}", data, hp, loss
+    for name, (data, values, loss) in MIXED.items():
+        yield f"{name}-mixed", data, replace(BASE, batch_size=8, accumulation_steps=3, **values), loss
 
 
 def train_in_ranks(folder: Path) -> None:
@@ -146,6 +154,20 @@ def train_in_ranks(folder: Path) -> None:
             torch.save((losses, states, vars(found)), folder / f"{name}-{strategy}.pt")
 
 
+def mixed_loss(
+    hp: Hyperparameters, model: nn.Module, images: Tensor, targets: Tensor, batch: Any, step: int, loss_of: Loss
+) -> tuple[Tensor, Tensor]:
+    """The loss of mixed images, sample by sample; of the library only the draws of partners and shares."""
+    partners, shares = choose_partners(batch, hp.seed, step), draw_shares(batch, hp.mixup, hp.seed, step)
+    total, weight = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.float64)
+    for sample, partner, share in zip(batch.tolist(), partners.tolist(), shares.tolist(), strict=True):
+        outputs = model(share * images[[sample]] + (1 - share) * images[[partner]])
+        for number, part in ((sample, share), (partner, 1 - share)):
+            loss, of = loss_of(outputs, targets[[number]])
+            total, weight = total + part * loss, weight + part * float(of)
+    return total, weight
+
+
 def plain_loop(hp: Hyperparameters, arrays: ImageArrays, loss_of: Loss) -> tuple[list[float], list[Any], float]:
     """One process, torch's own layers and optimiser; of the library only the order of samples and the model."""
     torch.manual_seed(hp.seed)
@@ -162,7 +184,10 @@ def plain_loop(hp: Hyperparameters, arrays: ImageArrays, loss_of: Loss) -> tuple
     losses, states = [], []
     for batch in itertools.islice(batches(hp), STEPS):
         optimizer.zero_grad()
-        total, weight = loss_of(model(images[batch]), targets[batch])
+        if hp.mixup:
+            total, weight = mixed_loss(hp, model, images, targets, batch, len(losses), loss_of)
+        else:
+            total, weight = loss_of(model(images[batch]), targets[batch])
         loss = total / weight if weight else 0 * total
         loss.backward()
         optimizer.step()

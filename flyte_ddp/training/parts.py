@@ -1,0 +1,105 @@
+"""A rank's parts of a step's global batch: which samples they are, loading, mixing, and the weight of their losses."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flyte_ddp.objectives.objective import Objective
+from flyte_ddp.order import sampling
+from flyte_ddp.order.mixing import choose_partners, draw_shares
+from flyte_ddp.parallel.distributed import rank, sum_over_ranks, world_size
+from flyte_ddp.training.training_state import TrainingState
+
+
+class RankSlice(NamedTuple):
+    """A rank's samples of a micro-batch. A rank without a sample gets a sample of another rank, which must not count.
+
+    Many models fail on an empty batch, and every rank must take part in each exchange between ranks.
+    """
+
+    samples: sampling.Indices
+    has_samples: bool
+    partners: sampling.Indices | None = None  # with mixup: the samples that these are mixed with
+
+    def list_loads(self) -> list[sampling.Indices]:
+        """Return the samples of each call of ``load_batch`` that this slice needs."""
+        return [self.samples] if self.partners is None else [self.samples, self.partners]
+
+
+class LoadedPart(NamedTuple):
+    """Inputs, prepared for the model, of a slice, with the targets that its loss compares the outputs with."""
+
+    inputs: Tensor
+    # Targets with the weights of their losses; None: all weights are 1. With mixup there are those of the partners,
+    # too, and each sample's shares are in the weights.
+    targets: Sequence[tuple[Tensor, Tensor | None]]
+
+    def loss_sum(self, objective: Objective, outputs: Any) -> Tensor:
+        """Return the weighted sum of the losses of the model's outputs, []."""
+        sums = [objective.loss_sum(outputs, targets, weights) for targets, weights in self.targets]
+        return sums[0] if len(sums) == 1 else sums[0] + sums[1]
+
+
+def split_for_rank(batch: sampling.Indices, parts: int, partners: sampling.Indices | None = None) -> list[RankSlice]:
+    """Return this rank's slice of each of ``parts`` micro-batches; of fewer if the batch has fewer samples.
+
+    ``partners`` [B] are the samples that those of the batch [B] are mixed with; None: they are not mixed.
+    """
+    parts = min(parts, len(batch))
+
+    def own_slice(samples: sampling.Indices, part: int) -> tuple[sampling.Indices, bool]:
+        micro_batch = sampling.take_slice(samples, part, parts)
+        own = sampling.take_slice(micro_batch, rank(), world_size())
+        return (own, True) if len(own) else (micro_batch[:1], False)
+
+    if partners is None:
+        return [RankSlice(*own_slice(batch, part)) for part in range(parts)]
+    return [RankSlice(*own_slice(batch, part), own_slice(partners, part)[0]) for part in range(parts)]
+
+
+def list_parts(state: TrainingState, batch: sampling.Indices, step: int) -> list[RankSlice]:
+    """Return this rank's slices of the global batch [B] of an optimiser step, which counts from 0."""
+    hp = state.hp
+    partners = choose_partners(batch, hp.seed, step) if hp.mixup else None
+    return split_for_rank(batch, hp.accumulation_steps, partners)
+
+
+def load_part(state: TrainingState, part: RankSlice) -> LoadedPart:
+    """Load a slice of the current step: prepare its images, ask the objective for weights, and mix it with partners."""
+    loads = [state.training.load_batch(samples, state.epoch) for samples in part.list_loads()]
+    inputs = [state.prepare_images(batch.inputs) for batch in loads]
+    targets = [(batch.targets, state.objective.weights(batch.targets)) for batch in loads]
+    if part.partners is None:
+        return LoadedPart(inputs[0], targets)
+    drawn = torch.from_numpy(draw_shares(part.samples, state.hp.mixup, state.hp.seed, state.step)).to(state.device)
+    mixed, weighted = torch.zeros_like(inputs[0]), []
+    for images, (values, weights), shares in zip(inputs, targets, (drawn, 1 - drawn), strict=True):
+        mixed += images * shares.to(images.dtype).view(-1, 1, 1, 1)
+        weighted.append((values, shares if weights is None else weights * shares.view(-1, *[1] * (weights.dim() - 1))))
+    return LoadedPart(mixed, weighted)
+
+
+def load_parts(
+    state: TrainingState, parts: Sequence[RankSlice], samples: int
+) -> tuple[Iterator[LoadedPart], Tensor | int]:
+    """Return the loaded slices of a step, and the sum of the weights of all losses of all slices and ranks.
+
+    Without weights of an objective, the sum is ``samples``, and each slice is loaded when it is taken. With weights
+    loads all slices at once, because the sum must be known before the first backward pass, and adds up over the ranks:
+    all must call it.
+    """
+    loading = (load_part(state, part) for part in parts)
+    if not state.objective.has_weights:
+        return loading, samples  # with mixup, too: the two shares of a sample are 1 together
+    with state.clock("data"):
+        loaded = [*loading]
+    with state.clock("communication"):
+        own = torch.zeros((), dtype=torch.float64, device=state.device)
+        for part, (_, targets) in zip(parts, loaded, strict=True):
+            for _, weights in targets:
+                if part.has_samples and weights is not None:
+                    own += weights.sum(dtype=torch.float64)
+        total = sum_over_ranks(own)
+    return iter(loaded), total
