@@ -38,9 +38,12 @@ Image = NDArray[np.uint8]
 
 
 class TorchLogits(NamedTuple):
-    """Torch's logits on the test samples that can be decoded, one after the other: all may be gigabytes."""
+    """Torch's logits on the test samples that can be decoded, one after the other: all may be gigabytes.
 
-    rows: Iterable[NDArray[np.float32]]  # [classes] of each sample, in the split's order
+    Other outputs than logits are compared as they are.
+    """
+
+    rows: Iterable[NDArray[np.float32]]  # [classes], or of any shape, of each sample, in the split's order
     samples: int
     spread: float  # the largest of all logits minus the smallest
 
@@ -50,6 +53,7 @@ class Comparison:
     """How far an ONNX's logits are from torch's."""
 
     tolerance: float  # the largest difference of a logit that is allowed
+    of_classes: bool = True  # whether the outputs are logits of which the largest is the sample's class
     worst: float = 0.0  # the largest difference so far
     # numbers of samples with another class than torch's, whose two largest logits differ by more than the tolerance
     others: set[int] = field(default_factory=set)
@@ -60,8 +64,10 @@ class Comparison:
         return self.worst <= self.tolerance and not self.others
 
     def add_batch(self, first_sample: int, onnx_logits: NDArray[np.float32], torch_logits: NDArray[np.float32]) -> None:
-        """Add the ONNX's and torch's logits [n, classes] of the samples from ``first_sample`` on to the comparison."""
+        """Add the ONNX's and torch's outputs [n, ...] of the samples from ``first_sample`` on to the comparison."""
         self.worst = max(self.worst, float(np.nan_to_num(np.abs(onnx_logits - torch_logits), nan=np.inf).max()))
+        if not self.of_classes:
+            return
         second, best = np.sort(torch_logits, axis=1)[:, -2:].T
         wrong = (onnx_logits.argmax(axis=1) != torch_logits.argmax(axis=1)) & (best - second > self.tolerance)
         self.others.update((first_sample + np.flatnonzero(wrong)).tolist())
@@ -93,9 +99,11 @@ def export_model(
     with TemporaryDirectory(dir=folder) as name:  # so that files appear only if the comparison passes
         made = Path(name)
         try:
-            served = ServedModel(*artifacts.load_model(*model)).eval()
+            loaded, sidecar = artifacts.load_model(*model)
+            served = ServedModel(loaded, sidecar).eval()
             write_onnx_and_pt2(served, made)
-            found = Comparison(TOLERANCE[device] * logits.spread)
+            of_classes = bool(sidecar["classes"]) and not sidecar.get("target_shape")
+            found = Comparison(TOLERANCE[device] * logits.spread, of_classes)
             images = read_test_images(split, served.channels, settings)
             golden = compare_logits(made / ONNX, served, images, logits, found)
             if found.passed:

@@ -1,4 +1,4 @@
-"""The module that is exported: a model with its preprocessing, from uint8 pixels of any size to logits."""
+"""The module that is exported: a model with its preprocessing, from uint8 pixels of any size to its outputs."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -8,13 +8,14 @@ from torch import Tensor, nn
 
 from flyte_ddp.models import artifacts
 from flyte_ddp.models.images import EVALUATION_SHARE, normalisation
+from flyte_ddp.objectives.segmentation import logits_of
 
 LARGEST = 2**15  # weights of pixels are whole numbers below this
 assert EVALUATION_SHARE == 7 / 8, "middle_square_side computes with this"
 
 
 class ServedModel(nn.Module):
-    """A module that turns images uint8 [N, H, W, C] of one size, grey or RGB, into logits float32 [N, classes].
+    """A module that turns images uint8 [N, H, W, C] of one size, grey or RGB, into outputs float32, such as logits.
 
     It crops and resizes as evaluations do. Resizing is a product with a matrix of weights: no operation for resizing
     that exporters know gives the same pixels as torch's.
@@ -30,7 +31,10 @@ class ServedModel(nn.Module):
         self.register_buffer("shift", shift.clone())
 
     def forward(self, images: Tensor) -> Tensor:
-        """Crop, resize and normalise images uint8 [N, H, W, C], and return the model's logits float32 [N, classes]."""
+        """Crop, resize and normalise images uint8 [N, H, W, C], and return the model's outputs float32 [N, ...].
+
+        Of a dict, as torchvision's segmentation models return, these are ``out``.
+        """
         if self.middle:
             height, width = images.shape[1], images.shape[2]
             side = middle_square_side(torch.sym_min(height, width))
@@ -39,8 +43,8 @@ class ServedModel(nn.Module):
         pixels = resize_rows(pixels.transpose(1, 2), self.height, rounded=self.middle).transpose(1, 2)
         scale, shift = self.get_buffer("scale"), self.get_buffer("shift")
         inputs = (pixels * scale + shift).permute(0, 3, 1, 2).contiguous()  # as in training: models may use view()
-        logits: Tensor = self.model(inputs).float()
-        return logits
+        outputs: Tensor = logits_of(self.model(inputs)).float()
+        return outputs
 
 
 def middle_square_side(shorter: Any) -> Any:

@@ -79,7 +79,9 @@ def load_model(
             f"{model_path} is damaged or not the model of {sidecar_path}: its SHA-256 is {digest[:12]}..., "
             f"not {sidecar['digests']['weights'][:12]}...; take both files from the same run"
         )
-    model = zoo.build_model(sidecar["model"], len(sidecar["classes"]), parse_input_spec(sidecar))
+    outputs = sidecar.get("outputs", len(sidecar["classes"]))
+    options = sidecar.get("options", {}).get("model", {})
+    model = zoo.build_model(sidecar["model"], outputs, parse_input_spec(sidecar), options)
     load_weights(model, model_path, sidecar)
     return model.to(device).eval(), sidecar
 
@@ -111,7 +113,8 @@ def read_model_json(path: Path) -> dict[str, Any]:
     if form != FORMAT:
         raise UserError(f"sidecar {path} has format {form!r}: it must be {FORMAT!r}; {fix}")
     with suppress(KeyError, TypeError):
-        if parse_input_spec(sidecar) and sidecar["classes"] and sidecar["model"] and sidecar["digests"]["weights"]:
+        has_outputs = sidecar["classes"] or sidecar["outputs"]
+        if parse_input_spec(sidecar) and has_outputs and sidecar["model"] and sidecar["digests"]["weights"]:
             return dict(sidecar)
     raise UserError(
         f"sidecar {path} is incomplete: needs model, classes, input and digests; take it from the run again"

@@ -8,13 +8,17 @@ from dataclasses_json import DataClassJsonMixin
 from flyte_ddp.formatting import format_count
 from flyte_ddp.report.page import render_template
 
+CLASSES, LABELS, MASKS, NUMBERS = "class", "labels", "mask", "numbers"
+
 
 @dataclass
 class SplitProfile(DataClassJsonMixin):
     """Counts of a split's samples. All but ``samples`` and ``undecodable`` count decodable samples only."""
 
     samples: int = 0
-    labels: dict[str, int] = field(default_factory=dict)  # number of samples by class number
+    # Number of samples by class number; a sample of several labels, or a mask, counts for each class that it has. Of
+    # numbers to predict: number of samples by the range of the first one.
+    labels: dict[str, int] = field(default_factory=dict)
     undecodable: int = 0
     modes: dict[str, int] = field(default_factory=dict)  # number of samples by Pillow's mode of the file: RGB, L, ...
     sizes: dict[str, int] = field(default_factory=dict)  # by exponent of the largest power of two in height * width
@@ -35,14 +39,16 @@ class DataProfile(DataClassJsonMixin):
     duplicated: list[str]  # examples of duplicates
     conflicting: list[str]  # examples of conflicts
     equal: int = 0  # size of the largest group of samples with equal pixels
+    targets: str = CLASSES  # what a sample's target is: CLASSES, LABELS, MASKS or NUMBERS
 
 
 def render_profile(profile: DataProfile, dataset: str, warnings: list[str]) -> str:
     """Return the HTML page of a data set's profile as text. It begins with the warnings."""
     facts = [("Warning", warning) for warning in warnings]
     for name, split in {"Training": profile.training, "Test": profile.test}.items():
-        numbers = sorted(split.labels.values())
-        classes = f"{len(numbers):,} classes of {numbers[0]:,} to {numbers[-1]:,}"
+        numbers = sorted(split.labels.values()) or [0]
+        called = "ranges of numbers" if profile.targets == NUMBERS else "classes"
+        classes = f"{len(numbers):,} {called} of {numbers[0]:,} to {numbers[-1]:,}"
         modes = ", ".join(f"{mode} {number:,}" for mode, number in split.modes.items())
         unusable = f"; {split.undecodable:,} cannot be decoded" if split.undecodable else ""
         facts.append((name, f"{format_count(split.samples, 'sample')} in {classes}; {modes}{unusable}"))

@@ -2,12 +2,14 @@
 
 import hashlib
 import itertools
+import math
 from collections.abc import Generator, Iterator
 from contextlib import closing
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 from scipy.stats import chi2_contingency
 
 from flyte_ddp.config import Hyperparameters
@@ -23,12 +25,13 @@ from flyte_ddp.machine import count_cores
 from flyte_ddp.order.sampling import Indices
 from flyte_ddp.settings import Settings
 from flyte_ddp.shards.index import ShardIndex
-from flyte_ddp.validation.profile import DataProfile, SplitProfile
+from flyte_ddp.validation.profile import CLASSES, LABELS, MASKS, NUMBERS, DataProfile, SplitProfile
 
 BRIGHTNESSES = 16  # bins for an image's mean value, which is 0 to 255
 AHEAD = 512  # samples that are read or decoded at a time
 MODES = {1: "L", 3: "RGB", 4: "RGBA"}  # Pillow's mode by number of channels
 SHIFT = 0.1  # a warning is for a difference in at least this share of images
+IGNORED = 255  # class number of pixels of a mask that do not count
 SIGNIFICANCE = 0.001  # a warning is for a smaller p-value
 STATISTICS = {"labels": "classes", "modes": "colour modes", "sizes": "sizes", "brightness": "brightness"}
 
@@ -37,12 +40,13 @@ class SampleFacts(NamedTuple):
     """What is counted of one sample."""
 
     name: str
-    label: int
+    label: int  # the class number; of other targets a digest, equal for equal targets
     failure: str = ""  # why it cannot be decoded; the values below are then unset
     mode: str = ""
     size: int = 0  # largest power of two, as exponent, that height times width reaches
     brightness: int = 0  # bin of the mean value
     digest: int = 0  # 64 bits of shape and pixels; two of a million samples collide with probability 3e-8
+    counted: tuple[str, ...] = ()  # what the sample counts for in ``labels``; empty: its label
 
 
 def compute_profile(folder: Path, settings: Settings | None = None) -> DataProfile:
@@ -52,7 +56,7 @@ def compute_profile(folder: Path, settings: Settings | None = None) -> DataProfi
     decoded. Raises a UserError if the data set is damaged, or a sample cannot be read or has no image or label.
     """
     data, settings = open_prepared(folder), settings or Settings()
-    profile = DataProfile([*data.classes], SplitProfile(), SplitProfile(), 0, 0, [], {}, [], [])
+    profile = DataProfile([*data.classes], SplitProfile(), SplitProfile(), 0, 0, [], {}, [], [], 0, target_kind(data))
     training, test = (add_split_to_profile(data, split, profile, settings) for split in ("training", "test"))
     numbers, labels, digests = (np.concatenate(pair) for pair in zip(training, test, strict=True))
     in_test = np.arange(len(numbers)) >= len(training[0])
@@ -74,14 +78,15 @@ def compute_profile(folder: Path, settings: Settings | None = None) -> DataProfi
             profile.duplicates += int(in_test[same].sum())
             if len(profile.duplicated) < FEW:
                 profile.duplicated.append(f"{read_name(last)} and {read_name(first)}")
-        other = same[labels[same] != labels[first]]
+        # Equal pictures with two numbers are noise, as in any measurement.
+        other = same[:0] if profile.targets == NUMBERS else same[labels[same] != labels[first]]
         if len(other):
             profile.conflicts += len(same)
             if len(profile.conflicting) < FEW:
                 pair = (first, int(other[0]))
-                profile.conflicting.append(
-                    " and ".join(f"{read_name(place)} (label {labels[place]})" for place in pair)
-                )
+                shown = (f" (label {labels[place]})" if profile.targets == CLASSES else "" for place in pair)
+                named = (f"{read_name(place)}{label}" for place, label in zip(pair, shown, strict=True))
+                profile.conflicting.append(" and ".join(named))
     return profile
 
 
@@ -98,16 +103,17 @@ def add_split_to_profile(
     for place, sample in enumerate(measure_samples(data, split, numbers, settings)):
         labels[place], digests[place], good[place] = sample.label, sample.digest, not sample.failure
         counts.samples += 1
-        if not 0 <= sample.label < len(profile.classes):
+        if profile.targets == CLASSES and not 0 <= sample.label < len(profile.classes):
             profile.labelled.setdefault(str(sample.label), sample.name)
         if sample.failure:
             counts.undecodable += 1
             profile.bad += [f"{sample.name} ({sample.failure})"] if len(profile.bad) < FEW else []
             continue
-        values = {"labels": sample.label, "modes": sample.mode, "sizes": sample.size, "brightness": sample.brightness}
-        for statistic, value in values.items():
+        values = {"modes": sample.mode, "sizes": str(sample.size), "brightness": str(sample.brightness)}
+        of_label = sample.counted if profile.targets != CLASSES else (str(sample.label),)
+        for statistic, value in (*values.items(), *(("labels", each) for each in of_label)):
             counted = getattr(counts, statistic)
-            counted[str(value)] = counted.get(str(value), 0) + 1
+            counted[value] = counted.get(value, 0) + 1
     return numbers[good], labels[good], digests[good]
 
 
@@ -133,9 +139,11 @@ def measure_samples(
     if isinstance(data, ImageArrays):
         tests, training = (data.test_images, data.test_labels), (data.train_images, data.train_labels)
         pixels, labels = tests if split == "test" else training
-        mode = MODES.get(pixels.shape[3], f"{pixels.shape[3]} channels")
+        mode, kind = MODES.get(pixels.shape[3], f"{pixels.shape[3]} channels"), target_kind(data)
         for number in numbers.tolist():
-            yield measure_pixels(f"{split} sample {number}", int(labels[number]), mode, pixels[number])
+            label, counted = describe_target(labels[number], kind)
+            facts = measure_pixels(f"{split} sample {number}", label, mode, pixels[number])
+            yield facts._replace(counted=counted)
         return
 
     def decode_and_measure(number: int, encoded: Encoded) -> SampleFacts:
@@ -149,6 +157,41 @@ def measure_samples(
 
     with closing(open_image_reader(data.test_source if split == "test" else data.train, settings)) as source:
         yield from map_samples(source, numbers, settings.loader_threads or count_cores(), decode_and_measure, AHEAD)
+
+
+def target_kind(data: PreparedSet) -> str:
+    """Return what a sample's target is: CLASSES, LABELS, MASKS or NUMBERS."""
+    if not isinstance(data, ImageArrays) or (data.train_labels.ndim == 1 and data.train_labels.dtype.kind != "f"):
+        return CLASSES
+    if data.train_labels.ndim == 3:
+        return MASKS
+    return LABELS if data.classes else NUMBERS
+
+
+def describe_target(target: NDArray[Any], kind: str) -> tuple[int, tuple[str, ...]]:
+    """Return the class number of a target, or a digest of another target; and what the target counts for.
+
+    ``kind`` is CLASSES, LABELS, MASKS or NUMBERS. A mask counts for the classes of its pixels, labels for those that
+    are 1, numbers for the range between powers of two that the first one is in.
+    """
+    if target.ndim == 0 and target.dtype.kind != "f":
+        return int(target), ()
+    digest = hashlib.blake2b(np.ascontiguousarray(target).data, digest_size=7)
+    label = int.from_bytes(digest.digest(), "little")
+    if target.dtype.kind != "f":
+        return label, tuple(map(str, np.setdiff1d(target, [IGNORED]).tolist()))
+    if kind == NUMBERS:
+        return label, (describe_range(float(target.reshape(-1)[0])),)
+    return label, tuple(map(str, np.flatnonzero(target == 1).tolist()))
+
+
+def describe_range(number: float) -> str:
+    """Return the range between powers of two that a number is in, such as "4 to 8"; "nan" for an unknown number."""
+    if not math.isfinite(number) or number == 0:
+        return f"{number:g}"
+    power = math.frexp(abs(number))[1]
+    low, high = sorted(math.copysign(2.0**each, number) for each in (power - 1, power))
+    return f"{low:g} to {high:g}"
 
 
 def measure_pixels(name: str, label: int, mode: str, pixels: Pixels) -> SampleFacts:
@@ -167,7 +210,8 @@ def check_profile(profile: DataProfile, hp: Hyperparameters, *, max_duplicates: 
     the allowed share of samples that have the pixels of a sample with another label. Also raises a UserError if the
     class names are unknown, or ``hp.num_classes`` is not their number.
     """
-    names, problems = resolve_class_names(profile.classes, hp), list[str]()
+    of_numbers = profile.targets in (LABELS, NUMBERS)
+    names, problems = resolve_class_names(profile.classes, hp, of_numbers=of_numbers), list[str]()
     bad = profile.training.undecodable + profile.test.undecodable
     if bad > hp.bad_samples:
         problems.append(
@@ -181,7 +225,7 @@ def check_profile(profile: DataProfile, hp: Hyperparameters, *, max_duplicates: 
         problems.append(f"{examples}: {limits}")
     for split, counts in {"training": profile.training, "test": profile.test}.items():
         empty = [name for number, name in enumerate(names) if not counts.labels.get(str(number))]
-        if empty:
+        if empty and profile.targets != NUMBERS:
             remedy = "add some" if split == "training" or hp.test_dataset else "give a test_dataset that has some"
             problems.append(f"no decodable {split} sample is of class {join_few(empty)}; {remedy}, or remove the class")
     if profile.duplicates > max_duplicates * profile.test.samples:
@@ -236,7 +280,8 @@ def describe_differences(profile: DataProfile, champion: DataProfile) -> Iterato
 def describe_value(statistic: str, value: str, classes: list[str]) -> str:
     """Return a value of a statistic in words, such as "class cat"."""
     if statistic == "labels":
-        return f"class {classes[int(value)] if int(value) < len(classes) else value}"
+        known = value.isdecimal() and int(value) < len(classes)
+        return f"class {classes[int(value)]}" if known else f"targets of {value}"
     if statistic == "sizes":
         return f"images of {2 ** int(value):,} to {2 ** (int(value) + 1) - 1:,} pixels"
     if statistic == "brightness":

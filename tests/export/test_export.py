@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+import objective_tasks
 import onnx
 import pytest
 import torch
+from cli import HELPERS
 from encoded_runs import quiet
 from onnx import numpy_helper
 from PIL import Image
@@ -27,8 +29,8 @@ from flyte_ddp.export.exporting import Comparison, NotExportedError, TorchLogits
 from flyte_ddp.export.onnx_process import OnnxProcess, read_array, write_array
 from flyte_ddp.export.served import ServedModel, middle_square_side
 from flyte_ddp.loading.cropping import crop_to_square, middle_crop
-from flyte_ddp.models.artifacts import load_model, parse_input_spec
-from flyte_ddp.models.images import prepare_images
+from flyte_ddp.models.artifacts import describe_model_input, load_model, parse_input_spec, save_model
+from flyte_ddp.models.images import InputSpec, prepare_images
 from flyte_ddp.predict.prediction_batches import SavedModel
 from flyte_ddp.release.evaluation import compute_logits_of_split
 from flyte_ddp.run import Result
@@ -253,3 +255,48 @@ def test_images_of_many_sizes_and_a_users_own_model(tmp_path: Path, monkeypatch:
     assert found.passed, found
     ended = check_without_torch(tmp_path)
     assert ended.returncode == 0, ended.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("objective", "model", "target_shape", "outputs"),
+    [
+        ("segmentation", "InDict", (8, 8), 3),
+        pytest.param("multilabel", "flat", (3,), 3, marks=pytest.mark.exhaustive),
+        pytest.param("regression", "flat", (), 1, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_outputs_of_other_objectives(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    objective: str,
+    model: str,
+    target_shape: tuple[int, ...],
+    outputs: int,
+) -> None:
+    """A difference counts, not which of the outputs is the largest."""
+    monkeypatch.chdir(HELPERS)
+    torch.manual_seed(0)
+    module, split = getattr(objective_tasks, model)(outputs, (1, 8, 8)), objective_tasks.classes("")
+    spec = InputSpec(1, 8, 8, (0.5,), (0.25,))
+    sidecar = {
+        "model": f"objective_tasks:{model}",
+        "objective": objective,
+        "classes": [] if objective == "regression" else ["a", "b", "c"],
+        "outputs": outputs,
+        "target_shape": list(target_shape),
+        "input": describe_model_input(spec, ""),
+    }
+    files = save_model(tmp_path, module.state_dict(), sidecar)
+    with torch.no_grad():
+        found = module(prepare_images(torch.from_numpy(split.test_images), spec))
+    rows = (found["out"] if isinstance(found, dict) else found).numpy()
+    compared = export_model(files, split, TorchLogits(rows, len(rows), float(np.ptp(rows))), tmp_path, settings=QUIET)
+    assert compared.passed
+    assert compared.worst < 1e-5
+    assert check_without_torch(tmp_path).returncode == 0
+    worse = rows.copy()
+    worse[7] += 0.01 * np.ptp(rows)
+    again = export_model(files, split, TorchLogits(worse, len(rows), float(np.ptp(rows))), tmp_path, settings=QUIET)
+    assert not again.passed
+    assert again.others == set()

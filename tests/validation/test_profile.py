@@ -111,3 +111,27 @@ def test_profile_of_shards_with_held_out_test_samples(kind: str, tmp_path: Path)
     assert found.duplicates == len(found.duplicated)
     pairs = [tuple(sorted(re.findall(r"sample '(\d+)'", said))) for said in found.duplicated]
     assert {*pairs} <= {(f"0{number}", f"3{number + 5}") for number in range(5)}
+
+
+def test_other_targets_than_classes(tmp_path: Path) -> None:
+    """Labels and masks count for each class that they have, numbers by their range; equal pictures are compared."""
+    images = np.random.default_rng(0).integers(0, 256, (6, 4, 4, 1), dtype=np.uint8)
+    images[5], images[1] = images[0], images[0]
+    labels = np.array([[1, 0], [1, 1], [np.nan, 1], [0, 0], [0, 1], [1, 0]], np.float32)
+    masks = np.zeros((6, 4, 4), np.uint8)
+    masks[0, :2], masks[1], masks[2] = 1, 255, 1
+    numbers = np.array([3.5, 4.0, -5.0, 0.0, np.nan, 0.3], np.float32)
+    found = {}
+    for name, (targets, classes) in {"l": (labels, "ab"), "m": (masks, "ab"), "n": (numbers, "")}.items():
+        (tmp_path / name).mkdir()
+        arrays = image_arrays(images[:4], targets[:4], images[4:], targets[4:], classes=[*classes], name="own")
+        write_arrays(arrays, tmp_path / name, {})
+        found[name] = compute_profile(tmp_path / name)
+        assert DataProfile.from_json(found[name].to_json()) == found[name]
+        assert found[name].duplicates == 1
+    assert (found["l"].training.labels, found["l"].test.labels) == ({"0": 2, "1": 2}, {"1": 1, "0": 1})
+    assert (found["m"].training.labels, found["m"].test.labels) == ({"0": 2, "1": 2}, {"0": 2})
+    assert found["n"].training.labels == {"2 to 4": 1, "4 to 8": 1, "-8 to -4": 1, "0": 1}
+    assert found["n"].test.labels == {"nan": 1, "0.25 to 0.5": 1}
+    assert [found[name].conflicts for name in "lmn"] == [3, 3, 0]
+    assert found["l"].conflicting == ["training sample 0 and training sample 1"]
