@@ -125,7 +125,7 @@ def train_in_one_process(data: Path) -> tuple[dict[str, torch.Tensor], list[floa
     return net.state_dict(), accuracies
 
 
-@on(ELASTIC, exhaustive=[SPAWN, RAY, DASK])
+@on(ELASTIC, exhaustive=[SPAWN, RAY])
 def test_custom_ddp(case: Callable[..., Case], tmp_path: Path) -> None:
     data = str(unpack_mnist_files("FashionMNIST", None, tmp_path, COUNT))
     losses = case(train_dist, data, 2, 12).run_killed()
@@ -133,7 +133,7 @@ def test_custom_ddp(case: Callable[..., Case], tmp_path: Path) -> None:
     torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected), rtol=1e-5, atol=0)
 
 
-@on(exhaustive=[SPAWN, ELASTIC, RAY, DASK])
+@on(exhaustive=[SPAWN, ELASTIC, RAY])
 def test_wids_on_ray(case: Callable[..., Case], tmp_path: Path) -> None:
     images = write_image_folder(tmp_path / "images", COUNT)
     pack_image_folder(str(images), tmp_path / "shards", per_shard=20, progress="off")
@@ -144,7 +144,7 @@ def test_wids_on_ray(case: Callable[..., Case], tmp_path: Path) -> None:
     assert_equal(wids.folder / "resnet.pt", tmp_path / "undisturbed/resnet.pt")
 
 
-@on(exhaustive=[SPAWN, ELASTIC, RAY, DASK])
+@on(exhaustive=[SPAWN, ELASTIC, DASK])
 def test_transfer_learning_on_dask_and_s3(
     case: Callable[..., Case], bucket: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

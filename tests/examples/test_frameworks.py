@@ -83,7 +83,6 @@ def test_the_script_as_it_is(name: str, expected: dict[str, dict[str, float]], t
     [
         ("accelerate", SPAWN, 48, 10),  # in the middle of an epoch, and so is what was saved
         pytest.param("lightning", SPAWN, 50, 15, marks=pytest.mark.exhaustive),
-        pytest.param("accelerate", ELASTIC, 48, 10, marks=pytest.mark.exhaustive),
         pytest.param("lightning", ELASTIC, 50, 15, marks=pytest.mark.exhaustive),
     ],
 )

@@ -142,7 +142,7 @@ def test_a_rank_that_fails_is_named_and_takes_the_others_along(
     nothing_is_left(trial)
 
 
-@on(ELASTIC, exhaustive=(AGENTS, DASK, RAY))  # for spawned ranks see test_faults.py
+@on(ELASTIC, exhaustive=(AGENTS, RAY))  # for spawned ranks see test_faults.py
 def test_a_rank_that_hangs_is_named_with_its_stack(launch: Launch, trial: Trial) -> None:
     kind = "hang" if launch is elastic.launch else "hang in C"  # where Elastic's cannot say more
     trial.inject(kind)
@@ -155,13 +155,13 @@ def test_a_rank_that_hangs_is_named_with_its_stack(launch: Launch, trial: Trial)
     nothing_is_left(trial)
 
 
-@on(SPAWN, exhaustive=(ELASTIC, DASK, RAY))
+@on(SPAWN, exhaustive=(ELASTIC, RAY))
 def test_what_rank_0_does_alone_at_the_end_may_take_longer_than_the_limit(launch: Launch, trial: Trial) -> None:
     """It loads the model's file twice, for 2 seconds each, while the others wait for it."""
     trial.train(replace(HP, model="unusual_models:SlowToLoad", epochs=1), launch=launch, timeout=3.0)
 
 
-@on(SPAWN, exhaustive=(ELASTIC, DASK, RAY))
+@on(SPAWN, exhaustive=(ELASTIC, DASK))
 def test_several_at_once(launch: Launch, expected: Result, trial: Trial, tmp_path: Path) -> None:
     with ThreadPoolExecutor(2) as pool:
         runs = [pool.submit(trial.train, HP, launch=launch, folder=tmp_path / name) for name in ("one", "other")]

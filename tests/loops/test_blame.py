@@ -42,6 +42,7 @@ EACH_PAIR = [
     (waits, failure, GROUPS[(row + column) % len(GROUPS)])
     for row, waits in enumerate(own_functions.WAITS)
     for column, failure in enumerate(WORDS)
+    if waits != "load" or failure == "SIGKILL"  # rank 0 has 8 s to save, and sits in load
 ]
 
 
@@ -92,7 +93,7 @@ HANGS = [("backward", "join"), ("load", "join"), ("all_reduce", "own"), ("all_re
     [
         *((waits, group, False) for waits, group in HANGS[:4]),
         ("all_reduce", "never", True),
-        *(pytest.param(waits, group, True, marks=again) for waits, group in HANGS),
+        pytest.param("functional", "own", True, marks=again),
     ],
 )
 def test_a_rank_that_hangs(run: Run, waits: str, group: str, port: bool) -> None:
@@ -102,7 +103,7 @@ def test_a_rank_that_hangs(run: Run, waits: str, group: str, port: bool) -> None
     assert caught.value.recoverable
 
 
-@on(exhaustive=(SPAWN, AGENTS, ELASTIC, DASK, RAY))
+@on(exhaustive=(SPAWN, RAY))
 def test_a_rank_that_hangs_after_others_have_returned(launch: Launch, run: Run) -> None:
     with pytest.raises(RankError, match=r"^rank 1 did not come where rank 0 waited for 5 s"):
         run(own_functions.fail_alone, "hang", timeout=5.0, launch=launch)

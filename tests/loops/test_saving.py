@@ -30,7 +30,7 @@ TOTAL = {step: step * (step + 1) / 2 for step in range(30)}
 NO_IDENTITY = Identity({}, data="", code="", user_code="", initial_weights="", releases="")
 
 
-@on(SPAWN, AGENTS, exhaustive=(ELASTIC, DASK, RAY))
+@on(SPAWN, AGENTS, exhaustive=(RAY,))
 def test_all_ranks_load_what_rank_0_saved_last(launch: Launch, run: Run, tmp_path: Path) -> None:
     """More than a message of the store, too: of 8 MiB."""
     run(own_functions.save_and_load, 2_500_000, 2, launch=launch)
@@ -72,21 +72,20 @@ def test_a_run_that_was_cut_off_goes_on(launch: Launch, run: Run, tmp_path: Path
 
 
 @on(AGENTS, exhaustive=(ELASTIC, DASK, RAY))
-@pytest.mark.parametrize("who", [1, pytest.param(0, marks=pytest.mark.exhaustive)])
 def test_an_engines_retry_goes_on_within_the_call(
-    launch: Launch, run: Run, tmp_path: Path, request: pytest.FixtureRequest, who: int
+    launch: Launch, run: Run, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     name = request.node.callspec.params["launch"]
     option = {AGENTS: "retries", DASK: "retries", RAY: "max_retries", ELASTIC: "max_restarts"}[name]
     marker = str(tmp_path / "marker")
-    got = run(own_functions.train, 10, 4, who=who, marker=marker, launch=partial(launch, **{option: 1}))
+    got = run(own_functions.train, 10, 4, marker=marker, launch=partial(launch, **{option: 1}))
     assert got == {"sum": TOTAL[10], "begun": [(4, TOTAL[4])] * 2}
     records = read_records(tmp_path / "run/metrics.jsonl")
     assert [record["step"] for record in records if record["kind"] == "record"] == [*range(1, 11)]
     assert not [*(tmp_path / "run").glob("*.ckpt")]
 
 
-@on(SPAWN, exhaustive=(AGENTS, ELASTIC, DASK, RAY))
+@on(SPAWN, exhaustive=(AGENTS, DASK))
 def test_a_rank_that_loads_late_gets_what_rank_0_got(launch: Launch, run: Run, tmp_path: Path) -> None:
     """Though rank 0 saves again at once, into the files that it has loaded."""
     marker = tmp_path / "marker"

@@ -56,7 +56,6 @@ def terminate(launcher: int) -> None:
         (press_ctrl_c, "stopped by Ctrl-C", {}),
         also(kill_a_rank, "rank 1 was killed by SIGKILL", {}),
         also(terminate, "stopped by SIGTERM", {}),
-        also(press_ctrl_c, "stopped by Ctrl-C", ELASTIC),
         also(terminate, "stopped by SIGTERM", ELASTIC),
     ],
 )
