@@ -118,9 +118,9 @@ def non_finite_loss_error(
 def nothing_learned_warning(loss: float, constant: float | None, learning_rate: float, clip_norm: float) -> str:
     """Return a warning if ``loss`` is at least 97 % of ``constant``, the best constant output's loss; else "".
 
-    None is a loss that is not known. ``clip_norm`` 0 means no clipping.
+    None and NaN are a loss that is not known. ``clip_norm`` 0 means no clipping.
     """
-    if not constant or loss < LEARNED * constant:
+    if not constant or not loss >= LEARNED * constant:
         return ""
     clip = f"grad_clip_norm (now {clip_norm:g})" if clip_norm else "set grad_clip_norm, as to 1"
     return (

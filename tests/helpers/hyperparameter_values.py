@@ -8,7 +8,7 @@ Values = dict[str, Any]
 
 NAMES: dict[type, str] = {
     str: "dataset data_source test_dataset model init_from init_skip optimizer schedule augment keep backend strategy "
-    "precision channels_last",
+    "precision channels_last objective options class_weights select_by",
     float: "validation_fraction learning_rate momentum weight_decay label_smoothing grad_clip_norm ema_decay",
     int: "image_size epochs max_steps batch_size test_batch_size accumulation_steps warmup_steps early_stop_patience "
     "seed num_ranks log_interval eval_interval num_classes shuffle_shards shuffle_buffer bad_samples",
@@ -72,6 +72,28 @@ BAD: dict[str, tuple[Values, tuple[str, ...]]] = {
     "unknown optimizer": ({"optimizer": "SGD"}, ("optimizer 'SGD'", "adam, adamw, sgd")),
     "unknown schedule": ({"schedule": "onecycle"}, ("schedule 'onecycle'", "constant, cosine, one_cycle")),
     "unknown augment": ({"augment": "flip"}, ("augment 'flip'", "crop, crop_flip, none")),
+    "unknown objective": ({"objective": "ranking"}, ("objective 'ranking'", "classification, multilabel", "callable")),
+    "misspelt objective": ({"objective": "regresion"}, ("'regresion'", "did you mean 'regression'")),
+    "smoothing of numbers": (
+        {"objective": "regression", "label_smoothing": 0.1},
+        ("label_smoothing=0.1", "objective='regression' has no use for it", "leave it out"),
+    ),
+    "smoothing of labels": (
+        {"objective": "multilabel", "label_smoothing": 0.1},
+        ("label_smoothing=0.1", "objective='multilabel' has no use for it"),
+    ),
+    "weights of numbers": (
+        {"objective": "regression", "class_weights": "balanced"},
+        ("class_weights='balanced'", "objective='regression' has no use for it"),
+    ),
+    **{
+        f"class weights {text!r}": ({"class_weights": text}, (f"class_weights={text!r}", "balanced", "at least 0"))
+        for text in ("heavy", "1,,2", "1;2", "1,-2", "1,nan", "1,inf", "0,0", "Balanced", ",")
+    },
+    "options that are no JSON": ({"options": "{width: 3}"}, ("options='{width: 3}'", "is not JSON", "column 2")),
+    "options that are a list": ({"options": "[1]"}, ("options='[1]'", "JSON object of objects by hyperparameter")),
+    "option without a name": ({"options": '{"model": 3}'}, ("JSON object of objects by hyperparameter",)),
+    "options of a misspelt field": ({"options": '{"modell": {}}'}, ("options of 'modell'", "did you mean 'model'")),
     "unknown keep": ({"keep": "first"}, ("keep 'first'", "best, ema, last")),
     "unknown strategy": ({"strategy": "ring"}, ("strategy 'ring'", "auto, ddp, hooks, shared_memory")),
     "unknown backend": ({"backend": "mpi"}, ("backend 'mpi'", "auto, gloo, nccl")),
@@ -123,6 +145,15 @@ GOOD: dict[str, tuple[Values, Values]] = {  # given, and as it must arrive
     "batch of ranks and parts": ({"batch_size": 12, "num_ranks": 3, "accumulation_steps": 4},) * 2,
     "no momentum": ({"momentum": 0.0, "nesterov": False},) * 2,
     "adam needs no momentum": ({"optimizer": "adam", "momentum": 0.0},) * 2,
+    "own objective": (
+        {
+            "objective": "losses:Focal",
+            "options": '{"objective": {"gamma": 2}}',
+            "select_by": "f1",
+            "class_weights": "1,0",
+        },
+    )
+    * 2,
     "bool": ({"nesterov": False, "compile": True, "deterministic": True},) * 2,
     **{path.stem: (json.loads(path.read_text()),) * 2 for path in PRESETS},
     **{

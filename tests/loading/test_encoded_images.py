@@ -118,7 +118,7 @@ def test_images_of_a_store_are_asked_for_at_the_same_time(load: Load, server: Fi
     server.files = {f"bucket/a/{number}.png": png(number) for number in range(16)}
     listed = list_images("s3://bucket")
     server.before_answer = threading.Barrier(16)
-    pixels = load(FileReader(listed), [ListedOrder(np.arange(16))], bad=0).load_batch(np.arange(16), None).images
+    pixels = load(FileReader(listed), [ListedOrder(np.arange(16))], bad=0).load_batch(np.arange(16), None).inputs
     assert sorted(pixels[:, 0, 0, 0].tolist()) == list(range(16))
 
 
@@ -140,7 +140,7 @@ def test_an_image_that_is_damaged_in_the_cache_is_fetched_again(load: Load, serv
     shard, cache = serve(server, "0.tar", shard_bytes(contents))._replace(samples=3), ShardCache(tmp_path)
     loading = load(ShardImages(ShardReader(ShardIndex("", [shard]), cache)), [ListedOrder(np.arange(3))], bad=0)
     for _ in range(2):
-        pixels = loading.load_batch(np.arange(3), None).images
+        pixels = loading.load_batch(np.arange(3), None).inputs
         assert pixels[:, 0, 0, 0].tolist() == [0, 1, 2]
         damaged = bytearray(cache.shard_path(shard).read_bytes())
         damaged[damaged.index(b"IDAT") + 8] ^= 0xFF

@@ -198,6 +198,6 @@ def test_the_host_does_not_wait_for_the_device_to_copy_a_batch(monkeypatch: pyte
     with copies:
         for source in (ArrayImages(images, labels, augment="crop_flip"), stream):
             batch = source.load_batch(samples, 0)
-            assert (batch.images.device, batch.labels.device) == (META, META)
+            assert (batch.inputs.device, batch.targets.device) == (META, META)
         TrainingPass().begin_pass(0, 0, samples, META)
-    assert copies.found == [(True, True)] * 6  # rows; places of two axes; images and labels; keys
+    assert copies.found == [(True, True)] * 6  # rows; places of two axes; images and targets; keys

@@ -129,10 +129,16 @@ def evaluations_in_ranks(folder: Path) -> None:
     centred = after_steps(replace(hp, model="stateful_models:Centred"), data)
     _, test = evaluate_splits(centred)
     uncertain = after_steps(replace(hp, model="stateful_models:Uncertain"), data)
-    losses = [evaluate_splits(uncertain)[1].losses for _ in range(2)]
+    losses = [evaluate_splits(uncertain)[1].columns["loss"] for _ in range(2)]
     of_one_sample = after_steps(replace(ONE_SAMPLE, num_ranks=2), data)
     evaluate_splits(of_one_sample)
-    left = (centred.model.state_dict(), centred.model.hidden, test.losses, losses, of_one_sample.model.state_dict())
+    left = (
+        centred.model.state_dict(),
+        centred.model.hidden,
+        test.columns["loss"],
+        losses,
+        of_one_sample.model.state_dict(),
+    )
     torch.save(left, folder / f"rank-{rank()}.pt")
     after_steps(replace(hp, model="unusual_models:Unusual", precision="fp32"), data)  # buffers of all types
     with pytest.raises(UserError, match="different BatchNorm layers"):
@@ -156,7 +162,7 @@ def test_all_ranks_have_the_buffers_of_rank_0_and_evaluate_what_is_saved(tmp_pat
     assert torch.equal(uncertain, again)
     hp = replace(BASE, model="stateful_models:Uncertain", num_ranks=1, test_batch_size=60)
     _, of_one_rank = evaluate_splits(after_steps(hp, data))
-    torch.testing.assert_close(uncertain, of_one_rank.losses, rtol=0, atol=1e-9)
+    torch.testing.assert_close(uncertain, of_one_rank.columns["loss"], rtol=0, atol=1e-9)
     alone = after_steps(replace(ONE_SAMPLE, num_ranks=1), data).model.state_dict()
     for name, value in of_one_sample.items():  # a rank that never had a sample counts for nothing
         torch.testing.assert_close(value, alone[name], rtol=0, atol=1e-9, msg=name)
@@ -191,14 +197,14 @@ def test_each_evaluation_is_followed_by_one_call_of_train(digits: Path, keep: st
 def test_an_evaluation_that_fails_leaves_no_trace(digits: Path, monkeypatch: pytest.MonkeyPatch, keep: str) -> None:
     hp = replace(BASE, model="stateful_models:Centred", num_ranks=1, ema_decay=0.9, keep=keep)
     state = after_steps(hp, digits)
-    predict = state.predict_logits
+    predict = state.predict
 
-    def predict_and_fail(images: Tensor) -> Tensor:
-        predict(images)
+    def predict_and_fail(images: Tensor, targets: Tensor) -> Tensor:
+        predict(images, targets)
         raise ArithmeticError
 
     before = {name: value.clone() for name, value in state.kept_model().named_buffers()}
-    monkeypatch.setattr(state, "predict_logits", predict_and_fail)
+    monkeypatch.setattr(state, "predict", predict_and_fail)
     with pytest.raises(ArithmeticError):
         evaluate_splits(state)
     assert state.kept_model().training
@@ -211,11 +217,11 @@ def test_an_evaluation_that_fails_after_a_new_buffer_raises_its_own_exception(
 ) -> None:
     state = after_steps(replace(BASE, model="stateful_models:Centred", num_ranks=1), digits)
 
-    def register_and_fail(_: Tensor) -> Tensor:
+    def register_and_fail(*_: Tensor) -> Tensor:
         state.model.register_buffer("late", torch.zeros(1))
         raise ArithmeticError
 
-    monkeypatch.setattr(state, "predict_logits", register_and_fail)
+    monkeypatch.setattr(state, "predict", register_and_fail)
     with pytest.raises(ArithmeticError):
         evaluate_splits(state)
     with pytest.raises(UserError, match="buffer late: was registered"):

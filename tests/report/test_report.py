@@ -22,7 +22,7 @@ from flyte_ddp.report import figures, report
 from flyte_ddp.report.figures import Series
 from flyte_ddp.report.page import thumbnail
 from flyte_ddp.report.report import Run
-from flyte_ddp.training.evaluate import count_confusions
+from flyte_ddp.objectives.classification import count_confusions
 
 
 @pytest.fixture(scope="module")

@@ -17,6 +17,7 @@ from flyte_ddp.hardware import detect_hardware
 from flyte_ddp.json_lines import read_records
 from flyte_ddp.loading.arrays import ArrayImages
 from flyte_ddp.loading.split import Split
+from flyte_ddp.objectives import Classification, Facts
 from flyte_ddp.order.sampling import ListedOrder
 from flyte_ddp.parallel.distributed import broadcast_object, rank, world_size
 from flyte_ddp.training import evaluate as evaluation
@@ -47,9 +48,10 @@ def test_metrics_are_the_same_on_any_number_of_ranks(tmp_path: Path) -> None:
     on_one, on_three = (torch.load(tmp_path / f"{ranks}.pt", weights_only=True) for ranks in (1, 3))
     for size in SIZES:
         for one, other in zip(on_one[size], on_three[size], strict=True):
-            assert (one["loss"], one["accuracy"]) == (other["loss"], other["accuracy"])
-            assert all(torch.equal(one[key], other[key]) for key in ("losses", "predictions", "truth"))
-        assert torch.equal(one["truth"], torch.tensor(open_arrays(data).test_labels))
+            assert one["measures"] == other["measures"]
+            assert one["columns"].keys() == other["columns"].keys() == {"loss", "prediction", "truth"}
+            assert all(torch.equal(column, other["columns"][name]) for name, column in one["columns"].items())
+        assert torch.equal(one["columns"]["truth"], torch.tensor(open_arrays(data).test_labels).double())
 
 
 def test_a_sample_that_is_not_counted_once_is_an_error() -> None:
@@ -62,7 +64,11 @@ def test_a_sample_that_is_not_counted_once_is_an_error() -> None:
     split = Twice(ArrayImages(images, labels), ListedOrder(torch.arange(5, dtype=torch.int32).numpy()))
     with pytest.raises(RuntimeError, match="counted 5 of 5 samples not exactly once"):
         evaluate_split(
-            lambda batch: functional.one_hot(batch[:, 0, 0, 0].long(), 2).float(), split, 2, torch.device("cpu")
+            lambda batch, _: functional.one_hot(batch[:, 0, 0, 0].long(), 2).float(),
+            split,
+            2,
+            torch.device("cpu"),
+            Classification(Facts(("0", "1"))),
         )
 
 
@@ -70,8 +76,8 @@ def disagreeing(num_classes: int, input_shape: tuple[int, int, int]) -> nn.Modul
     """A model in whose run rank 1 adds up each evaluation's losses to one bit less than before, and rank 0 does not."""
     calls = itertools.count()
 
-    def broadcast_other_bits(metrics):
-        return broadcast_object((1.0 - rank() * next(calls) * 2.0**-53, metrics[1]))
+    def broadcast_other_bits(measures):
+        return broadcast_object({**measures, "loss": 1.0 - rank() * next(calls) * 2.0**-53})
 
     evaluation.broadcast_object = broadcast_other_bits
     return nn.Sequential(nn.Flatten(), nn.Linear(64, num_classes))
