@@ -22,16 +22,20 @@ YAML_NUMBER = re.compile(r"[-+]?(\d+e[-+]?\d+|(\d+\.\d*|\.\d+)e\d+)", re.IGNOREC
 BOUNDS = {"at_least": operator.ge, "at_most": operator.le, "above": operator.gt, "below": operator.lt}
 TYPES: dict[type, str] = {bool: "true or false", str: "text", int: "a whole number", float: "a finite number"}
 LARGEST_INT = 2**53  # the console's form (protobuf Struct) carries doubles: larger ones would be rounded silently
+OWN_CODE = "package.module:callable"  # the form of a name of users' own code
 
 
-def setting(default: Any, doc: str, *, choices: tuple[str, ...] | None = None, **bounds: float) -> Any:
+def setting(
+    default: Any, doc: str, *, choices: tuple[str, ...] | None = None, own: bool = False, **bounds: float
+) -> Any:
     """Return a dataclass field with a default, a help text, and the values that :func:`check_value` accepts for it.
 
+    ``own``: the field may also name a user's own ``package.module:callable``, beside its ``choices`` if it has any.
     ``bounds`` of a number are any of at_least, at_most (2**53 by default for whole numbers), above and below.
     """
     if type(default) is int:
         bounds.setdefault("at_most", LARGEST_INT)
-    return dataclasses.field(default=default, metadata={"doc": doc, "choices": choices, **bounds})
+    return dataclasses.field(default=default, metadata={"doc": doc, "choices": choices, "own": own, **bounds})
 
 
 class CheckedFields(DataClassJsonMixin):
@@ -102,7 +106,8 @@ def check_value(field: "dataclasses.Field[Any]", value: Any) -> Any:
     """Return a value in its field's type; in an int field 3.0 becomes 3, because the console's form has only doubles.
 
     Raises UserError for a value of another type, NaN, infinity, a number out of range, a text that is none of the
-    choices or not UTF-8, and an address with a user name or a password.
+    choices (nor has the colon of own code, where that is allowed) or not UTF-8, and an address with a user name or a
+    password.
     """
     rule = field.metadata
     kind: Any = field.type
@@ -122,8 +127,9 @@ def check_value(field: "dataclasses.Field[Any]", value: Any) -> Any:
                 f"{field.name}={short_repr(value)}: must be UTF-8, as a model's files are; rename what it names"
             )
         refuse_credentials(field.name, value)
-    if rule["choices"] is not None and value not in rule["choices"]:
-        raise unknown_name_error(field.name, value, rule["choices"])
+    choices = rule["choices"]
+    if choices is not None and value not in choices and not (rule["own"] and ":" in value):
+        raise unknown_name_error(field.name, value, [*choices, OWN_CODE] if rule["own"] else choices)
     for key, holds in BOUNDS.items():
         if key in rule and not holds(value, rule[key]):
             raise UserError(f"{field.name}={short_repr(value)}: must be {key.replace('_', ' ')} {rule[key]}")

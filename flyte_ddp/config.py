@@ -6,14 +6,15 @@ all pay for what this module loads.
 """
 
 # No "from __future__ import annotations" here: flytekit derives the console's form from real types.
+import dataclasses
 import json
 import math
 from collections.abc import Collection
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from flyte_ddp import catalog
-from flyte_ddp.checked_fields import CheckedFields, setting, short_repr
+from flyte_ddp.checked_fields import OWN_CODE, CheckedFields, setting, short_repr
 from flyte_ddp.errors import UserError, unknown_name_error
 
 OPTIONS_OF = ("model", "objective")  # hyperparameters that name callables which take options
@@ -28,6 +29,7 @@ class Hyperparameters(CheckedFields, called="hyperparameter"):
         "digits",
         "Data set: digits, mnist, fashion_mnist, cifar10; `shards:ADDRESS` of an index; `stream:ADDRESS` of an index, "
         "read in no fixed order; `image_folder:ADDRESS` of class/name.jpg; or your own `package.module:callable`.",
+        own=True,
     )
     data_source: str = setting(
         "",
@@ -65,7 +67,9 @@ class Hyperparameters(CheckedFields, called="hyperparameter"):
     )
     # Model
     model: str = setting(
-        "small_cnn", "small_cnn, tutorial, a torchvision classifier by name, or your own `package.module:callable`."
+        "small_cnn",
+        "small_cnn, tutorial, a torchvision classifier by name, or your own `package.module:callable`.",
+        own=True,
     )
     image_size: int = setting(
         0,
@@ -92,6 +96,7 @@ class Hyperparameters(CheckedFields, called="hyperparameter"):
         "classification",
         "What is minimised and measured: classification (a class for each image), multilabel (several labels), "
         "regression (numbers), segmentation (a class for each pixel), or your own `package.module:callable`.",
+        own=True,
     )
     options: str = setting(
         "",
@@ -232,14 +237,24 @@ class Hyperparameters(CheckedFields, called="hyperparameter"):
                 "other data sets than shards, streams and image folders have a test set of their own"
             )
         if ":" not in self.model and self.model not in catalog.MODELS:
-            raise unknown_name_error("model", self.model, [*catalog.MODELS, "package.module:callable"])
+            raise unknown_name_error("model", self.model, [*catalog.MODELS, OWN_CODE])
         if ":" not in self.objective:
             if self.objective not in catalog.OBJECTIVES:
-                raise unknown_name_error("objective", self.objective, [*catalog.OBJECTIVES, "package.module:callable"])
+                raise unknown_name_error("objective", self.objective, [*catalog.OBJECTIVES, OWN_CODE])
             refuse_unused_settings(self, catalog.OBJECTIVES[self.objective])
         self.parse_options()
         check_class_weights(self.class_weights)
         check_fields_together(self)
+
+    def own_code(self, *left_out: str) -> tuple[str, ...]:
+        """Return the user's own ``package.module:callable`` in use, in the order of the fields, each once.
+
+        The fields that may name one are those of ``setting(own=True)``. ``left_out`` are names of fields not to look
+        at. Whoever must know the user's code asks here, so that no new field is forgotten.
+        """
+        fields = [field.name for field in dataclasses.fields(self) if field.metadata["own"]]
+        values: list[str] = [getattr(self, name) for name in fields if name not in left_out]
+        return tuple(dict.fromkeys(value for value in values if ":" in value and not catalog.encoded_kind(value)))
 
     def parse_options(self) -> dict[str, dict[str, Any]]:
         """Return ``options`` as a dict by hyperparameter: model, objective; UserError if it is no such JSON."""
@@ -257,7 +272,7 @@ class Hyperparameters(CheckedFields, called="hyperparameter"):
 
 def refuse_unused_settings(hp: Hyperparameters, used: Collection[str]) -> None:
     """Raise UserError for a setting of objectives that is not at its default and not among those that are ``used``."""
-    for field in fields(hp):
+    for field in dataclasses.fields(hp):
         value = getattr(hp, field.name)
         if field.name in catalog.OBJECTIVE_SETTINGS and field.name not in used and value != field.default:
             raise UserError(

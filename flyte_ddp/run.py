@@ -106,7 +106,7 @@ def run_training(
                             quiet=settings.progress == "off",
                             checkpoint=found,
                             files={INITIAL_WEIGHTS: weights} if weights else {},
-                            own_code=(hp.model, hp.dataset, hp.test_dataset),
+                            own_code=hp.own_code(),
                             on_host="flyte_ddp.training.on_host:find_or_fetch_data",
                         )
                     )

@@ -21,14 +21,15 @@ IMPORTERS = ("import_module", "__import__")
 Source = tuple[str, Path, bytes, ast.Module | None]  # name, path, content, syntax tree (None: no Python)
 
 
-def user_source_digest(spec: str) -> str:
-    """Return a SHA-256 (hex) of the user's own code behind ``spec``: of the files of :func:`find_user_sources`.
+def user_source_digest(*specs: str) -> str:
+    """Return a SHA-256 (hex) of the user's own code behind ``specs``: of the files of :func:`find_user_sources`.
 
-    Comments, docstrings, formatting and the place of the top-level module do not count. Files that do not parse as
-    Python count by their bytes. Puts the working directory first on ``sys.path``. UserError for a bad ``spec`` or a
-    missing module.
+    A file that several specs need counts once. Comments, docstrings, formatting and the place of the top-level module
+    do not count. Files that do not parse as Python count by their bytes. Puts the working directory first on
+    ``sys.path``. UserError for a bad spec or a missing module.
     """
-    return digest_sources(find_user_sources(spec))
+    found = {source[:2]: source for spec in specs for source in find_user_sources(spec)}
+    return digest_sources(found.values())
 
 
 def digest_sources(sources: Iterable[Source]) -> str:
@@ -39,9 +40,9 @@ def digest_sources(sources: Iterable[Source]) -> str:
     return hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()
 
 
-def list_user_files(spec: str) -> set[Path]:
-    """Return the resolved paths of the files of :func:`find_user_sources`; none for a name without a colon."""
-    return {path.resolve() for _, path, *_ in find_user_sources(spec)} if ":" in spec else set()
+def list_user_files(*specs: str) -> set[Path]:
+    """Return the resolved paths of the files of :func:`find_user_sources` for each of ``specs``."""
+    return {path.resolve() for spec in specs for _, path, *_ in find_user_sources(spec)}
 
 
 def find_user_sources(spec: str) -> Iterator[Source]:
@@ -141,23 +142,21 @@ def find_imported_modules(tree: ast.Module | None) -> set[str]:
     return {name.partition(".")[0] for name in names} - {""}
 
 
-def list_files_outside_digest(known: set[Path], spec: str, modules: Iterable[str]) -> list[str]:
-    """Return the user's files that ``spec`` imported and the digest left out (not in ``known``): sorted relative paths.
+def list_files_outside_digest(known: set[Path], specs: Iterable[str], modules: Iterable[str]) -> list[str]:
+    """Return the user's files that ``specs`` imported and the digest left out (not in ``known``): relative paths.
 
-    Starts at the modules of ``spec`` and ``modules`` (names in ``sys.modules``, such as those of the model's layers).
+    Starts at the modules of ``specs`` and ``modules`` (names in ``sys.modules``, such as those of the model's layers).
     Follows the modules in each module's namespace, and the modules that define its classes, functions and instances; so
-    it misses a module that gave only numbers, texts or containers. Only files below the folder that holds the top-level
-    module of ``spec`` count; paths are relative to it. Returns none for a catalog name (no colon). Get ``known`` from
-    :func:`list_user_files` before the user's code is imported, because that code may change ``sys.path``.
+    it misses a module that gave only numbers, texts or containers. Only files below a folder that holds a top-level
+    module of ``specs`` count; paths are relative to it, and sorted. Get ``known`` from :func:`list_user_files` before
+    the user's code is imported, because that code may change ``sys.path``.
     """
-    if ":" not in spec:
-        return []
-    name = split_spec(spec)[0]
-    top = find_top_level(name.partition(".")[0])
-    places = (top.submodule_search_locations or [top.origin or ""]) if top else []
+    names = [split_spec(spec)[0] for spec in specs]
+    tops = filter(None, [find_top_level(name.partition(".")[0]) for name in names])
+    places = [place for top in tops for place in (top.submodule_search_locations or [top.origin or ""])]
     folders = {Path(place).resolve().parent for place in places}
     found: dict[Path, str] = {}
-    waiting = [sys.modules.get(one) for one in (name, *modules)]
+    waiting = [sys.modules.get(one) for one in (*names, *modules)]
     while waiting:
         module = waiting.pop()
         file = getattr(module, "__file__", None)

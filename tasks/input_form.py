@@ -58,13 +58,13 @@ def form_metadata(values: CheckedFields) -> dict[str, Any]:
     name, fields = type(values).__name__, []
     for field in dataclasses.fields(values):  # type: ignore[arg-type]
         assert isinstance(field.type, type)
-        kind, choices = KINDS[field.type], field.metadata["choices"]
+        kind, rule = KINDS[field.type], field.metadata
         schema = {
             "type": kind,
             "default": getattr(values, field.name),
             "title": f"{field.name} ({kind})",
-            "description": field.metadata["doc"],
-            **({"enum": [*choices]} if choices else {}),
+            "description": rule["doc"],
+            **({"enum": [*rule["choices"]]} if rule["choices"] and not rule["own"] else {}),
         }
         fields.append({"properties": {field.name: schema}})
     return {

@@ -28,15 +28,16 @@ def run_name(hp: Hyperparameters, data_fingerprint: str, trigger: str = "") -> s
 
 
 def model_identity(hp: Hyperparameters) -> dict[str, str]:
-    """Return digests of the library, the user's model code and ``init_from``, and the releases of torch and the like.
+    """Return digests of the library, the user's own code and ``init_from``, and the releases of torch and the like.
 
     With hyperparameters and data these decide a run's result. Keys are the fields of checkpoint.Identity. Reads the
-    model's code, and a local ``init_from`` whole; asks the server of a remote ``init_from`` for its tag, in up to 4
-    tries; without a tag downloads it. UserError if module or ``init_from`` cannot be read.
+    user's code, and a local ``init_from`` whole; asks the server of a remote ``init_from`` for its tag, in up to 4
+    tries; without a tag downloads it. UserError if a module or ``init_from`` cannot be read.
     """
+    own_code = hp.own_code("dataset")  # whose code counts in the data's fingerprint
     return {
         "code": library_digest(),
-        "user_code": user_source_digest(hp.model) if ":" in hp.model else "",
+        "user_code": user_source_digest(*own_code) if own_code else "",
         "initial_weights": initial_weights.identify_weights(hp.init_from),
         "releases": list_releases(),
     }

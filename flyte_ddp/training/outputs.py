@@ -46,7 +46,7 @@ def write_start_record(job: Job, state: TrainingState, recorder: Recorder) -> No
     """Append the start record to metrics.jsonl and print the number of ranks; does nothing on ranks other than 0.
 
     Also prints, and keeps for the report, the tensors that ``init_skip`` excludes from ``init_from``, and the files of
-    the model's code that the cache key does not cover.
+    the user's code that the cache key does not cover.
     """
     if not recorder.writes:
         return
@@ -79,7 +79,7 @@ def write_start_record(job: Job, state: TrainingState, recorder: Recorder) -> No
         recorder.add_warning(f"Started from the seed and not from init_from (init_skip): {', '.join(skipped)}.")
     if state.uncovered_files:
         recorder.add_warning(
-            f"The model uses {join_few(state.uncovered_files)}, which the cache key does not cover: a change there is "
+            f"Your code uses {join_few(state.uncovered_files)}, which the cache key does not cover: a change there is "
             "not noticed. Import it by name at the top of a module, from a folder on Python's path."
         )
 

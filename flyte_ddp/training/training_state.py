@@ -75,6 +75,8 @@ class TrainingState:
         np.random.seed(hp.seed)  # noqa: NPY002
         if hp.deterministic:
             torch.use_deterministic_algorithms(True)
+        own_code = hp.own_code("dataset")  # data sets are prepared before
+        own_files = user_source.list_user_files(*own_code)  # before the user's code runs, as the digest finds them
         self._open_splits(data, settings or Settings())
         self.objective = open_objective(data, hp, self.training.order)
         model = self._build_model(initial_weights)
@@ -99,6 +101,9 @@ class TrainingState:
         self.loss_watch = LossWatch(model, self.optimizer, hp.learning_rate, a_step_later=on_gpu)
         higher = self.objective.measures.get(hp.select_by) == HIGHER
         self.selection = Selection(hp.keep, hp.early_stop_patience, hp.select_by, higher_is_better=higher)
+        # Of base classes, too: layers whose class has been replaced are of a subclass made here.
+        modules = {kind.__module__ for module in model.modules() for kind in type(module).__mro__}
+        self.uncovered_files = user_source.list_files_outside_digest(own_files, own_code, modules)
 
     def _open_splits(self, data: PreparedSet, settings: Settings) -> None:
         """Open the splits; from their sizes, set the number of steps and epochs, and the model's input ``spec``.
@@ -116,16 +121,13 @@ class TrainingState:
         self.spec = zoo.choose_input_spec(hp.model, images, size=hp.image_size)
 
     def _build_model(self, initial_weights: Path | None) -> nn.Module:
-        """Return the model with its first weights, on the device; set dtype, memory format and ``uncovered_files``.
+        """Return the model with its first weights, on the device; set dtype and memory format.
 
         Reads and runs the user's code; puts the working directory first on ``sys.path`` for it. Raises UserError if the
         model cannot be built or trained, or the initial weights, whose file is read whole, do not fit.
         """
         hp = self.hp
-        own_files = user_source.list_user_files(hp.model)  # before the model's code runs, as the digest finds them
         model = zoo.build_model(hp.model, self.objective.outputs, self.spec, hp.parse_options().get("model", {}))
-        modules = {type(module).__module__ for module in model.modules()}
-        self.uncovered_files = user_source.list_files_outside_digest(own_files, hp.model, modules)
         zoo.check_model(hp.model, model)
         if initial_weights is not None:
             load_initial_weights(model, initial_weights, name=hp.model, init_from=hp.init_from, init_skip=hp.init_skip)

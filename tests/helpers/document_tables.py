@@ -27,7 +27,7 @@ def format_rule(field: dataclasses.Field) -> str:
     """Return the values that a hyperparameter may have."""
     rule = field.metadata
     if rule["choices"]:
-        return ", ".join(rule["choices"])
+        return ", ".join(rule["choices"]) + (", or own" if rule["own"] else "")
     if field.type in (bool, str):
         return "true, false" if field.type is bool else "text"
     signs = {"at_least": "≥", "above": ">", "at_most": "≤", "below": "<"}

@@ -17,11 +17,11 @@ LIBRARY = Path(__file__).parents[2]
 def pack_sources(*specs: str) -> bytes:
     """Return a compressed pickle of the library's sources, and of the user's sources that the cache key covers.
 
-    Reads all these files. ``specs`` name the user's models and data sets, such as ``mine:model``; ignores other specs.
+    Reads all these files. ``specs`` name the user's own code, such as ``mine:model``.
     """
     files = {path.relative_to(LIBRARY.parent).as_posix(): path for path in list_package_files(LIBRARY)}
     for spec in specs:
-        with suppress(UserError):  # names no user's code, or a missing module, which the rank will report
+        with suppress(UserError):  # malformed, or a missing module, which the rank will report if it needs it
             files |= {name: path for name, path, *_ in find_user_sources(spec)}
     contents = [(str(path.parents[name.count("/")]), name, path.read_bytes()) for name, path in files.items()]
     return zlib.compress(pickle.dumps(contents), level=1)
