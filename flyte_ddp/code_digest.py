@@ -22,6 +22,7 @@ DECIDING = (
     *("order", "parallel", "loading", "models", "training", "datasets"),
     *("shards/dataset.py", "shards/decoding.py", "shards/index.py", "shards/samples.py", "shards/tar.py"),
     *("catalog.py", "class_names.py", "device_copy.py", "hardware.py", "machine.py", "pictures.py"),
+    "torchvision_weights.py",
 )
 PARSING = threading.Lock()
 NO_PYTHON = (SyntaxError, ValueError, RecursionError, MemoryError)  # what parsing raises for a file that is none

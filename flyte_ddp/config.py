@@ -16,6 +16,7 @@ from typing import Any
 from flyte_ddp import catalog
 from flyte_ddp.checked_fields import OWN_CODE, CheckedFields, setting, short_repr
 from flyte_ddp.errors import UserError, unknown_name_error
+from flyte_ddp.torchvision_weights import find_weights
 
 OPTIONS_OF = ("model", "objective")  # hyperparameters that name callables which take options
 
@@ -74,14 +75,15 @@ class Hyperparameters(CheckedFields, called="hyperparameter"):
     image_size: int = setting(
         0,
         "Side in pixels of the square that images are resized to; 0: their own size, or 224 for shards, streams and "
-        "image folders.",
+        "image folders, or what `torchvision:` weights take.",
         at_least=0,
         at_most=4096,
     )
     init_from: str = setting(
         "",
-        "A file (path or URI) with the weights to start from: a state_dict, or a checkpoint with one under "
-        "`state_dict`, `model_state_dict` or `model`; all tensors must fit and be finite. Empty starts from the seed.",
+        "The weights to start from: `torchvision:DEFAULT` (or another name of the model's weights there), or a file "
+        "(path or URI) with a state_dict, or with a checkpoint that has one under `state_dict`, `model_state_dict` or "
+        "`model`; all tensors must fit and be finite. Empty starts from the seed.",
     )
     init_skip: str = setting(
         "",
@@ -308,6 +310,7 @@ def check_batch_size(hp: Hyperparameters, num_ranks: int) -> None:
 def check_fields_together(hp: Hyperparameters) -> None:
     """Raise UserError for the first contradiction between fields, such as ``keep="ema"`` without ``ema_decay``."""
     check_batch_size(hp, max(1, hp.num_ranks))
+    find_weights(hp.model, hp.init_from)
     encoded, error = bool(catalog.encoded_kind(hp.dataset)), ""
     if hp.augment in (("crop", "crop_flip") if encoded else ("resized_crop",)):
         fitting = "none or resized_crop" if encoded else "none, crop or crop_flip"

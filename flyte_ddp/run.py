@@ -53,10 +53,11 @@ def run_training(
 
     ``data`` is the folder of a prepared data set, from ``flyte_ddp.datasets.fetch``. Locks the run folder. Resumes from
     the checkpoint of an interrupted run in it. Replaces an earlier run's files only when all new ones are complete.
-    Downloads a remote ``hp.init_from``. Copies ``results/`` to ``settings.results_copy``, and waits for this at the end
-    up to 60 s. Unless wandb is disabled, a child process logs to it; waits for its end up to ``settings.wandb_timeout``
-    seconds. If SIGTERM stopped the run, these waits are 3 s and 5 s. Prints warnings and progress to stderr; with
-    progress off, failures and where wandb's run is. Kills the child processes of a single rank at the end.
+    Downloads a remote ``hp.init_from``; torchvision's weights stay in torch hub's cache folder. Copies ``results/`` to
+    ``settings.results_copy``, and waits for this at the end up to 60 s. Unless wandb is disabled, a child process logs
+    to it; waits for its end up to ``settings.wandb_timeout`` seconds. If SIGTERM stopped the run, these waits are 3 s
+    and 5 s. Prints warnings and progress to stderr; with progress off, failures and where wandb's run is. Kills the
+    child processes of a single rank at the end.
 
     By default the settings (logging, caching, timeouts) are those of the environment, the ranks' hardware is chosen for
     this machine, and ``launch``, which starts the ranks and waits for them, runs a single rank in this process and
@@ -92,7 +93,9 @@ def run_training(
             try:
                 with (
                     mirror_results(work, settings.results_copy, name=run_folder.name, resuming=found is not None),
-                    initial_weights.fetch_weights(hp.init_from if found is None else "", work) as weights,
+                    initial_weights.fetch_weights(
+                        hp.init_from if found is None else "", hp.model, work, progress, settings.weights_source
+                    ) as weights,
                 ):
                     launch(
                         Work(

@@ -62,6 +62,7 @@ class Settings:
     cache_bytes: int | None = None  # None: no limit
     loader_threads: int = 0  # 0: one for each core of the rank
     results_copy: str = ""
+    weights_source: str = ""  # folder or address with torchvision's files of weights; empty: torchvision's own
     wandb_run_id: str = field(default="", kw_only=True)
     wandb_kept_at: str = field(default="", kw_only=True)  # where the caller puts what could not be sent; empty: nowhere
 
@@ -87,6 +88,7 @@ def read_settings() -> Settings:
         cache_bytes=read_whole_number("FLYTE_DDP_CACHE_BYTES") or None,
         loader_threads=read_whole_number("FLYTE_DDP_LOADER_THREADS"),
         results_copy=read_text("FLYTE_DDP_RESULTS"),
+        weights_source=read_text("FLYTE_DDP_WEIGHTS"),
     )
 
 

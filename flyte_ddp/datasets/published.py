@@ -1,7 +1,6 @@
 """Published data sets: files with known digests, fetched from public addresses or from a team's mirror."""
 
 import gzip
-import hashlib
 import importlib.util
 import pickle
 import shutil
@@ -17,6 +16,7 @@ import numpy as np
 
 from flyte_ddp import storage
 from flyte_ddp.datasets.arrays import ImageArrays, image_arrays
+from flyte_ddp.datasets.downloading import download_verified
 from flyte_ddp.datasets.identity import digest_lines
 from flyte_ddp.errors import UserError
 from flyte_ddp.progress import Progress
@@ -71,32 +71,17 @@ class PublishedSet:
         progress on stderr. Raises a UserError if no address serves the verified file.
         """
         algorithm, digests = ("sha256", (sums[name],)) if sums else ("md5", self.files[name])
-
-        def download_and_verify(address: str) -> str:
-            """Download the file from one address, replace an earlier try, verify it, and return the address's folder.
-
-            Raises an AlteredError for a wrong digest, an UnavailableError if the file cannot be read.
-            """
-            digest, place = hashlib.new(algorithm, usedforsecurity=False), address.removesuffix(name)
-            remote = storage.local_path(address) is None
-            with storage.open_file(address) as file, (folder / name).open("wb") as target:
-                with progress.track(f"{name} from {place}", file.size, "B") as advance:
-                    for chunk in file.chunks:
-                        target.write(chunk)
-                        digest.update(chunk)
-                        advance(len(chunk))
-                received = target.tell()
-            storage.check_length(received, file.size, remote=remote)
-            if digest.hexdigest() not in digests:
-                what = f"{algorithm} {digest.hexdigest()} ({received:,} bytes) instead of {digests[0]}"
-                raise storage.AlteredError(what, transient=remote)
-            return place.rstrip("/")
-
+        check: dict[str, Any] = {"algorithm": algorithm, "digests": digests, "progress": progress}
         system = [self.system_folder] if self.system_folder and Path(self.system_folder).is_dir() else []
         usual = [storage.join(place, name) for place in (*system, *self.addresses)]
         addresses = storage.join(source, name) if source else usual
         try:
-            return storage.retry(addresses, download_and_verify, progress.print_note)
+            with (folder / name).open("wb") as file:
+                return storage.retry(
+                    addresses,
+                    lambda address: download_verified(address, name, file, **check),
+                    progress.print_note,
+                )
         except storage.UnavailableError as failure:
             if source:
                 raise self.mirror_error(name, source, failure) from None

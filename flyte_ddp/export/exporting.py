@@ -239,7 +239,7 @@ def place_on_common_canvas(image: Image, served: ServedModel) -> Image:
     if not served.middle:
         return image
     side = served.height
-    square = np.zeros((round(side * 8 / 7), round(side * 8 / 7), served.channels), dtype=np.uint8)
+    square = np.zeros((round(side / served.share), round(side / served.share), served.channels), dtype=np.uint8)
     start = (len(square) - side) // 2
-    square[start : start + side, start : start + side] = crop_to_square(image, side)
+    square[start : start + side, start : start + side] = crop_to_square(image, side, share=served.share)
     return square

@@ -1,17 +1,17 @@
 """The module that is exported: a model with its preprocessing, from uint8 pixels of any size to its outputs."""
 
 from collections.abc import Mapping
+from fractions import Fraction
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from flyte_ddp.models import artifacts
-from flyte_ddp.models.images import EVALUATION_SHARE, normalisation
+from flyte_ddp.models.images import normalisation
 from flyte_ddp.objectives.segmentation import logits_of
 
 LARGEST = 2**15  # weights of pixels are whole numbers below this
-assert EVALUATION_SHARE == 7 / 8, "middle_square_side computes with this"
 
 
 class ServedModel(nn.Module):
@@ -25,7 +25,7 @@ class ServedModel(nn.Module):
         super().__init__()
         spec = artifacts.parse_input_spec(sidecar)
         self.model, self.channels, self.height, self.width = model, spec.channels, spec.height, spec.width
-        self.middle = sidecar["input"].get("crop") == artifacts.MIDDLE
+        self.middle, self.share = sidecar["input"].get("crop") == artifacts.MIDDLE, spec.crop_share
         scale, shift = normalisation(spec, torch.device("cpu"), torch.float32)
         self.register_buffer("scale", scale.clone())
         self.register_buffer("shift", shift.clone())
@@ -37,7 +37,7 @@ class ServedModel(nn.Module):
         """
         if self.middle:
             height, width = images.shape[1], images.shape[2]
-            side = middle_square_side(torch.sym_min(height, width))
+            side = middle_square_side(torch.sym_min(height, width), self.share)
             images = images.narrow(1, (height - side) // 2, side).narrow(2, (width - side) // 2, side)
         pixels = resize_rows(images.float(), self.width, rounded=self.middle)
         pixels = resize_rows(pixels.transpose(1, 2), self.height, rounded=self.middle).transpose(1, 2)
@@ -47,13 +47,17 @@ class ServedModel(nn.Module):
         return outputs
 
 
-def middle_square_side(shorter: Any) -> Any:
-    """Return the side of the square that is cropped: 7/8 of the shorter side, rounded as by ``round``, at least 1.
+def middle_square_side(shorter: Any, share: float) -> Any:
+    """Return the side of the square that is cropped: ``share`` of the shorter side, at least 1.
 
-    Uses only operations that exporters can follow for a size that is not known yet (torch's SymInt).
+    It is rounded as by ``round``. ``share`` is at most 1, and a quotient of whole numbers below 1,000. Uses only
+    operations that exporters can follow for a size that is not known yet (torch's SymInt).
     """
-    is_odd_half = (shorter + 4) // 16 - (shorter + 3) // 16  # 1 if shorter is 12 modulo 16, else 0
-    return torch.sym_max((7 * shorter + 4) // 8 - is_odd_half, 1)
+    part, whole = Fraction(share).limit_denominator(999).as_integer_ratio()
+    doubled = 2 * part * shorter + whole  # by 2 * whole: the side, of which halves are rounded up
+    # 1 for a half that is rounded up to an odd number, else 0: then this is 2 * whole times an odd number.
+    is_odd_half = (doubled - 2 * whole) // (4 * whole) - (doubled - 2 * whole - 1) // (4 * whole)
+    return torch.sym_max(doubled // (2 * whole) - is_odd_half, 1)
 
 
 def resize_rows(pixels: Tensor, size: int, *, rounded: bool) -> Tensor:

@@ -57,9 +57,9 @@ def random_crop(draws: NDArray[np.float64], height: int, width: int) -> Crop:
     return Crop((height - down) // 2, (width - across) // 2, down, across, mirror < 0.5)
 
 
-def middle_crop(height: int, width: int) -> Crop:
-    """Return the square in the middle, with 7/8 of the shorter side: ImageNet's usual 224 of 256 pixels."""
-    side = max(1, round(min(height, width) * EVALUATION_SHARE))
+def middle_crop(height: int, width: int, share: float = EVALUATION_SHARE) -> Crop:
+    """Return the square in the middle, with ``share`` of the shorter side."""
+    side = max(1, round(min(height, width) * share))
     return Crop((height - side) // 2, (width - side) // 2, side, side)
 
 
@@ -73,8 +73,13 @@ def resize_crop(pixels: Pixels, crop: Crop, size: int) -> Pixels:
     return square
 
 
-def crop_to_square(pixels: Pixels, size: int, draws: NDArray[np.float64] | None = None) -> Pixels:
-    """Return a part of an image uint8 [H, W, 3] as a square [size, size, 3]: random by ``draws``, else the middle."""
+def crop_to_square(
+    pixels: Pixels, size: int, draws: NDArray[np.float64] | None = None, share: float = EVALUATION_SHARE
+) -> Pixels:
+    """Return a part of an image uint8 [H, W, 3] as a square [size, size, 3]: random by ``draws``, else the middle.
+
+    The middle has ``share`` of the image's shorter side.
+    """
     height, width, _ = pixels.shape
-    crop = middle_crop(height, width) if draws is None else random_crop(draws, height, width)
+    crop = middle_crop(height, width, share) if draws is None else random_crop(draws, height, width)
     return resize_crop(pixels, crop, size)

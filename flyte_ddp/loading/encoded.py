@@ -18,6 +18,7 @@ from flyte_ddp.loading.decoding import DecodingError, Pixels, choose_decoder, de
 from flyte_ddp.loading.facts import Facts
 from flyte_ddp.loading.split import Batch, ImageSource
 from flyte_ddp.lookahead import map_in_threads
+from flyte_ddp.models.images import EVALUATION_SHARE
 from flyte_ddp.order.sampling import Indices
 
 SAMPLES_A_TASK = 8  # at most; enough to make the cost of a task itself small
@@ -87,6 +88,7 @@ class EncodedImages(ImageSource):
     _: KW_ONLY
     orders: Collection[SampleOrder]  # of the splits that the reader's samples make up, without common samples
     size: int  # side of the squares that images become, in pixels
+    share: float = EVALUATION_SHARE  # of an image's shorter side that is in the middle square
     crop: str = "none"  # for training: resized_crop (a random part, mirrored half of the time) or none (the middle)
     seed: int = 0  # of the random parts
     classes: int  # number of classes; labels must be smaller
@@ -141,7 +143,8 @@ class EncodedImages(ImageSource):
             """Decode and crop the samples at these places of the batch, and write them into its tensors."""
             for place in places:
                 image, classes[place], names[place] = self.load_image_or_substitute(int(samples[place]), reads[place]())
-                pixels[place] = cropping.crop_to_square(image, self.size, None if draws is None else draws[place])
+                own_draws = None if draws is None else draws[place]
+                pixels[place] = cropping.crop_to_square(image, self.size, own_draws, self.share)
 
         size = max(1, min(SAMPLES_A_TASK, len(samples) // (2 * self.threads)))  # at least two tasks a thread
         starts = range(0, len(samples), size)

@@ -19,12 +19,14 @@ from flyte_ddp.loading.readers import FileReader, ShardImages
 from flyte_ddp.loading.split import Split, Splits
 from flyte_ddp.loading.streams import RankStream, StreamImages, StreamOrder
 from flyte_ddp.machine import count_cores
+from flyte_ddp.models.images import EVALUATION_SHARE, InputSpec
 from flyte_ddp.order.shard_order import ShardOrder, count_rank_streams
 from flyte_ddp.parallel.distributed import rank, world_size
 from flyte_ddp.settings import Settings
 from flyte_ddp.shards.cache import ShardCache
 from flyte_ddp.shards.dataset import ShardReader
 from flyte_ddp.shards.index import ShardIndex
+from flyte_ddp.torchvision_weights import find_weights
 
 
 def open_splits(
@@ -44,11 +46,13 @@ def open_splits(
         _, height, width, channels = data.train_images.shape
         training, validation = (Split(images, orders[split]) for split in ("training", "validation"))
         return Splits(training, validation, Split(test_images, orders["test"]), (height, width, channels))
-    side, classes = hp.image_size or ENCODED_SIDE, len(data.classes) or hp.num_classes
+    weights, classes = find_weights(hp.model, hp.init_from), len(data.classes) or hp.num_classes
+    side = hp.image_size or (weights.side if weights else ENCODED_SIDE)
+    share = weights.crop_share if weights else EVALUATION_SHARE
     threads = settings.loader_threads or hardware.threads
     # The reader keeps two shards open for each shuffle stream, because all may change shards in the same step.
     streams = count_rank_streams(hp.shuffle_shards, world_size(), min(hp.accumulation_steps, hp.batch_size))
-    options: dict[str, Any] = {"size": side, "crop": hp.augment, "seed": hp.seed, "classes": classes}
+    options: dict[str, Any] = {"size": side, "share": share, "crop": hp.augment, "seed": hp.seed, "classes": classes}
     options |= {"bad": BadSamples(hp.bad_samples), "threads": threads, "device": device}
     in_train = [order for split, order in orders.items() if split != "test" or data.test is None]
     train = EncodedImages(open_image_reader(data.train, settings, streams), orders=in_train, **options)
@@ -62,18 +66,19 @@ def open_splits(
         shards = np.flatnonzero(orders["training"].available)  # without empty shards: a worker needs samples
         own = replace(data.train, shards=[data.train.shards[number] for number in shards[rank() :: world_size()]])
         cache = ShardCache(settings.cache_folder, settings.cache_bytes)
-        stream = RankStream(own, cache, hp, rank(), workers=threads, size=side, classes=classes)
+        stream = RankStream(own, cache, hp, rank(), workers=threads, size=side, share=share, classes=classes)
         samples = max(1, len(orders["training"]) // hp.batch_size) * hp.batch_size
         splits["training"] = Split(StreamImages(stream, device), StreamOrder(samples))
     return Splits(**splits, shape=(side, side, 3))
 
 
 def open_test_split(
-    data: EncodedSet, size: int, classes: int, bad: BadSamples, *, device: torch.device, settings: Settings
+    data: EncodedSet, spec: InputSpec, classes: int, bad: BadSamples, *, device: torch.device, settings: Settings
 ) -> Split:
     """Open the test split of encoded images alone, and return it. Its decoding threads start at the first batch.
 
-    ``size`` is the images' side in pixels; ``bad`` collects undecodable samples. Raises a UserError for an empty split.
+    ``spec`` is the input of the model that gets the images, a square; ``bad`` collects undecodable samples. Raises a
+    UserError for an empty split.
     """
     order = order_test_split(data)
     if not len(order):
@@ -81,7 +86,8 @@ def open_test_split(
     images = EncodedImages(
         open_image_reader(data.test_source, settings),
         orders=[order],
-        size=size,
+        size=spec.height,
+        share=spec.crop_share,
         classes=classes,
         bad=bad,
         threads=settings.loader_threads or count_cores(),

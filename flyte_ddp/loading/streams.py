@@ -29,6 +29,7 @@ from flyte_ddp.loading.encoded import BadSamples, Encoded, decode_checked_sample
 from flyte_ddp.loading.readers import ShardImages
 from flyte_ddp.loading.split import Batch, ImageSource
 from flyte_ddp.lookahead import start_ahead
+from flyte_ddp.models.images import EVALUATION_SHARE
 from flyte_ddp.order.sampling import ORDER, Indices, Order, make_generator
 from flyte_ddp.process import die_with_parent
 from flyte_ddp.shards.cache import ShardCache
@@ -68,6 +69,7 @@ class RankStream:
     workers: int  # processes that read and decode
     size: int  # side of the images, in pixels
     classes: int
+    share: float = EVALUATION_SHARE  # of an image's shorter side that is in the middle square
     start: int = 0  # number of the run's first sample, so a resumed run draws another order
 
     def derive_seed(self, purpose: int) -> int:
@@ -238,7 +240,7 @@ def decode_samples(
         failures_in_a_row, draws = 0, None
         if stream.hp.augment == "resized_crop":
             [draws] = cropping.draw_crops(stream.hp.seed, passes, np.array([zlib.crc32(encoded.name.encode())]))
-        yield np.ascontiguousarray(cropping.crop_to_square(pixels, stream.size, draws)), label
+        yield np.ascontiguousarray(cropping.crop_to_square(pixels, stream.size, draws, stream.share)), label
 
 
 def forward_error_as_value(batches: Iterable[Any]) -> Iterator[Any]:

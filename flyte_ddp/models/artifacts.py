@@ -136,7 +136,7 @@ def describe_model_input(spec: InputSpec, crop: str) -> dict[str, Any]:
         "upright": True,  # an image is rotated as its EXIF data say
         "background": list(BACKGROUND),  # RGB, behind the transparent parts of an image
         "mode": {1: "L", 3: "RGB"}.get(spec.channels, ""),  # Pillow's name of the colour space
-        "crop_share": EVALUATION_SHARE if middle else None,  # the middle square's side / the image's shorter side
+        "crop_share": spec.crop_share if middle else None,  # the middle square's side / the image's shorter side
         "resize_dtype": "uint8" if middle else "float32",  # type of the resized values: uint8 rounds them
         "interpolation": "bilinear",
         "antialias": True,
@@ -147,4 +147,6 @@ def describe_model_input(spec: InputSpec, crop: str) -> dict[str, Any]:
 def parse_input_spec(sidecar: Mapping[str, Any]) -> InputSpec:
     """Return the model's input as the sidecar describes it; KeyError or TypeError if the sidecar is incomplete."""
     values = sidecar["input"]
-    return InputSpec(values["channels"], values["height"], values["width"], tuple(values["mean"]), tuple(values["std"]))
+    share = values.get("crop_share") or EVALUATION_SHARE
+    mean, std = tuple(values["mean"]), tuple(values["std"])
+    return InputSpec(values["channels"], values["height"], values["width"], mean, std, share)

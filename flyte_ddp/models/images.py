@@ -7,18 +7,22 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-EVALUATION_SHARE = 224 / 256  # encoded images are evaluated on a middle square: its side / the image's shorter side
+EVALUATION_SHARE = 224 / 256  # usual share of an encoded image's shorter side that evaluations see, as on ImageNet
 
 
 @dataclass(frozen=True)
 class InputSpec:
-    """A model's input: channels x height x width, and mean and std of values in 0..1, one number for each channel."""
+    """A model's input: channels x height x width, and mean and std of values in 0..1, one number for each channel.
+
+    Of encoded images evaluations see the square in the middle whose side is ``crop_share`` of the shorter side.
+    """
 
     channels: int
     height: int
     width: int
     mean: tuple[float, ...]
     std: tuple[float, ...]
+    crop_share: float = EVALUATION_SHARE
 
 
 def prepare_images(

@@ -1,4 +1,4 @@
-"""Initial weights: from a file on this machine, or from a URI that is downloaded once for all ranks."""
+"""Initial weights: from a file on this machine, or from a URI or torchvision, downloaded once for all ranks."""
 
 from __future__ import annotations
 
@@ -10,9 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flyte_ddp import storage
-from flyte_ddp.datasets.identity import content_identity
+from flyte_ddp.datasets.identity import content_identity, digest_lines
 from flyte_ddp.errors import UserError
 from flyte_ddp.files import replace_file
+from flyte_ddp.models.pretrained import adapt_pretrained_names, fetch_pretrained_weights
+from flyte_ddp.progress import Progress
+from flyte_ddp.torchvision_weights import ADDRESS, CLASSES, PREFIX, find_weights
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -23,38 +26,55 @@ MOST_NAMED = 3  # largest number of tensors of a kind that an error names
 FILE_ADVICE = "give a file that torch.save has written, with the weights as tensors by their names"
 
 
-def identify_weights(init_from: str) -> str:
+def identify_weights(init_from: str, model: str) -> str:
     """Return a SHA-256 (hex) that changes with the weights' file; empty if ``init_from`` is empty.
 
-    Reads a local file whole. Asks the server of a remote file for its ETag, or else its time of change; downloads the
-    file if a web server sends neither. Retries up to 3 times, and prints each retry to stderr. Raises UserError if the
-    file is missing or cannot be read, or its server does not give it.
+    For torchvision's weights of ``model`` hashes the file's address, which ends with the first digits of the file's own
+    SHA-256. Reads a local file whole. Asks the server of another remote file for its ETag, or else its time of change;
+    downloads the file if a web server sends neither. Retries up to 3 times, and prints each retry to stderr. Raises
+    UserError if the file is missing or cannot be read, its server does not give it, or torchvision has no such weights.
     """
+    if weights := find_weights(model, init_from):
+        return digest_lines([f"{ADDRESS}/{weights.file}"])
     local_weights_path(init_from)
     return content_identity(init_from, "init_from")
 
 
 @contextmanager
-def fetch_weights(init_from: str, folder: Path) -> Iterator[Path | None]:
+def fetch_weights(
+    init_from: str, model: str, folder: Path, progress: Progress, mirror: str = ""
+) -> Iterator[Path | None]:
     """Yield a local path with the content of ``init_from``; None if ``init_from`` is empty.
 
-    Downloads a remote file into ``folder``, without a retry, and deletes it after the block. Raises UserError if a
-    local file is missing, a remote one cannot be read, or the download cannot be written, as on a full disk.
+    Fetches torchvision's weights of ``model`` as :func:`fetch_pretrained_weights` does, from ``mirror`` or their public
+    address. Downloads another remote file into ``folder``, without a retry, and deletes it after the block. Raises
+    UserError if a local file is missing, a remote one cannot be read, or the download cannot be written, as on a full
+    disk.
     """
-    path = local_weights_path(init_from)
-    if path is not None or not init_from:
+    temporary = folder / ".initial_weights.tmp"
+    try:
+        if weights := find_weights(model, init_from):
+            yield fetch_pretrained_weights(weights, temporary, progress, init_from=init_from, mirror=mirror)
+            return
+        path = local_weights_path(init_from)
+        if path is None and init_from:
+            path = download_weights(init_from, temporary)
         yield path
-        return
-    path = folder / ".initial_weights.tmp"
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def download_weights(init_from: str, path: Path) -> Path:
+    """Download a remote file to ``path``, without a retry, and return ``path``.
+
+    Raises UserError if the file cannot be read, or ``path`` cannot be written.
+    """
     try:
         with replace_file(path, durable=False) as target:
             storage.download_file(init_from, target)
     except storage.UnavailableError as error:
         raise error.to_user_error(f"init_from={init_from!r}: cannot be fetched: {error}; check the address") from None
-    try:
-        yield path
-    finally:
-        path.unlink(missing_ok=True)
+    return path
 
 
 def local_weights_path(init_from: str) -> Path | None:
@@ -73,15 +93,17 @@ def local_weights_path(init_from: str) -> Path | None:
 
 
 def load_initial_weights(model: nn.Module, path: Path, *, name: str, init_from: str, init_skip: str) -> None:
-    """Load the weights in a file into a new model, except the parts that ``init_skip`` names. Reads the file whole.
+    """Load the weights in a file into a new model, except the parts of :func:`list_seeded_parts`. Reads the file whole.
 
-    Removes prefixes that all names in the file have, such as DDP's ``module.``. ``name`` (the model's) and
-    ``init_from`` are for errors. Raises UserError if the file is damaged, has no named tensors, or could run code when
-    it is read; if the weights do not fit; if a tensor has NaN or infinity where the new model has none; or if
-    ``init_skip`` names an unknown part.
+    Removes prefixes that all names in the file have, such as DDP's ``module.``; adapts the names of a file of
+    torchvision's. ``name`` is the model's, for errors. Raises UserError if the file is damaged, has no named tensors,
+    or could run code when it is read; if the weights do not fit; if a tensor has NaN or infinity where the new model
+    has none; or if ``init_skip`` names an unknown part.
     """
     own, weights = model.state_dict(), read_weights(path, init_from)
-    parts, stored_names = split_init_skip(init_skip), [*weights]
+    if init_from.startswith(PREFIX):
+        adapt_pretrained_names(weights)
+    parts, stored_names = list_seeded_parts(own, init_from, init_skip), [*weights]
     delete_parts(weights, parts)  # by their names in the file, and then by those in the model
     remove_common_prefixes(weights, own)
     delete_parts(weights, parts)
@@ -93,8 +115,8 @@ def load_initial_weights(model: nn.Module, path: Path, *, name: str, init_from: 
     compared = ((key, value, own[key]) for key, value in weights.items() if key in own)
     bad = [key for key, value, fresh in compared if not is_finite(value) and is_finite(fresh)]
     if bad:
-        names = list_first_names(bad, MOST_NAMED)
-        raise UserError(f"init_from={init_from!r}: holds NaN or infinity in {names}; give a file with finite weights")
+        names, fix = list_first_names(bad, MOST_NAMED), "give finite weights, or leave these parts out by init_skip"
+        raise UserError(f"init_from={init_from!r}: holds NaN or infinity in {names}; {fix}")
     given, wanted = dict(weights), {key: value for key, value in own.items() if not is_in_parts(key, parts)}
     # The skipped parts keep what the new model has. All goes through load_state_dict, which refuses missing tensors.
     for target, fresh in ((weights, own), (weights._metadata, getattr(own, "_metadata", {}))):
@@ -173,10 +195,24 @@ def is_in_parts(name: str, parts: Iterable[str]) -> bool:
     return any(name == part or name.startswith(f"{part}.") for part in parts)
 
 
-def skipped_tensor_names(names: Iterable[str], init_skip: str) -> list[str]:
-    """Return those of the tensors' names that ``init_skip`` excludes: these tensors start from the seed."""
+def list_seeded_parts(model: Mapping[str, Tensor], init_from: str, init_skip: str) -> list[str]:
+    """Return the names of a model's modules and tensors that start from the seed although it has initial weights.
+
+    They are those in ``init_skip``; with torchvision's weights also the last layer, unless it is for 1,000 classes as
+    theirs is. ``model`` is the model's state_dict, in torchvision's models with the last layer at its end.
+    """
     parts = split_init_skip(init_skip)
-    return [name for name in names if is_in_parts(name, parts)]
+    if init_from.startswith(PREFIX):
+        name, tensor = [*model.items()][-1]
+        if len(tensor) != CLASSES:
+            parts.append(name.rpartition(".")[0])
+    return parts
+
+
+def list_seeded_tensors(model: Mapping[str, Tensor], init_from: str, init_skip: str) -> list[str]:
+    """Return the names of the tensors in a model's state_dict that are in the parts of :func:`list_seeded_parts`."""
+    parts = list_seeded_parts(model, init_from, init_skip)
+    return [name for name in model if is_in_parts(name, parts)]
 
 
 def describe_misfit(

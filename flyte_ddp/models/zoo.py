@@ -13,24 +13,30 @@ from torch import Tensor, nn
 from flyte_ddp import catalog
 from flyte_ddp.errors import UserError, unknown_name_error
 from flyte_ddp.models.images import InputSpec
+from flyte_ddp.torchvision_weights import PretrainedWeights
 from flyte_ddp.user_code import load_callable, require_options
 
 
-def choose_input_spec(model: str, images: InputSpec, size: int) -> InputSpec:
+def choose_input_spec(model: str, images: InputSpec, size: int, weights: PretrainedWeights | None = None) -> InputSpec:
     """Return the input of a model that gets images such as ``images``, resized to ``size`` x ``size`` unless that is 0.
 
-    torchvision's models get grey images as RGB. Raises UserError, with a size that fits, if the model cannot take them.
+    torchvision's models get grey images as RGB. If they start from torchvision's ``weights``, these decide on mean, std
+    and the share of encoded images that is seen, and on the size if ``size`` is 0. Raises UserError, with a size that
+    fits, if the model cannot take them.
     """
+    size = size or (weights.side if weights else 0)
     spec = replace(images, height=size or images.height, width=size or images.width)
     catalog.check_image_size(model, spec.height, spec.width)
-    if model not in catalog.TORCHVISION_MODELS or spec.channels == 3:
+    if model not in catalog.TORCHVISION_MODELS:
         return spec
-    if spec.channels != 1:
+    if spec.channels not in (1, 3):
         raise UserError(
             f"model {model!r} cannot take images of {spec.channels} channels: torchvision's models take 1 or 3; "
             "use small_cnn or a model of your own"
         )
-    return replace(spec, channels=3, mean=spec.mean * 3, std=spec.std * 3)
+    if weights:
+        return replace(spec, channels=3, mean=weights.mean, std=weights.std, crop_share=weights.crop_share)
+    return spec if spec.channels == 3 else replace(spec, channels=3, mean=spec.mean * 3, std=spec.std * 3)
 
 
 def build_model(

@@ -117,7 +117,9 @@ def read_pixels(path: Path, model: SavedModel, bad: BadSamples) -> Tensor | None
         raise UserError(f"{path} cannot be read ({error.strerror}); remove it, or make it readable") from error
     try:
         if model.sidecar["input"].get("crop") == artifacts.MIDDLE:
-            return torch.from_numpy(cropping.crop_to_square(decode_image(content), model.spec.height))
+            return torch.from_numpy(
+                cropping.crop_to_square(decode_image(content), model.spec.height, share=model.spec.crop_share)
+            )
         pixels = decode_with_pillow(content, "L" if model.spec.channels == 1 else "RGB")
         return torch.from_numpy(pixels.reshape(*pixels.shape[:2], model.spec.channels))
     except DecodingError as error:
@@ -169,7 +171,7 @@ def read_encoded_batches(
             f"{model.describe_input()}; predict with a model that was trained on such images"
         )
     names = data.classes or model.classes
-    tests = open_test_split(data, spec.height, len(names), bad, device=model.device, settings=model.settings)
+    tests = open_test_split(data, spec, len(names), bad, device=model.device, settings=model.settings)
     images = tests.source
     assert isinstance(images, EncodedImages)
     with closing(images):

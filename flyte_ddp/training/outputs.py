@@ -21,7 +21,7 @@ from flyte_ddp.errors import UserError
 from flyte_ddp.files import replace_file
 from flyte_ddp.loading.facts import combine_facts_of_ranks, join_few
 from flyte_ddp.models import artifacts, zoo
-from flyte_ddp.models.initial_weights import skipped_tensor_names
+from flyte_ddp.models.initial_weights import list_seeded_tensors
 from flyte_ddp.objectives.classification import count_confusions
 from flyte_ddp.parallel.batch_norm import has_unsynchronised_batch_norm
 from flyte_ddp.parallel.distributed import wait_for_all_ranks, world_size
@@ -45,13 +45,13 @@ TOLERANCE = 1e-3  # share of the largest logit; a GPU may compute convolutions i
 def write_start_record(job: Job, state: TrainingState, recorder: Recorder) -> None:
     """Append the start record to metrics.jsonl and print the number of ranks; does nothing on ranks other than 0.
 
-    Also prints, and keeps for the report, the tensors that ``init_skip`` excludes from ``init_from``, and the files of
-    the user's code that the cache key does not cover.
+    Also prints, and keeps for the report, the tensors that do not start from ``init_from`` although others do, and the
+    files of the user's code that the cache key does not cover.
     """
     if not recorder.writes:
         return
     hardware, ranks = job.hardware, world_size()
-    skipped = skipped_tensor_names(state.model.state_dict(), job.hp.init_skip)
+    skipped = list_seeded_tensors(state.model.state_dict(), job.hp.init_from, job.hp.init_skip)
     recorder.log.write(
         {
             "kind": "start",
@@ -76,7 +76,7 @@ def write_start_record(job: Job, state: TrainingState, recorder: Recorder) -> No
     )
     recorder.progress.print_note(f"ranks: {ranks}, nodes: {job.num_nodes}")
     if skipped:
-        recorder.add_warning(f"Started from the seed and not from init_from (init_skip): {', '.join(skipped)}.")
+        recorder.add_warning(f"Started from the seed and not from init_from: {', '.join(skipped)}.")
     if state.uncovered_files:
         recorder.add_warning(
             f"Your code uses {join_few(state.uncovered_files)}, which the cache key does not cover: a change there is "

@@ -35,6 +35,7 @@ from flyte_ddp.parallel.dropout import make_dropout_rank_independent
 from flyte_ddp.parallel.strategies import compile_model, create_gradient_sync
 from flyte_ddp.parallel.training_pass import TrainingPass
 from flyte_ddp.settings import Settings
+from flyte_ddp.torchvision_weights import find_weights
 from flyte_ddp.training.diagnosis import LossWatch
 from flyte_ddp.training.evaluate import Selection
 from flyte_ddp.training.optimisation import make_optimizer
@@ -118,7 +119,8 @@ class TrainingState:
         self.epochs = -(-self.total_steps // self.steps_per_epoch)  # the last one may end early
         height, width, channels = self.splits.shape
         images = InputSpec(channels, height, width, data.mean, data.std)
-        self.spec = zoo.choose_input_spec(hp.model, images, size=hp.image_size)
+        weights = find_weights(hp.model, hp.init_from)
+        self.spec = zoo.choose_input_spec(hp.model, images, hp.image_size, weights)
 
     def _build_model(self, initial_weights: Path | None) -> nn.Module:
         """Return the model with its first weights, on the device; set dtype and memory format.

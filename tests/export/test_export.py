@@ -35,6 +35,7 @@ from flyte_ddp.predict.prediction_batches import SavedModel
 from flyte_ddp.release.evaluation import compute_logits_of_split
 from flyte_ddp.run import Result
 from flyte_ddp.settings import Settings
+from flyte_ddp.torchvision_weights import TABLE
 
 OWN_MODEL = """
 from torch import nn
@@ -208,21 +209,27 @@ def test_golden_requests_of_large_images_are_few(trained: Trained, tmp_path: Pat
 
 
 def test_the_middles_side_is_pythons() -> None:
-    assert all(middle_square_side(size) == middle_crop(size, 2 * size).height for size in range(1, 3000))
+    rows = [line.split() for line in TABLE.splitlines() if line]
+    shares = {int(side) / int(shorter_side) for *_, side, shorter_side in rows}
+    assert 224 / 256 in shares
+    for share in shares:
+        for size in range(1, 3000):
+            assert middle_square_side(size, share) == middle_crop(size, 2 * size, share).height
 
 
-@pytest.mark.parametrize("side", [32, 224])
+@pytest.mark.parametrize(("side", "share"), [(32, 224 / 256), (224, 224 / 256), (224, 224 / 232)])
 @pytest.mark.parametrize("size", [(375, 500), (500, 333), (256, 256), (73, 64), (17, 9), (28, 90), (2, 2), (1200, 801)])
-def test_pixels_are_those_that_training_evaluates(side: int, size: tuple[int, int]) -> None:
+def test_pixels_are_those_that_training_evaluates(side: int, share: float, size: tuple[int, int]) -> None:
     """torch's own resizing of bytes, by another way: at most one pixel in a thousand is one off."""
     random = np.random.default_rng(sum(size))
     rough = Image.fromarray(random.integers(0, 256, (size[0] // 8 + 2, size[1] // 8 + 2, 3), dtype=np.uint8))
     image = np.array(rough.resize(size[::-1], Image.Resampling.BICUBIC))
-    takes = {"channels": 3, "height": side, "width": side, "mean": [0.0] * 3, "std": [1 / 255] * 3, "crop": "middle"}
+    takes = {"channels": 3, "height": side, "width": side, "mean": [0.0] * 3, "std": [1 / 255] * 3}
+    takes |= {"crop": "middle", "crop_share": share}
     served = ServedModel(torch.nn.Identity(), {"input": takes})
     with torch.no_grad():
         found = served(torch.from_numpy(image)[None])[0].permute(1, 2, 0).round().numpy().astype(int)
-    differences = np.abs(found - crop_to_square(image, side).astype(int))
+    differences = np.abs(found - crop_to_square(image, side, share=share).astype(int))
     assert differences.max() <= 1
     assert (differences > 0).mean() <= 1e-3
 

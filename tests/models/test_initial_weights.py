@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from flyte_ddp.errors import UserError
 from flyte_ddp.json_lines import read_records
 from flyte_ddp.models import artifacts
 from flyte_ddp.models.initial_weights import FILE_ADVICE, fetch_weights, identify_weights, load_initial_weights
+from flyte_ddp.progress import Progress
 from flyte_ddp.run import run_training
 from flyte_ddp.runs import identity
 from flyte_ddp.settings import Settings
@@ -66,6 +68,10 @@ def loaded(
         torch.save(content, path)
     load_initial_weights(into, path, name=model, init_from=str(path), init_skip=init_skip)
     return into.state_dict()
+
+
+def fetching(address: str, folder: Path) -> AbstractContextManager[Path | None]:
+    return fetch_weights(address, "small_cnn", folder, Progress("off"))
 
 
 def state(**options: int) -> dict[str, torch.Tensor]:
@@ -132,7 +138,7 @@ def test_what_starts_from_the_seed_has_the_versions_of_the_new_model(tmp_path: P
 def test_weights_that_are_not_finite_are_refused(value: float, prefix: str, tmp_path: Path) -> None:
     content = state(seed=1)
     content["fc.weight"][1, 2] = value
-    words = ": holds NaN or infinity in fc.weight; give a file with finite weights$"
+    words = ": holds NaN or infinity in fc.weight; give finite weights, or leave these parts out by init_skip$"
     with pytest.raises(UserError, match=f"^init_from='{tmp_path}/weights.pt'{words}"):
         loaded(Named(), prefixed(prefix, content), tmp_path)
     found = loaded(Named(), prefixed(prefix, content), tmp_path, init_skip="fc")
@@ -217,12 +223,12 @@ def test_a_file_that_is_not_there_is_called_by_its_name(tmp_path: Path, server: 
         what = "is a folder" if missing == str(tmp_path) else "there is no such file"
         with pytest.raises(UserError, match=rf"^init_from='{missing}': {what}; give a file that"):
             identity.run_name(hp, "data")
-        with pytest.raises(UserError, match=rf"^init_from='{missing}': {what}"), fetch_weights(missing, tmp_path):
+        with pytest.raises(UserError, match=rf"^init_from='{missing}': {what}"), fetching(missing, tmp_path):
             pass
     missing = f"{server.url}/no.pt"
     with pytest.raises(UserError, match=rf"^init_from='{missing}': cannot be read: HTTP 404 .* server is up$"):
         identity.run_name(Hyperparameters(init_from=missing), "data")
-    with pytest.raises(UserError, match=f"'{missing}': cannot be fetched: HTTP 404"), fetch_weights(missing, tmp_path):
+    with pytest.raises(UserError, match=f"'{missing}': cannot be fetched: HTTP 404"), fetching(missing, tmp_path):
         pass
 
 
@@ -232,7 +238,7 @@ def test_weights_behind_addresses(tmp_path: Path, server: FileServer) -> None:
     for address in (f"file://{tmp_path}/weights.pt", f"{server.url}/weights.pt"):
         into, hp = Named(), Hyperparameters(init_from=address)
         assert identity.run_name(hp, "data") != identity.run_name(Hyperparameters(), "data")
-        with fetch_weights(address, tmp_path) as path:
+        with fetching(address, tmp_path) as path:
             assert path is not None
             load_initial_weights(into, path, name="Named", init_from=address, init_skip="")
         assert torch.equal(into.fc.weight, state(seed=1)["fc.weight"])
@@ -241,7 +247,7 @@ def test_weights_behind_addresses(tmp_path: Path, server: FileServer) -> None:
 def test_an_error_of_the_run_is_not_blamed_on_the_weights(tmp_path: Path, server: FileServer) -> None:
     server.files["weights.pt"] = b"content"
     address = f"{server.url}/weights.pt"
-    with pytest.raises(UnavailableError, match=r"^of a shard$"), fetch_weights(address, tmp_path):
+    with pytest.raises(UnavailableError, match=r"^of a shard$"), fetching(address, tmp_path):
         raise UnavailableError("of a shard")
     assert list(tmp_path.iterdir()) == []
 
@@ -249,7 +255,7 @@ def test_an_error_of_the_run_is_not_blamed_on_the_weights(tmp_path: Path, server
 def test_a_disk_that_fills_up_while_weights_are_fetched(tmp_path: Path, server: FileServer) -> None:
     server.files["weights.pt"] = bytes(200_000)
     said = pytest.raises(UserError, match=f"cannot write {tmp_path}/.*: File too large; free some space")
-    with file_size_limit(100_000), said, fetch_weights(f"{server.url}/weights.pt", tmp_path):
+    with file_size_limit(100_000), said, fetching(f"{server.url}/weights.pt", tmp_path):
         pass
     assert list(tmp_path.iterdir()) == []
 
@@ -258,7 +264,7 @@ def test_a_disk_that_fills_up_while_weights_are_fetched(tmp_path: Path, server: 
 def test_a_file_that_cannot_be_read(path: str, reason: str) -> None:
     """For other reasons than a missing permission: root, who runs these tests in CI, has them all."""
     with pytest.raises(UserError, match=f"^init_from='{path}': .*{reason}"):
-        identify_weights(path)
+        identify_weights(path, "small_cnn")
 
 
 def test_a_part_is_only_skipped_where_there_are_weights() -> None:
@@ -276,7 +282,7 @@ def test_a_run_says_what_did_not_start_from_the_file(digits: Path, tmp_path: Pat
     assert "pictures are equal" not in capfd.readouterr().err
     hp = replace(base, init_from=str(first.model), init_skip=part)
     result = run_training(hp, digits, tmp_path / "second", settings)
-    said = f"Started from the seed and not from init_from (init_skip): {', '.join(head)}."
+    said = f"Started from the seed and not from init_from: {', '.join(head)}."
     assert said in capfd.readouterr().err
     start, *_, end = read_records(result.metrics)
     assert start["init_skipped"] == head

@@ -18,11 +18,11 @@ from report_page import Page, matrix, records, write_run
 from flyte_ddp import formatting
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import UserError
+from flyte_ddp.objectives.classification import count_confusions
 from flyte_ddp.report import figures, report
 from flyte_ddp.report.figures import Series
 from flyte_ddp.report.page import thumbnail
 from flyte_ddp.report.report import Run
-from flyte_ddp.objectives.classification import count_confusions
 
 
 @pytest.fixture(scope="module")

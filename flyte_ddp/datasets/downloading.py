@@ -1,0 +1,35 @@
+"""Download one file and verify its digest."""
+
+import hashlib
+from collections.abc import Sequence
+from typing import BinaryIO
+
+from flyte_ddp import storage
+from flyte_ddp.progress import Progress
+
+
+def download_verified(
+    address: str, name: str, file: BinaryIO, *, algorithm: str, digests: Sequence[str], progress: Progress
+) -> str:
+    """Empty an open file, copy the file at ``address`` into it, and return the folder or address that served it.
+
+    ``address`` ends with ``name``. ``digests`` are the allowed digests (hex) by ``algorithm`` of hashlib, or the first
+    digits of each. Does not retry. Waits up to 10 s to connect, 30 s for each piece. Shows progress on stderr. Raises
+    AlteredError for another digest, UnavailableError if the file cannot be read, OSError if ``file`` cannot be written.
+    """
+    digest, place = hashlib.new(algorithm, usedforsecurity=False), address.removesuffix(name)
+    remote = storage.local_path(address) is None
+    file.seek(0)  # an earlier try may have written a part
+    file.truncate()
+    with storage.open_file(address) as source:
+        with progress.track(f"{name} from {place}", source.size, "B") as advance:
+            for chunk in source.chunks:
+                file.write(chunk)
+                digest.update(chunk)
+                advance(len(chunk))
+        received = file.tell()
+    storage.check_length(received, source.size, remote=remote)
+    if not digest.hexdigest().startswith(tuple(digests)):
+        what = f"{algorithm} {digest.hexdigest()} ({received:,} bytes) instead of {digests[0]}"
+        raise storage.AlteredError(what, transient=remote)
+    return place.rstrip("/")

@@ -1,0 +1,338 @@
+"""torchvision's weights by name: the table against torchvision, where files come from, and what models start with."""
+
+import hashlib
+import io
+import json
+import re
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torchvision
+from encoded_runs import labelled, quiet, train
+from file_server import FileServer
+from mounts import file_size_limit
+from PIL import Image
+from surroundings import clean
+from torchvision.models import get_model, get_model_weights
+from torchvision.models.googlenet import GoogLeNet
+
+from flyte_ddp import catalog, torchvision_weights
+from flyte_ddp.config import Hyperparameters
+from flyte_ddp.errors import UserError
+from flyte_ddp.json_lines import read_records
+from flyte_ddp.loading.cropping import crop_to_square
+from flyte_ddp.models import zoo
+from flyte_ddp.models.images import InputSpec, prepare_images
+from flyte_ddp.models.initial_weights import fetch_weights, list_seeded_tensors, load_initial_weights
+from flyte_ddp.models.pretrained import torch_hub_folder
+from flyte_ddp.progress import Progress
+from flyte_ddp.runs.identity import check_known_image_size, model_identity
+from flyte_ddp.torchvision_weights import ADDRESS, PretrainedWeights, find_weights
+
+DEFAULT = "torchvision:DEFAULT"
+GREY = InputSpec(1, 28, 28, (0.1,), (0.2,))
+# One of each family; all others of a family are built alike.
+FAMILIES = [
+    *("alexnet", "convnext_tiny", "densenet121", "efficientnet_b0", "efficientnet_v2_s", "googlenet", "inception_v3"),
+    *("maxvit_t", "mnasnet0_5", "mobilenet_v2", "mobilenet_v3_small", "regnet_y_400mf", "resnet18", "resnext50_32x4d"),
+    *("shufflenet_v2_x0_5", "squeezenet1_1", "swin_t", "swin_v2_t", "vgg11", "vit_b_16", "wide_resnet50_2"),
+]
+
+
+@pytest.fixture(autouse=True)
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder where torch hub keeps files, not made yet; pauses between tries are short."""
+    clean(monkeypatch)
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path / "torch"))
+    return tmp_path / "torch/hub/checkpoints"
+
+
+def weights_of(model: str, init_from: str = DEFAULT) -> PretrainedWeights:
+    found = find_weights(model, init_from)
+    assert found is not None
+    return found
+
+
+def test_the_table_is_torchvisions() -> None:
+    compared = 0
+    for model in catalog.TORCHVISION_MODELS:
+        names = {*get_model_weights(model).__members__}
+        for name in names:
+            theirs, ours = get_model_weights(model)[name], weights_of(model, f"torchvision:{name}")
+            assert theirs.url == f"{ADDRESS}/{ours.file}"
+            digits = torch.hub.HASH_REGEX.search(ours.file)
+            assert digits is not None
+            assert digits[1] == ours.digest_start
+            takes = theirs.transforms()
+            assert [ours.side] == takes.crop_size
+            assert ours.crop_share == takes.crop_size[0] / takes.resize_size[0]
+            compared += 1
+        with pytest.raises(UserError) as caught:
+            find_weights(model, "torchvision:none")
+        assert {*re.findall(r"torchvision:([A-Z0-9_]+)", caught.value.message)} == names
+    assert compared > 150
+
+
+def test_a_model_gets_the_images_that_torchvision_makes() -> None:
+    """Of the size that torchvision cuts the middle out of, so that neither side changes a pixel by resizing."""
+    compared = set()
+    for model in catalog.TORCHVISION_MODELS:
+        for name, theirs in get_model_weights(model).__members__.items():
+            takes, weights = theirs.transforms(), weights_of(model, f"torchvision:{name}")
+            [resized], [side] = takes.resize_size, takes.crop_size
+            if (resized - side) % 2:
+                continue  # the middle is between two pixels: torchvision takes the later one, and we the earlier one
+            pixels = np.random.default_rng(0).integers(0, 256, (resized, resized + 8, 3), dtype=np.uint8)
+            expected = takes(Image.fromarray(pixels))[None]
+            if model in ("googlenet", "inception_v3"):
+                expected = GoogLeNet._transform_input(GoogLeNet(transform_input=True, init_weights=False), expected)
+            spec = zoo.choose_input_spec(model, GREY, 0, weights)
+            square = crop_to_square(pixels, spec.height, share=spec.crop_share)
+            torch.testing.assert_close(prepare_images(torch.from_numpy(square)[None], spec), expected)
+            compared.add(model)
+    assert len(compared) > 70
+
+
+def meta_state(build: Callable[[], torch.nn.Module], model: str) -> dict[str, torch.Size]:
+    """Return the shapes of a model's tensors; without memory, but for RegNets, which compute widths with tensors."""
+    with torch.device("cpu" if model.startswith("regnet") else "meta"):
+        return {name: tensor.shape for name, tensor in build().state_dict().items()}
+
+
+@pytest.mark.parametrize("model", FAMILIES)
+def test_only_the_head_differs_from_torchvisions_model(model: str) -> None:
+    for name in get_model_weights(model).__members__:
+        spec = zoo.choose_input_spec(model, GREY, 0, weights_of(model, f"torchvision:{name}"))
+        own = meta_state(lambda spec=spec: zoo.build_model(model, 7, spec), model)
+        options = {"image_size": spec.height} if model.startswith("vit") else {}
+        theirs = meta_state(lambda options=options: get_model(model, **options), model)
+        differing = [each for each in own if own[each] != theirs[each]]
+        state = {each: torch.empty(shape, device="meta") for each, shape in own.items()}
+        assert list_seeded_tensors(state, DEFAULT, "") == differing != []
+        whole = {each: torch.empty(theirs[each], device="meta") for each in own}
+        assert list_seeded_tensors(whole, DEFAULT, "") == []
+
+
+def content(model: torch.nn.Module) -> bytes:
+    """Return the file of a model's weights, in the form in which torchvision publishes DenseNets."""
+    state, buffer = model.state_dict(), io.BytesIO()
+    for name in [*state]:
+        older = re.sub(r"(denselayer\d+\.(?:norm|conv))([12])\.", r"\1.\2.", name)
+        if older != name:
+            value = state.pop(name)
+            if not name.endswith("num_batches_tracked"):
+                state[older] = value
+    torch.save(state, buffer)
+    return buffer.getvalue()
+
+
+Publish = Callable[[str, bytes], str]
+
+
+@pytest.fixture
+def publish(server: FileServer, monkeypatch: pytest.MonkeyPatch) -> Publish:
+    """Serve a file as a model's default weights, under a name with the digest of its content; return the name."""
+
+    def serve(model: str, content: bytes) -> str:
+        name = f"{model}-{hashlib.sha256(content).hexdigest()[:8]}.pth"
+        table = torchvision_weights.TABLE.replace(weights_of(model).file, name)
+        monkeypatch.setattr(torchvision_weights, "TABLE", table)
+        monkeypatch.setattr(get_model_weights(model)["DEFAULT"].value, "url", f"{server.url}/{name}")
+        server.files[name] = content
+        return name
+
+    return serve
+
+
+def fetching(model: str, folder: Path, mirror: str) -> AbstractContextManager[Path | None]:
+    return fetch_weights(DEFAULT, model, folder, Progress("off"), mirror)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["shufflenet_v2_x0_5", "mnasnet0_5", "densenet121", "googlenet", "inception_v3"])
+def test_a_model_computes_what_torchvisions_does(
+    model: str, publish: Publish, server: FileServer, tmp_path: Path
+) -> None:
+    options = {"init_weights": False} if model in ("googlenet", "inception_v3") else {}
+    torch.manual_seed(1)
+    publish(model, content(get_model(model, **options)))
+    spec = zoo.choose_input_spec(model, GREY, 0, weights_of(model))
+    ours = zoo.build_model(model, 1000, spec)
+    with fetching(model, tmp_path, server.url) as path:
+        assert path is not None
+        load_initial_weights(ours, path, name=model, init_from=DEFAULT, init_skip="")
+    theirs = get_model(model, weights="DEFAULT")  # finds the file in torch hub's cache
+    assert len(server.requests) == 1
+    images = torch.randint(0, 256, (2, spec.height, spec.width, 3), dtype=torch.uint8)
+    takes = get_model_weights(model)["DEFAULT"].transforms()
+    inputs = torchvision.transforms.functional.normalize(images.permute(0, 3, 1, 2) / 255, takes.mean, takes.std)
+    with torch.no_grad():
+        found, expected = ours.eval()(prepare_images(images, spec)), theirs.eval()(inputs)
+    assert expected.std() > 0
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=float(1e-4 * expected.abs().max()))
+
+
+def test_a_file_is_fetched_once_and_replaced_where_it_is_damaged(
+    publish: Publish, server: FileServer, hub: Path, tmp_path: Path
+) -> None:
+    name = publish("resnet18", b"weights")
+    for mirror in (server.url, "http://nobody.invalid"):
+        with fetching("resnet18", tmp_path, mirror) as path:
+            assert path == hub / name
+            assert path.read_bytes() == b"weights"
+    assert server.requests == [name]
+    (hub / name).write_bytes(b"damaged")
+    server.faults[name] = [503, "truncate", "alter"]
+    with fetching("resnet18", tmp_path, f"{server.url}/") as path:
+        assert path.read_bytes() == b"weights"
+    assert len(server.requests) == 5
+    assert [each.name for each in hub.iterdir()] == [name]
+
+
+def test_a_folder_that_holds_the_file_is_a_mirror_as_well(publish: Publish, hub: Path, tmp_path: Path) -> None:
+    name = publish("resnet18", b"weights")
+    (tmp_path / name).write_bytes(b"weights")
+    with fetching("resnet18", tmp_path / "run", str(tmp_path)) as path:
+        assert path == hub / name
+    (hub / name).unlink()
+    (tmp_path / name).write_bytes(b"others")
+    with pytest.raises(UserError, match=r"sha256 .* instead of"), fetching("resnet18", tmp_path / "run", str(tmp_path)):
+        pass
+    assert [*hub.iterdir()] == []
+
+
+def test_without_a_cache_folder_the_file_is_in_the_run_folder_only(
+    publish: Publish, server: FileServer, hub: Path, tmp_path: Path
+) -> None:
+    publish("resnet18", b"weights")
+    hub.parent.parent.write_text("no folder")
+    with fetching("resnet18", tmp_path / "run", server.url) as path:
+        assert path is not None
+        assert path.parent == tmp_path / "run"
+        assert path.read_bytes() == b"weights"
+    assert [*(tmp_path / "run").iterdir()] == []
+
+
+@pytest.mark.parametrize(
+    ("faults", "words"),
+    [
+        ([404], "HTTP 404 .*; check the network, or set FLYTE_DDP_WEIGHTS to a folder or mirror that holds it"),
+        (["alter", "alter"], r"sha256 [0-9a-f]{64} \(7 bytes\) instead of [0-9a-f]{8}; check the network"),
+        ([503] * 4, "HTTP 503"),
+    ],
+)
+def test_a_file_that_cannot_be_fetched(
+    faults: list[int | str], words: str, publish: Publish, server: FileServer, hub: Path, tmp_path: Path
+) -> None:
+    name = publish("resnet18", b"weights")
+    server.faults[name] = faults
+    said = rf"^init_from='torchvision:DEFAULT': cannot get {server.url}/{name}: {words}"
+    with pytest.raises(UserError, match=said), fetching("resnet18", tmp_path, server.url):
+        pass
+    assert [*hub.iterdir()] == []
+
+
+def test_a_cache_folder_that_fills_up(publish: Publish, server: FileServer, hub: Path, tmp_path: Path) -> None:
+    publish("resnet18", bytes(200_000))
+    said = pytest.raises(UserError, match=f"cannot write {hub}/.*: File too large; free some space")
+    with file_size_limit(100_000), said, fetching("resnet18", tmp_path, server.url):
+        pass
+    assert [*hub.iterdir()] == []
+
+
+@pytest.mark.parametrize("variables", [{"TORCH_HOME": "~/there"}, {"XDG_CACHE_HOME": "/there"}, {}])
+def test_the_cache_folder_is_torch_hubs(variables: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("TORCH_HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert str(torch_hub_folder()) == torch.hub.get_dir()
+
+
+@pytest.mark.parametrize(
+    ("model", "init_from", "words"),
+    [
+        ("resnet50", "torchvision:DEFUALT", r"did you mean 'torchvision:DEFAULT'\? .*DEFAULT, .*_V1, .*_V2$"),
+        ("resnet18", "torchvision:", r"choose one of torchvision:DEFAULT, torchvision:IMAGENET1K_V1$"),
+        ("small_cnn", DEFAULT, "not with 'small_cnn'; set model to one of these, such as resnet18"),
+        ("mine:model", DEFAULT, "not with 'mine:model'; set model"),
+        ("resnet81", DEFAULT, r"unknown model 'resnet81': did you mean 'resnet18'\?"),
+    ],
+)
+def test_what_has_no_such_weights_is_refused_before_anything_starts(model: str, init_from: str, words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        Hyperparameters(model=model, init_from=init_from)
+
+
+def test_the_identity_is_the_files_and_asks_nobody(server: FileServer, publish: Publish) -> None:
+    hp = Hyperparameters(model="resnet50", init_from=DEFAULT)
+    named = {
+        name: model_identity(replace(hp, init_from=f"torchvision:{name}"))["initial_weights"]
+        for name in ("DEFAULT", "IMAGENET1K_V2", "IMAGENET1K_V1")
+    }
+    assert named["DEFAULT"] == named["IMAGENET1K_V2"] != named["IMAGENET1K_V1"]
+    assert re.fullmatch("[0-9a-f]{64}", named["DEFAULT"])
+    publish("resnet50", b"weights")
+    assert model_identity(hp)["initial_weights"] not in named.values()
+    assert server.requests == []
+
+
+def test_the_size_is_that_of_the_weights_unless_another_is_set() -> None:
+    hp = Hyperparameters(model="vit_b_16", init_from="torchvision:IMAGENET1K_SWAG_E2E_V1")
+    weights = weights_of(hp.model, hp.init_from)
+    assert [zoo.choose_input_spec(hp.model, GREY, size, weights).height for size in (0, 96)] == [384, 96]
+    check_known_image_size(hp)  # the digits, of 8x8 pixels, are too small without these weights
+    with pytest.raises(UserError, match="cannot take 8x8"):
+        check_known_image_size(replace(hp, init_from=""))
+
+
+@pytest.mark.slow
+def test_a_run_starts_from_torchvisions_weights(
+    publish: Publish, server: FileServer, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """mnasnet0_75's take more of an image's middle than is usual."""
+    model = "mnasnet0_75"
+    torch.manual_seed(1)
+    theirs = get_model(model)
+    publish(model, content(theirs))
+    hp = Hyperparameters(
+        dataset=f"image_folder:{labelled(tmp_path / 'images')}",
+        model=model,
+        init_from=DEFAULT,
+        num_ranks=1,
+        max_steps=1,
+        batch_size=8,
+        learning_rate=1e-9,
+        weight_decay=0.0,
+    )
+    settings = quiet(tmp_path, weights_source=server.url, wandb_table_rows=2)
+    result = train(hp, tmp_path, replace(settings, progress="lines"))
+    sidecar = json.loads(result.sidecar.read_text())
+    takes = get_model_weights(model)["DEFAULT"].transforms()
+    found = [sidecar["input"][key] for key in ("height", "width", "mean", "std", "crop_share")]
+    assert found == [224, 224, takes.mean, takes.std, 224 / takes.resize_size[0]]
+    after = torch.load(result.model, weights_only=True)
+    for name, value in theirs.state_dict().items():
+        if "running" not in name and "num_batches" not in name:
+            assert name.startswith("classifier") or torch.allclose(after[name], value, atol=1e-6)
+    head = [name for name in after if name.startswith("classifier")]
+    start, *_, end = read_records(result.metrics)
+    assert start["init_skipped"] == head != []
+    said = f"Started from the seed and not from init_from: {', '.join(head)}."
+    assert said in capfd.readouterr().err
+    assert said in end["notes"]
+    evaluated = np.load(result.run_folder / "predictions.npz")
+    for name, square in zip(evaluated["names"], evaluated["images"], strict=True):
+        image = Image.open(tmp_path / "images" / str(name))
+        side = round(min(image.size) * 224 / 232)
+        middle = torchvision.transforms.functional.pil_to_tensor(image)
+        top, left = (image.height - side) // 2, (image.width - side) // 2
+        expected = torchvision.transforms.functional.resize(
+            middle[:, top : top + side, left : left + side], [224, 224], antialias=True
+        )
+        np.testing.assert_array_equal(square, expected.permute(1, 2, 0))
