@@ -9,7 +9,7 @@ Values = dict[str, Any]
 NAMES: dict[type, str] = {
     str: "dataset data_source test_dataset model init_from init_skip optimizer schedule augment keep backend strategy "
     "precision channels_last objective options class_weights select_by",
-    float: "validation_fraction learning_rate momentum weight_decay label_smoothing grad_clip_norm ema_decay",
+    float: "validation_fraction learning_rate momentum weight_decay label_smoothing grad_clip_norm mixup ema_decay",
     int: "image_size epochs max_steps batch_size test_batch_size accumulation_steps warmup_steps early_stop_patience "
     "seed num_ranks log_interval eval_interval num_classes shuffle_shards shuffle_buffer bad_samples",
     bool: "nesterov compile sync_batchnorm deterministic",
@@ -31,6 +31,7 @@ RANGES: dict[str, tuple[float, float, float | None, float | None]] = {
     "warmup_steps": (0, 2**53, -1, 2**54),
     "label_smoothing": (0, 0.999999, -0.1, 1),
     "grad_clip_norm": (-1, 1e300, -1.1, None),
+    "mixup": (0, 100, -0.1, 100.1),
     "ema_decay": (0, 0.999999, -0.1, 1),
     "early_stop_patience": (0, 2**53, -1, 2**54),
     "seed": (0, 2**31, -1, 2**31 + 1),
