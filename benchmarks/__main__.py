@@ -34,34 +34,58 @@ NAMES = (
     "export",
 )
 LONG = ("published", "chaos")  # run when they are named
+CHECKS = ("same_bits",)  # so are these, which have no figures: the exit code says what they found
+ALL = (*NAMES, *LONG, *CHECKS)
 HERE = Path(__file__).resolve().parent
 
 
 def main() -> int:
     """Runs what the command line names; a benchmark that fails does not stop the others."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"none: {', '.join(NAMES)}; or {', '.join(LONG)}")
+    named = ", ".join((*LONG, *CHECKS))
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"none: {', '.join(NAMES)}; or {named}")
     parser.add_argument("--list", action="store_true", help="say what there is and stop")
     parser.add_argument("--quick", action="store_true", help="tiny settings, to see that it works; into build/")
     parser.add_argument("--repeats", type=int, default=0, help="measurements of each side")
     parser.add_argument("--tutorial", action="store_true", help="in preset, the tutorial's settings too (minutes)")
     parser.add_argument("--output", type=Path, help="folder of results (benchmarks/results)")
+    parser.add_argument("--against", metavar="REV", default="HEAD", help="in same_bits, the git revision (HEAD)")
     arguments = parser.parse_args()
-    if unknown := [name for name in arguments.names if name not in (*NAMES, *LONG)]:
-        parser.error(f"no benchmark {', '.join(unknown)}; choose from {', '.join((*NAMES, *LONG))}")
+    if unknown := [name for name in arguments.names if name not in ALL]:
+        parser.error(f"no benchmark {', '.join(unknown)}; choose from {', '.join(ALL)}")
     if arguments.list:
-        for name in (*NAMES, *LONG):
+        for name in ALL:
             print(f"{name:<10} {description(name).splitlines()[0]}")
         return 0
     output = arguments.output or (HERE.parent / "build" / "benchmarks" if arguments.quick else HERE / "results")
-    failed = [name for name in arguments.names or NAMES if not run(name, arguments, output)]
-    print(f"results: {os.path.relpath(output / 'README.md')}" + (f"; failed: {', '.join(failed)}" if failed else ""))
+    names = arguments.names or NAMES
+    failed = [
+        name for name in names if not (check(name, arguments) if name in CHECKS else run(name, arguments, output))
+    ]
+    if not {*names} <= {*CHECKS}:
+        print(f"results: {os.path.relpath(output / 'README.md')}")
+    if failed:
+        print(f"failed: {', '.join(failed)}")
     return 1 if failed else 0
 
 
 def description(name: str) -> str:
     """The docstring of a benchmark's module."""
     return ast.get_docstring(ast.parse((HERE / f"{name}.py").read_text())) or ""
+
+
+def check(name: str, arguments: argparse.Namespace) -> bool:
+    """Run a check, which prints what it finds, in a temporary folder, and print its seconds; return whether it passed.
+
+    Writes no results. The check's exceptions go through.
+    """
+    print(f"{name}: {description(name).splitlines()[0]}", flush=True)
+    begin = time.perf_counter()
+    with tempfile.TemporaryDirectory(prefix="flyte-ddp-bench-") as folder:
+        module = importlib.import_module(f"benchmarks.{name}")
+        passed: bool = module.check(Path(folder), arguments.against, quick=arguments.quick)
+    print(f"  {time.perf_counter() - begin:.0f} s", flush=True)
+    return passed
 
 
 def run(name: str, arguments: argparse.Namespace, output: Path) -> bool:

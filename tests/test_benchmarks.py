@@ -1,16 +1,19 @@
-"""Peers that crash in benchmarks: nothing that was measured is lost, and the results say what was run again."""
+"""Benchmarks whose peers crash lose nothing that was measured, and say what was run again; same_bits sees a change."""
 
 import argparse
 import json
+import shutil
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from cli import ROOT
 
 from benchmarks import __main__ as command
-from benchmarks import measuring, rendering
+from benchmarks import measuring, rendering, same_bits
 from benchmarks.measuring import Options, Result, Target, interleaved
 from benchmarks.running import run_command
 from flyte_ddp.errors import StoppedError
@@ -111,3 +114,25 @@ def test_what_there_is_is_written_after_each_measurement(monkeypatch: pytest.Mon
     assert json.loads((tmp_path / "crashing.json.partial").read_text())["series"]["side"]["n"] == 2
     rendering.render(tmp_path)
     assert "crashing" not in (tmp_path / "README.md").read_text(), "it is no result yet"
+
+
+@pytest.mark.slow
+def test_same_bits_says_which_configuration_a_change_reaches_and_from_where(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The change is another default of a hyperparameter, which one of the two configurations sets itself."""
+    shutil.copytree(ROOT / "flyte_ddp", tmp_path / "flyte_ddp", ignore=shutil.ignore_patterns("__pycache__"))
+    for words in (["init"], ["add", "."], ["-c", "user.name=a", "-c", "user.email=a@b", "commit", "-m", "before"]):
+        subprocess.run(["git", *words], cwd=tmp_path, check=True, capture_output=True)
+    config = tmp_path / "flyte_ddp/config.py"
+    before = config.read_text()
+    config.write_text(before.replace("weight_decay: float = setting(5e-4", "weight_decay: float = setting(6e-4"))
+    assert config.read_text() != before
+    monkeypatch.setattr(same_bits, "ROOT", tmp_path)
+    monkeypatch.setattr(sys, "argv", ["benchmarks", "same_bits", "--quick", "--against", "HEAD"])
+    assert command.main() == 1
+    [name, adamw] = [*same_bits.CONFIGURATIONS][: same_bits.QUICK]
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.startswith(f"  differs  {name}: loss of train at step 2 is ") for line in lines), lines
+    assert f"  same     {adamw}" in lines
+    assert lines[-1] == "failed: same_bits"
