@@ -14,12 +14,13 @@ from pathlib import Path
 
 from flyte_ddp.files import atomic_write, file_digest
 
-ARITHMETIC = ("torch", "torchvision", "numpy", "pillow", "torchcodec")  # torchcodec is an extra and may be missing
+# torchcodec is an extra and may be missing. SciPy draws the shares of mixup, scikit-learn measures what selects weights.
+ARITHMETIC = ("torch", "torchvision", "numpy", "pillow", "torchcodec", "scipy", "scikit-learn")
 
 # Folders and files that decide what a run computes. tests/test_code_digest.py lists what else they import and why that
 # decides nothing.
 DECIDING = (
-    *("order", "parallel", "loading", "models", "training", "datasets"),
+    *("order", "parallel", "loading", "models", "objectives", "training", "datasets"),
     *("shards/dataset.py", "shards/decoding.py", "shards/index.py", "shards/samples.py", "shards/tar.py"),
     *("catalog.py", "class_names.py", "device_copy.py", "hardware.py", "machine.py", "pictures.py"),
     "torchvision_weights.py",
