@@ -134,6 +134,26 @@ def pass_probability(samples: int, discordant: float, margin: float, alpha: floa
     return float((passed & (apart > 0)).mean())  # a model that gets the same samples right is kept
 
 
+def detectable_mean(differences: Floats, bound: float) -> float:
+    """Return the true mean difference of two models' scores that a test finds with probability POWER (0.8).
+
+    ``bound`` is the test's lower confidence bound of the mean of ``differences`` [N]: a mean that is as far above 0 as
+    theirs is above the bound is found in half of the cases. Takes the mean of N differences for a normal variable.
+    """
+    error = float(differences.std()) / math.sqrt(len(differences))
+    return float(differences.mean()) - bound + float(stats.norm.ppf(POWER)) * error
+
+
+def mean_pass_probability(differences: Floats, bound: float, margin: float) -> float:
+    """Return the probability that a model of the same mean score has a lower bound above -``margin``.
+
+    ``bound`` is the lower confidence bound of the mean of ``differences`` [N]; an equal model's is taken to be as far
+    below its mean difference, and this for a normal variable.
+    """
+    error = float(differences.std()) / math.sqrt(len(differences))
+    return float(stats.norm.cdf((margin - float(differences.mean()) + bound) / error))
+
+
 def calibration_error(confidence: Floats, correct: NDArray[np.bool_], bins: int = 15) -> float:
     """Return the expected calibration error: the mean distance of confidence and accuracy over bins of equal width.
 

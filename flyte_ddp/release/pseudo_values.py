@@ -1,0 +1,90 @@
+"""Leave-one-out pseudo-values: a measure of a whole split, such as AUROC, as one number for each sample.
+
+The pseudo-value of a sample is N times the measure minus N - 1 times the measure without the sample (Tukey, "Bias and
+confidence in not-quite large samples", Annals of Mathematical Statistics 29, 1958). For a mean of N scores these are
+the scores; for others their mean is the measure but for terms of order 1 / N. Where a measure of a label is not defined
+without a sample, because it is the label's only one, the sample does not change it.
+"""
+
+from collections.abc import Callable, Mapping
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from flyte_ddp.errors import UserError
+
+MOST_CALLS = 20_000  # samples for which a measure is called without each of them
+
+Floats = NDArray[np.float64]
+
+
+def compute_pseudo_values(measures: Floats, without: Floats) -> Floats:
+    """Return the pseudo-values [N] of the mean over K labels.
+
+    ``measures`` [K] are those of all samples; ``without`` [N, K] those without each sample, NaN where not defined.
+    Labels whose measure of all samples is NaN are left out; the result is NaN if all labels are.
+    """
+    defined = ~np.isnan(measures)
+    measures, without = measures[defined], without[:, defined]
+    without = np.where(np.isnan(without), measures, without)
+    samples = len(without)
+    return np.asarray((samples * measures - (samples - 1) * without).mean(axis=1))
+
+
+def pseudo_values_of_ratios(numerators: Floats, denominators: Floats) -> Floats:
+    """Return the pseudo-values [N] of the mean over K of sums of ``numerators`` [N, K] over sums of ``denominators``.
+
+    So are macro F1 (2 true positives; 2 true positives, false positives and false negatives) and mIoU (intersections;
+    unions). Columns whose denominators sum up to 0 are left out.
+    """
+    above, below = numerators.sum(axis=0), denominators.sum(axis=0)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return compute_pseudo_values(above / below, (above - numerators) / (below - denominators))
+
+
+def pseudo_values_of_auroc(scores: Floats, targets: Floats) -> Floats:
+    """Return the pseudo-values [N] of the area under the ROC curve, the mean over K labels.
+
+    ``scores`` [N, K] are higher where a label is likelier; ``targets`` [N, K] are 1, 0 or NaN: unknown, and then the
+    sample has no influence on the label. Labels without a sample of each kind are left out.
+    """
+    areas, without = np.full(scores.shape[1], np.nan), np.full(scores.shape, np.nan)
+    for label in range(scores.shape[1]):
+        positive, negative = targets[:, label] == 1, targets[:, label] == 0
+        ours, theirs = scores[positive, label], scores[negative, label]
+        if not len(ours) or not len(theirs):
+            continue
+        above, below = share_below(ours, theirs), 1 - share_below(theirs, ours)
+        areas[label] = above.mean()
+        without[:, label] = areas[label]
+        for members, shares in ((positive, above), (negative, below)):
+            if len(shares) > 1:
+                without[members, label] = (shares.sum() - shares) / (len(shares) - 1)
+    return compute_pseudo_values(areas, without)
+
+
+def share_below(values: Floats, others: Floats) -> Floats:
+    """Return for each of ``values`` [n] the share of ``others`` [m] that are less; equal ones count half."""
+    others = np.sort(others)
+    places = np.searchsorted(others, values, "left") + np.searchsorted(others, values, "right")
+    return np.asarray(places / (2 * len(others)))
+
+
+def pseudo_values_by_calls(measure: Callable[[Mapping[str, Tensor]], float], columns: Mapping[str, Tensor]) -> Floats:
+    """Return the pseudo-values [N] of any measure of columns [N, ...]: calls it N + 1 times, with copies of N - 1 rows.
+
+    Raises a UserError for more than MOST_CALLS (20,000) samples.
+    """
+    samples = len(next(iter(columns.values())))
+    if samples > MOST_CALLS:
+        raise UserError(
+            f"the objective's main measure is no mean of scores, and {samples:,} samples are more than {MOST_CALLS:,} "
+            "to leave out one at a time; give it a method scores(columns) that returns a number for each sample"
+        )
+    everything = torch.arange(samples)
+    without = [
+        measure({name: column[everything != sample] for name, column in columns.items()}) for sample in range(samples)
+    ]
+    return compute_pseudo_values(np.array([measure(columns)]), np.array(without)[:, None])

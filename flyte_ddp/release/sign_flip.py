@@ -1,0 +1,173 @@
+"""Tests whether paired differences are above 0 by flipping their signs, and bounds their mean from below.
+
+If two models are equally good, either could have had either score of a sample: each difference may have either sign.
+The p-value is the probability that random signs give a sum of at least the observed one (Fisher, "The design of
+experiments", 1935, 21). It is the tail of a sum of N independent values, computed from its characteristic function
+under an exponential tilt, which makes the observed sum a likely one: small p-values have as many digits as large ones.
+"""
+
+import math
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy import optimize, special, stats
+
+STEPS = 1024  # of the grid, in a root mean square of the differences
+BOUND_STEPS = 256  # the same, for the many tests of a bound
+WINDOW = 9.0  # in roots of the sum of squares: what lies outside has a tilted probability below 1e-17
+NEGLIGIBLE = 1e-16  # modulus of the characteristic function, times its frequency's number, that is left out
+BLOCK = 1 << 20  # complex numbers in memory at a time
+
+Floats = NDArray[np.float64]
+Integers = NDArray[np.integer[Any]]
+
+
+def sign_flip_p_value(differences: Floats) -> float:
+    """Return the one-sided p-value of the exact sign-flip test that the mean of ``differences`` [N] is above 0.
+
+    Sums that equal the observed one count. Differences of 0 have no influence; the p-value is 1 if all are 0. If the
+    others are multiples of a unit (0/1 scores: the p-value is that of McNemar's exact test), its relative error is
+    about 1e-12. Otherwise they are first rounded to 1 / STEPS (1,024) of their root mean square. The test of the
+    rounded differences is exact, too; its p-value differs by about 0.03 % times the normal quantile.
+    """
+    differences = differences[differences != 0]
+    return p_value_of_integers(round_to_unit(differences, find_unit(differences, STEPS)))
+
+
+def lower_bound_by_sign_flips(differences: Floats, alpha: float) -> float:
+    """Return the smallest shift of ``differences`` [N] that the sign-flip test does not reject at level ``alpha``.
+
+    That is the lower confidence bound of their mean if they are symmetric about it; -inf if there are too few of them.
+    Rounds differences to 1 / BOUND_STEPS (256) of their standard deviation, which moves the bound by about 0.001
+    standard errors, and interpolates between the shifts of that grid.
+    """
+    mean, spread = float(differences.mean()), float(differences.std())
+    if alpha < 0.5 ** len(differences):
+        return -math.inf
+    if spread <= 1e-12 * abs(mean):
+        return mean
+    unit = find_unit(differences, BOUND_STEPS)
+    unit /= math.ceil(unit * BOUND_STEPS / spread)
+    rounded = round_to_unit(differences, unit)
+    step = math.ceil(2 * spread / math.sqrt(len(differences)) / unit)
+    wanted, quantiles = float(stats.norm.isf(alpha)), dict[int, float]()
+
+    def is_rejected(shift: int) -> bool:
+        """Record the normal quantile of the p-value of a shift, and return whether the test rejects the shift."""
+        quantiles[shift] = float(stats.norm.isf(max(1e-300, p_value_of_integers(rounded - shift))))
+        return quantiles[shift] >= wanted
+
+    low = math.ceil(rounded.mean())  # where a p-value is 0.5 or more
+    while not is_rejected(low):
+        high, low = low, low - step
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if is_rejected(middle) else (low, middle)
+    return float(unit * (low + (quantiles[low] - wanted) / (quantiles[low] - quantiles[high])))
+
+
+def find_unit(differences: Floats, steps: int) -> float:
+    """Return a number of which all ``differences`` are multiples, or nearly so; 1 if all are 0, or there are none.
+
+    That is their greatest common divisor, if that is at least 1 / ``steps`` of their root mean square. Otherwise it is
+    at most that part of the root mean square, but divides the greatest common divisor of the magnitudes that occur more
+    than once, so that sums which are equal by these remain so.
+    """
+    if not np.any(differences):
+        return 1.0
+    least = math.sqrt(float(np.square(differences).mean())) / steps
+    values, counts = np.unique(np.abs(differences), return_counts=True)
+    if unit := find_common_divisor(values, least):
+        return unit
+    unit = find_common_divisor(values[counts > 1], least) or least
+    return unit / math.ceil(unit / least)
+
+
+def find_common_divisor(values: Floats, least: float) -> float:
+    """Return the greatest common divisor of ``values`` by Euclid's algorithm; 0 if that is less than ``least``.
+
+    Remainders of up to 1 / 1000 of ``least`` are taken for rounding errors. Returns 0 if all values are.
+    """
+    divisor = 0.0
+    for value in values.tolist():
+        remainder = value
+        while remainder > least / 1000:
+            divisor, remainder = remainder, abs(math.remainder(divisor, remainder))
+        if 0 < divisor < least:
+            return 0.0
+    return divisor
+
+
+def round_to_unit(differences: Floats, unit: float) -> NDArray[np.int64]:
+    """Return the differences as multiples of a unit, rounded to whole numbers."""
+    return np.rint(differences / unit).astype(np.int64)
+
+
+def p_value_of_integers(differences: Integers) -> float:
+    """Return the p-value of the sign-flip test of whole numbers, with a relative error of about 1e-12."""
+    values, counts = np.unique(np.abs(differences[differences != 0]), return_counts=True)
+    total, lost = int(values @ counts), -int(differences[differences < 0].sum())
+    if 2 * lost < total:
+        return probability_of_at_most(lost, values, counts)
+    return 1.0 - probability_of_at_most(total - lost - 1, values, counts)
+
+
+def probability_of_at_most(most: int, values: Integers, counts: Integers) -> float:
+    """Return the probability that the sum of the values whose coin shows heads is at most ``most``.
+
+    Each of the positive ``values`` [U] is there ``counts`` [U] times, each time with a fair coin of its own. ``most``
+    must be below half of the sum of all; the result is 0 if it is negative.
+
+    With biased coins, heads with probability 1 / (1 + exp(tilt * value)), ``most`` is the mean of the sum, and the
+    wanted probability is a constant times the sum of P(most - m) * exp(-tilt * m) over m from 0 to ``most``. P is the
+    inverse Fourier transform of the characteristic function, a product over the values; the sum over m is a geometric
+    one for each frequency.
+    """
+    if most < 0:
+        return 0.0
+    scale = math.sqrt(float(counts @ np.square(values.astype(float))))
+
+    def excess_of_mean(tilt: float) -> float:
+        """Return by how much the mean of the sum is above ``most`` for a tilt, given times ``scale``."""
+        return float((counts * values) @ special.expit(-tilt / scale * values)) - most
+
+    steepest = 80 / int(values[0]) * scale  # of ``most`` 0, where any larger tilt gives the same
+    tilt = optimize.brentq(excess_of_mean, 0.0, steepest) if excess_of_mean(steepest) < 0 else steepest
+    tilt /= scale
+    heads = special.expit(-tilt * values)
+    size = 1 << int(min(float(values @ counts), WINDOW * scale)).bit_length()
+    reach, angle, found = min(most + 1, size // 2), 2 * math.pi / size, 0.0
+    frequencies = find_frequencies(values, counts, heads, size)
+    for part in np.array_split(frequencies, 1 + len(frequencies) * len(values) // BLOCK):
+        turns = np.multiply.outer(part, values) & (size - 1)
+        logarithms = np.log(1 + heads * np.expm1(1j * angle * turns)) @ counts
+        ratio = 1j * angle * part - tilt
+        sums = np.exp(logarithms - 1j * angle * (part * most & (size - 1))) * np.expm1(reach * ratio) / np.expm1(ratio)
+        found += float(np.where((part == 0) | (part == size // 2), 1, 2) @ sums.real)
+    constant = float(counts @ np.log1p(np.expm1(-tilt * values) / 2)) + tilt * most
+    return min(1.0, math.exp(constant) * found / size)
+
+
+def find_frequencies(values: Integers, counts: Integers, heads: Floats, size: int) -> NDArray[np.int64]:
+    """Return the frequencies, from 0 to half of ``size``, where the characteristic function is not negligible.
+
+    ``heads`` are the probabilities of the biased coins of ``values``. The function's modulus is a product of numbers of
+    at most 1, so that most frequencies are left out after a few values, those that vary most. Single precision and
+    numbers of 32 bits, which may overflow as ``size`` is a power of two, make that five times as fast.
+    """
+    frequencies = np.arange(size // 2 + 1, dtype=np.uint32)
+    squared_moduli, least = np.ones(len(frequencies), np.float32), np.square(NEGLIGIBLE * (1.0 + frequencies))
+    squared_sines = np.square(np.sin(math.pi / size * np.arange(size))).astype(np.float32)
+    variances, last = 4 * heads * (1 - heads), np.uint32(size - 1)
+    for place in np.argsort(-counts * variances * np.square(values)):
+        factors = squared_sines[frequencies * values[place].astype(np.uint32) & last]
+        factors *= np.float32(-variances[place])
+        factors += 1
+        squared_moduli *= factors if counts[place] == 1 else factors ** np.float32(counts[place])
+        kept = squared_moduli > least
+        if 2 * np.count_nonzero(kept) < len(kept):
+            frequencies, squared_moduli, least = frequencies[kept], squared_moduli[kept], least[kept]
+            if len(frequencies) * len(values) < BLOCK // 64:
+                break
+    return frequencies.astype(np.int64)
