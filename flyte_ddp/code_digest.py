@@ -14,7 +14,7 @@ from pathlib import Path
 
 from flyte_ddp.files import atomic_write, file_digest
 
-# torchcodec is an extra and may be missing. SciPy draws the shares of mixup, scikit-learn measures what selects weights.
+# torchcodec is an extra and may be missing. SciPy draws mixup's shares, scikit-learn's measures select weights.
 ARITHMETIC = ("torch", "torchvision", "numpy", "pillow", "torchcodec", "scipy", "scikit-learn")
 
 # Folders and files that decide what a run computes. tests/test_code_digest.py lists what else they import and why that

@@ -9,7 +9,7 @@ all pay for what this module loads.
 import dataclasses
 import json
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -90,6 +90,11 @@ class Hyperparameters(CheckedFields, called="hyperparameter"):
         "Parts of the model that start from the seed although the rest starts from `init_from`: names of modules or "
         "tensors, separated by commas, such as the head for another number of classes (`fc`, `classifier.6`).",
     )
+    freeze: str = setting(
+        "",
+        "Parts of the model that stay as they start: names of modules or tensors, separated by commas (`layer1`, "
+        "`fc.bias`). A module also stays in evaluation mode: its BatchNorm keeps its statistics, its dropout is off.",
+    )
     sync_batchnorm: bool = setting(
         True, "BatchNorm normalises by the statistics of the whole batch; false: each rank by those of its own share."
     )
@@ -127,19 +132,35 @@ class Hyperparameters(CheckedFields, called="hyperparameter"):
         at_most=100_000,
     )
     # Optimiser
-    optimizer: str = setting("sgd", "Optimiser: SGD, Adam, or AdamW.", choices=("sgd", "adam", "adamw"))
+    optimizer: str = setting(
+        "sgd",
+        "Optimiser: sgd, adam, adamw, or your own `package.module:callable`, called with the model and the "
+        "hyperparameters; its parameter groups keep their own rates.",
+        choices=("sgd", "adam", "adamw"),
+        own=True,
+    )
     learning_rate: float = setting(0.1, "Learning rate; the peak, if the schedule has one.", above=0.0, at_most=1_000.0)
     momentum: float = setting(0.9, "Momentum of SGD; the first beta of Adam and AdamW.", at_least=0.0, below=1.0)
     weight_decay: float = setting(5e-4, "L2 for SGD and Adam, decoupled for AdamW.", at_least=0.0, at_most=1.0)
+    decay_norms: bool = setting(
+        True,
+        "Weight decay for all parameters; false: not for those with fewer than two dimensions, such as biases, and not "
+        "for those of normalisation layers. An optimiser of your own decides that itself.",
+    )
     nesterov: bool = setting(True, "Nesterov momentum; for SGD with momentum above 0.")
     schedule: str = setting(
         "one_cycle",
-        "Learning rate over the run: constant, cosine to 0, or one_cycle (linear up over the first quarter, "
-        "linear down to 0).",
+        "Learning rate over the run: constant, cosine to 0, one_cycle (linear up over the first quarter, linear down "
+        "to 0), or your own `package.module:callable`, which returns the factor of the rate for a step and the number "
+        "of all steps.",
         choices=("constant", "cosine", "one_cycle"),
+        own=True,
     )
     warmup_steps: int = setting(
-        0, "Optimiser steps of linear warm-up from 0; with one_cycle they replace the first quarter.", at_least=0
+        0,
+        "Optimiser steps of linear warm-up from 0; with one_cycle they replace the first quarter. A schedule of your "
+        "own does that itself.",
+        at_least=0,
     )
     label_smoothing: float = setting(
         0.0, "Share of each training label spread evenly over all classes.", at_least=0.0, below=1.0
@@ -311,24 +332,31 @@ def check_fields_together(hp: Hyperparameters) -> None:
     """Raise UserError for the first contradiction between fields, such as ``keep="ema"`` without ``ema_decay``."""
     check_batch_size(hp, max(1, hp.num_ranks))
     find_weights(hp.model, hp.init_from)
-    encoded, error = bool(catalog.encoded_kind(hp.dataset)), ""
-    if hp.augment in (("crop", "crop_flip") if encoded else ("resized_crop",)):
-        fitting = "none or resized_crop" if encoded else "none, crop or crop_flip"
-        error = f"augment={hp.augment!r}: not for dataset={short_repr(hp.dataset)}; choose {fitting}"
-    elif hp.mixup and catalog.encoded_kind(hp.dataset) == "stream":
-        error = f"mixup={hp.mixup}: a stream gives each image once, so that none can be mixed with another; set 0"
-    elif hp.nesterov and hp.optimizer == "sgd" and hp.momentum == 0:
-        error = "nesterov=True: needs momentum above 0; set momentum or nesterov=false"
-    elif hp.init_skip and not hp.init_from:
-        error = f"init_skip={hp.init_skip!r}: goes with init_from, which is empty; set that, or leave both empty"
-    elif hp.early_stop_patience and hp.validation_fraction == 0:
+    for contradiction in find_contradictions(hp):
+        raise UserError(contradiction)
+
+
+def find_contradictions(hp: Hyperparameters) -> Iterator[str]:
+    """Yield a sentence for each contradiction between fields: a value, why it does not fit, and what to do."""
+    kind = catalog.encoded_kind(hp.dataset)
+    if hp.augment in (("crop", "crop_flip") if kind else ("resized_crop",)):
+        fitting = "none or resized_crop" if kind else "none, crop or crop_flip"
+        yield f"augment={hp.augment!r}: not for dataset={short_repr(hp.dataset)}; choose {fitting}"
+    if hp.mixup and kind == "stream":
+        yield f"mixup={hp.mixup:g}: a stream gives an image once, so that it is no other's partner; set mixup=0"
+    if hp.nesterov and hp.optimizer == "sgd" and hp.momentum == 0:
+        yield "nesterov=True: needs momentum above 0; set momentum or nesterov=false"
+    if hp.warmup_steps and ":" in hp.schedule:
+        what = f"warmup_steps={hp.warmup_steps}"
+        yield f"{what}: not for a schedule of your own, which can rise itself; set warmup_steps 0"
+    if hp.init_skip and not hp.init_from:
+        yield f"init_skip={hp.init_skip!r}: goes with init_from, which is empty; set that, or leave both empty"
+    if hp.early_stop_patience and hp.validation_fraction == 0:
         what = f"early_stop_patience={hp.early_stop_patience}"
-        error = f"{what}: needs a validation split; set validation_fraction above 0"
-    elif -1 < hp.grad_clip_norm < 0:
-        error = f"grad_clip_norm={hp.grad_clip_norm}: must be above 0, or 0 for no clipping, or -1 for the default"
-    elif hp.keep == "best" and hp.validation_fraction == 0:
-        error = "keep='best': needs a validation split to choose by; set validation_fraction above 0"
-    elif hp.keep == "ema" and hp.ema_decay == 0:
-        error = "keep='ema': there is no moving average; set ema_decay, for example to 0.99"
-    if error:
-        raise UserError(error)
+        yield f"{what}: needs a validation split; set validation_fraction above 0"
+    if -1 < hp.grad_clip_norm < 0:
+        yield f"grad_clip_norm={hp.grad_clip_norm}: must be above 0, or 0 for no clipping, or -1 for the default"
+    if hp.keep == "best" and hp.validation_fraction == 0:
+        yield "keep='best': needs a validation split to choose by; set validation_fraction above 0"
+    if hp.keep == "ema" and hp.ema_decay == 0:
+        yield "keep='ema': there is no moving average; set ema_decay, for example to 0.99"

@@ -178,8 +178,11 @@ def compute_global_statistics(values: Tensor, gather: Gather, *, has_values: boo
 
 
 def per_rank_norm_layers(model: nn.Module) -> list[_BatchNorm]:
-    """Return the BatchNorm layers of a model in which each rank has running statistics of its own samples."""
-    norms = (module for module in model.modules() if isinstance(module, _BatchNorm))
+    """Return the BatchNorm layers of a model in training in which each rank has statistics of its own samples.
+
+    Layers in evaluation mode, as of frozen parts, are none of them: they use and keep the running statistics.
+    """
+    norms = (module for module in model.modules() if isinstance(module, _BatchNorm) and module.training)
     return [norm for norm in norms if not isinstance(norm, GlobalBatchNorm)]
 
 

@@ -17,6 +17,7 @@ from flyte_ddp.models.zoo import find_refused_value
 from flyte_ddp.parallel.distributed import rank
 from flyte_ddp.runs import checkpoint
 from flyte_ddp.training.job import Job
+from flyte_ddp.training.own_optimizer import load_optimizer_state
 from flyte_ddp.training.recording import Recorder
 from flyte_ddp.training.training_state import TrainingState
 
@@ -67,7 +68,7 @@ def restore_run(state: TrainingState, recorder: Recorder, found: checkpoint.Chec
     state.buffers.load_state_dict(values["buffers"])
     if state.average is not None:
         state.average.load_state_dict(values["average"])
-    state.optimizer.load_state_dict(values["optimizer"])
+    load_optimizer_state(state.optimizer, values["optimizer"])
     state.epoch, state.step = found.epoch, found.step
     state.this_pass.model_draws = values["draws"]
     state.clock.seconds.update(values["seconds"])

@@ -28,7 +28,7 @@ class LossWatch:
     ) -> None:
         """Prepare for the first loss; ``a_step_later``: the host may read a loss one step later."""
         self.model, self.optimizer, self.learning_rate = model, optimizer, learning_rate
-        self.a_step_later = a_step_later and bool(optimizer.defaults["fused"])
+        self.a_step_later = a_step_later and bool(optimizer.defaults.get("fused"))
         self.saw_non_finite = torch.zeros((), dtype=torch.bool, device=next(model.parameters()).device)
         self.pending: Callable[[], None] | None = None
 

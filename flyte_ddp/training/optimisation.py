@@ -2,17 +2,26 @@
 
 import inspect
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
+from numbers import Real
 from typing import Any, TypeVar, cast
 
+import numpy as np
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from flyte_ddp import catalog
+from flyte_ddp.checked_fields import short_repr
 from flyte_ddp.config import Hyperparameters
+from flyte_ddp.errors import UserError
+from flyte_ddp.training.own_optimizer import make_own_optimizer
+from flyte_ddp.user_code import load_callable
 
 ONE_CYCLE_RISE = 0.25  # share of the run during which one_cycle rises
 PHOTO_CLIP_NORM = 1.0
+NORMALISATION = (_NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)  # the first: BatchNorm and InstanceNorm
+STEPS_CHECKED = 1000  # of an own schedule, before the first step
 DECORATED_METHODS = ("add_param_group", "zero_grad", "state_dict", "load_state_dict", "step")
 
 # Maps the share of the run that is done, 0 to 1, to a factor of the learning rate.
@@ -23,26 +32,66 @@ SCHEDULES: dict[str, Callable[[float], float]] = {
 }
 
 Kind = TypeVar("Kind", bound=torch.optim.Optimizer)
+Schedule = Callable[[float, int], float]  # takes an initial rate and an optimiser step, from 0; returns the step's rate
+
+
+def create_optimizer(model: nn.Module, hp: Hyperparameters) -> torch.optim.Optimizer:
+    """Return the optimiser that ``hp`` chooses, of the model's parameters with ``requires_grad``.
+
+    Runs the user's code if ``hp.optimizer`` names it; see :func:`make_own_optimizer` for its errors.
+    """
+    if ":" in hp.optimizer:
+        return make_own_optimizer(model, hp)
+    return make_optimizer(
+        model.parameters(),
+        hp.optimizer,
+        hp.learning_rate,
+        hp.momentum,
+        nesterov=hp.nesterov,
+        decay=hp.weight_decay,
+        undecayed=() if hp.decay_norms else parameters_without_decay(model),
+    )
 
 
 def make_optimizer(
-    parameters: Iterable[nn.Parameter], kind: str, rate: float, momentum: float, *, nesterov: bool, decay: float
+    parameters: Iterable[nn.Parameter],
+    kind: str,
+    rate: float,
+    momentum: float,
+    *,
+    nesterov: bool,
+    decay: float,
+    undecayed: Collection[nn.Parameter] = (),
 ) -> torch.optim.Optimizer:
     """Return the optimiser ``kind`` (sgd, adam, adamw) of parameters with ``requires_grad``; fused if none is complex.
 
-    ``rate`` is the learning rate, ``momentum`` the first beta of Adam and AdamW, ``decay`` the weight decay.
+    ``rate`` is the learning rate, ``momentum`` the first beta of Adam and AdamW, ``decay`` the weight decay. The
+    parameters ``undecayed`` get no decay, in a group of their own.
     """
     parameters = [parameter for parameter in parameters if parameter.requires_grad]
     fused = True if all(parameter.is_floating_point() for parameter in parameters) else None
     options: dict[str, Any] = {"lr": rate, "weight_decay": decay, "fused": fused}
+    decayed = {"params": [parameter for parameter in parameters if parameter not in undecayed]}
+    others = {"params": [parameter for parameter in parameters if parameter in undecayed], "weight_decay": 0.0}
+    groups = [group for group in (decayed, others) if group["params"]]
     if kind != "sgd":
         adam = strip_compiler_decorators(torch.optim.AdamW if kind == "adamw" else torch.optim.Adam)
-        return adam(parameters, betas=(momentum, 0.999), **options)
-    sgd = strip_compiler_decorators(torch.optim.SGD)(parameters, momentum=momentum, nesterov=nesterov, **options)
+        return adam(groups, betas=(momentum, 0.999), **options)
+    sgd = strip_compiler_decorators(torch.optim.SGD)(groups, momentum=momentum, nesterov=nesterov, **options)
     if momentum:  # without it, fused SGD fails on a parameter that gets its first gradient later than others
         for parameter in parameters:
             sgd.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
     return sgd
+
+
+def parameters_without_decay(model: nn.Module) -> set[nn.Parameter]:
+    """Return the parameters with fewer than two dimensions, and those of torch's normalisation layers.
+
+    The first are biases, factors and scales, also those of normalisation layers of users' own, which no type tells.
+    """
+    norms = [module for module in model.modules() if isinstance(module, NORMALISATION)]
+    flat = {parameter for parameter in model.parameters() if parameter.dim() < 2}
+    return flat.union(*(norm.parameters(recurse=False) for norm in norms))
 
 
 def strip_compiler_decorators(optimizer_class: type[Kind]) -> type[Kind]:
@@ -67,14 +116,42 @@ def gradient_clip_norm(hp: Hyperparameters) -> float:
     return PHOTO_CLIP_NORM if hp.model in catalog.SMALL_MODELS and catalog.encoded_kind(hp.dataset) else 0.0
 
 
-def learning_rate(hp: Hyperparameters, step: int, total_steps: int) -> float:
-    """Return the learning rate of optimiser step ``step`` (counted from 0) of ``total_steps``.
+def make_schedule(kind: str, warmup_steps: int, total_steps: int) -> Schedule:
+    """Return the schedule ``kind`` (one of SCHEDULES, or the user's own) over ``total_steps`` optimiser steps.
 
-    Rises linearly for ``warmup_steps`` (one_cycle: for a quarter of the steps if that is 0), then follows ``schedule``.
+    The built-in ones rise linearly for ``warmup_steps`` (one_cycle: for a quarter of the steps if that is 0). The
+    user's own returns the factor of the rate itself. For it imports the user's code, and calls it up to 2,000 times:
+    raises UserError for a factor that is no finite number of at least 0 (later ones when their step comes), or that is
+    another one when the callable is called again.
     """
-    warmup = hp.warmup_steps
-    if hp.schedule == "one_cycle" and not warmup:
-        warmup = int(total_steps * ONE_CYCLE_RISE)
-    if step < warmup:
-        return hp.learning_rate * (step + 1) / (warmup + 1)
-    return hp.learning_rate * SCHEDULES[hp.schedule]((step - warmup) / max(1, total_steps - warmup))
+    if ":" in kind:
+        factor = load_callable(kind)
+        for step in np.unique(np.linspace(0, total_steps - 1, STEPS_CHECKED, dtype=int)).tolist():
+            first, again = (check_factor(kind, factor(step, total_steps), step, total_steps) for _ in range(2))
+            if first != again:
+                raise UserError(
+                    f"schedule={kind!r}: returned {first} and then {again} for step {step} of {total_steps}: must be a "
+                    "function of the two alone; keep no count in it, draw nothing at random"
+                )
+        return lambda rate, step: rate * check_factor(kind, factor(step, total_steps), step, total_steps)
+    rise = warmup_steps
+    if kind == "one_cycle" and not rise:
+        rise = int(total_steps * ONE_CYCLE_RISE)
+
+    def scheduled_rate(rate: float, step: int) -> float:
+        """Return the rate of a step: rising, then as SCHEDULES says."""
+        if step < rise:
+            return rate * (step + 1) / (rise + 1)
+        return rate * SCHEDULES[kind]((step - rise) / max(1, total_steps - rise))
+
+    return scheduled_rate
+
+
+def check_factor(spec: str, value: Any, step: int, total_steps: int) -> float:
+    """Return what an own schedule returned for a step; UserError unless it is a finite number of at least 0."""
+    if isinstance(value, Real) and math.isfinite(value) and float(value) >= 0:
+        return float(value)
+    raise UserError(
+        f"schedule={spec!r}: returned {short_repr(value)} for step {step} of {total_steps}: must be a finite number of "
+        "at least 0, the factor of the learning rate"
+    )

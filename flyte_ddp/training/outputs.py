@@ -287,6 +287,6 @@ def describe_exactness(
         differences.append(f"up to rounding, because these changed: {changes}")
     elif state.device.type == "cuda" and not state.hp.deterministic:
         differences.append("up to rounding: GPUs do not always add up in the same order (deterministic is false)")
-    # A user's model may keep other state than parameters and buffers, which no checkpoint has.
-    exactly = "bit for bit, as far as can be seen" if ":" in state.hp.model else "bit for bit"
+    # A user's code may keep other state than parameters, buffers and the optimiser's, which no checkpoint has.
+    exactly = "bit for bit, as far as can be seen" if state.hp.own_code("dataset") else "bit for bit"
     return ", and ".join(differences) or exactly

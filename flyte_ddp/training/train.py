@@ -25,11 +25,14 @@ from flyte_ddp.training.checkpointing import Checkpointer, restore_run
 from flyte_ddp.training.diagnosis import non_finite_loss_error
 from flyte_ddp.training.evaluate import Evaluation, evaluate_split
 from flyte_ddp.training.job import Job
-from flyte_ddp.training.optimisation import gradient_clip_norm, learning_rate
+from flyte_ddp.training.optimisation import gradient_clip_norm
 from flyte_ddp.training.outputs import write_outputs, write_start_record
+from flyte_ddp.training.own_optimizer import check_optimizer_state
 from flyte_ddp.training.parts import LoadedPart, RankSlice, list_parts, load_part, load_parts, split_for_rank
 from flyte_ddp.training.recording import Recorder, StepSums
 from flyte_ddp.training.training_state import TrainingState
+
+OPTIMIZER_SEEDS = 2**34  # is added to the seed for an own optimiser's random numbers
 
 
 def train(rank: Rank) -> None:
@@ -188,16 +191,22 @@ def repeat_forward(state: TrainingState, batch: sampling.Indices) -> None:
 def apply_gradients(state: TrainingState) -> None:
     """Clip the gradients, step the optimiser with the scheduled learning rate, clear the gradients, and count the step.
 
-    Sets the learning rate of every parameter group. Updates the moving average and, on rank 0, the copy of the buffers
-    for checkpoints (UserError if a buffer was registered, removed or resized). Call it inside
-    :meth:`TrainingState.exclude_snapshots` if a thread may write a checkpoint.
+    Sets the learning rate of every parameter group. For an optimiser of the user's own, seeds the random generators,
+    equally on all ranks; after the first step raises UserError if no checkpoint can hold its state. Updates the moving
+    average and, on rank 0, the copy of the buffers for checkpoints (UserError if a buffer was registered, removed or
+    resized). Call it inside :meth:`TrainingState.exclude_snapshots` if a thread may write a checkpoint.
     """
     hp = state.hp
     if largest := gradient_clip_norm(hp):
         clip_grad_norm_(state.model.parameters(), largest)
-    for group in state.optimizer.param_groups:
-        group["lr"] = learning_rate(hp, state.step, state.total_steps)
+    for group, rate in zip(state.optimizer.param_groups, state.initial_rates, strict=True):
+        group["lr"] = state.schedule(rate, state.step)
+    if ":" in hp.optimizer:
+        # It may draw random numbers, which must be equal on all ranks; other ones than the passes' of any seed.
+        state.this_pass.begin_pass(hp.seed + OPTIMIZER_SEEDS, state.step, np.zeros(1, dtype=np.int64), state.device)
     state.optimizer.step()
+    if not state.step and ":" in hp.optimizer:
+        check_optimizer_state(state.optimizer, hp.optimizer)
     state.optimizer.zero_grad(set_to_none=True)  # a parameter without a gradient in the next step then stays as it is
     state.update_average()
     state.step += 1

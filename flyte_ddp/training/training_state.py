@@ -22,6 +22,7 @@ from flyte_ddp.errors import UserError, unknown_name_error
 from flyte_ddp.hardware import Hardware
 from flyte_ddp.loading.opening import open_splits
 from flyte_ddp.models import zoo
+from flyte_ddp.models.frozen_parts import freeze_parts, set_training_mode
 from flyte_ddp.models.images import InputSpec, prepare_images
 from flyte_ddp.models.initial_weights import load_initial_weights
 from flyte_ddp.objectives import HIGHER, Facts, Objective
@@ -38,7 +39,7 @@ from flyte_ddp.settings import Settings
 from flyte_ddp.torchvision_weights import find_weights
 from flyte_ddp.training.diagnosis import LossWatch
 from flyte_ddp.training.evaluate import Selection
-from flyte_ddp.training.optimisation import make_optimizer
+from flyte_ddp.training.optimisation import create_optimizer, make_schedule
 
 Tensors = tuple[Tensor, ...] | list[Tensor]
 
@@ -85,21 +86,23 @@ class TrainingState:
         # to its parameters. First the dropout and BatchNorm layers are replaced, because compile_model excludes some of
         # the new layers. Then the strategy copies rank 0's weights to all ranks. Then the optimiser, the average and
         # the buffers refer to these weights.
-        self.this_pass = TrainingPass(may_draw=hp.model not in catalog.SMALL_MODELS)
+        self.this_pass = TrainingPass(may_draw=hp.model not in catalog.SMALL_MODELS or bool(own_code))
         make_dropout_rank_independent(model, self.this_pass)
         if hp.sync_batchnorm and world_size() > 1:
             synchronise_batch_norm(model, self.this_pass, on_one_machine=hardware.strategy == "shared_memory")
-        model.train()  # called as in every training loop: a model may override it to keep layers in evaluation mode
+        set_training_mode(model, self.frozen_modules)
         self.model = model
         self.clock = make_clock(self.device)
         self.sync = create_gradient_sync(compile_model(model) if hp.compile else model, hardware.strategy, self.clock)
-        self.optimizer = make_optimizer(
-            model.parameters(), hp.optimizer, hp.learning_rate, hp.momentum, nesterov=hp.nesterov, decay=hp.weight_decay
-        )
+        self.optimizer = create_optimizer(model, hp)
+        self.initial_rates = [float(group["lr"]) for group in self.optimizer.param_groups]
+        self.schedule = make_schedule(hp.schedule, hp.warmup_steps, self.total_steps)
         self.average = create_moving_average(model, hp.ema_decay) if hp.ema_decay else None
         self.buffers = Buffers(model)
         # On a GPU, checking a loss in its own step would make the host wait for the device in every step.
-        self.loss_watch = LossWatch(model, self.optimizer, hp.learning_rate, a_step_later=on_gpu)
+        # Own optimisers are checked in it, because they may not know how to skip an update.
+        a_step_later = on_gpu and ":" not in hp.optimizer
+        self.loss_watch = LossWatch(model, self.optimizer, hp.learning_rate, a_step_later=a_step_later)
         higher = self.objective.measures.get(hp.select_by) == HIGHER
         self.selection = Selection(hp.keep, hp.early_stop_patience, hp.select_by, higher_is_better=higher)
         # Of base classes, too: layers whose class has been replaced are of a subclass made here.
@@ -123,16 +126,18 @@ class TrainingState:
         self.spec = zoo.choose_input_spec(hp.model, images, hp.image_size, weights)
 
     def _build_model(self, initial_weights: Path | None) -> nn.Module:
-        """Return the model with its first weights, on the device; set dtype and memory format.
+        """Return the model with its first weights, on the device; set dtype, memory format and ``frozen_modules``.
 
         Reads and runs the user's code; puts the working directory first on ``sys.path`` for it. Raises UserError if the
-        model cannot be built or trained, or the initial weights, whose file is read whole, do not fit.
+        model cannot be built or trained, the initial weights, whose file is read whole, do not fit, or ``freeze`` names
+        no part.
         """
         hp = self.hp
         model = zoo.build_model(hp.model, self.objective.outputs, self.spec, hp.parse_options().get("model", {}))
         zoo.check_model(hp.model, model)
         if initial_weights is not None:
             load_initial_weights(model, initial_weights, name=hp.model, init_from=hp.init_from, init_skip=hp.init_skip)
+        self.frozen_modules = freeze_parts(model, hp.freeze)
         self.dtype = torch.float64 if self.hardware.precision == "fp64" else torch.float32
         if self.dtype == torch.float64:
             model.double()  # a model in fp32 is not cast: it may have buffers of other types, also complex ones
@@ -167,7 +172,7 @@ class TrainingState:
                 yield
         finally:
             for module in modules:
-                module.train()
+                set_training_mode(module, self.frozen_modules)
 
     def check_model(self) -> None:
         """Raise UserError if no file can hold the model, its buffers changed, or the optimiser lacks a parameter."""

@@ -7,12 +7,12 @@ from typing import Any
 Values = dict[str, Any]
 
 NAMES: dict[type, str] = {
-    str: "dataset data_source test_dataset model init_from init_skip optimizer schedule augment keep backend strategy "
-    "precision channels_last objective options class_weights select_by",
+    str: "dataset data_source test_dataset model init_from init_skip freeze optimizer schedule augment keep backend "
+    "strategy precision channels_last objective options class_weights select_by",
     float: "validation_fraction learning_rate momentum weight_decay label_smoothing grad_clip_norm mixup ema_decay",
     int: "image_size epochs max_steps batch_size test_batch_size accumulation_steps warmup_steps early_stop_patience "
     "seed num_ranks log_interval eval_interval num_classes shuffle_shards shuffle_buffer bad_samples",
-    bool: "nesterov compile sync_batchnorm deterministic",
+    bool: "decay_norms nesterov compile sync_batchnorm deterministic",
 }
 TYPES: dict[str, type] = {name: kind for kind, names in NAMES.items() for name in names.split()}
 
@@ -70,8 +70,11 @@ BAD: dict[str, tuple[Values, tuple[str, ...]]] = {
     "misspelt dataset": ({"dataset": "fashion-mnist"}, ("'fashion-mnist'", "did you mean 'fashion_mnist'")),
     "unknown model": ({"model": "my_net"}, ("model 'my_net'", "choose one of", "docs/hyperparameters.md")),
     "misspelt model": ({"model": "resnet_18"}, ("'resnet_18'", "did you mean 'resnet18'")),
-    "unknown optimizer": ({"optimizer": "SGD"}, ("optimizer 'SGD'", "adam, adamw, sgd")),
-    "unknown schedule": ({"schedule": "onecycle"}, ("schedule 'onecycle'", "constant, cosine, one_cycle")),
+    "unknown optimizer": ({"optimizer": "SGD"}, ("optimizer 'SGD'", "adam, adamw, package.module:callable, sgd")),
+    "unknown schedule": (
+        {"schedule": "onecycle"},
+        ("schedule 'onecycle'", "did you mean 'one_cycle'? choose one of"),
+    ),
     "unknown augment": ({"augment": "flip"}, ("augment 'flip'", "crop, crop_flip, none")),
     "unknown objective": ({"objective": "ranking"}, ("objective 'ranking'", "classification, multilabel", "callable")),
     "misspelt objective": ({"objective": "regresion"}, ("'regresion'", "did you mean 'regression'")),
@@ -100,6 +103,10 @@ BAD: dict[str, tuple[Values, tuple[str, ...]]] = {
     "unknown backend": ({"backend": "mpi"}, ("backend 'mpi'", "auto, gloo, nccl")),
     "unknown precision": ({"precision": "fp16"}, ("precision 'fp16'", "auto, bf16, fp32, fp64")),
     "unknown order": ({"channels_last": "yes"}, ("channels_last 'yes'", "auto, off, on")),
+    "warm-up of an own schedule": (
+        {"schedule": "mine:factor", "warmup_steps": 5},
+        ("warmup_steps=5", "not for a schedule of your own"),
+    ),
     "batch below ranks": ({"batch_size": 2, "num_ranks": 4}, ("batch_size=2", "ranks x accumulation_steps = 4 x 1")),
     "batch below product": ({"batch_size": 11, "num_ranks": 3, "accumulation_steps": 4}, ("batch_size=11", " = 3 x 4")),
     "nesterov alone": ({"momentum": 0}, ("nesterov=True", "momentum above 0")),
@@ -139,6 +146,7 @@ GOOD: dict[str, tuple[Values, Values]] = {  # given, and as it must arrive
     "no short decimal": ({"learning_rate": 1 / 3}, {"learning_rate": 1 / 3}),
     "smallest double": ({"learning_rate": 5e-324}, {"learning_rate": 5e-324}),
     "own code": ({"model": "my_package.models:Net"}, {"model": "my_package.models:Net"}),
+    "own optimiser and schedule": ({"optimizer": "mine:groups", "schedule": "mine:factor"},) * 2,
     "own data": ({"dataset": "flowers:load", "data_source": "s3://b/k"},) * 2,
     "text beyond ASCII": ({"data_source": "/données/été 🌞\n"}, {"data_source": "/données/été 🌞\n"}),
     "every choice": ({"optimizer": "adamw", "schedule": "cosine", "keep": "best", "precision": "bf16"},) * 2,

@@ -239,6 +239,8 @@ def test_the_console_draws_forms(default: Package) -> None:
                 assert {name: fields[name]["default"] for name in fields} == values.to_dict()
                 assert TypeEngine.guess_python_types({"x": Variable.from_flyte_idl(inputs[variable])}) == {"x": kind}
         hp = packaged.form_fields(inputs["hp"].type.metadata["definitions"]["Hyperparameters"])
-        assert list(hp["schedule"]["enum"]) == ["constant", "cosine", "one_cycle"]
+        assert list(hp["keep"]["enum"]) == ["last", "best", "ema"]
+        assert "enum" not in hp["schedule"], "which would refuse the user's own"
+        assert "constant, cosine to 0, one_cycle" in hp["schedule"]["description"]
         assert (hp["epochs"]["type"], hp["epochs"]["title"]) == ("integer", "epochs (integer)")
         assert hp["epochs"]["description"].startswith("Passes over")

@@ -1,0 +1,46 @@
+"""Parts of a model that are not trained: the hyperparameter ``freeze``."""
+
+import difflib
+from collections.abc import Iterable
+
+from torch import nn
+
+from flyte_ddp.errors import UserError
+from flyte_ddp.models.initial_weights import is_in_parts, list_first_names, split_init_skip
+
+
+def freeze_parts(model: nn.Module, freeze: str) -> list[str]:
+    """Set ``requires_grad`` False for the parameters that ``freeze`` names; return the names of the frozen modules.
+
+    ``freeze`` lists modules and parameters, separated by commas; a module stands for all that is in it. A parameter
+    that several modules share is frozen by any of its names. Raises UserError for an unknown name, with those near it,
+    or if nothing is left to train.
+    """
+    parts = split_init_skip(freeze)
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    modules = [name for name, _ in model.named_modules(remove_duplicate=False) if name]
+    for part in parts:
+        if part not in (names := [*modules, *parameters]):
+            near = difflib.get_close_matches(part, names, n=3)
+            known = (
+                f"did you mean {' or '.join(near)}?"
+                if near
+                else "its parts are " + list_first_names(dict.fromkeys(name.partition(".")[0] for name in names), 12)
+            )
+            raise UserError(f"freeze={freeze!r}: the model has no module or parameter {part!r}; {known}")
+    for name, parameter in parameters.items():
+        if is_in_parts(name, parts):
+            parameter.requires_grad_(False)
+    if parts and not any(parameter.requires_grad for parameter in parameters.values()):
+        raise UserError(f"freeze={freeze!r}: leaves nothing to train; freeze fewer parts")
+    return [name for name in modules if is_in_parts(name, parts)]
+
+
+def set_training_mode(model: nn.Module, frozen: Iterable[str]) -> None:
+    """Set the model to training mode, and then its modules named in ``frozen`` to evaluation mode.
+
+    So their BatchNorm layers use and keep the running statistics, and their dropout layers do nothing.
+    """
+    model.train()  # called as in every training loop: a model may override it to keep layers in evaluation mode
+    for name in frozen:
+        model.get_submodule(name).eval()

@@ -1,0 +1,78 @@
+"""The user's own optimiser: what makes it one that can be trained with, saved and loaded again."""
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flyte_ddp.config import Hyperparameters
+from flyte_ddp.errors import UserError
+from flyte_ddp.models.zoo import find_refused_value
+from flyte_ddp.user_code import load_callable
+
+
+def make_own_optimizer(model: nn.Module, hp: Hyperparameters) -> torch.optim.Optimizer:
+    """Import the user's callable that ``hp.optimizer`` names, call it with model and ``hp``; return its optimiser.
+
+    Puts the working directory first on ``sys.path``. Raises UserError for another object than a torch optimiser, one
+    whose ``step`` needs arguments, a group without a rate, or a parameter that requires a gradient and is in no group.
+    """
+    optimizer = load_callable(hp.optimizer)(model, hp)
+    where = f"optimizer={hp.optimizer!r}"
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise UserError(f"{where}: returned a {type(optimizer).__name__}: must return a torch.optim.Optimizer")
+    try:
+        inspect.signature(optimizer.step).bind()
+    except TypeError as error:
+        raise UserError(f"{where}: its step cannot be called alone ({error}), as of LBFGS; choose another") from None
+    if any("lr" not in group for group in optimizer.param_groups):
+        raise UserError(f"{where}: has a parameter group without 'lr', which the schedule sets; give it a rate")
+    known = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and parameter not in known:
+            raise UserError(
+                f"{where}: parameter {name} is in none of its groups, and would never be trained; add it to one, or "
+                f"set freeze={name!r}"
+            )
+    return optimizer
+
+
+def check_optimizer_state(optimizer: torch.optim.Optimizer, spec: str) -> None:
+    """Raise UserError if ``torch.load(weights_only=True)`` refuses a value of the optimiser's state, as a resume would.
+
+    Call it after the first step, which makes the state. ``spec`` is the hyperparameter ``optimizer``. Saves and loads
+    in memory all but tensors.
+    """
+    state = optimizer.state_dict()
+    parts = {f"state[{number}]": values for number, values in state["state"].items()}
+    parts |= {f"param_groups[{number}]": group for number, group in enumerate(state["param_groups"])}
+    named = {f"{part}[{key!r}]": value for part, values in parts.items() for key, value in list_items(values)}
+    if found := find_refused_value(named):
+        key, value = found
+        raise UserError(
+            f"optimizer={spec!r}: keeps a {type(value).__name__} in {key}: torch.load(weights_only=True) refuses it, "
+            "and could read no checkpoint; keep only tensors, numbers, text, and dicts and lists of them there"
+        )
+
+
+def list_items(values: Any) -> list[tuple[Any, Any]]:
+    """Return keys and values of a mapping; of another value one pair, with an empty key."""
+    return list(values.items()) if isinstance(values, Mapping) else [("", values)]
+
+
+def load_optimizer_state(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
+    """Set the optimiser's state to ``saved``, a ``state_dict`` on the CPU, with the types that it was saved with.
+
+    torch's own ``load_state_dict`` casts each tensor of a parameter's state to the parameter's type.
+    """
+    optimizer.load_state_dict(saved)
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    numbers = [number for group in saved["param_groups"] for number in group["params"]]
+    for number, parameter in zip(numbers, parameters, strict=True):
+        state = optimizer.state.get(parameter, {})
+        for key, value in saved["state"].get(number, {}).items():
+            loaded = state.get(key)
+            if isinstance(value, Tensor) and isinstance(loaded, Tensor) and loaded.dtype != value.dtype:
+                state[key] = value.to(loaded.device)
