@@ -125,6 +125,14 @@ class Hyperparameters(CheckedFields, called="hyperparameter"):
     test_batch_size: int = setting(
         250, "Samples per evaluation batch; each batch is evaluated whole by one rank.", at_least=1, at_most=1_000_000
     )
+    sampling: str = setting(
+        "shuffled",
+        "Training samples of an epoch: shuffled (each once), weighted (drawn with replacement by the data set's "
+        "sample_weights), balanced (drawn so that all classes are equally common), or your own "
+        "`package.module:callable`, called with the samples, the seed and the epoch. Shards and streams: shuffled.",
+        choices=("shuffled", "weighted", "balanced"),
+        own=True,
+    )
     accumulation_steps: int = setting(
         1,
         "Parts of each batch, to save memory; their gradients are summed before the step.",
@@ -332,18 +340,26 @@ def check_fields_together(hp: Hyperparameters) -> None:
     """Raise UserError for the first contradiction between fields, such as ``keep="ema"`` without ``ema_decay``."""
     check_batch_size(hp, max(1, hp.num_ranks))
     find_weights(hp.model, hp.init_from)
-    for contradiction in find_contradictions(hp):
+    for contradiction in (*find_unfit_data_fields(hp), *find_contradictions(hp)):
         raise UserError(contradiction)
 
 
-def find_contradictions(hp: Hyperparameters) -> Iterator[str]:
-    """Yield a sentence for each contradiction between fields: a value, why it does not fit, and what to do."""
+def find_unfit_data_fields(hp: Hyperparameters) -> Iterator[str]:
+    """Yield a sentence for each field that does not fit the data set: its value, why, and what to do."""
     kind = catalog.encoded_kind(hp.dataset)
+    unfit = f"not for dataset={short_repr(hp.dataset)}"
     if hp.augment in (("crop", "crop_flip") if kind else ("resized_crop",)):
         fitting = "none or resized_crop" if kind else "none, crop or crop_flip"
-        yield f"augment={hp.augment!r}: not for dataset={short_repr(hp.dataset)}; choose {fitting}"
+        yield f"augment={hp.augment!r}: {unfit}; choose {fitting}"
+    if hp.sampling != "shuffled" and kind in ("shards", "stream"):
+        fix = "give weights to the parts of its index (python -m flyte_ddp.shards join), or take shuffled"
+        yield f"sampling={hp.sampling!r}: {unfit}; {fix}"
     if hp.mixup and kind == "stream":
         yield f"mixup={hp.mixup:g}: a stream gives an image once, so that it is no other's partner; set mixup=0"
+
+
+def find_contradictions(hp: Hyperparameters) -> Iterator[str]:
+    """Yield a sentence for each other contradiction between fields: a value, why it does not fit, and what to do."""
     if hp.nesterov and hp.optimizer == "sgd" and hp.momentum == 0:
         yield "nesterov=True: needs momentum above 0; set momentum or nesterov=false"
     if hp.warmup_steps and ":" in hp.schedule:

@@ -1,5 +1,6 @@
 """What the README and its pages say is so: their tables are the code's, and the examples run."""
 
+import json
 import re
 import subprocess
 import sys
@@ -8,8 +9,11 @@ from pathlib import Path
 import pytest
 from cli import ROOT, WORKFLOWS, pyflyte
 from document_tables import PAGES, TABLE
+from training_runs import train_in
 
 import flyte_ddp
+from flyte_ddp.config import Hyperparameters
+from flyte_ddp.json_lines import read_records
 
 README = ROOT / "README.md"
 OWN_CODE = ROOT / "docs" / "own-code.md"
@@ -47,6 +51,19 @@ def test_the_example_of_ones_own_model_and_data_works(tmp_path: Path) -> None:
     ended = pyflyte("run", WORKFLOWS, "training_wf", "--hp", hp, home=tmp_path / "home", directory=tmp_path)
     assert ended.exit_code == 0, ended.output
     assert "test accuracy 100.00%" in ended.output
+
+
+@pytest.mark.slow
+def test_the_example_of_ones_own_optimiser_runs(digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    [hp] = re.findall(r"--hp '(\{\"model\": \"resnet18\", \"optimizer.*?\})'", OWN_CODE.read_text())
+    (tmp_path / "tuning.py").write_text(example(OWN_CODE, "# tuning.py"))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    changes = {"num_ranks": 1, "max_steps": 10, "learning_rate": 0.01}
+    result = train_in(tmp_path / "run", Hyperparameters.from_dict({**json.loads(hp), **changes}), digits)
+    steps = [record for record in read_records(result.metrics) if record["kind"] == "train"]
+    assert [record["learning_rate"] for record in steps] == [pytest.approx(0.001 * 0.1**2)]
+    assert [record["epoch"] for record in steps] == [1], "an epoch is 1,000 draws, 8 batches"
 
 
 @pytest.mark.slow

@@ -20,6 +20,7 @@ Images = NDArray[np.uint8]
 Targets = NDArray[Any]
 
 ARRAYS = ("train_images", "train_labels", "test_images", "test_labels")
+WEIGHTS = "train_weights.npy"  # file of ``sample_weights``, in the folders of sets that have them
 DESCRIPTION = "dataset.json"
 TEST_DIGEST = "test_digest"  # key in DESCRIPTION of the SHA-256 of the test split alone
 FORMAT = {"format": 2}  # version of prepared folders; raise it when the same source is prepared to other content
@@ -41,7 +42,8 @@ class ImageArrays:
     classes: tuple[str, ...]
     mean: tuple[float, ...] = ()  # of each channel of the training images, scaled to 0..1
     std: tuple[float, ...] = ()
-    digest: str = ""  # SHA-256 (hex) of the four arrays and ``classes``
+    digest: str = ""  # SHA-256 (hex) of the four arrays, ``classes`` and ``sample_weights``
+    sample_weights: NDArray[np.float64] | None = None  # [N], with which training may draw the training images
 
 
 def image_arrays(
@@ -52,6 +54,7 @@ def image_arrays(
     classes: Sequence[str] | NDArray[np.str_],
     *,
     name: str = "",
+    sample_weights: Any = None,
 ) -> ImageArrays:
     """Check arrays, lists or CPU tensors of images and labels, and return them as :class:`ImageArrays`.
 
@@ -60,9 +63,10 @@ def image_arrays(
     unknown, for each of several labels [N, len(classes)]; numbers to predict, float [N] or [N, d], without ``classes``;
     or a mask of class numbers for each image [N, H, W], 255 where a pixel does not count. The class names become
     Unicode's form NFC. ``name`` may be empty if the hyperparameter ``dataset`` names the callable that returns these
-    arrays. Raises a UserError for another type or shape, a set without images, class numbers without ``classes``, a
-    class name that is not UTF-8, two names that differ only in Unicode's form, or a class number that is not in
-    0..len(classes)-1. Copies arrays only to convert them.
+    arrays. ``sample_weights`` [N], for ``sampling`` "weighted", are of the training images. Raises a UserError for
+    another type or shape, a set without images, class numbers without ``classes``, a class name that is not UTF-8, two
+    names that differ only in Unicode's form, a class number that is not in 0..len(classes)-1, or weights that are
+    negative, not finite or all 0. Copies arrays only to convert them.
     """
     images = [convert_images("train_images", train_images), convert_images("test_images", test_images)]
     labels = [
@@ -77,7 +81,8 @@ def image_arrays(
         types = f"train_labels are {labels[0].dtype} and test_labels {labels[1].dtype}"
         raise UserError(f"{types}: both must have one type")
     names = normalize_class_names("classes", classes)
-    return ImageArrays(name, images[0], labels[0], images[1], labels[1], names)
+    weights = None if sample_weights is None else convert_weights(sample_weights, len(images[0]))
+    return ImageArrays(name, images[0], labels[0], images[1], labels[1], names, sample_weights=weights)
 
 
 def to_array(name: str, values: Any) -> NDArray[Any]:
@@ -138,6 +143,25 @@ def convert_targets(name: str, values: Any, images: Images, classes: int) -> Tar
     return np.ascontiguousarray(targets, dtype=np.int64)
 
 
+def convert_weights(values: Any, samples: int) -> NDArray[np.float64]:
+    """Return ``values`` as weights float64 [samples]; UserError unless all are finite and >= 0, and one is above 0."""
+    weights = to_array("sample_weights", values)
+    if weights.dtype.kind not in "fiu":
+        raise UserError(f"sample_weights: must be numbers, got {weights.dtype}")
+    if weights.shape != (samples,):
+        raise UserError(
+            f"sample_weights: must be one number for each of the {samples} training images, got {list(weights.shape)}"
+        )
+    wrong = np.flatnonzero(~(np.isfinite(weights) & (weights >= 0)))
+    if len(wrong):
+        raise UserError(
+            f"sample_weights: weight {weights[wrong[0]]} of sample {wrong[0]}: must be a finite number of at least 0"
+        )
+    if not weights.any():
+        raise UserError("sample_weights: are all 0; give those above 0 that training shall draw")
+    return np.ascontiguousarray(weights, dtype=np.float64)
+
+
 def channel_mean_and_std(images: Images) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Return mean and standard deviation of each channel of images uint8 [N, H, W, C], scaled to 0..1.
 
@@ -156,10 +180,13 @@ def channel_mean_and_std(images: Images) -> tuple[tuple[float, ...], tuple[float
     return tuple(mean), tuple(std)
 
 
-def arrays_sha256(arrays: ImageArrays, names: Sequence[str] = ARRAYS) -> str:
-    """Return the SHA-256 (hex) of the class names, and of type, shape and values of the arrays called ``names``."""
+def arrays_sha256(arrays: ImageArrays, names: Sequence[str] = ()) -> str:
+    """Return the SHA-256 (hex) of the class names, and of type, shape and values of the arrays called ``names``.
+
+    Without ``names`` these are all arrays, with ``sample_weights`` if there are any.
+    """
     digest = hashlib.sha256(json.dumps(arrays.classes).encode())
-    for name in names:
+    for name in names or (*ARRAYS, *(("sample_weights",) if arrays.sample_weights is not None else ())):
         array = getattr(arrays, name)
         digest.update(f"\n{name} {array.dtype.str} {array.shape}\n".encode())
         digest.update(array.reshape(-1).data)
@@ -174,6 +201,8 @@ def write_arrays(arrays: ImageArrays, folder: Path, origin: dict[str, str]) -> N
     """
     for name in ARRAYS:
         write_array(folder / f"{name}.npy", getattr(arrays, name))
+    if arrays.sample_weights is not None:
+        write_array(folder / WEIGHTS, arrays.sample_weights)
     mean, std = channel_mean_and_std(arrays.train_images)
     description = {
         **FORMAT,
@@ -183,6 +212,7 @@ def write_arrays(arrays: ImageArrays, folder: Path, origin: dict[str, str]) -> N
         "std": std,
         "digest": arrays_sha256(arrays),
         TEST_DIGEST: arrays_sha256(arrays, ARRAYS[2:]),
+        **({"weighted": True} if arrays.sample_weights is not None else {}),
         **origin,
     }
     write_json(folder / DESCRIPTION, description, indent=1)
@@ -212,6 +242,8 @@ def open_arrays(folder: Path) -> ImageArrays:
         parts: dict[str, Any] = {key: description[key] for key in ("name", "digest")}
         parts |= {key: tuple(description[key]) for key in ("classes", "mean", "std")}
         parts |= {name: np.load(folder / f"{name}.npy", mmap_mode="r") for name in ARRAYS}
+        if description.get("weighted"):
+            parts["sample_weights"] = np.load(folder / WEIGHTS, mmap_mode="r")
         return ImageArrays(**parts)
 
 

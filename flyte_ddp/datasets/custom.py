@@ -52,8 +52,8 @@ def arrays_from_result(spec: str, result: Any, progress: Progress) -> ImageArray
     with ``len()`` and items (image, label), which are read into memory. An image is a PIL image, a uint8 array [H, W]
     or [H, W, C], or a uint8 tensor [H, W] or [C, H, W]. PIL images become 8-bit grey or RGB (the upper 8 of 16 bits),
     white where transparent. A label is a whole number, a float, an array or tensor [d] of them, or a mask [H, W], also
-    a PIL image. The class names are the training set's attribute ``classes``; without it, whole numbers get
-    the names "0", "1", "2", ...
+    a PIL image. The class names are the training set's attribute ``classes``; without it, whole numbers get the names
+    "0", "1", "2", ... Its attribute ``sample_weights``, if there is one, is for ``sampling`` "weighted".
     ``progress`` shows what is read. Raises a UserError that names ``spec`` for a result, image or label of another
     type; does not catch the errors of the sets themselves.
     """
@@ -65,14 +65,18 @@ def arrays_from_result(spec: str, result: Any, progress: Progress) -> ImageArray
     try:
         if isinstance(result, ImageArrays):  # checked, because the user may have made it without image_arrays()
             arrays = {name: getattr(result, name) for name in ARRAYS}
-            return image_arrays(**arrays, classes=result.classes, name=spec)
+            weights = result.sample_weights
+            return image_arrays(**arrays, classes=result.classes, name=spec, sample_weights=weights)
         train_images, train_labels = read_map_style_set("training set", result[0], progress)
         test_images, test_labels = read_map_style_set("test set", result[1], progress)
         given = getattr(result[0], "classes", None)
         classes = [] if given is None else list(given)
         if not classes and train_labels.dtype.kind in "iu" and train_labels.ndim == 1:
             classes = [str(label) for label in range(max(train_labels.max(), test_labels.max()) + 1)]
-        return image_arrays(train_images, train_labels, test_images, test_labels, classes, name=spec)
+        weights = getattr(result[0], "sample_weights", None)
+        return image_arrays(
+            train_images, train_labels, test_images, test_labels, classes, name=spec, sample_weights=weights
+        )
     except UserError as error:
         raise UserError(f"dataset={spec!r}: {error.message}") from error
 

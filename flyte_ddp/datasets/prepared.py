@@ -14,8 +14,10 @@ from flyte_ddp.datasets.image_folder import ImageList
 from flyte_ddp.errors import UserError
 from flyte_ddp.order.sampling import TEST, ListedOrder, Order, split_indices
 from flyte_ddp.order.shard_order import TEST_FRACTION, ShardOrder, ShardSplits, WholeShardSplits
+from flyte_ddp.order.weighted import choose_by_function, draw_by_weights, inverse_class_counts
 from flyte_ddp.shards.index import ShardIndex
 from flyte_ddp.shards.planning import sufficient_cache_bytes
+from flyte_ddp.user_code import load_callable
 
 PreparedSet = ImageArrays | EncodedSet
 SampleOrder = ListedOrder | ShardOrder  # samples of a stream have no numbers, so StreamOrder is not one of these
@@ -74,6 +76,34 @@ def order_splits(
     return {"training": training, "validation": validation, "test": tests}
 
 
+def order_training(data: PreparedSet, order: SampleOrder, sampling: str) -> SampleOrder:
+    """Return the order of training by the hyperparameter ``sampling``; ``order`` is that of :func:`order_splits`.
+
+    Imports and calls the user's function if ``sampling`` names it, with the errors of :func:`choose_by_function`.
+    Raises a UserError if the data set has no weights for "weighted", or no class for each sample for "balanced".
+    """
+    if sampling == "shuffled":
+        return order
+    assert isinstance(order, ListedOrder)  # Hyperparameters refuses shards and streams
+    if ":" in sampling:
+        return choose_by_function(order, sampling, load_callable(sampling))
+    if sampling == "weighted":
+        weights = getattr(data, "sample_weights", None)
+        if weights is None:
+            raise UserError(
+                f"sampling='weighted': dataset={data.name!r} has no sample_weights; give them to image_arrays(...) or "
+                "to the training set as an attribute, or take sampling='balanced'"
+            )
+        return draw_by_weights(order, weights[order.listed])
+    labels = data.train_labels if isinstance(data, ImageArrays) else getattr(data.train, "labels", None)
+    if labels is None or labels.ndim != 1 or labels.dtype.kind != "i":
+        raise UserError(
+            f"sampling='balanced': dataset={data.name!r} has no single class for each sample; give sample_weights, and "
+            "take sampling='weighted'"
+        )
+    return draw_by_weights(order, inverse_class_counts(labels[order.listed]))
+
+
 def check_prepared_set(
     folder: Path, hp: Hyperparameters, *, ranks: int, workers: int, cache_bytes: int | None = None
 ) -> list[str]:
@@ -81,8 +111,9 @@ def check_prepared_set(
 
     Call it before ranks start. ``workers`` is the number of decoding threads or processes of each rank, ``cache_bytes``
     the limit of the shard cache (None: no limit). Raises a UserError if the folder is damaged, the number of classes is
-    unknown or not ``num_classes``, or no samples are left for training or testing; for a stream also if webdataset is
-    not installed, the index has weights, or there are fewer shards than decoding workers of all ranks.
+    unknown or not ``num_classes``, no samples are left for training or testing, or ``sampling`` does not fit; for a
+    stream also if webdataset is not installed, the index has weights, or there are fewer shards than decoding workers
+    of all ranks.
     """
     data = open_prepared(folder)
     resolve_class_names(data.classes, hp, of_numbers=has_numbers(data))
@@ -97,6 +128,8 @@ def check_prepared_set(
     for split, purpose in (("training", "training"), ("test", "testing")):
         if not len(orders[split]):
             raise no_samples_error(hp.dataset, purpose)
+    if ":" not in hp.sampling:  # a function of the user's own runs in ranks alone
+        order_training(data, orders["training"], hp.sampling)
     if isinstance(data, ImageArrays):
         return []
     if isinstance(data.train, ImageList):

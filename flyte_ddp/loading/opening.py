@@ -11,7 +11,7 @@ from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets.arrays import ImageArrays
 from flyte_ddp.datasets.encoded_set import EncodedSet
 from flyte_ddp.datasets.image_folder import ImageList
-from flyte_ddp.datasets.prepared import PreparedSet, no_samples_error, order_splits, order_test_split
+from flyte_ddp.datasets.prepared import PreparedSet, no_samples_error, order_splits, order_test_split, order_training
 from flyte_ddp.hardware import Hardware
 from flyte_ddp.loading.arrays import open_array_source
 from flyte_ddp.loading.encoded import BadSamples, EncodedImages, ImageReader
@@ -40,6 +40,7 @@ def open_splits(
     orders = order_splits(
         data, validation_fraction=hp.validation_fraction, seed=hp.seed, shuffle_shards=hp.shuffle_shards
     )
+    orders["training"] = order_training(data, orders["training"], hp.sampling)
     if isinstance(data, ImageArrays):
         images = open_array_source(device, data.train_images, data.train_labels, hp.augment, hp.seed)
         test_images = open_array_source(device, data.test_images, data.test_labels)

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 Indices = NDArray[np.integer[Any]]
 
 # Purposes of random generators: they make the generators of one seed independent of each other.
-SPLIT, ORDER, PACKING, TEST, CYCLE, WITHIN, MIXING = range(7)
+SPLIT, ORDER, PACKING, TEST, CYCLE, WITHIN, DRAWS, MIXING = range(8)
 
 
 def make_generator(purpose: int, seed: int, first: int = 0, second: int = 0) -> np.random.Generator:
@@ -76,9 +76,13 @@ class ListedOrder(Order):
         """Return the samples that may replace ``sample``: all of the list."""
         return self.listed
 
+    def epoch_order(self, epoch: int) -> Indices:
+        """Return all samples of an epoch of training, in order."""
+        return make_generator(ORDER, self.seed, epoch).permutation(self.listed)
+
     def batches(self, epoch: int, batch_size: int, first: int = 0) -> Iterator[Indices]:
         """Yield the global batches of an epoch from number ``first`` on. The last batch may be smaller."""
-        order = make_generator(ORDER, self.seed, epoch).permutation(self.listed)
+        order = self.epoch_order(epoch)
         for start in range(first * batch_size, len(order), batch_size):
             yield order[start : start + batch_size]
 

@@ -83,7 +83,8 @@ def equal_pictures_warning(state: TrainingState) -> str:
     if split.source.prefetch_files is not None:
         batches = (part.samples for batch in batches for part in split_for_rank(batch, hp.accumulation_steps))
     samples = itertools.islice(itertools.chain.from_iterable(batches), PICTURES_COMPARED)
-    return describe_equal_pictures(split, np.fromiter(samples, np.int64))
+    different = dict.fromkeys(samples)  # an order by weights may draw a sample more than once
+    return describe_equal_pictures(split, np.fromiter(different, np.int64))
 
 
 def remaining_batches(state: TrainingState) -> Iterator[sampling.Indices]:

@@ -1,0 +1,105 @@
+"""Orders of training that do not take each sample once in an epoch: drawn by weights, or made by a user's function.
+
+They are pure functions of (seed, epoch) as all orders are, whatever the number of ranks and wherever a run resumes.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flyte_ddp.errors import UserError
+from flyte_ddp.order.sampling import DRAWS, Indices, ListedOrder, make_generator
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightedOrder(ListedOrder):
+    """As many draws with replacement in an epoch as there are samples, each sample with its share of the weights."""
+
+    ends: NDArray[np.float64]  # running sums of the weights of ``listed``
+
+    def epoch_order(self, epoch: int) -> Indices:
+        """Return the samples that the epoch draws, in order."""
+        # A draw is below 1, and so below the last end. It takes the first sample whose end is above it: one with
+        # weight 0 ends where the sample before it does, and is never taken.
+        draws = make_generator(DRAWS, self.seed, epoch).random(len(self.listed)) * self.ends[-1]
+        chosen: Indices = self.listed[np.searchsorted(self.ends, draws, side="right")]
+        return chosen
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnOrder(ListedOrder):
+    """The order that a user's function returns for each epoch: any of the samples, as often as it likes."""
+
+    spec: str  # its name, package.module:callable
+    choose_samples: Callable[[Indices, int, int], Any]  # takes samples [N], seed and epoch
+    length: int  # of each epoch
+
+    def __len__(self) -> int:
+        return self.length
+
+    def epoch_order(self, epoch: int) -> Indices:
+        """Return what the function chooses for an epoch; UserError if that is no order of the length of the others."""
+        chosen = choose_checked(self.spec, self.choose_samples, self.listed, self.seed, epoch)
+        if len(chosen) != self.length:
+            raise UserError(
+                f"sampling={self.spec!r}: returned {len(chosen):,} samples for epoch {epoch} and {self.length:,} for "
+                "epoch 0: must be as many in each epoch, as the number of steps is known beforehand"
+            )
+        return chosen
+
+
+def draw_by_weights(order: ListedOrder, weights: NDArray[Any]) -> WeightedOrder:
+    """Return the order that draws the samples of ``order`` by ``weights``, a number of at least 0 for each of them.
+
+    Raises UserError if all weights are 0.
+    """
+    ends = np.cumsum(weights, dtype=np.float64)
+    if not len(ends) or ends[-1] == 0:
+        raise UserError("sampling='weighted': the weights of all training samples are 0; give some of them more")
+    return WeightedOrder(order.listed, order.seed, ends=ends)
+
+
+def inverse_class_counts(labels: NDArray[Any]) -> NDArray[np.float64]:
+    """Return for each label [N] 1 over the number of samples with this label: so all classes are drawn as often."""
+    _, classes, counts = np.unique(labels, return_inverse=True, return_counts=True)
+    weights: NDArray[np.float64] = 1.0 / counts[classes]
+    return weights
+
+
+def choose_by_function(order: ListedOrder, spec: str, choose_samples: Callable[[Indices, int, int], Any]) -> OwnOrder:
+    """Return the order that the user's function ``choose_samples``, named ``spec``, makes of the samples of ``order``.
+
+    Calls the function twice, for epoch 0. Raises UserError if it returns no whole numbers, other samples than it got,
+    none at all, or something else when it is called again.
+    """
+    first, again = (choose_checked(spec, choose_samples, order.listed, order.seed, 0) for _ in range(2))
+    if not np.array_equal(first, again):
+        raise UserError(
+            f"sampling={spec!r}: returned other samples when called again for epoch 0: must be a function of samples, "
+            "seed and epoch alone; draw by np.random.default_rng([seed, epoch])"
+        )
+    return OwnOrder(order.listed, order.seed, spec=spec, choose_samples=choose_samples, length=len(first))
+
+
+def choose_checked(
+    spec: str, choose_samples: Callable[[Indices, int, int], Any], samples: Indices, seed: int, epoch: int
+) -> Indices:
+    """Call the user's function with a copy of ``samples`` [N], seed and epoch; return what it chooses, int64 [M].
+
+    Raises UserError unless that is at least one whole number, and all are among ``samples``.
+    """
+    chosen = np.asarray(choose_samples(samples.astype(np.int64), seed, epoch))
+    if chosen.ndim != 1 or not len(chosen) or chosen.dtype.kind not in "iu":
+        raise UserError(
+            f"sampling={spec!r}: returned {chosen.dtype} {list(chosen.shape)} for epoch {epoch}: must be whole numbers "
+            "[M], at least one; return some of the samples that it gets"
+        )
+    if len(others := np.setdiff1d(chosen, samples)):
+        raise UserError(
+            f"sampling={spec!r}: returned sample {others[0]} for epoch {epoch}, which is none of the training split; "
+            "return some of the samples that it gets"
+        )
+    return chosen.astype(np.int64)

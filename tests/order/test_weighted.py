@@ -1,0 +1,262 @@
+"""Sampling by weights, by classes and by the user's own function: how often, on any ranks, and after any step."""
+
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import own_training
+import pytest
+import torch
+from image_folders import image_files, write_files
+from scipy import stats
+from training_runs import Train, train_in
+
+from flyte_ddp.config import Hyperparameters
+from flyte_ddp.datasets import fetch, image_arrays, open_arrays, open_prepared
+from flyte_ddp.datasets.arrays import arrays_sha256, write_arrays
+from flyte_ddp.datasets.prepared import check_prepared_set, order_splits, order_training
+from flyte_ddp.errors import RankError, UserError
+from flyte_ddp.json_lines import read_records
+from flyte_ddp.order.sampling import Indices, ListedOrder
+from flyte_ddp.order.weighted import choose_by_function, draw_by_weights, inverse_class_counts
+from flyte_ddp.training import train as training
+from flyte_ddp.training.training_state import TrainingState
+
+pytestmark = pytest.mark.usefixtures("user_models")
+
+LISTED = ListedOrder(np.arange(1000, 1600), seed=3)
+KINDS = ("weighted", "balanced", "own_training:every_third")
+BASE = Hyperparameters(epochs=2, batch_size=40, validation_fraction=0.9, precision="fp64", backend="gloo")
+BASE = replace(BASE, num_ranks=1, log_interval=1, learning_rate=0.01)  # 150 samples: 4 steps an epoch, the last ragged
+
+
+@pytest.fixture(scope="module")
+def weighted_digits(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The digits, of which the nines are drawn twenty times as often as others, and the zeros never."""
+    arrays = open_arrays(digits)
+    labels = arrays.train_labels
+    weights = np.where(labels == 9, 20.0, 1.0) * (labels > 0)
+    folder = tmp_path_factory.mktemp("data") / "weighted"
+    folder.mkdir()
+    write_arrays(replace(arrays, sample_weights=weights), folder, {"source": "a test"})
+    return folder
+
+
+def epochs(order: ListedOrder, number: int) -> Indices:
+    """All samples of the first epochs."""
+    return np.concatenate([batch for epoch in range(number) for batch in order.batches(epoch, 128)])
+
+
+def test_samples_are_drawn_as_often_as_their_weights_say() -> None:
+    weights = np.random.default_rng(0).integers(0, 5, 600).astype(float)
+    drawn = epochs(draw_by_weights(LISTED, weights), 200)
+    counts = np.bincount(drawn - 1000, minlength=600)
+    assert len(drawn) == 200 * 600
+    assert not counts[weights == 0].any()
+    expected = weights[weights > 0] / weights.sum() * len(drawn)
+    assert stats.chisquare(counts[weights > 0], expected).pvalue > 1e-3
+    assert len({tuple(epochs(replace(draw_by_weights(LISTED, weights), seed=seed), 1)) for seed in range(5)}) == 5
+
+
+def test_draws_of_an_epoch_are_independent_of_those_of_others() -> None:
+    order = draw_by_weights(LISTED, np.ones(600))
+    first, second = (np.concatenate([*order.batches(epoch, 50)]) for epoch in (0, 1))
+    assert abs(stats.pearsonr(first, second).statistic) < 0.15
+    assert len(np.unique(first)) / 600 == pytest.approx(1 - np.exp(-1), abs=0.06), "with replacement"
+
+
+def test_classes_are_drawn_alike() -> None:
+    labels = np.repeat([0, 1, 7], [500, 90, 10])
+    drawn = epochs(draw_by_weights(LISTED, inverse_class_counts(labels)), 100) - 1000
+    assert stats.chisquare(np.unique(labels[drawn], return_counts=True)[1]).pvalue > 1e-3
+
+
+@pytest.mark.parametrize("first", range(5))
+def test_an_epoch_goes_on_in_its_middle_as_it_would_have(first: int) -> None:
+    for order in (draw_by_weights(LISTED, np.arange(600)), choose_by_function(LISTED, "x:y", own_training.every_third)):
+        whole = [*order.batches(7, 64)]
+        for batch, again in zip(whole[first:], order.batches(7, 64, first), strict=True):
+            np.testing.assert_array_equal(batch, again)
+
+
+def test_an_own_order_is_that_of_its_function() -> None:
+    order = choose_by_function(LISTED, "own:every_third", own_training.every_third)
+    assert len(order) == 200
+    for epoch in range(3):
+        expected = np.random.default_rng([3, epoch]).permutation(np.arange(1000, 1600))[::3]
+        np.testing.assert_array_equal(np.concatenate([*order.batches(epoch, 32)]), expected)
+    choose_by_function(LISTED, "own:sorted_in_place", own_training.sorted_in_place)
+    np.testing.assert_array_equal(LISTED.listed, np.arange(1000, 1600), "the function gets a copy")
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        ("drawing", "returned other samples when called again for epoch 0"),
+        ("outside", "returned sample 0 for epoch 0, which is none of the training split"),
+        ("fractions", r"returned float64 \[600\] for epoch 0: must be whole numbers"),
+        ("nothing", r"returned float64 \[0\] for epoch 0"),
+    ],
+)
+def test_what_is_no_order_is_refused(function: str, words: str) -> None:
+    with pytest.raises(UserError, match=f"sampling='own:{function}': {words}"):
+        choose_by_function(LISTED, f"own:{function}", getattr(own_training, function))
+
+
+def test_epochs_of_other_lengths_are_refused() -> None:
+    order = choose_by_function(LISTED, "own:shrinking", own_training.shrinking)
+    assert len([*order.batches(0, 100)]) == 6
+    with pytest.raises(UserError, match="returned 599 samples for epoch 1 and 600 for epoch 0"):
+        next(order.batches(1, 100))
+
+
+def test_held_out_samples_are_those_of_any_other_run_and_never_drawn(weighted_digits: Path) -> None:
+    data = open_arrays(weighted_digits)
+    for sampling in KINDS:
+        orders = order_splits(data, validation_fraction=0.5, seed=1, shuffle_shards=16)
+        order = order_training(data, orders["training"], sampling)
+        drawn = {*epochs(order, 5).tolist()}
+        assert drawn <= {*orders["training"].samples(slice(None)).tolist()}
+        assert not drawn & {*orders["validation"].samples(slice(None)).tolist()}
+
+
+def losses(result: Any) -> list[float]:
+    return [record["loss"] for record in read_records(result.metrics) if record["kind"] == "train"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sampling", KINDS)
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.exhaustive)])
+def test_ranks_train_on_the_same_samples_as_one(
+    weighted_digits: Path, tmp_path: Path, sampling: str, ranks: int
+) -> None:
+    hp = replace(BASE, sampling=sampling)
+    one, more = (
+        train_in(tmp_path / f"{number}", replace(hp, num_ranks=number), weighted_digits) for number in (1, ranks)
+    )
+    assert losses(more) == pytest.approx(losses(one), abs=1e-9)
+    assert len(losses(one)) == (4 if "own" in sampling else 8)  # a third of 150 samples are 2 steps, of 40 and 10
+    states = [torch.load(result.model, weights_only=True) for result in (one, more)]
+    for name, value in states[0].items():
+        torch.testing.assert_close(states[1][name], value, rtol=0, atol=1e-9)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(weighted_digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Train:
+    return cache(lambda hp: train_in(tmp_path_factory.mktemp("undisturbed") / "run", hp, weighted_digits))
+
+
+@pytest.mark.parametrize("sampling", KINDS)
+@pytest.mark.parametrize(
+    "at", [3, 6, *(pytest.param(step, marks=[pytest.mark.slow, pytest.mark.exhaustive]) for step in (1, 2, 4, 5, 7))]
+)
+def test_a_run_that_is_cut_off_after_any_step_goes_on_bit_for_bit(
+    weighted_digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, undisturbed: Train, sampling: str, at: int
+) -> None:
+    hp = replace(BASE, sampling=sampling, precision="fp32", augment="crop", epochs=4 if "own" in sampling else 2)
+    expected = undisturbed(hp)
+    compute = training.compute_gradients
+
+    def fail(state: TrainingState, batch: Indices) -> torch.Tensor:
+        if state.step == at:
+            raise MemoryError
+        return compute(state, batch)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(training, "compute_gradients", fail)
+        with pytest.raises(RankError, match="MemoryError"):
+            train_in(tmp_path / "run", hp, weighted_digits)
+    result = train_in(tmp_path / "run", hp, weighted_digits)
+    starts = [record["resumed_after_step"] for record in read_records(result.metrics) if record["kind"] == "start"]
+    assert starts == [0, at]
+    assert result.model.read_bytes() == expected.model.read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"sampling": "balanced", "dataset": "shards:/index.json"}, "not for dataset='shards:/index.json'"),
+        ({"sampling": "weighted", "dataset": "stream:/index.json"}, "not for dataset='stream:/index.json'"),
+        ({"sampling": "own:order", "dataset": "shards:/index.json"}, "not for dataset='shards:/index.json'"),
+        ({"sampling": "balance"}, "unknown sampling 'balance': did you mean 'balanced'"),
+    ],
+)
+def test_samplings_that_do_not_fit_are_refused(changes: dict[str, str], words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        Hyperparameters(**changes)
+
+
+def check(folder: Path, sampling: str) -> None:
+    check_prepared_set(folder, replace(BASE, sampling=sampling), ranks=1, workers=1)
+
+
+def test_a_set_without_weights_is_refused_before_ranks_start(digits: Path, weighted_digits: Path) -> None:
+    check(weighted_digits, "weighted")
+    check(digits, "balanced")
+    with pytest.raises(UserError, match="sampling='weighted': dataset='digits' has no sample_weights"):
+        check(digits, "weighted")
+
+
+def test_classes_of_an_image_folder_are_drawn_alike(tmp_path: Path) -> None:
+    names = [*(f"common/{number}.png" for number in range(40)), *(f"rare/{number}.png" for number in range(10))]
+    folder = write_files(tmp_path / "images", image_files(*names))
+    data = open_prepared(fetch(f"image_folder:{folder}", "", tmp_path / "data", progress="off"))
+    orders = order_splits(data, validation_fraction=0.1, seed=0, shuffle_shards=16)
+    drawn = epochs(order_training(data, orders["training"], "balanced"), 100)
+    assert stats.binomtest(int((drawn >= 40).sum()), len(drawn), 0.5).pvalue > 1e-3, "the files are in order"
+    with pytest.raises(UserError, match=r"has no sample_weights"):
+        order_training(data, orders["training"], "weighted")
+
+
+IMAGES = np.zeros((4, 8, 8), np.uint8)
+
+
+@pytest.mark.parametrize(
+    ("weights", "words"),
+    [
+        ([1, 2, 3], r"one number for each of the 4 training images, got \[3\]"),
+        ([1, 2, 3, -1], "weight -1 of sample 3: must be a finite number of at least 0"),
+        ([1, float("nan"), 3, 1], "weight nan of sample 1"),
+        ([0, 0, 0, 0], "are all 0"),
+        (["a"] * 4, "must be numbers"),
+    ],
+)
+def test_wrong_weights_are_refused(weights: Any, words: str) -> None:
+    with pytest.raises(UserError, match=f"sample_weights.*{words}"):
+        image_arrays(IMAGES, [0, 1] * 2, IMAGES, [0, 1] * 2, ["a", "b"], sample_weights=weights)
+
+
+def test_weights_count_in_the_digest_of_sets_that_have_them_alone(tmp_path: Path) -> None:
+    arrays = (IMAGES, [0, 1] * 2, IMAGES, [0, 1] * 2, ["a", "b"])
+    made = [image_arrays(*arrays, sample_weights=weights) for weights in (None, [1, 2, 3, 4], [1, 2, 3, 5])]
+    assert len({arrays_sha256(each) for each in made}) == 3
+    for number, each in enumerate(made):
+        (folder := tmp_path / str(number)).mkdir()
+        write_arrays(each, folder, {})
+        opened = open_arrays(folder)
+        assert opened.digest == arrays_sha256(each) == arrays_sha256(opened)
+        assert (opened.sample_weights is None) == (number == 0) != (folder / "train_weights.npy").exists()
+
+
+OWN_SET = """
+import numpy as np
+
+class Set(list):
+    pass
+
+def make(source):
+    train = Set([(np.full((8, 8), n, np.uint8), n % 2) for n in range(6)])
+    train.sample_weights = [n / 2 for n in range(6)]
+    return train, train
+"""
+
+
+def test_an_own_map_style_set_may_have_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "weighted_set.py").write_text(OWN_SET)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    opened = open_arrays(fetch("weighted_set:make", "", tmp_path / "data", progress="off"))
+    assert opened.sample_weights is not None
+    np.testing.assert_array_equal(opened.sample_weights, np.arange(6) / 2)
