@@ -19,6 +19,7 @@ NAMES = (
     *IMAGES,
     "bf16",
     "strategies",
+    "dropout",
     "startup",
     "forks",
     "launchers",

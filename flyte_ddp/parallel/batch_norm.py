@@ -4,9 +4,12 @@ torch's ``SyncBatchNorm`` refuses CPU tensors. This one works on CPUs and GPUs, 
 samples, which may be 0.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, cast
+from types import MethodType
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -26,49 +29,66 @@ Gather = Callable[[Tensor], Tensor]  # takes this rank's fp64 [n], and returns t
 
 
 def synchronise_batch_norm(model: nn.Module, this_pass: TrainingPass, *, on_one_machine: bool) -> None:
-    """Change the class of each BatchNorm layer of a model to one that uses the statistics of all ranks.
+    """Give each BatchNorm layer of a model a ``forward`` that uses the statistics of all ranks.
 
-    All ranks must call it. Layers with a ``forward`` of their own stay as they are, and all parameters, buffers and
-    hooks. The new class is a subclass of the old class and has its name, because models may test a layer's type or
-    name. ``on_one_machine`` exchanges statistics through shared memory (mapped here), not by collectives.
+    All ranks must call it. Sets the attribute ``forward`` of the layers themselves: their classes stay, except that
+    SyncBatchNorm becomes RankedBatchNorm. Layers with another ``forward``, and scripted modules, stay as they are.
+    ``on_one_machine`` exchanges statistics through shared memory (mapped here), not by collectives.
     """
-    # The class of a module that torch.jit has scripted has no forward.
-    norms = [module for module in model.modules() if getattr(type(module), "forward", None) in KNOWN_FORWARDS]
+    # The forward of a scripted module, or one that a user has set, is no method of these classes.
+    norms = [layer for layer in model.modules() if getattr(layer.forward, "__func__", None) in KNOWN_FORWARDS]
     if not norms:
         return
     # For each channel two numbers; and the count of samples and the layer's place, which gather_from_ranks adds.
-    most = max(2 * cast("int", module.num_features) + 2 for module in norms)
+    most = max(2 * cast("int", layer.num_features) + 2 for layer in norms)
     gather: Gather = NodeGather(most) if on_one_machine else distributed.gather_numbers
-    for number, module in enumerate(norms):
-        kind = type(module)
-        # Not a subclass of SyncBatchNorm, which DDP refuses on a CPU.
-        kinds = (GlobalBatchNorm,) if issubclass(kind, nn.SyncBatchNorm) else (GlobalBatchNorm, kind)
-        module.__class__ = type(kind.__name__, kinds, {"__qualname__": kind.__qualname__})
-        module.gather, module.this_pass, module.number = gather, this_pass, number  # type: ignore[assignment]
+    for number, layer in enumerate(norms):
+        if isinstance(layer, nn.SyncBatchNorm):
+            layer.__class__ = RankedBatchNorm  # type: ignore[assignment]
+        forward = make_forward(Exchange(gather, this_pass, number))
+        layer.forward = MethodType(forward, layer)
 
 
-class GlobalBatchNorm(_BatchNorm):
-    """BatchNorm over the samples of all ranks. All ranks must run each training pass of the layer."""
-
-    gather: Gather
-    this_pass: TrainingPass
-    number: int  # of this layer among the model's BatchNorm layers, from 0
+class RankedBatchNorm(_BatchNorm):
+    """What a SyncBatchNorm layer becomes, which DDP refuses on a CPU: a BatchNorm for inputs of any dimensions."""
 
     def _check_input_dim(self, input: Tensor) -> None:  # noqa: A002
         if input.dim() < 2:
             raise ValueError(f"BatchNorm got {input.dim()} dimension(s): it needs [N, C] or [N, C, ...]")
 
-    def forward(self, input: Tensor) -> Tensor:  # noqa: A002
-        """Return the input [N, C, ...] normalised for each channel; N may differ between ranks.
+
+def make_forward(exchange: Exchange) -> Callable[[_BatchNorm, Tensor], Tensor]:
+    """Return a ``forward`` for BatchNorm layers over the samples of all ranks; it has the attribute ``over_ranks``."""
+
+    # Of a bound method pickle saves the object and the name "forward": a pickled model has torch's own layers.
+    def forward(layer: _BatchNorm, values: Tensor) -> Tensor:
+        """Return the values [N, C, ...] normalised for each channel; N may differ between ranks.
 
         In training all ranks must call it; it exchanges statistics and updates the running statistics. Raises
-        ValueError if the input has fewer than 2 dimensions, or all ranks together have one value for each channel;
-        UserError on a CPU if ranks are at different layers.
+        ValueError for an input of dimensions that the layer does not take, or if all ranks together have one value for
+        each channel; UserError on a CPU if ranks are at different layers.
         """
-        self._check_input_dim(input)
-        if not self.training:
-            return super().forward(input)
-        return GlobalNormalisation.apply(input, self.weight, self.bias, self)  # type: ignore[no-any-return]
+        if not layer.training:
+            normalised: Tensor = type(layer).forward(layer, values)
+            return normalised
+        layer._check_input_dim(values)  # type: ignore[no-untyped-call]
+        return GlobalNormalisation.apply(values, layer.weight, layer.bias, layer, exchange)  # type: ignore[no-any-return]
+
+    forward.over_ranks = True  # type: ignore[attr-defined]
+    return forward
+
+
+def is_synchronised(layer: nn.Module) -> bool:
+    """Return whether the layer is a BatchNorm layer with the statistics of all ranks."""
+    return getattr(layer.forward, "over_ranks", False)
+
+
+class Exchange(NamedTuple):
+    """How a BatchNorm layer exchanges numbers with the same layer of the other ranks."""
+
+    gather: Gather
+    this_pass: TrainingPass
+    number: int  # of the layer among the model's BatchNorm layers, from 0
 
     def gather_from_ranks(self, numbers: Tensor, *, backward: bool = False) -> Tensor:
         """Return all ranks' ``numbers``, fp64 [n], as [ranks, n]; wait until all call it for this layer and pass.
@@ -95,14 +115,16 @@ class GlobalNormalisation(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, values: Tensor, weight: Tensor | None, bias: Tensor | None, layer: Any) -> Tensor:
+    def forward(  # noqa: PLR0917
+        ctx: Any, values: Tensor, weight: Tensor | None, bias: Tensor | None, layer: Any, exchange: Exchange
+    ) -> Tensor:
         """Return the values [N, C, ...] normalised; exchange statistics with all ranks, update the running statistics.
 
-        All ranks must call it. ``layer`` is the GlobalBatchNorm. Raises ValueError if all ranks together have one value
+        All ranks must call it. ``layer`` is the BatchNorm layer. Raises ValueError if all ranks together have one value
         for each channel; on a CPU UserError if ranks are at different layers.
         """
-        ctx.has_values = layer.this_pass.has_samples and values.numel() > 0
-        mean, variance, count = compute_global_statistics(values, layer.gather_from_ranks, has_values=ctx.has_values)
+        ctx.has_values = exchange.this_pass.has_samples and values.numel() > 0
+        mean, variance, count = compute_global_statistics(values, exchange.gather_from_ranks, has_values=ctx.has_values)
         # The count is read only where it may be 1, because reading it makes the host wait for a GPU.
         if values.numel() <= values.shape[1] and count.item() <= 1:
             raise ValueError("Expected more than 1 value per channel when training, over all ranks")
@@ -117,39 +139,40 @@ class GlobalNormalisation(torch.autograd.Function):
         precision = torch.promote_types(values.dtype, torch.float32)
         moments = mean.to(precision), variance.to(precision)
         ctx.save_for_backward(values, weight, *moments, count)
-        ctx.layer = layer
+        ctx.exchange, ctx.eps = exchange, layer.eps
         if not values.numel():
             return values.clone()
         return functional.batch_norm(values, *moments, weight, bias, training=False, eps=layer.eps)
 
     @staticmethod
     @once_differentiable  # the returned gradients are computed without a graph
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, None, None]:
         """Return the gradients of values, weight and bias; exchange sums with all ranks, which must run this pass."""
         values, weight, mean, variance, count = ctx.saved_tensors
         scale = weight if weight is not None else torch.ones_like(mean)
         if ctx.has_values:
             # The gradients with constant statistics: sums for weight and bias, and gradient * scale / std for values.
             of_values, of_scale, of_shift = torch.ops.aten.native_batch_norm_backward(
-                gradients[0], values, scale, mean, variance, None, None, False, ctx.layer.eps, [True, True, True]
+                gradients[0], values, scale, mean, variance, None, None, False, ctx.eps, [True, True, True]
             )
         else:
             of_values, of_scale, of_shift = torch.zeros_like(values), torch.zeros_like(mean), torch.zeros_like(mean)
-        sums = ctx.layer.gather_from_ranks(torch.cat([of_shift, of_scale]).double(), backward=True)
+        sums = ctx.exchange.gather_from_ranks(torch.cat([of_shift, of_scale]).double(), backward=True)
         sums = sums.sum(dim=0).view(2, -1) / count
         if ctx.has_values:
             # Mean and variance depend on each value, which adds a share of the two sums to each value's gradient.
-            deviation = (variance.double() + ctx.layer.eps).rsqrt()
+            deviation = (variance.double() + ctx.eps).rsqrt()
             slope = -(scale * deviation.square() * sums[1]).to(mean.dtype)
             offset = -(scale * deviation * sums[0]).to(mean.dtype)
             shape = (1, -1, *[1] * (values.dim() - 2))
             mean, slope, offset = (moment.view(shape) for moment in (mean, slope, offset))
             of_values = (of_values + offset).addcmul_(values - mean, slope).to(values.dtype)
-        _, has_scale, has_shift, _ = ctx.needs_input_grad
+        _, has_scale, has_shift, _, _ = ctx.needs_input_grad
         return (
             of_values,
             of_scale.to(scale.dtype) if has_scale else None,
             of_shift.to(scale.dtype) if has_shift else None,
+            None,
             None,
         )
 
@@ -183,14 +206,14 @@ def per_rank_norm_layers(model: nn.Module) -> list[_BatchNorm]:
     Layers in evaluation mode, as of frozen parts, are none of them: they use and keep the running statistics.
     """
     norms = (module for module in model.modules() if isinstance(module, _BatchNorm) and module.training)
-    return [norm for norm in norms if not isinstance(norm, GlobalBatchNorm)]
+    return [norm for norm in norms if not is_synchronised(norm)]
 
 
 def has_unsynchronised_batch_norm(model: nn.Module, synchronised: bool) -> bool:
     """Return whether a BatchNorm layer of the model normalises by the samples of its own rank if there are several.
 
-    Without ``synchronised`` (hyperparameter sync_batchnorm) that is any but a GlobalBatchNorm; with it, only a layer
-    whose class overrides ``forward``.
+    Without ``synchronised`` (hyperparameter sync_batchnorm) that is any that is not synchronised over the ranks; with
+    it, only a layer whose class overrides ``forward``.
     """
     known = KNOWN_FORWARDS if synchronised else ()
     return any(type(layer).forward not in known for layer in per_rank_norm_layers(model))

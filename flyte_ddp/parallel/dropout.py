@@ -1,64 +1,105 @@
 """Dropout from random numbers of (seed, epoch, sample): it does not depend on which rank computes a sample."""
 
+import math
 import sys
+from types import MethodType
 
+import torch
 from torch import Tensor, nn
 
-from flyte_ddp.parallel.training_pass import TrainingPass
+from flyte_ddp.parallel.training_pass import GOLDEN, TrainingPass, mix_bits
 
-
-class SampleDropout(nn.Module):
-    """Base class added to torch's dropout layers and torchvision's StochasticDepth: draws by the samples of the pass.
-
-    If the first dimension of a batch is not the number of samples of the pass, the layer draws as its own class does.
-    """
-
-    this_pass: TrainingPass
-    p: float
-
-    def forward(self, values: Tensor) -> Tensor:
-        """Zero each value [N, ...] with probability p, divide the others by 1 - p, and return all.
-
-        Returns the input outside training and for p 0. Dropout1d to 3d zero whole channels, StochasticDepth whole
-        samples. Draws once from torch's CPU generator. Changes the input if the layer has ``inplace``.
-        """
-        if not self.training or self.p == 0.0:
-            return values
-        if values.shape[:1] != (len(self.this_pass.keys),):
-            dropped: Tensor = super().forward(values)
-            return dropped
-        shape = values.shape[1 : self.count_drawn_dimensions(values)]
-        keep = self.this_pass.draw_uniform(tuple(shape)) >= self.p
-        scale = keep.to(values.dtype) / (1.0 - self.p) if self.p < 1.0 else keep.to(values.dtype)
-        scale = scale.view(*scale.shape, *[1] * (values.dim() - scale.dim()))
-        return values.mul_(scale) if getattr(self, "inplace", False) else values * scale
-
-    def count_drawn_dimensions(self, values: Tensor) -> int:
-        """Return how many leading dimensions, N included, have a random number for each index.
-
-        Values along the other dimensions are zeroed together: whole channels for Dropout1d to 3d, whole samples for
-        StochasticDepth. Dropout has no other dimensions.
-        """
-        if isinstance(self, (nn.Dropout1d, nn.Dropout3d)):  # they also take a batch without channels
-            return 1 if values.dim() == (2 if isinstance(self, nn.Dropout1d) else 4) else 2
-        if isinstance(self, nn.Dropout2d):
-            return 2
-        return values.dim() if isinstance(self, nn.Dropout) else 1
+KINDS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+ALPHA = 1.7580993408473766  # of SELU: its limit for small inputs is -ALPHA
+TILE_WORDS = 2**15  # random words made at a time on a CPU thread, so that they stay in its cache: 256 KiB
 
 
 def make_dropout_rank_independent(model: nn.Module, this_pass: TrainingPass) -> None:
-    """Change the class of the model's dropout layers to one that draws by the samples of ``this_pass``.
+    """Give the model's dropout layers a ``forward`` that draws by the samples of ``this_pass``.
 
-    The new class is a subclass of the old class and has its name, because models may test a layer's type or name.
-    Layers with a ``forward`` of their own, and scripted modules, stay as they are.
+    Those are torch's dropout layers and torchvision's StochasticDepth in mode "row". Sets the attribute ``forward`` of
+    the layers themselves: their classes stay. Layers with another ``forward``, and scripted modules, stay as they are.
     """
+
+    # A pickled model has torch's own layers, because pickle saves a bound method as its object and its name.
+    def forward(layer: nn.Module, values: Tensor) -> Tensor:
+        """Return the values [N, ...] with dropout by the samples of ``this_pass``; the input itself without dropout.
+
+        Draws once from torch's CPU generator, except in a compiled model. Changes the input if the layer is
+        ``inplace``. If N is not the number of samples of the pass, draws as the layer's class does.
+        """
+        if not layer.training or layer.p == 0.0:
+            return values
+        if values.shape[:1] != this_pass.keys.shape:
+            drawn: Tensor = type(layer).forward(layer, values)
+            return drawn
+        return drop_values(layer, values, this_pass.begin_call())
+
+    replaced = {kind.forward for kind in KINDS}
+    # A model can hold torchvision's layer only if torchvision has been imported.
+    if (torchvision_ops := sys.modules.get("torchvision.ops")) is not None:
+        replaced.add(torchvision_ops.StochasticDepth.forward)
     for module in model.modules():
-        known = [kind.forward for kind in (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)]
-        # A model can hold torchvision's layer only if torchvision has been imported.
-        torchvision_ops = sys.modules.get("torchvision.ops")
-        if torchvision_ops is not None and getattr(module, "mode", "") == "row":
-            known.append(torchvision_ops.StochasticDepth.forward)
-        kind = type(module)
-        if getattr(kind, "forward", None) in known:  # the class of a scripted module has no forward
-            module.__class__ = type(kind.__name__, (SampleDropout, kind), {"__qualname__": kind.__qualname__})
-            module.this_pass = this_pass  # type: ignore[assignment]
+        # The forward of a scripted module, or one that a user has set, is no method of these classes.
+        if getattr(module.forward, "__func__", None) in replaced and getattr(module, "mode", "row") == "row":
+            module.forward = MethodType(forward, module)
+
+
+def drop_values(layer: nn.Module, values: Tensor, states: Tensor) -> Tensor:
+    """Return the values [N, ...] with the layer's dropout; ``states``, int64 [N], begin the samples' random numbers.
+
+    Dropout zeroes each value with probability p and divides the others by 1 - p. Dropout1d to 3d do so with whole
+    channels, StochasticDepth with whole samples. AlphaDropout and FeatureAlphaDropout keep mean 0 and variance 1.
+    Changes the input if the layer is ``inplace``.
+    """
+    p: float = layer.p  # type: ignore[assignment]
+    inplace = getattr(layer, "inplace", False)
+    keeps_moments = isinstance(layer, (nn.AlphaDropout, nn.FeatureAlphaDropout))
+    if p == 1.0:
+        return values.mul_(0.0) if inplace and not keeps_moments else values * 0.0
+    kept = draw_mask(states, values.shape[1 : count_drawn_dimensions(layer, values)], p)
+    kept = kept.view(*kept.shape, *[1] * (values.dim() - kept.dim()))
+    if keeps_moments:  # as torch's, which takes no notice of inplace
+        scale = ((ALPHA**2 * p + 1.0) * (1.0 - p)) ** -0.5
+        return torch.where(kept, values * scale + ALPHA * scale * p, ALPHA * scale * (p - 1.0))
+    return (values.mul_(kept) if inplace else values * kept).mul_(1.0 / (1.0 - p))
+
+
+def count_drawn_dimensions(layer: nn.Module, values: Tensor) -> int:
+    """Return how many leading dimensions, N included, have a random number for each index.
+
+    Values along the other dimensions are dropped together: whole channels for Dropout1d to 3d and FeatureAlphaDropout,
+    whole samples for StochasticDepth. Dropout and AlphaDropout have no other dimensions.
+    """
+    if isinstance(layer, (nn.Dropout1d, nn.Dropout3d)):  # they also take a batch without channels
+        return 1 if values.dim() == (2 if isinstance(layer, nn.Dropout1d) else 4) else 2
+    if isinstance(layer, (nn.Dropout2d, nn.FeatureAlphaDropout)):
+        return 2
+    return values.dim() if isinstance(layer, (nn.Dropout, nn.AlphaDropout)) else 1
+
+
+def draw_mask(states: Tensor, shape: torch.Size, p: float) -> Tensor:
+    """Return bool [N, *shape], False with probability p (to 2**-40), for the ``states``, int64 [N], of N samples.
+
+    p is below 1; above 1 - 2**-16 it counts as that. Each value depends on its sample's state and its position alone.
+    Needs 2 bytes for each value beside the result on a GPU and when compiled, on a CPU 0.5 MB for each thread.
+    """
+    # Each 64-bit word of SplitMix64 gives four values 16 bits each. Their probability is a multiple of 2**-16; so each
+    # sample rounds p up or down at random, by its first word.
+    threshold = ((mix_bits(states.clone()) & (2**24 - 1)) + round(p * 2**40)) >> 24
+    threshold = (threshold.clamp_(max=2**16 - 1) - 2**15).to(torch.int16)[:, None]
+    count = math.prod(shape)
+    steps = torch.arange(1, (count + 3) // 4 + 1, device=states.device) * GOLDEN
+    if states.device.type != "cpu" or torch.compiler.is_compiling():
+        words = mix_bits(states[:, None] + steps)
+        return (words.view(torch.int16)[:, :count] >= threshold).view(states.shape[0], *shape)
+    kept = torch.empty(len(states), count, dtype=torch.bool)
+    words_at_once = TILE_WORDS * torch.get_num_threads()
+    samples_at_once = max(1, words_at_once // max(1, len(steps)))
+    for sample in range(0, len(states), samples_at_once):
+        samples = slice(sample, sample + samples_at_once)
+        for step in range(0, len(steps), words_at_once):
+            words = mix_bits(states[samples, None] + steps[step : step + words_at_once])
+            result = kept[samples, 4 * step : 4 * (step + words_at_once)]
+            torch.ge(words.view(torch.int16)[:, : result.shape[1]], threshold[samples], out=result)
+    return kept.view(len(states), *shape)

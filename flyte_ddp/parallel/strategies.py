@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from types import MethodType
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -23,9 +24,8 @@ from flyte_ddp.clock import Clock
 from flyte_ddp.device_copy import copy_to_device
 from flyte_ddp.errors import CollectiveError, UserError
 from flyte_ddp.parallel import distributed
-from flyte_ddp.parallel.batch_norm import GlobalBatchNorm
+from flyte_ddp.parallel.batch_norm import is_synchronised
 from flyte_ddp.parallel.distributed import copy_from_rank_0, rank, sum_over_ranks, world_size
-from flyte_ddp.parallel.dropout import SampleDropout
 from flyte_ddp.parallel.hang_watch import in_collective, watch_async_collective
 from flyte_ddp.parallel.node_memory import NodeMemory, Piece, aligned_sizes, split_memory
 
@@ -315,12 +315,11 @@ def create_gradient_sync(model: nn.Module, strategy: str, clock: Clock) -> Gradi
 
 
 def compile_model(model: nn.Module) -> nn.Module:
-    """Return the model wrapped by torch.compile, but keep synchronised BatchNorm layers and dropout layers uncompiled.
+    """Return the model wrapped by torch.compile, but keep BatchNorm layers that exchange between ranks uncompiled.
 
-    Compiles at the first call. Replaces ``forward`` of the uncompiled layers; each is a graph break. Compiles dropout
-    layers with p = 0, of which torchvision's models have many.
+    Compiles at the first call. Replaces ``forward`` of the uncompiled layers; each is a graph break.
     """
-    for module in model.modules():
-        if isinstance(module, GlobalBatchNorm) or (isinstance(module, SampleDropout) and module.p > 0):
-            module.forward = torch.compiler.disable(module.forward)  # type: ignore[method-assign,no-untyped-call,unused-ignore]
+    for layer in filter(is_synchronised, model.modules()):
+        function = cast("MethodType", layer.forward).__func__
+        layer.forward = MethodType(torch.compiler.disable(function), layer)  # type: ignore[no-untyped-call,unused-ignore]
     return cast("nn.Module", torch.compile(model))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 from typing import Any, NamedTuple
 
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor
 
 from flyte_ddp.device_copy import copy_to_device
+from flyte_ddp.errors import UserError
 from flyte_ddp.order.augmentation import sample_bits
 from flyte_ddp.order.sampling import Indices
 
@@ -27,7 +27,9 @@ class TrainingPass:
         self.keys = torch.zeros(0, dtype=torch.int64)
         self.has_samples = True
         self.model_draws = False
-        self.calls: dict[int, int] = {}  # number of each draw_uniform of this pass, by torch's random bits at the call
+        self.number_of_calls = torch.zeros((), dtype=torch.int64)  # of dropout layers in this pass
+        self.calls: dict[int, Tensor] = {}  # the number of each of them, by torch's random bits at the call
+        self.calls_in_forward = 0
         self.generators = Generators(torch.default_generator, random, np.random)
         self.reference = Generators(torch.Generator(), random.Random(), np.random.RandomState())
 
@@ -50,40 +52,59 @@ class TrainingPass:
         # Not augmentation's seed: dropout would be correlated with the augmentation of the same sample.
         bits = sample_bits(seed + 2**32, epoch, samples)
         self.keys = copy_to_device(torch.from_numpy(bits.view(np.int64)), device)
+        self.number_of_calls = torch.zeros((), dtype=torch.int64)
         self.calls = {}
         for generators in (self.generators, self.reference):
             generators.seed_each(int(bits[0]))
         if device.type == "cuda":
             torch.cuda.manual_seed(int(bits[0]))
 
+    def finish_forward(self) -> None:
+        """Record that the forward pass is done, for :meth:`finish_pass`."""
+        self.calls_in_forward = int(self.number_of_calls)
+
     def finish_pass(self) -> None:
         """Set ``model_draws`` if the model itself has drawn from a global generator in its forward or backward pass.
 
         Such numbers depend on how samples are dealt to ranks. Draws up to one number from each generator on the CPU.
-        Does not notice a model that restores the random state (``fork_rng``).
+        Does not notice a model that restores the random state (``fork_rng``). Raises UserError if a compiled block was
+        run again in the backward pass, with other random numbers.
         """
+        calls = int(self.number_of_calls)
+        if calls > self.calls_in_forward and calls > len(self.calls):  # the second: some were compiled
+            raise UserError(
+                "dropout in a compiled block that the backward pass runs again: it gets other random numbers than in "
+                "the forward pass, which makes gradients wrong; compile the function that calls "
+                "torch.utils.checkpoint, not what it calls"
+            )
         if not self.may_draw or self.model_draws:
             return
         device = self.keys.device
         on_gpu = device.type == "cuda" and torch.cuda.default_generators[device.index].get_offset() > 0
         self.model_draws = on_gpu or self.generators.draw_from_each() != self.reference.draw_from_each()
 
-    def draw_uniform(self, shape: tuple[int, ...]) -> Tensor:
-        """Return fp32 numbers [N, *shape] in [0, 1) for the N samples of this pass, on their device.
+    def begin_call(self) -> Tensor:
+        """Return int64 [N]: what the random numbers of a dropout layer's call begin with, for each sample of this pass.
 
-        They depend on seed, epoch, sample and which call of the pass this is. Draws once from torch's CPU generator. If
-        it is in the state of an earlier call, as when torch.utils.checkpoint runs a block again, returns that call's
-        numbers.
+        Depends on seed, epoch, sample and which call of the pass this is. Draws once from torch's CPU generator. If it
+        is in the state of an earlier call, as when torch.utils.checkpoint runs a block again, returns that call's.
         """
+        return self.keys + (self.count_call() << 32) * GOLDEN
+
+    def count_call(self) -> Tensor:
+        """Return the number of this call of a dropout layer in this pass, int64 []: 0 for the first."""
+        if torch.compiler.is_compiling():  # a compiled block that is checkpointed computes with this number again
+            number = self.number_of_calls.clone()
+            self.number_of_calls += 1
+            return number
         # torch.utils.checkpoint runs a block again in the backward pass, which then needs the same numbers. It restores
         # torch's random state before. So a number drawn from torch's generator tells which call this is.
         drawn = self.generators.draw_from_torch()
         if drawn not in self.calls:
-            self.calls[drawn] = len(self.calls)
+            self.calls[drawn] = self.number_of_calls.clone()
+            self.number_of_calls += 1
             self.reference.draw_from_torch()
-        position = torch.arange(math.prod(shape), device=self.keys.device) + (self.calls[drawn] << 32)
-        bits = mix_bits(self.keys[:, None] + position * GOLDEN)
-        return (shift_right(bits, 40).float() / 2**24).view(-1, *shape)
+        return self.calls[drawn]
 
 
 class Generators(NamedTuple):
@@ -109,12 +130,15 @@ class Generators(NamedTuple):
 
 
 def mix_bits(x: Tensor) -> Tensor:
-    """Return SplitMix64's output for int64 states (Steele, Lea and Flood, OOPSLA 2014); products wrap around."""
-    x = (x ^ shift_right(x, 30)) * FIRST
-    x = (x ^ shift_right(x, 27)) * SECOND
-    return x ^ shift_right(x, 31)
+    """Replace int64 states by SplitMix64's output (Steele, Lea and Flood, OOPSLA 2014), in place; return them."""
+    x ^= shift_right(x, 30)
+    x *= FIRST  # products wrap around
+    x ^= shift_right(x, 27)
+    x *= SECOND
+    x ^= shift_right(x, 31)
+    return x
 
 
 def shift_right(x: Tensor, places: int) -> Tensor:
     """Return x >> places for the unsigned numbers with the bits of the int64 x."""
-    return (x >> places) & ((1 << (64 - places)) - 1)
+    return (x >> places).bitwise_and_((1 << (64 - places)) - 1)

@@ -1,6 +1,7 @@
 """BatchNorm over several ranks against torch's own BatchNorm in one process on the whole batch."""
 
 import copy
+import io
 from pathlib import Path
 
 import pytest
@@ -10,11 +11,12 @@ from ranks import run_ranks
 from torch import Tensor, nn
 
 from flyte_ddp.parallel.batch_norm import (
-    GlobalBatchNorm,
+    is_synchronised,
     mean_running_statistics,
     restore_running_statistics,
     synchronise_batch_norm,
 )
+from flyte_ddp.parallel.strategies import compile_model
 from flyte_ddp.parallel.training_pass import TrainingPass
 
 SHARES = [(3, 2, 2), (2, 1, 0), (1, 1, 0), (0, 0, 5)]  # samples of each rank
@@ -162,12 +164,21 @@ def test_running_statistics_are_restored_after_an_exception() -> None:
     assert [buffer.tolist() for buffer in model.buffers()] == [[0.0, 0.0], [1.0, 1.0], 0]
 
 
-def test_a_model_keeps_its_state_and_its_other_layers() -> None:
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_model_keeps_its_state_its_classes_and_its_other_layers(compiled: bool) -> None:
+    """And a file of the whole model has torch's own layers."""
     model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.InstanceNorm2d(2))
     before = {name: value.clone() for name, value in model.state_dict().items()}
     synchronise_batch_norm(model, TrainingPass(), on_one_machine=False)
-    assert [isinstance(module, GlobalBatchNorm) for module in model] == [False, True, False]
-    assert isinstance(model[1], nn.BatchNorm2d), "models ask for that, such as those that keep such layers frozen"
-    assert type(model[1]).__name__ == type(model[1]).__qualname__ == "BatchNorm2d", "or compare names"
+    if compiled:
+        compile_model(model)
+    assert [is_synchronised(layer) for layer in model] == [False, True, False]
+    assert type(model[1]) is nn.BatchNorm2d, "models ask for that, such as those that keep such layers frozen"
     assert before.keys() == model.state_dict().keys()
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    file = io.BytesIO()
+    torch.save(model, file)
+    assert b"flyte_ddp" not in file.getvalue()
+    loaded = torch.load(io.BytesIO(file.getvalue()), weights_only=False)
+    assert type(loaded[1]) is nn.BatchNorm2d
+    assert not is_synchronised(loaded[1])

@@ -1,16 +1,25 @@
 """Dropout that is a function of the sample: its shares, its scale, and what it depends on."""
 
+import copy
+import io
+from collections.abc import Callable
+
 import numpy as np
+import parallel_models
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from torchvision.ops import StochasticDepth
 
-from flyte_ddp.parallel.dropout import SampleDropout, make_dropout_rank_independent
-from flyte_ddp.parallel.training_pass import TrainingPass
+from flyte_ddp.errors import UserError
+from flyte_ddp.parallel import dropout
+from flyte_ddp.parallel.dropout import draw_mask, make_dropout_rank_independent
+from flyte_ddp.parallel.training_pass import GOLDEN, TrainingPass, mix_bits
 
 CPU = torch.device("cpu")
 SAMPLES = np.arange(1000, dtype=np.int32)
+KINDS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
 
 def on_pass(model: nn.Module, samples: np.ndarray = SAMPLES, *, seed: int = 0, epoch: int = 0) -> TrainingPass:
@@ -20,16 +29,42 @@ def on_pass(model: nn.Module, samples: np.ndarray = SAMPLES, *, seed: int = 0, e
     return this_pass
 
 
+def draws(model: nn.Module, *shape: int, samples: np.ndarray = SAMPLES, seed: int = 0, epoch: int = 0) -> Tensor:
+    """Return what the model makes of ones, as one number for each value: 0 for dropped, 1 for kept."""
+    on_pass(model, samples, seed=seed, epoch=epoch)
+    return (model(torch.ones(len(samples), *shape)) != 0).double()
+
+
 def test_the_stream_is_splitmix64() -> None:
     """Against the reference implementation's first numbers for the seed 1234567 (Vigna, splitmix64.c)."""
-    this_pass = TrainingPass()
-    golden = 0x9E3779B97F4A7C15
-    # The reference adds the constant before its first output, ours after.
-    this_pass.keys = torch.tensor([1234567 + golden - 2**64])
     expected = [6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431]
-    assert this_pass.draw_uniform((4,)).tolist() == [
-        [pytest.approx((value >> 40) / 2**24, abs=0) for value in expected]
-    ]
+    words = mix_bits(1234567 + torch.arange(1, 5) * GOLDEN)
+    assert [word % 2**64 for word in words.tolist()] == expected
+
+
+def plain_mask(state: int, count: int, p: float) -> list[bool]:
+    """Return a sample's mask, in plain integers."""
+
+    def word(number: int) -> int:
+        x = (state + number * 0x9E3779B97F4A7C15) % 2**64
+        x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+        x = (x ^ x >> 27) * 0x94D049BB133111EB % 2**64
+        return x ^ x >> 31
+
+    threshold = round(p * 2**40) + word(0) % 2**24 >> 24  # p * 2**16, rounded up or down
+    parts = [word(at // 4 + 1) >> 16 * (at % 4) & 0xFFFF for at in range(count)]
+    return [(part ^ 0x8000) >= threshold for part in parts]  # as signed numbers, the half from 2**15 on comes first
+
+
+@pytest.mark.parametrize("p", [1e-5, 0.1, 0.5, 0.9])
+@pytest.mark.parametrize(("samples", "count", "tile"), [(3, 2, 100), (3, 1001, 2**15), (5, 999, 300), (2, 4000, 300)])
+def test_a_mask_is_four_values_a_word(
+    monkeypatch: pytest.MonkeyPatch, samples: int, count: int, tile: int, p: float
+) -> None:
+    """Whatever number of words is made at a time: many samples, one, or a part of one."""
+    monkeypatch.setattr(dropout, "TILE_WORDS", tile)
+    states = torch.randint(-(2**63), 2**63 - 1, (samples,), generator=torch.Generator().manual_seed(0))
+    assert draw_mask(states, torch.Size((count,)), p).tolist() == [plain_mask(s, count, p) for s in states.tolist()]
 
 
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
@@ -43,35 +78,89 @@ def test_the_stream_is_splitmix64() -> None:
         (nn.Dropout2d, (5, 3, 2), (5,)),
         (nn.Dropout3d, (5, 3, 2, 2), (5,)),
         (nn.Dropout3d, (5, 3, 2), ()),
+        (nn.AlphaDropout, (30,), (30,)),
+        (nn.AlphaDropout, (5, 3, 2), (5, 3, 2)),
+        (nn.FeatureAlphaDropout, (5,), (5,)),
+        (nn.FeatureAlphaDropout, (5, 3, 2), (5,)),
         (lambda p: StochasticDepth(p, "row"), (5, 3, 2), ()),
     ],
 )
 def test_what_is_dropped(layer, shape: tuple[int, ...], drawn: tuple[int, ...], p: float) -> None:
-    model = nn.Sequential(layer(p))
+    """The two values that a layer makes of a value, and which values it draws together, are torch's."""
+    model, of_torch = nn.Sequential(layer(p)), layer(p)
     on_pass(model)
-    output = model(torch.ones(1000, *shape))
-    assert output.unique().tolist() == [0.0, pytest.approx(1 / (1 - p))]
-    of_torch = layer(p)(torch.ones(1000, *shape)).view(1000, *drawn, -1)
-    assert (of_torch == of_torch[..., :1]).all(), "torch's layer draws for the same"
-    draws = output.view(1000, *drawn, -1)
-    assert (draws == draws[..., :1]).all(), "one draw for all that is dropped together"
-    number = draws[..., 0].numel()
-    dropped = (draws[..., 0] == 0).sum().item()
-    assert abs(dropped - p * number) < 5 * (p * (1 - p) * number) ** 0.5  # five standard deviations
+    values = torch.full((1000, *shape), 2.0, dtype=torch.float64)
+    output, expected = model(values), of_torch(values)
+    torch.testing.assert_close(output.unique(), expected.unique(), rtol=1e-14, atol=0)
+    dropped = expected.unique()[0]  # of 2, the smaller one
+    for result in (expected, output):
+        by_draw = result.view(1000, *drawn, -1)
+        assert (by_draw == by_draw[..., :1]).all(), "one draw for all that is dropped together"
+    number = by_draw[..., 0].numel()
+    share = (by_draw[..., 0] < dropped + 0.01).sum().item() - p * number
+    assert abs(share) < 5 * (p * (1 - p) * number) ** 0.5  # five standard deviations
 
 
-def test_numbers_are_uniform_and_independent() -> None:
-    this_pass = TrainingPass()
-    this_pass.begin_pass(3, 4, SAMPLES, CPU)
-    first, second = this_pass.draw_uniform((100,)), this_pass.draw_uniform((100,))
-    this_pass.begin_pass(3, 5, SAMPLES, CPU)
-    next_epoch = this_pass.draw_uniform((100,))
-    counts = torch.histc(first, bins=100, min=0, max=1)
-    assert ((counts - 1000).square() / 1000).sum() < 170  # chi-square, 99 degrees of freedom: one in 100,000
-    neighbours = [(first, second), (first, next_epoch), (first[1:], first[:-1]), (first[:, 1:], first[:, :-1])]
-    for one, other in neighbours:
-        correlation = torch.corrcoef(torch.stack([one.flatten(), other.flatten()]))[0, 1]
-        assert abs(correlation) < 5 / one.numel() ** 0.5
+@pytest.mark.parametrize("layer", [nn.AlphaDropout(0.2), nn.FeatureAlphaDropout(0.2)])
+def test_alpha_dropout_keeps_mean_and_variance(layer: nn.Module) -> None:
+    on_pass(nn.Sequential(layer))
+    output = layer(torch.randn(1000, 400, generator=torch.Generator().manual_seed(0)))
+    assert abs(output.mean()) < 0.01
+    assert abs(output.var() - 1) < 0.02
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.parametrize("p", [0.3, 1.0])
+def test_gradients_are_torchs(kind: type[nn.Module], inplace: bool, p: float) -> None:
+    """A layer's gradient is its output's slope, by finite differences; and inplace changes what torch's changes."""
+    layer = kind(p, inplace)
+    this_pass = on_pass(nn.Sequential(layer), SAMPLES[:3])
+    sides = {nn.Dropout1d: (2,), nn.Dropout2d: (2, 2)}.get(kind, (2, 2, 2))
+    values = torch.randn(3, 4, *sides, dtype=torch.float64, requires_grad=True)
+
+    def again(values: Tensor) -> Tensor:
+        this_pass.begin_pass(0, 0, SAMPLES[:3], CPU)
+        return layer(values * 1.0)
+
+    assert torch.autograd.gradcheck(again, (values,))
+    changed, by_torch = values.detach().clone(), values.detach().clone()
+    result, of_torch = layer(changed), kind(p, inplace)(by_torch)
+    assert (result.data_ptr() == changed.data_ptr()) == (of_torch.data_ptr() == by_torch.data_ptr())
+    assert layer(values.detach().bfloat16()).dtype == torch.bfloat16
+
+
+def test_an_input_may_be_empty() -> None:
+    assert draw_mask(torch.arange(3), torch.Size((4, 0)), 0.5).shape == (3, 4, 0)
+    assert draw_mask(torch.arange(0), torch.Size((4, 2)), 0.5).shape == (0, 4, 2)
+
+
+@pytest.mark.parametrize("p", [2**-18, 1e-3, 0.1])
+def test_the_share_is_p_also_below_the_resolution(p: float) -> None:
+    """A value has 16 random bits; a sample's threshold is rounded at random."""
+    states = torch.randint(-(2**63), 2**63 - 1, (4000,), generator=torch.Generator().manual_seed(0))
+    number = 4000 * 5000
+    dropped = number - draw_mask(states, torch.Size((5000,)), p).sum().item()
+    assert abs(dropped - p * number) < 5 * (p * number) ** 0.5
+
+
+def test_draws_are_independent() -> None:
+    """Of other samples, positions, layers, epochs and seeds; and each position, of all samples, has its share."""
+    model = nn.Sequential(nn.Dropout(0.5))
+    first, next_epoch, next_seed = (
+        draws(model, 400, epoch=epoch, seed=seed) for epoch, seed in [(3, 0), (4, 0), (3, 1)]
+    )
+    on_pass(model, epoch=3)
+    model(torch.ones(1000, 400))
+    second = (model(torch.ones(1000, 400)) != 0).double()
+    others = [second, next_epoch, next_seed, first.roll(1, 0), *(first.roll(by, 1) for by in (1, 2, 3, 4, 5, 8))]
+    for other in others:
+        correlation = torch.corrcoef(torch.stack([first.flatten(), other.flatten()]))[0, 1]
+        assert abs(correlation) < 5 / first.numel() ** 0.5
+    for along in (0, 1):
+        deviations = (first.sum(along) - first.shape[along] / 2) / (first.shape[along] / 4) ** 0.5
+        number = deviations.numel()  # chi-square, with mean n and variance 2 n
+        assert abs(deviations.square().sum() - number) < 5 * (2 * number) ** 0.5
 
 
 def test_a_samples_draws_do_not_depend_on_its_batch() -> None:
@@ -91,26 +180,121 @@ def test_evaluations_and_batches_that_do_not_count_samples_are_left_to_the_layer
     assert torch.equal(model.eval()(torch.ones(4, 3)), torch.ones(4, 3))
 
 
-def test_every_place_of_a_layer_is_replaced_and_state_dict_stays() -> None:
-    layer = nn.Dropout(0.5)
-    model = nn.Sequential(nn.Linear(2, 2), layer, nn.Sequential(layer), layer)
-    before = list(model.state_dict())
+class Own(nn.Dropout):
+    """A user's class, which pickle finds here."""
+
+
+class Doubling(nn.Dropout):
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002
+        return 2 * input
+
+
+@pytest.mark.parametrize("layer", [*(kind(0.3) for kind in KINDS), Own(0.3), StochasticDepth(0.3, "row")])
+def test_a_layer_stays_what_it_is(layer: nn.Module) -> None:
+    """Also when a model has it in several places. Copies draw as it does, and a file has torch's layer."""
+    kind, names = type(layer), list(layer.state_dict())
+    model = nn.Sequential(layer, nn.Sequential(layer))
+    this_pass = on_pass(model)
+    assert type(layer) is kind
+    assert list(layer.state_dict()) == names
+    assert set(vars(layer)) - set(vars(kind(0.3, "row") if kind is StochasticDepth else kind(0.3))) == {"forward"}
+    dropped = model(torch.ones(1000, 3))
+    this_pass.begin_pass(0, 0, SAMPLES, CPU)
+    assert torch.equal(copy.deepcopy(model)(torch.ones(1000, 3)), dropped)
+    file = io.BytesIO()
+    torch.save(model, file)
+    assert b"flyte_ddp" not in file.getvalue()
+    loaded = torch.load(io.BytesIO(file.getvalue()), weights_only=False)
+    assert type(loaded[0]) is kind
+    assert loaded[0].forward.__func__ is kind.forward
+    on_pass(loaded)
+    assert torch.equal(loaded(torch.ones(1000, 3)), dropped)
+    layer.register_forward_hook(lambda *_: torch.zeros(()))
+    assert layer(torch.ones(1000, 3)).item() == 0.0
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+def test_layers_with_another_forward_stay() -> None:
+    patched = nn.Dropout(0.3)
+    patched.forward = lambda values: 3 * values  # type: ignore[method-assign]
+    scripted = torch.jit.script(nn.Dropout(1.0))
+    model = nn.Sequential(Doubling(0.3), patched, StochasticDepth(0.5, "batch"), scripted)
+    forwards = [layer.forward for layer in model]
     on_pass(model)
-    assert all(isinstance(dropout, SampleDropout) for dropout in (model[1], model[2][0], model[3]))
-    assert list(model.state_dict()) == before
+    assert [layer.forward for layer in model[:3]] == forwards[:3]
+    assert model[3](torch.ones(1000, 3)).unique().tolist() == [0.0]
 
 
-def test_a_layer_stays_what_it_is() -> None:
-    """Models ask what a layer is (to keep dropout on in evaluations), and for its p; hooks are called."""
+class Compiled(nn.Module):
+    """Its first layer is used twice."""
 
-    class Own(nn.Dropout):
-        pass
+    def __init__(self, kind: Callable[[float], nn.Module]) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(6, 6), kind(0.4), nn.Linear(6, 6), kind(0.2))
 
-    for layer in (nn.Dropout(0.3), nn.Dropout2d(0.3), Own(0.3), StochasticDepth(0.3, "row")):
-        kind = type(layer)
-        layer.register_forward_hook(lambda *_: torch.zeros(()))
-        on_pass(nn.Sequential(layer))
-        assert isinstance(layer, SampleDropout)
-        assert isinstance(layer, kind)
-        assert (type(layer).__name__, type(layer).__qualname__) == (kind.__name__, kind.__qualname__)
-        assert (layer.p, layer(torch.ones(1000, 3)).item()) == (0.3, 0.0)
+    def forward(self, values: Tensor) -> Tensor:
+        return self.layers(self.layers(values))
+
+
+@pytest.fixture
+def compiler():
+    """Give torch's compiler, without what it has compiled in other tests."""
+    from torch import _dynamo
+
+    _dynamo.reset()
+    yield _dynamo
+    _dynamo.reset()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [*KINDS, lambda p: StochasticDepth(p, "row")])
+def test_compiled_layers_draw_the_same_in_one_graph(compiler, kind: Callable[[float], nn.Module]) -> None:
+    model = Compiled(kind)
+    this_pass = on_pass(model, SAMPLES[:8])
+    values = torch.randn(8, 6)
+    explained = compiler.explain(model)(values)
+    assert (explained.graph_count, explained.graph_break_count) == (1, 0), explained.break_reasons
+    compiled = torch.compile(model, backend="aot_eager")
+    for samples in (SAMPLES[:8], SAMPLES[5:9], SAMPLES[:6]):  # of other sizes, with the same code
+        results = []
+        for one in (model, compiled):
+            this_pass.begin_pass(0, 1, samples, CPU)
+            model.zero_grad()
+            one(values[: len(samples)]).square().sum().backward()
+            this_pass.finish_forward()
+            this_pass.finish_pass()
+            results.append([parameter.grad for parameter in model.parameters()])
+        torch.testing.assert_close(*results)
+    assert not this_pass.model_draws
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # torch's compiler asks for it
+@pytest.mark.parametrize("run", parallel_models.RUNS)
+def test_compiled_blocks_that_are_run_again_drop_the_same(compiler, run: str) -> None:
+    torch.manual_seed(0)
+    model = getattr(parallel_models, f"dropout_{run}")()
+    this_pass = on_pass(model, SAMPLES[:8])
+    values, gradients = torch.randn(8, 1, 8, 8), []
+    for one in (model, torch.compile(model, backend="aot_eager")):
+        this_pass.begin_pass(0, 0, SAMPLES[:8], CPU)
+        model.zero_grad()
+        loss = one(values).square().sum()
+        this_pass.finish_forward()
+        loss.backward()
+        this_pass.finish_pass()
+        gradients.append([parameter.grad for parameter in model.parameters()])
+    torch.testing.assert_close(*gradients)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("compiler")
+def test_a_compiled_block_in_a_checkpoint_is_refused() -> None:
+    """It would get other random numbers when it is run again."""
+    model = nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.4))
+    this_pass = on_pass(model, SAMPLES[:8])
+    loss = checkpoint(torch.compile(model, backend="eager"), torch.randn(8, 6), use_reentrant=False).sum()
+    this_pass.finish_forward()
+    loss.backward()
+    with pytest.raises(UserError, match="in a compiled block that the backward pass runs again"):
+        this_pass.finish_pass()

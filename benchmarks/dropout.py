@@ -1,0 +1,159 @@
+"""What dropout by samples costs a forward and backward pass, in time and in memory, beside torch's own dropout.
+
+One thread, one process for each model, in which the sides alternate pass by pass: torch's layers, the same layers with
+random numbers of the samples, and no dropout. Memory is the most that a process has had in its first passes, each side
+in a process of its own: what a side needs beyond no dropout. The blocks are GPT-2's, with dropout of the attention
+weights and of both results, as modules.
+"""
+
+import copy
+import functools
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torchvision
+from torch import Tensor, nn
+from torch.nn import functional
+
+from benchmarks.measuring import Options, Result, Target, interleaved
+from benchmarks.running import most_memory, run_python
+from flyte_ddp.launch.supervise.rank import keep_freed_memory
+from flyte_ddp.parallel.dropout import make_dropout_rank_independent
+from flyte_ddp.parallel.training_pass import TrainingPass
+
+SIDES = BY_SAMPLES, OF_TORCH, NONE = "by samples", "torch's", "none"
+PASSES = {"warm-up": 1, "for memory": 2}
+
+
+class Block(nn.Module):
+    """A transformer block of GPT-2: 4 heads, causal attention, a hidden layer of 4 times the width."""
+
+    def __init__(self, width: int, p: float) -> None:
+        super().__init__()
+        self.first, self.second = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.attend, self.project = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.hidden = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        self.of_weights, self.of_attention, self.of_hidden = nn.Dropout(p), nn.Dropout(p), nn.Dropout(p)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, tokens, width = x.shape
+        heads = self.attend(self.first(x)).view(batch, tokens, 3, 4, width // 4)
+        query, key, value = heads.permute(2, 0, 3, 1, 4)
+        scores = query @ key.transpose(-2, -1) * (width // 4) ** -0.5
+        later = torch.ones(tokens, tokens, dtype=torch.bool).triu(1)
+        weights = self.of_weights(scores.masked_fill(later, -torch.inf).softmax(dim=-1))
+        x = x + self.of_attention(self.project((weights @ value).transpose(1, 2).reshape(x.shape)))
+        result: Tensor = x + self.of_hidden(self.hidden(self.second(x)))
+        return result
+
+
+def blocks() -> nn.Module:
+    """Two transformer blocks, with dropout of their input as well."""
+    return nn.Sequential(nn.Dropout(0.1), Block(256, 0.1), Block(256, 0.1))
+
+
+def resnet50() -> nn.Module:
+    """ResNet-50 with dropout before its last layer."""
+    model = torchvision.models.resnet50()
+    model.fc = nn.Sequential(nn.Dropout(0.5), model.fc)
+    return model  # type: ignore[no-any-return]
+
+
+class Case(NamedTuple):
+    """A model and what it is measured on."""
+
+    make: Callable[[], nn.Module]
+    shape: tuple[int, ...]  # of a batch
+    repeats: int
+    bf16: bool = False
+
+
+CASES = {
+    "two blocks, width 256, 16 x 128 tokens": Case(blocks, (16, 128, 256), 60),
+    "the same in bf16": Case(blocks, (16, 128, 256), 60, bf16=True),
+    "ResNet-50, 4 x 224 pixels": Case(resnet50, (4, 3, 224, 224), 12),
+    "ViT-B/16, 4 x 224 pixels": Case(lambda: torchvision.models.vit_b_16(dropout=0.1), (4, 3, 224, 224), 10),
+}
+
+
+def measure(options: Options) -> Result:
+    """Measure each model in a process of its own, and each side's memory in another."""
+    result = Result(settings={"threads": 1, "p": 0.1, "p of ResNet-50": 0.5})
+    output = options.folder / "dropout.json"
+
+    def run(name: str, repeats: int, side: str) -> Any:
+        order = {"case": name, "repeats": repeats, "side": side, "output": str(output)}
+        run_python("benchmarks.dropout", json.dumps(order))
+        return json.loads(output.read_text())
+
+    def time_case(name: str, _: int) -> None:
+        for side, milliseconds in run(name, options.number(CASES[name].repeats), "").items():
+            for value in milliseconds:
+                result.add(f"{name}: {side}", value, "ms")
+        ratio = result.ratio(f"{name}: by samples / torch's", f"{name}: {BY_SAMPLES}", f"{name}: {OF_TORCH}")
+        result.ratio(f"{name}: torch's / none", f"{name}: {OF_TORCH}", f"{name}: {NONE}")
+        result.targets.append(Target(f"{name}: a pass, of one with torch's dropout", ratio, "x", at_most=1.1))
+
+    def measure_memory(name: str, side: str, _: int) -> None:
+        result.add(f"{name}: most memory, {side}", run(name, 0, side) / 2**20, "MiB")
+
+    for name, case in CASES.items():
+        interleaved(options, result, {name: functools.partial(time_case, name)}, 1)
+        if case.make is not resnet50:  # whose dropout is of 8,192 values
+            memory = {side: functools.partial(measure_memory, name, side) for side in SIDES}
+            interleaved(options, result, memory, options.number(3))
+    return result
+
+
+def passes(case: Case) -> dict[str, Callable[[], None]]:
+    """Return a function for each side that does a forward and a backward pass."""
+    torch.manual_seed(0)
+    model = case.make().train()
+    models = {BY_SAMPLES: copy.deepcopy(model), OF_TORCH: copy.deepcopy(model), NONE: model}
+    for layer in model.modules():
+        if isinstance(layer, nn.Dropout):
+            layer.p = 0.0
+    this_pass = TrainingPass()
+    make_dropout_rank_independent(models[BY_SAMPLES], this_pass)
+    inputs = torch.randn(case.shape)
+    samples = np.arange(len(inputs), dtype=np.int32)
+
+    def do_pass(side: str) -> None:
+        if side == BY_SAMPLES:
+            this_pass.begin_pass(0, 0, samples, inputs.device)
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=case.bf16):
+            output = models[side](inputs)
+        functional.mse_loss(output.float(), torch.zeros(output.shape)).backward()  # type: ignore[no-untyped-call]
+        models[side].zero_grad(set_to_none=True)
+
+    return {side: lambda side=side: do_pass(side) for side in SIDES}  # type: ignore[misc]
+
+
+def run_order(order: dict[str, Any]) -> Any:
+    """Return the milliseconds of each pass by side; for a single ``side`` the most memory of the process, in bytes."""
+    torch.set_num_threads(1)
+    keep_freed_memory()
+    sides = passes(CASES[order["case"]])
+    if order["side"]:
+        for _ in range(PASSES["for memory"]):
+            sides[order["side"]]()
+        return most_memory()
+    found: dict[str, list[float]] = {side: [] for side in SIDES}
+    for repeat in range(order["repeats"] + 1):
+        for side, do_pass in sides.items():
+            begin = time.perf_counter()
+            do_pass()
+            if repeat:  # the first is for warming up
+                found[side].append(1000 * (time.perf_counter() - begin))
+    return found
+
+
+if __name__ == "__main__":
+    received = json.loads(sys.argv[1])
+    Path(received["output"]).write_text(json.dumps(run_order(received)))
