@@ -79,9 +79,8 @@ def load_model(
             f"{model_path} is damaged or not the model of {sidecar_path}: its SHA-256 is {digest[:12]}..., "
             f"not {sidecar['digests']['weights'][:12]}...; take both files from the same run"
         )
-    outputs = sidecar.get("outputs", len(sidecar["classes"]))
     options = sidecar.get("options", {}).get("model", {})
-    model = zoo.build_model(sidecar["model"], outputs, parse_input_spec(sidecar), options)
+    model = zoo.build_model(sidecar["model"], count_outputs(sidecar), parse_input_spec(sidecar), options)
     load_weights(model, model_path, sidecar)
     return model.to(device).eval(), sidecar
 
@@ -113,12 +112,19 @@ def read_model_json(path: Path) -> dict[str, Any]:
     if form != FORMAT:
         raise UserError(f"sidecar {path} has format {form!r}: it must be {FORMAT!r}; {fix}")
     with suppress(KeyError, TypeError):
-        has_outputs = sidecar["classes"] or sidecar["outputs"]
-        if parse_input_spec(sidecar) and has_outputs and sidecar["model"] and sidecar["digests"]["weights"]:
+        if parse_input_spec(sidecar) and count_outputs(sidecar) and sidecar["model"] and sidecar["digests"]["weights"]:
             return dict(sidecar)
     raise UserError(
         f"sidecar {path} is incomplete: needs model, classes, input and digests; take it from the run again"
     )
+
+
+def count_outputs(sidecar: Mapping[str, Any]) -> int:
+    """Return the size of the model's last layer: the sidecar's ``outputs``, by default the number of its classes.
+
+    Raises KeyError or TypeError if the sidecar has no list of classes, which is empty for numbers.
+    """
+    return int(sidecar.get("outputs", len(sidecar["classes"])))
 
 
 def describe_model_input(spec: InputSpec, crop: str) -> dict[str, Any]:

@@ -21,6 +21,22 @@ OBJECTIVES: dict[str, type[Objective]] = {
 }
 
 
+def objective_of_sidecar(sidecar: Mapping[str, Any]) -> Objective:
+    """Return the objective of a saved model, as its sidecar describes it; classification if it names none.
+
+    Its losses have no label smoothing. Runs the user's code of an own objective, as :func:`make_objective` does; raises
+    its errors.
+    """
+    weights = ",".join(map(repr, sidecar.get("class_weights", ())))
+    facts = Facts(
+        classes=tuple(map(str, sidecar["classes"])),
+        target_shape=tuple(sidecar.get("target_shape", ())),
+        class_weights=weights,
+    )
+    options = sidecar.get("options", {}).get("objective", {})
+    return make_objective(sidecar.get("objective", "classification"), facts, options)
+
+
 def make_objective(name: str, facts: Facts, options: Mapping[str, Any]) -> Objective:
     """Return the objective called ``name``: built in, or the user's ``package.module:callable``.
 

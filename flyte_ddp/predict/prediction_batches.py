@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,6 +21,8 @@ from flyte_ddp.loading.encoded import BadSamples, EncodedImages
 from flyte_ddp.loading.opening import open_test_split
 from flyte_ddp.models import artifacts
 from flyte_ddp.models.images import prepare_images
+from flyte_ddp.objectives.objective import convert_outputs
+from flyte_ddp.objectives.own import objective_of_sidecar
 from flyte_ddp.settings import Settings
 
 BATCH_SIZE = 500  # images in memory at a time, unless the caller says how many
@@ -42,6 +44,7 @@ class SavedModel:
         self.bytes = weights.stat().st_size
         self.digest = str(self.sidecar["digests"]["weights"])  # SHA-256 of model.pt
         self.classes = [str(name) for name in self.sidecar["classes"]]
+        self.objective = objective_of_sidecar(self.sidecar)
         self.spec = artifacts.parse_input_spec(self.sidecar)
         trained_with = int(self.sidecar.get("hyperparameters", {}).get("bad_samples", 0))
         self.bad_samples = trained_with if bad_samples is None else bad_samples
@@ -54,18 +57,23 @@ class SavedModel:
         """Run the model without gradients on inputs [n, C, H, W] on its device; return logits float32 [n, classes]."""
         if not len(inputs):
             return torch.empty(0, len(self.classes))
-        with torch.no_grad():
-            logits: Tensor = self.module(inputs).float()
+        logits: Tensor = self.compute_outputs(inputs).float()
         return logits
+
+    def compute_outputs(self, inputs: Tensor) -> Any:
+        """Run the model without gradients on inputs [n, C, H, W], at least one; return its outputs, fp32 or more."""
+        with torch.no_grad():
+            return convert_outputs(self.module(inputs), torch.float32)
 
 
 class Batch(NamedTuple):
     """Samples to predict. Those that cannot be decoded have an id, but no input."""
 
     ids: Sequence[str]
-    truths: Sequence[str] | None  # the classes of all samples, if they are known
+    truths: Sequence[str] | None  # the classes of all samples, if they have one each, and it is known
     decoded: Sequence[bool]  # whether each sample could be decoded
     inputs: Tensor  # of the decoded samples: float32 [n, C, H, W] on the device
+    targets: Tensor | None = None  # of all samples, if they are known and no class numbers: [N, ...] on the device
 
 
 def find_images(folder: Path) -> tuple[list[Path], Mapping[str, int]]:
@@ -141,18 +149,29 @@ def read_test_split(
 
 
 def read_array_batches(model: SavedModel, arrays: ImageArrays, batch_size: int) -> Generator[Batch, None, None]:
-    """Yield the test split of arrays in batches; ids are indices. UserError if the model takes other channels."""
+    """Yield the test split of arrays in batches; ids are indices.
+
+    Raises UserError if the model takes other channels, or its labels or classes of pixels have other names.
+    """
     channels = arrays.test_images.shape[3]
     if channels not in (1, model.spec.channels):
         raise UserError(
             f"data set {arrays.name!r} has {channels} channels: the model takes {model.spec.channels}; "
             "predict the data set that it was trained on, or one like it"
         )
+    has_classes = arrays.test_labels.ndim == 1 and arrays.test_labels.dtype.kind in "iu"
+    if not has_classes and arrays.classes and [*arrays.classes] != model.classes:
+        raise UserError(
+            f"data set {arrays.name!r} has the classes or labels {', '.join(arrays.classes[:6])}: the model has "
+            f"{', '.join(model.classes[:6]) or 'none'}; give data with the same, in the same order"
+        )
     for start in range(0, len(arrays.test_images), batch_size):
         pixels = torch.from_numpy(np.array(arrays.test_images[start : start + batch_size])).to(model.device)
-        truths = [arrays.classes[label] for label in arrays.test_labels[start : start + batch_size]]
-        ids = [str(index) for index in range(start, start + len(truths))]
-        yield Batch(ids, truths, [True] * len(ids), prepare_images(pixels, model.spec))
+        targets = np.array(arrays.test_labels[start : start + batch_size])
+        ids = [str(index) for index in range(start, start + len(targets))]
+        truths = [arrays.classes[label] for label in targets] if has_classes else None
+        others = None if has_classes else torch.from_numpy(targets).to(model.device)
+        yield Batch(ids, truths, [True] * len(ids), prepare_images(pixels, model.spec), others)
 
 
 def read_encoded_batches(

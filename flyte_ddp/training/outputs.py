@@ -23,6 +23,7 @@ from flyte_ddp.loading.facts import combine_facts_of_ranks, join_few
 from flyte_ddp.models import artifacts, zoo
 from flyte_ddp.models.initial_weights import list_seeded_tensors
 from flyte_ddp.objectives.classification import count_confusions
+from flyte_ddp.objectives.objective import class_weights_of
 from flyte_ddp.parallel.batch_norm import has_unsynchronised_batch_norm
 from flyte_ddp.parallel.distributed import wait_for_all_ranks, world_size
 from flyte_ddp.parallel.dropout import make_dropout_rank_independent
@@ -158,11 +159,17 @@ def test_measures(test: Evaluation) -> dict[str, float]:
 
 
 def describe_objective(state: TrainingState, hp: Hyperparameters) -> dict[str, Any]:
-    """Return what the sidecar says of the objective and the options; empty for classification without options."""
+    """Return what the sidecar says of the objective, its class weights as numbers, and the options.
+
+    Empty for classification without class weights and options.
+    """
     said: dict[str, Any] = {}
     if hp.objective != "classification":
         said |= {"objective": hp.objective, "outputs": state.objective.outputs}
         said["target_shape"] = list(state.objective.facts.target_shape)
+    weights = class_weights_of(state.objective.facts)
+    if weights is not None:
+        said["class_weights"] = weights.tolist()
     if options := hp.parse_options():
         said["options"] = options
     return said
