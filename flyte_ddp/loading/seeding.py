@@ -1,0 +1,57 @@
+"""Seed the random generators that a user's own augmentation draws from, for one sample at a time.
+
+So the draws depend on seed, epoch and sample alone, whichever process loads the sample, and in whatever order.
+"""
+
+import hashlib
+import inspect
+import random
+import struct
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+
+def seed_for(seed: int, epoch: int, sample: int, transforms: Iterable[Any] = ()) -> None:
+    """Seed this process's generators of Python, NumPy and torch (CPU), and ``transforms``, for one sample in an epoch.
+
+    ``transforms`` are objects with the method ``set_random_seed``, such as those of Albumentations.
+    """
+    hashed = hashlib.blake2b(struct.pack("<3q", seed, epoch, sample), digest_size=8, person=b"augment").digest()
+    bits = int.from_bytes(hashed, "little")
+    random.seed(bits)
+    np.random.seed(bits % 2**32)  # noqa: NPY002
+    # Not torch.manual_seed, which also seeds GPUs: 300 us instead of 5.
+    torch.default_generator.manual_seed(bits)
+    for transform in transforms:
+        transform.set_random_seed(bits % 2**32)
+
+
+def find_seeded_transforms(own: Callable[..., Any]) -> list[Any]:
+    """Return the objects with a method ``set_random_seed`` that a function or object uses, each once.
+
+    Looks at the callable itself, at its attributes, and at the global variables and closure of its function, but not
+    into lists, nor into other functions that it calls.
+    """
+    function = inspect.unwrap(own if inspect.isroutine(own) else type(own).__call__)
+    found = [own, *getattr(own, "__dict__", {}).values()]
+    if code := getattr(function, "__code__", None):
+        found += [function.__globals__[name] for name in code.co_names if name in function.__globals__]
+        found += [cell.cell_contents for cell in function.__closure__ or ()]
+    seeded = (each for each in found if callable(getattr(each, "set_random_seed", None)) and not isinstance(each, type))
+    return list({id(each): each for each in seeded}.values())
+
+
+@contextmanager
+def keep_random_state() -> Iterator[None]:
+    """Restore, after the block, the state of the generators that :func:`seed_for` seeds; transforms are left."""
+    of_python, of_numpy, of_torch = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002
+    try:
+        yield
+    finally:
+        random.setstate(of_python)
+        np.random.set_state(of_numpy)  # noqa: NPY002
+        torch.set_rng_state(of_torch)

@@ -1,0 +1,115 @@
+"""Functions of users that augment and decode samples, named in tests as ``own_loading:...``."""
+
+import io
+import json
+import os
+import random
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torchvision import tv_tensors
+from torchvision.transforms import v2
+
+Pair = tuple[Any, Any]
+V2 = v2.Compose([v2.RandomResizedCrop(8, scale=(0.5, 1.0)), v2.RandomHorizontalFlip(), v2.ColorJitter(0.4, 0.4)])
+
+
+def draws_of_all(image: np.ndarray, target: Any) -> Pair:
+    """Write draws of Python, NumPy and torch into the first three pixels."""
+    of_numpy = np.random.randint(256)  # noqa: NPY002
+    drawn = random.randrange(256), of_numpy, int(torch.randint(256, ()))
+    image.reshape(-1)[:3] = drawn
+    return image, target
+
+
+def torchvision_pipeline(image: np.ndarray, target: Any) -> Pair:
+    return V2(v2.functional.to_image(image)), target
+
+
+def flip(image: np.ndarray, mask: np.ndarray) -> Pair:
+    """Mirror both by torchvision, which knows what a mask is."""
+    return v2.RandomHorizontalFlip()(v2.functional.to_image(image), tv_tensors.Mask(mask))
+
+
+class Fake:
+    """Draws as Albumentations does: from a generator of its own, which only ``set_random_seed`` seeds."""
+
+    def __init__(self) -> None:
+        self.generator = np.random.default_rng()
+
+    def set_random_seed(self, seed: int) -> None:
+        self.generator = np.random.default_rng(seed)
+
+    def __call__(self, *, image: np.ndarray, mask: Any) -> dict[str, Any]:
+        if np.ndim(mask) and self.generator.random() < 0.5:
+            image, mask = image[:, ::-1], mask[:, ::-1]
+        return {"image": image ^ self.generator.integers(256, dtype=np.uint8), "mask": mask}
+
+
+PIPELINE = Fake()
+
+
+def albumentations_pipeline(image: np.ndarray, mask: Any) -> Pair:
+    changed = PIPELINE(image=image, mask=mask)
+    return changed["image"], changed["mask"]
+
+
+class Stateful:
+    """A class: one object in each process."""
+
+    def __init__(self) -> None:
+        self.pipeline = Fake()
+
+    def __call__(self, image: np.ndarray, target: Any) -> Pair:
+        return self.pipeline(image=image, mask=target)["image"], target
+
+
+def die(image: np.ndarray, target: Any) -> Pair:
+    os.kill(os.getpid(), getattr(signal, os.environ.get("DIE_BY", "SIGKILL")))
+    return image, target
+
+
+def fail(image: np.ndarray, target: Any) -> Pair:
+    raise ZeroDivisionError("the augmentation's own words")
+
+
+def too_small(image: np.ndarray, target: Any) -> Pair:
+    return image[1:], target
+
+
+def floats(image: np.ndarray, target: Any) -> Pair:
+    return image / 255, target
+
+
+def another_class(image: np.ndarray, target: Any) -> Pair:
+    return image, target + 10
+
+
+def half_a_class(image: np.ndarray, target: Any) -> Pair:
+    return image, target / 2
+
+
+def only_the_image(image: np.ndarray, target: Any) -> Any:
+    return image
+
+
+def leave_pid(image: np.ndarray, target: Any) -> Pair:
+    """Leave the id of each process that augments in the folder of temporary files; it is deaf to SIGTERM."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    folder = Path(os.environ["TMPDIR"], "started")
+    folder.mkdir(exist_ok=True)
+    (folder / str(os.getpid())).touch()
+    return image, target
+
+
+def members(sample: dict[str, Any]) -> Pair:
+    """An image, and labels out of JSON."""
+    return Image.open(io.BytesIO(sample[".png"])), np.array(json.loads(sample[".json"])["labels"], np.float32)
+
+
+def with_mask(sample: dict[str, Any]) -> Pair:
+    return Image.open(io.BytesIO(sample[".png"])), np.load(io.BytesIO(sample[".npy"]))
