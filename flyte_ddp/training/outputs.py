@@ -46,8 +46,8 @@ TOLERANCE = 1e-3  # share of the largest logit; a GPU may compute convolutions i
 def write_start_record(job: Job, state: TrainingState, recorder: Recorder) -> None:
     """Append the start record to metrics.jsonl and print the number of ranks; does nothing on ranks other than 0.
 
-    Also prints, and keeps for the report, the tensors that do not start from ``init_from`` although others do, and the
-    files of the user's code that the cache key does not cover.
+    Also prints, and keeps for the report, the tensors that do not start from ``init_from`` although others do, how many
+    parameters ``freeze`` leaves to train, and the files of the user's code that the cache key does not cover.
     """
     if not recorder.writes:
         return
@@ -78,6 +78,9 @@ def write_start_record(job: Job, state: TrainingState, recorder: Recorder) -> No
     recorder.progress.print_note(f"ranks: {ranks}, nodes: {job.num_nodes}")
     if skipped:
         recorder.add_warning(f"Started from the seed and not from init_from: {', '.join(skipped)}.")
+    if job.hp.freeze:
+        counts = [sum(p.numel() for p in state.model.parameters() if p.requires_grad or kept) for kept in (False, True)]
+        recorder.add_warning(f"Trained are {counts[0]:,} of {counts[1]:,} parameters (freeze={job.hp.freeze!r}).")
     if state.uncovered_files:
         recorder.add_warning(
             f"Your code uses {join_few(state.uncovered_files)}, which the cache key does not cover: a change there is "

@@ -45,11 +45,12 @@ def check_optimizer_state(optimizer: torch.optim.Optimizer, spec: str) -> None:
     Call it after the first step, which makes the state. ``spec`` is the hyperparameter ``optimizer``. Saves and loads
     in memory all but tensors.
     """
-    state = optimizer.state_dict()
-    parts = {f"state[{number}]": values for number, values in state["state"].items()}
-    parts |= {f"param_groups[{number}]": group for number, group in enumerate(state["param_groups"])}
-    named = {f"{part}[{key!r}]": value for part, values in parts.items() for key, value in list_items(values)}
-    if found := find_refused_value(named):
+    parts = {**optimizer.state_dict()}  # an optimiser may have other parts than torch's two
+    for number, values in parts.pop("state", {}).items():
+        parts |= {f"state[{number}][{key!r}]": value for key, value in list_items(values)}
+    for number, group in enumerate(parts.pop("param_groups", [])):
+        parts |= {f"param_groups[{number}][{key!r}]": value for key, value in group.items()}
+    if found := find_refused_value(parts):
         key, value = found
         raise UserError(
             f"optimizer={spec!r}: keeps a {type(value).__name__} in {key}: torch.load(weights_only=True) refuses it, "
@@ -68,6 +69,8 @@ def load_optimizer_state(optimizer: torch.optim.Optimizer, saved: dict[str, Any]
     torch's own ``load_state_dict`` casts each tensor of a parameter's state to the parameter's type.
     """
     optimizer.load_state_dict(saved)
+    if not {"state", "param_groups"} <= saved.keys():  # the user's own form, which torch does not look into
+        return
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     numbers = [number for group in saved["param_groups"] for number in group["params"]]
     for number, parameter in zip(numbers, parameters, strict=True):

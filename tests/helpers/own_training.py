@@ -46,6 +46,29 @@ def precise(model: nn.Module, hp: Hyperparameters) -> torch.optim.Optimizer:
     return Precise([{"params": [first], "lr": hp.learning_rate / 3}, {"params": others}], hp.learning_rate)
 
 
+class Counting(torch.optim.SGD):
+    """Saves its state in a form of its own."""
+
+    steps = 0
+
+    def step(self, closure: None = None) -> None:
+        self.steps += 1
+        for group in self.param_groups:
+            group["lr"] /= self.steps
+        super().step()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"inner": super().state_dict(), "steps": self.steps}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.steps = state_dict["steps"]
+        super().load_state_dict(state_dict["inner"])
+
+
+def counting_steps(model: nn.Module, hp: Hyperparameters) -> torch.optim.Optimizer:
+    return Counting(model.parameters(), hp.learning_rate, momentum=0.9)
+
+
 class Noisy(torch.optim.SGD):
     """Adds noise to the weights."""
 
