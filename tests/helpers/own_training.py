@@ -34,8 +34,8 @@ class Precise(torch.optim.Optimizer):
                 if parameter.grad is not None:
                     state = self.state[parameter]
                     if not state:
-                        state |= {"precise": parameter.double(), "count": torch.zeros(1, dtype=torch.int64)}
-                        state["note"] = self.note
+                        count = torch.zeros(1, dtype=torch.int64, device=parameter.device)
+                        state |= {"precise": parameter.double(), "count": count, "note": self.note}
                     state["count"] += 1
                     state["precise"] -= group["lr"] * parameter.grad.double() / (1 + state["count"] % 3)
                     parameter.copy_(state["precise"])
