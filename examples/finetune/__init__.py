@@ -1,0 +1,1 @@
+"""See photos.py."""
