@@ -2,6 +2,7 @@
 
 import math
 import time
+from collections.abc import Sequence
 
 
 def format_percent(share: float | None) -> str:
@@ -17,6 +18,35 @@ def format_number(value: float | None, form: str = ".4f") -> str:
 def format_value(value: float | None) -> str:
     """Return a number of any size as "0.4123", "12,345" or "1.2e-05", with about four digits; None as "n/a"."""
     return "n/a" if value is None else f"{value:,.0f}" if 1000 <= abs(value) < 1e15 else f"{value:.4g}"
+
+
+def format_measure(name: str, value: float | None) -> str:
+    """Return a measure's value, "91.42 %" for accuracy, else about four digits; a dash if it is not defined."""
+    if value is None or math.isnan(value):
+        return "\N{EN DASH}"
+    if name == "loss" and abs(value) < 1000:
+        return format_number(value)
+    return format_percent(value) if name == "accuracy" else format_value(value)
+
+
+def format_column(values: Sequence[str | float | None]) -> list[str]:
+    """Return a table's column as texts: floats with four decimals, unless they are large or tiny; None as a dash."""
+    floats = [abs(value) for value in values if isinstance(value, float) and not math.isnan(value)]
+    aligned = floats and 0.001 <= max(floats) < 1000
+    return [
+        value
+        if isinstance(value, str)
+        else format_number(value)
+        if aligned and isinstance(value, float) and not math.isnan(value)
+        else format_measure("", value)
+        for value in values
+    ]
+
+
+def name_measure(name: str) -> str:
+    """Return a measure's name in words: "AUROC" for auroc, "average precision" for average_precision."""
+    short = {"auroc": "AUROC", "f1": "F1", "rmse": "RMSE", "mae": "MAE", "r2": "R2", "miou": "mean IoU"}
+    return short.get(name, name.replace("_", " "))
 
 
 def format_count(count: int | None, noun: str, rest: str = "") -> str:

@@ -9,7 +9,7 @@ from typing import Any, TextIO
 
 from tqdm import tqdm
 
-from flyte_ddp.formatting import format_value
+from flyte_ddp.formatting import format_measure, format_value
 
 BAR = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} steps [{elapsed}<{remaining}{postfix}]"
 SHOWN_VALUES = 6  # of those that a function records; more do not fit on a line
@@ -144,14 +144,17 @@ class TrainingProgress(StepProgress):
             parts.append(f"{tqdm.format_interval(round(left))} left")
         self.print_note(", ".join(parts))
 
-    def print_evaluation(self, record: Mapping[str, Any]) -> None:
-        """Print a line with the results of an evaluation record of metrics.jsonl, unless progress is off."""
+    def print_evaluation(self, record: Mapping[str, Any], measure: str = "accuracy") -> None:
+        """Print a line with a measure and the loss of an evaluation record of metrics.jsonl, unless progress is off."""
         self._last_step = record["step"]
-        results = [
-            f"{split} accuracy {100 * record[f'{split}_accuracy']:.2f} % (loss {record[f'{split}_loss']:.4f})"
-            for split in ("validation", "test")
-            if f"{split}_accuracy" in record
-        ]
+        results = []
+        for split in ("validation", "test"):
+            if f"{split}_loss" in record:
+                shown = [format_measure(name, record[f"{split}_{name}"]) for name in (measure, "loss")]
+                rest = "" if measure == "loss" else f" (loss {shown[1]})"
+                results.append(
+                    f"{split} {measure.replace('_', ' ')} {shown[0]}{rest}".replace("\N{NO-BREAK SPACE}", " ")
+                )
         epoch = self._name_epoch(record["epoch"] - 1)  # records count the epochs that are done
         self.print_note(f"{epoch}, step {record['step']:,}/{self._total_steps:,}: {', '.join(results)}")
 

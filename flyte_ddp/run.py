@@ -1,6 +1,7 @@
 """One training run from prepared data to a run folder with model, metrics and report."""
 
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,15 +30,20 @@ from flyte_ddp.settings import Settings, check_wandb_settings, read_settings
 
 @dataclass(frozen=True)
 class Result:
-    """The folder of a finished run, the paths of its files, and its accuracies."""
+    """The folder of a finished run, the paths of its files, and its measures on the test set.
+
+    The main measure is the objective's first one, such as accuracy; the loss if it has none. A measure that is not
+    defined, such as the AUROC without a positive sample, is NaN.
+    """
 
     run_folder: Path
-    epoch_accuracies: list[float]  # on the test set, after each evaluation
-    test_accuracy: float  # of the model that is kept
+    epoch_accuracies: list[float]  # the main measure after each evaluation
+    test_accuracy: float  # the main measure of the model that is kept
     model: Path  # its state_dict
     sidecar: Path  # JSON that describes the model: architecture, input, classes, provenance
     metrics: Path  # all of them, one JSON object a line
     report: Path  # one HTML page
+    measures: dict[str, float]  # of the model that is kept, by name: the main one first, the loss last
 
 
 def run_training(
@@ -144,4 +150,10 @@ def read_result(folder: Path) -> Result:
     """Return the result of a finished run by reading its ``model.json``."""
     model, sidecar, metrics, report = (folder / name for name in ("model.pt", "model.json", METRICS, REPORT))
     found = json.loads(sidecar.read_bytes())["metrics"]
-    return Result(folder, found["epoch_accuracies"], found["test_accuracy"], model, sidecar, metrics, report)
+    measures = {
+        name.removeprefix("test_"): math.nan if value is None else float(value)
+        for name, value in found.items()
+        if name.startswith("test_")
+    }
+    history = [math.nan if value is None else float(value) for value in found["epoch_accuracies"]]
+    return Result(folder, history, next(iter(measures.values())), model, sidecar, metrics, report, measures)

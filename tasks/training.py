@@ -10,6 +10,7 @@ from flytekit.types.file import FlyteFile
 
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import shorten_path
+from flyte_ddp.formatting import format_measure
 from flyte_ddp.pods import paths
 from flyte_ddp.pods.live_page import publish_report_while_training
 from flyte_ddp.pods.platforms import is_in_pod
@@ -37,12 +38,13 @@ Train = Callable[[Hyperparameters, Path, Path, Settings], Result]  # the paths a
 
 @flyte_task(**pods.training_pod())
 def train_model(hp: Hyperparameters, data: FlyteDirectory, run_version: str) -> TrainingOutputs:
-    """Train an image classifier with distributed data parallelism in one pod: a rank on each GPU, else on CPUs.
+    """Train a model of images with distributed data parallelism in one pod: a rank on each GPU, else on CPUs.
 
-    Give the hyperparameters, the data and the run version that check_inputs returns. Returns the test accuracy after
-    each evaluation, the weights (a bare state_dict), a JSON sidecar that makes them usable, an HTML report, and all
-    metrics as JSON lines. A local run leaves these files in its run folder, and trains only if they are not there. A
-    pod continues from the run's newest checkpoint, uploads checkpoints, and shows the report while it trains.
+    Give the hyperparameters, the data and the run version that check_inputs returns. Returns the test accuracy, or the
+    objective's main measure, after each evaluation, the weights (a bare state_dict), a JSON sidecar that makes them
+    usable, an HTML report, and all metrics as JSON lines. A local run leaves these files in its run folder, and trains
+    only if they are not there. A pod continues from the run's newest checkpoint, uploads checkpoints, and shows the
+    report while it trains.
     """
     return training_outputs(train_in_run_folder(hp, data, run_version, run_training))
 
@@ -91,7 +93,9 @@ def training_outputs(result: Result) -> TrainingOutputs:
         result.report: "the report, to open in a browser",
         result.metrics: "all metrics, one JSON object a line",
     }
-    paths.print_local_files(f"test accuracy {result.test_accuracy:.2%}; made in", files)
+    name, value = next(iter(result.measures.items()))
+    figure = format_measure(name, value).replace("\N{NO-BREAK SPACE}", "")
+    paths.print_local_files(f"test {name.replace('_', ' ')} {figure}; made in", files)
     model, *others = files
     return TrainingOutputs(
         result.epoch_accuracies,

@@ -15,7 +15,7 @@ LIBRARY = ROOT / "flyte_ddp"
 DECIDES_NOTHING = {  # files that are imported by those that decide
     "checked_fields config": "values of hyperparameters are in the key themselves",
     "settings": "what does not change a run's result",
-    "clock errors formatting json_lines progress results": "what is told, and how",
+    "clock errors formatting json_lines progress results sections": "what is told, and how",
     "credentials files lookahead process": "how files, processes and threads are treated, not what they give",
     "code_digest user_code user_source": "which code there is",
     "launch/supervise/rank": "how ranks start, meet and end; parallel/ decides what they compute together",

@@ -10,7 +10,17 @@ from torch import Tensor
 from torch.nn import functional
 
 from flyte_ddp.errors import UserError
-from flyte_ddp.objectives.objective import HIGHER, Columns, Facts, Objective, class_weights_of, require_outputs
+from flyte_ddp.objectives.objective import (
+    HIGHER,
+    Columns,
+    Facts,
+    Objective,
+    class_weights_of,
+    largest_losses,
+    require_outputs,
+)
+from flyte_ddp.objectives.table_columns import TableColumns, name_columns
+from flyte_ddp.sections import Confusions, Pictures, Section
 
 
 class Classification(Objective):
@@ -18,6 +28,7 @@ class Classification(Objective):
 
     measures: Mapping[str, str] = {"accuracy": HIGHER}
     takes = frozenset({"label_smoothing", "class_weights"})
+    loss_unit = "cross-entropy (nats)"
 
     def __init__(self, facts: Facts) -> None:
         super().__init__(facts)
@@ -75,6 +86,29 @@ class Classification(Objective):
     def scores(self, columns: Columns) -> Tensor:
         """Return 1 for a correct prediction, 0 for a wrong one: [N]."""
         return (columns["prediction"] == columns["truth"]).double()
+
+    def answers(self, outputs: Any) -> TableColumns:
+        """Return the likeliest class as ``prediction``, its probability as ``score``, and ``score_<class>`` of each."""
+        best, scores, names = outputs.argmax(dim=1).tolist(), outputs.softmax(dim=1), self.facts.classes
+        rows = range(len(best))
+        return {
+            "prediction": [names[place] for place in best],
+            "score": scores[rows, best].tolist(),
+            **dict(zip(name_columns("score", names), scores.T.tolist(), strict=True)),
+        }
+
+    def sections(self, columns: Columns) -> list[Section]:
+        """Return the confusions, and pictures of the wrong predictions with the largest loss."""
+        truth, prediction = (columns[name].long() for name in ("truth", "prediction"))
+        worst = largest_losses(columns, among=truth != prediction)
+        text = "The test samples with the largest loss. "
+        text += "The score is the probability that the model gave to its prediction."
+        if not worst:
+            text = "None: all predictions on the test samples are correct."
+        return [
+            Confusions(self.facts.classes, count_confusions(truth.numpy(), prediction.numpy()).tolist()),
+            Pictures("Worst mistakes", text, worst),
+        ]
 
 
 def count_confusions(truth: NDArray[np.int64], predictions: NDArray[np.int64]) -> NDArray[np.int64]:

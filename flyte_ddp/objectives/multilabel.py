@@ -1,7 +1,7 @@
 """Several labels for each sample, each there or not: binary cross-entropy, F1, AUROC, average precision."""
 
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from itertools import compress
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,17 @@ from torch import Tensor
 from torch.nn import functional
 
 from flyte_ddp.errors import UserError
-from flyte_ddp.objectives.objective import HIGHER, Columns, Facts, Objective, class_weights_of, require_outputs
+from flyte_ddp.objectives.objective import (
+    HIGHER,
+    Columns,
+    Facts,
+    Objective,
+    class_weights_of,
+    mean_of_defined,
+    require_outputs,
+)
+from flyte_ddp.objectives.table_columns import TableColumns, name_columns
+from flyte_ddp.sections import Section, Table
 
 THRESHOLD = 0.5  # probability from which a label counts as predicted
 
@@ -21,6 +31,7 @@ class Multilabel(Objective):
 
     measures: Mapping[str, str] = {"f1": HIGHER, "auroc": HIGHER, "average_precision": HIGHER}
     takes = frozenset({"class_weights"})
+    loss_unit = "binary cross-entropy (nats)"
 
     def __init__(self, facts: Facts) -> None:
         super().__init__(facts)
@@ -105,8 +116,57 @@ class Multilabel(Objective):
         entropy = -torch.special.xlogy(share, share) - torch.special.xlogy(1 - share, 1 - share)
         return float((entropy * counts).sum() / counts.sum().clamp(min=1))
 
+    def name_labels(self, labels: int) -> tuple[str, ...]:
+        """Return the names of the labels; their numbers as texts if they have no names."""
+        return self.facts.classes or tuple(map(str, range(labels)))
 
-def mean_of_defined(values: list[float]) -> float:
-    """Return the mean of the values that are not NaN; NaN without any."""
-    defined = [value for value in values if not math.isnan(value)]
-    return float(np.mean(defined)) if defined else float("nan")
+    def answers(self, outputs: Any) -> TableColumns:
+        """Return the labels of a probability from 0.5 on as ``prediction``, and each ``probability_<label>``."""
+        probabilities = outputs.sigmoid().cpu()
+        names = self.name_labels(probabilities.shape[1])
+        columns = name_columns("probability", names)
+        return {
+            "prediction": list_labels(probabilities >= THRESHOLD, names),
+            **dict(zip(columns, probabilities.T.tolist(), strict=True)),
+        }
+
+    def truths(self, targets: Tensor) -> TableColumns:
+        """Return the labels that are there as ``truth``, and ``truth_<label>``: 0, 1, or NaN for unknown."""
+        names = self.name_labels(targets.shape[1])
+        columns = name_columns("truth", names)
+        return {
+            "truth": list_labels(targets.cpu() == 1, names),
+            **dict(zip(columns, targets.T.tolist(), strict=True)),
+        }
+
+    def sections(self, columns: Columns) -> list[Section]:
+        """Return a table with a row for each label, and pictures of the largest losses."""
+        from sklearn import metrics
+
+        rows: list[list[str | float | None]] = []
+        measured = self.measure_labels(columns)
+        names = self.name_labels(len(measured))
+        truths, scores = columns["truth"].T.numpy(), columns["probability"].T.numpy()
+        for name, truth, score, measures in zip(names, truths, scores, measured, strict=True):
+            known = ~np.isnan(truth)
+            positive = int((truth == 1).sum())
+            best: list[float | None] = [None, None]
+            if positive:
+                precision, recall, thresholds = metrics.precision_recall_curve(truth[known], score[known])
+                f1 = (2 * precision * recall / np.maximum(precision + recall, 1e-300))[:-1]
+                best = [float(f1.max()), float(thresholds[f1.argmax()])]
+            rows.append([name, int(known.sum()), positive, *(measures[each] for each in self.measures), *best])
+        header = ("Label", "Known", "Positive", "F1", "AUROC", "Average precision", "Best F1", "At threshold")
+        text = f"A label counts as predicted from a probability of {THRESHOLD} on; the best F1 is at another threshold."
+        empty = [str(name) for name, _, positive, *_ in rows if not positive]
+        if empty:
+            text += f" Not in the means, because no sample has the label: {', '.join(empty)}."
+        full = [str(name) for name, known, positive, *_ in rows if positive and known == positive]
+        if full:
+            text += f" Not in the mean AUROC, because all samples have the label: {', '.join(full)}."
+        return [Table("Labels", text, header, rows), *super().sections(columns)]
+
+
+def list_labels(there: Tensor, names: Sequence[str]) -> list[str]:
+    """Return for each sample the names of its labels, separated by commas, "none" without any; ``there`` is [n, K]."""
+    return [", ".join(compress(names, row)) or "none" for row in there.tolist()]

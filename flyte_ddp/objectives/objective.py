@@ -1,5 +1,6 @@
 """The base of objectives: what training minimises, and what evaluations measure."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -11,9 +12,12 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from flyte_ddp.errors import UserError
+from flyte_ddp.objectives.table_columns import TableColumns, number_columns
+from flyte_ddp.sections import Pictures, Section
 
 LOWER, HIGHER = "lower", "higher"  # whether a lower or a higher value of a measure is better
 Columns = Mapping[str, Tensor]
+PICTURED = 16  # samples of a section
 
 
 @dataclass(frozen=True)
@@ -37,6 +41,7 @@ class Objective:
 
     # The names of what :meth:`measure` returns, each with LOWER or HIGHER; the main one first. Each also has "loss".
     measures: Mapping[str, str] = {}
+    loss_unit: str = "loss"  # what a loss is, on the axis of the report's chart
     takes: ClassVar[frozenset[str]] = frozenset()  # hyperparameters of one objective alone that this one uses
 
     def __init__(self, facts: Facts) -> None:
@@ -106,8 +111,47 @@ class Objective:
 
     def scores(self, columns: Columns) -> Tensor:
         """Return a score of each sample, [N], more is better, by which the gate compares models: minus its loss."""
-        weight = columns.get("weight")
-        return -columns["loss"] if weight is None else -columns["loss"] / weight.clamp(min=1e-300)
+        return -mean_losses(columns)
+
+    def answers(self, outputs: Any) -> TableColumns:
+        """Return what the model says of n samples, as columns of a table: texts or numbers by the column's name.
+
+        By default the outputs: ``output``, or ``output_0``, ``output_1``, ... The columns ``prediction``, or those that
+        begin with ``prediction_``, and ``score``, a probability, are also shown below pictures.
+        """
+        return number_columns("output", outputs)
+
+    def truths(self, targets: Tensor) -> TableColumns:
+        """Return the targets [n, ...] as columns of a table, which begin with ``truth``: class names or numbers."""
+        if targets.dim() == 1 and self.facts.classes and not targets.is_floating_point():
+            return {"truth": [self.facts.classes[target] for target in targets.tolist()]}
+        return number_columns("truth", targets)
+
+    def masks(self, outputs: Any) -> Tensor | None:  # noqa: ARG002
+        """Return the predicted class of each pixel, [n, H, W]; None unless the outputs are of pixels."""
+        return None
+
+    def sections(self, columns: Columns) -> list[Section]:
+        """Return sections of the report from the columns of the test split; by default its largest losses' pictures."""
+        return [Pictures("Largest losses", "The test samples with the largest loss.", largest_losses(columns))]
+
+
+def mean_losses(columns: Columns) -> Tensor:
+    """Return the loss of each sample, [N]: the weighted mean over its target; 0 without any weight."""
+    weight = columns.get("weight")
+    return columns["loss"] if weight is None else columns["loss"] / weight.clamp(min=1e-300)
+
+
+def largest_losses(columns: Columns, among: Tensor | None = None) -> list[int]:
+    """Return the numbers of up to PICTURED (16) samples, the largest loss first; none without weight.
+
+    ``among``: whether each sample may be one of them, bool [N]; None: each may.
+    """
+    losses = mean_losses(columns)
+    counts = columns["weight"] > 0 if "weight" in columns else torch.ones_like(losses, dtype=torch.bool)
+    counts = counts if among is None else counts & among
+    chosen: list[int] = torch.where(counts, losses, -torch.inf).topk(min(PICTURED, int(counts.sum()))).indices.tolist()
+    return chosen
 
 
 def wrong_losses_error(losses: Tensor, shape: torch.Size, *, weighted: bool) -> UserError:
@@ -188,3 +232,9 @@ def class_weights_of(facts: Facts) -> Tensor | None:
     if len(weights) != number:
         raise UserError(f"class_weights={text!r}: has {len(weights)} numbers; there are {number} classes")
     return torch.tensor(weights)
+
+
+def mean_of_defined(values: list[float]) -> float:
+    """Return the mean of the values that are not NaN; NaN without any."""
+    defined = [value for value in values if not math.isnan(value)]
+    return float(np.mean(defined)) if defined else float("nan")

@@ -62,6 +62,7 @@ def make_objective(name: str, facts: Facts, options: Mapping[str, Any]) -> Objec
         """The objective whose losses a function of the user returns."""
 
         takes = frozenset({"class_weights"} if base is Classification else ())
+        loss_unit = Objective.loss_unit
 
         def losses(self, outputs: Any, targets: Tensor) -> Tensor:
             """Return what the function returns."""

@@ -10,13 +10,27 @@ from torch import Tensor
 from torch.nn import functional
 
 from flyte_ddp.errors import UserError, unknown_name_error
-from flyte_ddp.objectives.objective import HIGHER, LOWER, Columns, Facts, Objective, require_outputs
+from flyte_ddp.objectives.objective import (
+    HIGHER,
+    LOWER,
+    Columns,
+    Facts,
+    Objective,
+    mean_of_defined,
+    require_outputs,
+)
+from flyte_ddp.objectives.table_columns import TableColumns, number_columns
+from flyte_ddp.sections import Histogram, Scatter, Section, Table
 
 LOSSES: dict[str, Callable[..., Tensor]] = {
     "mse": functional.mse_loss,
     "l1": functional.l1_loss,
     "huber": functional.huber_loss,
 }
+UNITS = {"mse": "squared error", "l1": "absolute error", "huber": "Huber loss"}
+DRAWN_NUMBERS = 4  # of a target
+MOST_POINTS = 2000  # of a scatter chart
+MOST_BINS = 40  # of a histogram
 
 
 class Regression(Objective):
@@ -31,7 +45,7 @@ class Regression(Objective):
         super().__init__(facts)
         if loss not in LOSSES:
             raise unknown_name_error("loss", loss, [*LOSSES])
-        self.loss = loss
+        self.loss, self.loss_unit = loss, UNITS[loss]
 
     @property
     def outputs(self) -> int:
@@ -74,6 +88,11 @@ class Regression(Objective):
 
         Only known numbers count. NaN if none is known, and for R2 if fewer than two are.
         """
+        found = self.measure_numbers(columns)
+        return {name: mean_of_defined([row[name] for row in found]) for name in self.measures}
+
+    def measure_numbers(self, columns: Columns) -> list[dict[str, float]]:
+        """Return the three measures of each number; NaN where a measure is not defined. Imports scikit-learn."""
         from sklearn import metrics  # which takes a second that other ranks need not wait
 
         functions = {
@@ -81,15 +100,13 @@ class Regression(Objective):
             "mae": metrics.mean_absolute_error,
             "r2": metrics.r2_score,
         }
-        found: dict[str, list[float]] = {name: [] for name in functions}
-        samples = len(columns["truth"])
-        truths, predictions = (columns[name].reshape(samples, -1).T.numpy() for name in ("truth", "prediction"))
-        for truth, prediction in zip(truths, predictions, strict=True):
-            known = ~np.isnan(truth)
-            for name, function in functions.items():
-                if known.sum() >= (2 if name == "r2" else 1):
-                    found[name].append(float(function(truth[known], prediction[known])))
-        return {name: float(np.mean(values)) if values else float("nan") for name, values in found.items()}
+        return [
+            {
+                name: float(function(truth, prediction)) if len(truth) >= (2 if name == "r2" else 1) else float("nan")
+                for name, function in functions.items()
+            }
+            for truth, prediction in known_numbers(columns)
+        ]
 
     def constant_loss(self, columns: Columns) -> float | None:
         """Return the loss of the best constant: the mean for mse, the median for l1; None for huber."""
@@ -99,3 +116,52 @@ class Regression(Objective):
         centre = truth.nanmean(0) if self.loss == "mse" else truth.nanmedian(0).values
         apart = (truth - centre).abs()
         return float((apart**2 if self.loss == "mse" else apart).nanmean())
+
+    def name_numbers(self, numbers: int) -> list[str]:
+        """Return a name for each of a target's numbers: the data set's, or else "number 0" and so on."""
+        names = self.facts.classes
+        return [*names] if len(names) == numbers else [f"number {place}" for place in range(numbers)]
+
+    def answers(self, outputs: Any) -> TableColumns:
+        """Return the number as ``prediction``, or each of several as ``prediction_0``, ``prediction_1``, ..."""
+        return number_columns("prediction", outputs.reshape(len(outputs), *self.facts.target_shape))
+
+    def sections(self, columns: Columns) -> list[Section]:
+        """Return charts of truth against prediction and of residuals, a table of errors, and the largest losses."""
+        rows: list[list[str | float | None]] = []
+        charts: list[Section] = []
+        measured = self.measure_numbers(columns)
+        names = self.name_numbers(len(measured))
+        title, text = "Predictions", "The test samples. The residual is the prediction minus the truth."
+        if len(names) > DRAWN_NUMBERS:
+            text += f" Of {len(names)} numbers the first {DRAWN_NUMBERS} are drawn."
+        if len(columns["truth"]) > MOST_POINTS:
+            text += f" At most {MOST_POINTS:,} samples are drawn as points."
+        for name, (truth, prediction), measures in zip(names, known_numbers(columns), measured, strict=True):
+            residuals = prediction - truth
+            quantiles: list[float | None] = [None] * 4
+            if len(truth):
+                quantiles = [float(residuals.mean()), *np.quantile(residuals, (0.05, 0.5, 0.95)).tolist()]
+            rows.append([name, len(truth), *measures.values(), *quantiles])
+            if len(truth) and len(rows) <= DRAWN_NUMBERS:
+                drawn = np.unique(np.linspace(0, len(truth) - 1, min(len(truth), MOST_POINTS)).astype(np.int64))
+                shown = "" if len(names) == 1 else name
+                points = prediction[drawn].tolist(), truth[drawn].tolist()
+                charts.append(Scatter(title, text, shown, "prediction", "truth", *points))
+                counts, edges = np.histogram(residuals, bins=min(MOST_BINS, 5 + int(len(truth) ** 0.5)))
+                charts.append(Histogram(title, text, shown, "residual", edges.tolist(), counts.tolist()))
+        header = ("Number", "Known", "RMSE", "MAE", "R2", "Mean residual", "5 %", "Median", "95 %")
+        text = "Of the known numbers of the test samples; the last three are quantiles of the residuals."
+        if unknown := [str(row[0]) for row in rows if not row[1]]:
+            text += f" Not in the means, because no sample knows the number: {', '.join(unknown)}."
+        return [*charts, Table("Errors", text, header, rows), *super().sections(columns)]
+
+
+def known_numbers(columns: Columns) -> list[tuple[NDArray[np.float64], NDArray[np.float64]]]:
+    """Return truth and prediction of each of a target's numbers, of the samples whose number is known."""
+    samples = len(columns["truth"])
+    truths, predictions = (columns[name].reshape(samples, -1).T.numpy() for name in ("truth", "prediction"))
+    return [
+        (truth[~np.isnan(truth)], prediction[~np.isnan(truth)])
+        for truth, prediction in zip(truths, predictions, strict=True)
+    ]

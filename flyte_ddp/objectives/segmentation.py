@@ -9,7 +9,17 @@ from torch import Tensor
 from torch.nn import functional
 
 from flyte_ddp.errors import UserError
-from flyte_ddp.objectives.objective import HIGHER, Columns, Facts, Objective, class_weights_of, require_outputs
+from flyte_ddp.objectives.objective import (
+    HIGHER,
+    Columns,
+    Facts,
+    Objective,
+    class_weights_of,
+    largest_losses,
+    require_outputs,
+)
+from flyte_ddp.objectives.table_columns import TableColumns, name_columns
+from flyte_ddp.sections import Pictures, Section, Table
 
 IGNORED = 255  # class number of pixels that do not count
 
@@ -22,6 +32,7 @@ class Segmentation(Objective):
 
     measures: Mapping[str, str] = {"miou": HIGHER, "pixel_accuracy": HIGHER}
     takes = frozenset({"class_weights"})
+    loss_unit = "cross-entropy (nats)"
 
     def __init__(self, facts: Facts) -> None:
         super().__init__(facts)
@@ -90,6 +101,42 @@ class Segmentation(Objective):
             return None
         shares = columns["true"].sum(0) / columns["true"].sum().clamp(min=1)
         return float(-torch.special.xlogy(shares, shares).sum())
+
+    def masks(self, outputs: Any) -> Tensor:
+        """Return the class of the largest logit of each pixel, [n, H, W]."""
+        found: Tensor = logits_of(outputs).argmax(1)
+        return found
+
+    def answers(self, outputs: Any) -> TableColumns:
+        """Return the share of pixels of each class, ``share_<class>``, 0 to 1."""
+        return self.share_columns("share", self.masks(outputs))
+
+    def truths(self, targets: Tensor) -> TableColumns:
+        """Return the share of each class, ``truth_<class>``, 0 to 1, among the pixels that are not ignored."""
+        return self.share_columns("truth", torch.where(targets == IGNORED, self.outputs, targets.long()))
+
+    def share_columns(self, prefix: str, masks: Tensor) -> TableColumns:
+        """Return the share of pixels of each class as columns, NaN for a mask without any class."""
+        counts = count_classes(masks, self.outputs).double().cpu()
+        names = name_columns(prefix, self.facts.classes)
+        return dict(zip(names, (counts / counts.sum(1, keepdim=True)).T.tolist(), strict=True))
+
+    def sections(self, columns: Columns) -> list[Section]:
+        """Return a table with the IoU of each class, and pictures of the largest losses, with their masks."""
+        correct, predicted, true = (columns[name].sum(0).long().tolist() for name in ("correct", "predicted", "true"))
+        found = intersection_over_union(columns).tolist()
+        counts = zip(true, predicted, correct, strict=True)
+        rows = [[name, iou, *pixels] for name, iou, pixels in zip(self.facts.classes, found, counts, strict=True)]
+        text = (
+            "All test samples together, without ignored pixels. The IoU is a class's correct pixels divided by those "
+        )
+        text += "that are of the class in the truth or in the prediction."
+        absent = [str(name) for name, _, *pixels in rows if not any(pixels)]
+        if absent:
+            text += f" Not in the mean IoU, because they occur nowhere: {', '.join(absent)}."
+        header = ("Class", "IoU", "Pixels in truth", "Predicted", "Correct")
+        worst = "The test samples with the largest loss. Ignored pixels are hatched."
+        return [Table("Classes", text, header, rows), Pictures("Largest losses", worst, largest_losses(columns))]
 
 
 def logits_of(outputs: Any) -> Any:

@@ -11,13 +11,16 @@ import re
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from flyte_ddp.formatting import format_percent
 from flyte_ddp.report.page import TEMPLATES, encode_as_data_uri, render_template
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 Floats = NDArray[np.float64]
 
@@ -49,6 +52,8 @@ class Picture:
     truth: str = ""
     score: float | None = None  # the probability that the model gave to its prediction
     problem: str = ""  # why it cannot be decoded
+    loss: float | None = None
+    masks: Sequence[NDArray[Any]] = ()  # of its pixels: the true and the predicted classes, [H, W] each
 
 
 def use_report_style() -> AbstractContextManager[None]:
@@ -100,13 +105,17 @@ def draw_line_chart(
         axes.set_title(y_label, loc="left", color=MUTED)  # reads better than a label on its side
         if any(line.label for line in series):
             axes.legend(loc="best")
-        buffer = io.StringIO()
-        figure.savefig(buffer, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
+        return export_svg(figure, f"{y_label} over {x_label}")
+
+
+def export_svg(figure: Figure, label: str) -> str:
+    """Return matplotlib's figure as an SVG element without a width; ``label`` tells what it shows to who cannot see."""
+    buffer = io.StringIO()
+    figure.savefig(buffer, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
     # The page gives it its width. Nothing refers to its groups, and several figures share the page.
     drawn = re.sub(r'<g id="[^"]*">', "<g>", buffer.getvalue())
     body, view = drawn[drawn.index(">", drawn.index("<svg")) + 1 :], re.search('viewBox="[^"]*"', drawn)
-    label = html.escape(f"{y_label} over {x_label}")
-    return f'<svg {view and view[0]} role="img" aria-label="{label}">{body}'
+    return f'<svg {view and view[0]} role="img" aria-label="{html.escape(label)}">{body}'
 
 
 def thin_series(x: Floats, y: Floats) -> tuple[Floats, Floats, Floats, Floats]:
@@ -158,7 +167,7 @@ def draw_confusion_heatmap(confusion: NDArray[np.int64], classes: Sequence[str])
 def confusion_section(counts: NDArray[np.int64], names: Sequence[str]) -> dict[str, Any]:
     """Return the values with which templates show confusions; an empty dict if there is no sample.
 
-    ``counts`` [K, 3] are truth, prediction and number of samples, as from ``count_confusions`` in training/evaluate.py;
+    ``counts`` [K, 3] are truth, prediction and number of samples, as from ``count_confusions`` of classification;
     ``names`` are the names of all classes. Keys are ``picture`` (SVG, empty with more than PICTURED_CLASSES (1,000)),
     ``is_large``, ``mistakes`` (the most frequent) and ``hardest`` (classes).
     """

@@ -11,7 +11,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from flyte_ddp.files import replace_file
-from flyte_ddp.formatting import format_count, format_duration, format_moment, format_number, format_percent
+from flyte_ddp.formatting import (
+    format_count,
+    format_duration,
+    format_moment,
+    format_number,
+    format_percent,
+    format_value,
+)
+from flyte_ddp.report.class_colors import IGNORED, color_table
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -19,6 +27,8 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 TEMPLATES = Path(__file__).with_name("templates")
+FORMATS = (format_count, format_duration, format_moment, format_number, format_percent, format_value)
+STRIPE = 4  # pixels of the stripes that stand for ignored pixels
 
 
 @functools.cache
@@ -28,7 +38,7 @@ def template_environment() -> Environment:
 
     loader = jinja2.FileSystemLoader(TEMPLATES)
     environment = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    filters = (format_count, format_duration, format_moment, format_number, format_percent, thumbnail)
+    filters = (*FORMATS, thumbnail, mask_thumbnail)
     environment.filters |= {function.__name__: function for function in filters}
     return environment
 
@@ -54,11 +64,37 @@ def thumbnail(pixels: NDArray[np.uint8], side: int = 112) -> str:
     from PIL import Image
 
     image = Image.fromarray(np.ascontiguousarray(pixels[:, :, :3] if pixels.shape[2] >= 3 else pixels[:, :, 0]))
+    return encode_as_data_uri(fit_image(image, side))
+
+
+def mask_thumbnail(mask: NDArray[Any], side: int = 112) -> str:
+    """Return a mask [H, W] of class numbers, in colours, as a data URI (PNG) that fits ``side`` x ``side`` pixels.
+
+    Ignored pixels are hatched in grey.
+    """
+    from PIL import Image
+
+    is_ignored = mask == IGNORED
+    classes = np.where(is_ignored, 0, mask).astype(np.int64)
+    colored = fit_image(Image.fromarray(color_table(int(classes.max()) + 1)[classes]), side, mix=False)
+    ignored = np.asarray(fit_image(Image.fromarray(is_ignored), side, mix=False))[..., np.newaxis]
+    rows, columns, _ = np.indices(ignored.shape)
+    hatch = np.where((rows + columns) // STRIPE % 2, 236, 205).astype(np.uint8)
+    return encode_as_data_uri(Image.fromarray(np.where(ignored, hatch, np.asarray(colored))))
+
+
+def fit_image(image: Image, side: int, *, mix: bool = True) -> Image:
+    """Return an image that fits ``side`` x ``side`` pixels. The pixels of a smaller one are mixed, or else chosen.
+
+    A small image is enlarged by a whole multiple, so that its pixels stay sharp.
+    """
+    from PIL.Image import Resampling
+
     times = side // max(image.size)
     if times > 1:
-        image = image.resize((image.width * times, image.height * times), Image.Resampling.NEAREST)
-    image.thumbnail((side, side))
-    return encode_as_data_uri(image)
+        image = image.resize((image.width * times, image.height * times), Resampling.NEAREST)
+    image.thumbnail((side, side), Resampling.BICUBIC if mix else Resampling.NEAREST)
+    return image
 
 
 def encode_as_data_uri(image: Image) -> str:

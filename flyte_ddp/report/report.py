@@ -5,7 +5,7 @@ import html
 import json
 import re
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +14,12 @@ from numpy.typing import NDArray
 
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import UserError
+from flyte_ddp.formatting import format_measure, name_measure
 from flyte_ddp.json_lines import read_records
-from flyte_ddp.report.figures import BLUE, GREEN, ORANGE, Picture, Series, confusion_section, draw_line_chart
+from flyte_ddp.report.figures import BLUE, GREEN, ORANGE, Picture, Series, draw_line_chart
 from flyte_ddp.report.page import render_template, write_html
+from flyte_ddp.report.section_values import list_section_values
+from flyte_ddp.sections import Section, decode_sections
 
 Record = dict[str, Any]
 PARTS = {  # of rank 0's time: name and colour
@@ -26,21 +29,7 @@ PARTS = {  # of rank 0's time: name and colour
     "evaluation": ("Evaluation", GREEN),
     "other": ("Other", "#a3adba"),
 }
-CHARTS: tuple[Any, ...] = (  # title, x, label and scale of y, and the lines: label, colour, kind of record, value
-    (
-        *("Loss", "step", "cross-entropy (nats)", "log"),
-        ("training", BLUE, "train", "loss"),
-        ("validation", GREEN, "evaluations", "validation_loss"),
-        ("test", ORANGE, "evaluations", "test_loss"),
-    ),
-    (
-        *("Accuracy", "epoch", "correct predictions (%)", "linear"),
-        ("validation", GREEN, "evaluations", "validation_accuracy"),
-        ("test", ORANGE, "evaluations", "test_accuracy"),
-    ),
-    ("Learning rate", "step", "learning rate", "from 0", ("", BLUE, "train", "learning_rate")),
-    ("Training speed", "step", "samples per second, all ranks", "from 0", ("", BLUE, "train", "samples_per_second")),
-)
+SPLITS = {"validation": GREEN, "test": ORANGE}
 
 
 class Run:
@@ -73,14 +62,16 @@ class Run:
         self.start = self.starts[-1]  # of the last attempt
         self.train, self.evaluations = ([of[step] for step in sorted(of)] for of in by_step.values())
         self.classes = [str(each) for each in self.start.get("classes", [])]  # in the order of the labels
+        # Whether "higher" or "lower" is better, by the objective's measures, the main one first.
+        self.measures: dict[str, str] = self.start.get("measures", {"accuracy": "higher"})
         self.sidecar: Record = {}  # empty: there is no model.json yet
-        self.confusion: NDArray[np.int64] | None = None  # [K, 3] truth, prediction and number of samples
-        self.mistakes: list[Picture] = []  # largest loss first
+        self.sections: list[Section] = []  # what the objective tells of the test split
+        self.pictures: dict[int, Picture] = {}  # by the number of the sample in the test split
         try:
             if (path := folder / "model.json").exists():
                 self.sidecar = dict(json.loads(path.read_bytes()))
             if (path := folder / "predictions.npz").exists():
-                self.confusion, self.mistakes = read_predictions(path, self.classes)
+                self.sections, self.pictures = read_predictions(path)
         except (OSError, ValueError, TypeError, LookupError, EOFError, zipfile.BadZipFile) as error:
             raise UserError(f"cannot read {path}: {error}; remove it or train again") from error
         # Of the last step its evaluation, if there is one; empty before any.
@@ -98,22 +89,26 @@ class Run:
         self.kept_evaluation: Record = kept[-1] if kept else {}
 
 
-def read_predictions(path: Path, classes: list[str]) -> tuple[NDArray[np.int64], list[Picture]]:
-    """Read ``predictions.npz``; return the counts of confusions [K, 3], and the mistakes with images, worst first.
+def read_predictions(path: Path) -> tuple[list[Section], dict[int, Picture]]:
+    """Read ``predictions.npz``; return its sections, and the samples that they show by number, with images.
 
-    Leaves out the samples of wandb's table. A damaged file raises OSError, ValueError, LookupError or zipfile's errors.
+    Leaves out the samples of wandb's table. A damaged file raises OSError, ValueError, TypeError, LookupError or
+    zipfile's errors.
     """
     with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
         first = int(arrays["table_rows"])  # the rows before are those of wandb's table
-        columns = [arrays[key][first:] for key in ("images", "index", "truth", "scores")]
-        names, confusion = sample_names(arrays)[first:], arrays["confusion_counts"]
-    mistakes = []
-    for name, image, index, truth, scores in zip(names, *columns, strict=True):
-        prediction = scores.argmax()
-        if prediction != truth:
-            called = name or f"sample {index}"
-            mistakes.append(Picture(called, image, classes[prediction], classes[truth], float(scores[prediction])))
-    return confusion, mistakes
+        sections = decode_sections(str(arrays["sections"]))
+        if len(arrays["index"]) == first:
+            return sections, {}
+        columns = [arrays[key][first:] for key in ("index", "images", "prediction", "truth", "score", "loss")]
+        names = sample_names(arrays)[first:]
+        masks = [*zip(arrays["true_masks"], arrays["masks"], strict=True)] if "masks" in arrays else [()] * len(names)
+    pictures = {}
+    for name, each, index, image, prediction, truth, score, loss in zip(names, masks, *columns, strict=True):
+        shown: dict[str, Any] = {"loss": float(loss)} if np.isnan(score) else {"score": float(score)}
+        called = name or f"sample {index}"
+        pictures[int(index)] = Picture(called, image, str(prediction), str(truth), masks=each, **shown)
+    return sections, pictures
 
 
 def sample_names(predictions: Mapping[str, NDArray[Any]]) -> list[str]:
@@ -147,7 +142,8 @@ def render_report(run_folder: Path, name: str = "", failure: str = "") -> str:
         failure=failure,
         result={**run.kept_evaluation, **run.end},
         charts=[*draw_charts(run)],
-        confusion={} if run.confusion is None else confusion_section(run.confusion, run.classes),
+        tiles=[*describe_measures(run)],
+        sections=[*list_section_values(run.sections, run.pictures, run.classes)],
         time_spent=[(*PARTS[key], spent, spent / total) for key, spent in seconds.items()] if total else [],
         settings=hyperparameter_rows(run.start.get("hyperparameters", {})),
         last_record=json.dumps(run.last_record),
@@ -160,18 +156,60 @@ def parse_last_record(page: str) -> Record | None:
     return None if found is None else json.loads(html.unescape(found[1]))
 
 
+def describe_measures(run: Run) -> Iterator[tuple[str, str, str]]:
+    """Yield label, value and detail of the tiles of the main measure and of the loss: of the last test.
+
+    A value is "n/a" before the first test, and a dash if it is not defined.
+    """
+    result: Record = {**run.kept_evaluation, **run.end}
+
+    def format_test(measure: str) -> str:
+        key = f"test_{measure}"
+        return format_measure(measure, result[key]) if key in result else "n/a"
+
+    for main in [*run.measures][:1]:
+        detail = ", ".join(f"{name_measure(name)} {format_test(name)}" for name in [*run.measures][1:])
+        if main == "accuracy" and result.get("test_accuracy") is not None:
+            samples = run.start["test_samples"]
+            detail = f"{result['test_accuracy'] * samples:,.0f} of {samples:,} correct"
+        yield f"Test {name_measure(main)}", format_test(main), detail
+    validation = format_measure("loss", result["validation_loss"]) if "validation_loss" in result else ""
+    yield "Test loss", format_test("loss"), f"validation loss {validation}" if validation else ""
+
+
 def draw_charts(run: Run) -> Iterator[tuple[str, str]]:
-    """Draw the charts of losses, accuracies, learning rate and speed; yield title and SVG of each that has values."""
-    for title, kind_of_x, y_label, scale, *lines in CHARTS:
-        drawn = []
-        for label, color, kind, key in lines:
-            unit = 100 if key.endswith("accuracy") else 1
-            records = [record for record in getattr(run, kind) if key in record]
-            x, y = [record[kind_of_x] for record in records], [unit * record[key] for record in records]
-            drawn += [Series(label, x, y, color)] if records else []
-        if drawn:
-            x_label, x_from = ("epoch", None) if kind_of_x == "epoch" else ("optimiser step", 0)
-            yield title, draw_line_chart(drawn, x_label=x_label, y_label=y_label, scale=scale, x_from=x_from)
+    """Draw the charts of the loss, each measure, learning rate and speed; yield title and SVG of each with values."""
+    unit, evaluations = run.start.get("loss_unit", "cross-entropy (nats)"), run.evaluations
+    lines = [make_line("training", BLUE, run.train, ("step", "loss"))]
+    lines += [make_line(name, color, evaluations, ("step", f"{name}_loss")) for name, color in SPLITS.items()]
+    yield from draw_lines("Loss", lines, x_label="optimiser step", y_label=unit, scale="log", x_from=0)
+    for measure, better in run.measures.items():
+        name, times = name_measure(measure), 100 if measure == "accuracy" else 1
+        title = name[:1].upper() + name[1:]
+        y_label = "correct predictions (%)" if measure == "accuracy" else f"{title}, {better} is better"
+        lines = [
+            make_line(name, color, evaluations, ("epoch", f"{name}_{measure}"), times) for name, color in SPLITS.items()
+        ]
+        yield from draw_lines(title, lines, x_label="epoch", y_label=y_label)
+    for title, y_label, key in (
+        ("Learning rate", "learning rate", "learning_rate"),
+        ("Training speed", "samples per second, all ranks", "samples_per_second"),
+    ):
+        lines = [make_line("", BLUE, run.train, ("step", key))]
+        yield from draw_lines(title, lines, x_label="optimiser step", y_label=y_label, scale="from 0", x_from=0)
+
+
+def make_line(label: str, color: str, records: Sequence[Record], keys: tuple[str, str], times: int = 1) -> Series:
+    """Return the line of the records that have the second of two ``keys`` (x and y) defined, y multiplied by times."""
+    x_key, y_key = keys
+    defined = [record for record in records if record.get(y_key) is not None]
+    return Series(label, [record[x_key] for record in defined], [times * record[y_key] for record in defined], color)
+
+
+def draw_lines(title: str, lines: Sequence[Series], **options: Any) -> Iterator[tuple[str, str]]:
+    """Yield the title and the SVG of a chart of the lines that have points; nothing if none has."""
+    if drawn := [line for line in lines if line.x]:
+        yield title, draw_line_chart(drawn, **options)
 
 
 def hyperparameter_rows(given: Mapping[str, Any]) -> dict[str, list[tuple[str, ...]]]:

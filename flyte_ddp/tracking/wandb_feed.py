@@ -56,11 +56,11 @@ def feed_wandb(launcher: Connection[Any, Any]) -> int:
         send_status(folder=str(Path(run.dir).parent), url=run.url or "", **({"reason": ""} if run.url else {}))
         # An offline run gets all records: `wandb sync` replaces the server's run, also what earlier attempts have sent.
         first = 0 if arguments["mode"] == "offline" else offset
-        trained, classes = log_records(run, follow_records(folder, first, wait_for_end))
+        trained, has_predictions = log_records(run, follow_records(folder, first, wait_for_end))
         try:
-            if trained and classes is not None:
+            if trained and has_predictions:
                 with open_run_file(folder, PREDICTIONS) as file:
-                    run.log({"predictions": predictions_table(file, classes)})
+                    run.log({"predictions": predictions_table(file)})
         except Exception as error:  # keep the run without the table
             send_status(reason=f"no table of predictions: {print_error(error)}")
         run.finish(exit_code=0 if trained else 1)
@@ -116,21 +116,21 @@ def wait_for_record(records: Iterable[dict[str, Any]]) -> bool:
     return any(record.get("kind") == "record" for record in records)
 
 
-def log_records(run: wandb.Run, records: Iterable[dict[str, Any]]) -> tuple[bool, list[str] | None]:
-    """Log records to the run, its config and its summary; return whether training has finished, and the class names.
+def log_records(run: wandb.Run, records: Iterable[dict[str, Any]]) -> tuple[bool, bool]:
+    """Log records to the run, its config and its summary; return whether it has finished, and whether it is a training.
 
-    The names are None if the run has no classes: an own function's. Takes ``kind``, ``time`` and ``hyperparameters``
+    An own function's run has no predictions. Takes ``kind``, ``time`` and ``hyperparameters``
     out of the records.
     """
     import numpy as np
     import wandb
 
-    trained, classes = False, None
+    trained = has_predictions = False
     for record in records:
         kind = record.pop("kind", None)
         record.pop("time", None)
         if kind == "start":
-            classes = record.get("classes")
+            has_predictions = "classes" in record
             values = {**record.pop("hyperparameters"), "run": record}
             run.config.update(values, allow_val_change=True)  # type: ignore[no-untyped-call]
         elif kind in ("train", "evaluation", "record"):
@@ -146,7 +146,7 @@ def log_records(run: wandb.Run, records: Iterable[dict[str, Any]]) -> tuple[bool
         elif kind == "end":
             trained = True
             run.summary.update(record)
-    return trained, classes
+    return trained, has_predictions
 
 
 def follow_records(run_folder: Path, offset: int, wait_for_end: WaitForEnd) -> Iterator[dict[str, Any]]:
@@ -184,30 +184,22 @@ def open_run_file(run_folder: Path, name: str) -> BinaryIO:
         return (run_folder / name).open("rb")
 
 
-def predictions_table(file: BinaryIO, classes: list[str]) -> wandb.Table:
-    """Return a wandb table of the first test samples: id, image, prediction, truth and scores of the classes.
-
-    For more than PICTURED_CLASSES (1,000) classes only the prediction's score is in the table.
-    """
+def predictions_table(file: BinaryIO) -> wandb.Table:
+    """Return a wandb table of the first test samples: id, image, and the columns of prediction, truth and scores."""
     import numpy as np
     import wandb
 
-    from flyte_ddp.report.figures import PICTURED_CLASSES
     from flyte_ddp.report.report import sample_names
 
     with np.load(file, allow_pickle=False) as arrays:
         rows = int(arrays["table_rows"])
-        index, images, scores, truth = (arrays[name][:rows] for name in ("index", "images", "scores", "truth"))
-        names_of_samples = sample_names(arrays)
-    names = classes or [str(label) for label in range(scores.shape[1])]
-    columns, shown = [f"score_{i}" for i in range(scores.shape[1])], scores
-    if scores.shape[1] > PICTURED_CLASSES:
-        columns, shown = ["score"], scores.max(axis=1, keepdims=True)
-    table = wandb.Table(columns=["id", "image", "prediction", "truth", *columns])
-    for i, image in enumerate(images):
-        picture = wandb.Image(image if image.shape[-1] == 3 else image[..., 0])
-        prediction, label = names[int(scores[i].argmax())], names[int(truth[i])]
-        table.add_data(names_of_samples[i] or int(index[i]), picture, prediction, label, *shown[i].tolist())
+        names, index, images = sample_names(arrays), arrays["index"], arrays["images"]
+        texts, numbers = (arrays[kind].tolist() for kind in ("texts", "numbers"))
+        columns = [*arrays["text_columns"].tolist(), *arrays["number_columns"].tolist()]
+    table = wandb.Table(columns=["id", "image", *columns])
+    for row in range(rows):
+        picture = wandb.Image(images[row] if images.shape[-1] == 3 else images[row][..., 0])
+        table.add_data(names[row] or int(index[row]), picture, *texts[row], *numbers[row])
     return table
 
 

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from torch.utils._pytree import tree_leaves
 
 import flyte_ddp
@@ -19,10 +18,11 @@ from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets.prepared import PreparedSet
 from flyte_ddp.errors import UserError
 from flyte_ddp.files import replace_file
+from flyte_ddp.json_lines import replace_non_finite
 from flyte_ddp.loading.facts import combine_facts_of_ranks, join_few
 from flyte_ddp.models import artifacts, zoo
 from flyte_ddp.models.initial_weights import list_seeded_tensors
-from flyte_ddp.objectives.classification import count_confusions
+from flyte_ddp.objectives import Objective
 from flyte_ddp.objectives.objective import class_weights_of
 from flyte_ddp.parallel.batch_norm import has_unsynchronised_batch_norm
 from flyte_ddp.parallel.distributed import wait_for_all_ranks, world_size
@@ -33,10 +33,10 @@ from flyte_ddp.training.diagnosis import nothing_learned_warning
 from flyte_ddp.training.evaluate import Evaluation
 from flyte_ddp.training.job import Job
 from flyte_ddp.training.optimisation import gradient_clip_norm
+from flyte_ddp.training.predictions import collect_predictions
 from flyte_ddp.training.recording import Recorder
 from flyte_ddp.training.training_state import TrainingState
 
-WORST_MISTAKES = 16
 LEAST_STEPS = 30  # a shorter run is a trial, which need not have learned anything
 VERIFIED_SAMPLES = 64
 OTHER_RESULT = "another number of ranks would give another result."
@@ -72,6 +72,8 @@ def write_start_record(job: Job, state: TrainingState, recorder: Recorder) -> No
             "test_samples": len(state.test),
             "steps": state.total_steps,
             "classes": list(state.objective.facts.classes),
+            "measures": dict(state.objective.measures),
+            "loss_unit": state.objective.loss_unit,
             "init_skipped": skipped,
         }
     )
@@ -120,11 +122,13 @@ def write_outputs(job: Job, data: PreparedSet, state: TrainingState, recorder: R
         **describe_objective(state, hp),
         "input": artifacts.describe_model_input(state.spec, artifacts.MIDDLE if encoded_kind(hp.dataset) else ""),
         "hyperparameters": hp.to_dict(),
-        "metrics": {
-            **test_measures(test),
-            "epoch_accuracies": recorder.epoch_accuracies,
-            "kept_epoch": selection.epoch,
-        },
+        "metrics": replace_non_finite(
+            {
+                **test_measures(test),
+                "epoch_accuracies": recorder.epoch_accuracies,
+                "kept_epoch": selection.epoch,
+            }
+        ),
         "digests": {name: digest for name, digest in digests.items() if digest},
         "versions": {
             "python": platform.python_version(),
@@ -139,7 +143,9 @@ def write_outputs(job: Job, data: PreparedSet, state: TrainingState, recorder: R
     model_path, _ = artifacts.save_model(job.run_folder, model.state_dict(), sidecar)
     verify_saved_model(new_model, model_path, sidecar, state)
     with replace_file(job.run_folder / PREDICTIONS) as file:
-        np.savez(file, **collect_predictions(state, test, rows=min(job.settings.wandb_table_rows, len(state.test))))
+        np.savez(
+            file, **describe_predictions(state, test, recorder, min(job.settings.wandb_table_rows, len(state.test)))
+        )
     recorder.log.write(
         {
             "kind": "end",
@@ -154,6 +160,21 @@ def write_outputs(job: Job, data: PreparedSet, state: TrainingState, recorder: R
             ],
         }
     )
+
+
+def describe_predictions(state: TrainingState, test: Evaluation, recorder: Recorder, rows: int) -> dict[str, Any]:
+    """Return the arrays of :func:`collect_predictions`; if an own objective fails in it, those of any objective.
+
+    Prints the error of an own objective, and keeps it for the report: what it says for people is no reason to lose a
+    training that is done.
+    """
+    try:
+        return collect_predictions(state, state.objective, test, rows)
+    except Exception as error:
+        if ":" not in state.hp.objective:
+            raise
+        recorder.add_warning(f"objective={state.hp.objective!r} could not describe its predictions: {error!r}")
+        return collect_predictions(state, Objective(state.objective.facts), test, rows)
 
 
 def test_measures(test: Evaluation) -> dict[str, float]:
@@ -214,35 +235,6 @@ def tensors_of(outputs: Any) -> Tensor:
     return torch.cat([value.flatten() for value in found])
 
 
-def collect_predictions(state: TrainingState, test: Evaluation, rows: int) -> dict[str, Any]:
-    """Return the predictions file's arrays, by name: of the first ``rows`` test samples and up to 16 worst mistakes.
-
-    They are ``index``, ``names``, ``images``, ``scores``, ``truth`` and ``loss``; also ``table_rows`` (``rows``) and
-    ``confusion_counts`` of all test samples. Loads these samples, predicts logits, and seeds the random generators.
-    """
-    truth, predictions = (test.columns[name].long() for name in ("truth", "prediction"))
-    wrong = predictions != truth
-    losses = test.columns["loss"]
-    worst = torch.where(wrong, losses, -torch.inf).topk(min(WORST_MISTAKES, int(wrong.sum()))).indices
-    index = torch.cat([torch.arange(rows), worst]).numpy().astype(np.int32)
-    samples = np.array([int(state.test.order.samples(slice(at, at + 1))[0]) for at in index.tolist()], dtype=np.int64)
-    images, targets, names = state.test.load_batch(samples)
-    scores = torch.zeros(0, state.objective.outputs)
-    if len(samples):  # no model gets an empty batch
-        with torch.no_grad(), state.evaluation_mode():
-            scores = functional.softmax(state.predict(images, targets), dim=1)
-    return {
-        "index": index,
-        "names": np.array(names, dtype=np.str_),
-        "images": images.cpu().numpy(),
-        "scores": scores.float().cpu().numpy(),
-        "truth": truth[index].numpy(),
-        "loss": losses[index].float().numpy(),
-        "table_rows": np.array(rows),
-        "confusion_counts": count_confusions(truth.numpy(), predictions.numpy()),
-    }
-
-
 def list_report_notes(state: TrainingState, arithmetic: Arithmetic, resumed_from: Checkpoint | None) -> list[str]:
     """Return sentences for the report: what made the result depend on the number of ranks, and how exact a resume was.
 
@@ -253,6 +245,11 @@ def list_report_notes(state: TrainingState, arithmetic: Arithmetic, resumed_from
     notes = []
     if state.this_pass.model_draws:
         notes.append(f"The model draws random numbers outside torch's dropout layers: {OTHER_RESULT}")
+    if state.objective.came_reduced:
+        notes.append(
+            "The loss came as a single number for several samples: another number of ranks gives another result, "
+            "unless it is the mean over samples."
+        )
     if separate := has_unsynchronised_batch_norm(state.model, synchronised=hp.sync_batchnorm):
         why = "" if hp.sync_batchnorm else " (sync_batchnorm is false)"
         notes.append(f"BatchNorm used the statistics of each rank's own share{why}: {OTHER_RESULT}")

@@ -112,7 +112,7 @@ class Recorder:
             for split, evaluation in (("validation", validation), ("test", test)):
                 record |= {f"{split}_{name}": value for name, value in evaluation.measures.items()}
             self.log.write(record)
-            self.progress.print_evaluation(record)
+            self.progress.print_evaluation(record, self.main_measure)
             if self.job.settings.wandb_watch:
                 self.log.write({"kind": "watch", "step": step, "parameters": parameter_histograms(model)})
 

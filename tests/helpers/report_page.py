@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from flyte_ddp.config import Hyperparameters
+from flyte_ddp.sections import Confusions, Pictures, encode_sections
 
 Record = dict[str, Any]
 VOID = {"meta", "img", "br", "link", "input"}
@@ -110,11 +111,13 @@ def write_run(folder: Path, lines: list[Record], confusion: np.ndarray[Any, Any]
         classes = len(confusion)
         truth = np.array([0, 1, 0, 1, 0])
         guess = np.array([0, 0, 1, 0, classes - 1])
-        scores = np.full((5, classes), 0.1 / classes, dtype=np.float32)
-        scores[np.arange(5), guess] = (0.9, 0.8, 0.97, 0.86, 0.75)
+        scores = np.array((0.9, 0.8, 0.97, 0.86, 0.75), dtype=np.float32)
         images = np.random.default_rng(0).integers(0, 256, (5, 8, 8, 1), dtype=np.uint8)
         counts = np.column_stack([np.argwhere(confusion), confusion[confusion > 0]])
-        arrays: dict[str, Any] = {"images": images, "scores": scores, "truth": truth, "confusion_counts": counts}
+        names = lines[0]["classes"]
+        sections = [Confusions(names, counts.tolist()), Pictures("Worst mistakes", "of them", [71, 52, 33])]
+        arrays: dict[str, Any] = {"images": images, "score": scores, "sections": np.array(encode_sections(sections))}
+        arrays |= {name: np.array([names[k] for k in of]) for name, of in (("truth", truth), ("prediction", guess))}
         arrays |= {"index": np.array([0, 1, 71, 52, 33]), "table_rows": np.array(2)}
         np.savez(folder / "predictions.npz", **arrays, loss=np.array([0, 0, 3, 2, 1], dtype=np.float32))
     return folder

@@ -57,7 +57,10 @@ def write_records(folder: Path, records: list[dict[str, Any]]) -> None:
 def write_run(folder: Path, records: list[dict[str, Any]] = RECORDS) -> None:
     """Write what training leaves: these records, the predictions, and the last record."""
     write_records(folder, records)
-    arrays: dict[str, Any] = {"index": np.arange(6), "images": IMAGES, "scores": SCORES, "truth": TRUTH}
+    texts = [[CLASSES[k] for k in of][:TABLE_ROWS] for of in (SCORES.argmax(1), TRUTH)]
+    arrays: dict[str, Any] = {"index": np.arange(6), "images": IMAGES, "texts": np.array(texts).T}
+    arrays |= {"text_columns": np.array(["prediction", "truth"]), "numbers": SCORES[:TABLE_ROWS]}
+    arrays["number_columns"] = np.array([f"score_{name}" for name in CLASSES])
     np.savez(folder / "predictions.npz", table_rows=np.array(TABLE_ROWS), loss=np.zeros(6), **arrays)
     write_records(folder, [END])
 

@@ -30,6 +30,7 @@ from flyte_ddp.models import zoo
 from flyte_ddp.models.images import InputSpec
 from flyte_ddp.order.shard_order import ShardOrder, ShardSplits
 from flyte_ddp.run import run_training
+from flyte_ddp.sections import Confusions, decode_sections
 from flyte_ddp.shards.dataset import ShardDataset
 from flyte_ddp.shards.joining import join_indexes
 
@@ -134,7 +135,9 @@ def test_training_alone_fetches_shards_of_s3_once(many_shards: Path, tmp_path: P
         assert check_prepared_set(data, hp, ranks=2, workers=1, cache_bytes=settings.cache_bytes) == []
         result = run_training(hp, data, tmp_path / "run", settings)
     with np.load(result.run_folder / "predictions.npz") as kept:
-        truth, _, samples = kept["confusion_counts"].T
+        confusions = decode_sections(str(kept["sections"]))[0]
+    assert isinstance(confusions, Confusions)
+    truth, _, samples = zip(*confusions.counts, strict=True)
     labels = [sample[".cls"] for sample in ShardDataset(str(tmp_path / "test/train.json"), tmp_path)]
     assert len(labels) == 297
     assert np.bincount(truth, samples).tolist() == np.bincount(labels).tolist()

@@ -23,6 +23,7 @@ from flyte_ddp.report import figures, report
 from flyte_ddp.report.figures import Series
 from flyte_ddp.report.page import thumbnail
 from flyte_ddp.report.report import Run
+from flyte_ddp.sections import Confusions, encode_sections
 
 
 @pytest.fixture(scope="module")
@@ -181,7 +182,8 @@ def test_of_many_thousand_classes_the_worst_confusions_are_listed(tmp_path: Path
     try:
         counts = count_confusions(truth, predictions)
         with np.load(folder / "predictions.npz") as kept:
-            np.savez(folder / "predictions.npz", **{**kept, "confusion_counts": counts})
+            sections = np.array(encode_sections([Confusions(names, counts.tolist())]))
+            np.savez(folder / "predictions.npz", **{**kept, "sections": sections})
         page = Page(report.render_report(folder))
         _, most = tracemalloc.get_traced_memory()
     finally:

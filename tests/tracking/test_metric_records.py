@@ -8,12 +8,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from wandb_runs import IMAGES, RECORDS, TRUTH
+import torch
+from wandb_runs import IMAGES, RECORDS
 
 from flyte_ddp.errors import UserError
 from flyte_ddp.files import replace_file
 from flyte_ddp.json_lines import JsonLines, read_records
+from flyte_ddp.objectives import Classification, Facts
+from flyte_ddp.objectives.table_columns import merge_columns
 from flyte_ddp.tracking import wandb_feed
+from flyte_ddp.training.predictions import name_table_columns
 
 
 def test_records_come_back_as_written_and_every_line_is_strict_json(tmp_path: Path) -> None:
@@ -102,18 +106,23 @@ def test_records_of_a_run_that_is_started_again_are_followed_once(tmp_path: Path
 @pytest.mark.parametrize("classes", [3, 1001])
 def test_the_table_has_names_and_not_too_many_scores(tmp_path: Path, names: list[str], classes: int) -> None:
     """Of many classes only the score of the prediction: wandb would take a column for each class."""
-    scores = np.zeros((6, classes), dtype=np.float32)
-    scores[np.arange(6), [2, 1, 0, 1, 2, 0]] = 0.5
+    scores = torch.full((3, classes), 0.5 / (classes - 1), dtype=torch.float64)
+    scores[range(3), [2, 1, 0]] = 0.5
+    objective = Classification(Facts(tuple(f"class {k}" for k in range(classes))))
+    columns = merge_columns(objective.answers(scores.log()), objective.truths(torch.tensor([0, 1, 1])))
+    texts, numbers = name_table_columns(columns)
     arrays = {
         "index": np.arange(6),
         "images": IMAGES,
-        "scores": scores,
-        "truth": TRUTH,
+        "texts": np.array([columns[name] for name in texts]).T,
+        "text_columns": np.array(texts),
+        "numbers": np.array([columns[name] for name in numbers]).T,
+        "number_columns": np.array(numbers),
         "table_rows": np.array(3),
     }
     np.savez(tmp_path / "predictions.npz", **arrays, names=np.array(names, dtype=np.str_))
-    table = wandb_feed.predictions_table(tmp_path / "predictions.npz", [f"class {k}" for k in range(classes)])
+    table = wandb_feed.predictions_table(tmp_path / "predictions.npz")
     assert [row[0] for row in table.data] == (names[:3] or [0, 1, 2])
-    assert [row[2] for row in table.data] == ["class 2", "class 1", "class 0"]
-    assert table.columns[4:] == (["score"] if classes > 1000 else ["score_0", "score_1", "score_2"])
-    assert table.data[0][4:] == ([0.5] if classes > 1000 else [0, 0, 0.5])
+    assert [row[2:4] for row in table.data] == [["class 2", "class 0"], ["class 1", "class 1"], ["class 0", "class 1"]]
+    assert table.columns[4:] == ["score", *(f"score_class {k}" for k in range(classes if classes < 1001 else 0))]
+    np.testing.assert_allclose(table.data[0][4:], [0.5] if classes > 1000 else [0.5, 0.25, 0.25, 0.5])

@@ -137,7 +137,7 @@ def check_table(folder: Path) -> None:
     pictures = {hashlib.sha256(content).hexdigest(): content for content in contents if content.startswith(b"\x89PNG")}
     assert len(pictures) == wandb_runs.TABLE_ROWS
     table = next(json.loads(content) for content in contents if b'"column_types"' in content)
-    assert table["columns"] == ["id", "image", "prediction", "truth", "score_0", "score_1", "score_2"]
+    assert table["columns"] == ["id", "image", "prediction", "truth", "score_boot", "score_bag", "score_shirt"]
     named = [(row[0], row[2], row[3]) for row in table["data"]]
     assert named == [(0, "boot", "boot"), (1, "bag", "bag"), (2, "shirt", "bag"), (3, "boot", "boot")]
     for row, image, scores in zip(table["data"], IMAGES, wandb_runs.SCORES, strict=False):

@@ -22,6 +22,7 @@ from flyte_ddp.models import artifacts, zoo
 from flyte_ddp.models.images import InputSpec
 from flyte_ddp.run import Result, run_training
 from flyte_ddp.runs.run_folder import OUTPUTS, UNFINISHED
+from flyte_ddp.sections import Confusions, decode_sections
 
 BASE = Hyperparameters(epochs=2, batch_size=100, num_ranks=2, precision="fp32", channels_last="off", log_interval=1)
 EXPLODING = replace(BASE, learning_rate=1000.0, schedule="constant")
@@ -62,7 +63,9 @@ def test_reported_metrics_are_those_of_the_saved_model(train: Train, digits: Pat
     assert sidecar["metrics"]["test_loss"] == pytest.approx(functional.cross_entropy(logits, truth).item(), rel=1e-5)
     assert result.epoch_accuracies[-1] == result.test_accuracy
     with np.load(result.run_folder / "predictions.npz") as kept:
-        counts = {(first, second): samples for first, second, samples in kept["confusion_counts"].tolist()}
+        confusions = decode_sections(str(kept["sections"]))[0]
+    assert isinstance(confusions, Confusions)
+    counts = {(first, second): samples for first, second, samples in confusions.counts}
     assert counts == Counter(zip(truth.tolist(), logits.argmax(1).tolist(), strict=True))
 
 

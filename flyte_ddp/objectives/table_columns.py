@@ -1,0 +1,77 @@
+"""What a model says of samples, as columns of tables and as texts for people."""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from flyte_ddp.errors import UserError
+from flyte_ddp.formatting import format_value
+
+MOST_COLUMNS = 1000  # numbers of a sample; more are no columns of a table
+SHOWN_NUMBERS = 6  # in a text
+
+TableColumns = dict[str, Sequence[Any]]  # texts or numbers of n samples, by the name of the column
+
+
+def name_columns(prefix: str, names: Iterable[str]) -> list[str]:
+    """Return a different column's name for each of these names, which need not differ: ``prefix``, "_" and the name."""
+    found: list[str] = []
+    for name in names:
+        column = f"{prefix}_{name}"
+        while column in found:
+            column += "'"
+        found.append(column)
+    return found
+
+
+def number_columns(name: str, values: Any) -> TableColumns:
+    """Return the numbers of n samples as columns, ``name`` or ``name_0``, ``name_1``, ...; {} if there are none.
+
+    ``values`` is a tensor [n, ...], or nested tuples, lists and dicts of such, whose numbers are counted through. Of a
+    sample with more than MOST_COLUMNS (1,000) numbers there are no columns.
+    """
+    tensors = [value for value in tree_leaves(values) if isinstance(value, Tensor) and value.dim()]
+    if not tensors or len({len(tensor) for tensor in tensors}) > 1:
+        return {}
+    rows = torch.cat([tensor.detach().double().cpu().flatten(1) if tensor.dim() > 1 else
+                      tensor.detach().double().cpu()[:, None] for tensor in tensors], dim=1)  # fmt: skip
+    width = rows.shape[1]
+    if not 0 < width <= MOST_COLUMNS:
+        return {}
+    single = len(tensors) == 1 and tensors[0].dim() == 1
+    names = [name] if single else [f"{name}_{place}" for place in range(width)]
+    return dict(zip(names, rows.T.tolist(), strict=True))
+
+
+def merge_columns(answers: TableColumns, truths: TableColumns) -> TableColumns:
+    """Return a table's columns in their order: ``prediction``, those of the truth, the other answers.
+
+    Raises UserError if a column of an own objective is called ``id``, or as one of the truth.
+    """
+    for name in answers:
+        if name in ("id", "image", "mask") or name in truths:
+            raise UserError(f"the objective's answers have a column {name!r}, which the table has already; rename it")
+    first = {name: answers[name] for name in answers if name == "prediction"}
+    return {**first, **truths, **answers}
+
+
+def describe_samples(columns: Mapping[str, Sequence[Any]], name: str, samples: int) -> list[str]:
+    """Return a text for each sample: its value in the column ``name``, or else those in ``name_...``; else "".
+
+    Numbers have about four digits; of more than SHOWN_NUMBERS (6) the first are shown.
+    """
+    chosen = [columns[name]] if name in columns else [
+        values for column, values in columns.items() if column.startswith(f"{name}_")
+    ]  # fmt: skip
+    more = ", ..." if len(chosen) > SHOWN_NUMBERS else ""
+    rows = zip(*chosen[:SHOWN_NUMBERS], strict=True) if chosen else [()] * samples
+    return [", ".join(map(describe_value, row)) + more for row in rows]
+
+
+def describe_value(value: Any) -> str:
+    """Return a text as it is, a number with about four digits, and NaN as "unknown"."""
+    return value if isinstance(value, str) else "unknown" if math.isnan(value) else format_value(value)

@@ -1,0 +1,51 @@
+"""The report's charts of an objective's sections, as SVG; matplotlib is imported when it is first used."""
+
+import numpy as np
+
+from flyte_ddp.report.figures import BLUE, MUTED, export_svg, use_report_style
+from flyte_ddp.sections import Histogram, Scatter
+
+SIZE = 5.0, 3.4  # inches
+PLACE = 0.125, 0.13, 0.855, 0.79  # of the axes: left, bottom, width and height, in parts of the figure
+
+
+def draw_scatter(section: Scatter) -> str:
+    """Draw points in equal scales, with the diagonal, and return the chart as an SVG element; imports matplotlib."""
+    from matplotlib.figure import Figure
+
+    x, y = np.array(section.x, dtype=float), np.array(section.y, dtype=float)
+    values = np.concatenate([x, y])
+    values = values[np.isfinite(values)]
+    low, high = (float(values.min()), float(values.max())) if len(values) else (0.0, 1.0)
+    room = 0.04 * (high - low) or 0.5
+    limits = low - room, high + room
+    with use_report_style():
+        figure = Figure(figsize=SIZE)
+        axes = figure.add_axes(PLACE)
+        axes.plot(limits, limits, "-", color=MUTED, linewidth=0.8)
+        size, alpha = (4.5, 0.8) if len(x) <= 100 else (2.6, 0.35)  # of many points, the crowds are to be seen
+        axes.plot(x, y, "o", color=BLUE, markersize=size, markeredgewidth=0, alpha=alpha)
+        axes.set_xlim(limits)
+        axes.set_ylim(limits)
+        axes.set_xlabel(section.x_label)
+        axes.set_title(section.y_label, loc="left", color=MUTED)
+        return export_svg(figure, f"{section.y_label} against {section.x_label}")
+
+
+def draw_histogram(section: Histogram) -> str:
+    """Draw the counts of values between edges, and return the chart as an SVG element; imports matplotlib."""
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator, StrMethodFormatter
+
+    edges = np.array(section.edges, dtype=float)
+    with use_report_style():
+        figure = Figure(figsize=SIZE)
+        axes = figure.add_axes(PLACE)
+        axes.stairs(section.counts, edges, fill=True, color=BLUE, alpha=0.75)
+        if edges[0] < 0 < edges[-1]:
+            axes.axvline(0, color=MUTED, linewidth=0.8)
+        axes.yaxis.set_major_locator(MaxNLocator(nbins=6, integer=True, min_n_ticks=1))
+        axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+        axes.set_xlabel(section.x_label)
+        axes.set_title("samples", loc="left", color=MUTED)
+        return export_svg(figure, f"histogram of {section.x_label}")

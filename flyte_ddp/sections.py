@@ -1,0 +1,79 @@
+"""Sections of a run's report: what an objective tells of the test split, as plain data that the report draws."""
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+
+from flyte_ddp.json_lines import replace_non_finite
+
+Numbers = Sequence[float | None]  # None: not defined
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table. Columns of numbers are set flush right; an undefined number is a dash."""
+
+    title: str
+    text: str
+    header: Sequence[str]
+    rows: Sequence[Sequence[str | float | None]]
+
+
+@dataclass(frozen=True)
+class Scatter:
+    """Points, with the diagonal, where x and y are equal. Charts in a row with one title are shown as one section."""
+
+    title: str
+    text: str
+    name: str  # of this chart
+    x_label: str
+    y_label: str
+    x: Numbers
+    y: Numbers
+
+
+@dataclass(frozen=True)
+class Histogram:
+    """How many values are between each two edges. Charts in a row with one title are shown as one section."""
+
+    title: str
+    text: str
+    name: str  # of this chart
+    x_label: str
+    edges: Numbers  # one more than counts
+    counts: Sequence[int]
+
+
+@dataclass(frozen=True)
+class Confusions:
+    """How often which class was taken for which: [K, 3] truth, prediction and number of samples of each pair."""
+
+    classes: Sequence[str]  # names of all classes
+    counts: Sequence[Sequence[int]]
+
+
+@dataclass(frozen=True)
+class Pictures:
+    """Samples of the test split with picture, prediction and truth; they are numbers in the split's order."""
+
+    title: str
+    text: str
+    samples: Sequence[int]
+
+
+Section = Table | Scatter | Histogram | Confusions | Pictures
+KINDS: dict[str, type[Section]] = {
+    kind.__name__.lower(): kind for kind in (Table, Scatter, Histogram, Confusions, Pictures)
+}
+
+
+def encode_sections(sections: Iterable[Section]) -> str:
+    """Return sections as JSON; numbers that are not finite become null."""
+    return json.dumps(
+        [replace_non_finite({"kind": type(section).__name__.lower(), **asdict(section)}) for section in sections]
+    )
+
+
+def decode_sections(text: str) -> list[Section]:
+    """Return the sections that :func:`encode_sections` has written; ValueError, LookupError or TypeError for others."""
+    return [KINDS[values.pop("kind")](**values) for values in json.loads(text)]

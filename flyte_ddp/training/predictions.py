@@ -1,0 +1,98 @@
+"""Collect what ``predictions.npz`` holds: the report's sections, and samples with what the model says of them."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from flyte_ddp.objectives import Objective
+from flyte_ddp.objectives.objective import convert_outputs, mean_losses
+from flyte_ddp.objectives.table_columns import MOST_COLUMNS, TableColumns, describe_samples, merge_columns
+from flyte_ddp.sections import Pictures, encode_sections
+from flyte_ddp.training.evaluate import Evaluation
+from flyte_ddp.training.training_state import TrainingState
+
+
+def collect_predictions(state: TrainingState, objective: Objective, test: Evaluation, rows: int) -> dict[str, Any]:
+    """Return the predictions file's arrays, by name: of the first ``rows`` test samples and those that sections show.
+
+    Each sample has ``index`` (its number in the test split), ``names``, ``images``, ``loss``, the texts ``prediction``
+    and ``truth``, and ``score`` (NaN without one). The first ``rows`` also have ``texts`` and ``numbers``, [rows,
+    columns], with the columns' names in ``text_columns`` and ``number_columns``; the others ``masks`` and
+    ``true_masks`` if the objective has masks. ``sections`` is the JSON of all sections, ``table_rows`` is ``rows``.
+    Loads these samples in batches of ``test_batch_size``, and predicts them, which seeds the random generators.
+    """
+    sections = objective.sections(test.columns)
+    shown = [sample for section in sections if isinstance(section, Pictures) for sample in section.samples]
+    index = np.array([*range(rows), *shown], dtype=np.int32)
+    parts = [*describe_batches(state, objective, index)]
+    columns = merge_batches([part.pop("columns") for part in parts])
+    texts, numbers = name_table_columns(columns)
+    arrays = merge_batches(parts)
+    return {
+        **{name: values[rows:] if name in ("masks", "true_masks") else values for name, values in arrays.items()},
+        "index": index,
+        "loss": mean_losses(test.columns)[index].float().numpy(),
+        "table_rows": np.array(rows),
+        "text_columns": np.array(texts, dtype=np.str_),
+        "texts": np.array([columns[name][:rows] for name in texts], dtype=np.str_).T,
+        "number_columns": np.array(numbers, dtype=np.str_),
+        "numbers": np.array([columns[name][:rows] for name in numbers], dtype=np.float32).T,
+        "sections": np.array(encode_sections(sections)),
+    }
+
+
+def name_table_columns(columns: TableColumns) -> tuple[list[str], list[str]]:
+    """Return the names of the columns of texts, and of those of numbers.
+
+    Of more than MOST_COLUMNS (1,000) columns of numbers only ``score``: wandb would not show them.
+    """
+    texts = [name for name, values in columns.items() if len(values) and isinstance(values[0], str)]
+    numbers = [name for name in columns if name not in texts]
+    return texts, [name for name in numbers if name == "score" or len(numbers) <= MOST_COLUMNS + 1]
+
+
+def merge_batches(parts: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the arrays, or lists, of several batches as one of each name; {} without a batch."""
+    return {
+        name: np.concatenate([part[name] for part in parts])
+        if isinstance(first, np.ndarray)
+        else [value for part in parts for value in part[name]]
+        for name, first in (parts[0].items() if parts else ())
+    }
+
+
+def describe_batches(state: TrainingState, objective: Objective, index: NDArray[np.int32]) -> Iterator[dict[str, Any]]:
+    """Load and predict test samples in batches of ``test_batch_size``; yield the arrays of each batch by name.
+
+    ``index`` are the samples' numbers in the test split. ``columns`` has the columns of answers and truths.
+    """
+    for start in range(0, len(index), state.hp.test_batch_size):
+        places = index[start : start + state.hp.test_batch_size].tolist()
+        samples = [int(state.test.order.samples(slice(at, at + 1))[0]) for at in places]
+        images, targets, names = state.test.load_batch(np.array(samples, dtype=np.int64))
+        with torch.no_grad(), state.evaluation_mode():
+            outputs = state.predict(images, targets)
+        yield {
+            "names": np.array(names, dtype=np.str_),
+            "images": images.cpu().numpy(),
+            **describe_answers(objective, convert_outputs(outputs, torch.float32), targets),
+        }
+
+
+def describe_answers(objective: Objective, outputs: Any, targets: Tensor) -> dict[str, Any]:
+    """Return what a model says of n samples: their arrays by name, as in the predictions file, and ``columns``."""
+    answers, truths, masks = objective.answers(outputs), objective.truths(targets), objective.masks(outputs)
+    samples = len(targets)
+    found: dict[str, Any] = {"columns": merge_columns(answers, truths)}
+    found["score"] = np.array(answers.get("score", [np.nan] * samples), dtype=np.float32)
+    if masks is not None:
+        kind = np.uint8 if objective.outputs < 256 else np.int32
+        found["masks"], found["true_masks"] = (values.cpu().numpy().astype(kind) for values in (masks, targets))
+        answers = truths = {}
+    for name, columns in (("prediction", answers), ("truth", truths)):
+        found[name] = np.array(describe_samples(columns, name, samples), dtype=np.str_)
+    return found
