@@ -126,12 +126,17 @@ def convert_targets(name: str, values: Any, images: Images, classes: int) -> Tar
             raise UserError(f"{name}: the masks are {of}: a mask must have its image's height and width")
         small = targets.dtype == np.uint8
         return np.ascontiguousarray(targets, dtype=np.uint8 if small else np.int64)
+    if targets.ndim == 3 and len(targets) == samples:
+        raise UserError(f"{name}: masks must be whole numbers, got {targets.dtype}; convert them to class numbers")
     if targets.ndim not in (1, 2) or len(targets) != samples:
         raise UserError(f"{name}: must be one label for each of the {samples} images, got shape {list(targets.shape)}")
     if targets.ndim == 2 or (targets.dtype.kind == "f" and not classes):
         return np.ascontiguousarray(targets, dtype=np.float32)
     if targets.dtype.kind == "b" or (targets.dtype.kind == "f" and classes):
-        raise UserError(f"{name}: must be whole numbers, got {targets.dtype}")
+        raise UserError(
+            f"{name}: must be whole numbers, got {targets.dtype}; convert class numbers to int64, or leave out classes "
+            "to predict numbers"
+        )
     if not classes:
         raise UserError("classes=(): there must be a name for each class; numbers to predict must be float")
     wrong = np.flatnonzero((targets < 0) | (targets >= classes))

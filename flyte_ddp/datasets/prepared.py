@@ -198,10 +198,13 @@ def count_classes(data: PreparedSet, training: Order, classes: int) -> tuple[int
         labels = data.train.labels
     else:
         return ()
-    chosen = labels[np.sort(training.samples(slice(0, len(training))))]
-    if chosen.dtype.kind == "f":
-        return tuple(np.nansum(chosen, axis=0).astype(np.int64).tolist()) if chosen.ndim == 2 else ()
-    counts = np.bincount(chosen.reshape(-1).astype(np.int64), minlength=classes)[:classes]
+    samples = np.sort(training.samples(slice(0, len(training))))
+    if labels.dtype.kind == "f":
+        return tuple(np.nansum(labels[samples], axis=0).astype(np.int64).tolist()) if labels.ndim == 2 else ()
+    counts = np.zeros(classes, np.int64)
+    for rows in np.array_split(samples, len(samples) if labels.ndim > 1 else 1):  # masks one by one: they may be large
+        chosen = labels[rows]
+        counts += np.bincount(chosen[(chosen >= 0) & (chosen < classes)], minlength=classes)
     return tuple(counts.tolist())
 
 
@@ -220,8 +223,8 @@ def resolve_class_names(classes: Sequence[str], hp: Hyperparameters, *, of_numbe
         raise UserError(f"num_classes={hp.num_classes}: the data set has {len(classes)}; set that, or 0")
     names = tuple(classes) or tuple(map(str, range(hp.num_classes)))
     if not names and not of_numbers:
-        raise UserError(
-            f"dataset={hp.dataset!r}: its index does not say how many classes there are; set num_classes, or make an "
-            "index that says with python -m flyte_ddp.shards create"
-        )
+        encoded = encoded_kind(hp.dataset)
+        fix = "make an index that says with python -m flyte_ddp.shards create" if encoded else "give image_arrays names"
+        what = f"{'its index' if encoded else 'it'} does not say how many classes there are"
+        raise UserError(f"dataset={hp.dataset!r}: {what}; set num_classes, or {fix}")
     return names

@@ -17,6 +17,7 @@ from flyte_ddp.objectives.objective import (
     Objective,
     class_weights_of,
     largest_losses,
+    overrides,
     require_outputs,
 )
 from flyte_ddp.objectives.table_columns import TableColumns, name_columns
@@ -37,7 +38,7 @@ class Classification(Objective):
     @property
     def has_weights(self) -> bool:
         """Whether there are class weights, or a subclass has weights of its own."""
-        return self.class_weights is not None or type(self).weights is not Classification.weights
+        return self.class_weights is not None or overrides(self, Classification, "weights")
 
     def check_targets(self, targets: NDArray[Any]) -> None:
         """Raise UserError unless the targets are whole numbers [N] of 0..classes-1."""
@@ -63,7 +64,7 @@ class Classification(Objective):
 
     def loss_sum(self, outputs: Any, targets: Tensor, weights: Tensor | None) -> Tensor:
         """Return the weighted sum of all losses, []; without weights by torch's fused form."""
-        if weights is not None or type(self).losses is not Classification.losses:
+        if weights is not None or overrides(self, Classification, "losses"):
             return super().loss_sum(outputs, targets, weights)
         smoothing = self.facts.label_smoothing
         return functional.cross_entropy(outputs, targets, reduction="sum", label_smoothing=smoothing)
@@ -78,7 +79,12 @@ class Classification(Objective):
         return {"accuracy": correct.sum().item() / max(1, len(correct))}
 
     def constant_loss(self, columns: Columns) -> float | None:
-        """Return the entropy of the classes' shares, by class weights if there are any: random predictions' loss."""
+        """Return the entropy of the classes' shares, by class weights if there are any: random predictions' loss.
+
+        None for a subclass with losses of its own.
+        """
+        if overrides(self, Classification, "losses"):
+            return None
         shares = columns["truth"].long().bincount(columns.get("weight")).double()
         shares /= shares.sum()
         return float(-torch.special.xlogy(shares, shares).sum())

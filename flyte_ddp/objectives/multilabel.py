@@ -18,6 +18,7 @@ from flyte_ddp.objectives.objective import (
     Objective,
     class_weights_of,
     mean_of_defined,
+    overrides,
     require_outputs,
 )
 from flyte_ddp.objectives.table_columns import TableColumns, name_columns
@@ -107,8 +108,11 @@ class Multilabel(Objective):
         return rows
 
     def constant_loss(self, columns: Columns) -> float | None:
-        """Return the weighted mean of the entropies of the labels' shares; None with class weights."""
-        if self.class_weights is not None:
+        """Return the weighted mean of the entropies of the labels' shares.
+
+        None with class weights, and for a subclass with losses or weights of its own.
+        """
+        if overrides(self, Multilabel, "losses", "weights") or self.class_weights is not None:
             return None
         known = ~columns["truth"].isnan()
         counts, positive = known.sum(0), columns["truth"].nan_to_num(nan=0.0).sum(0)

@@ -154,6 +154,11 @@ def largest_losses(columns: Columns, among: Tensor | None = None) -> list[int]:
     return chosen
 
 
+def overrides(objective: Objective, base: type[Objective], *methods: str) -> bool:
+    """Return whether a subclass of ``base`` has its own version of one of these methods."""
+    return any(getattr(type(objective), name) is not getattr(base, name) for name in methods)
+
+
 def wrong_losses_error(losses: Tensor, shape: torch.Size, *, weighted: bool) -> UserError:
     """Return the error for losses of another shape than ``shape``: the weights' shape if ``weighted``, else [n]."""
     rule = f"{list(shape)}, as the weights are" if weighted else f"{list(shape)}, one for each sample"
@@ -164,9 +169,10 @@ def sample_losses(objective: Objective, outputs: Any, targets: Tensor) -> tuple[
     """Return each sample's sum of weighted losses, [n], and its sum of weights, [n], or None for weights of 1.
 
     A loss that comes as a single number counts as the loss of each sample. Raises UserError for losses of a wrong
-    shape, and for negative weights.
+    shape, and the errors of :func:`require_weights`.
     """
     losses, weights = objective.losses(outputs, targets), objective.weights(targets)
+    require_weights(weights, len(targets))
     shape = targets.shape[:1] if weights is None else weights.shape
     if losses.dim() == 0:
         losses = losses.expand(shape)
@@ -174,9 +180,24 @@ def sample_losses(objective: Objective, outputs: Any, targets: Tensor) -> tuple[
         raise wrong_losses_error(losses, shape, weighted=weights is not None)
     if weights is None:
         return losses, None
-    if bool((weights < 0).any()):
-        raise UserError(f"the objective's weights go down to {weights.min().item():g}: must be at least 0")
-    return tuple(values.flatten(1).sum(1) if values.dim() > 1 else values for values in (losses * weights, weights))  # type: ignore[return-value]
+    sums = (values.reshape(len(values), -1).sum(1, dtype=torch.float64) for values in (losses * weights, weights))
+    return next(sums), next(sums)
+
+
+def require_weights(weights: Tensor | None, samples: int) -> None:
+    """Raise UserError unless weights are None, or one or more numbers of at least 0 for each of the samples."""
+    if weights is None:
+        return
+    if weights.shape[:1] != (samples,):
+        raise UserError(
+            f"the objective's weights have shape {list(weights.shape)}: must be one or more for each of the {samples} "
+            "samples; do not reduce them"
+        )
+    if not bool(((weights >= 0) & weights.isfinite()).all()):
+        raise UserError(
+            f"the objective's weights go from {weights.min().item():g} to {weights.max().item():g}: must be finite "
+            "and at least 0; 0 leaves a loss out"
+        )
 
 
 def convert_outputs(outputs: Any, dtype: torch.dtype) -> Any:
@@ -222,7 +243,7 @@ def class_weights_of(facts: Facts) -> Tensor | None:
     text = facts.class_weights
     if not text:
         return None
-    number = len(facts.classes)
+    number = len(facts.classes) or int(np.prod(facts.target_shape))  # labels need no names
     if text == "balanced":
         counts = torch.tensor(facts.class_counts, dtype=torch.float64)
         if len(counts) != number or not bool((counts > 0).all()):

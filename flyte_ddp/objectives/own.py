@@ -8,7 +8,7 @@ from torch import Tensor
 from flyte_ddp.errors import UserError, unknown_name_error
 from flyte_ddp.objectives.classification import Classification
 from flyte_ddp.objectives.multilabel import Multilabel
-from flyte_ddp.objectives.objective import Facts, Objective
+from flyte_ddp.objectives.objective import HIGHER, LOWER, Facts, Objective, overrides
 from flyte_ddp.objectives.regression import Regression
 from flyte_ddp.objectives.segmentation import Segmentation
 from flyte_ddp.user_code import load_callable, require_options
@@ -43,7 +43,8 @@ def make_objective(name: str, facts: Facts, options: Mapping[str, Any]) -> Objec
     A class is an Objective. A function of outputs and targets gives the losses, and gets the measures of
     classification where the targets are classes, else the loss alone. ``options`` are keyword arguments of the class or
     of the function. Runs the user's code, and puts the working directory first on ``sys.path`` for it. Raises
-    UserError for an unknown name, and for options that the class or function does not take.
+    UserError for an unknown name, options that the class or function does not take, a class that is no Objective or
+    lacks losses, and a measure whose direction is neither LOWER nor HIGHER.
     """
     if ":" not in name and name not in OBJECTIVES:
         raise unknown_name_error("objective", name, [*OBJECTIVES, "package.module:callable"])
@@ -54,6 +55,14 @@ def make_objective(name: str, facts: Facts, options: Mapping[str, Any]) -> Objec
         objective = own(facts, **options)
         if not isinstance(objective, Objective):
             raise UserError(f"objective={name!r}: is no flyte_ddp.objectives.Objective; derive it from that")
+        if not overrides(objective, Objective, "losses"):
+            raise UserError(f"objective={name!r}: has no losses; define losses(self, outputs, targets)")
+        for measure, better in objective.measures.items():
+            if better not in (LOWER, HIGHER):
+                raise UserError(
+                    f"objective={name!r}: measure {measure!r} has {better!r}: must be {LOWER!r} or {HIGHER!r}, by what "
+                    "is better"
+                )
         return objective
     base = Classification if facts.classes and not facts.target_shape else Objective
     require_options(what, own, options, None, None)

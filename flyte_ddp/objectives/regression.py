@@ -17,6 +17,7 @@ from flyte_ddp.objectives.objective import (
     Facts,
     Objective,
     mean_of_defined,
+    overrides,
     require_outputs,
 )
 from flyte_ddp.objectives.table_columns import TableColumns, number_columns
@@ -109,8 +110,11 @@ class Regression(Objective):
         ]
 
     def constant_loss(self, columns: Columns) -> float | None:
-        """Return the loss of the best constant: the mean for mse, the median for l1; None for huber."""
-        if self.loss == "huber":
+        """Return the loss of the best constant: the mean for mse, the median for l1.
+
+        None for huber, and for a subclass with losses or weights of its own.
+        """
+        if overrides(self, Regression, "losses", "weights") or self.loss == "huber":
             return None
         truth = columns["truth"] if columns["truth"].dim() > 1 else columns["truth"][:, None]
         centre = truth.nanmean(0) if self.loss == "mse" else truth.nanmedian(0).values

@@ -16,6 +16,7 @@ from flyte_ddp.objectives.objective import (
     Objective,
     class_weights_of,
     largest_losses,
+    overrides,
     require_outputs,
 )
 from flyte_ddp.objectives.table_columns import TableColumns, name_columns
@@ -96,8 +97,11 @@ class Segmentation(Objective):
         return {"miou": defined.mean().item() if len(defined) else float("nan"), "pixel_accuracy": accuracy}
 
     def constant_loss(self, columns: Columns) -> float | None:
-        """Return the entropy of the classes' shares of all pixels; None with class weights."""
-        if self.class_weights is not None:
+        """Return the entropy of the classes' shares of all pixels.
+
+        None with class weights, and for a subclass with losses or weights of its own.
+        """
+        if overrides(self, Segmentation, "losses", "weights") or self.class_weights is not None:
             return None
         shares = columns["true"].sum(0) / columns["true"].sum().clamp(min=1)
         return float(-torch.special.xlogy(shares, shares).sum())

@@ -98,6 +98,19 @@ def gather_objects(value: Value) -> list[Value]:
     return values
 
 
+@contextmanager
+def hide_process_group() -> Iterator[None]:
+    """Hide torch's process group from this process for the block: ``torch.distributed.is_initialized()`` is False.
+
+    For code of others that one rank runs alone: metrics of torchmetrics would wait for all ranks.
+    """
+    group, dist.group.WORLD = dist.group.WORLD, None
+    try:
+        yield
+    finally:
+        dist.group.WORLD = group
+
+
 def patch_collective_wait() -> None:
     """Replace ``torch.distributed.Work.wait`` in this process by a wait that raises CollectiveError, not RuntimeError.
 

@@ -12,7 +12,14 @@ from torch import Tensor
 from flyte_ddp.errors import UserError
 from flyte_ddp.loading.split import Split
 from flyte_ddp.objectives.objective import Objective, convert_outputs, sample_losses
-from flyte_ddp.parallel.distributed import broadcast_object, gather_objects, rank, sum_over_ranks, world_size
+from flyte_ddp.parallel.distributed import (
+    broadcast_object,
+    gather_objects,
+    hide_process_group,
+    rank,
+    sum_over_ranks,
+    world_size,
+)
 
 SAVED = ("best", "evaluations_since_best", "stopped", "epoch")  # of a Selection, in checkpoints
 
@@ -58,24 +65,40 @@ def evaluate_split(
     if not bool((counted == 1).all()):
         raise RuntimeError(f"evaluation counted {int((counted != 1).sum())} of {len(split)} samples not exactly once")
     rows = torch.split(table[:-1], [math.prod(shape) for shape in layout.values()])
-    columns = {name: part.T.reshape(-1, *shape) for (name, shape), part in zip(layout.items(), rows, strict=True)}
+    columns = {  # row by row in memory, as arrays of users are: a sum along samples has the same last digit then
+        name: part.T.contiguous().view(-1, *shape) for (name, shape), part in zip(layout.items(), rows, strict=True)
+    }
     # All ranks use rank 0's measures. Processors of different kinds may add up in different orders, and because of one
     # last bit a rank could stop training while the others continue and wait for it.
-    return Evaluation(broadcast_object(measure_columns(objective, columns) if rank() == 0 else {}), columns)
+    measures = {}
+    if rank() == 0:
+        with hide_process_group():
+            measures = measure_columns(objective, columns)
+    return Evaluation(broadcast_object(measures), columns)
 
 
 def compute_columns(objective: Objective, outputs: Any, targets: Tensor) -> dict[str, Tensor]:
-    """Return the objective's columns of a batch, with each sample's ``loss``, and ``weight`` if there are weights."""
+    """Return the objective's columns of a batch, with each sample's ``loss``, and ``weight`` if there are weights.
+
+    Raises UserError for a column that has no row for each sample.
+    """
     outputs = convert_outputs(outputs, torch.float64)
     losses, weights = sample_losses(objective, outputs, targets)
-    weight = {} if weights is None else {"weight": weights}
-    return {"loss": losses, **weight, **objective.columns(outputs, targets)}
+    columns = {"loss": losses} if weights is None else {"loss": losses, "weight": weights}
+    for name, column in objective.columns(outputs, targets).items():
+        if column.shape[:1] != targets.shape[:1]:
+            raise UserError(
+                f"column {name!r} of the objective has shape {list(column.shape)}: must have a row for each of the "
+                f"{len(targets)} samples; do not reduce it"
+            )
+        columns[name] = column
+    return columns
 
 
 def measure_columns(objective: Objective, columns: dict[str, Tensor]) -> dict[str, float]:
     """Return the loss and the objective's measures of all samples; empty without a sample.
 
-    Raises UserError if the objective returns other names than it has announced.
+    Raises UserError if the objective returns other names than it has announced, or what is no number.
     """
     if not len(columns.get("loss", ())):
         return {}
@@ -86,7 +109,13 @@ def measure_columns(objective: Objective, columns: dict[str, Tensor]) -> dict[st
             f"{type(objective).__name__}.measure returned {', '.join(found) or 'nothing'}: must be what its measures "
             f"names: {', '.join(objective.measures) or 'nothing'}"
         )
-    return {"loss": columns["loss"].sum().item() / (weight or 1), **found}
+    try:
+        numbers = {name: float(value) for name, value in found.items()}
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise UserError(
+            f"{type(objective).__name__}.measure returned what is no number ({error}): return one for each name"
+        ) from None
+    return {"loss": columns["loss"].sum().item() / (weight or 1), **numbers}
 
 
 def make_table(layout: dict[str, tuple[int, ...]], samples: int, device: torch.device) -> Tensor:

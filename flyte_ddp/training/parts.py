@@ -98,8 +98,8 @@ def load_parts(
     with state.clock("communication"):
         own = torch.zeros((), dtype=torch.float64, device=state.device)
         for part, (_, targets) in zip(parts, loaded, strict=True):
-            for _, weights in targets:
-                if part.has_samples and weights is not None:
-                    own += weights.sum(dtype=torch.float64)
+            for values, weights in targets:
+                if part.has_samples:
+                    own += len(values) if weights is None else weights.sum(dtype=torch.float64)
         total = sum_over_ranks(own)
     return iter(loaded), total

@@ -26,6 +26,7 @@ from flyte_ddp.models.frozen_parts import freeze_parts, set_training_mode
 from flyte_ddp.models.images import InputSpec, prepare_images
 from flyte_ddp.models.initial_weights import load_initial_weights
 from flyte_ddp.objectives import HIGHER, Facts, Objective
+from flyte_ddp.objectives.objective import require_weights
 from flyte_ddp.objectives.own import make_objective
 from flyte_ddp.order import sampling
 from flyte_ddp.order.sampling import Order
@@ -210,8 +211,8 @@ class TrainingState:
 def open_objective(data: PreparedSet, hp: Hyperparameters, training: Order) -> Objective:
     """Return the objective of a training on a prepared data set, whose training samples are those of ``training``.
 
-    Runs the user's code of an own objective. Raises UserError if the objective does not take the targets, a setting or
-    an option, or has no measure ``select_by``.
+    Runs the user's code of an own objective, and asks it for the weights of all targets. Raises UserError if the
+    objective does not take the targets, a setting or an option, gives wrong weights, or has no measure ``select_by``.
     """
     classes = resolve_class_names(data.classes, hp, of_numbers=has_numbers(data))
     counts = count_classes(data, training, len(classes)) if hp.class_weights == "balanced" else ()
@@ -222,6 +223,9 @@ def open_objective(data: PreparedSet, hp: Hyperparameters, training: Order) -> O
     if isinstance(data, ImageArrays):
         for targets in (data.train_labels, data.test_labels):
             objective.check_targets(targets)
+            if ":" in hp.objective:  # what a user's function gives for them; built-in ones have been tested
+                for rows in np.array_split(targets, -(-len(targets) // hp.test_batch_size)):
+                    require_weights(objective.weights(torch.tensor(rows)), len(rows))
     else:
         objective.check_targets(np.zeros(1, np.int64))  # a sample of an encoded set has one class
     if hp.select_by not in ("loss", *objective.measures):

@@ -1,14 +1,17 @@
 """Small tasks for each objective: data sets with unknown and ignored targets, models, and objectives of users."""
 
 import os
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+from sklearn import metrics
 from torch import Tensor, nn
 from torch.nn import functional
+from torchmetrics import CatMetric
 
 from flyte_ddp.datasets import ImageArrays, image_arrays
-from flyte_ddp.objectives import Multilabel
+from flyte_ddp.objectives import HIGHER, Classification, Multilabel
 
 TRAIN, TEST, SIDE = 41, 23, 8
 CLASSES = ("a", "b", "c")
@@ -107,6 +110,28 @@ class Rare(Multilabel):
 
     def weights(self, targets: Tensor) -> Tensor:
         return super().weights(targets) * (1 + 9 * targets.nan_to_num(nan=0.0))
+
+
+class MacroF1(Classification):
+    """Classification with a measure of the user's own, first."""
+
+    measures: Mapping[str, str] = {"f1": HIGHER, **Classification.measures}
+
+    def measure(self, columns: Mapping[str, Tensor]) -> dict[str, float]:
+        f1 = metrics.f1_score(columns["truth"], columns["prediction"], average="macro")
+        return {"f1": f1, **super().measure(columns)}
+
+
+class SyncingF1(MacroF1):
+    """The same with a metric of torchmetrics, which gathers the values of all ranks in ``compute`` if there are any."""
+
+    def measure(self, columns: Mapping[str, Tensor]) -> dict[str, float]:
+        gathered = {}
+        for name in ("truth", "prediction"):
+            values = CatMetric(sync_on_compute=True)
+            values.update(columns[name])
+            gathered[name] = values.compute().reshape(-1)  # of one sample it is []
+        return super().measure(gathered)
 
 
 def wrong_length(outputs: Tensor, targets: Tensor) -> Tensor:

@@ -59,7 +59,7 @@ def train_in_ranks(folder: Path) -> None:
         state = TrainingState(hp, detect_hardware(hp), arrays, None)
         losses, states = [], []
         for _, batch in zip(range(STEPS), batches(hp, state.training.order.samples(slice(None))), strict=False):
-            losses.append(compute_gradients(state, batch).item() / len(batch))
+            losses.append(compute_gradients(state, batch).loss.item() / len(batch))
             apply_gradients(state)
             states.append({key: value.clone() for key, value in state.model.state_dict().items()})
         if rank() == 0:

@@ -1,0 +1,299 @@
+"""Measures of evaluations: scikit-learn's of all samples, to the last digit, on any number of ranks."""
+
+import itertools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from ranks import run_ranks
+from scipy import optimize, special
+from sklearn import metrics
+from sklearn.utils.class_weight import compute_class_weight
+from torch import Tensor
+from torch.nn import functional
+
+from flyte_ddp.loading.arrays import ArrayImages
+from flyte_ddp.loading.split import Split
+from flyte_ddp.objectives import Facts, Objective
+from flyte_ddp.objectives.objective import class_weights_of
+from flyte_ddp.objectives.own import make_objective
+from flyte_ddp.order.sampling import ListedOrder
+from flyte_ddp.parallel.distributed import rank, world_size
+from flyte_ddp.training.evaluate import evaluate_split
+
+CLASSES = ("a", "b", "c", "d")
+MOST, BATCH = 43, 5
+SIZES = (1, 2, BATCH - 1, BATCH, BATCH + 1, MOST)  # of splits; 1 and 2 are fewer than ranks
+BATCHES = (1, BATCH)
+Values = NDArray[Any]
+
+
+@dataclass(frozen=True)
+class Case:
+    """An objective, with targets and outputs of MOST samples, and what scikit-learn makes of the first of them."""
+
+    targets: Values
+    outputs: Values
+    expected: Callable[[Values, Values], dict[str, float]]  # of targets and outputs
+    objective: str
+    classes: tuple[str, ...] = CLASSES
+
+    def make(self) -> Objective:
+        return make_objective(self.objective, Facts(self.classes, self.targets.shape[1:]), {})
+
+
+def mean_of_labels(function: Callable[[Values, Values], float], truth: Values, scores: Values, *, both: bool) -> float:
+    """Return the mean of a measure over the labels with a positive sample, and with ``both`` with a negative one."""
+    found = []
+    for label in range(truth.shape[1]):
+        known = ~np.isnan(truth[:, label])
+        if {1.0, *((0.0,) if both else ())} <= set(truth[known, label]):
+            found.append(function(truth[known, label], scores[known, label]))
+    return float(np.mean(found)) if found else math.nan
+
+
+def of_labels(truth: Values, logits: Values) -> dict[str, float]:
+    return {
+        "f1": mean_of_labels(lambda truth, scores: metrics.f1_score(truth, scores >= 0), truth, logits, both=False),
+        "auroc": mean_of_labels(metrics.roc_auc_score, truth, logits, both=True),
+        "average_precision": mean_of_labels(metrics.average_precision_score, truth, logits, both=False),
+    }
+
+
+def of_known_labels(truth: Values, logits: Values) -> dict[str, float]:
+    """Scikit-learn's own means over the labels, where each label has samples with it and without it."""
+    if len(truth) < MOST:
+        return of_labels(truth, logits)
+    return {
+        "f1": metrics.f1_score(truth, logits >= 0, average="macro"),
+        "auroc": metrics.roc_auc_score(truth, logits, average="macro"),
+        "average_precision": metrics.average_precision_score(truth, logits, average="macro"),
+    }
+
+
+def of_numbers(truth: Values, predictions: Values) -> dict[str, float]:
+    if not np.isnan(truth).any():
+        return {
+            "rmse": metrics.root_mean_squared_error(truth, predictions),
+            "mae": metrics.mean_absolute_error(truth, predictions),
+            "r2": metrics.r2_score(truth, predictions) if len(truth) > 1 else math.nan,
+        }
+    known = [column[~np.isnan(column)] for column in truth.T]
+    pairs = [(column, predictions[~np.isnan(truth[:, at]), at]) for at, column in enumerate(known)]
+    each = [of_numbers(*pair) for pair in pairs if len(pair[0])]
+    columns = {name: [row[name] for row in each if not math.isnan(row[name])] for name in ("rmse", "mae", "r2")}
+    return {name: float(np.mean(values)) if values else math.nan for name, values in columns.items()}
+
+
+def of_pixels(masks: Values, logits: Values) -> dict[str, float]:
+    counts = masks != 255
+    if not counts.any():
+        return {"miou": math.nan, "pixel_accuracy": math.nan}
+    truth, predicted = masks[counts], logits.argmax(1)[counts]
+    return {
+        "miou": metrics.jaccard_score(truth, predicted, average="macro"),
+        "pixel_accuracy": metrics.accuracy_score(truth, predicted),
+    }
+
+
+def of_classes(truth: Values, logits: Values) -> dict[str, float]:
+    return {"accuracy": metrics.accuracy_score(truth, logits.argmax(1))}
+
+
+def macro_f1(truth: Values, logits: Values) -> dict[str, float]:
+    return {"f1": metrics.f1_score(truth, logits.argmax(1), average="macro"), **of_classes(truth, logits)}
+
+
+def make_cases() -> dict[str, Case]:
+    random = np.random.default_rng(4)
+    classes = random.integers(0, 4, MOST)
+    logits = random.integers(-4, 5, (MOST, 4)) / 2  # with equal ones in each column, and 0
+    labels = (random.random((MOST, 4)) < 0.4).astype(np.float32)
+    some = np.where(random.random(labels.shape) < 0.3, np.nan, labels)
+    some[:, 3] = np.where(some[:, 3] == 1, 0, some[:, 3])  # the last label has no positive sample
+    some[0] = np.nan
+    numbers = random.normal(size=(MOST, 2)).astype(np.float32)
+    near = numbers + random.normal(size=(MOST, 2))
+    some_numbers = np.where(random.random(numbers.shape) < 0.3, np.nan, numbers)
+    masks = random.integers(0, 3, (MOST, 4, 6), dtype=np.uint8)  # the last class occurs in predictions alone
+    masks[random.random(masks.shape) < 0.4] = 255
+    masks[0] = 255
+    pixels = random.normal(size=(MOST, 4, 4, 6))
+    return {
+        "classification": Case(classes, logits, of_classes, "classification"),
+        "own measure": Case(classes, logits, macro_f1, "objective_tasks:MacroF1"),
+        "syncing measure": Case(classes, logits, macro_f1, "objective_tasks:SyncingF1"),
+        "known labels": Case(labels, logits, of_known_labels, "multilabel"),
+        "labels": Case(some.astype(np.float32), logits, of_labels, "multilabel"),
+        "number": Case(numbers[:, 0], near[:, :1], lambda t, p: of_numbers(t, p[:, 0]), "regression", ()),
+        "numbers": Case(numbers, near, of_numbers, "regression", ()),
+        "some numbers": Case(some_numbers.astype(np.float32), near, of_numbers, "regression", ()),
+        "segmentation": Case(masks, pixels, of_pixels, "segmentation"),
+    }
+
+
+CASES = make_cases()
+
+
+def evaluate(case: Case, size: int, batch_size: int) -> dict[str, Any]:
+    """Evaluate the first ``size`` samples in fp64; each image is its sample's number, by which the model knows it."""
+    images = torch.arange(size, dtype=torch.uint8).view(-1, 1, 1, 1)
+    source = ArrayImages(images, torch.from_numpy(case.targets[:size]))
+    outputs = torch.from_numpy(case.outputs).double()
+    split = Split(source, ListedOrder(np.arange(size, dtype=np.int32)))
+    return vars(
+        evaluate_split(
+            lambda images, _: outputs[images.flatten().long()], split, batch_size, torch.device("cpu"), case.make()
+        )
+    )
+
+
+def leave_evaluations(folder: Path) -> None:
+    """Leave every case's evaluations from the last rank, which has the fewest samples."""
+    found = {
+        (name, size, batch_size): evaluate(case, size, batch_size)
+        for (name, case), size, batch_size in itertools.product(CASES.items(), SIZES, BATCHES)
+    }
+    if rank() == world_size() - 1:
+        torch.save(found, folder / f"{world_size()}.pt")
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("user_models")
+@pytest.mark.parametrize("ranks", [3, *(pytest.param(ranks, marks=pytest.mark.exhaustive) for ranks in (1, 2, 4))])
+def test_measures_are_scikit_learns_on_any_ranks_and_in_any_batches(ranks: int, tmp_path: Path) -> None:
+    """A batch or a rank without a positive sample, or without any, changes nothing; no sample is lost or repeated.
+
+    Lightning-AI/torchmetrics#845, Lightning-AI/pytorch-lightning#4783, #3572: averages of batches or ranks.
+    Lightning-AI/torchmetrics#445, Lightning-AI/pytorch-lightning#2210: batches without positives.
+    pytorch/pytorch#25162, Lightning-AI/pytorch-lightning#7929, #5060, roboflow/rf-detr#1507: samples counted twice.
+    huggingface/accelerate#226, #575, #952, #2007: the last batch is lost or repeated.
+    Lightning-AI/torchmetrics#2170, #2463, #3199, #3503: a metric of torchmetrics waits for ranks that do not come.
+    Lightning-AI/pytorch-lightning#21838: losses are means over targets of which ranks have different numbers.
+    """
+    if ranks == 1:
+        leave_evaluations(tmp_path)
+    else:
+        assert run_ranks(leave_evaluations, tmp_path, ranks) == [0] * ranks
+    found = torch.load(tmp_path / f"{ranks}.pt", weights_only=True)
+    for (name, case), size in itertools.product(CASES.items(), SIZES):
+        expected = case.expected(case.targets[:size], case.outputs[:size])
+        plain = plain_columns(case, size)
+        total = float(plain["loss"].sum()) / (float(plain["weight"].sum()) or 1.0 if "weight" in plain else size)
+        for batch_size in BATCHES:
+            measures, columns = (found[name, size, batch_size][part] for part in ("measures", "columns"))
+            at = f"{name}, {size} samples in batches of {batch_size}"
+            assert list(measures) == ["loss", *case.make().measures], at
+            for measure, value in {"loss": total, **expected}.items():
+                assert np.array_equal(measures[measure], value, equal_nan=True), (at, measure)
+            assert columns.keys() == plain.keys(), at
+            for column, values in plain.items():
+                assert torch.equal(columns[column].nan_to_num(nan=-1.0), values.nan_to_num(nan=-1.0)), (at, column)
+    assert math.isnan(found["labels", 1, 1]["measures"]["f1"]), "the first sample has no known label"
+
+
+def plain_columns(case: Case, size: int) -> dict[str, Tensor]:
+    """Return the columns of the first samples, one after another, each by itself."""
+    targets, outputs = torch.from_numpy(case.targets[:size]), torch.from_numpy(case.outputs[:size]).double()
+    objective, rows = case.make(), []
+    for sample in range(size):
+        one = slice(sample, sample + 1)
+        losses, weights = objective.losses(outputs[one], targets[one]), objective.weights(targets[one])
+        used = losses if weights is None else losses * weights
+        weight = {} if weights is None else {"weight": weights.reshape(1, -1).double().sum(1)}
+        rows.append({"loss": used.reshape(1, -1).sum(1), **weight, **objective.columns(outputs[one], targets[one])})
+    return {name: torch.cat([row[name].double() for row in rows]) for name in rows[0]}
+
+
+def best_constant(objective: Objective, targets: Tensor, shape: tuple[int, ...]) -> float:
+    """Return the least weighted mean loss that an output of ``shape``, equal for all samples and pixels, can have."""
+
+    def loss(output: Values) -> float:
+        spread = torch.from_numpy(output).view(1, -1, *[1] * (targets.dim() - 1 if len(shape) > 1 else 0))
+        outputs = spread.expand(len(targets), *shape)
+        losses, weights = objective.losses(outputs, targets), objective.weights(targets)
+        used = torch.ones_like(losses) if weights is None else weights.double()
+        return float((losses * used).sum() / used.sum())
+
+    with torch.no_grad():
+        return float(optimize.minimize(loss, np.zeros(shape[0]), method="Nelder-Mead", options=PRECISELY).fun)
+
+
+PRECISELY = {"xatol": 1e-10, "fatol": 1e-13, "maxiter": 20_000, "maxfev": 20_000, "adaptive": True}
+
+
+@pytest.mark.parametrize(
+    ("name", "facts", "options"),
+    [
+        ("classification", {}, {}),
+        ("classification", {"class_weights": "0.5,2,3,1"}, {}),
+        ("labels", {}, {}),
+        ("numbers", {}, {}),
+        ("some numbers", {}, {}),
+        ("some numbers", {}, {"loss": "l1"}),
+        ("segmentation", {}, {}),
+    ],
+)
+def test_the_constant_loss_is_that_of_the_best_constant_output(name: str, facts: dict, options: dict) -> None:
+    case = CASES[name]
+    objective = make_objective(case.objective, Facts(case.classes, case.targets.shape[1:], **facts), options)
+    targets = torch.from_numpy(case.targets)
+    shape = case.outputs.shape[1:]
+    outputs = torch.zeros(len(targets), *shape, dtype=torch.float64)
+    columns = {key: column.double() for key, column in objective.columns(outputs, targets).items()}
+    if (weights := objective.weights(targets)) is not None:
+        columns["weight"] = weights.double().reshape(len(targets), -1).sum(1)
+    assert objective.constant_loss(columns) == pytest.approx(best_constant(objective, targets, shape), rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "case", "facts", "options"),
+    [
+        ("regression", "numbers", {}, {"loss": "huber"}),
+        ("multilabel", "labels", {"class_weights": "1,2,3,4"}, {}),
+        ("segmentation", "segmentation", {"class_weights": "1,2,3,4"}, {}),
+        ("objective_tasks:focal", "classification", {}, {}),
+        ("objective_tasks:Rare", "labels", {}, {}),
+    ],
+)
+@pytest.mark.usefixtures("user_models")
+def test_a_loss_whose_best_constant_is_not_known_has_none(name: str, case: str, facts: dict, options: dict) -> None:
+    """Else a run could be said to have learned nothing because its own loss has larger values than cross-entropy."""
+    objective = make_objective(name, Facts(CLASSES, CASES[case].targets.shape[1:], **facts), options)
+    targets = torch.from_numpy(CASES[case].targets)
+    columns = objective.columns(torch.from_numpy(CASES[case].outputs).double(), targets)
+    assert objective.constant_loss({name: column.double() for name, column in columns.items()}) is None
+
+
+def test_balanced_class_weights_are_scikit_learns() -> None:
+    labels = np.repeat(np.arange(4), (7, 1, 20, 3))
+    counts = tuple(np.bincount(labels).tolist())
+    weights = class_weights_of(Facts(CLASSES, class_counts=counts, class_weights="balanced"))
+    expected = compute_class_weight("balanced", classes=np.arange(4), y=labels)
+    np.testing.assert_array_equal(weights, expected.astype(np.float32))
+
+
+def test_class_weights_with_smoothing_are_a_weighted_mean() -> None:
+    """pytorch/pytorch#63004, #107680: what soft targets weigh. Here the true class's weight counts, once.
+
+    A step's loss is the sum of the smoothed losses times the weights of the true classes, divided by these weights.
+    """
+    case = CASES["classification"]
+    objective = make_objective("classification", Facts(CLASSES, (), (), "0.5,2,3,1", label_smoothing=0.1), {})
+    targets, logits = torch.from_numpy(case.targets), torch.from_numpy(case.outputs).requires_grad_()
+    weights = objective.weights(targets)
+    mean = objective.loss_sum(logits, targets, weights) / weights.sum()
+    soft = np.full((MOST, 4), 0.1 / 4)
+    soft[np.arange(MOST), case.targets] += 0.9
+    losses = -(soft * special.log_softmax(case.outputs, axis=1)).sum(1)
+    expected = np.average(losses, weights=np.array([0.5, 2, 3, 1])[case.targets])
+    assert mean.item() == pytest.approx(expected, rel=1e-12)
+    with torch.no_grad():  # an evaluation does not smooth
+        hard = functional.cross_entropy(logits, targets, reduction="none")
+        assert torch.equal(objective.losses(logits, targets), hard)

@@ -1,0 +1,119 @@
+"""The weights that are kept, and when training stops, by a measure of the objective: in its direction, and resumed."""
+
+import itertools
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import objective_tasks as tasks
+import pytest
+import torch
+from training_runs import train_in
+
+from flyte_ddp.config import Hyperparameters
+from flyte_ddp.datasets.arrays import write_arrays
+from flyte_ddp.errors import RankError
+from flyte_ddp.json_lines import read_records
+from flyte_ddp.run import Result
+from flyte_ddp.training.evaluate import Evaluation, Selection
+from flyte_ddp.training.training_state import TrainingState
+
+EPOCHS, STEPS = 10, 4  # of an epoch: 29 training samples in batches of 8
+HP = Hyperparameters(
+    model="objective_tasks:flat", precision="fp64", num_ranks=1, epochs=EPOCHS, batch_size=8, schedule="constant",
+    learning_rate=0.1, validation_fraction=0.3, keep="best",
+)  # fmt: skip
+RUNS = {
+    "auroc": replace(HP, dataset="objective_tasks:labels", objective="multilabel", learning_rate=0.3),
+    "r2": replace(HP, dataset="objective_tasks:numbers", objective="regression"),
+    "rmse": replace(HP, dataset="objective_tasks:numbers", objective="regression"),
+    "f1": replace(HP, dataset="objective_tasks:classes", objective="objective_tasks:MacroF1", learning_rate=0.3),
+}
+pytestmark = pytest.mark.usefixtures("user_models")
+
+
+def train(hp: Hyperparameters, folder: Path) -> Result:
+    data = folder.with_name("data")
+    if not data.exists():
+        data.mkdir()
+        arrays = getattr(tasks, hp.dataset.partition(":")[2])("")
+        write_arrays(replace(arrays, name=hp.dataset), data, {})
+    return train_in(folder, hp, data)
+
+
+def evaluations(result: Result) -> list[dict[str, Any]]:
+    return [record for record in read_records(result.metrics) if record["kind"] == "evaluation"]
+
+
+def best_epoch(result: Result, measure: str) -> int:
+    """Return the first epoch with the best value, by the direction that is written down here."""
+    values = [record[f"validation_{measure}"] for record in evaluations(result)]
+    return values.index(min(values) if measure in ("loss", "rmse") else max(values)) + 1
+
+
+@pytest.mark.parametrize("measure", RUNS)
+def test_the_kept_weights_are_those_of_the_best_evaluation(measure: str, tmp_path: Path) -> None:
+    """huggingface/transformers#31142, georgemilosh/Climate-Learning#86: the best by the wrong direction."""
+    hp = replace(RUNS[measure], select_by=measure)
+    result = train(hp, tmp_path / "run")
+    best = best_epoch(result, measure)
+    values = [record[f"validation_{measure}"] for record in evaluations(result)]
+    assert len(values) == EPOCHS
+    worst = values.index(max(values) if measure == "rmse" else min(values)) + 1
+    assert best not in (worst, EPOCHS), "the wrong direction, or the last weights, would be noticed"
+    end = read_records(result.metrics)[-1]
+    assert end[f"test_{measure}"] == evaluations(result)[best - 1][f"test_{measure}"]
+    cut = train(replace(hp, max_steps=best * STEPS, keep="last"), tmp_path / "cut")
+    weights, expected = (torch.load(each.model, weights_only=True) for each in (result, cut))
+    assert all(torch.equal(value, expected[name]) for name, value in weights.items())
+
+
+@pytest.mark.parametrize("keep", ["best", "ema"])
+@pytest.mark.parametrize("measure", ["auroc", "rmse"])
+def test_a_resumed_run_keeps_what_a_run_that_came_through_keeps(
+    measure: str, keep: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A resume loses the best value, or the average: atomistic-machine-learning/schnetpack#785, roboflow/rf-detr#969.
+
+    Also lightly-ai/lightly-train#892 and open-mmlab/mmcv#2195.
+    """
+    hp = replace(RUNS[measure], select_by=measure, keep=keep, ema_decay=0.8)
+    expected = train(hp, tmp_path / "run")
+    best, update = best_epoch(expected, measure), TrainingState.update_average
+
+    def fail_after_the_best_epoch(state: TrainingState) -> None:
+        if state.step == (best + 1) * STEPS + 1:
+            raise MemoryError
+        update(state)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TrainingState, "update_average", fail_after_the_best_epoch)
+        with pytest.raises(RankError, match="MemoryError"):
+            train(hp, tmp_path / "again")
+    again = train(hp, tmp_path / "again")
+    assert read_records(again.metrics)[0]["resumed_after_step"] == 0
+    assert sum(record["kind"] == "start" for record in read_records(again.metrics)) == 2
+    assert again.model.read_bytes() == expected.model.read_bytes()
+    timeless = [[{**each, "time": 0} for each in evaluations(result)] for result in (again, expected)]
+    assert timeless[0] == timeless[1]
+
+
+@pytest.mark.parametrize("measure", ["auroc", "rmse"])
+def test_training_stops_when_the_measure_is_no_longer_better(measure: str, tmp_path: Path) -> None:
+    hp = replace(RUNS[measure], select_by=measure, early_stop_patience=2, epochs=40)
+    result = train(hp, tmp_path / "run")
+    stopped, best = read_records(result.metrics)[-1]["stopped"], best_epoch(result, measure)
+    assert len(evaluations(result)) == best + 2 < 40
+    assert stopped == f"after epoch {best + 2}: no better validation {measure} in 2 evaluation(s)"
+
+
+def test_a_measure_that_is_not_defined_is_never_better() -> None:
+    for higher, sign in itertools.product((False, True), (1.0, -1.0)):
+        selection = Selection("best", 3, "own", higher_is_better=higher)
+        for epoch, value in enumerate((math.nan, 1.0, math.nan, 1.0 + sign, 1.0), 1):
+            evaluation = Evaluation({"loss": -float(epoch), "own": value}, {})
+            selection.select_weights(epoch, evaluation, evaluation, {"weight": torch.tensor(float(epoch))})
+            assert selection.epoch == (1 if epoch == 1 else 4 if epoch > 3 and higher == (sign > 0) else 2)
+            assert selection.weights["weight"] == selection.epoch
+        assert bool(selection.stopped) == (higher != (sign > 0))
