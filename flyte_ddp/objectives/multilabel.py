@@ -47,7 +47,8 @@ class Multilabel(Objective):
             )
         if len(self.facts.classes) not in (0, targets.shape[1]):
             raise UserError(
-                f"the targets have {targets.shape[1]} labels, and there are {len(self.facts.classes)} names"
+                f"the targets have {targets.shape[1]} labels, and there are {len(self.facts.classes)} names: give one "
+                "name for each, or none"
             )
         wrong = np.argwhere(~(np.isnan(targets) | (targets == 0) | (targets == 1)))
         if len(wrong):

@@ -1,6 +1,5 @@
 """Small tasks for each objective: data sets with unknown and ignored targets, models, and objectives of users."""
 
-import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -132,27 +131,3 @@ class SyncingF1(MacroF1):
             values.update(columns[name])
             gathered[name] = values.compute().reshape(-1)  # of one sample it is []
         return super().measure(gathered)
-
-
-def wrong_length(outputs: Tensor, targets: Tensor) -> Tensor:
-    return functional.cross_entropy(outputs, targets, reduction="none")[:-1]
-
-
-def not_a_number(outputs: Tensor, targets: Tensor) -> Tensor:
-    return functional.cross_entropy(outputs, targets, reduction="none") * float(os.environ.get("FACTOR", "nan"))
-
-
-class Negative(Multilabel):
-    def weights(self, targets: Tensor) -> Tensor:
-        return super().weights(targets) - 2.0
-
-
-def no_losses(outputs: Tensor, targets: Tensor) -> Any:
-    return None
-
-
-class Other:
-    """No objective."""
-
-    def __init__(self, facts: Any) -> None:
-        self.facts = facts

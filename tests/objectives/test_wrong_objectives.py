@@ -1,0 +1,355 @@
+"""Targets, options and objectives that are wrong: a sentence with the value, the rule and the fix, before training."""
+
+import itertools
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import objective_tasks as tasks
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from training_runs import train_in
+
+from flyte_ddp.config import Hyperparameters
+from flyte_ddp.datasets import ImageArrays, image_arrays
+from flyte_ddp.datasets.arrays import write_arrays
+from flyte_ddp.errors import UserError
+from flyte_ddp.json_lines import read_records
+from flyte_ddp.objectives import HIGHER, Classification, Facts, Objective
+from flyte_ddp.run import Result
+
+OWN = "test_wrong_objectives:"
+HP = Hyperparameters(model="objective_tasks:flat", num_ranks=1, epochs=1, batch_size=8, precision="fp32")
+pytestmark = pytest.mark.usefixtures("user_models")
+
+
+def train(folder: Path, arrays: ImageArrays, **changes: Any) -> Result:
+    (folder / "data").mkdir()
+    write_arrays(replace(arrays, name="own:data"), folder / "data", {})
+    return train_in(folder / "run", replace(HP, dataset="own:data", **changes), folder / "data")
+
+
+def refuse(folder: Path, arrays: ImageArrays, words: str, *, before_training: bool = True, **changes: Any) -> None:
+    """Assert that training raises a sentence of the user's mistake, and whether it has trained before."""
+    with pytest.raises(UserError, match=words) as caught:
+        train(folder, arrays, **changes)
+    assert len(caught.value.message) < 300, "a line or two"
+    assert "\n" not in caught.value.message
+    metrics = folder / "run/unfinished/metrics.jsonl"
+    started = metrics.exists() and any(record["kind"] == "start" for record in read_records(metrics))
+    assert started != before_training
+
+
+IMAGES = np.random.default_rng(0).integers(0, 256, (4, 8, 8, 1), dtype=np.uint8)
+NUMBERS = np.arange(4.0)
+
+
+@pytest.mark.parametrize(
+    ("targets", "test_targets", "classes", "words"),
+    [
+        (NUMBERS, NUMBERS, "abcd", "train_labels: must be whole numbers, got float64; .* leave out classes to predict"),
+        (NUMBERS > 1, NUMBERS > 1, "ab", "train_labels: must be whole numbers, got bool; convert"),
+        ([0, 1, 2, 3], [0, 1, 2, 3], "", r"classes=\(\): there must be a name for each class; numbers .* be float"),
+        (
+            [0, 1, 2, 7],
+            [0, 1, 2, 3],
+            "abcd",
+            "train_labels: label 7 of sample 3 is not one of the 4 classes",
+        ),
+        ([0, 1, 2, 3], [0, -1, 2, 3], "abcd", r"test_labels: label -1 of sample 1 .*must be 0\.\.3"),
+        (
+            np.zeros((4, 7, 8), int),
+            IMAGES[..., 0],
+            "ab",
+            r"the masks are \[4, 7, 8\], and the images are \[4, 8, 8\]",
+        ),
+        (IMAGES[..., 0] / 255, IMAGES[..., 0], "ab", "train_labels: masks must be whole numbers, got float64; convert"),
+        (np.zeros((3, 8, 8), int), IMAGES[..., 0], "ab", r"the masks are \[3, 8, 8\], and the images are \[4, 8, 8\]"),
+        (np.zeros((4, 8, 8, 2), int), IMAGES[..., 0], "ab", r"must be one label for each of the 4 images, got shape"),
+        (NUMBERS[:3], NUMBERS, "", r"must be one label for each of the 4 images, got shape \[3\]"),
+        (["cat"] * 4, ["cat"] * 4, "ab", "train_labels: must be numbers, got <U3"),
+        ([[0, 1], [1], [1, 0], [0, 0]], NUMBERS, "ab", "train_labels: is no array .*equal parts"),
+        (np.eye(4), np.eye(4)[:, :2], "abcd", "train_labels are 4 and test_labels 2: both must have one size"),
+        (NUMBERS, NUMBERS[:, None], "", "train_labels are numbers and test_labels 1: both must have one size"),
+        (NUMBERS, np.eye(4), "", "train_labels are numbers and test_labels 4: both must have one size"),
+        (IMAGES[..., 0], IMAGES[..., 0].astype(int), "ab", "train_labels are uint8 and test_labels int64: .*one type"),
+    ],
+)
+def test_wrong_targets_are_refused_when_the_arrays_are_made(
+    targets: Any, test_targets: Any, classes: str, words: str
+) -> None:
+    with pytest.raises(UserError, match=words):
+        image_arrays(IMAGES, targets, IMAGES, test_targets, [*classes])
+
+
+def with_value(arrays: ImageArrays, value: float) -> ImageArrays:
+    """Return the arrays with a value as the last test target."""
+    changed = arrays.test_labels.copy()
+    changed[(-1,) * changed.ndim] = value
+    return replace(arrays, test_labels=changed)
+
+
+def without_names(arrays: ImageArrays) -> ImageArrays:
+    return replace(arrays, classes=())
+
+
+@pytest.mark.parametrize(
+    ("objective", "arrays", "words"),
+    [
+        ("classification", tasks.labels(""), r"targets are float32 \[41, 3\]; must be a class number .*choose another"),
+        ("classification", tasks.number(""), r"targets are float32 \[41\]; must be a class number for each sample"),
+        ("classification", tasks.masks(""), r"targets are uint8 \[41, 8, 8\]; must be a class number"),
+        ("multilabel", tasks.classes(""), r"targets are int64 \[41\]; must be float \[samples, labels\] of 0 and 1"),
+        ("multilabel", tasks.numbers(""), r"label \d of sample \d+ is -?\d\.\d+: must be 0, 1, or NaN for unknown"),
+        (
+            "multilabel",
+            with_value(tasks.labels(""), -1),
+            "label 2 of sample 22 is -1: must be 0, 1, or NaN",
+        ),
+        ("multilabel", replace(tasks.labels(""), classes=("a", "b")), "have 3 labels, and there are 2 names: give one"),
+        ("regression", tasks.classes(""), r"targets are int64 \[41\]; must be float \[samples\]"),
+        ("regression", tasks.masks(""), r"targets are uint8 \[41, 8, 8\]; must be float"),
+        ("regression", with_value(tasks.number(""), np.inf), "a target is infinite; must be a number, or NaN"),
+        ("segmentation", tasks.classes(""), r"targets are int64 \[41\]; must be a mask \[height, width\]"),
+        ("segmentation", tasks.labels(""), r"targets are float32 \[41, 3\]; must be a mask"),
+        (
+            "segmentation",
+            with_value(tasks.masks(""), 3),
+            "mask of sample 22 has 3: must be 0..2 with 3 classes",
+        ),
+        (
+            "segmentation",
+            without_names(tasks.masks("")),
+            "does not say how many classes there are; set num_cl",
+        ),
+    ],
+)
+def test_targets_that_the_objective_does_not_take(
+    objective: str, arrays: ImageArrays, words: str, tmp_path: Path
+) -> None:
+    refuse(tmp_path, arrays, words, objective=objective)
+
+
+class Other:
+    """No objective."""
+
+    def __init__(self, facts: Facts) -> None:
+        self.facts = facts
+
+
+class WithoutLosses(Objective):
+    """Forgets what to minimise."""
+
+
+class Directionless(Classification):
+    """Says the direction in a word of another library."""
+
+    measures: Mapping[str, str] = {"accuracy": "max"}
+
+
+class Weighted(Classification):
+    """Has weights by an option."""
+
+    def __init__(self, facts: Facts, kind: str = "none") -> None:
+        super().__init__(facts)
+        self.kind = kind
+
+    def weights(self, targets: Tensor) -> Tensor | None:
+        if self.kind == "none":
+            return None
+        values = torch.ones(len(targets))
+        if self.kind == "mean":
+            return values.mean().view(1)
+        values[targets == 2] = {"negative": -2.0, "nan": float("nan")}[self.kind]
+        return values
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"objective": "objective_tasks:focsl"}, "objective_tasks .* has no 'focsl'; name a function or class"),
+        ({"objective": "no_such_module:focal"}, "no module named 'no_such_module'; install it, or start from"),
+        ({"objective": "objective_tasks:CLASSES"}, "is a tuple, not callable; name a function or class"),
+        ({"objective": f"{OWN}Other"}, r"is no flyte_ddp.objectives.Objective; derive it from that"),
+        ({"objective": f"{OWN}WithoutLosses"}, r"has no losses; define losses\(self, outputs, targets\)"),
+        ({"objective": f"{OWN}Directionless"}, "measure 'accuracy' has 'max': must be 'lower' or 'higher'"),
+        ({"select_by": "acuracy"}, "unknown select_by 'acuracy': did you mean 'accuracy'.* accuracy, loss"),
+        ({"objective": "objective_tasks:focal", "label_smoothing": 0.1}, "label_smoothing=0.1: objective=.* no use"),
+        ({"class_weights": "1,2"}, "class_weights='1,2': has 2 numbers; there are 3 classes"),
+        ({"options": '{"objective": {"gamma": 2}}'}, "options of objective 'classification': .*'gamma'; correct"),
+        ({"objective": "objective_tasks:focal", "options": '{"objective": {"gama": 2}}'}, "unexpected .*'gama'"),
+        ({"options": '{"model": {"depth": 2}}'}, "options of model 'objective_tasks:flat': .*'depth'"),
+        ({"model": "small_cnn", "options": '{"model": {"width": 2}}'}, "options of model 'small_cnn': takes none"),
+        *(
+            ({"objective": f"{OWN}Weighted", "options": f'{{"objective": {{"kind": "{kind}"}}}}'}, words)
+            for kind, words in (
+                ("negative", "weights go from -2 to 1: must be finite and at least 0"),
+                ("nan", "weights go from nan to nan: must be finite"),
+                ("mean", r"weights have shape \[1\]: must be one or more for each of the 41 samples; do not reduce"),
+            )
+        ),
+    ],
+)
+def test_wrong_objectives_and_options(changes: dict[str, Any], words: str, tmp_path: Path) -> None:
+    refuse(tmp_path, tasks.classes(""), words, **changes)
+
+
+@pytest.mark.parametrize(
+    ("arrays", "changes", "words"),
+    [
+        (tasks.number(""), {"options": '{"objective": {"loss": "mae"}}'}, "unknown loss 'mae': .*huber, l1, mse"),
+        (tasks.numbers(""), {"select_by": "accuracy"}, "unknown select_by 'accuracy': .*loss, mae, r2, rmse"),
+        (
+            without_names(tasks.labels("")),
+            {"objective": "multilabel", "class_weights": "1,2"},
+            "class_weights='1,2': has 2 numbers; there are 3 classes",
+        ),
+        (
+            replace(tasks.classes(""), classes=("a", "b", "c", "never")),
+            {"objective": "classification", "class_weights": "balanced"},
+            "class_weights='balanced': a class has no training sample",
+        ),
+        (
+            with_value(tasks.masks(""), 200),
+            {"objective": "segmentation", "class_weights": "balanced", "model": "objective_tasks:pixels"},
+            "mask of sample 22 has 200",
+        ),
+    ],
+)
+def test_options_that_do_not_fit_the_targets(
+    arrays: ImageArrays, changes: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    refuse(tmp_path, arrays, words, **{"objective": "regression", **changes})
+
+
+def too_few(outputs: Tensor, targets: Tensor) -> Tensor:
+    return functional.cross_entropy(outputs, targets, reduction="none")[:-1]
+
+
+def in_a_column(outputs: Tensor, targets: Tensor) -> Tensor:
+    return functional.cross_entropy(outputs, targets, reduction="none")[:, None]
+
+
+def not_a_number(outputs: Tensor, targets: Tensor) -> Tensor:
+    return functional.cross_entropy(outputs, targets, reduction="none") * float("nan")
+
+
+def nothing(outputs: Tensor, targets: Tensor) -> Any:
+    return None
+
+
+def reduced(outputs: Tensor, targets: Tensor) -> Tensor:
+    return functional.cross_entropy(outputs, targets)
+
+
+class OtherNames(Classification):
+    """Announces another measure than it has."""
+
+    measures: Mapping[str, str] = {"f1": HIGHER}
+
+
+class NoNumber(Classification):
+    """Has a value for each sample as a measure."""
+
+    def measure(self, columns: Mapping[str, Tensor]) -> dict[str, Any]:
+        return {"accuracy": columns["loss"]}
+
+
+class NoRows(Classification):
+    """Has one value of a whole batch in a column."""
+
+    def columns(self, outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
+        return {**super().columns(outputs, targets), "mean": outputs.mean()}
+
+
+class Tensors(Classification):
+    """Has its measure as a tensor, as metrics of torchmetrics have."""
+
+    def measure(self, columns: Mapping[str, Tensor]) -> dict[str, Any]:
+        return {name: torch.tensor(value) for name, value in super().measure(columns).items()}
+
+
+IN_TRAINING = {
+    "too_few": r"losses have shape \[7\]: must be \[8\], one for each sample; do not reduce them",
+    "in_a_column": r"losses have shape \[8, 1\]: must be \[8\], one for each sample",
+    "not_a_number": r"the loss is nan at epoch 0, step 1.*must be finite",
+    "nothing": "objective='test_wrong_objectives:nothing' returned a NoneType: must be a tensor of losses",
+    "OtherNames": "OtherNames.measure returned accuracy: must be what its measures names: f1",
+    "NoNumber": "NoNumber.measure returned what is no number .*: return one for each name",
+    "NoRows": r"column 'mean' of the objective has shape \[\]: must have a row for each of the \d+ samples",
+}
+
+
+@pytest.mark.parametrize("name", IN_TRAINING)
+def test_wrong_results_of_an_objective(name: str, tmp_path: Path) -> None:
+    """What can be known in the first step, or in the first evaluation."""
+    refuse(tmp_path, tasks.classes(""), IN_TRAINING[name], before_training=False, objective=f"{OWN}{name}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["too_few", "OtherNames"])
+def test_other_ranks_do_not_wait_for_one_with_a_wrong_result(name: str, tmp_path: Path) -> None:
+    """Measures are taken on rank 0 alone. Of 8 samples of a batch each rank has 4."""
+    words = IN_TRAINING[name].replace(r"\[7\]", r"\[3\]").replace(r"\[8\]", r"\[4\]")
+    refuse(tmp_path, tasks.classes(""), words, before_training=False, objective=f"{OWN}{name}", num_ranks=2)
+
+
+def one_too_many(num_classes: int, input_shape: tuple[int, int, int]) -> nn.Module:
+    return tasks.flat(num_classes + 1, input_shape)
+
+
+@pytest.mark.parametrize(
+    ("objective", "model", "arrays", "words"),
+    [
+        (
+            "multilabel",
+            f"{OWN}one_too_many",
+            tasks.labels(""),
+            r"\(8, 4\): .*\(samples, classes\) = \(8, 3\); size",
+        ),
+        (
+            "regression",
+            f"{OWN}one_too_many",
+            tasks.number(""),
+            r"\(8, 2\): .*\(samples, numbers\) = \(8, 1\); size",
+        ),
+        (
+            "regression",
+            f"{OWN}one_too_many",
+            tasks.numbers(""),
+            r"\(8, 3\): .*\(samples, numbers\) = \(8, 2\); size",
+        ),
+        ("segmentation", "objective_tasks:flat", tasks.masks(""), r"\(8, 3\): .*\(8, 3, 8, 8\)"),
+        ("regression", "objective_tasks:InDict", tasks.number(""), "dict: .* return nothing but the outputs"),
+    ],
+)
+def test_outputs_that_do_not_fit_the_targets(
+    objective: str, model: str, arrays: ImageArrays, words: str, tmp_path: Path
+) -> None:
+    words = f"model {model!r} returned {words}"
+    refuse(tmp_path, arrays, words, before_training=False, objective=objective, model=model)
+
+
+FIGURES = tuple(itertools.product(("validation", "test"), ("loss", "accuracy")))
+
+
+@pytest.mark.parametrize("name", ["reduced", "Weighted", "Tensors"])
+def test_a_mean_no_weights_and_measures_as_tensors_are_taken(name: str, tmp_path: Path) -> None:
+    """As classification by its name: a mean counts as the loss of each sample, no weights as weights of 1."""
+    folders = [tmp_path / "own", tmp_path / "named"]
+    for folder, objective in zip(folders, (f"{OWN}{name}", "classification"), strict=True):
+        folder.mkdir()
+        train(folder, tasks.classes(""), objective=objective, epochs=2)
+    own, named = ([*read_records(folder / "run/metrics.jsonl")] for folder in folders)
+    for one, other in zip(own, named, strict=True):
+        assert one.keys() == other.keys()
+        if one["kind"] == "evaluation":
+            values = [[record[f"{split}_{measure}"] for split, measure in FIGURES] for record in (one, other)]
+            assert values[0] == pytest.approx(values[1], rel=1e-6)
+    weights, expected = (torch.load(folder / "run/model.pt", weights_only=True) for folder in folders)
+    for key, value in weights.items():
+        torch.testing.assert_close(value, expected[key], rtol=1e-5, atol=1e-6)
