@@ -1,0 +1,41 @@
+"""Counting by regression: how many grains lie on a photo, some of them on top of each other.
+
+pyflyte run workflows/training.py training_wf --hp examples/counting/hp.json
+"""
+
+import numpy as np
+from torch import nn
+
+from flyte_ddp.datasets import ImageArrays, image_arrays
+
+TRAIN, TEST, SIDE, MOST = 1600, 400, 32, 20
+
+
+def load_grains(source: str) -> ImageArrays:  # noqa: ARG001 (the hyperparameter data_source, which this set has no use for)
+    """Return 2000 photos uint8 [32, 32, 1] with 0 to 20 grains, and their numbers as float: numbers have no classes."""
+    random = np.random.default_rng(0)
+    counts = random.integers(0, MOST + 1, TRAIN + TEST)
+    images = random.normal(60, 10, (len(counts), SIDE, SIDE))
+    rows, columns = np.mgrid[:SIDE, :SIDE]
+    for number, count in enumerate(counts):
+        for row, column in random.uniform(2, SIDE - 2, (count, 2)):
+            images[number] += 100 * np.exp(-((rows - row) ** 2 + (columns - column) ** 2) / 3)
+    images, targets = images.clip(0, 255).astype(np.uint8), counts.astype(np.float32)
+    return image_arrays(images[:TRAIN], targets[:TRAIN], images[TRAIN:], targets[TRAIN:], classes=())
+
+
+def make_counter(num_classes: int, input_shape: tuple[int, int, int], width: int = 16) -> nn.Module:
+    """Return a model whose output is a sum over the photo's places, as a count is.
+
+    ``num_classes`` is the numbers in a target, 1. ``width`` comes from the hyperparameter ``options``.
+    """
+    return nn.Sequential(
+        nn.Conv2d(input_shape[0], width, 5, padding=2),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(width, width, 3, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(width, num_classes, 1),
+        nn.AvgPool2d(input_shape[1] // 2, divisor_override=16),
+        nn.Flatten(),
+    )

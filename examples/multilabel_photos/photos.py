@@ -1,0 +1,40 @@
+"""Photos with several labels each, some of them unknown: what is there of a disc, a square, stripes and a frame.
+
+pyflyte run workflows/training.py training_wf --hp examples/multilabel_photos/hp.json
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flyte_ddp.datasets import ImageArrays, image_arrays
+
+LABELS = ("disc", "square", "stripes", "frame")
+TRAIN, TEST, SIDE = 1600, 400, 24
+UNKNOWN = 0.2  # share of the training labels that nobody has given
+
+
+def load_photos(source: str) -> ImageArrays:  # noqa: ARG001 (the hyperparameter data_source, which this set has no use for)
+    """Return 2000 photos uint8 [24, 24, 3] with their labels: 1 there, 0 not there, NaN unknown."""
+    random = np.random.default_rng(0)
+    labels = (random.random((TRAIN + TEST, len(LABELS))) < 0.4).astype(np.float32)
+    images = np.stack([draw_photo(random, present) for present in labels.astype(bool)])
+    labels[:TRAIN][random.random((TRAIN, len(LABELS))) < UNKNOWN] = np.nan
+    return image_arrays(images[:TRAIN], labels[:TRAIN], images[TRAIN:], labels[TRAIN:], classes=LABELS)
+
+
+def draw_photo(random: np.random.Generator, present: NDArray[np.bool_]) -> NDArray[np.uint8]:
+    """Return a photo uint8 [24, 24, 3] with noise, and with the things for which ``present`` is true."""
+    photo = random.normal(90, 30, (SIDE, SIDE, 3))
+    rows, columns = np.mgrid[:SIDE, :SIDE]
+    disc, square, stripes, frame = present
+    if stripes:
+        photo[rows % 6 < 2] += 12
+    if disc:
+        row, column = random.integers(6, SIDE - 6, 2)
+        photo[(rows - row) ** 2 + (columns - column) ** 2 < 16] += (50, 10, 10)
+    if square:
+        row, column = random.integers(2, SIDE - 8, 2)
+        photo[row : row + 6, column : column + 6] += (10, 10, 50)
+    if frame:
+        photo[(rows % (SIDE - 1)) * (columns % (SIDE - 1)) == 0] += 25
+    return photo.clip(0, 255).astype(np.uint8)
