@@ -78,17 +78,18 @@ def of_known_labels(truth: Values, logits: Values) -> dict[str, float]:
 
 
 def of_numbers(truth: Values, predictions: Values) -> dict[str, float]:
-    if not np.isnan(truth).any():
+    """Return the measures of a number, or the means over several: each by itself, where it is known."""
+    if truth.ndim == 1:
+        many = len(truth) > 1
         return {
-            "rmse": metrics.root_mean_squared_error(truth, predictions),
-            "mae": metrics.mean_absolute_error(truth, predictions),
-            "r2": metrics.r2_score(truth, predictions) if len(truth) > 1 else math.nan,
+            "rmse": metrics.root_mean_squared_error(truth, predictions) if len(truth) else math.nan,
+            "mae": metrics.mean_absolute_error(truth, predictions) if len(truth) else math.nan,
+            "r2": metrics.r2_score(truth, predictions) if many else math.nan,
         }
-    known = [column[~np.isnan(column)] for column in truth.T]
-    pairs = [(column, predictions[~np.isnan(truth[:, at]), at]) for at, column in enumerate(known)]
-    each = [of_numbers(*pair) for pair in pairs if len(pair[0])]
-    columns = {name: [row[name] for row in each if not math.isnan(row[name])] for name in ("rmse", "mae", "r2")}
-    return {name: float(np.mean(values)) if values else math.nan for name, values in columns.items()}
+    known = [~np.isnan(column) for column in truth.T]
+    each = [of_numbers(truth[own, at], predictions[own, at]) for at, own in enumerate(known)]
+    defined = {name: [row[name] for row in each if not math.isnan(row[name])] for name in each[0]}
+    return {name: float(np.mean(values)) if values else math.nan for name, values in defined.items()}
 
 
 def of_pixels(masks: Values, logits: Values) -> dict[str, float]:
