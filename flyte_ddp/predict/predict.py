@@ -2,8 +2,11 @@
 
 import codecs
 import csv
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
+from itertools import compress
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -18,6 +21,8 @@ from flyte_ddp.formatting import format_count
 from flyte_ddp.loading.encoded import BadSamples
 from flyte_ddp.loading.facts import join_few
 from flyte_ddp.models.images import InputSpec
+from flyte_ddp.objectives.table_columns import TableColumns, describe_samples, merge_columns
+from flyte_ddp.predict.mask_files import MaskFolder
 from flyte_ddp.predict.prediction_batches import (
     BATCH_SIZE,
     Batch,
@@ -27,6 +32,7 @@ from flyte_ddp.predict.prediction_batches import (
     read_test_split,
 )
 from flyte_ddp.progress import Progress
+from flyte_ddp.report.figures import Picture
 from flyte_ddp.report.page import write_html
 from flyte_ddp.report.previews import FirstPredictions
 from flyte_ddp.settings import Settings
@@ -46,18 +52,21 @@ def write_prediction_table(
     """Predict images; write a CSV table with a row for each, and an HTML page of the first; return the table's path.
 
     Predicts either the image files below the folder ``images``, without hidden ones, or the test split of the prepared
-    data set in the folder ``dataset``. Columns are ``id``, ``prediction`` (the likeliest class), ``truth`` (for a data
-    set), ``score`` (the prediction's probability) and ``score_<class>`` for every class. The ``id`` is the path below
-    ``images``; for a data set the file's name, the key in a shard, or, for arrays, the index in the test split. An
-    image that cannot be decoded has no prediction and no scores; ``bad_samples`` of them are allowed, None: as many as
-    the model's training allowed.
+    data set in the folder ``dataset``. Columns are ``id``, ``prediction``, those of the truth (for a data set), and the
+    other answers of the model's objective. Of a classification they are the likeliest class, ``truth``, ``score`` (the
+    prediction's probability) and ``score_<class>`` for every class; docs/model.md has the others. The ``id`` is the
+    path below ``images``; for a data set the file's name, the key in a shard, or, for arrays, the index in the test
+    split. If the model predicts masks, writes each as a PNG into the folder ``<output's name>-masks`` beside the table,
+    and its path relative to the table's folder into the column ``mask``. An image that cannot be decoded has an id and
+    no answers; ``bad_samples`` of them are allowed, None: as many as the model's training allowed.
 
-    Replaces ``output`` and the page beside it; makes missing folders. Runs the code that the sidecar names, and the
-    model on a GPU if there is one. ``settings`` say where remote shards are cached, how many threads decode, and
-    whether to print to stderr which files are no images and which images have no prediction. Raises UserError for both
-    or neither of ``images`` and ``dataset``; a ``batch_size`` below 1; negative ``bad_samples``; a missing, damaged or
-    mismatched model; no images; an unreadable image, or too many that cannot be decoded; channels that the model does
-    not take; unwritable output.
+    Replaces ``output``, the page beside it and the folder of masks; makes missing folders. Runs the code that the
+    sidecar names, and the model on a GPU if there is one. ``settings`` say where remote shards are cached, how many
+    threads decode, and whether to print to stderr which files are no images and which images have no prediction.
+    Raises UserError for both or neither of ``images`` and ``dataset``; a ``batch_size`` below 1; negative
+    ``bad_samples``; a missing, damaged or mismatched model; no images; an unreadable image, or too many that cannot
+    be decoded; channels that the model does not take; an own objective without columns for the table; unwritable
+    output.
     """
     if (images is None) == (dataset is None):
         raise UserError(f"images={images}, dataset={dataset}: give exactly one of the two")
@@ -77,16 +86,22 @@ def write_prediction_table(
         batches = read_folder_batches(model, images, paths, batch_size, bad)
     elif dataset is not None:
         batches = read_test_split(model, open_prepared(dataset), batch_size, bad)
-    truth_column = ["truth"] if dataset is not None else []
-    with replace_file(output) as file:
+    first, header = FirstPredictions(model.classes), list[str]()
+    with (
+        replace_file(output) as file,
+        MaskFolder(output.with_name(f"{output.stem}-masks"), len(model.classes)) as masks,
+    ):
         # surrogateescape: file names that are not UTF-8 go through as they are.
         table = csv.writer(codecs.getwriter("utf-8")(file, "surrogateescape"), lineterminator="\n")
-        table.writerow(["id", "prediction", *truth_column, "score", *(f"score_{name}" for name in model.classes)])
-        first = FirstPredictions()
         for batch in batches:
-            rows = [*predict_rows(batch, model)]
-            table.writerows(rows)
-            first.add_batch(images_from_inputs(batch.inputs, model.spec), rows, truths=batch.truths is not None)
+            answers = answer_batch(batch, model, masks, header)
+            if not header:
+                header = ["id", *answers.columns]
+                table.writerow(header)
+            cells = [[format_cell(name, value) for value in values] for name, values in answers.columns.items()]
+            table.writerows(zip(batch.ids, *cells, strict=True))
+            pictures, samples = images_from_inputs(batch.inputs, model.spec), len(batch.ids)
+            first.add_batch(pictures, answers.pictures, samples=samples, are_classes=batch.truths is not None)
     write_html(output.with_suffix(".html"), first.render_page(output.stem))
     if bad.names:
         listed = join_few(f"{name} ({reason})" for name, reason in bad.names.items())
@@ -102,13 +117,61 @@ def images_from_inputs(inputs: Tensor, spec: InputSpec) -> Iterator[NDArray[np.u
         yield values.permute(1, 2, 0).cpu().numpy()
 
 
-def predict_rows(batch: Batch, model: SavedModel) -> Iterator[list[str]]:
-    """Compute a batch's logits, and yield a table row for each sample: id, prediction, truth if known, scores."""
-    logits = model.compute_logits(batch.inputs)
-    answers = zip(logits.argmax(dim=1).tolist(), torch.softmax(logits, dim=1).tolist(), strict=True)
-    for row, (name, decoded) in enumerate(zip(batch.ids, batch.decoded, strict=True)):
-        prediction, *numbers = [""] * (2 + len(model.classes))
-        if decoded:
-            best, scores = next(answers)
-            prediction, numbers = model.classes[best], [f"{score:.6g}" for score in (scores[best], *scores)]
-        yield [name, prediction, *([] if batch.truths is None else [batch.truths[row]]), *numbers]
+class Answers(NamedTuple):
+    """What the model says of a batch's samples."""
+
+    columns: TableColumns  # of the table, without the id; empty texts where a sample cannot be decoded
+    pictures: Sequence[Picture]  # of the decoded samples, without their images
+
+
+def answer_batch(batch: Batch, model: SavedModel, masks: MaskFolder, header: Sequence[str]) -> Answers:
+    """Predict a batch and return the answers; write predicted masks into their folder.
+
+    ``header`` has the columns of earlier batches; empty before. Raises UserError if an own objective has no columns for
+    a table, or two of one name.
+    """
+    truths: TableColumns = {}
+    if batch.truths is not None:
+        truths = {"truth": batch.truths}
+    elif batch.targets is not None:
+        truths = model.objective.truths(batch.targets)
+    empty = [""] * len(batch.ids)
+    if header and not len(batch.inputs):
+        return Answers({name: truths.get(name, empty) for name in header[1:]}, [])
+    # A model gets no empty batch. To learn the names of the columns it gets a black image.
+    inputs = batch.inputs if len(batch.inputs) else batch.inputs.new_zeros(1, *batch.inputs.shape[1:])
+    outputs = model.compute_outputs(inputs)
+    found = {name: iter(values) for name, values in model.objective.answers(outputs).items()}
+    if not found:
+        called = model.sidecar["objective"]
+        raise UserError(f"objective={called!r}: has no columns for a table of predictions; override its method answers")
+    answers: TableColumns = {
+        name: [next(values) if decoded else "" for decoded in batch.decoded] for name, values in found.items()
+    }
+    columns = merge_columns(answers, truths)
+    decoded = [*compress(range(len(batch.ids)), batch.decoded)]
+    predicted, shown = model.objective.masks(outputs), dict[int, Sequence[NDArray[Any]]]()
+    if predicted is not None:
+        columns["mask"] = files = [*empty]
+        for place, mask in zip(decoded, predicted.cpu().numpy(), strict=False):  # a black image has no place
+            files[place] = masks.write_mask(batch.ids[place], mask)
+            shown[place] = (mask,) if batch.targets is None else (batch.targets[place].cpu().numpy(), mask)
+    described = {} if shown else columns
+    texts = [describe_samples(described, name, len(batch.ids)) for name in ("prediction", "truth")]
+    scores = columns.get("score", [None] * len(batch.ids))
+    pictures = [
+        Picture(batch.ids[place], None, texts[0][place], texts[1][place], scores[place], masks=shown.get(place, ()))
+        for place in decoded
+    ]
+    return Answers(columns, pictures)
+
+
+def format_cell(column: str, value: Any) -> str:
+    """Return a table's value as a text: six digits of a probability or share, all of a number's in fp32; NaN is ""."""
+    if isinstance(value, str):
+        return value
+    if math.isnan(value):
+        return ""
+    if column.partition("_")[0] in ("score", "probability", "share"):
+        return f"{value:.6g}"
+    return np.format_float_positional(np.float32(value), trim="-")

@@ -1,6 +1,7 @@
 """HTML pages for the console: what is going to be trained, packed shards, and the first predictions."""
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import ImageArrays, open_prepared
 from flyte_ddp.formatting import format_percent
 from flyte_ddp.order import sampling
+from flyte_ddp.report.class_colors import class_colors
 from flyte_ddp.report.figures import Picture
 from flyte_ddp.report.page import render_template
 from flyte_ddp.report.report import hyperparameter_rows
@@ -28,6 +30,8 @@ def render_run_preview(hp: Hyperparameters, data: Path | None, run: str) -> str:
     Opens the prepared data set in the folder ``data`` for its sizes; None leaves them out. UserError if it is unusable.
     """
     facts = [("Data set", hp.dataset), ("Model", hp.model), ("Epochs", f"{hp.epochs:,}")]
+    if hp.objective != "classification":
+        facts.insert(2, ("Objective", hp.objective))
     if data is None:
         facts.append(("Samples", "known when the data set has been fetched"))
     else:
@@ -40,7 +44,7 @@ def render_run_preview(hp: Hyperparameters, data: Path | None, run: str) -> str:
         steps = hp.epochs * sampling.steps_per_epoch(samples - held_out, hp.batch_size)
         facts += [
             ("Samples", f"{samples:,}, of which {held_out:,} are for validation"),
-            ("Classes", f"{len(opened.classes):,}"),
+            *([("Classes", f"{len(opened.classes):,}")] if opened.classes else []),
             ("Optimiser steps", f"{min(steps, hp.max_steps or steps):,}"),
         ]
     settings = hyperparameter_rows(hp.to_dict())
@@ -85,26 +89,26 @@ def make_sample_picture(index: ShardIndex, sample: Sample) -> Picture:
 class FirstPredictions:
     """Keeps the first PICTURES (24) predictions with their images; counts all predictions, and the correct ones."""
 
-    def __init__(self) -> None:
+    def __init__(self, classes: Sequence[str]) -> None:
+        """``classes`` are the model's, in the order of their numbers in masks."""
+        self.classes = classes
         self.pictures: list[Picture] = []
         self.images = self.known = self.correct = 0
 
-    def add_batch(self, images: Iterable[NDArray[np.uint8]], rows: Sequence[Sequence[str]], *, truths: bool) -> None:
+    def add_batch(
+        self, images: Iterable[NDArray[np.uint8]], rows: Sequence[Picture], *, samples: int, are_classes: bool
+    ) -> None:
         """Count a batch's predictions; keep them with their images until PICTURES (24) are kept, over all calls.
 
-        ``images``, uint8 [H, W, C], are those of the decoded samples, in their order. ``rows``, one for each sample,
-        are id, prediction (empty if not decoded), truth (only if ``truths``), and scores, of which the first is the
-        prediction's.
+        ``images``, uint8 [H, W, C], are those of ``rows``, the decoded samples of all ``samples``. ``are_classes``:
+        whether predictions and truths are classes, of which those that are equal are counted.
         """
-        decoded = iter(images)
-        for row in rows:
-            self.images += 1
-            name, prediction, *rest = row
-            truth = rest.pop(0) if truths else ""
-            self.known += bool(truth and prediction)
-            self.correct += bool(truth) and truth == prediction
-            if prediction and len(self.pictures) < PICTURES:
-                self.pictures.append(Picture(name, next(decoded), prediction, truth, float(rest[0])))
+        self.images += samples
+        if are_classes:
+            self.known += len(rows)
+            self.correct += sum(row.truth == row.prediction for row in rows)
+        for row, image in zip(rows[: PICTURES - len(self.pictures)], images, strict=False):
+            self.pictures.append(replace(row, image=image))
 
     def render_page(self, title: str) -> str:
         """Return an HTML page of the counts and the kept predictions."""
@@ -113,6 +117,7 @@ class FirstPredictions:
             facts.append(
                 ("Correct", f"{self.correct:,} of {self.known:,}, {format_percent(self.correct / self.known)}")
             )
-        first = f"The first {len(self.pictures)}"
-        values = {"facts": facts, "pictured": first, "pictures": self.pictures}
+        values = {"facts": facts, "pictured": f"The first {len(self.pictures)}", "pictures": self.pictures}
+        if any(picture.masks for picture in self.pictures):
+            values["legend"] = [*zip(self.classes, class_colors(len(self.classes)), strict=True)]
         return render_template("preview.html", title=title, heading="Predictions", **values)
