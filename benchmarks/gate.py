@@ -13,7 +13,7 @@ import numpy as np
 from benchmarks.measuring import Options, Result, Target
 from benchmarks.simulated_models import Correct, changed_model, equal_model
 from flyte_ddp.release import checks, statistics
-from flyte_ddp.release.checks import PairedCounts
+from flyte_ddp.release.pairs import PairedCounts
 
 SAMPLES, DISCORDANT, ALPHA, NIGHTS = 10_000, 0.12, 0.05, 365
 MARGIN = 0.01

@@ -4,6 +4,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from flyte_ddp.objectives import Classification, Facts
 from flyte_ddp.release.evaluation import Evaluation
 
 Correct = NDArray[np.bool_]
@@ -13,7 +14,8 @@ def answers(correct: Correct, labels: NDArray[np.int64], classes: int = 10, conf
     """Of a model that names the next class where it is wrong."""
     logits = np.zeros((len(labels), classes), dtype=np.float32)
     logits[np.arange(len(labels)), np.where(correct, labels, (labels + 1) % classes)] = confidence
-    return Evaluation.from_batches([(torch.from_numpy(logits), torch.from_numpy(labels))])
+    objective = Classification(Facts(tuple(map(str, range(classes)))))
+    return Evaluation.from_batches(objective, [(torch.from_numpy(logits), torch.from_numpy(labels))])
 
 
 def equal_model(random: np.random.Generator, samples: int, discordant: float) -> Correct:

@@ -1,66 +1,61 @@
 """The checks of a judgement: each function returns a Check, which holds value, limit and reason as text."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from flyte_ddp.errors import UserError
 from flyte_ddp.export.exporting import Comparison
-from flyte_ddp.formatting import format_count, format_percent
+from flyte_ddp.formatting import format_count, format_percent, format_value
+from flyte_ddp.objectives import Classification
 from flyte_ddp.release import statistics
 from flyte_ddp.release.evaluation import Evaluation
+from flyte_ddp.release.pairs import Pair, compare_scores
 from flyte_ddp.release.policy import Policy
+from flyte_ddp.release.scores import is_higher_better, name_main_measure, score_labels
+from flyte_ddp.release.sign_flip import sign_flip_p_value
 from flyte_ddp.release.verdict import Check
 
 LEAST_SAMPLES = 30  # that a class or a slice must have to be tested: with fewer, 5 points are one sample
+PLURAL = {"class": "classes", "label": "labels", "slice": "slices"}
 
 
-@dataclass(frozen=True)
-class PairedCounts:
-    """Numbers of samples that only one of two models gets right: gained by the challenger, or lost by it."""
-
-    gained: int
-    lost: int
-    samples: int  # all of them
-
-    @classmethod
-    def count(cls, mine: NDArray[np.bool_], theirs: NDArray[np.bool_]) -> Self:
-        """Return the counts for two models; ``mine`` and ``theirs`` [N] say which samples each gets right."""
-        return cls(int((mine & ~theirs).sum()), int((theirs & ~mine).sum()), len(mine))
-
-    @property
-    def difference(self) -> float:
-        """The challenger's accuracy minus the other's, from -1 to 1."""
-        return (self.gained - self.lost) / self.samples
-
-    def describe(self) -> str:
-        """Return the difference and its counts as text."""
-        counts = f"{self.gained:,} samples gained and {self.lost:,} lost of {self.samples:,}"
-        return f"{format_points(self.difference)}: {counts}"
+def format_measure(name: str, value: float) -> str:
+    """Return the value of a measure as text: of accuracy in percent."""
+    return format_percent(value) if name == "accuracy" else format_value(value)
 
 
-def format_points(share: float) -> str:
-    """Return a difference in accuracy as text: 0.0125 as +1.25 points."""
-    return f"{100 * share:+.2f} points"
+def compare_evaluations(mine: Evaluation, theirs: Evaluation, part: NDArray[np.int64] | slice = slice(None)) -> Pair:
+    """Return the comparison of two models' scores, of all samples or of those at the positions ``part``."""
+    is_loss = not is_higher_better(mine.objective)
+    return compare_scores(mine.scores[part], theirs.scores[part], is_loss=is_loss)
 
 
-def check_same_task(challenger: Sequence[str], champion: Sequence[str], inputs: Sequence[str]) -> Check:
-    """Return the Check that both models have the same classes, in the same order, and the same input.
+def check_same_task(
+    challenger: Sequence[str],
+    champion: Sequence[str],
+    inputs: Sequence[str],
+    objectives: Sequence[str] = ("classification", "classification"),
+) -> Check:
+    """Return the Check that both models have the same objective, classes, in the same order, and input.
 
-    ``challenger`` and ``champion`` are the models' class names, ``inputs`` the two models' inputs as text.
+    ``challenger`` and ``champion`` are the models' class names, ``inputs`` and ``objectives`` the two models' inputs,
+    and objectives with their options, as text.
     """
     changed = "" if inputs[0] == inputs[1] else "input"
     changed = changed if list(challenger) == list(champion) else "classes"
+    changed = changed if objectives[0] == objectives[1] else "objective"
     reason = f"the {changed} changed, so whoever uses it must change too: promote it by hand" if changed else ""
     value, limit = f"{len(challenger)} classes, {inputs[0]}", f"{len(champion)} classes, {inputs[1]}"
-    return Check("same classes and input", not changed, value, limit, reason)
+    name = "same classes and input"
+    if {*objectives} != {"classification"}:
+        name, value, limit = f"same objective, {name[5:]}", f"{objectives[0]}, {value}", f"{objectives[1]}, {limit}"
+    return Check(name, not changed, value, limit, reason)
 
 
-def check_finite_logits(challenger: Evaluation) -> Check:
-    """Return the Check that no logit is NaN or infinite; its reason names the first sample that has one."""
+def check_finite_outputs(challenger: Evaluation) -> Check:
+    """Return the Check that no output is NaN or infinite; its reason names the first sample that has one."""
     bad = np.flatnonzero(~challenger.finite)
     reason = f"sample {challenger.ids[bad[0]] if challenger.ids else bad[0]} gives NaN or infinity" if len(bad) else ""
     return Check("finite", not len(bad), f"{format_count(len(bad), 'sample')} with NaN or infinity", "none", reason)
@@ -73,37 +68,61 @@ def check_ratio(name: str, value: float, limit: float) -> Check:
     return Check(name, passed, f"{value:.2f}x", f"at most {limit:g}x", reason)
 
 
-def check_accuracy(challenger: Evaluation, policy: Policy) -> Check:
-    """Return the Check that the accuracy is at least the policy's ``min_accuracy``."""
-    passed = challenger.accuracy >= policy.min_accuracy
-    value, limit = format_percent(challenger.accuracy), format_percent(policy.min_accuracy)
-    reason = "" if passed else f"its accuracy is {value}, and min_accuracy is {limit}"
-    return Check("accuracy", passed, value, f"at least {limit}", reason)
+def check_score(challenger: Evaluation, policy: Policy) -> Check:
+    """Return the Check that the main measure is at least the policy's ``min_score``, at most if less is better.
 
-
-def check_above_majority(challenger: Evaluation, alpha: float) -> Check:
-    """Return the Check, by a binomial test, that the challenger beats always naming the most frequent class."""
-    share = float(np.bincount(challenger.labels).max() / len(challenger.labels))
-    p = statistics.binomial_p_value(int(challenger.correct.sum()), len(challenger.labels), share)
-    reason = (
-        ""
-        if p <= alpha
-        else f"naming the most frequent class is right in {format_percent(share)}, which it hardly beats"
+    Accuracy must also be at least ``min_accuracy``.
+    """
+    name, score, limit, setting = (
+        name_main_measure(challenger.objective),
+        challenger.score,
+        policy.min_score,
+        "min_score",
     )
-    return Check("better than the most frequent class", p <= alpha, f"p = {p:.3g}", f"p at most {alpha:.3g}", reason)
+    if name == "accuracy" and policy.min_accuracy >= limit:
+        limit, setting = policy.min_accuracy, "min_accuracy"
+    value, needed = format_measure(name, score), format_measure(name, limit)
+    if is_higher_better(challenger.objective):
+        passed, rule = score >= limit, f"at least {needed}"
+    else:
+        passed, rule = not limit or score <= limit, f"at most {needed}"
+    reason = "" if passed else f"its {name} is {value}, and {setting} is {needed}"
+    return Check(name, passed, value, rule if limit or name == "accuracy" else "", reason)
 
 
-def check_superior(pair: PairedCounts, alpha: float) -> Check:
-    """Return the Check, by McNemar's exact test, that the challenger is better than the champion."""
-    p = statistics.mcnemar_p_value(pair.gained, pair.lost)
+def check_above_constant(challenger: Evaluation, alpha: float) -> Check:
+    """Return the Check that the challenger is better than the best constant answer.
+
+    For classification that is naming the most frequent class, and a binomial test of the accuracy decides. Otherwise a
+    sign-flip test decides whether its losses are below the best constant's; where that is not known the Check passes.
+    """
+    objective, columns = challenger.objective, challenger.columns
+    if isinstance(objective, Classification):
+        share = float(columns["truth"].long().bincount().max()) / challenger.samples
+        p = statistics.binomial_p_value(int(challenger.correct.sum()), challenger.samples, share)
+        name = "better than the most frequent class"
+        reason = f"naming the most frequent class is right in {format_percent(share)}, which it hardly beats"
+    else:
+        name, constant = "better than the best constant answer", objective.constant_loss(columns)
+        if constant is None:
+            return Check(name, True, "that is not known", "", "")
+        weight = columns.get("weight", 1.0)
+        p = sign_flip_p_value((constant * weight - columns["loss"]).numpy())
+        reason = f"the best constant answer has a loss of {constant:.4g}, which it hardly beats"
+    return Check(name, p <= alpha, f"p = {p:.3g}", f"p at most {alpha:.3g}", "" if p <= alpha else reason)
+
+
+def check_superior(pair: Pair, alpha: float) -> Check:
+    """Return the Check, by McNemar's exact test or a sign-flip test, that the challenger beats the champion."""
+    p = pair.p_value()
     reason = f"{pair.describe()} (p = {p:.3g}, {alpha:.3g} is needed)"
     return Check("superior", p <= alpha, f"p = {p:.3g}", f"p at most {alpha:.3g}", reason)
 
 
-def check_not_worse(name: str, pair: PairedCounts, margin: float, alpha: float) -> Check:
-    """Return the Check, by Tango's test, that the challenger loses less than ``margin`` of accuracy to the ``name``."""
-    bound = statistics.lower_bound_of_difference(pair.gained, pair.lost, pair.samples, alpha)
-    least, needed = format_points(bound), format_points(-margin)
+def check_not_worse(name: str, pair: Pair, margin: float, alpha: float) -> Check:
+    """Return the Check, by a lower confidence bound, that the challenger loses less than ``margin`` to the ``name``."""
+    bound = pair.lower_bound(alpha)
+    least, needed = pair.format_difference(bound), pair.format_difference(-margin)
     reason = f"{pair.describe()}; at least {least} against the {name}, and more than {needed} are needed"
     return Check(f"not worse than the {name}", bound > -margin, f"at least {least}", f"above {needed}", reason)
 
@@ -111,41 +130,64 @@ def check_not_worse(name: str, pair: PairedCounts, margin: float, alpha: float) 
 def check_losses_by_part(
     kind: str, members: Mapping[str, NDArray[np.int64]], challenger: Evaluation, champion: Evaluation, policy: Policy
 ) -> tuple[Check, list[Check]]:
-    """Return the Check that the challenger loses no part of the split to the champion, and a Check for each part.
+    """Return the Check that the challenger loses no part of the split, as :func:`check_losses` does.
 
-    A part fails if it loses more than the policy's ``class_loss`` and the p-value (McNemar's test, with Holm's
-    correction) is at most the policy's ``alpha``; the first Check fails if any part fails. Parts of fewer than
-    LEAST_SAMPLES (30) samples pass. ``kind``, class or slice, says what a part is. ``members`` holds the positions of
-    each part's samples, one or more, by the part's name.
+    ``members`` holds the positions of each part's samples, one or more, by the part's name.
     """
+    pairs = {name: compare_evaluations(challenger, champion, part) for name, part in members.items()}
+    return check_losses(kind, pairs, policy)
+
+
+def check_losses_by_label(
+    kind: str, classes: Sequence[str], challenger: Evaluation, champion: Evaluation, policy: Policy
+) -> tuple[Check, list[Check]] | None:
+    """Return the Check that the challenger loses no label, as :func:`check_losses` does; None without scores of labels.
+
+    ``classes`` are the labels' names. A label whose measure is not defined is left out.
+    """
+    ours, theirs = (score_labels(model.objective, model.columns) for model in (challenger, champion))
+    if ours is None or theirs is None:
+        return None
+    names = dict(enumerate(classes))
     pairs = {
-        name: PairedCounts.count(challenger.correct[part], champion.correct[part]) for name, part in members.items()
+        names.get(place, str(place)): compare_scores(ours[:, place], theirs[:, place])
+        for place in range(ours.shape[1])
+        if np.isfinite(ours[0, place]) and np.isfinite(theirs[0, place])
     }
+    return check_losses(kind, pairs, policy)
+
+
+def check_losses(kind: str, pairs: Mapping[str, Pair], policy: Policy) -> tuple[Check, list[Check]]:
+    """Return the Check that the challenger loses no part or label to the champion, and a Check for each of them.
+
+    One fails if it loses more than the policy's ``class_loss`` and the p-value (of McNemar's or the sign-flip test,
+    with Holm's correction) is at most the policy's ``alpha``; the first Check fails if any fails. Those of fewer than
+    LEAST_SAMPLES (30) samples pass. ``kind``, class, label or slice, says what ``pairs`` are, by their names.
+    """
     tested = {name: pair for name, pair in pairs.items() if pair.samples >= LEAST_SAMPLES}
-    corrected = statistics.correct_p_values(
-        [statistics.mcnemar_p_value(pair.lost, pair.gained) for pair in tested.values()]
-    )
+    corrected = statistics.correct_p_values([pair.p_value_of_loss() for pair in tested.values()])
     p_values = dict(zip(tested, corrected, strict=True))
-    limit = f"above {format_points(-policy.class_loss)}, or p above {policy.alpha:g}"
     rows = []
     for name, pair in pairs.items():
         p, passed, value, reason = p_values.get(name), True, "not tested", f"only {pair.samples} samples"
         if p is not None:
             passed = p > policy.alpha or -pair.difference <= policy.class_loss
             value, reason = f"p = {p:.3g}", "" if passed else f"{kind} {name!r} loses: {pair.describe()}"
-        rows.append(Check(name, passed, f"{format_points(pair.difference)}, {value}", limit, reason))
+        limit = f"above {pair.format_difference(-policy.class_loss)}, or p above {policy.alpha:g}"
+        rows.append(Check(name, passed, f"{pair.format_difference(pair.difference)}, {value}", limit, reason))
     vetoes = [row.reason for row in rows if not row.passed]
-    value = f"no {kind} has {LEAST_SAMPLES} samples"
+    value, limit = f"no {kind} has {LEAST_SAMPLES} samples", rows[0].limit if rows else ""
     if tested:
         worst = min(tested, key=lambda name: tested[name].difference)
-        value = f"worst: {worst}, {format_points(tested[worst].difference)}, p = {p_values[worst]:.3g}"
-    plural = "classes" if kind == "class" else "slices"
-    return Check(f"no {plural} lost", not vetoes, value, limit, "; ".join(vetoes[:3])), rows
+        least = tested[worst].format_difference(tested[worst].difference)
+        value = f"worst: {worst}, {least}, p = {p_values[worst]:.3g}"
+    return Check(f"no {PLURAL[kind]} lost", not vetoes, value, limit, "; ".join(vetoes[:3])), rows
 
 
 def group_by_class(challenger: Evaluation, classes: Sequence[str]) -> dict[str, NDArray[np.int64]]:
     """Return the positions of each class's samples by its name; raise a UserError if a class has no sample."""
-    members = {name: np.flatnonzero(challenger.labels == place) for place, name in enumerate(classes)}
+    truth = challenger.columns["truth"].numpy()
+    members = {name: np.flatnonzero(truth == place) for place, name in enumerate(classes)}
     for name, samples in members.items():
         if not len(samples):
             raise UserError(f"class {name!r}: the test split has no sample of it; judge on one that has")
@@ -168,10 +210,24 @@ def check_loss_rise(
     return Check(name, passed, value, f"a rise of {limit:g}, or by chance", reason)
 
 
-def calibration_check(*models: Evaluation) -> Check:
-    """Return a Check that always passes and holds the models' calibration errors, which depend on the bins."""
-    errors = [statistics.calibration_error(model.confidence, model.correct) for model in models]
-    return Check("calibration error", True, " to ".join(f"{error:.4f}" for error in errors), "", "")
+def check_likelihoods(challenger: Evaluation, champion: Evaluation, policy: Policy) -> list[Check]:
+    """Return the Checks that likelihood and Brier score of two classifiers do not rise."""
+    kinds = (("negative log-likelihood", "nll", policy.nll_rise), ("Brier score", "brier", policy.brier_rise))
+    return [
+        check_loss_rise(name, challenger.columns[key].numpy(), champion.columns[key].numpy(), limit, policy.alpha)
+        for name, key, limit in kinds
+    ]
+
+
+def check_calibration(*models: Evaluation) -> list[Check]:
+    """Return a Check that always passes and holds the models' calibration errors; none if they do not classify.
+
+    The errors depend on the bins.
+    """
+    if not all(isinstance(model.objective, Classification) for model in models):
+        return []
+    errors = [statistics.calibration_error(model.columns["confidence"].numpy(), model.correct) for model in models]
+    return [Check("calibration error", True, " to ".join(f"{error:.4f}" for error in errors), "", "")]
 
 
 def check_export(found: Comparison | str, *, required: bool) -> Check:

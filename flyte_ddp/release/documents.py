@@ -16,6 +16,10 @@ import flyte_ddp
 from flyte_ddp.release.verdict import Verdict
 
 UNKNOWN = "not stated"
+TASKS = {  # names that the Hugging Face Hub has for objectives
+    **dict.fromkeys(("classification", "multilabel"), "image-classification"),
+    "segmentation": "image-segmentation",
+}
 SPEC = "https://openlineage.io/spec/2-0-2/OpenLineage.json#/$defs"
 VERSION_FACET = (
     "https://openlineage.io/spec/facets/1-0-1/DatasetVersionDatasetFacet.json#/$defs/DatasetVersionDatasetFacet"
@@ -35,31 +39,35 @@ def render_model_card(name: str, sidecar: Mapping[str, Any], verdict: Verdict, f
     classes = [str(each) for each in sidecar["classes"]]
     trained_on = hp.get("dataset", UNKNOWN)
     tested_on = hp.get("test_dataset") or trained_on
-    measured = {"accuracy": "test_accuracy", "loss": "test_loss"}
+    objective = str(sidecar.get("objective", "classification"))
+    task = TASKS.get(objective, "other")
+    measured = {key.removeprefix("test_"): value for key, value in metrics.items() if key.startswith("test_")}
     results = {
-        "task": {"type": "image-classification", "name": "Image classification"},
+        "task": {"type": task, "name": task.replace("-", " ").capitalize()},
         "dataset": {"type": tested_on, "name": tested_on, "split": "test"},
-        "metrics": [{"type": kind, "value": metrics[key]} for kind, key in measured.items() if key in metrics],
+        "metrics": [{"type": name, "value": value} for name, value in measured.items()],
     }
     metadata = {  # that the Hub's programs read
         "library_name": "pytorch",
-        "pipeline_tag": "image-classification",
+        **({"pipeline_tag": task} if objective in TASKS else {}),
         "tags": ["flyte-ddp"],
         "datasets": [trained_on],
-        "metrics": ["accuracy"],
+        "metrics": [name for name in measured if name != "loss"],
         "model-index": [{"name": name, "results": [results]}],
     }
     facts = {
         "Version (SHA-256 of the weights)": sidecar["digests"]["weights"],
         "Model": sidecar["model"],
+        "Objective": objective,
         "Input": f"{takes['channels']} x {takes['height']} x {takes['width']}",
-        "Classes": f"{len(classes)}: {', '.join([*classes[:20], *(['...'] if len(classes) > 20 else [])])}",
+        "Classes": f"{len(classes)}: {', '.join([*classes[:20], *(['...'] if len(classes) > 20 else [])])}".rstrip(
+            ": "
+        ),
         "Data set": trained_on,
         "Test set": hp.get("test_dataset") or "a part of it",
         "Source of the data": hp.get("data_source") or UNKNOWN,
         "Started from": hp.get("init_from") or "random weights",
-        "Test accuracy": metrics.get("test_accuracy", UNKNOWN),
-        "Test loss": metrics.get("test_loss", UNKNOWN),
+        **{f"Test {name.replace('_', ' ')}": value for name, value in measured.items()},
         **dict.fromkeys(("License", "Intended use", "Limitations"), UNKNOWN),
     }
     environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True)  # noqa: S701

@@ -1,77 +1,111 @@
-"""How a saved model does on a test split: predictions and scores of each sample."""
+"""How a saved model does on a test split: the objective's columns, measures and scores of its samples."""
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass
-from functools import cached_property
 from itertools import compress
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from flyte_ddp.datasets.prepared import PreparedSet
 from flyte_ddp.errors import UserError
+from flyte_ddp.objectives import Classification, Objective
+from flyte_ddp.objectives.segmentation import logits_of
 from flyte_ddp.predict.prediction_batches import SavedModel, read_test_split
+from flyte_ddp.release.scores import name_main_measure, score_samples
+from flyte_ddp.training.evaluate import compute_columns, measure_columns
+
+FINITE = ""  # name of a column that no objective has
 
 
 @dataclass
 class Evaluation:
-    """A model's predictions and scores on N samples: arrays [N].
+    """A model's measures, and its numbers for each of N samples.
 
-    The logits [N, classes] are not kept: with thousands of classes they would fill the memory.
+    The outputs are not kept: with thousands of classes they would fill the memory.
     """
 
-    predictions: NDArray[np.int64]
-    labels: NDArray[np.int64]
-    finite: NDArray[np.bool_]  # whether all logits of a sample are numbers
-    confidence: NDArray[np.float64]  # the probability of the prediction
-    nll: NDArray[np.float64]  # the negative log-likelihood of the label, in nats
-    brier: NDArray[np.float64]  # from 0 to 2; Brier, Monthly Weather Review 78 (1950)
+    objective: Objective
+    # By name [N] or [N, k], on the CPU: the objective's, and for classification "nll", the negative log-likelihood of
+    # the label in nats, "brier" (0 to 2; Brier, Monthly Weather Review 78, 1950) and "confidence", the probability of
+    # the prediction.
+    columns: dict[str, Tensor]
+    finite: NDArray[np.bool_]  # [N], whether all outputs of a sample are numbers
+    measures: dict[str, float]  # by name; empty if an output is not finite, unless it is classification
+    scores: NDArray[np.float64]  # [N], more is better; empty where ``measures`` is
     _: KW_ONLY
-    spread: float  # the largest of all logits minus the smallest
+    spread: float  # the largest of all outputs minus the smallest
     ids: Sequence[str] = ()  # of the N samples
     undecoded: Sequence[str] = ()  # ids of the samples that cannot be decoded: not among the N
 
     @classmethod
-    def from_batches(cls, batches: Iterable[tuple[Tensor, Tensor]]) -> Self:
-        """Return the evaluation of one or more batches of logits [n, classes] and labels [n] on the CPU; no ``ids``."""
-        columns, lowest, highest = [], math.inf, -math.inf
-        for logits, labels in batches:
-            logs = torch.log_softmax(logits, dim=1, dtype=torch.float64)
-            of_label, confidence = logs.gather(1, labels[:, None])[:, 0], logs.max(dim=1).values.exp()
-            brier = logs.exp_().square_().sum(dim=1) - 2 * of_label.exp() + 1
-            finite = logits.isfinite().all(dim=1)
-            columns.append([logits.argmax(dim=1), labels, finite, confidence, -of_label, brier])
-            lowest, highest = min(lowest, logits.min().item()), max(highest, logits.max().item())
-        arrays = [torch.cat(each).numpy() for each in zip(*columns, strict=True)]
-        return cls(*arrays, spread=highest - lowest)
+    def from_batches(cls, objective: Objective, batches: Iterable[tuple[Any, Tensor]]) -> Self:
+        """Return the evaluation of one or more batches of outputs and targets [n, ...] on one device; no ``ids``.
 
-    @cached_property
-    def correct(self) -> NDArray[np.bool_]:
-        """Whether each prediction is the label: [N]."""
-        return np.asarray(self.predictions == self.labels)
+        Raises UserError if the samples do not define the main measure, or for an error of the objective's.
+        """
+        parts, lowest, highest = list[dict[str, Tensor]](), math.inf, -math.inf
+        with torch.no_grad():  # else losses are those of training
+            for outputs, targets in batches:
+                columns = compute_columns(objective, outputs, targets)
+                if isinstance(objective, Classification):
+                    columns |= compute_likelihoods(outputs, targets)
+                tensors = [leaf for leaf in tree_leaves(logits_of(outputs)) if isinstance(leaf, Tensor)]
+                columns[FINITE] = torch.stack([leaf.isfinite().flatten(1).all(dim=1) for leaf in tensors]).all(dim=0)
+                lowest = min(lowest, *(leaf.min().item() for leaf in tensors))
+                highest = max(highest, *(leaf.max().item() for leaf in tensors))
+                parts.append({name: column.double().cpu() for name, column in columns.items()})
+        columns = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+        finite = columns.pop(FINITE).bool().numpy()
+        found = cls(objective, columns, finite, {}, np.empty(0), spread=highest - lowest)
+        if finite.all() or isinstance(objective, Classification):
+            found.measures, found.scores = measure_columns(objective, columns), score_samples(objective, columns)
+        if finite.all() and not math.isfinite(found.score):
+            name = name_main_measure(objective)
+            raise UserError(f"{name} is not defined on this test split; judge on one with samples of more kinds")
+        return found
 
     @property
-    def accuracy(self) -> float:
-        """Share of correct predictions, from 0 to 1."""
-        return float(self.correct.mean())
+    def samples(self) -> int:
+        """The number of samples, N."""
+        return len(self.finite)
+
+    @property
+    def score(self) -> float:
+        """The main measure; 0 if it was not measured, because an output is not finite."""
+        return self.measures.get(name_main_measure(self.objective), 0.0)
+
+    @property
+    def correct(self) -> NDArray[np.bool_]:
+        """Whether each score is 1: for classification, whether each prediction is the label, [N]."""
+        return np.asarray(self.scores == 1)
+
+
+def compute_likelihoods(logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
+    """Return confidence, negative log-likelihood and Brier score, [n] each, of logits [n, classes] and labels [n]."""
+    logs = torch.log_softmax(logits, dim=1, dtype=torch.float64)
+    of_label, confidence = logs.gather(1, labels[:, None])[:, 0], logs.max(dim=1).values.exp()
+    brier = logs.exp_().square_().sum(dim=1) - 2 * of_label.exp() + 1
+    return {"confidence": confidence, "nll": -of_label, "brier": brier}
 
 
 def evaluate_split(model: SavedModel, data: PreparedSet) -> Evaluation:
     """Read a data set's test split, and return the model's evaluation on those of its samples that can be decoded.
 
     Downloads remote shards into the cache; decodes in threads, which end before it returns. Raises UserError if the
-    split cannot be read, has a class that the model lacks, images that it does not take, no sample that can be decoded,
-    or more than ``model.bad_samples`` that cannot.
+    split cannot be read, has a class that the model lacks, images that it does not take, targets of another kind, no
+    sample that can be decoded, or more than ``model.bad_samples`` that cannot, or if it does not define the measure.
     """
     places = {name: place for place, name in enumerate(model.classes)}
     ids, undecoded = list[str](), list[str]()
 
-    def compute_logits_and_labels() -> Iterator[tuple[Tensor, Tensor]]:
-        """Compute and yield logits and labels of each batch; append its samples' ids to ``ids`` or ``undecoded``."""
+    def compute_outputs_and_targets() -> Iterator[tuple[Any, Tensor]]:
+        """Compute and yield outputs and targets of each batch; append its samples' ids to ``ids`` or ``undecoded``."""
         for batch in read_test_split(model, data):
             truths = [*compress(batch.truths or (), batch.decoded)]
             if unknown := [name for name in truths if name not in places]:
@@ -80,20 +114,30 @@ def evaluate_split(model: SavedModel, data: PreparedSet) -> Evaluation:
                 raise UserError(f"class {unknown[0]!r} of the test split: {said}")
             ids.extend(compress(batch.ids, batch.decoded))
             undecoded.extend(name for name, decoded in zip(batch.ids, batch.decoded, strict=True) if not decoded)
-            if truths:
-                yield model.compute_logits(batch.inputs).cpu(), torch.tensor([places[name] for name in truths])
+            if not any(batch.decoded):
+                continue
+            if batch.targets is None:
+                targets = torch.tensor([places[name] for name in truths], device=model.device)
+            else:
+                targets = batch.targets[torch.tensor(batch.decoded)]
+                model.objective.check_targets(targets.cpu().numpy())
+            outputs = model.compute_outputs(batch.inputs)
+            model.objective.check_outputs(str(model.sidecar["model"]), outputs, targets)
+            yield outputs, targets
         if not ids:
             raise UserError("the test split has no image that can be decoded; repair it")
 
-    found = Evaluation.from_batches(compute_logits_and_labels())
+    found = Evaluation.from_batches(model.objective, compute_outputs_and_targets())
     found.ids, found.undecoded = ids, undecoded
     return found
 
 
 def compute_logits_of_split(model: SavedModel, data: PreparedSet) -> Iterator[NDArray[np.float32]]:
-    """Read the test split, and yield the logits [classes] of each sample that can be decoded, in the split's order.
+    """Read the test split, and yield the outputs [...] of each sample that can be decoded, in the split's order.
 
-    Downloads remote shards into the cache. Raises UserError if :func:`read_test_split` does.
+    For classification these are logits [classes]; of a dict they are ``out``. Downloads remote shards into the cache.
+    Raises UserError if :func:`read_test_split` does.
     """
     for batch in read_test_split(model, data):
-        yield from model.compute_logits(batch.inputs).cpu().numpy()
+        if len(batch.inputs):
+            yield from logits_of(model.compute_outputs(batch.inputs)).float().cpu().numpy()

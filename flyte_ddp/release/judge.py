@@ -1,9 +1,10 @@
 """Judges a model: evaluates challenger and champion on the same test split, and returns a verdict."""
 
+import json
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -11,21 +12,23 @@ from pathlib import Path
 from statistics import median
 from typing import Self
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from flyte_ddp.datasets.arrays import TEST_DIGEST, read_description
 from flyte_ddp.datasets.prepared import PreparedSet, open_prepared
 from flyte_ddp.errors import UnreachableError, UserError
 from flyte_ddp.export.exporting import Comparison, NotExportedError, TorchLogits, export_model
-from flyte_ddp.formatting import format_count
+from flyte_ddp.objectives import Classification, Multilabel
 from flyte_ddp.predict.prediction_batches import SavedModel, read_test_split
 from flyte_ddp.release import checks, statistics, versions
-from flyte_ddp.release.checks import PairedCounts
 from flyte_ddp.release.evaluation import Evaluation, compute_logits_of_split, evaluate_split
 from flyte_ddp.release.policy import NOT_WORSE, OFF, REQUIRED, Policy
 from flyte_ddp.release.promotion import download_version
 from flyte_ddp.release.registry import Entry, Registry, replay_promotions
+from flyte_ddp.release.scores import is_higher_better, name_main_measure
 from flyte_ddp.release.slices import group_by_slice
 from flyte_ddp.release.verdict import KEPT, NO_COMPARISON, PROMOTED, Check, Verdict
 from flyte_ddp.settings import Settings
@@ -53,7 +56,7 @@ class Judgement:
     challenger: Evaluation | None = None  # None where the verdict did not need it
     champion: Evaluation | None = None  # None where nothing was compared
     checks: list[Check] = field(default_factory=list)
-    parts: dict[str, list[Check]] = field(default_factory=dict)  # for "class" and "slice": a check for each of them
+    parts: dict[str, list[Check]] = field(default_factory=dict)  # for "class", "label", "slice": a check for each
     look: int = 0  # number of this judgement among those on the test split; 0: it is not counted
     alpha: float = 0.0  # this judgement's share of the policy's alpha; 0: nothing was decided by it
     verdict: Verdict = field(init=False)  # missing until it is set
@@ -81,7 +84,7 @@ class Judgement:
     def export_and_set_verdict(self, reason: str = "", decision: str = "", *, best: str = "", power: str = "") -> Self:
         """Export the challenger, add the Check of its ONNX to ``checks``, set ``verdict``, and return this judgement.
 
-        Promotes nothing. Exports nothing if ``exports`` or ``challenger`` is None, a logit of ``challenger`` is not
+        Promotes nothing. Exports nothing if ``exports`` or ``challenger`` is None, an output of ``challenger`` is not
         finite, or the policy's ``export`` is off. An export reads the test split twice, starts a process, silences
         stderr meanwhile, and raises UnreachableError if the storage of the test split does not answer. ``decision`` is
         KEPT, PROMOTED, NO_COMPARISON or empty. If empty, the verdict is KEPT with the reasons of all failed Checks, or
@@ -93,7 +96,7 @@ class Judgement:
         if challenger is not None and challenger.finite.all() and exports is not None:
             model, required = self.model, self.policy.export == REQUIRED
             rows = compute_logits_of_split(model, self.split)
-            logits = TorchLogits(rows, len(challenger.labels), challenger.spread)
+            logits = TorchLogits(rows, challenger.samples, challenger.spread)
             found: Comparison | str
             try:
                 device, settings = model.device.type, model.settings
@@ -112,9 +115,10 @@ class Judgement:
             best=best or (before.best if before else ""),
             log_number=before.number if before else 0,
             test_digest=self.test_digest,
-            samples=len(challenger.labels) if challenger else 0,
-            challenger_accuracy=challenger.accuracy if challenger else 0.0,
-            champion_accuracy=champion.accuracy if champion else 0.0,
+            samples=challenger.samples if challenger else 0,
+            measure=name_main_measure(self.model.objective),
+            challenger_score=challenger.score if challenger else 0.0,
+            champion_score=champion.score if champion else 0.0,
             look=self.look,
             alpha=self.alpha,
             power=power,
@@ -140,18 +144,19 @@ def judge_challenger(
     ``weights`` and ``sidecar`` are the challenger's ``model.pt`` and ``model.json``, ``data`` is a prepared data set's
     folder, ``exports`` the folder for an ONNX and other exports (None: none). ``counts`` says whether the verdict may
     promote: then writes two files to the registry if samples decide, and evaluates nothing if the challenger is the
-    champion or was rolled back. Otherwise evaluates the challenger on the whole test split. If its logits are finite,
+    champion or was rolled back. Otherwise evaluates the challenger on the whole test split. If its outputs are finite,
     also downloads and evaluates the champion and the best version ever, and times both models. Runs the code that the
     sidecars name. An export starts a process, and silences this process's stderr meanwhile. A champion that cannot be
     loaded or evaluated gives a verdict that compares nothing, with the error as its reason; the traceback of an error
     that is no UserError goes to stderr. Raises a UserError if challenger, data, registry or the policy's file of slices
-    cannot be read, or a class has no test sample.
+    cannot be read, a class has no test sample, or the policy has a ``min_accuracy`` and the objective no accuracy.
     """
     before, test_digest = registry.read_champion(), read_description(data).get(TEST_DIGEST)
     if test_digest is None:
         raise UserError(f"{data}: was prepared by an older version, without {TEST_DIGEST}; fetch it again")
     model, split = SavedModel(weights, sidecar, settings or Settings()), open_prepared(data)
     judgement = Judgement(registry, policy, before, model, split, str(test_digest), counts, exports)
+    require_accuracy(model, policy)
     is_champion = before is not None and before.version == model.digest
     if counts and is_champion:
         return judgement.export_and_set_verdict("it has the champion's weights", KEPT)
@@ -163,17 +168,16 @@ def judge_challenger(
             return judgement.export_and_set_verdict(said, KEPT)
     ours = judgement.challenger = evaluate_split(model, split)
     if before is None:
-        checks.group_by_class(ours, model.classes)
-    if not judgement.add_check(checks.check_finite_logits(ours)):
+        group_by_class(ours, model)
+    if not judgement.add_check(checks.check_finite_outputs(ours)):
         return judgement.export_and_set_verdict()
     if before is None:
         alpha = judgement.claim_alpha()
-        judgement.checks += [checks.check_accuracy(ours, policy), checks.check_above_majority(ours, alpha)]
-        judgement.add_check(checks.calibration_check(ours))
-        reason = "there is no champion yet, and it is better than the most frequent class"
-        return judgement.export_and_set_verdict(reason, best=model.digest)
+        above = checks.check_above_constant(ours, alpha)
+        judgement.checks += [checks.check_score(ours, policy), above, *checks.check_calibration(ours)]
+        return judgement.export_and_set_verdict(f"there is no champion yet, and it is {above.name}", best=model.digest)
     if is_champion:
-        judgement.checks += [checks.check_accuracy(ours, policy), checks.calibration_check(ours)]
+        judgement.checks += [checks.check_score(ours, policy), *checks.check_calibration(ours)]
         return judgement.export_and_set_verdict("it has the champion's weights", KEPT)
     try:
         champion = load_stored_model(registry, before.version, before.manifest, model)
@@ -186,17 +190,18 @@ def judge_challenger(
 def compare_with_champion(judgement: Judgement, ours: Evaluation, champion: SavedModel, best: str) -> Judgement:
     """Evaluate the champion, check the challenger against it, set the verdict in the judgement; return the judgement.
 
-    ``ours`` is the challenger's evaluation. Also downloads and evaluates ``best``, the version with the best accuracy
-    so far, if that is neither of the two; evaluates nothing if classes or input differ. Times both models, and exports
-    the challenger. If the judgement may promote, and the two do not get the same samples right, writes two files to the
+    ``ours`` is the challenger's evaluation. Also downloads and evaluates ``best``, the version with the best measure so
+    far, if that is neither of the two; evaluates nothing if objective, classes or input differ. Times both models, and
+    exports the challenger. If the judgement may promote, and the scores of the two differ, writes two files to the
     registry. Raises an IncomparableError if it cannot evaluate the champion (rule not_worse: or the best version).
     """
     policy, model, split = judgement.policy, judgement.model, judgement.split
-    groups = {"class": checks.group_by_class(ours, model.classes)}
+    groups = group_by_class(ours, model)
     if policy.slices:
         groups["slice"] = group_by_slice(policy.slices, ours.ids, ours.undecoded)
     inputs = model.describe_input(), champion.describe_input()
-    if not judgement.add_check(checks.check_same_task(model.classes, champion.classes, inputs)):
+    objectives = describe_objective(model), describe_objective(champion)
+    if not judgement.add_check(checks.check_same_task(model.classes, champion.classes, inputs, objectives)):
         return judgement.export_and_set_verdict()
     theirs = evaluate_stored_model(champion, split)
     others = {"champion": theirs}
@@ -211,40 +216,68 @@ def compare_with_champion(judgement: Judgement, ours: Evaluation, champion: Save
     judgement.checks += [
         checks.check_ratio("size", model.bytes / champion.bytes, policy.size_ratio),
         checks.check_ratio("latency", measure_latency_ratio(model, champion, split), policy.latency_ratio),
-        checks.check_accuracy(ours, policy),
+        checks.check_score(ours, policy),
     ]
-    pairs = {name: PairedCounts.count(ours.correct, other.correct) for name, other in others.items()}
+    pairs = {name: checks.compare_evaluations(ours, other) for name, other in others.items()}
     pair = pairs["champion"]
-    if not pair.gained and not pair.lost:
-        return judgement.export_and_set_verdict("both models get the same samples right", KEPT)
+    if not pair.differs:
+        return judgement.export_and_set_verdict(pair.equal, KEPT)
     alpha = judgement.claim_alpha()
     if policy.rule == NOT_WORSE:
         decisive = [checks.check_not_worse(name, pairs[name], policy.margin, alpha) for name in pairs]
     else:
         decisive = [checks.check_superior(pair, alpha)]
     judgement.checks += decisive
-    for kind, members in groups.items():
-        check, judgement.parts[kind] = checks.check_losses_by_part(kind, members, ours, theirs, policy)
+    add_vetoes(judgement, ours, theirs, groups)
+    sign = 1 if is_higher_better(model.objective) else -1
+    best = model.digest if all(sign * ours.score > sign * other.score for other in others.values()) else best
+    power = pair.describe_power(alpha, policy.margin if policy.rule == NOT_WORSE else None)
+    return judgement.export_and_set_verdict(decisive[0].reason, best=best, power=power)
+
+
+def add_vetoes(
+    judgement: Judgement, ours: Evaluation, theirs: Evaluation, groups: Mapping[str, Mapping[str, NDArray[np.int64]]]
+) -> None:
+    """Add the Checks of classes, labels and slices to the judgement, and for classification those of likelihoods.
+
+    ``groups`` holds the positions of the samples of each "class" and each "slice".
+    """
+    model, policy = judgement.model, judgement.policy
+    found = {kind: checks.check_losses_by_part(kind, parts, ours, theirs, policy) for kind, parts in groups.items()}
+    kind = "label" if isinstance(model.objective, Multilabel) else "class"
+    if labels := checks.check_losses_by_label(kind, model.classes, ours, theirs, policy):
+        found[kind] = labels
+    for kind, (check, rows) in found.items():
+        judgement.parts[kind] = rows
         judgement.add_check(check)
-    judgement.checks += [
-        checks.check_loss_rise("negative log-likelihood", ours.nll, theirs.nll, policy.nll_rise, policy.alpha),
-        checks.check_loss_rise("Brier score", ours.brier, theirs.brier, policy.brier_rise, policy.alpha),
-        checks.calibration_check(theirs, ours),
-    ]
-    best = model.digest if ours.accuracy > max(other.accuracy for other in others.values()) else best
-    return judgement.export_and_set_verdict(decisive[0].reason, best=best, power=describe_power(pair, policy, alpha))
+    if isinstance(model.objective, Classification):
+        judgement.checks += checks.check_likelihoods(ours, theirs, policy)
+    judgement.checks += checks.check_calibration(theirs, ours)
 
 
-def describe_power(pair: PairedCounts, policy: Policy, alpha: float) -> str:
-    """Return a clause that says which difference the rule can find, or (not_worse) how often an equal model passes."""
-    samples = format_count(pair.samples, "sample")
-    discordant = (pair.gained + pair.lost) / pair.samples
-    if policy.rule == NOT_WORSE:
-        share = statistics.pass_probability(pair.samples, discordant, policy.margin, alpha)
-        return f"on {samples} a model of the same accuracy passes a comparison in {share:.0%} of cases"
-    found = statistics.detectable_difference(pair.samples, discordant, alpha)
-    difference = "no difference is" if found is None else f"{100 * found:.2f} points are"
-    return f"on {samples} {difference} found in {statistics.POWER:.0%} of cases"
+def group_by_class(challenger: Evaluation, model: SavedModel) -> dict[str, Mapping[str, NDArray[np.int64]]]:
+    """Return the positions of the samples of each class, as "class"; empty unless the model classifies.
+
+    Raises UserError if a class has no sample.
+    """
+    if not isinstance(model.objective, Classification):
+        return {}
+    return {"class": checks.group_by_class(challenger, model.classes)}
+
+
+def require_accuracy(model: SavedModel, policy: Policy) -> None:
+    """Raise UserError if the policy has a ``min_accuracy``, and the model's objective another main measure."""
+    measure = name_main_measure(model.objective)
+    if policy.min_accuracy and measure != "accuracy":
+        raise UserError(f"min_accuracy={policy.min_accuracy:g}: the model is measured by {measure}; give min_score")
+
+
+def describe_objective(model: SavedModel) -> str:
+    """Return the name of a model's objective with its options and the shape of a target, as text."""
+    options = model.sidecar.get("options", {}).get("objective", {})
+    shape = " x ".join(map(str, model.objective.facts.target_shape))
+    name = str(model.sidecar.get("objective", "classification"))
+    return " ".join(filter(None, (name, json.dumps(options, sort_keys=True) if options else "", shape)))
 
 
 def load_stored_model(registry: Registry, name: str, manifest: str, challenger: SavedModel) -> SavedModel:
@@ -259,13 +292,13 @@ def load_stored_model(registry: Registry, name: str, manifest: str, challenger: 
 
 
 def evaluate_stored_model(model: SavedModel, split: PreparedSet) -> Evaluation:
-    """Return a version's evaluation on the test split; IncomparableError if that fails or a logit is not finite.
+    """Return a version's evaluation on the test split; IncomparableError if that fails or an output is not finite.
 
     The traceback of an error that is no UserError goes to stderr.
     """
     with translate_model_errors(model.digest, "evaluated"):
         found = evaluate_split(model, split)
-    if not checks.check_finite_logits(found).passed:
+    if not checks.check_finite_outputs(found).passed:
         raise IncomparableError(f"version {model.digest[:12]} answers with NaN or infinity")
     return found
 
@@ -304,7 +337,7 @@ def measure_latency_ratio(challenger: SavedModel, champion: SavedModel, split: P
         seconds = {}
         for model in (challenger, champion) if number % 2 else (champion, challenger):
             began = time.perf_counter()
-            model.compute_logits(inputs[model])
+            model.compute_outputs(inputs[model])
             if model.device.type == "cuda":
                 torch.cuda.synchronize(model.device)
             seconds[model] = time.perf_counter() - began

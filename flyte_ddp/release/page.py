@@ -4,11 +4,14 @@ from contextlib import closing
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
-from flyte_ddp.formatting import format_percent
+from flyte_ddp.objectives import Classification
 from flyte_ddp.objectives.classification import count_confusions
 from flyte_ddp.predict.predict import images_from_inputs
 from flyte_ddp.predict.prediction_batches import read_test_split
+from flyte_ddp.release.checks import format_measure
+from flyte_ddp.release.evaluation import Evaluation
 from flyte_ddp.release.judge import Judgement
 from flyte_ddp.report.figures import Picture, confusion_section
 from flyte_ddp.report.page import render_template, write_html
@@ -27,10 +30,11 @@ def write_page(judgement: Judgement, name: str, path: Path) -> Path:
         "verdict.html",
         name=name,
         verdict=judgement.verdict,
-        models={title: format_percent(model.accuracy) for title, model in models.items()},
+        models={title: format_measure(judgement.verdict.measure, model.score) for title, model in models.items()},
         confusions={
-            title: confusion_section(count_confusions(model.labels, model.predictions), judgement.model.classes)
+            title: confusion_section(count_confusions(*truth_and_prediction(model)), judgement.model.classes)
             for title, model in models.items()
+            if isinstance(model.objective, Classification)
         },
         parts_of_split=judgement.parts,
         pictured=picture_differences(judgement),
@@ -38,14 +42,20 @@ def write_page(judgement: Judgement, name: str, path: Path) -> Path:
     return write_html(path, page)
 
 
+def truth_and_prediction(model: Evaluation) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the class numbers of truth and prediction of each sample, [N] each."""
+    return model.columns["truth"].long().numpy(), model.columns["prediction"].long().numpy()
+
+
 def picture_differences(judgement: Judgement) -> dict[str, list[Picture]]:
     """Return pictures by headline: the first PICTURED (12) samples that only challenger, or only champion, gets right.
 
-    Reads the test split up to the last of these. Unless both models were evaluated, reads nothing and returns {}.
+    Reads the test split up to the last of these. Reads nothing and returns {} unless both models were evaluated, and
+    classify.
     """
     mine, theirs, names = judgement.challenger, judgement.champion, judgement.model.classes
     found: dict[str, list[Picture]] = {}
-    if mine is None or theirs is None:
+    if mine is None or theirs is None or not isinstance(mine.objective, Classification):
         return found
     wanted = {}
     for right, wrong, better, worse in (
@@ -64,8 +74,8 @@ def picture_differences(judgement: Judgement) -> dict[str, list[Picture]]:
             inputs = batch.inputs[[place - start for place in places]]
             for place, image in zip(places, images_from_inputs(inputs, judgement.model.spec), strict=True):
                 model, pictures = wanted[place]
-                prediction, truth = names[model.predictions[place]], names[model.labels[place]]
-                score = float(model.confidence[place])
+                truth, prediction = (names[of_all[place]] for of_all in truth_and_prediction(model))
+                score = float(model.columns["confidence"][place])
                 pictures.append(Picture(f"sample {model.ids[place]}", image, prediction, truth, score))
             start += len(batch.inputs)
     return found

@@ -18,8 +18,8 @@ class Policy(CheckedFields, called="policy setting"):
 
     rule: str = setting(
         SUPERIOR,
-        "superior: the challenger must be better (McNemar's exact test); not_worse: it must not be worse than the "
-        "champion, nor than the best version ever, by more than `margin`.",
+        "superior: the challenger must be better (McNemar's exact test, sign flips where scores are not 0 or 1); "
+        "not_worse: it must not be worse than the champion, nor than the best version ever, by more than `margin`.",
         choices=(SUPERIOR, NOT_WORSE),
     )
     alpha: float = setting(
@@ -31,12 +31,22 @@ class Policy(CheckedFields, called="policy setting"):
         below=0.5,
     )
     margin: float = setting(
-        0.01, "With not_worse: the largest loss of accuracy that is accepted; 0.01 is a point.", above=0.0, below=1.0
+        0.01,
+        "With not_worse: the largest loss of accuracy, or of another measure, that is accepted; 0.01 is a point. Where "
+        "less is better, a share of the champion's squared error or loss.",
+        above=0.0,
+        below=1.0,
     )
     min_accuracy: float = setting(0.0, "Test accuracy below which no model is promoted.", at_least=0.0, at_most=1.0)
+    min_score: float = setting(
+        0.0,
+        "Main measure on the test split (accuracy, F1, RMSE, mean IoU) below which no model is promoted; where less is "
+        "better, above which. 0: no limit.",
+    )
     class_loss: float = setting(
         0.05,
-        "Largest loss of accuracy on a class or a slice; a larger one is a veto if it is significant.",
+        "Largest loss, measured as `margin` is, on a class, a label or a slice; a larger one is a veto if it is "
+        "significant.",
         at_least=0.0,
         at_most=1.0,
     )

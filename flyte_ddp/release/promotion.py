@@ -44,7 +44,7 @@ def store_version(
     and ``by`` the Flyte execution, or the user, that trained the model. If the verdict has a number (``look``), first
     writes it to the registry's folder of its test split. If the same weights were stored before and the verdict does
     not promote, uploads nothing else and returns the stored version. Raises a UserError if the verdict is on another
-    model, or if the same weights are stored with another model name, classes or input.
+    model, or if the same weights are stored with another model name, classes, input or objective.
     """
     verdict_file, about = verdict.to_json(indent=1).encode() + b"\n", json.loads(sidecar.read_bytes())
     name = file_digest(weights)
@@ -56,7 +56,7 @@ def store_version(
     stored = versions.find_version(registry, name)
     if stored is not None:
         stored_about = json.loads(versions.read_version_file(registry, stored, versions.SIDECAR))
-        for field in ("model", "classes", "input"):
+        for field in ("model", "classes", "input", "objective"):
             if stored_about.get(field) != about.get(field):
                 raise UserError(
                     f"version {name[:12]} is in the registry already, with another {field}: equal weights are one "
@@ -118,7 +118,7 @@ def promote_version(registry: Registry, version: str, reason: str, *, by: str, o
     if before is not None and before.version == version:
         raise UserError(f"version {version[:12]} is the champion already, since {before.time}")
     versions.verify_files(registry, found)
-    best = before.best if before and has_classes_and_input_of(registry, before.best, found) else version
+    best = before.best if before and has_task_of(registry, before.best, found) else version
     values = {"version": version, "manifest": found.manifest, "best": best}
     return registry.append_entry(before, by=by, action=PROMOTE, reason=reason, **values)
 
@@ -157,8 +157,8 @@ def finish_earlier_try(registry: Registry, log: list[Entry], by: str, action: st
     return None
 
 
-def has_classes_and_input_of(registry: Registry, best: str, version: versions.Version) -> bool:
-    """Read ``model.json`` of two versions, and return whether classes and input are the same.
+def has_task_of(registry: Registry, best: str, version: versions.Version) -> bool:
+    """Read ``model.json`` of two versions, and return whether objective, its options, classes and input are the same.
 
     ``best`` is the name of the other version; returns False if its file is missing or was altered.
     """
@@ -171,7 +171,11 @@ def has_classes_and_input_of(registry: Registry, best: str, version: versions.Ve
         raise
     except UserError:
         return False
-    return (one.get("classes"), one.get("input")) == (other.get("classes"), other.get("input"))
+    tasks = [
+        [*map(about.get, ("objective", "target_shape", "classes", "input")), about.get("options", {}).get("objective")]
+        for about in (one, other)
+    ]
+    return tasks[0] == tasks[1]
 
 
 def download_version(

@@ -21,34 +21,35 @@ Floats = NDArray[np.float64]
 
 
 def compute_pseudo_values(measures: Floats, without: Floats) -> Floats:
-    """Return the pseudo-values [N] of the mean over K labels.
+    """Return the pseudo-values [N, K] of a measure of each of K labels; NaN for a label whose measure is NaN.
 
-    ``measures`` [K] are those of all samples; ``without`` [N, K] those without each sample, NaN where not defined.
-    Labels whose measure of all samples is NaN are left out; the result is NaN if all labels are.
+    ``measures`` [K] are those of all samples; ``without`` [N, K] those without each sample, NaN where not defined. The
+    mean of a sample's pseudo-values over labels is the pseudo-value of the mean over labels.
     """
-    defined = ~np.isnan(measures)
-    measures, without = measures[defined], without[:, defined]
-    without = np.where(np.isnan(without), measures, without)
     samples = len(without)
-    return np.asarray((samples * measures - (samples - 1) * without).mean(axis=1))
+    return np.asarray(samples * measures - (samples - 1) * np.where(np.isnan(without), measures, without))
 
 
-def pseudo_values_of_ratios(numerators: Floats, denominators: Floats) -> Floats:
-    """Return the pseudo-values [N] of the mean over K of sums of ``numerators`` [N, K] over sums of ``denominators``.
+def pseudo_values_of_ratios(numerators: Floats, denominators: Floats, members: Floats | None = None) -> Floats:
+    """Return the pseudo-values [N, K] of K sums of ``numerators`` [N, K] over sums of ``denominators`` [N, K].
 
-    So are macro F1 (2 true positives; 2 true positives, false positives and false negatives) and mIoU (intersections;
-    unions). Columns whose denominators sum up to 0 are left out.
+    So are F1 (2 true positives; 2 true positives, false positives and false negatives) and IoU (intersections; unions).
+    A ratio is defined where the sum of ``members`` [N, K], by default of the denominators, is not 0.
     """
     above, below = numerators.sum(axis=0), denominators.sum(axis=0)
+    members = denominators if members is None else members
+    left = members.sum(axis=0)
     with np.errstate(divide="ignore", invalid="ignore"):
-        return compute_pseudo_values(above / below, (above - numerators) / (below - denominators))
+        measures = np.where(left > 0, above / below, np.nan)
+        without = np.where(left - members > 0, (above - numerators) / (below - denominators), np.nan)
+    return compute_pseudo_values(measures, without)
 
 
 def pseudo_values_of_auroc(scores: Floats, targets: Floats) -> Floats:
-    """Return the pseudo-values [N] of the area under the ROC curve, the mean over K labels.
+    """Return the pseudo-values [N, K] of the area under the ROC curve of each label.
 
     ``scores`` [N, K] are higher where a label is likelier; ``targets`` [N, K] are 1, 0 or NaN: unknown, and then the
-    sample has no influence on the label. Labels without a sample of each kind are left out.
+    sample has no influence on the label. NaN for labels without a sample of each kind.
     """
     areas, without = np.full(scores.shape[1], np.nan), np.full(scores.shape, np.nan)
     for label in range(scores.shape[1]):
@@ -87,4 +88,4 @@ def pseudo_values_by_calls(measure: Callable[[Mapping[str, Tensor]], float], col
     without = [
         measure({name: column[everything != sample] for name, column in columns.items()}) for sample in range(samples)
     ]
-    return compute_pseudo_values(np.array([measure(columns)]), np.array(without)[:, None])
+    return compute_pseudo_values(np.array([measure(columns)]), np.array(without)[:, None])[:, 0]

@@ -66,7 +66,7 @@ class Entry:
     action: str  # promote or rollback
     version: str  # the champion from now on: SHA-256 of its weights
     manifest: str  # SHA-256 of the version's manifest
-    best: str  # the version with the best test accuracy so far, which is not forgotten when others take its place
+    best: str  # the version with the best main measure so far, which is not forgotten when others take its place
     reason: str
     by: str  # a Flyte execution, or user@host
     time: str  # ISO 8601, UTC

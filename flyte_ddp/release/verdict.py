@@ -2,6 +2,7 @@
 
 # No "from __future__ import annotations" here: flytekit derives the type of a task's output from real types.
 from dataclasses import dataclass, field
+from typing import Any, Self
 
 from dataclasses_json import DataClassJsonMixin
 
@@ -27,17 +28,26 @@ class Verdict(DataClassJsonMixin):
     reason: str
     challenger: str  # the SHA-256 of its weights
     champion: str  # the SHA-256 of its weights; empty if there was none
-    best: str  # the version with the best accuracy so far, the challenger among them
+    best: str  # the version with the best measure so far, the challenger among them
     log_number: int  # of the log's last entry when this was judged; 0: the log was empty
     test_digest: str  # of the test split
     samples: int  # of the test split, without undecodable ones; 0: not evaluated
-    challenger_accuracy: float  # from 0 to 1; 0 where samples is 0
-    champion_accuracy: float  # from 0 to 1; 0 if there was no champion, or it was not evaluated
+    measure: str  # the name of the objective's main measure: accuracy, f1, rmse, miou, loss, or one of an own objective
+    challenger_score: float  # its main measure; 0 where samples is 0, or an output was not finite
+    champion_score: float  # the same of the champion; 0 if there was none, or it was not evaluated
     look: int  # number of the judgement on this test split, from 1; 0: it is not counted, and can promote nothing
     alpha: float  # significance level of this judgement; 0: nothing was decided by it
     power: str  # how large a difference could be found, in words
     time: str  # ISO 8601, UTC
     checks: list[Check] = field(default_factory=list)
+
+    @classmethod
+    def from_dict(cls, kvs: Any, *, infer_missing: bool = False) -> Self:
+        """Return the verdict of a dict; KeyError if a value is missing. Knows files of releases before ``measure``."""
+        if "measure" not in kvs:
+            scores = {f"{who}_score": kvs.get(f"{who}_accuracy") for who in ("challenger", "champion")}
+            kvs = {**kvs, "measure": "accuracy", **scores}
+        return super().from_dict(kvs, infer_missing=infer_missing)
 
     @property
     def promotes(self) -> bool:

@@ -9,9 +9,10 @@ import torch
 
 from benchmarks.simulated_models import Correct, answers, changed_model, equal_model
 from flyte_ddp.errors import UserError
+from flyte_ddp.objectives import Classification, Facts
 from flyte_ddp.release import checks, statistics
-from flyte_ddp.release.checks import PairedCounts
 from flyte_ddp.release.evaluation import Evaluation
+from flyte_ddp.release.pairs import PairedCounts
 from flyte_ddp.release.policy import Policy
 from flyte_ddp.release.slices import group_by_slice
 from flyte_ddp.release.verdict import Check
@@ -93,10 +94,10 @@ def test_small_losses_that_add_up_are_stopped_by_the_best_version_ever() -> None
 def test_accuracy_the_most_frequent_class_and_the_task() -> None:
     labels = np.array([0] * 80 + [1] * 20)
     always_zero = answers(labels == 0, labels, 2)
-    assert not checks.check_above_majority(always_zero, 0.05).passed
-    assert checks.check_above_majority(answers(np.ones(100, dtype=bool), labels, 2), 0.05).passed
-    assert checks.check_accuracy(always_zero, Policy(min_accuracy=0.8)).passed
-    assert not checks.check_accuracy(always_zero, Policy(min_accuracy=0.81)).passed
+    assert not checks.check_above_constant(always_zero, 0.05).passed
+    assert checks.check_above_constant(answers(np.ones(100, dtype=bool), labels, 2), 0.05).passed
+    assert checks.check_score(always_zero, Policy(min_accuracy=0.8)).passed
+    assert not checks.check_score(always_zero, Policy(min_accuracy=0.81)).passed
     takes = ("1 x 8 x 8", "1 x 8 x 8")
     assert checks.check_same_task(["a", "b"], ["a", "b"], takes).passed
     assert "the classes changed" in checks.check_same_task(["b", "a"], ["a", "b"], takes).reason
@@ -108,14 +109,17 @@ def test_likelihoods_and_scores_are_those_of_their_definitions() -> None:
     logits = random.normal(size=(700, 4)).astype(np.float32)
     labels = random.integers(0, 4, 700)
     parts = (slice(0, 500), slice(500, 700))
-    found = Evaluation.from_batches((torch.from_numpy(logits[part]), torch.from_numpy(labels[part])) for part in parts)
-    np.testing.assert_array_equal(found.predictions, logits.argmax(axis=1))
+    found = Evaluation.from_batches(
+        Classification(Facts(tuple("abcd"))),
+        ((torch.from_numpy(logits[part]), torch.from_numpy(labels[part])) for part in parts),
+    )
+    np.testing.assert_array_equal(found.columns["prediction"], logits.argmax(axis=1))
     assert found.spread == np.ptp(logits)
     scores = np.exp(logits.astype(float)) / np.exp(logits.astype(float)).sum(axis=1, keepdims=True)
     truth = np.eye(4)[labels]
-    np.testing.assert_allclose(found.nll, -np.log((scores * truth).sum(axis=1)))
-    np.testing.assert_allclose(found.brier, ((scores - truth) ** 2).sum(axis=1))
-    np.testing.assert_allclose(found.confidence, scores.max(axis=1))
+    np.testing.assert_allclose(found.columns["nll"], -np.log((scores * truth).sum(axis=1)))
+    np.testing.assert_allclose(found.columns["brier"], ((scores - truth) ** 2).sum(axis=1))
+    np.testing.assert_allclose(found.columns["confidence"], scores.max(axis=1))
 
 
 def test_a_rise_counts_where_it_is_large_and_no_chance() -> None:

@@ -112,12 +112,12 @@ def test_a_promotion_and_what_follows_it(gate: Gate) -> None:
     first = gate.release("weak").verdict
     assert first.promotes
     assert first.reason == "there is no champion yet, and it is better than the most frequent class"
-    assert first.challenger_accuracy == pytest.approx(gate.runs["weak"].test_accuracy)
+    assert first.challenger_score == pytest.approx(gate.runs["weak"].test_accuracy)
     verdict = gate.release("good").verdict
     assert verdict.promotes, verdict.reason
     assert (verdict.look, verdict.samples, verdict.champion) == (2, 297, first.challenger)
     assert verdict.best == verdict.challenger
-    assert verdict.champion_accuracy == pytest.approx(gate.runs["weak"].test_accuracy)
+    assert verdict.champion_score == pytest.approx(gate.runs["weak"].test_accuracy)
     tables = {}
     for name in ("weak", "good"):
         files, table = (gate.runs[name].model, gate.runs[name].sidecar), gate.folder / f"{name}.csv"
@@ -150,7 +150,7 @@ def test_a_look_at_the_champion_itself(gate: Gate) -> None:
     gate.release("good")
     found = gate.judge("good", counts=False)
     assert found.verdict.reason == "it has the champion's weights"
-    assert found.verdict.challenger_accuracy == pytest.approx(gate.runs["good"].test_accuracy)
+    assert found.verdict.challenger_score == pytest.approx(gate.runs["good"].test_accuracy)
     assert write_page(found, "digits", gate.folder / "page.html").read_text().count("<svg") == 1
     verdict = gate.judge("weak", counts=False).verdict
     assert verdict.look == 0
@@ -193,7 +193,7 @@ def test_a_first_model_whose_logits_are_no_numbers(gate: Gate) -> None:
     again = gate.judge(model, counts=False).verdict
     assert again.describe() == "the champion is kept: sample 0 gives NaN or infinity"
     for verdict in (first.verdict, again):
-        assert (verdict.samples, verdict.challenger_accuracy) == (297, pytest.approx(zeros))
+        assert (verdict.samples, verdict.challenger_score) == (297, pytest.approx(zeros))
 
 
 @pytest.mark.parametrize("gone", ["model.pt", "its code", "its answers"])
@@ -225,7 +225,7 @@ def test_a_champion_that_cannot_be_evaluated(
     said = "evaluated: ZeroDivisionError: division by zero" if gone == "its answers" else "loaded: "
     assert verdict.reason.startswith(f"version {entry.version[:12]} cannot be {said}")
     assert ("in failing" in capfd.readouterr().err) == (gone == "its answers")
-    assert (verdict.look, verdict.challenger_accuracy) == (0, pytest.approx(gate.runs["good"].test_accuracy))
+    assert (verdict.look, verdict.challenger_score) == (0, pytest.approx(gate.runs["good"].test_accuracy))
     assert (gate.folder / "exports/model.onnx").exists() == (gone == "model.pt")
     assert gate.registry.read_champion() == entry
 
@@ -249,7 +249,7 @@ def test_a_model_that_answers_as_the_champion_is_kept(gate: Gate) -> None:
     for rule in ("superior", "not_worse"):
         verdict = gate.release(twin, policy=Policy(rule=rule, latency_ratio=1000)).verdict
         assert (verdict.decision, verdict.reason) == ("keep", "both models get the same samples right")
-        assert (verdict.look, verdict.champion_accuracy) == (0, pytest.approx(gate.runs["good"].test_accuracy))
+        assert (verdict.look, verdict.champion_score) == (0, pytest.approx(gate.runs["good"].test_accuracy))
 
 
 @pytest.mark.parametrize("export", ["if_possible", "required", "off"])
@@ -280,7 +280,7 @@ def test_both_models_may_meet_as_many_undecodable_images(gate: Gate) -> None:
             promote_version(gate.registry, version.name, "to begin", by="me")
     assert verdicts[1].decision != "no_comparison", verdicts[1].reason
     assert verdicts[1].samples == 79
-    assert verdicts[1].champion_accuracy > 0
+    assert verdicts[1].champion_score > 0
 
 
 def test_what_a_person_took_back_only_a_person_promotes_again(gate: Gate) -> None:

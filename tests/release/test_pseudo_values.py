@@ -38,7 +38,7 @@ def test_auroc() -> None:
         known = ~np.isnan(targets)
         return float(np.mean([metrics.roc_auc_score(targets[at, k], scores[at, k]) for k, at in enumerate(known.T)]))
 
-    found = pseudo_values_of_auroc(scores, targets)
+    found = pseudo_values_of_auroc(scores, targets).mean(axis=1)
     np.testing.assert_allclose(found, leave_one_out(auroc, scores, targets), rtol=1e-9)
     assert found.mean() == pytest.approx(auroc(scores, targets))
 
@@ -48,7 +48,7 @@ def test_macro_f1() -> None:
     targets = random.random((80, 5)) < 0.3
     predicted = targets ^ (random.random((80, 5)) < 0.2)
     right = 2.0 * (predicted & targets)
-    found = pseudo_values_of_ratios(right, right + (predicted ^ targets))
+    found = pseudo_values_of_ratios(right, right + (predicted ^ targets)).mean(axis=1)
     expected = leave_one_out(lambda y, p: metrics.f1_score(y, p, average="macro"), targets, predicted)
     np.testing.assert_allclose(found, expected, rtol=1e-9)
 
@@ -59,9 +59,7 @@ def test_miou() -> None:
     truth = random.integers(0, 4, (25, 30))
     predicted = np.where(random.random((25, 30)) < 0.7, truth, random.integers(0, 4, (25, 30)))
     ours, theirs = (masks[:, :, None] == np.arange(4) for masks in (predicted, truth))
-    found = pseudo_values_of_ratios(
-        (ours & theirs).sum(axis=1).astype(float), (ours | theirs).sum(axis=1).astype(float)
-    )
+    found = pseudo_values_of_ratios((ours & theirs).sum(axis=1) * 1.0, (ours | theirs).sum(axis=1) * 1.0).mean(axis=1)
     expected = leave_one_out(
         lambda y, p: metrics.jaccard_score(y.ravel(), p.ravel(), average="macro"), truth, predicted
     )
@@ -69,14 +67,19 @@ def test_miou() -> None:
 
 
 def test_a_label_of_one_sample_is_not_changed_by_it() -> None:
-    """A label without any sample of its own is left out."""
+    """A label without any sample of its own has no pseudo-values."""
     scores = np.array([[0.9, 0.1], [0.2, 0.5], [0.6, 0.3]])
     targets = np.array([[1.0, 0.0], [0.0, 0.0], [0.0, 0.0]])
-    np.testing.assert_allclose(pseudo_values_of_auroc(scores, targets), [1.0, 1.0, 1.0])
-    values = pseudo_values_of_ratios(np.array([[1.0, 0], [0, 0], [1, 0]]), np.array([[2.0, 0], [1, 0], [1, 0]]))
-    np.testing.assert_allclose(values, [3 * 0.5 - 2 * 0.5, 3 * 0.5 - 2 * 2 / 3, 3 * 0.5 - 2 / 3])
-    values = pseudo_values_of_ratios(np.array([[1.0, 1], [0, 0], [1, 0]]), np.array([[2.0, 1], [1, 0], [1, 0]]))
-    np.testing.assert_allclose(values, [(0.5 + 1) / 2, (1.5 - 4 / 3 + 1) / 2, (1.5 - 2 / 3 + 1) / 2])
+    np.testing.assert_allclose(pseudo_values_of_auroc(scores, targets), [[1, math.nan]] * 3)
+    above, below = np.array([[1.0, 0, 1], [0, 0, 0], [1, 0, 0]]), np.array([[2.0, 0, 1], [1, 0, 0], [1, 0, 0]])
+    values = pseudo_values_of_ratios(above, below)
+    np.testing.assert_allclose(values[:, 0], [3 / 2 - 2 / 2, 3 / 2 - 4 / 3, 3 / 2 - 2 / 3])
+    assert np.isnan(values[:, 1]).all()
+    np.testing.assert_allclose(values[:, 2], [1, 1, 1])
+    positive = np.array([[1.0, 0, 0], [0, 0, 0], [0, 0, 0]])
+    values = pseudo_values_of_ratios(above, below, positive)
+    np.testing.assert_allclose(values[:, 0], [1 / 2, 3 / 2 - 4 / 3, 3 / 2 - 2 / 3])
+    assert np.isnan(values[:, 2]).all()
 
 
 def test_any_other_measure() -> None:

@@ -1,0 +1,77 @@
+"""What two models are compared by: a score of each sample, and of each label where there are some; more is better.
+
+The mean of the scores is the objective's main measure, or says the same: minus the squared error for RMSE. Of measures
+that are no mean over samples the scores are pseudo-values.
+"""
+
+import warnings
+
+import numpy as np
+
+from flyte_ddp.objectives import HIGHER, LOWER, Classification, Multilabel, Objective, Regression, Segmentation
+from flyte_ddp.objectives.multilabel import THRESHOLD
+from flyte_ddp.objectives.objective import Columns
+from flyte_ddp.release.pseudo_values import (
+    Floats,
+    pseudo_values_by_calls,
+    pseudo_values_of_auroc,
+    pseudo_values_of_ratios,
+)
+
+
+def name_main_measure(objective: Objective) -> str:
+    """Return the name of the objective's main measure, which is "loss" if it has no measure."""
+    return next(iter(objective.measures), "loss")
+
+
+def is_higher_better(objective: Objective) -> bool:
+    """Return whether a higher value of the objective's main measure is better."""
+    return objective.measures.get(name_main_measure(objective), LOWER) == HIGHER
+
+
+def score_samples(objective: Objective, columns: Columns) -> Floats:
+    """Return the score of each sample, [N].
+
+    These are ``objective.scores(columns)`` if its class defines them (classification: 1 or 0 for correct or not) or it
+    has no measure. Otherwise, of F1, AUROC and mIoU the means over labels of their pseudo-values; of RMSE minus the
+    mean squared error of the known numbers; of any other main measure the pseudo-values, by N calls of
+    ``objective.measure``. Raises UserError for more than 20,000 samples then.
+    """
+    name, sign = name_main_measure(objective), 1 if is_higher_better(objective) else -1
+    inherited = {Objective.scores} if name == "accuracy" else {Objective.scores, Classification.scores}
+    if type(objective).scores not in inherited or not objective.measures:
+        return np.asarray(objective.scores(columns).double().numpy())
+    if (labels := score_labels(objective, columns)) is not None:
+        return mean_over_labels(labels)
+    if isinstance(objective, Regression) and type(objective).measure is Regression.measure and name == "rmse":
+        errors = (columns["prediction"] - columns["truth"]).square().reshape(len(columns["truth"]), -1).numpy()
+        known = ~np.isnan(errors)
+        return mean_over_labels(-pseudo_values_of_ratios(np.where(known, errors, 0.0), known.astype(float)))
+    return sign * pseudo_values_by_calls(lambda rows: objective.measure(rows)[name], columns)
+
+
+def score_labels(objective: Objective, columns: Columns) -> Floats | None:
+    """Return pseudo-values of the main measure of each label or class, [N, K]; None if they are not known.
+
+    They are known for multilabel with F1 or AUROC, and for segmentation with mIoU. NaN for a label of which the measure
+    is not defined.
+    """
+    name = name_main_measure(objective)
+    if isinstance(objective, Multilabel) and type(objective).measure is Multilabel.measure:
+        truth, scores = columns["truth"].numpy(), columns["probability"].numpy()
+        positive, predicted, known = truth == 1, scores >= THRESHOLD, ~np.isnan(truth)
+        if name == "f1":
+            right = 2.0 * (positive & predicted)
+            return pseudo_values_of_ratios(right, right + ((positive != predicted) & known), positive.astype(float))
+        return pseudo_values_of_auroc(scores, truth) if name == "auroc" else None
+    if isinstance(objective, Segmentation) and type(objective).measure is Segmentation.measure and name == "miou":
+        right, predicted, truth = (columns[name].double().numpy() for name in ("correct", "predicted", "true"))
+        return pseudo_values_of_ratios(right, predicted + truth - right)
+    return None
+
+
+def mean_over_labels(values: Floats) -> Floats:
+    """Return the means [N] over the columns of ``values`` [N, K] that are not NaN; NaN without any."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # of a mean of nothing
+        return np.asarray(np.nanmean(values, axis=1))
