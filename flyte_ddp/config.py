@@ -45,6 +45,11 @@ class Hyperparameters(CheckedFields, called="hyperparameter"):
     num_classes: int = setting(
         0, "Classes of shards whose index does not give their number; 0 if it does.", at_least=0, at_most=1_000_000
     )
+    sample: str = setting(
+        "",
+        "For shards and image folders: your own `package.module:callable`, which makes an image and a target out of "
+        "the members of a sample; empty: an image and its class.",
+    )
     shuffle_shards: int = setting(
         16,
         "Shards from which a batch is drawn, over all ranks: more mix better, fewer need less cache.",
@@ -275,6 +280,7 @@ class Hyperparameters(CheckedFields, called="hyperparameter"):
             refuse_unused_settings(self, catalog.OBJECTIVES[self.objective])
         self.parse_options()
         check_class_weights(self.class_weights)
+        check_own_loading(self)
         check_fields_together(self)
 
     def own_code(self, *left_out: str) -> tuple[str, ...]:
@@ -327,6 +333,17 @@ def check_class_weights(text: str) -> None:
         )
 
 
+def check_own_loading(hp: Hyperparameters) -> None:
+    """Raise UserError for a ``sample`` or an ``augment`` of the user's own that the data set has no use for."""
+    kind = catalog.encoded_kind(hp.dataset)
+    if hp.sample and ":" not in hp.sample:
+        raise UserError(f"sample={hp.sample!r}: must have the form package.module:callable")
+    if hp.sample and kind not in ("shards", "image_folder"):
+        raise UserError(f"sample={hp.sample!r}: is for shards:ADDRESS and image_folder:ADDRESS; leave it out")
+    if ":" in hp.augment and kind == "stream":
+        raise UserError(f"augment={hp.augment!r}: is not for streams, which have no fixed order; take shards:ADDRESS")
+
+
 def check_batch_size(hp: Hyperparameters, num_ranks: int) -> None:
     """Raise UserError if a batch has fewer samples than ranks x accumulation steps."""
     if hp.batch_size < num_ranks * hp.accumulation_steps:
@@ -351,8 +368,6 @@ def find_unfit_data_fields(hp: Hyperparameters) -> Iterator[str]:
     if hp.augment in (("crop", "crop_flip") if kind else ("resized_crop",)):
         fitting = "none or resized_crop" if kind else "none, crop or crop_flip"
         yield f"augment={hp.augment!r}: {unfit}; choose {fitting}"
-    if ":" in hp.augment and kind == "stream":
-        yield f"augment={hp.augment!r}: not for a stream, which has no fixed order; take shards:ADDRESS"
     if hp.sampling != "shuffled" and kind in ("shards", "stream"):
         fix = "give weights to the parts of its index (python -m flyte_ddp.shards join), or take shuffled"
         yield f"sampling={hp.sampling!r}: {unfit}; {fix}"

@@ -62,7 +62,7 @@ def check_inputs(
     run_version, data_version = check_and_identify_run(PLATFORM, hp, engine, kickoff_time)
     data_inputs = (hp.dataset, hp.data_source, hp.test_dataset, data_version)
     if is_quickly_prepared(hp.dataset):
-        folder = fetch_data_set(*data_inputs)
+        folder = fetch_data_set(*data_inputs, sample=hp.sample)
         data = output_folder(folder)
     else:
         folder, data = None, fetch_dataset(*data_inputs)

@@ -61,18 +61,20 @@ def read_encoded_set(dataset: str, test_dataset: str) -> EncodedSet:
     return EncodedSet(dataset, train.classes, digest_lines(digests), train, test)
 
 
-def prepare_encoded_set(dataset: str, test_dataset: str, folder: Path) -> None:
+def prepare_encoded_set(dataset: str, test_dataset: str, folder: Path, *, decoded_by_user: bool = False) -> None:
     """Read or list a data set, write its indexes or file lists into an existing folder, then ``dataset.json``.
 
-    ``dataset.json`` holds names, classes, digests, and counts of files that are no images. Reads the first sample of
-    each data set in an index, in up to 4 tries. Raises a UserError if a data set is empty or cannot be read, if their
-    classes differ, or if a first sample cannot be read or lacks image or label; an OSError if a file cannot be written.
+    ``dataset.json`` holds names, classes, digests, and counts of files that are no images. Unless ``decoded_by_user``,
+    reads the first sample of each data set in an index, in up to 4 tries. Raises a UserError if a data set is empty or
+    cannot be read, if their classes differ, or if a first sample cannot be read or lacks image or label; an OSError if
+    a file cannot be written.
     """
     data = read_encoded_set(dataset, test_dataset)
     left_out = {}
     for split, source in {"train": data.train, "test": data.test}.items():
         if isinstance(source, ShardIndex):
-            refuse_unfit_samples(source)
+            if not decoded_by_user:
+                refuse_unfit_samples(source)
             parts = [[part.name, part.weight] for part in source.parts]
             content = {"name": source.name, "parts": parts, "shards": source.shards}
             arrays.write_json(folder / f"{split}.json", content)

@@ -59,7 +59,9 @@ def is_quickly_prepared(dataset: str) -> bool:
     return bool(encoded_kind(dataset)) or dataset == "digits"
 
 
-def fetch(dataset: str, source: str, folder: Path, *, test_dataset: str = "", progress: str = "auto") -> Path:
+def fetch(
+    dataset: str, source: str, folder: Path, *, test_dataset: str = "", sample: str = "", progress: str = "auto"
+) -> Path:
     """Download a data set, verify it and write it into ``folder``, which appears complete or not at all.
 
     Does nothing if ``folder`` already holds this data set of this source undamaged; replaces it if its arrays or lists
@@ -74,6 +76,7 @@ def fetch(dataset: str, source: str, folder: Path, *, test_dataset: str = "", pr
             operating system has installed, then the public addresses.
         folder: destination; missing parents are created.
         test_dataset: shards or folder of images to test on.
+        sample: the hyperparameter; if it is set, samples of shards need no image and no label.
         progress: auto, bar, lines or off; printed to stderr.
 
     Returns the absolute path of ``folder``, for :func:`flyte_ddp.datasets.open_prepared`. Raises a UserError for an
@@ -90,7 +93,7 @@ def fetch(dataset: str, source: str, folder: Path, *, test_dataset: str = "", pr
         needed, definition = "", find_dataset(dataset, source)
         try:
             if definition is None:
-                prepare_encoded_set(dataset, test_dataset, workspace)
+                prepare_encoded_set(dataset, test_dataset, workspace, decoded_by_user=bool(sample))
             else:
                 arrays, origin = definition.load(source, workspace, Progress(progress))
                 needed = f"{dataset} needs {format_size(total_bytes(arrays))}, "

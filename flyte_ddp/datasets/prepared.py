@@ -116,7 +116,8 @@ def check_prepared_set(
     of all ranks.
     """
     data = open_prepared(folder)
-    resolve_class_names(data.classes, hp, of_numbers=has_numbers(data))
+    # What the user's own function will return is known only when it is called, which ranks do.
+    resolve_class_names(data.classes, hp, of_numbers=has_numbers(data) or bool(hp.sample))
     orders = order_splits(
         data, validation_fraction=hp.validation_fraction, seed=hp.seed, shuffle_shards=hp.shuffle_shards
     )

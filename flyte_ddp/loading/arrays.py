@@ -2,6 +2,7 @@
 
 import warnings
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from flyte_ddp.device_copy import copy_to_device
-from flyte_ddp.loading.split import Batch, ImageSource
+from flyte_ddp.loading.split import IGNORED, Batch, ImageSource
 from flyte_ddp.order.augmentation import augment_images
 from flyte_ddp.order.sampling import Indices
 
@@ -30,7 +31,10 @@ class ArrayImages(ImageSource):
         # Much faster than ``images[rows]`` on a CPU.
         images, targets = (values.index_select(0, rows) for values in (self.images, self.targets))
         if epoch is not None:
-            images = augment_images(images, self.augment, seed=self.seed, epoch=epoch, samples=samples)
+            augment = partial(augment_images, kind=self.augment, seed=self.seed, epoch=epoch, samples=samples)
+            images = augment(images)
+            if targets.dim() == 3:  # masks, which move with their images
+                targets = augment(targets[..., None], fill=IGNORED)[..., 0]
         return Batch(images, targets)
 
 

@@ -5,7 +5,7 @@ mirrored half of the time. It is a function of (seed, epoch, sample).
 """
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -71,6 +71,16 @@ def resize_crop(pixels: Pixels, crop: Crop, size: int) -> Pixels:
     squares = functional.interpolate(channels_last, (size, size), mode="bilinear", antialias=True)
     square: Pixels = (squares.flip(-1) if crop.mirrored else squares)[0].permute(1, 2, 0).numpy()
     return square
+
+
+def resize_mask(mask: NDArray[Any], crop: Crop, size: int) -> NDArray[Any]:
+    """Return the part of a mask [H, W, ...] that :func:`resize_crop` takes of its image: [size, size, ...].
+
+    Takes the nearest pixel, so that no value is made up.
+    """
+    rows = crop.top + ((np.arange(size) + 0.5) * crop.height / size).astype(np.int64)
+    columns = crop.left + ((np.arange(size) + 0.5) * crop.width / size).astype(np.int64)
+    return mask[rows[:, None], columns[::-1] if crop.mirrored else columns]
 
 
 def crop_to_square(

@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import threadpoolctl
@@ -33,6 +33,8 @@ class Encoded:
     label: int
     name: str  # for errors, such as "image s3://bucket/cat/1.jpg"
     key: str = ""  # the name within the data set
+    # For users' own decoding, in place of content and label: the members by their extensions, and ``__key__``.
+    members: Mapping[str, Any] | None = None
 
 
 class ImageReader:
@@ -54,6 +56,9 @@ class ImageReader:
     def prefetch_files(self, samples: Indices) -> None:
         """Start to fetch the files that hold these samples."""
 
+    def skip_read(self, samples: Indices) -> None:
+        """Note that another process has read these samples: files behind theirs may be fetched."""
+
     def fetch_counts(self) -> Mapping[str, int]:
         """Return how often each cached file was fetched, by its address."""
         return {}
@@ -70,6 +75,9 @@ class BadSamples:
     names: dict[str, str] = field(default_factory=dict)  # reason by name
     lock: threading.Lock = field(default_factory=threading.Lock)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return BadSamples, (self.allowed, dict(self.names))
+
     def add_sample(self, name: str, reason: str) -> None:
         """Record a sample that cannot be decoded; raise a UserError if more than ``allowed`` names are recorded."""
         with self.lock:
@@ -80,13 +88,63 @@ class BadSamples:
             raise UserError(f"{name} cannot be decoded: {reason}{more}; fix or remove it, or raise bad_samples")
 
 
+class SubstitutingReader:
+    """Base class of what decodes samples, and takes another sample in place of one that cannot be decoded."""
+
+    reader: ImageReader
+    orders: Collection[SampleOrder]  # of the splits that the reader's samples make up, without common samples
+    bad: BadSamples
+    replaced: set[int]  # damaged samples, each replaced by another sample
+
+    def decode_sample(self, sample: int, encoded: Encoded) -> tuple[Pixels, Any]:
+        """Decode a sample that was read as ``encoded``; return pixels and target. Raises a DecodingError."""
+        raise NotImplementedError
+
+    def load_image_or_substitute(self, sample: int, encoded: Encoded) -> tuple[Pixels, Any, str]:
+        """Return pixels, target and key of a sample; for a damaged one, pixels and target of another of its split.
+
+        ``encoded`` is the sample as it was read. The other sample is the next (with shards: in the same shard) that can
+        be decoded; this thread loads it. Reads a damaged sample once more, by :func:`decode_or_refetch`. Adds damaged
+        samples to ``bad``, and ``sample`` to ``replaced``. Raises a UserError if no other sample can be decoded, there
+        are too many bad samples, a label is outside 0..classes-1, or a file cannot be read.
+        """
+        if loaded := self.decode_or_record(sample, encoded):
+            return *loaded, encoded.key
+        self.replaced.add(sample)
+        for order in self.orders:
+            others = order.substitutes(sample)  # ascending
+            place = int(np.searchsorted(others, sample))
+            if place < len(others) and others[place] == sample:
+                break  # this is the sample's split
+        else:
+            raise IndexError(f"sample {sample} is in no split")
+        for other in [*others[place + 1 :].tolist(), *others[:place].tolist()]:
+            if loaded := self.decode_or_record(other, self.reader.read_sample(other)):
+                return *loaded, encoded.key
+        raise UserError(f"{encoded.name}: neither this nor any of its {len(others) - 1} substitutes can be decoded")
+
+    def decode_or_record(self, sample: int, encoded: Encoded) -> tuple[Pixels, Any] | None:
+        """Decode a sample; return pixels and target, or None for a damaged image, which is recorded in ``bad``.
+
+        Reads a damaged sample once more, by :func:`decode_or_refetch`. Raises a UserError for a label outside
+        0..classes-1, too many bad samples, or a file that cannot be read again.
+        """
+        if encoded.name in self.bad.names:
+            return None
+        try:
+            return self.decode_sample(sample, encoded)
+        except DecodingError as error:
+            self.bad.add_sample(encoded.name, str(error))
+            return None
+
+
 @dataclass(eq=False)
-class EncodedImages(ImageSource):
+class EncodedImages(SubstitutingReader, ImageSource):
     """Source of encoded images: decodes, crops and, for training, augments them in threads."""
 
     reader: ImageReader
     _: KW_ONLY
-    orders: Collection[SampleOrder]  # of the splits that the reader's samples make up, without common samples
+    orders: Collection[SampleOrder]
     size: int  # side of the squares that images become, in pixels
     share: float = EVALUATION_SHARE  # of an image's shorter side that is in the middle square
     crop: str = "none"  # for training: resized_crop (a random part, mirrored half of the time) or none (the middle)
@@ -99,7 +157,7 @@ class EncodedImages(ImageSource):
 
     def __post_init__(self) -> None:
         self.prefetch_files = self.reader.prefetch_files if self.reader.fetches_files else None
-        self.replaced: set[int] = set()  # damaged samples, each replaced by another sample
+        self.replaced = set()
         self.pool = ThreadPoolExecutor(self.threads, thread_name_prefix="decoder", initializer=limit_threads)
         # Batches in CPU memory that threads are filling, with the tasks of the threads, by epoch and samples.
         self.pending: dict[tuple[int | None, bytes], tuple[Batch, list[Future[None]]]] = {}
@@ -151,42 +209,9 @@ class EncodedImages(ImageSource):
         tasks = [self.pool.submit(load_places, range(start, min(start + size, len(samples)))) for start in starts]
         return Batch(images, labels, names), tasks
 
-    def load_image_or_substitute(self, sample: int, encoded: Encoded) -> tuple[Pixels, int, str]:
-        """Return pixels, label and key of a sample; for a damaged one, pixels and label of another sample of its split.
-
-        ``encoded`` is the sample as it was read. The other sample is the next (with shards: in the same shard) that can
-        be decoded; this thread loads it. Reads a damaged sample once more, by :func:`decode_or_refetch`. Adds damaged
-        samples to ``bad``, and ``sample`` to ``replaced``. Raises a UserError if no other sample can be decoded, there
-        are too many bad samples, a label is outside 0..classes-1, or a file cannot be read.
-        """
-        if loaded := self.decode_or_record(sample, encoded):
-            return *loaded, encoded.key
-        self.replaced.add(sample)
-        for order in self.orders:
-            others = order.substitutes(sample)  # ascending
-            place = int(np.searchsorted(others, sample))
-            if place < len(others) and others[place] == sample:
-                break  # this is the sample's split
-        else:
-            raise IndexError(f"sample {sample} is in no split")
-        for other in [*others[place + 1 :].tolist(), *others[:place].tolist()]:
-            if loaded := self.decode_or_record(other, self.reader.read_sample(other)):
-                return *loaded, encoded.key
-        raise UserError(f"{encoded.name}: neither this nor any of its {len(others) - 1} substitutes can be decoded")
-
-    def decode_or_record(self, sample: int, encoded: Encoded) -> tuple[Pixels, int] | None:
-        """Decode a sample; return pixels and label, or None for a damaged image, which is recorded in ``bad``.
-
-        Reads a damaged sample once more, by :func:`decode_or_refetch`. Raises a UserError for a label outside
-        0..classes-1, too many bad samples, or a file that cannot be read again.
-        """
-        if encoded.name in self.bad.names:
-            return None
-        try:
-            return decode_checked_sample(self.reader, sample, encoded, self.classes)
-        except DecodingError as error:
-            self.bad.add_sample(encoded.name, str(error))
-            return None
+    def decode_sample(self, sample: int, encoded: Encoded) -> tuple[Pixels, int]:
+        """Return pixels and label, with the errors of :func:`decode_checked_sample`."""
+        return decode_checked_sample(self.reader, sample, encoded, self.classes)
 
     def read_label(self, sample: int) -> int:
         """Read a sample and return its label, even for a damaged image. UserError for a label outside 0..classes-1."""
@@ -194,13 +219,17 @@ class EncodedImages(ImageSource):
 
     def facts(self) -> Facts:
         """Return the decoder's name, the bad samples, and how often each shard was fetched."""
-        decoder = "torchcodec" if choose_decoder() is decode_with_torchcodec else "Pillow"
-        return Facts(decoder, frozenset(self.bad.names), dict(self.reader.fetch_counts()))
+        return Facts(name_decoder(), frozenset(self.bad.names), dict(self.reader.fetch_counts()))
 
     def close(self) -> None:
         """Stop the threads and close files. Does not wait for threads that are downloading."""
         self.pool.shutdown(wait=False, cancel_futures=True)
         self.reader.close()
+
+
+def name_decoder() -> str:
+    """Return the name of the library that decodes images: torchcodec or Pillow. Imports torchcodec if possible."""
+    return "torchcodec" if choose_decoder() is decode_with_torchcodec else "Pillow"
 
 
 def map_samples(
@@ -237,14 +266,21 @@ def decode_or_refetch(reader: ImageReader, sample: int, encoded: Encoded) -> tup
     If decoding fails, removes the file's cached copy if this is damaged, and reads and decodes the sample once more.
     Raises a DecodingError if the file is damaged at its source, a UserError if it cannot be read again.
     """
+    return decode_with_or_refetch(lambda read: decode_image(read.content), reader, sample, encoded)
+
+
+def decode_with_or_refetch(
+    decode: Callable[[Encoded], Result], reader: ImageReader, sample: int, encoded: Encoded
+) -> tuple[Result, Encoded]:
+    """Do what :func:`decode_or_refetch` does, with another function that decodes and may raise a DecodingError."""
     try:
-        return decode_image(encoded.content), encoded
+        return decode(encoded), encoded
     except DecodingError:
         reader.refetch_if_damaged(sample)
         again = reader.read_sample(sample)
-        if again.content == encoded.content:
+        if again == encoded:
             raise  # the file was not replaced, by this call or by another thread or rank, so its source is damaged
-    return decode_image(again.content), again
+    return decode(again), again
 
 
 def decode_checked_sample(reader: ImageReader, sample: int, encoded: Encoded, classes: int) -> tuple[Pixels, int]:

@@ -12,13 +12,21 @@ from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets.arrays import ImageArrays
 from flyte_ddp.datasets.encoded_set import EncodedSet
 from flyte_ddp.datasets.image_folder import ImageList
-from flyte_ddp.datasets.prepared import PreparedSet, no_samples_error, order_splits, order_test_split, order_training
+from flyte_ddp.datasets.prepared import (
+    PreparedSet,
+    SampleOrder,
+    no_samples_error,
+    order_splits,
+    order_test_split,
+    order_training,
+)
 from flyte_ddp.hardware import Hardware
 from flyte_ddp.loading.arrays import open_array_source
 from flyte_ddp.loading.encoded import BadSamples, EncodedImages, ImageReader
+from flyte_ddp.loading.own_encoded import EncodedSamples
 from flyte_ddp.loading.own_samples import ArraySamples, OwnFunction, SampleLoader
-from flyte_ddp.loading.readers import FileReader, ShardImages
-from flyte_ddp.loading.split import Split, Splits
+from flyte_ddp.loading.readers import FileMembers, FileReader, ShardImages, ShardMembers
+from flyte_ddp.loading.split import ImageSource, Split, Splits
 from flyte_ddp.loading.streams import RankStream, StreamImages, StreamOrder
 from flyte_ddp.loading.workers import POSSIBLE, LoaderPool, WorkerImages
 from flyte_ddp.machine import count_cores
@@ -38,8 +46,9 @@ def open_splits(
 ) -> Splits:
     """Open the training, validation and test split of a prepared data set for this rank, and return them.
 
-    Copies arrays to the device if it is a GPU. Threads that decode encoded images, and worker processes of a stream,
-    start at the first batch; :meth:`Splits.close` ends them. Without a process group this is rank 0 of 1.
+    Copies arrays to the device if it is a GPU. Threads that decode encoded images, worker processes of a stream, and
+    loader processes start at the first batch; :meth:`Splits.close` ends them. Without a process group this is rank 0
+    of 1.
     """
     orders = order_splits(
         data, validation_fraction=hp.validation_fraction, seed=hp.seed, shuffle_shards=hp.shuffle_shards
@@ -48,29 +57,89 @@ def open_splits(
     threads = settings.loader_threads or hardware.threads
     if isinstance(data, ImageArrays):
         return open_array_splits(data, orders, hp, device, threads)
-    weights, classes = find_weights(hp.model, hp.init_from), len(data.classes) or hp.num_classes
-    side = hp.image_size or (weights.side if weights else ENCODED_SIDE)
-    share = weights.crop_share if weights else EVALUATION_SHARE
+    return open_encoded_splits(data, orders, hp, device, threads=threads, settings=settings)
+
+
+def open_encoded_splits(
+    data: EncodedSet,
+    orders: dict[str, SampleOrder],
+    hp: Hyperparameters,
+    device: torch.device,
+    *,
+    threads: int,
+    settings: Settings,
+) -> Splits:
+    """Return the splits of shards, a stream or image files, decoded by ``threads`` threads, or as many processes.
+
+    Processes decode what needs the user's own code. With ``sample``, decodes the first training sample here, to know
+    the kind of the targets.
+    """
+    (side, share), classes = evaluation_square(hp), len(data.classes) or hp.num_classes
     # The reader keeps two shards open for each shuffle stream, because all may change shards in the same step.
     streams = count_rank_streams(hp.shuffle_shards, world_size(), min(hp.accumulation_steps, hp.batch_size))
-    options: dict[str, Any] = {"size": side, "share": share, "crop": hp.augment, "seed": hp.seed, "classes": classes}
-    options |= {"bad": BadSamples(hp.bad_samples), "threads": threads, "device": device}
+    decode, augment = (OwnFunction(name, spec) if ":" in spec else None for name, spec in own_loading(hp))
+    bad, crop = BadSamples(hp.bad_samples), "none" if augment else hp.augment
+    options: dict[str, Any] = {"size": side, "share": share, "crop": crop, "seed": hp.seed, "classes": classes}
     in_train = [order for split, order in orders.items() if split != "test" or data.test is None]
-    train = EncodedImages(open_image_reader(data.train, settings, streams), orders=in_train, **options)
-    splits = {split: Split(train, order) for split, order in orders.items()}
-    if data.test is not None:
-        tests = EncodedImages(open_image_reader(data.test, settings, streams), orders=[orders["test"]], **options)
-        splits["test"] = Split(tests, orders["test"])
+    sources: dict[str, ImageSource] = {}
+    loaders: dict[str, EncodedSamples] = {}  # of what loader processes do
+    for part, source, of in (("train", data.train, in_train), ("test", data.test, [orders["test"]])):
+        if source is not None:
+            if not decode:
+                reader = open_image_reader(source, settings, streams)
+                sources[part] = EncodedImages(reader, orders=of, bad=bad, threads=threads, device=device, **options)
+            if decode or (augment and part == "train"):
+                reader = open_image_reader(source, settings, streams, members=decode is not None)
+                loaders[part] = EncodedSamples(reader, of, bad, decode=decode, augment=augment, **options)
+    if loaders:
+        pool = make_pool([*loaders.values()], threads)
+        own: dict[str, ImageSource] = {part: WorkerImages(loader, pool, device) for part, loader in loaders.items()}
+        targets = loaders["train"].find_kind_of_targets(orders["training"]) if decode else None
+        for loader in loaders.values():
+            loader.targets = targets or loader.targets
+        sources = {**own, **sources}  # built-in decoding of what is not augmented stays in threads
+        training = own["train"]
+    else:
+        targets, training = None, sources["train"]
+    tests = Split(sources.get("test", sources["train"]), orders["test"])
+    validation = Split(sources["train"], orders["validation"])
     if encoded_kind(hp.dataset) == "stream":
-        assert isinstance(data.train, ShardIndex)
-        assert isinstance(orders["training"], ShardOrder)
-        shards = np.flatnonzero(orders["training"].available)  # without empty shards: a worker needs samples
-        own = replace(data.train, shards=[data.train.shards[number] for number in shards[rank() :: world_size()]])
-        cache = ShardCache(settings.cache_folder, settings.cache_bytes)
-        stream = RankStream(own, cache, hp, rank(), workers=threads, size=side, share=share, classes=classes)
-        samples = max(1, len(orders["training"]) // hp.batch_size) * hp.batch_size
-        splits["training"] = Split(StreamImages(stream, device), StreamOrder(samples))
-    return Splits(**splits, shape=(side, side, 3))
+        stream = open_stream(data, orders, hp, device, workers=threads, settings=settings)
+        return Splits(stream, validation, tests, (side, side, 3))
+    return Splits(Split(training, orders["training"]), validation, tests, (side, side, 3), targets)
+
+
+def evaluation_square(hp: Hyperparameters) -> tuple[int, float]:
+    """Return the side of encoded images in pixels, and the share of an image's shorter side that evaluations take."""
+    weights = find_weights(hp.model, hp.init_from)
+    side = hp.image_size or (weights.side if weights else ENCODED_SIDE)
+    return side, weights.crop_share if weights else EVALUATION_SHARE
+
+
+def own_loading(hp: Hyperparameters) -> tuple[tuple[str, str], tuple[str, str]]:
+    """Return the two hyperparameters that may name a user's own loading, with their values."""
+    return ("sample", hp.sample), ("augment", hp.augment)
+
+
+def open_stream(
+    data: EncodedSet,
+    orders: Mapping[str, SampleOrder],
+    hp: Hyperparameters,
+    device: torch.device,
+    *,
+    workers: int,
+    settings: Settings,
+) -> Split:
+    """Return the training split of a stream, of this rank's shards."""
+    assert isinstance(data.train, ShardIndex)
+    assert isinstance(orders["training"], ShardOrder)
+    (side, share), classes = evaluation_square(hp), len(data.classes) or hp.num_classes
+    shards = np.flatnonzero(orders["training"].available)  # without empty shards: a worker needs samples
+    own = replace(data.train, shards=[data.train.shards[number] for number in shards[rank() :: world_size()]])
+    cache = ShardCache(settings.cache_folder, settings.cache_bytes)
+    stream = RankStream(own, cache, hp, rank(), workers=workers, size=side, share=share, classes=classes)
+    samples = max(1, len(orders["training"]) // hp.batch_size) * hp.batch_size
+    return Split(StreamImages(stream, device), StreamOrder(samples))
 
 
 def open_array_splits(
@@ -121,12 +190,15 @@ def open_test_split(
     return Split(images, order)
 
 
-def open_image_reader(source: ShardIndex | ImageList, settings: Settings, streams: int = 16) -> ImageReader:
-    """Return a reader of a list of image files, or of shards. Reads nothing yet.
+def open_image_reader(
+    source: ShardIndex | ImageList, settings: Settings, streams: int = 16, *, members: bool = False
+) -> ImageReader:
+    """Return a reader of a list of image files, or of shards: of images, or of all ``members``. Reads nothing yet.
 
     At most ``2 * streams`` shards stay open; at most ``streams`` are fetched ahead into the cache of ``settings``.
     """
     if isinstance(source, ImageList):
-        return FileReader(source)
+        return (FileMembers if members else FileReader)(source)
     cache = ShardCache(settings.cache_folder, settings.cache_bytes)
-    return ShardImages(ShardReader(source, cache, most_open=2 * streams, most_ahead=streams))
+    reader = ShardReader(source, cache, most_open=2 * streams, most_ahead=streams)
+    return (ShardMembers if members else ShardImages)(reader)

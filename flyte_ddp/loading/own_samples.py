@@ -12,11 +12,12 @@ from numpy.typing import NDArray
 
 from flyte_ddp.errors import UserError
 from flyte_ddp.loading.decoding import Pixels
+from flyte_ddp.loading.facts import Facts
 from flyte_ddp.loading.seeding import find_seeded_transforms, seed_for
+from flyte_ddp.loading.split import IGNORED, TargetKind
+from flyte_ddp.order.sampling import Indices
 from flyte_ddp.pictures import opaque_picture
 from flyte_ddp.user_code import load_callable
-
-IGNORED = 255  # in masks: a pixel that does not count
 
 
 class OwnCodeError(RuntimeError):
@@ -31,23 +32,23 @@ class Sample(NamedTuple):
     name: str  # the key in the data set; empty if it has none
 
 
-class TargetKind(NamedTuple):
-    """What all targets of a data set have in common."""
-
-    dtype: np.dtype[Any]
-    shape: tuple[int, ...]
-    classes: int = 0  # whole numbers must be below it; 0: there is no limit
-
-
 class SampleLoader:
     """Base class of what loads single samples, in one process. It can be pickled before it is first used."""
 
     targets: TargetKind
     sizes: tuple[tuple[int, ...], ...]  # the shapes [H, W, C] that images may have, those of a batch all the same
+    prefetch_files: Callable[[Indices], None] | None = None  # as of an ImageSource
 
     def load_sample(self, sample: int, epoch: int | None) -> Sample:
         """Return a sample by its number, augmented for an ``epoch`` of training, not for None."""
         raise NotImplementedError
+
+    def skip_read(self, samples: Indices) -> None:
+        """Note that another process has loaded these samples."""
+
+    def facts(self) -> Facts:
+        """Return facts about the loading for the report."""
+        return Facts()
 
     def take_report(self) -> Any:
         """Return what this process has found since the last call, such as damaged samples; None: nothing."""

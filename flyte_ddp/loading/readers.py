@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 
@@ -36,6 +37,10 @@ class ShardImages(ImageReader):
         image, label = find_image_and_label(name, contents)
         return Encoded(contents[image], parse_class_number(name, contents[label]), name, key)
 
+    def skip_read(self, samples: Indices) -> None:
+        """Note that another process has read these samples: the next shards may be fetched."""
+        self.reader.skip_read(np.unique(np.searchsorted(self.reader.index.ends, samples, side="right")).tolist())
+
     def refetch_if_damaged(self, sample: int) -> None:
         """Check the cached copy of the sample's shard, and remove it if it is damaged: the next read fetches it."""
         self.reader.remove_damaged_shard(sample)
@@ -54,6 +59,17 @@ class ShardImages(ImageReader):
         self.reader.close()
 
 
+class ShardMembers(ShardImages):
+    """Reads all members of samples in shards, for users' own decoding."""
+
+    def read_sample(self, sample: int) -> Encoded:
+        """Return a sample's members with its key; else as the base class does, but no member is missed."""
+        key, contents = self.reader.read_sample(sample)
+        shard, _ = self.reader.index.locate(sample)
+        name = f"sample {key!r} in shard {self.reader.index.shards[shard].url}"
+        return Encoded(b"", 0, name, key, {**contents, "__key__": key})
+
+
 class FileReader(ImageReader):
     """Reads the images of an ImageList. Keeps no copies. Has 32 threads for remote images."""
 
@@ -61,6 +77,9 @@ class FileReader(ImageReader):
         self.images = images
         remote = storage.local_path(images.address) is None
         self.pool = ThreadPoolExecutor(CONNECTIONS, thread_name_prefix="reader") if remote else None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.images,)
 
     def start_read(self, sample: int) -> Callable[[], Encoded]:
         """Return a function that returns the sample. The read of a remote image starts at once, in a thread."""
@@ -76,3 +95,13 @@ class FileReader(ImageReader):
         """Cancel the reads that have not started; do not wait for the others."""
         if self.pool is not None:
             self.pool.shutdown(wait=False, cancel_futures=True)
+
+
+class FileMembers(FileReader):
+    """Reads image files as samples of one member, for users' own decoding."""
+
+    def read_sample(self, sample: int) -> Encoded:
+        """Read an image file whole, in up to 4 tries; return it by its extension, with the rest of its name as key."""
+        encoded = super().read_sample(sample)
+        stem, dot, extension = encoded.key.rpartition(".")
+        return Encoded(b"", 0, encoded.name, encoded.key, {f"{dot}{extension}": encoded.content, "__key__": stem})

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from torch import Tensor
@@ -15,6 +15,8 @@ from flyte_ddp.order.sampling import Indices, Order, take_slice
 
 PICTURES_COMPARED = 64  # samples that callers of describe_equal_pictures() pass
 
+IGNORED = 255  # in masks: a pixel that does not count
+
 Item = TypeVar("Item")
 
 
@@ -24,6 +26,14 @@ class Batch(NamedTuple):
     inputs: Tensor  # images, uint8 [n, H, W, C]
     targets: Tensor  # what the objective compares the model's outputs with: [n] or [n, ...]
     names: Sequence[str] = ()  # keys of the samples in their data set; empty if they have none
+
+
+class TargetKind(NamedTuple):
+    """What all targets of a data set have in common."""
+
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+    classes: int = 0  # whole numbers must be below it; 0: there is no limit
 
 
 class ImageSource:
@@ -108,12 +118,13 @@ class Split:
 
 @dataclass(frozen=True)
 class Splits:
-    """Training, validation and test split, and the shape [H, W, C] of their images."""
+    """Training, validation and test split, the shape [H, W, C] of their images, and the kind of their targets."""
 
     training: Split
     validation: Split
     test: Split
     shape: tuple[int, int, int]
+    targets: TargetKind | None = None  # only where a user's own function decodes samples
 
     @property
     def sources(self) -> list[ImageSource]:

@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 
 from flyte_ddp.device_copy import copy_to_device
 from flyte_ddp.errors import UserError
+from flyte_ddp.loading.facts import Facts
 from flyte_ddp.loading.own_samples import SampleLoader
 from flyte_ddp.loading.seeding import keep_random_state
 from flyte_ddp.loading.split import Batch, ImageSource
@@ -331,6 +332,7 @@ class WorkerImages(ImageSource):
 
     def __init__(self, loader: SampleLoader, pool: LoaderPool | None, device: torch.device) -> None:
         self.loader, self.pool, self.device = loader, pool, device
+        self.prefetch_files = loader.prefetch_files
         # Memory, shape and tasks of batches that processes are filling, by epoch and samples.
         self.pending: dict[tuple[int | None, bytes], tuple[NDArray[np.uint8], Layout, list[int]]] = {}
 
@@ -359,6 +361,7 @@ class WorkerImages(ImageSource):
             for each in loaded:
                 if each.report is not None:
                     self.loader.add_report(each.report)
+            self.loader.skip_read(samples)
         images = layout.images(memory, common_shape([each.shape for each in loaded] or self.loader.sizes[:1]))
         targets = layout.targets(memory)
         inputs, labels = (copy_to_device(torch.from_numpy(values), self.device) for values in (images, targets))
@@ -381,6 +384,10 @@ class WorkerImages(ImageSource):
             for start in range(0, len(samples), size)
         ]
         return memory, layout, tasks
+
+    def facts(self) -> Facts:
+        """Return facts about the loading for the report."""
+        return self.loader.facts()
 
     def close(self) -> None:
         """End the processes, also those of other sources of the same pool, and close files."""

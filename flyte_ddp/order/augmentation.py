@@ -33,8 +33,8 @@ def uniform_draws(seed: int, epoch: int, samples: Indices, draws: int) -> NDArra
     return np.asarray((bits >> np.uint64(11)) * 2.0**-53)
 
 
-def augment_images(images: Tensor, kind: str, *, seed: int, epoch: int, samples: Indices) -> Tensor:
-    """Return uint8 images [N, H, W, C] shifted at random by up to 1/8 of their sides, with 0 in the uncovered part.
+def augment_images(images: Tensor, kind: str, *, seed: int, epoch: int, samples: Indices, fill: int = 0) -> Tensor:
+    """Return images [N, H, W, C] shifted at random by up to 1/8 of their sides, with ``fill`` in the uncovered part.
 
     ``kind`` "crop" shifts, "crop_flip" also mirrors half of the images, "none" returns ``images`` themselves. The
     random numbers depend on seed, epoch (from 0) and ``samples``: [N] positions in the training set.
@@ -54,6 +54,6 @@ def augment_images(images: Tensor, kind: str, *, seed: int, epoch: int, samples:
     if kind == "crop_flip":
         mirrored = torch.from_numpy(((bits >> np.uint64(32)) & np.uint64(1)).astype(bool))
         columns = torch.where(mirrored[:, None], columns.flip(1), columns)
-    padded = torch.nn.functional.pad(images, (0, 0, margins[1], margins[1], margins[0], margins[0]))
+    padded = torch.nn.functional.pad(images, (0, 0, margins[1], margins[1], margins[0], margins[0]), value=fill)
     rows, columns = copy_to_device(rows, images.device), copy_to_device(columns, images.device)
     return padded[torch.arange(count, device=images.device)[:, None, None], rows[:, :, None], columns[:, None, :]]

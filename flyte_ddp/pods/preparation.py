@@ -39,13 +39,15 @@ def check_and_identify_run(
     return run_version, paths.add_folder_token(data, complete=datasets.is_whole(paths.resolve_folder(data)))
 
 
-def fetch_data_set(dataset: str, data_source: str, test_dataset: str, data_version: str = "") -> Path:
+def fetch_data_set(
+    dataset: str, data_source: str, test_dataset: str, data_version: str = "", *, sample: str = ""
+) -> Path:
     """Return the folder of a data set; download, verify and prepare the data set if the folder is not complete.
 
-    The first three arguments are hyperparameters. ``data_version`` is the folder's name, with or without @ and its
-    token; "" asks the data's origin for it. Tries downloads up to 4 times; runs the code of a user's own data set;
-    prints the progress to stderr. Raises UserError if the data cannot be fetched or written.
+    The first three arguments, and ``sample``, are hyperparameters. ``data_version`` is the folder's name, with or
+    without @ and its token; "" asks the data's origin for it. Tries downloads up to 4 times; runs the code of a user's
+    own data set; prints the progress to stderr. Raises UserError if the data cannot be fetched or written.
     """
     name = data_version or f"datasets/{datasets.fingerprint(dataset, data_source, test_dataset)}"
     folder, progress = paths.resolve_folder(name), read_settings().progress
-    return datasets.fetch(dataset, data_source, folder, test_dataset=test_dataset, progress=progress)
+    return datasets.fetch(dataset, data_source, folder, test_dataset=test_dataset, sample=sample, progress=progress)

@@ -264,6 +264,14 @@ class ShardReader:
                     name = f"prefetch {number}"
                     threading.Thread(target=self.prefetch_shard, args=(state, number), name=name, daemon=True).start()
 
+    def skip_read(self, numbers: Iterable[int]) -> None:
+        """Note that another process has read from these shards; start threads that fetch the next ones."""
+        with self.state.lock:
+            for number in numbers:
+                self.state.ahead.discard(number)
+                self.state.wanted.pop(number, None)
+        self.prefetch_shards([])
+
     def prefetch_shard(self, state: OpenShards, number: int) -> None:
         """Fetch a shard into the cache, unlocked, once under FETCHED_AHEAD (4) threads fetch; ignore UserErrors."""
         with state.fetching, suppress(UserError), self.cache.open_shard(self.index.shards[number]) as file:

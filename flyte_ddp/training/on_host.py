@@ -36,7 +36,8 @@ def find_or_fetch_data(work: Work, fetch_into: Callable[[Path], object] | None =
         if read_prepared_digest(folder, whole=True) != work.identity.data:
             shutil.rmtree(folder, ignore_errors=True)  # damaged, or what the source had when another run fetched it
             if fetch_into is None:
-                fetch(hp.dataset, hp.data_source, folder, test_dataset=hp.test_dataset, progress="off")
+                kinds = {"test_dataset": hp.test_dataset, "sample": hp.sample}
+                fetch(hp.dataset, hp.data_source, folder, **kinds, progress="off")
             else:
                 fetch_into(folder)
     if read_prepared_digest(folder) != work.identity.data:

@@ -14,13 +14,15 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from flyte_ddp import catalog, user_source
+from flyte_ddp.catalog import encoded_kind
 from flyte_ddp.clock import make_clock
 from flyte_ddp.config import Hyperparameters, refuse_unused_settings
 from flyte_ddp.datasets.arrays import ImageArrays
-from flyte_ddp.datasets.prepared import PreparedSet, count_classes, has_numbers, resolve_class_names
+from flyte_ddp.datasets.prepared import PreparedSet, count_classes, resolve_class_names
 from flyte_ddp.errors import UserError, unknown_name_error
 from flyte_ddp.hardware import Hardware
 from flyte_ddp.loading.opening import open_splits
+from flyte_ddp.loading.split import TargetKind
 from flyte_ddp.models import zoo
 from flyte_ddp.models.frozen_parts import freeze_parts, set_training_mode
 from flyte_ddp.models.images import InputSpec, prepare_images
@@ -81,7 +83,7 @@ class TrainingState:
         own_code = hp.own_code("dataset")  # data sets are prepared before
         own_files = user_source.list_user_files(*own_code)  # before the user's code runs, as the digest finds them
         self._open_splits(data, settings or Settings())
-        self.objective = open_objective(data, hp, self.training.order)
+        self.objective = open_objective(data, hp, self.training.order, self.splits.targets)
         model = self._build_model(initial_weights)
         # The order matters from here on. The model must have its final type, device and layers before anything refers
         # to its parameters. First the dropout and BatchNorm layers are replaced, because compile_model excludes some of
@@ -208,29 +210,44 @@ class TrainingState:
             self.average.update_parameters(self.model)
 
 
-def open_objective(data: PreparedSet, hp: Hyperparameters, training: Order) -> Objective:
+def open_objective(
+    data: PreparedSet, hp: Hyperparameters, training: Order, targets: TargetKind | None = None
+) -> Objective:
     """Return the objective of a training on a prepared data set, whose training samples are those of ``training``.
 
-    Runs the user's code of an own objective, and asks it for the weights of all targets. Raises UserError if the
-    objective does not take the targets, a setting or an option, gives wrong weights, or has no measure ``select_by``.
+    ``targets`` is what a user's own function makes of samples; None: what the data set has. Runs the user's code of an
+    own objective, and asks it for the weights of all targets. Raises UserError if the objective does not take the
+    targets, a setting or an option, gives wrong weights, or has no measure ``select_by``.
     """
-    classes = resolve_class_names(data.classes, hp, of_numbers=has_numbers(data))
-    counts = count_classes(data, training, len(classes)) if hp.class_weights == "balanced" else ()
-    shape = data.train_labels.shape[1:] if isinstance(data, ImageArrays) else ()
+    kind = targets or kind_of_stored_targets(data)
+    of_numbers = kind.dtype.kind == "f"
+    # Folders are no classes of numbers that a user's function has found.
+    named = () if targets and of_numbers and encoded_kind(hp.dataset) == "image_folder" else data.classes
+    classes = resolve_class_names(named, hp, of_numbers=of_numbers)
+    counted = hp.class_weights == "balanced" and targets is None
+    counts = count_classes(data, training, len(classes)) if counted else ()
+    shape = kind.shape
     facts = Facts(classes, shape, counts, hp.class_weights, hp.label_smoothing)
     objective = make_objective(hp.objective, facts, hp.parse_options().get("objective", {}))
     refuse_unused_settings(hp, objective.takes)
     if isinstance(data, ImageArrays):
-        for targets in (data.train_labels, data.test_labels):
-            objective.check_targets(targets)
+        for stored in (data.train_labels, data.test_labels):
+            objective.check_targets(stored)
             if ":" in hp.objective:  # what a user's function gives for them; built-in ones have been tested
-                for rows in np.array_split(targets, -(-len(targets) // hp.test_batch_size)):
+                for rows in np.array_split(stored, -(-len(stored) // hp.test_batch_size)):
                     require_weights(objective.weights(torch.tensor(rows)), len(rows))
     else:
-        objective.check_targets(np.zeros(1, np.int64))  # a sample of an encoded set has one class
+        objective.check_targets(np.zeros((1, *shape), kind.dtype))
     if hp.select_by not in ("loss", *objective.measures):
         raise unknown_name_error("select_by", hp.select_by, ["loss", *objective.measures])
     return objective
+
+
+def kind_of_stored_targets(data: PreparedSet) -> TargetKind:
+    """Return the kind of a data set's targets: a sample of an encoded set has one class."""
+    if isinstance(data, ImageArrays):
+        return TargetKind(data.train_labels.dtype, data.train_labels.shape[1:])
+    return TargetKind(np.dtype(np.int64), ())
 
 
 def create_moving_average(model: nn.Module, decay: float) -> AveragedModel:

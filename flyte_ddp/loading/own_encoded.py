@@ -1,0 +1,174 @@
+"""Load single samples of shards and image folders with a user's own decoding or augmentation."""
+
+from collections import Counter
+from collections.abc import Collection
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flyte_ddp.datasets.prepared import SampleOrder
+from flyte_ddp.errors import UserError
+from flyte_ddp.loading import cropping
+from flyte_ddp.loading.decoding import DecodingError, Pixels
+from flyte_ddp.loading.encoded import (
+    BadSamples,
+    Encoded,
+    ImageReader,
+    SubstitutingReader,
+    decode_checked_sample,
+    decode_with_or_refetch,
+    name_decoder,
+)
+from flyte_ddp.loading.facts import Facts
+from flyte_ddp.loading.own_samples import (
+    OwnCodeError,
+    OwnFunction,
+    Sample,
+    SampleLoader,
+    augment_sample,
+    convert_target,
+    kind_of_targets,
+)
+from flyte_ddp.loading.seeding import keep_random_state
+from flyte_ddp.loading.split import TargetKind
+from flyte_ddp.order.sampling import Indices, Order
+
+
+class EncodedSamples(SubstitutingReader, SampleLoader):
+    """Samples of shards or files, as squares in colour.
+
+    ``decode`` turns the members of a sample into an image and a target; None: an image file and a class, as without own
+    code. ``augment`` changes training samples; None: the built-in augmentation ``crop`` does.
+    """
+
+    def __init__(
+        self,
+        reader: ImageReader,
+        orders: Collection[SampleOrder],
+        bad: BadSamples,
+        *,
+        decode: OwnFunction | None,
+        augment: OwnFunction | None,
+        size: int,
+        share: float,
+        crop: str,
+        seed: int,
+        classes: int,
+    ) -> None:
+        """Keep what :class:`flyte_ddp.loading.encoded.EncodedImages` has fields for. Reads nothing."""
+        self.reader, self.orders, self.bad = reader, orders, bad
+        self.decode, self.augment, self.crop, self.seed, self.classes = decode, augment, crop, seed, classes
+        self.sizes, self.share = ((size, size, 3),), share
+        self.targets = TargetKind(np.dtype(np.int64), (), classes)
+        self.prefetch_files = reader.prefetch_files if reader.fetches_files else None
+        self.replaced = set()
+        self.fetched = Counter[str]()  # by other processes, by the shards' addresses
+        self.reported: tuple[int, int, Counter[str]] = (0, 0, Counter())  # lengths of names and replaced, and fetches
+
+    def find_kind_of_targets(self, order: Order) -> TargetKind:
+        """Return the kind of all targets: that of the first sample of an order, which is decoded in this process.
+
+        For an order without samples returns classes.
+        """
+        if self.decode is None or not len(order):
+            return self.targets
+        first = int(order.samples(slice(0, 1))[0])
+        with keep_random_state():
+            image, target, name = self.load_image_or_substitute(first, self.reader.read_sample(first))
+        where = f"sample {name!r}"
+        _, target = self.fit_to_square(image, target, first, None, where)
+        return kind_of_targets(self.decode, target, self.classes, where)
+
+    def load_sample(self, sample: int, epoch: int | None) -> Sample:
+        """Return a sample as a square, augmented for an ``epoch`` of training.
+
+        An image that has the size already is taken as it is, of another one the middle, or by ``crop`` a random part.
+        A target of the image's height and width is cropped with it. Another sample stands for one that cannot be
+        decoded, as in :meth:`load_image_or_substitute`. Raises OwnCodeError or UserError, which name the sample.
+        """
+        image, target, name = self.load_image_or_substitute(sample, self.reader.read_sample(sample))
+        loaded, where = Sample(image, np.asarray(target), name), f"sample {name!r}"
+        if self.augment is not None and epoch is not None:
+            loaded = augment_sample(self.augment, loaded, (self.seed, epoch, sample), where)
+        image, target = self.fit_to_square(loaded.image, loaded.target, sample, epoch, where)
+        own = self.augment or self.decode
+        assert own is not None
+        return Sample(image, convert_target(own, target, self.targets, where), name)
+
+    def decode_sample(self, sample: int, encoded: Encoded) -> tuple[Pixels, Any]:
+        """Return image and target, the image of any size. Reads a sample that cannot be decoded once more.
+
+        An exception of the user's function means that the sample cannot be decoded: a DecodingError if such samples are
+        allowed, else an OwnCodeError. Raises the errors of :func:`decode_checked_sample` without own decoding.
+        """
+        own = self.decode
+        if own is None:
+            return decode_checked_sample(self.reader, sample, encoded, self.classes)
+
+        def decode_members(read: Encoded) -> Sample:
+            """Call the user's function with a copy of the members; turn its exception into a DecodingError."""
+            try:
+                return own.call(read.name, dict(read.members or {}))
+            except OwnCodeError as error:
+                raise DecodingError(str(error)) from error
+
+        try:
+            (image, target, _), _ = decode_with_or_refetch(decode_members, self.reader, sample, encoded)
+        except DecodingError as error:
+            if self.bad.allowed or error.__cause__ is None:
+                raise
+            raise error.__cause__ from error.__cause__.__cause__
+        return image, target
+
+    def fit_to_square(
+        self, image: Pixels, target: NDArray[Any], sample: int, epoch: int | None, where: str
+    ) -> tuple[Pixels, NDArray[Any]]:
+        """Return image and target with the image as a square in colour, and with it a target of its height and width.
+
+        Raises UserError for an image that is neither grey nor of three channels.
+        """
+        if image.shape[2] == 1:
+            image = image.repeat(3, axis=2)
+        if image.shape[2] != 3:
+            own = self.augment or self.decode
+            raise UserError(f"{own} returned an image of {image.shape[2]} channels for {where}: must be 1 or 3")
+        height, width, _ = image.shape
+        size = self.sizes[0][0]
+        if self.crop == "resized_crop" and epoch is not None:
+            crop = cropping.random_crop(cropping.draw_crops(self.seed, epoch, np.array([sample]))[0], height, width)
+        elif height == width == size:
+            return image, target
+        else:
+            crop = cropping.middle_crop(height, width, self.share)
+        if target.ndim > 1 and target.shape[:2] == (height, width):
+            target = cropping.resize_mask(target, crop, size)
+        return cropping.resize_crop(image, crop, size), target
+
+    def skip_read(self, samples: Indices) -> None:
+        """Note that another process has read these samples: files behind theirs may be fetched."""
+        self.reader.skip_read(samples)
+
+    def take_report(self) -> Any:
+        """Return reasons by name of undecodable samples, replaced samples, and new fetches; None: nothing is new."""
+        names, replaced, fetched = dict(self.bad.names), set(self.replaced), Counter(self.reader.fetch_counts())
+        before, self.reported = self.reported, (len(names), len(replaced), fetched)
+        return None if self.reported == before else (names, replaced, fetched - before[2])
+
+    def add_report(self, report: Any) -> None:
+        """Add the report of another process. Raises UserError if there are too many undecodable samples."""
+        names, replaced, fetched = report
+        for name, reason in names.items():
+            if name not in self.bad.names:
+                self.bad.add_sample(name, reason)
+        self.replaced |= replaced
+        self.fetched.update(fetched)
+
+    def facts(self) -> Facts:
+        """Return the decoder's name, the bad samples, and how often each shard was fetched, in all processes."""
+        fetched = self.fetched + Counter(self.reader.fetch_counts())
+        return Facts("" if self.decode else name_decoder(), frozenset(self.bad.names), fetched)
+
+    def close(self) -> None:
+        """Close files."""
+        self.reader.close()
