@@ -75,10 +75,10 @@ class Case(NamedTuple):
 
 
 CASES = {
-    "two blocks, width 256, 16 x 128 tokens": Case(blocks, (16, 128, 256), 60),
-    "the same in bf16": Case(blocks, (16, 128, 256), 60, bf16=True),
-    "ResNet-50, 4 x 224 pixels": Case(resnet50, (4, 3, 224, 224), 12),
-    "ViT-B/16, 4 x 224 pixels": Case(lambda: torchvision.models.vit_b_16(dropout=0.1), (4, 3, 224, 224), 10),
+    "two blocks, width 256, 16 x 128 tokens": Case(blocks, (16, 128, 256), 40),
+    "the same in bf16": Case(blocks, (16, 128, 256), 40, bf16=True),
+    "ResNet-50, 4 x 224 pixels": Case(resnet50, (4, 3, 224, 224), 8),
+    "ViT-B/16, 4 x 224 pixels": Case(lambda: torchvision.models.vit_b_16(dropout=0.1), (4, 3, 224, 224), 8),
 }
 
 

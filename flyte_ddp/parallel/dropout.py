@@ -90,11 +90,12 @@ def draw_mask(states: Tensor, shape: torch.Size, p: float) -> Tensor:
     threshold = (threshold.clamp_(max=2**16 - 1) - 2**15).to(torch.int16)[:, None]
     count = math.prod(shape)
     steps = torch.arange(1, (count + 3) // 4 + 1, device=states.device) * GOLDEN
-    if states.device.type != "cpu" or torch.compiler.is_compiling():
+    if torch.compiler.is_compiling():  # not by a view as int16: compiled code writes beyond its end (torch 2.15, CPU)
         words = mix_bits(states[:, None] + steps)
-        return (words.view(torch.int16)[:, :count] >= threshold).view(states.shape[0], *shape)
-    kept = torch.empty(len(states), count, dtype=torch.bool)
-    words_at_once = TILE_WORDS * torch.get_num_threads()
+        parts = (words[:, :, None] >> torch.arange(0, 64, 16, device=states.device)).to(torch.int16).flatten(1)
+        return (parts[:, :count] >= threshold).view(states.shape[0], *shape)
+    kept = torch.empty(len(states), count, dtype=torch.bool, device=states.device)
+    words_at_once = TILE_WORDS * torch.get_num_threads() if kept.is_cpu else max(1, len(states) * len(steps))
     samples_at_once = max(1, words_at_once // max(1, len(steps)))
     for sample in range(0, len(states), samples_at_once):
         samples = slice(sample, sample + samples_at_once)

@@ -29,7 +29,7 @@ class TrainingPass:
         self.model_draws = False
         self.number_of_calls = torch.zeros((), dtype=torch.int64)  # of dropout layers in this pass
         self.calls: dict[int, Tensor] = {}  # the number of each of them, by torch's random bits at the call
-        self.calls_in_forward = 0
+        self.forward_done = False
         self.generators = Generators(torch.default_generator, random, np.random)
         self.reference = Generators(torch.Generator(), random.Random(), np.random.RandomState())
 
@@ -54,29 +54,22 @@ class TrainingPass:
         self.keys = copy_to_device(torch.from_numpy(bits.view(np.int64)), device)
         self.number_of_calls = torch.zeros((), dtype=torch.int64)
         self.calls = {}
+        self.forward_done = False
         for generators in (self.generators, self.reference):
             generators.seed_each(int(bits[0]))
         if device.type == "cuda":
             torch.cuda.manual_seed(int(bits[0]))
 
     def finish_forward(self) -> None:
-        """Record that the forward pass is done, for :meth:`finish_pass`."""
-        self.calls_in_forward = int(self.number_of_calls)
+        """Record that the forward pass is done: a compiled block that is run again now is refused."""
+        self.forward_done = True
 
     def finish_pass(self) -> None:
         """Set ``model_draws`` if the model itself has drawn from a global generator in its forward or backward pass.
 
         Such numbers depend on how samples are dealt to ranks. Draws up to one number from each generator on the CPU.
-        Does not notice a model that restores the random state (``fork_rng``). Raises UserError if a compiled block was
-        run again in the backward pass, with other random numbers.
+        Does not notice a model that restores the random state (``fork_rng``).
         """
-        calls = int(self.number_of_calls)
-        if calls > self.calls_in_forward and calls > len(self.calls):  # the second: some were compiled
-            raise UserError(
-                "dropout in a compiled block that the backward pass runs again: it gets other random numbers than in "
-                "the forward pass, which makes gradients wrong; compile the function that calls "
-                "torch.utils.checkpoint, not what it calls"
-            )
         if not self.may_draw or self.model_draws:
             return
         device = self.keys.device
@@ -88,21 +81,28 @@ class TrainingPass:
 
         Depends on seed, epoch, sample and which call of the pass this is. Draws once from torch's CPU generator. If it
         is in the state of an earlier call, as when torch.utils.checkpoint runs a block again, returns that call's.
+        Compiled code draws nothing. Raises UserError in a backward pass that runs compiled code again.
         """
         return self.keys + (self.count_call() << 32) * GOLDEN
 
     def count_call(self) -> Tensor:
         """Return the number of this call of a dropout layer in this pass, int64 []: 0 for the first."""
-        if torch.compiler.is_compiling():  # a compiled block that is checkpointed computes with this number again
-            number = self.number_of_calls.clone()
-            self.number_of_calls += 1
+        number = self.number_of_calls
+        if torch.compiler.is_compiling() and not self.forward_done:
+            self.number_of_calls = number + 1  # not in place: the compiled backward pass uses the number, too
             return number
         # torch.utils.checkpoint runs a block again in the backward pass, which then needs the same numbers. It restores
         # torch's random state before. So a number drawn from torch's generator tells which call this is.
         drawn = self.generators.draw_from_torch()
         if drawn not in self.calls:
-            self.calls[drawn] = self.number_of_calls.clone()
-            self.number_of_calls += 1
+            if self.forward_done and int(number) > len(self.calls):  # some calls were compiled
+                raise UserError(
+                    "dropout in compiled code that the backward pass runs again: it would get other random numbers "
+                    "than in the forward pass; compile the function that calls torch.utils.checkpoint, not what that "
+                    "runs"
+                )
+            self.calls[drawn] = number
+            self.number_of_calls = number + 1
             self.reference.draw_from_torch()
         return self.calls[drawn]
 
