@@ -249,7 +249,7 @@ def prepare_fork_server() -> None:
     One import of torch is enough for all processes: a forked one starts in 10 ms, a spawned one in 2 s. The server and
     its forks never hear SIGINT and SIGTERM, so that a rank that is asked to stop can do its last steps.
     """
-    multiprocessing.set_forkserver_preload([__name__])
+    multiprocessing.set_forkserver_preload([__name__, "torchvision.transforms.v2"])  # most users' pipelines need it
     resource_tracker.ensure_running()  # before signals are blocked, because it unblocks them
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:

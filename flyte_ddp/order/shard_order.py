@@ -13,6 +13,7 @@ Within a stream samples are not shuffled across shards. No sample is dropped or 
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -122,6 +123,10 @@ class ShardOrder(sampling.Order):
         self.samples_in_shard = cached(functools.partial(splits.samples, split=split))
         self.shuffled_samples = cached(self._shuffle_samples)
         self.sequence = functools.lru_cache(maxsize=2)(self._shuffle_shards)
+        self._arguments = splits, split, weights, shuffle_streams
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ShardOrder, self._arguments  # caches cannot be pickled
 
     def __len__(self) -> int:
         return self.total

@@ -37,7 +37,8 @@ def quiet(folder: Path, **settings) -> Settings:
 def train(hp: Hyperparameters, folder: Path, settings: Settings | None = None) -> Result:
     """Fetch the data set, train, and return the result."""
     name = fingerprint(hp.dataset, hp.data_source, hp.test_dataset)
-    data = fetch(hp.dataset, hp.data_source, folder / name, test_dataset=hp.test_dataset, progress="off")
+    places = {"test_dataset": hp.test_dataset, "sample": hp.sample}
+    data = fetch(hp.dataset, hp.data_source, folder / name, **places, progress="off")
     return train_in(folder / "run", hp, data, settings or quiet(folder))
 
 

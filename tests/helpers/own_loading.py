@@ -116,5 +116,16 @@ def members(sample: dict[str, Any]) -> Pair:
     return Image.open(io.BytesIO(sample[".png"])), np.array(json.loads(sample[".json"])["labels"], np.float32)
 
 
+def class_of(sample: dict[str, Any]) -> Pair:
+    """An image, and a class out of JSON."""
+    return Image.open(io.BytesIO(sample[".png"])), json.loads(sample[".json"])["labels"].index(1)
+
+
 def with_mask(sample: dict[str, Any]) -> Pair:
     return Image.open(io.BytesIO(sample[".png"])), np.load(io.BytesIO(sample[".npy"]))
+
+
+def number_in_name(sample: dict[str, Any]) -> Pair:
+    """As of red/7.jpg."""
+    assert sample.keys() == {".jpg", "__key__"}
+    return Image.open(io.BytesIO(sample[".jpg"])), float(sample["__key__"].rpartition("/")[2])

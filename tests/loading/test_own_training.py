@@ -1,0 +1,225 @@
+"""Trainings whose samples a user's own functions decode and augment, on several ranks, cut off, with damaged data."""
+
+import io
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import faults
+import numpy as np
+import pytest
+import torch
+from cli import HELPERS
+from encoded_runs import BASE, SIDE, labelled, losses, notes, quiet, train, weights
+from PIL import Image
+from served_shards import contents
+from tars import shard_bytes
+from training_runs import Train, train_in
+
+from flyte_ddp.config import Hyperparameters
+from flyte_ddp.datasets import fetch, open_prepared
+from flyte_ddp.errors import RankError, UserError
+from flyte_ddp.hardware import detect_hardware
+from flyte_ddp.json_lines import read_records
+from flyte_ddp.loading.opening import open_splits
+from flyte_ddp.loading.split import Splits
+from flyte_ddp.shards.scanning import create_index
+from flyte_ddp.training.training_state import open_objective
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("user_models")]
+
+ARRAYS = Hyperparameters(
+    model="faults:model", epochs=2, batch_size=300, precision="fp64", num_ranks=2, log_interval=1, learning_rate=0.05,
+    augment="own_loading:albumentations_pipeline",
+)  # fmt: skip
+LABELS = ["left", "bright"]
+
+
+def png_of(pixels: np.ndarray) -> bytes:
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).save(buffer, "png")
+    return buffer.getvalue()
+
+
+def npy_of(values: np.ndarray) -> bytes:
+    buffer = io.BytesIO()
+    np.save(buffer, values)
+    return buffer.getvalue()
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Shards with an image, a mask and labels in each sample, and no class; images of many sizes."""
+    folder, random = tmp_path_factory.mktemp("photos"), np.random.default_rng(0)
+    for shard in range(4):
+        members = {}
+        for sample in range(20):
+            height, width = random.integers(20, 40, 2)
+            pixels = random.integers(0, 80, (height, width, 3), dtype=np.uint8)
+            left = bool(random.integers(0, 2))
+            bright = not left  # so that each sample has one label
+            half = np.s_[:, : width // 2] if left else np.s_[:, width // 2 :]
+            pixels[half] += np.uint8(150 if bright else 90)
+            mask = np.zeros((height, width), np.uint8)
+            mask[half] = 1
+            labels = json.dumps({"labels": [left, bright]}).encode()
+            members[f"{shard}/{sample:02d}"] = {".png": png_of(pixels), ".json": labels, ".npy": npy_of(mask)}
+        (folder / f"train-{shard}.tar").write_bytes(shard_bytes(members))
+    create_index([f"{folder}/train-{{0..3}}.tar"], folder / "train.json", classes=LABELS, progress="off")
+    return folder
+
+
+@pytest.fixture
+def train_digits(digits: Path, tmp_path: Path) -> Train:
+    """Return a function that trains on the digits' arrays in a folder of this name, with changes of quiet settings."""
+    return lambda hp, name="run", **changes: train_in(tmp_path / name, hp, digits, **changes)
+
+
+def open_all(hp: Hyperparameters, folder: Path) -> Splits:
+    data = fetch(hp.dataset, "", folder / "data", sample=hp.sample, progress="off")
+    return open_splits(
+        open_prepared(data), hp, detect_hardware(hp), torch.device("cpu"), quiet(folder, loader_threads=2)
+    )
+
+
+def test_masks_are_cropped_and_mirrored_with_their_images(photos: Path, tmp_path: Path, monkeypatch) -> None:
+    """Where the mask is 1 the image is bright, in the middle parts of evaluations as in random parts."""
+    monkeypatch.chdir(HELPERS)
+    hp = replace(BASE, dataset=f"shards:{photos}/train.json", sample="own_loading:with_mask", augment="resized_crop")
+    splits = open_all(hp, tmp_path)
+    try:
+        assert splits.targets is not None
+        assert splits.targets.shape == (SIDE, SIDE)
+        samples = splits.training.order.samples(slice(0, 40))
+        middle, *random = (splits.training.load_batch(samples, epoch) for epoch in (None, 0, 0, 1))
+        assert torch.equal(random[0].inputs, random[1].inputs)
+        assert torch.equal(random[0].targets, random[1].targets)
+        assert not torch.equal(random[0].inputs, random[2].inputs)
+        for images, masks, names in (middle, random[0]):
+            assert images.shape == (40, SIDE, SIDE, 3)
+            assert masks.dtype == torch.uint8
+            found = images.double().mean(-1) > 85  # 0 to 80, and 90 more in the mask's half
+            agreeing = (found == masks).double().mean((1, 2))
+            assert agreeing.median() > 0.9
+            assert len({*names}) == 40
+            # Not those of the half in which they were: half of the random parts are mirrored.
+        was_left = torch.tensor([mask[:, : SIDE // 2].sum() > mask[:, SIDE // 2 :].sum() for mask in middle.targets])
+        is_left = torch.tensor([mask[:, : SIDE // 2].sum() > mask[:, SIDE // 2 :].sum() for mask in random[0].targets])
+        assert (was_left != is_left).any()
+    finally:
+        splits.close()
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.exhaustive)])
+def test_classes_out_of_json_are_learnt_on_any_ranks(ranks: int, photos: Path, tmp_path: Path) -> None:
+    hp = replace(
+        BASE, dataset=f"shards:{photos}/train.json", sample="own_loading:class_of", epochs=2, batch_size=20,
+        augment="own_loading:torchvision_pipeline", image_size=8, model="faults:model",
+    )  # fmt: skip
+    one = train(hp, tmp_path / "one")
+    several = train(replace(hp, num_ranks=ranks), tmp_path / "several", quiet(tmp_path, loader_threads=ranks - 1))
+    assert losses(several) == pytest.approx(losses(one), abs=1e-9)
+    for name, value in weights(several).items():
+        torch.testing.assert_close(value, weights(one)[name], rtol=0, atol=1e-9)
+    plain = train(replace(hp, augment="none"), tmp_path / "plain")
+    assert losses(plain) != pytest.approx(losses(one), abs=1e-3)
+    assert json.loads(one.sidecar.read_text())["classes"] == LABELS
+
+
+def test_labels_out_of_json(photos: Path, tmp_path: Path) -> None:
+    hp = replace(BASE, dataset=f"shards:{photos}/train.json", sample="own_loading:members", objective="multilabel")
+    splits = open_all(hp, tmp_path)
+    objective = open_objective(open_prepared(tmp_path / "data"), hp, splits.training.order, splits.targets)
+    assert (objective.facts.target_shape, objective.facts.classes) == ((2,), (*LABELS,))
+    found = splits.test.load_batch(splits.test.order.samples(slice(0, 8)))
+    expected = [json.loads(sample[".json"])["labels"] for sample in contents(photos / "train.json")]
+    assert found.targets.dtype == torch.float32
+    tests = splits.test.order.samples(slice(0, 8))
+    assert found.targets.tolist() == [expected[sample] for sample in tests.tolist()]
+    with pytest.raises(UserError, match="objective='classification': the targets are float32"):
+        open_objective(
+            open_prepared(tmp_path / "data"), replace(hp, objective="classification"), splits.training.order,
+            splits.targets,
+        )  # fmt: skip
+    splits.close()
+
+
+def test_images_of_a_folder(tmp_path: Path) -> None:
+    """Numbers out of the files' names; the folders are no classes then."""
+    folder = labelled(tmp_path / "images", 60)
+    hp = replace(
+        BASE, dataset=f"image_folder:{folder}", sample="own_loading:number_in_name", objective="regression",
+        model="faults:model", image_size=8, batch_size=16,
+    )  # fmt: skip
+    splits = open_all(hp, tmp_path)
+    objective = open_objective(open_prepared(tmp_path / "data"), hp, splits.training.order, splits.targets)
+    assert (objective.facts.target_shape, objective.facts.classes, objective.outputs) == ((), (), 1)
+    found = splits.training.load_batch(np.arange(60), 0)
+    assert found.targets.tolist() == [int(Path(name).stem) for name in found.names]
+    splits.close()
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.exhaustive)])
+def test_own_augmentations_do_not_depend_on_ranks_and_interruptions(
+    ranks: int, train_digits: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed in the second epoch, and resumed bit for bit."""
+    hp = replace(ARRAYS, num_ranks=ranks)
+    one = train_digits(replace(hp, num_ranks=1), "one", loader_threads=3)
+    undisturbed = train_digits(hp, "undisturbed", loader_threads=1)
+    assert losses(one) == pytest.approx(losses(undisturbed), abs=1e-9)
+    faults.inject(monkeypatch, tmp_path / "marker", rank=1, at="training", kind="SIGKILL", **{"pass": 8})
+    with pytest.raises(RankError, match="killed"):
+        train_digits(hp, "cut", checkpoint_seconds=0.001)
+    resumed = train_digits(hp, "cut", loader_threads=2)
+    starts = [record["resumed_after_step"] for record in read_records(resumed.metrics) if record["kind"] == "start"]
+    assert starts[0] == 0
+    assert starts[1] % 5 != 0, "in the middle of an epoch"
+    for name, value in weights(undisturbed).items():
+        assert torch.equal(value, weights(resumed)[name])
+        torch.testing.assert_close(value, weights(one)[name], rtol=0, atol=1e-9)
+    assert losses(train_digits(replace(hp, augment="none"), "plain")) != pytest.approx(losses(one), abs=1e-3)
+
+
+def test_an_error_of_own_code_reaches_the_user(train_digits: Train) -> None:
+    text = r"OwnCodeError: augment='own_loading:fail' on sample \d+: ZeroDivisionError: the augmentation's own words"
+    with pytest.raises(RankError, match=text) as raised:
+        train_digits(replace(ARRAYS, augment="own_loading:fail"))
+    assert 'raise ZeroDivisionError("the augmentation\'s own words")' in raised.value.details
+
+
+def test_a_killed_loader_process_is_told(train_digits: Train) -> None:
+    with pytest.raises(RankError, match="a loader process ended with SIGKILL, often for lack of memory"):
+        train_digits(replace(ARRAYS, augment="own_loading:killed"))
+
+
+def test_undecodable_samples_are_replaced(photos: Path, tmp_path: Path) -> None:
+    """Found by loader processes, and told once; without bad_samples the user's own error is told."""
+    members = {
+        f"{sample:02d}": {".png": b"no image" if sample in (3, 40) else png_of(np.full((9, 9, 3), sample, np.uint8)),
+                          ".json": b'{"labels": [0, 1]}'}
+        for sample in range(60)
+    }  # fmt: skip
+    (tmp_path / "train.tar").write_bytes(shard_bytes(members))
+    create_index([f"{tmp_path}/train.tar"], tmp_path / "train.json", classes=LABELS, progress="off")
+    hp = replace(
+        BASE, dataset=f"shards:{tmp_path}/train.json", sample="own_loading:class_of", batch_size=20,
+        model="faults:model", image_size=8, num_ranks=2, bad_samples=2,
+    )  # fmt: skip
+    result = train(hp, tmp_path / "out", quiet(tmp_path, loader_threads=2))
+    assert any("2 samples could not be decoded and were replaced" in note for note in notes(result))
+    with pytest.raises(RankError, match="UnidentifiedImageError: cannot identify") as raised:
+        train(replace(hp, bad_samples=0), tmp_path / "none")
+    assert "sample='own_loading:class_of' on sample '" in str(raised.value)
+    assert "in class_of" in raised.value.details
+
+
+def test_what_cannot_be_is_refused() -> None:
+    for values, text in (
+        ({"augment": "shapr"}, "unknown augment 'shapr'"),
+        ({"augment": "mine:f", "dataset": "stream:x.json"}, "is not for streams"),
+        ({"sample": "mine:f"}, "is for shards:ADDRESS and image_folder:ADDRESS"),
+        ({"sample": "mine", "dataset": "shards:x.json"}, "package.module:callable"),
+    ):
+        with pytest.raises(UserError, match=text):
+            Hyperparameters(**values)
