@@ -49,6 +49,7 @@ class Hyperparameters(CheckedFields, called="hyperparameter"):
         "",
         "For shards and image folders: your own `package.module:callable`, which makes an image and a target out of "
         "the members of a sample; empty: an image and its class.",
+        own=True,
     )
     shuffle_shards: int = setting(
         16,
@@ -280,7 +281,6 @@ class Hyperparameters(CheckedFields, called="hyperparameter"):
             refuse_unused_settings(self, catalog.OBJECTIVES[self.objective])
         self.parse_options()
         check_class_weights(self.class_weights)
-        check_own_loading(self)
         check_fields_together(self)
 
     def own_code(self, *left_out: str) -> tuple[str, ...]:
@@ -333,17 +333,6 @@ def check_class_weights(text: str) -> None:
         )
 
 
-def check_own_loading(hp: Hyperparameters) -> None:
-    """Raise UserError for a ``sample`` or an ``augment`` of the user's own that the data set has no use for."""
-    kind = catalog.encoded_kind(hp.dataset)
-    if hp.sample and ":" not in hp.sample:
-        raise UserError(f"sample={hp.sample!r}: must have the form package.module:callable")
-    if hp.sample and kind not in ("shards", "image_folder"):
-        raise UserError(f"sample={hp.sample!r}: is for shards:ADDRESS and image_folder:ADDRESS; leave it out")
-    if ":" in hp.augment and kind == "stream":
-        raise UserError(f"augment={hp.augment!r}: is not for streams, which have no fixed order; take shards:ADDRESS")
-
-
 def check_batch_size(hp: Hyperparameters, num_ranks: int) -> None:
     """Raise UserError if a batch has fewer samples than ranks x accumulation steps."""
     if hp.batch_size < num_ranks * hp.accumulation_steps:
@@ -368,6 +357,12 @@ def find_unfit_data_fields(hp: Hyperparameters) -> Iterator[str]:
     if hp.augment in (("crop", "crop_flip") if kind else ("resized_crop",)):
         fitting = "none or resized_crop" if kind else "none, crop or crop_flip"
         yield f"augment={hp.augment!r}: {unfit}; choose {fitting}"
+    if ":" in hp.augment and kind == "stream":
+        yield f"augment={hp.augment!r}: not for a stream, which has no fixed order; take shards:ADDRESS"
+    if hp.sample and ":" not in hp.sample:
+        yield f"sample={hp.sample!r}: must have the form {OWN_CODE}"
+    if hp.sample and kind not in ("shards", "image_folder"):
+        yield f"sample={hp.sample!r}: {unfit}; take shards:ADDRESS or image_folder:ADDRESS, or leave it out"
     if hp.sampling != "shuffled" and kind in ("shards", "stream"):
         fix = "give weights to the parts of its index (python -m flyte_ddp.shards join), or take shuffled"
         yield f"sampling={hp.sampling!r}: {unfit}; {fix}"

@@ -74,7 +74,9 @@ def open_encoded_splits(
     Processes decode what needs the user's own code. With ``sample``, decodes the first training sample here, to know
     the kind of the targets.
     """
-    (side, share), classes = evaluation_square(hp), len(data.classes) or hp.num_classes
+    weights, classes = find_weights(hp.model, hp.init_from), len(data.classes) or hp.num_classes
+    side = hp.image_size or (weights.side if weights else ENCODED_SIDE)
+    share = weights.crop_share if weights else EVALUATION_SHARE
     # The reader keeps two shards open for each shuffle stream, because all may change shards in the same step.
     streams = count_rank_streams(hp.shuffle_shards, world_size(), min(hp.accumulation_steps, hp.batch_size))
     decode, augment = (OwnFunction(name, spec) if ":" in spec else None for name, spec in own_loading(hp))
@@ -104,42 +106,20 @@ def open_encoded_splits(
     tests = Split(sources.get("test", sources["train"]), orders["test"])
     validation = Split(sources["train"], orders["validation"])
     if encoded_kind(hp.dataset) == "stream":
-        stream = open_stream(data, orders, hp, device, workers=threads, settings=settings)
-        return Splits(stream, validation, tests, (side, side, 3))
+        assert isinstance(data.train, ShardIndex)
+        assert isinstance(orders["training"], ShardOrder)
+        shards = np.flatnonzero(orders["training"].available)  # without empty shards: a worker needs samples
+        ours = replace(data.train, shards=[data.train.shards[number] for number in shards[rank() :: world_size()]])
+        cache = ShardCache(settings.cache_folder, settings.cache_bytes)
+        stream = RankStream(ours, cache, hp, rank(), workers=threads, size=side, share=share, classes=classes)
+        samples = max(1, len(orders["training"]) // hp.batch_size) * hp.batch_size
+        return Splits(Split(StreamImages(stream, device), StreamOrder(samples)), validation, tests, (side, side, 3))
     return Splits(Split(training, orders["training"]), validation, tests, (side, side, 3), targets)
-
-
-def evaluation_square(hp: Hyperparameters) -> tuple[int, float]:
-    """Return the side of encoded images in pixels, and the share of an image's shorter side that evaluations take."""
-    weights = find_weights(hp.model, hp.init_from)
-    side = hp.image_size or (weights.side if weights else ENCODED_SIDE)
-    return side, weights.crop_share if weights else EVALUATION_SHARE
 
 
 def own_loading(hp: Hyperparameters) -> tuple[tuple[str, str], tuple[str, str]]:
     """Return the two hyperparameters that may name a user's own loading, with their values."""
     return ("sample", hp.sample), ("augment", hp.augment)
-
-
-def open_stream(
-    data: EncodedSet,
-    orders: Mapping[str, SampleOrder],
-    hp: Hyperparameters,
-    device: torch.device,
-    *,
-    workers: int,
-    settings: Settings,
-) -> Split:
-    """Return the training split of a stream, of this rank's shards."""
-    assert isinstance(data.train, ShardIndex)
-    assert isinstance(orders["training"], ShardOrder)
-    (side, share), classes = evaluation_square(hp), len(data.classes) or hp.num_classes
-    shards = np.flatnonzero(orders["training"].available)  # without empty shards: a worker needs samples
-    own = replace(data.train, shards=[data.train.shards[number] for number in shards[rank() :: world_size()]])
-    cache = ShardCache(settings.cache_folder, settings.cache_bytes)
-    stream = RankStream(own, cache, hp, rank(), workers=workers, size=side, share=share, classes=classes)
-    samples = max(1, len(orders["training"]) // hp.batch_size) * hp.batch_size
-    return Split(StreamImages(stream, device), StreamOrder(samples))
 
 
 def open_array_splits(

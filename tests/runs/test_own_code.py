@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from encoded_runs import labelled
 from training_runs import QUIET
 
 from flyte_ddp.config import Hyperparameters
@@ -27,7 +28,7 @@ def make(source):
     images = np.full((8, 8, 8), {number}, np.uint8)
     return image_arrays(images, [0, 1] * 4, images, [0, 1] * 4, ["a", "b"])
 """
-BESIDE: dict[str, dict[str, Any]] = {}  # what must be set beside a field
+BESIDE: dict[str, dict[str, Any]] = {"sample": {"dataset": "image_folder:photos"}}  # what must be set beside a field
 
 
 class NotLaunched(Exception):
@@ -41,6 +42,7 @@ def test_a_change_of_own_code_is_another_run_and_is_sent(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     module = f"own_{field}"
+    labelled(tmp_path / "photos", 6)
     hp = Hyperparameters(**{"num_ranks": 1, field: f"{module}:make", **BESIDE.get(field, {})})
     assert hp.own_code() == (f"{module}:make",)
     found: list[tuple[str, object, bytes]] = []
