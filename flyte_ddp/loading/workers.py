@@ -4,6 +4,7 @@ A batch does not depend on which process loads which sample, nor on how many the
 each sample has a place and a seed of its own. On Linux only; elsewhere the rank loads its batches itself.
 """
 
+import gc
 import io
 import itertools
 import mmap
@@ -17,7 +18,7 @@ import weakref
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from multiprocessing import connection, forkserver, resource_tracker
+from multiprocessing import connection, resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -148,50 +149,62 @@ class BatchMemory:
 class Worker:
     """A loader process, as its rank sees it."""
 
-    process: BaseProcess
+    number: int
     pipe: Connection
     tasks: int = 0  # that it has been sent and has not answered
 
 
 class LoaderPool:
-    """Loader processes of one rank; they start with the first task and end with the rank, however that ends."""
+    """Loader processes of one rank; they end with the rank, however that ends."""
 
     def __init__(self, loaders: Sequence[SampleLoader], workers: int) -> None:
-        """Keep the loaders, which the processes get by pickling. Begins to import torch in another process."""
+        """Start a process that imports torch and forks the loader processes, and do not wait for it.
+
+        The loader processes get ``loaders``, by pickling, with the first task. One import of torch is enough for all of
+        them. They never hear SIGINT and SIGTERM, so that a rank that is asked to stop can do its last steps.
+        """
         self.loaders, self.number = loaders, workers
-        self.workers: dict[Connection, Worker] = {}
-        self.end = weakref.finalize(self, kill_workers, self.workers)  # also at the exit of this process
         self.answers: dict[int, Any] = {}  # by task; an exception for a task that failed
         self.numbers = itertools.count()
         self.free: list[BatchMemory] = []
-        prepare_fork_server()
-
-    def start(self) -> None:
-        """Start the processes; waits until the process that they are forked from has imported torch."""
-        context = multiprocessing.get_context("forkserver")
-        content = pickle_with_mapped_files(self.loaders)
-        with hide_main_script():
-            for _ in range(self.number):
-                pipe, theirs = context.Pipe()
-                process = context.Process(target=run_loader_process, args=(theirs, content), name=NAME, daemon=True)
+        self.started = False
+        context = multiprocessing.get_context("spawn")
+        pipes, self.exits = [context.Pipe() for _ in range(workers)], context.Pipe(duplex=False)
+        self.workers = {ours: Worker(number, ours) for number, (ours, _) in enumerate(pipes)}
+        arguments = [theirs for _, theirs in pipes], self.exits[1]
+        process = context.Process(target=run_loader_server, args=arguments, name=NAME, daemon=True)
+        resource_tracker.ensure_running()  # before signals are blocked, because it unblocks them
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+        try:
+            with hide_main_script():
                 process.start()
-                theirs.close()  # so that the end of the process is the end of the pipe
-                self.workers[pipe] = Worker(process, pipe)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+        for end in (*arguments[0], self.exits[1]):
+            end.close()  # so that the end of a process is the end of its pipe
+        self.end = weakref.finalize(self, end_processes, process, [*self.workers, self.exits[0]])  # at exit, too
+
+    def send_loaders(self) -> None:
+        """Send the loaders to all processes; waits until they have started if the loaders are large."""
+        self.started = True
+        content = pickle_with_mapped_files(self.loaders)
+        for worker in self.workers.values():
+            worker.pipe.send_bytes(content)
 
     def submit(self, task: Task) -> int:
         """Give a task to the process that has the fewest, and return the task's number.
 
         Raises RuntimeError if a process has ended.
         """
-        if not self.workers:
-            self.start()
-        # A process that waits until an answer is read would not read its tasks.
-        self.receive(wait=False)
         number, worker = next(self.numbers), min(self.workers.values(), key=lambda each: each.tasks)
         try:
+            if not self.started:
+                self.send_loaders()
+            # A process that waits until an answer is read would not read its tasks.
+            self.receive(wait=False)
             worker.pipe.send((number, task))
         except OSError:
-            raise ended_error(worker) from None
+            raise self.ended_error(worker) from None
         worker.tasks += 1
         return number
 
@@ -216,7 +229,7 @@ class LoaderPool:
                 try:
                     number, answer = worker.pipe.recv()
                 except (EOFError, OSError):
-                    raise ended_error(worker) from None
+                    raise self.ended_error(worker) from None
                 worker.tasks -= 1
                 self.answers[number] = answer
             wait = False
@@ -228,49 +241,73 @@ class LoaderPool:
         weakref.finalize(whole, self.free.append, memory).atexit = False
         return memory.path, whole
 
+    def ended_error(self, worker: Worker) -> RuntimeError:
+        """Return the error for a loader process that has ended; waits up to 5 s for its exit code."""
+        code = None
+        with suppress(EOFError, OSError):
+            while code is None and self.exits[0].poll(END_SECONDS):
+                number, found = self.exits[0].recv()
+                code = found if number == worker.number else None
+        if code is None:
+            return RuntimeError("a loader process could not start, or the process that started it has ended")
+        how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+        hint = ", often for lack of memory; lower FLYTE_DDP_LOADER_THREADS" if code == -signal.SIGKILL else ""
+        return RuntimeError(f"a loader process ended with {how}{hint}")
+
     def close(self) -> None:
-        """Kill the processes, and wait up to 5 s for the end of each."""
+        """Kill the processes, and wait up to 5 s for the end of the process that forked them."""
         self.end()
 
 
-def kill_workers(workers: dict[Connection, Worker]) -> None:
-    """Kill loader processes, wait up to 5 s for the end of each, close their pipes, and empty the dict."""
-    for worker in workers.values():
-        worker.process.kill()
-    for pipe, worker in workers.items():
-        worker.process.join(END_SECONDS)
+def end_processes(server: BaseProcess, pipes: Sequence[Connection]) -> None:
+    """Kill the process that forked the loader processes, and so these; wait up to 5 s for it, and close the pipes."""
+    server.kill()
+    server.join(END_SECONDS)
+    for pipe in pipes:
         pipe.close()
-    workers.clear()
 
 
-def prepare_fork_server() -> None:
-    """Start multiprocessing's fork server, unless it runs, and have it import this module; do not wait for that.
+def run_loader_server(pipes: Sequence[Connection], exits: Connection) -> None:
+    """Fork a loader process for each of the pipes, and send their numbers and exit codes by ``exits``, until all ended.
 
-    One import of torch is enough for all processes: a forked one starts in 10 ms, a spawned one in 2 s. The server and
-    its forks never hear SIGINT and SIGTERM, so that a rank that is asked to stop can do its last steps.
-    """
-    multiprocessing.set_forkserver_preload([__name__, "torchvision.transforms.v2"])  # most users' pipelines need it
-    resource_tracker.ensure_running()  # before signals are blocked, because it unblocks them
-    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-    try:
-        with hide_main_script():
-            forkserver.ensure_running()
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
-
-
-def run_loader_process(pipe: Connection, content: bytes) -> None:
-    """Load the samples of each task that comes by the pipe, and answer; the first function of a loader process.
-
-    Ends with the rank, whose end is the end of the pipe, and at the latest with the process that forked it. ``content``
-    has the pickled loaders. Uses one thread of torch.
+    The first function of a process that has just imported this module. Imports torchvision's transforms, which most
+    users' pipelines need. Linux ends this process with the rank's thread that started it, and its forks with it.
     """
     die_with_parent()
     set_process_name(NAME)
+    import torchvision.transforms.v2  # noqa: F401
+
+    gc.freeze()  # the collector writes to the objects that it visits, and forks no longer share written memory
+    running = dict[int, int]()
+    for number, pipe in enumerate(pipes):
+        server = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            die_with_parent()
+            if os.getppid() == server:  # else the server ended before die_with_parent was called
+                for other in (*pipes, exits):
+                    if other is not pipe:
+                        other.close()
+                run_loader_process(pipe)
+            os._exit(0)
+        running[pid] = number
+    for pipe in pipes:
+        pipe.close()
+    while running:
+        pid, status = os.wait()
+        exits.send((running.pop(pid), os.waitstatus_to_exitcode(status)))
+
+
+def run_loader_process(pipe: Connection) -> None:
+    """Load the samples of each task that comes by the pipe, after the pickled loaders, and answer, until the rank ends.
+
+    The end of the rank is the end of the pipe. Uses one thread of torch.
+    """
     torch.set_num_threads(1)
     loaders: Sequence[SampleLoader] | None = None
     memories = dict[str, mmap.mmap]()
     with suppress(EOFError, OSError):  # the rank has ended
+        content = pipe.recv_bytes()
         while True:
             number, task = pipe.recv()
             try:
@@ -280,6 +317,7 @@ def run_loader_process(pipe: Connection, content: bytes) -> None:
                 answer: Any = load_into(memory, loaders[task.loader], task)
             except BaseException as error:
                 answer = portable_error(error), traceback.format_exc()[-MOST_CHARACTERS:]
+            sys.stdout.flush()  # what the user's code has printed
             pipe.send((number, answer))
 
 
@@ -297,15 +335,6 @@ def portable_error(error: BaseException) -> Exception:
         with suppress(Exception):
             return pickle.loads(pickle.dumps(error))  # type: ignore[no-any-return]
     return RuntimeError(f"{type(error).__name__}: {error}")
-
-
-def ended_error(worker: Worker) -> RuntimeError:
-    """Return the error for a loader process that has ended; waits up to 5 s for its exit code."""
-    worker.process.join(END_SECONDS)
-    code = worker.process.exitcode
-    how = signal.Signals(-code).name if code is not None and code < 0 else f"exit code {code}"
-    hint = ", often for lack of memory; lower FLYTE_DDP_LOADER_THREADS" if code == -signal.SIGKILL else ""
-    return RuntimeError(f"a loader process ended with {how}{hint}")
 
 
 class MappingPickler(pickle.Pickler):

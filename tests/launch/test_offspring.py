@@ -124,3 +124,39 @@ def test_one_rank_leaves_others_alone(bystander: subprocess.Popen[bytes], trial:
     # Two of the model that was trained, and two of the one into which its file was loaded in the end.
     started = (trial.temporary / "started").iterdir()
     assert [offspring_models.state(int(path.name)) for path in started] == ["Z"] * 4
+
+
+LOADING = replace(HP, augment="own_loading:leave_pid", max_steps=2)
+
+
+def loader_processes(trial: Trial) -> list[int]:
+    """Of those that have augmented: they are deaf to SIGTERM, as such libraries may be."""
+    started = [int(path.name) for path in (trial.temporary / "started").iterdir()]
+    assert len(started) > 1
+    return [pid for pid in started if offspring_models.state(pid) not in ("", "Z")]
+
+
+@pytest.mark.parametrize("kind", ["none", "SIGKILL", pytest.param("ArithmeticError", marks=pytest.mark.exhaustive)])
+@on(SPAWN, exhaustive=(AGENTS, FRESH))
+def test_loader_processes_end_with_their_rank(launch: Launch, kind: str, trial: Trial) -> None:
+    if kind == "none":
+        trial.train(LOADING, launch=launch)
+    else:
+        trial.inject(kind, after=1)
+        with pytest.raises(RankError):
+            trial.train(LOADING, launch=launch)
+    wait_until(lambda: not loader_processes(trial))
+
+
+def test_loader_processes_end_with_a_killed_launcher(trial: Trial) -> None:
+    trial.inject("hang", after=1)
+    with alone("spawn", trial, LOADING) as launcher:
+        trial.when_failing(launcher.kill).join()
+    wait_until(lambda: not loader_processes(trial))
+    assert [path.name for path in trial.temporary.iterdir()] == ["started"]
+
+
+def test_loader_processes_of_one_rank_in_the_launching_process(trial: Trial) -> None:
+    with alone("single", trial, replace(LOADING, num_ranks=1)) as process:
+        assert process.communicate()[0].splitlines() == ["no error", "survivors: []", "changed: []"]
+    assert loader_processes(trial) == []

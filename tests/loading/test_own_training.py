@@ -217,8 +217,8 @@ def test_undecodable_samples_are_replaced(photos: Path, tmp_path: Path) -> None:
 def test_what_cannot_be_is_refused() -> None:
     for values, text in (
         ({"augment": "shapr"}, "unknown augment 'shapr'"),
-        ({"augment": "mine:f", "dataset": "stream:x.json"}, "is not for streams"),
-        ({"sample": "mine:f"}, "is for shards:ADDRESS and image_folder:ADDRESS"),
+        ({"augment": "mine:f", "dataset": "stream:x.json"}, "not for a stream"),
+        ({"sample": "mine:f"}, "take shards:ADDRESS or image_folder:ADDRESS"),
         ({"sample": "mine", "dataset": "shards:x.json"}, "package.module:callable"),
     ):
         with pytest.raises(UserError, match=text):
