@@ -13,6 +13,7 @@ from flyte_ddp.formatting import format_value
 
 MOST_COLUMNS = 1000  # numbers of a sample; more are no columns of a table
 SHOWN_NUMBERS = 6  # in a text
+LONGEST = 100  # characters of a text
 
 TableColumns = dict[str, Sequence[Any]]  # texts or numbers of n samples, by the name of the column
 
@@ -62,14 +63,15 @@ def merge_columns(answers: TableColumns, truths: TableColumns) -> TableColumns:
 def describe_samples(columns: Mapping[str, Sequence[Any]], name: str, samples: int) -> list[str]:
     """Return a text for each sample: its value in the column ``name``, or else those in ``name_...``; else "".
 
-    Numbers have about four digits; of more than SHOWN_NUMBERS (6) the first are shown.
+    Numbers have about four digits; of more than SHOWN_NUMBERS (6) the first are shown. Cuts texts after 100 characters.
     """
     chosen = [columns[name]] if name in columns else [
         values for column, values in columns.items() if column.startswith(f"{name}_")
     ]  # fmt: skip
     more = ", ..." if len(chosen) > SHOWN_NUMBERS else ""
     rows = zip(*chosen[:SHOWN_NUMBERS], strict=True) if chosen else [()] * samples
-    return [", ".join(map(describe_value, row)) + more for row in rows]
+    texts = (", ".join(map(describe_value, row)) + more for row in rows)
+    return [text if len(text) <= LONGEST else f"{text[:LONGEST]}..." for text in texts]
 
 
 def describe_value(value: Any) -> str:
