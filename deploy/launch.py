@@ -104,7 +104,9 @@ def launch(*, name: str, hp: Hyperparameters | None, config: str, version: str |
         raise click.ClickException(f"the execution has {phase}: {reason}\nthe whole error is at {where}")
     outputs = remote.sync_execution(execution).outputs.literals
     if (accuracies := outputs.get("epoch_accuracies")) and accuracies.collection.literals:
-        click.echo(f"test accuracy {accuracies.collection.literals[-1].scalar.primitive.value:.2%}")
+        last = accuracies.collection.literals[-1].scalar.primitive.value
+        of_classes = hp is None or hp.objective == "classification"
+        click.echo(f"test accuracy {last:.2%}" if of_classes else f"main measure of the test split {last:.4g}")
     for output in sorted(outputs, key=[*FILES, *sorted(outputs)].index):
         if outputs[output].scalar is not None and outputs[output].scalar.blob is not None:
             click.echo(f"  {output:12} {outputs[output].scalar.blob.uri}")
@@ -238,7 +240,10 @@ class ExecutionWatch:
         record = parse_last_record(storage.read_file(address.signed_url[0]).decode())
         if record is None:
             raise LookupError("the deck has no records yet")
-        figures = [FIGURES[key].format(record[key]) for key in FIGURES if key in record]
+        figures = [FIGURES[key].format(record[key]) for key in FIGURES if record.get(key) is not None]
+        main = next((key for key in record if key.startswith("test_") and key not in (*FIGURES, "test_loss")), "")
+        if main and record[main] is not None:  # of another objective than classification
+            figures.append(f"{main.replace('_', ' ')} {record[main]:.4g}")
         return ", ".join([f"step {record['step']:,}", *figures])
 
     def print_if_new(self, topic: object, line: str) -> None:

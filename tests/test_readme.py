@@ -67,6 +67,23 @@ def test_the_example_of_ones_own_optimiser_runs(digits: Path, tmp_path: Path, mo
 
 
 @pytest.mark.slow
+def test_the_examples_of_ones_own_objective_run(digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = re.findall(r"^--hp '(\{\"dataset\": \"digits\", \"objective.*\})'$", OWN_CODE.read_text(), re.MULTILINE)
+    (tmp_path / "losses.py").write_text(example(OWN_CODE, "# losses.py"))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    changes = {"num_ranks": 1, "epochs": 5}
+    runs = [
+        train_in(tmp_path / str(place), Hyperparameters.from_dict({**json.loads(hp), **changes}), digits)
+        for place, hp in enumerate(given)
+    ]
+    assert [[*run.measures] for run in runs] == [["accuracy", "loss"], ["relative_error", "loss"]]
+    assert runs[0].measures["accuracy"] > 0.7
+    assert runs[1].measures["relative_error"] < 0.6
+    assert "gamma" in runs[0].sidecar.read_text()
+
+
+@pytest.mark.slow
 def test_a_task_of_ones_own_project_trains(tmp_path: Path) -> None:
     page = ROOT / "docs" / "your-project.md"
     [hp] = re.findall(r"pyflyte run my_workflows.py train_wf --hp '(.*?)'", page.read_text())
