@@ -60,7 +60,8 @@ class Place(nn.Module):
 
 def with_dropout() -> nn.Module:
     twice = nn.Dropout(0.4)
-    return nn.Sequential(nn.Linear(16, 16), Place(twice), nn.ReLU(), nn.Linear(16, 16), Place(twice), nn.Dropout(0.1))
+    alpha = (nn.AlphaDropout(0.1), nn.FeatureAlphaDropout(0.1))
+    return nn.Sequential(nn.Linear(16, 16), Place(twice), nn.ReLU(), nn.Linear(16, 16), Place(twice), *alpha)
 
 
 def with_batch_norm() -> nn.Module:
