@@ -18,6 +18,7 @@ README = (ROOT / "examples" / "README.md").read_text()
         ("multilabel_photos", "photos", "f1", 0.9),  # all labels for all photos: 0.57
         ("counting", "counting", "mae", 0.5),  # always 10: 5.2
         ("segmentation", "shapes", "miou", 0.75),  # background alone: 0.3
+        ("augmentation", "digits", "accuracy", 0.92),  # without augmentation: 0.90
     ],
 )
 def test_it_runs_as_printed_and_learns(name: str, module: str, measure: str, floor: float, tmp_path: Path) -> None:
