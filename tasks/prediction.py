@@ -16,13 +16,14 @@ from flyte_ddp.release.promotion import download_champion
 from flyte_ddp.release.registry import Registry
 from flyte_ddp.settings import read_settings
 from tasks import pods
-from tasks.flyte import PythonPickledFile, flyte_task, output_file
+from tasks.flyte import PythonPickledFile, flyte_task, output_file, output_folder
 
 
 class Predictions(NamedTuple):
-    """A table (CSV) of predictions, one row for each image."""
+    """A table (CSV) of predictions, one row for each image, and a folder of PNG files if the model predicts masks."""
 
     table: FlyteFile
+    masks: Optional[FlyteDirectory]
 
 
 @flyte_task(**pods.prediction_pod())
@@ -36,14 +37,15 @@ def predict_images(
     test_dataset: str = "",
     bad_samples: Optional[int] = None,
 ) -> Predictions:
-    """Classify a folder of images, or the test split of a data set, into a table (CSV) of predictions.
+    """Predict a folder of images, or the test split of a data set, into a table (CSV) of predictions.
 
     Give model_state and sidecar of a run, or the model_name of a model in the registry, whose champion is downloaded.
     Give images or a dataset. Up to bad_samples images may be impossible to decode, and have no prediction; the default
-    is the value of the model's training. Returns the table, with one row for each image. The first predictions are on
-    the task's page. A local run prints the folder of the table and the page.
+    is the value of the model's training. Returns the table, with one row for each image, and the folder of predicted
+    masks if the model predicts masks. The first predictions are on the task's page. A local run prints the folder of
+    the table and the page.
     """
-    from flyte_ddp.predict.predict import write_prediction_table
+    from flyte_ddp.predict.predict import mask_folder, write_prediction_table
 
     machine.check_expected_gpus(machine.count_gpus())
     if (images is None) == (not dataset):
@@ -67,5 +69,8 @@ def predict_images(
     page = table.with_suffix(".html")
     Deck("First predictions", page.read_text(encoding="ascii"))
     files = {table: "one row for each image", page: "the first ones, to open in a browser"}
+    masks = mask_folder(table)
+    if masks.is_dir():
+        files[masks] = "the predicted masks, PNG files of class numbers"
     paths.print_local_files("predictions made in", files)
-    return Predictions(table=output_file(FlyteFile, table))
+    return Predictions(table=output_file(FlyteFile, table), masks=output_folder(masks) if masks.is_dir() else None)

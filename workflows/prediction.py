@@ -23,19 +23,19 @@ def predict_wf(
     test_dataset: str = "",
     bad_samples: Optional[int] = None,
 ) -> Predictions:
-    """Classify a folder of images, or the test split of a data set, with a trained model.
+    """Predict a folder of images, or the test split of a data set, with a trained model.
 
     Give the model as model_state and sidecar, or as model_name. Give the images as images or as dataset. Returns a
-    table (CSV) with one row for each image.
+    table (CSV) with one row for each image, and the predicted masks, PNG files, of a model for segmentation.
 
     Args:
         model_state: Weights (model.pt) that a training returned. Give sidecar too.
         sidecar: The sidecar (model.json) that the same training returned.
         model_name: Name of a model in the registry (FLYTE_DDP_REGISTRY), whose champion predicts.
-        images: Folder of images to classify, such as s3://bucket/images.
-        dataset: Data set whose test split is classified, such as fashion_mnist or shards:s3://bucket/val.json.
+        images: Folder of images to predict, such as s3://bucket/images.
+        dataset: Data set whose test split is predicted, such as fashion_mnist or shards:s3://bucket/val.json.
         data_source: Where the files of dataset are, as in the hyperparameters. Empty for the usual places.
-        test_dataset: Data set to classify in place of the tenth of dataset that is held out.
+        test_dataset: Data set to predict in place of the tenth of dataset that is held out.
         bad_samples: How many images may be impossible to decode. None allows as many as in training.
     """
     return predict_images(

@@ -89,7 +89,7 @@ def write_prediction_table(
     first, header = FirstPredictions(model.classes), list[str]()
     with (
         replace_file(output) as file,
-        MaskFolder(output.with_name(f"{output.stem}-masks"), len(model.classes)) as masks,
+        MaskFolder(mask_folder(output), len(model.classes)) as masks,
     ):
         # surrogateescape: file names that are not UTF-8 go through as they are.
         table = csv.writer(codecs.getwriter("utf-8")(file, "surrogateescape"), lineterminator="\n")
@@ -115,6 +115,11 @@ def images_from_inputs(inputs: Tensor, spec: InputSpec) -> Iterator[NDArray[np.u
     for image in inputs:
         values = (image.float() * std + mean).clamp(0, 1).mul(255).round().byte()
         yield values.permute(1, 2, 0).cpu().numpy()
+
+
+def mask_folder(table: Path) -> Path:
+    """Return the folder of the predicted masks of a table."""
+    return table.with_name(f"{table.stem}-masks")
 
 
 class Answers(NamedTuple):
