@@ -45,7 +45,7 @@ def predict_images(
     masks if the model predicts masks. The first predictions are on the task's page. A local run prints the folder of
     the table and the page.
     """
-    from flyte_ddp.predict.predict import mask_folder, write_prediction_table
+    from flyte_ddp.predict.predict import mask_folder, own_decoding, write_prediction_table
 
     machine.check_expected_gpus(machine.count_gpus())
     if (images is None) == (not dataset):
@@ -61,7 +61,9 @@ def predict_images(
         table = write_prediction_table(
             *model,
             images=Path(images.download()) if images is not None else None,
-            dataset=fetch_data_set(dataset, data_source, test_dataset) if dataset else None,
+            dataset=fetch_data_set(dataset, data_source, test_dataset, sample=own_decoding(model[1]))
+            if dataset
+            else None,
             output=folder / "predictions.csv",
             bad_samples=bad_samples,
             settings=read_settings(),

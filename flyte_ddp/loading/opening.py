@@ -1,6 +1,6 @@
 """Open the splits that a rank trains on, validates with and tests on."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -147,27 +147,36 @@ def make_pool(loaders: Sequence[SampleLoader], workers: int) -> LoaderPool | Non
 
 
 def open_test_split(
-    data: EncodedSet, spec: InputSpec, classes: int, bad: BadSamples, *, device: torch.device, settings: Settings
-) -> Split:
-    """Open the test split of encoded images alone, and return it. Its decoding threads start at the first batch.
+    data: EncodedSet,
+    spec: InputSpec,
+    classes: int,
+    bad: BadSamples,
+    *,
+    sample: str = "",
+    device: torch.device,
+    settings: Settings,
+) -> tuple[Split, Collection[int]]:
+    """Open the test split of encoded images alone; return it, and the samples that another stands for: it grows.
 
-    ``spec`` is the input of the model that gets the images, a square; ``bad`` collects undecodable samples. Raises a
-    UserError for an empty split.
+    ``spec`` is the input of the model that gets the images, a square; ``bad`` collects undecodable samples. ``sample``
+    is the hyperparameter of that name, with which the user's code decodes the first sample here. Decoding threads, or
+    with ``sample`` loader processes, start at the first batch. Raises a UserError for an empty split, and the errors of
+    decoding.
     """
     order = order_test_split(data)
     if not len(order):
         raise no_samples_error(data.name, "testing")
-    images = EncodedImages(
-        open_image_reader(data.test_source, settings),
-        orders=[order],
-        size=spec.height,
-        share=spec.crop_share,
-        classes=classes,
-        bad=bad,
-        threads=settings.loader_threads or count_cores(),
-        device=device,
-    )
-    return Split(images, order)
+    threads = settings.loader_threads or count_cores()
+    options: dict[str, Any] = {"size": spec.height, "share": spec.crop_share, "classes": classes}
+    if sample:
+        own: dict[str, Any] = {"decode": OwnFunction("sample", sample), "augment": None, "crop": "none", "seed": 0}
+        reader = open_image_reader(data.test_source, settings, members=True)
+        loader = EncodedSamples(reader, [order], bad, **own, **options)
+        loader.targets = loader.find_kind_of_targets(order)
+        return Split(WorkerImages(loader, make_pool([loader], threads), device), order), loader.replaced
+    reader = open_image_reader(data.test_source, settings)
+    images = EncodedImages(reader, orders=[order], bad=bad, threads=threads, device=device, **options)
+    return Split(images, order), images.replaced
 
 
 def open_image_reader(

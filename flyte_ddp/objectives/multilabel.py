@@ -136,11 +136,17 @@ class Multilabel(Objective):
         }
 
     def truths(self, targets: Tensor) -> TableColumns:
-        """Return the labels that are there as ``truth``, and ``truth_<label>``: 0, 1, or NaN for unknown."""
+        """Return the labels that are there as ``truth``, and ``truth_<label>``: 0, 1, or NaN for unknown.
+
+        The text is "unknown" if all labels are.
+        """
         names = self.name_labels(targets.shape[1])
-        columns = name_columns("truth", names)
+        columns, texts = name_columns("truth", names), list_labels(targets.cpu() == 1, names)
         return {
-            "truth": list_labels(targets.cpu() == 1, names),
+            "truth": [
+                "unknown" if unknown else text
+                for text, unknown in zip(texts, targets.isnan().all(1).tolist(), strict=True)
+            ],
             **dict(zip(columns, targets.T.tolist(), strict=True)),
         }
 

@@ -20,6 +20,7 @@ from flyte_ddp.files import replace_file
 from flyte_ddp.formatting import format_count
 from flyte_ddp.loading.encoded import BadSamples
 from flyte_ddp.loading.facts import join_few
+from flyte_ddp.models.artifacts import read_model_json
 from flyte_ddp.models.images import InputSpec
 from flyte_ddp.objectives.table_columns import TableColumns, describe_samples, merge_columns
 from flyte_ddp.predict.mask_files import MaskFolder
@@ -115,6 +116,11 @@ def images_from_inputs(inputs: Tensor, spec: InputSpec) -> Iterator[NDArray[np.u
     for image in inputs:
         values = (image.float() * std + mean).clamp(0, 1).mul(255).round().byte()
         yield values.permute(1, 2, 0).cpu().numpy()
+
+
+def own_decoding(sidecar_path: Path) -> str:
+    """Return the hyperparameter ``sample`` of a model's training, "" if it had none; UserError for a bad sidecar."""
+    return str(read_model_json(sidecar_path).get("hyperparameters", {}).get("sample", ""))
 
 
 def mask_folder(table: Path) -> Path:

@@ -19,10 +19,12 @@ from flyte_ddp.loading import cropping
 from flyte_ddp.loading.decoding import DecodingError, decode_image, decode_with_pillow
 from flyte_ddp.loading.encoded import BadSamples, EncodedImages
 from flyte_ddp.loading.opening import open_test_split
+from flyte_ddp.loading.split import ImageSource
 from flyte_ddp.models import artifacts
 from flyte_ddp.models.images import prepare_images
 from flyte_ddp.objectives.objective import convert_outputs
 from flyte_ddp.objectives.own import objective_of_sidecar
+from flyte_ddp.objectives.segmentation import IGNORED
 from flyte_ddp.settings import Settings
 
 BATCH_SIZE = 500  # images in memory at a time, unless the caller says how many
@@ -179,7 +181,8 @@ def read_encoded_batches(
 ) -> Generator[Batch, None, None]:
     """Read the test split of shards, or of a folder of images, and yield it in batches, cropped as in evaluations.
 
-    Starts decoding threads, which end with the generator. Downloads remote shards into the cache. Records undecodable
+    If the user's own code decoded the samples of the training, it decodes these, too. Starts decoding threads, or
+    loader processes, which end with the generator. Downloads remote shards into the cache. Records undecodable
     images in ``bad``. Raises UserError for a model that does not take squares in colour, no samples, an unusable label
     or shard, or more undecodable images than ``bad`` allows.
     """
@@ -190,15 +193,34 @@ def read_encoded_batches(
             f"{model.describe_input()}; predict with a model that was trained on such images"
         )
     names = data.classes or model.classes
-    tests = open_test_split(data, spec, len(names), bad, device=model.device, settings=model.settings)
+    own = str(model.sidecar.get("hyperparameters", {}).get("sample", ""))
+    tests, replaced = open_test_split(
+        data, spec, len(names), bad, sample=own, device=model.device, settings=model.settings
+    )
     images = tests.source
-    assert isinstance(images, EncodedImages)
     with closing(images):
-        for place, (pixels, labels, ids) in tests.load_evaluation_batches(batch_size, 0, 1):
-            samples = tests.order.samples(place)
-            decoded = [sample not in images.replaced for sample in samples.tolist()]
-            truths = [
-                names[label if good else images.read_label(sample)]  # not that of its substitute
-                for label, good, sample in zip(labels.tolist(), decoded, samples.tolist(), strict=True)
-            ]
-            yield Batch(ids, truths, decoded, prepare_images(pixels[torch.tensor(decoded)], spec))
+        for place, (pixels, targets, ids) in tests.load_evaluation_batches(batch_size, 0, 1):
+            samples = tests.order.samples(place).tolist()
+            decoded = [sample not in replaced for sample in samples]
+            truths, others = None, None
+            if targets.dim() > 1 or targets.is_floating_point():
+                others = hide_targets(targets, decoded)
+            else:
+                truths = [
+                    names[target] if good else name_class_of_undecoded(images, sample, names)
+                    for target, good, sample in zip(targets.tolist(), decoded, samples, strict=True)
+                ]
+            inputs = prepare_images(pixels[torch.tensor(decoded)], spec)
+            yield Batch(ids, truths, decoded, inputs, others)
+
+
+def name_class_of_undecoded(images: ImageSource, sample: int, names: Sequence[str]) -> str:
+    """Return the class of a sample whose image cannot be decoded; "" if the user's own code would have to find it."""
+    return names[images.read_label(sample)] if isinstance(images, EncodedImages) else ""
+
+
+def hide_targets(targets: Tensor, decoded: Sequence[bool]) -> Tensor:
+    """Return targets [n, ...] with those of samples that are not ``decoded`` unknown: they are another sample's."""
+    unknown = torch.nan if targets.is_floating_point() else IGNORED
+    hidden = ~torch.tensor(decoded, device=targets.device)
+    return targets.masked_fill(hidden.view(-1, *[1] * (targets.dim() - 1)), unknown)
