@@ -17,6 +17,7 @@ from flyte_ddp.objectives.objective import (
     Facts,
     Objective,
     class_weights_of,
+    list_names,
     mean_of_defined,
     overrides,
     require_outputs,
@@ -171,10 +172,10 @@ class Multilabel(Objective):
         text = f"A label counts as predicted from a probability of {THRESHOLD} on; the best F1 is at another threshold."
         empty = [str(name) for name, _, positive, *_ in rows if not positive]
         if empty:
-            text += f" Not in the means, because no sample has the label: {', '.join(empty)}."
+            text += f" Not in the means, because no sample has the label: {list_names(empty)}."
         full = [str(name) for name, known, positive, *_ in rows if positive and known == positive]
         if full:
-            text += f" Not in the mean AUROC, because all samples have the label: {', '.join(full)}."
+            text += f" Not in the mean AUROC, because all samples have the label: {list_names(full)}."
         return [Table("Labels", text, header, rows), *super().sections(columns)]
 
 

@@ -1,7 +1,7 @@
 """The base of objectives: what training minimises, and what evaluations measure."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -18,6 +18,7 @@ from flyte_ddp.sections import Pictures, Section
 LOWER, HIGHER = "lower", "higher"  # whether a lower or a higher value of a measure is better
 Columns = Mapping[str, Tensor]
 PICTURED = 16  # samples of a section
+LISTED = 20  # names in a text
 
 
 @dataclass(frozen=True)
@@ -259,3 +260,8 @@ def mean_of_defined(values: list[float]) -> float:
     """Return the mean of the values that are not NaN; NaN without any."""
     defined = [value for value in values if not math.isnan(value)]
     return float(np.mean(defined)) if defined else float("nan")
+
+
+def list_names(names: Sequence[str]) -> str:
+    """Return names as a text, separated by commas; of more than LISTED (20) the first, and how many there are."""
+    return ", ".join(names[:LISTED]) + (f", ... ({len(names)} in all)" if len(names) > LISTED else "")

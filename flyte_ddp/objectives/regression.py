@@ -16,6 +16,7 @@ from flyte_ddp.objectives.objective import (
     Columns,
     Facts,
     Objective,
+    list_names,
     mean_of_defined,
     overrides,
     require_outputs,
@@ -157,7 +158,7 @@ class Regression(Objective):
         header = ("Number", "Known", "RMSE", "MAE", "R2", "Mean residual", "5 %", "Median", "95 %")
         text = "Of the known numbers of the test samples; the last three are quantiles of the residuals."
         if unknown := [str(row[0]) for row in rows if not row[1]]:
-            text += f" Not in the means, because no sample knows the number: {', '.join(unknown)}."
+            text += f" Not in the means, because no sample knows the number: {list_names(unknown)}."
         return [*charts, Table("Errors", text, header, rows), *super().sections(columns)]
 
 

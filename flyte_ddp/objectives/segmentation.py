@@ -16,6 +16,7 @@ from flyte_ddp.objectives.objective import (
     Objective,
     class_weights_of,
     largest_losses,
+    list_names,
     overrides,
     require_outputs,
 )
@@ -137,7 +138,7 @@ class Segmentation(Objective):
         text += "that are of the class in the truth or in the prediction."
         absent = [str(name) for name, _, *pixels in rows if not any(pixels)]
         if absent:
-            text += f" Not in the mean IoU, because they occur nowhere: {', '.join(absent)}."
+            text += f" Not in the mean IoU, because they occur nowhere: {list_names(absent)}."
         header = ("Class", "IoU", "Pixels in truth", "Predicted", "Correct")
         worst = "The test samples with the largest loss. Ignored pixels are hatched."
         return [Table("Classes", text, header, rows), Pictures("Largest losses", worst, largest_losses(columns))]

@@ -211,6 +211,26 @@ def test_an_unfinished_run_says_so_and_shows_what_there_is(tmp_path: Path) -> No
     assert "svg" not in {tag for tag, _, _ in page.elements}
 
 
+def test_tiles_and_charts_are_those_of_the_objectives_measures(tmp_path: Path) -> None:
+    """Before the run has ended, too; what is not defined is a dash, and no point of a line."""
+    lines = records()
+    lines[0] |= {"measures": {"rmse": "lower", "own_measure": "higher"}, "loss_unit": "squared error"}
+    for line in lines:
+        for split in ("validation", "test"):
+            if line.pop(f"{split}_accuracy", None) is not None:
+                line |= {f"{split}_rmse": 1234.5, f"{split}_own_measure": None if line["kind"] == "end" else 0.25}
+    page = Page(report.render_report(write_run(tmp_path / "ended", lines)))
+    assert page.tiles()["Test RMSE"] == ("1,234", "own measure \N{EN DASH}")
+    assert page.tiles()["Test loss"] == ("0.2468", "validation loss 0.1667")
+    assert page.texts("h3")[:4] == ["Loss", "RMSE", "Own measure", "Learning rate"]
+    units = ("squared error, logarithmic", "RMSE, lower is better", "Own measure, higher is better")
+    assert {*units} <= {*page.texts("text")}
+    page = Page(report.render_report(write_run(tmp_path / "goes on", lines[:15])))
+    assert page.tiles()["Test RMSE"] == ("1,234", "own measure 0.25")
+    page = Page(report.render_report(write_run(tmp_path / "begun", lines[:1])))
+    assert page.tiles()["Test RMSE"] == ("n/a", "own measure n/a")
+
+
 def test_a_retry_replaces_what_the_attempt_before_said(tmp_path: Path) -> None:
     first, second = records(), records()
     for line in first:
