@@ -42,10 +42,12 @@ class GradientSync:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
 
-    def __call__(self, images: Tensor) -> Tensor:
-        """Return the model's output for this rank's share of a batch."""
-        output: Tensor = self.model(images)
-        return output
+    def __call__(self, images: Tensor) -> Any:
+        """Return the model's outputs for this rank's share of a batch."""
+        return self.model(images)
+
+    def prepare_backward(self, outputs: Any, loss: Tensor) -> None:
+        """Prepare for the backward pass of ``loss``, which may leave out some of ``outputs``. Here does nothing."""
 
     def micro_batch(self, *, last: bool) -> AbstractContextManager[None]:  # noqa: ARG002
         """Return a context manager for the passes of a micro-batch of this step; ``last``: no other one follows."""
@@ -197,6 +199,14 @@ class DDPSync(GradientSync):
             raise repeated_gradient_error("ddp", "use_reentrant=False, or set strategy='hooks'") from None
         if self.last_bucket_started is not None:  # the backward pass waits for the last bucket's all-reduce
             self.clock.add_since(WAITED, self.last_bucket_started)
+
+    def prepare_backward(self, outputs: Any, loss: Tensor) -> None:
+        """Let DDP look for unused parameters from the loss, if the outputs are several tensors.
+
+        From all outputs it finds a head that the loss leaves out, and waits in vain for this head's gradients.
+        """
+        if not isinstance(outputs, Tensor) and self.parallel.require_backward_grad_sync:
+            self.parallel.reducer.prepare_for_backward([loss])
 
 
 def start_averaging_bucket(sync: DDPSync, bucket: GradBucket) -> torch.futures.Future[Tensor]:

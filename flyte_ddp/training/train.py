@@ -144,6 +144,7 @@ def compute_gradients(state: TrainingState, batch: sampling.Indices) -> StepSums
             if not part.has_samples:
                 loss = 0.0 * loss  # the backward pass must still run, because other ranks wait in its exchanges
             state.this_pass.finish_forward()
+            state.sync.prepare_backward(outputs, loss)
             # Times the number of ranks, because gradients are averaged over ranks. Divided by the weight of the global
             # batch, without weights its real size, so that a smaller last batch is exact, too.
             (loss * world_size() / divisor).backward()  # type: ignore[no-untyped-call]

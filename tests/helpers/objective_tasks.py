@@ -1,6 +1,7 @@
 """Small tasks for each objective: data sets with unknown and ignored targets, models, and objectives of users."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -109,6 +110,41 @@ class Rare(Multilabel):
 
     def weights(self, targets: Tensor) -> Tensor:
         return super().weights(targets) * (1 + 9 * targets.nan_to_num(nan=0.0))
+
+
+@dataclass
+class Heads:
+    """Outputs of a model with several heads."""
+
+    logits: Tensor
+    hidden: tuple[Tensor, dict[str, Tensor]]
+
+
+class TwoHeads(nn.Module):
+    """Returns a dataclass with a tuple and a dict in it; a head is never used."""
+
+    def __init__(self, num_classes: int, input_shape: tuple[int, int, int]) -> None:
+        super().__init__()
+        self.first, self.head = nn.Linear(SIDE * SIDE, 5), nn.Linear(5, num_classes)
+        self.unused = nn.Linear(5, 2)
+
+    def forward(self, images: Tensor) -> Heads:
+        hidden = self.first(images.flatten(1)).tanh()
+        return Heads(self.head(hidden), (hidden, {"unused": self.unused(hidden)}))
+
+
+class SmallHidden(Classification):
+    """Cross-entropy, and the mean square of the hidden values."""
+
+    def check_outputs(self, model: str, outputs: Any, targets: Tensor) -> None:
+        del model, outputs, targets  # any will do
+
+    def losses(self, outputs: Heads, targets: Tensor) -> Tensor:
+        hidden, _ = outputs.hidden
+        return super().losses(outputs.logits, targets) + (hidden**2).mean(1)
+
+    def columns(self, outputs: Heads, targets: Tensor) -> dict[str, Tensor]:
+        return super().columns(outputs.logits, targets)
 
 
 class MacroF1(Classification):

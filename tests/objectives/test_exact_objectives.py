@@ -24,6 +24,7 @@ from flyte_ddp.models.images import InputSpec
 from flyte_ddp.order import sampling
 from flyte_ddp.order.mixing import choose_partners, draw_shares
 from flyte_ddp.parallel.distributed import rank
+from flyte_ddp.training import parts as loaded_parts
 from flyte_ddp.training.evaluate import evaluate_split
 from flyte_ddp.training.train import apply_gradients, compute_gradients
 from flyte_ddp.training.training_state import TrainingState
@@ -79,6 +80,11 @@ def weighted(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     return functional.cross_entropy(outputs, targets, weight=WEIGHTS) * total, total
 
 
+def with_hidden(outputs: Any, targets: Tensor) -> tuple[Tensor, int]:
+    hidden, _ = outputs.hidden
+    return functional.cross_entropy(outputs.logits, targets, reduction="sum") + (hidden**2).sum() / 5, len(targets)
+
+
 def rare(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     return binary(outputs, targets, torch.where(targets == 1, 10.0, 1.0))
 
@@ -107,6 +113,11 @@ CASES: dict[str, tuple[str, dict[str, Any], Loss]] = {
         "masks",
         {"model": PIXELS, "objective": "segmentation", "class_weights": "0.5,2,3.25"},
         of_weighted_pixels,
+    ),
+    "outputs in a dataclass": (
+        "classes",
+        {"model": "objective_tasks:TwoHeads", "objective": "objective_tasks:SmallHidden"},
+        with_hidden,
     ),
     "own function": (
         "classes",
@@ -214,7 +225,18 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, 
 def test_every_step_is_that_of_one_process(
     ranks: int, expected: tuple[Path, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where a rank, a part or a whole step has no target at all."""
+    """Also where a rank, a part or a whole step has no target at all, and where the last batch is ragged.
+
+    huggingface/transformers#34191, #34242, meta-pytorch/torchtune#1875, pytorch/torchtitan#2206: a mean of means of
+    parts or ranks with different numbers of targets.
+    mosaicml/composer#3682, pytorch/pytorch#70348: NaN of a part without any target.
+    pytorch/torchtitan#1759: the validation loss is divided by the accumulation steps.
+    pytorch/pytorch#31579, open-mmlab/mmsegmentation#578, #1409: ignored pixels weigh ranks wrongly.
+    pytorch/pytorch#72047, #65329, #8062: class weights are averaged over parts.
+    pytorch/pytorch#33148, #38174, Lightning-AI/pytorch-lightning#20404: uneven inputs hang.
+    pytorch/pytorch#19354, #124666: outputs in dicts, tuples and dataclasses.
+    huggingface/transformers#30633, JDAI-CV/fast-reid#178, pytorch/pytorch#45325: a head that the loss does not use.
+    """
     folder, plain = expected
     monkeypatch.chdir(HELPERS)
     assert run_ranks(train_in_ranks, folder, ranks) == [0] * ranks
@@ -226,3 +248,19 @@ def test_every_step_is_that_of_one_process(
                 torch.testing.assert_close(state, other, rtol=0, atol=1e-9)
             assert evaluation["measures"]["loss"] == pytest.approx(expected_loss, abs=1e-9)
     assert 0.0 in plain["multilabel-2-2"][0], "some step has no target at all"
+
+
+@pytest.mark.parametrize(("name", "exchanges"), [("own function", 0), ("class weights", 1), ("segmentation", 1)])
+@pytest.mark.usefixtures("user_models")
+def test_a_step_exchanges_one_number_for_weights_and_none_without(
+    name: str, exchanges: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """pytorch/torchtitan#2850, #4099: counting the targets of a step costs exchanges, or waits for the device."""
+    data, values, _ = CASES[name]
+    write_arrays(getattr(tasks, data)(""), tmp_path, {})
+    hp = replace(BASE, num_ranks=1, accumulation_steps=3, batch_size=9, **values)
+    state = TrainingState(hp, detect_hardware(hp), open_arrays(tmp_path), None)
+    exchanged: list[Tensor] = []
+    monkeypatch.setattr(loaded_parts, "sum_over_ranks", lambda number: exchanged.append(number) or number)
+    compute_gradients(state, np.arange(9))
+    assert [tuple(number.shape) for number in exchanged] == [()] * exchanges
