@@ -1,7 +1,9 @@
 """The base of objectives: what training minimises, and what evaluations measure."""
 
+import copy
+import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -203,10 +205,23 @@ def require_weights(weights: Tensor | None, samples: int) -> None:
 
 def convert_outputs(outputs: Any, dtype: torch.dtype) -> Any:
     """Return a model's outputs with floating-point tensors in at least this type; other values are unchanged."""
+    return map_floats(outputs, lambda values: values.to(torch.promote_types(values.dtype, dtype)))
+
+
+def map_floats(outputs: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    """Return a copy of a model's outputs with ``function`` applied to each floating-point tensor.
+
+    Finds tensors in tuples, lists, dicts and dataclasses. Returns other objects unchanged.
+    """
 
     def convert(value: Any) -> Any:
-        if isinstance(value, Tensor) and value.is_floating_point():
-            return value.to(torch.promote_types(value.dtype, dtype))
+        if isinstance(value, Tensor):
+            return function(value) if value.is_floating_point() else value
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            copied = copy.copy(value)
+            for field in dataclasses.fields(value):
+                object.__setattr__(copied, field.name, map_floats(getattr(value, field.name), function))
+            return copied
         return value
 
     return convert(outputs) if isinstance(outputs, Tensor) else tree_map(convert, outputs)

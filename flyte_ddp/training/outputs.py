@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 import flyte_ddp
 from flyte_ddp.catalog import encoded_kind
@@ -23,7 +22,7 @@ from flyte_ddp.loading.facts import combine_facts_of_ranks, join_few
 from flyte_ddp.models import artifacts, zoo
 from flyte_ddp.models.initial_weights import list_seeded_tensors
 from flyte_ddp.objectives import Objective
-from flyte_ddp.objectives.objective import class_weights_of
+from flyte_ddp.objectives.objective import class_weights_of, map_floats
 from flyte_ddp.parallel.batch_norm import has_unsynchronised_batch_norm
 from flyte_ddp.parallel.distributed import wait_for_all_ranks, world_size
 from flyte_ddp.parallel.dropout import make_dropout_rank_independent
@@ -228,11 +227,20 @@ def verify_saved_model(fresh: nn.Module, model_path: Path, sidecar: Mapping[str,
 
 
 def tensors_of(outputs: Any) -> Tensor:
-    """Return all floating-point numbers of a model's outputs in one tensor: [numbers], or outputs that are a tensor."""
+    """Return all floating-point numbers of a model's outputs in one tensor: [numbers], or outputs that are a tensor.
+
+    If :func:`map_floats` finds none in the outputs, there is a single 0.
+    """
     if isinstance(outputs, Tensor):
         return outputs
-    found = [value for value in tree_leaves(outputs) if isinstance(value, Tensor) and value.is_floating_point()]
-    return torch.cat([value.flatten() for value in found])
+    found = [torch.zeros(0)]
+
+    def collect(values: Tensor) -> Tensor:
+        found.append(values.flatten().cpu())
+        return values
+
+    map_floats(outputs, collect)
+    return torch.cat(found) if len(found) > 1 else torch.zeros(1)
 
 
 def list_report_notes(state: TrainingState, arithmetic: Arithmetic, resumed_from: Checkpoint | None) -> list[str]:

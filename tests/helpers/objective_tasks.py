@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 from sklearn import metrics
 from torch import Tensor, nn
 from torch.nn import functional
@@ -141,6 +142,7 @@ class SmallHidden(Classification):
 
     def losses(self, outputs: Heads, targets: Tensor) -> Tensor:
         hidden, _ = outputs.hidden
+        assert not {hidden.dtype, outputs.logits.dtype} & {torch.bfloat16}, "which is too coarse for a loss"
         return super().losses(outputs.logits, targets) + (hidden**2).mean(1)
 
     def columns(self, outputs: Heads, targets: Tensor) -> dict[str, Tensor]:

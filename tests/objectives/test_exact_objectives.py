@@ -14,6 +14,7 @@ from cli import HELPERS
 from ranks import run_ranks
 from torch import Tensor, nn
 from torch.nn import functional
+from training_runs import train_in
 
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import ImageArrays, open_arrays
@@ -264,3 +265,13 @@ def test_a_step_exchanges_one_number_for_weights_and_none_without(
     monkeypatch.setattr(loaded_parts, "sum_over_ranks", lambda number: exchanged.append(number) or number)
     compute_gradients(state, np.arange(9))
     assert [tuple(number.shape) for number in exchanged] == [()] * exchanges
+
+
+@pytest.mark.usefixtures("user_models")
+def test_outputs_in_a_dataclass_come_through_a_whole_run(tmp_path: Path) -> None:
+    """In bf16, which losses and measures must not see, and to the check of the saved model, which compares outputs."""
+    (tmp_path / "data").mkdir()
+    data, values, _ = CASES["outputs in a dataclass"]
+    write_arrays(getattr(tasks, data)(""), tmp_path / "data", {})
+    hp = replace(BASE, num_ranks=1, precision="bf16", **values)
+    assert train_in(tmp_path / "run", hp, tmp_path / "data").model.exists()
