@@ -11,6 +11,7 @@ from torch import Tensor
 from flyte_ddp.objectives import Objective
 from flyte_ddp.objectives.objective import convert_outputs, mean_losses
 from flyte_ddp.objectives.table_columns import MOST_COLUMNS, TableColumns, describe_samples, merge_columns
+from flyte_ddp.parallel.distributed import hide_process_group
 from flyte_ddp.sections import Pictures, encode_sections
 from flyte_ddp.training.evaluate import Evaluation
 from flyte_ddp.training.training_state import TrainingState
@@ -25,7 +26,8 @@ def collect_predictions(state: TrainingState, objective: Objective, test: Evalua
     ``true_masks`` if the objective has masks. ``sections`` is the JSON of all sections, ``table_rows`` is ``rows``.
     Loads these samples in batches of ``test_batch_size``, and predicts them, which seeds the random generators.
     """
-    sections = objective.sections(test.columns)
+    with hide_process_group():
+        sections = objective.sections(test.columns)
     shown = [sample for section in sections if isinstance(section, Pictures) for sample in section.samples]
     index = np.array([*range(rows), *shown], dtype=np.int32)
     parts = [*describe_batches(state, objective, index)]

@@ -13,6 +13,7 @@ from torchmetrics import CatMetric
 
 from flyte_ddp.datasets import ImageArrays, image_arrays
 from flyte_ddp.objectives import HIGHER, Classification, Multilabel
+from flyte_ddp.sections import Section
 
 TRAIN, TEST, SIDE = 41, 23, 8
 CLASSES = ("a", "b", "c")
@@ -169,3 +170,7 @@ class SyncingF1(MacroF1):
             values.update(columns[name])
             gathered[name] = values.compute().reshape(-1)  # of one sample it is []
         return super().measure(gathered)
+
+    def sections(self, columns: Mapping[str, Tensor]) -> list[Section]:
+        self.measure(columns)
+        return super().sections(columns)
