@@ -36,7 +36,8 @@ def synchronise_batch_norm(model: nn.Module, this_pass: TrainingPass, *, on_one_
     ``on_one_machine`` exchanges statistics through shared memory (mapped here), not by collectives.
     """
     # The forward of a scripted module, or one that a user has set, is no method of these classes.
-    norms = [layer for layer in model.modules() if getattr(layer.forward, "__func__", None) in KNOWN_FORWARDS]
+    forwards = {layer: getattr(layer, "forward", None) for layer in model.modules()}
+    norms = [layer for layer, forward in forwards.items() if getattr(forward, "__func__", None) in KNOWN_FORWARDS]
     if not norms:
         return
     # For each channel two numbers; and the count of samples and the layer's place, which gather_from_ranks adds.
@@ -80,7 +81,7 @@ def make_forward(exchange: Exchange) -> Callable[[_BatchNorm, Tensor], Tensor]:
 
 def is_synchronised(layer: nn.Module) -> bool:
     """Return whether the layer is a BatchNorm layer with the statistics of all ranks."""
-    return getattr(layer.forward, "over_ranks", False)
+    return getattr(getattr(layer, "forward", None), "over_ranks", False)
 
 
 class Exchange(NamedTuple):

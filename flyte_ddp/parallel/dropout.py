@@ -41,7 +41,8 @@ def make_dropout_rank_independent(model: nn.Module, this_pass: TrainingPass) -> 
         replaced.add(torchvision_ops.StochasticDepth.forward)
     for module in model.modules():
         # The forward of a scripted module, or one that a user has set, is no method of these classes.
-        if getattr(module.forward, "__func__", None) in replaced and getattr(module, "mode", "row") == "row":
+        function = getattr(getattr(module, "forward", None), "__func__", None)
+        if function in replaced and getattr(module, "mode", "row") == "row":
             module.forward = MethodType(forward, module)
 
 

@@ -33,10 +33,6 @@ class TrainingPass:
         self.generators = Generators(torch.default_generator, random, np.random)
         self.reference = Generators(torch.Generator(), random.Random(), np.random.RandomState())
 
-    def __deepcopy__(self, _: object) -> TrainingPass:
-        """Return this object: a copy of a model is not trained, and needs no samples of its own."""
-        return self
-
     def begin_pass(
         self, seed: int, epoch: int, samples: Indices, device: torch.device, *, has_samples: bool = True
     ) -> None:
