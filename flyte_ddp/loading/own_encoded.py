@@ -64,7 +64,15 @@ class EncodedSamples(SubstitutingReader, SampleLoader):
         self.prefetch_files = reader.prefetch_files if reader.fetches_files else None
         self.replaced = set()
         self.fetched = Counter[str]()  # by other processes, by the shards' addresses
-        self.reported: tuple[int, int, Counter[str]] = (0, 0, Counter())  # lengths of names and replaced, and fetches
+        self.reported = self.count_found()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self.reported = self.count_found()  # what the process that pickled this object has found is known there
+
+    def count_found(self) -> tuple[int, int, Counter[str]]:
+        """Return the numbers of bad and of replaced samples, and how often each shard was fetched by this process."""
+        return len(self.bad.names), len(self.replaced), Counter(self.reader.fetch_counts())
 
     def find_kind_of_targets(self, order: Order) -> TargetKind:
         """Return the kind of all targets: that of the first sample of an order, which is decoded in this process.
@@ -151,9 +159,10 @@ class EncodedSamples(SubstitutingReader, SampleLoader):
 
     def take_report(self) -> Any:
         """Return reasons by name of undecodable samples, replaced samples, and new fetches; None: nothing is new."""
-        names, replaced, fetched = dict(self.bad.names), set(self.replaced), Counter(self.reader.fetch_counts())
-        before, self.reported = self.reported, (len(names), len(replaced), fetched)
-        return None if self.reported == before else (names, replaced, fetched - before[2])
+        before, self.reported = self.reported, self.count_found()
+        if self.reported == before:
+            return None
+        return dict(self.bad.names), set(self.replaced), self.reported[2] - before[2]
 
     def add_report(self, report: Any) -> None:
         """Add the report of another process. Raises UserError if there are too many undecodable samples."""

@@ -1,6 +1,8 @@
 """A user's own augmentation and decoding, in loader processes: draws, masks, mistakes, and processes that end."""
 
 import pickle
+import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +10,7 @@ import numpy as np
 import own_loading
 import pytest
 import torch
-from cli import HELPERS
+from cli import HELPERS, ROOT
 
 from flyte_ddp.errors import UserError
 from flyte_ddp.loading import seeding
@@ -188,3 +190,34 @@ def test_arrays_in_files_are_sent_by_their_names(tmp_path: Path) -> None:
     assert len(content) < len(pickle.dumps(classes)) + 2000
     assert np.array_equal(pickle.loads(content).images, images)
     assert np.array_equal(pickle.loads(pickle_with_mapped_files(mapped[5:9])), images[5:9])
+
+
+def test_the_document_s_pipelines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As printed, but for Albumentations itself, in whose place is a fake that is called and seeded as it is."""
+    printed = (ROOT / "docs/own-code.md").read_text().partition("# augmentations.py\n")[2]
+    (tmp_path / "augmentations.py").write_text(printed.partition("```")[0])
+    fake = types.ModuleType("albumentations")
+    fake.Compose = lambda _: own_loading.Fake()  # type: ignore[attr-defined]
+    fake.ShiftScaleRotate = fake.HorizontalFlip = lambda: None  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "albumentations", fake)
+    monkeypatch.delitem(sys.modules, "augmentations", raising=False)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    colours = np.random.default_rng(0).integers(0, 2, (40, 32, 32, 1), dtype=np.uint8).repeat(3, axis=3) * 200
+    masks = colours[..., 0] // 200
+
+    def augmented(name: str, targets: np.ndarray, size: int = 0) -> tuple[np.ndarray, np.ndarray]:
+        own = OwnFunction("augment", f"augmentations:{name}")
+        loader = ArraySamples(colours, targets, own, seed=1, classes=2, image_size=size)
+        found, again = (WorkerImages(loader, None, CPU).load_batch(np.arange(40), 0) for _ in range(2))
+        assert torch.equal(found.inputs, again.inputs)
+        return found.inputs.numpy(), found.targets.numpy()
+
+    assert augmented("torchvision_photos", masks[:, 0, 0], 224)[0].shape == (40, 224, 224, 3)
+    images, found = augmented("albumentations", masks)
+    assert (found != masks).any(axis=(1, 2)).sum() in range(8, 33)
+    lighter = images[..., 0] == images[..., 0].max(axis=(1, 2), keepdims=True)  # the fake flips some bits of all pixels
+    agree = (lighter == (found == 1)).mean(axis=(1, 2))
+    assert set(agree) <= {0.0, 1.0}
+    images, found = augmented("torchvision_masks", masks)
+    assert np.mean((images[..., 0] > 100) == (found == 1)) > 0.95
+    assert (found == 255).any()

@@ -11,6 +11,7 @@ import pytest
 import torch
 from cli import HELPERS
 from encoded_runs import BASE, SIDE, labelled, losses, notes, quiet, train, weights
+from file_server import file_server
 from PIL import Image
 from served_shards import contents
 from tars import shard_bytes
@@ -21,7 +22,10 @@ from flyte_ddp.datasets import fetch, open_prepared
 from flyte_ddp.errors import RankError, UserError
 from flyte_ddp.hardware import detect_hardware
 from flyte_ddp.json_lines import read_records
+from flyte_ddp.loading.encoded import BadSamples, Encoded, ImageReader
 from flyte_ddp.loading.opening import open_splits
+from flyte_ddp.loading.own_encoded import EncodedSamples
+from flyte_ddp.loading.own_samples import OwnFunction
 from flyte_ddp.loading.split import Splits
 from flyte_ddp.shards.scanning import create_index
 from flyte_ddp.training.training_state import open_objective
@@ -223,3 +227,39 @@ def test_what_cannot_be_is_refused() -> None:
     ):
         with pytest.raises(UserError, match=text):
             Hyperparameters(**values)
+
+
+class Healing(ImageReader):
+    """Its one sample is damaged until it has been fetched again."""
+
+    content = b"no image"
+
+    def read_sample(self, sample: int) -> Encoded:
+        return Encoded(b"", 0, "sample 'x'", "x", {".png": self.content, ".json": b'{"labels": [0, 1]}'})
+
+    def refetch_if_damaged(self, sample: int) -> None:
+        self.content = png_of(np.full((SIDE, SIDE, 3), 7, np.uint8))
+
+
+def test_a_damaged_file_is_fetched_again() -> None:
+    own = OwnFunction("sample", "own_loading:class_of")
+    options = {"size": SIDE, "share": 1.0, "crop": "none", "seed": 0, "classes": 2}
+    samples = EncodedSamples(Healing(), [], BadSamples(0), decode=own, augment=None, **options)
+    image, target, name = samples.load_sample(0, 0)
+    assert (image == 7).all()
+    assert (target, name, samples.bad.names) == (1, "x", {})
+
+
+def test_shards_far_away_are_fetched_once_for_all_processes(photos: Path, tmp_path: Path) -> None:
+    with file_server() as server:
+        server.files = {path.name: path.read_bytes() for path in photos.iterdir() if path.is_file()}
+        hp = replace(
+            BASE, dataset=f"shards:{server.url}/train.json", sample="own_loading:class_of", batch_size=20, epochs=1,
+            model="faults:model", image_size=8, num_ranks=2,
+        )  # fmt: skip
+        result = train(hp, tmp_path, quiet(tmp_path, loader_threads=2))
+        fetched = [name for name in server.requests if name.endswith(".tar")]
+    assert sorted(fetched) == [f"train-{shard}.tar" for shard in range(4)]
+    assert "4 shards were fetched, none of them more than once." in notes(result)
+    here = train(replace(hp, dataset=f"shards:{photos}/train.json"), tmp_path / "here")
+    assert losses(here) == losses(result)
