@@ -69,6 +69,8 @@ def evaluate_version(
     hyperparameters; both models and the data are downloaded. Returns whether the policy would promote the version, the
     verdict, and a folder with the verdict's page, which is also the task's deck. The champion stays as it is.
     """
+    from flyte_ddp.predict.predict import own_decoding  # imports torch, as the judgement does
+
     registry = open_registry(model_name)
     with TemporaryDirectory() as temporary:
         fetched = Path(temporary)
@@ -76,7 +78,8 @@ def evaluate_version(
             model = promotion.download_version(registry, version, fetched)
         else:
             model = promotion.download_champion(registry, fetched)
-        return judge_files(model, fetch_data_set(dataset, data_source, test_dataset), registry, policy)
+        data = fetch_data_set(dataset, data_source, test_dataset, sample=own_decoding(model[1]))
+        return judge_files(model, data, registry, policy)
 
 
 @flyte_task(**pods.promoting_pod())

@@ -1,5 +1,6 @@
 """Trainings whose samples a user's own functions decode and augment, on several ranks, cut off, with damaged data."""
 
+import csv
 import io
 import json
 from dataclasses import replace
@@ -27,6 +28,9 @@ from flyte_ddp.loading.opening import open_splits
 from flyte_ddp.loading.own_encoded import EncodedSamples
 from flyte_ddp.loading.own_samples import OwnFunction
 from flyte_ddp.loading.split import Splits
+from flyte_ddp.predict.predict import write_prediction_table
+from flyte_ddp.predict.prediction_batches import SavedModel
+from flyte_ddp.release.evaluation import evaluate_split
 from flyte_ddp.shards.scanning import create_index
 from flyte_ddp.training.training_state import open_objective
 
@@ -146,6 +150,37 @@ def test_labels_out_of_json(photos: Path, tmp_path: Path) -> None:
             splits.targets,
         )  # fmt: skip
     splits.close()
+
+
+@pytest.mark.parametrize(
+    ("sample", "objective", "model"),
+    [
+        ("members", "multilabel", "faults:model"),
+        pytest.param("with_mask", "segmentation", "objective_tasks:pixels", marks=pytest.mark.exhaustive),
+        pytest.param("class_of", "classification", "faults:model", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_a_model_predicts_what_it_was_trained_on(
+    sample: str, objective: str, model: str, photos: Path, tmp_path: Path
+) -> None:
+    """Its evaluation by the table of predictions is that of the training."""
+    hp = replace(
+        BASE, dataset=f"shards:{photos}/train.json", sample=f"own_loading:{sample}", objective=objective, model=model,
+        num_ranks=2, batch_size=20, image_size=8, precision="fp32",
+    )  # fmt: skip
+    result = train(hp, tmp_path / "trained")
+    [data] = (tmp_path / "trained").glob("shards-*")
+    table = write_prediction_table(
+        result.model, result.sidecar, images=None, dataset=data, output=tmp_path / "table.csv", settings=quiet(tmp_path)
+    )
+    rows = [*csv.DictReader(table.read_text().splitlines())]
+    assert len(rows) == 8  # a tenth of 80
+    model_of_run = SavedModel(result.model, result.sidecar, quiet(tmp_path))
+    found = evaluate_split(model_of_run, open_prepared(data))
+    expected = json.loads(result.sidecar.read_text())["metrics"]
+    assert found.measures
+    for name, value in found.measures.items():
+        assert value == pytest.approx(expected[f"test_{name}"], abs=1e-6, nan_ok=True)
 
 
 def test_images_of_a_folder(tmp_path: Path) -> None:
