@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from flyte_ddp.errors import UserError
 from flyte_ddp.parallel.distributed import gather_objects, rank
 
-LEARNED = 0.97  # share of the loss of random predictions; a model that has learned anything is below it
+LEARNED = 0.97  # share of the loss of the best constant output; a model that has learned anything is below it
 
 
 class LossWatch:
@@ -124,6 +124,6 @@ def nothing_learned_warning(loss: float, constant: float | None, learning_rate: 
         return ""
     clip = f"grad_clip_norm (now {clip_norm:g})" if clip_norm else "set grad_clip_norm, as to 1"
     return (
-        f"The training loss ended at {loss:.3f}, and random predictions have {constant:.3f}: nothing was learned. "
+        f"The training loss ended at {loss:.3f}, and the best constant output has {constant:.3f}: nothing was learned. "
         f"Lower learning_rate (now {learning_rate:g}) or {clip}, or train for longer."
     )
