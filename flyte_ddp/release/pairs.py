@@ -98,7 +98,7 @@ class PairedScores:
     def describe(self) -> str:
         """Return the mean difference, and how many samples are better and worse, as text."""
         better, worse = (int((sign * self.differences > 0).sum()) for sign in (1, -1))
-        counts = f"{better:,} samples better and {worse:,} worse of {self.samples:,}"
+        counts = f"{format_count(better, 'sample')} better and {worse:,} worse of {self.samples:,}"
         return f"{self.format_difference(self.difference)}: {counts}"
 
     def format_difference(self, difference: float) -> str:

@@ -15,7 +15,7 @@ from scipy import optimize, special, stats
 
 STEPS = 1024  # of the grid, in a root mean square of the differences
 BOUND_STEPS = 256  # the same, for the many tests of a bound
-WINDOW = 9.0  # in roots of the sum of squares: what lies outside has a tilted probability below 1e-17
+OUTSIDE = 41.0  # minus the natural logarithm of the probability of sums outside of the transform, 1e-18
 NEGLIGIBLE = 1e-16  # modulus of the characteristic function, times its frequency's number, that is left out
 BLOCK = 1 << 20  # complex numbers in memory at a time
 
@@ -110,14 +110,14 @@ def p_value_of_integers(differences: Integers) -> float:
     total, lost = int(values @ counts), -int(differences[differences < 0].sum())
     if 2 * lost < total:
         return probability_of_at_most(lost, values, counts)
-    return 1.0 - probability_of_at_most(total - lost - 1, values, counts)
+    return 1.0 - probability_of_at_most(total - lost - 1, values, counts, least=1e-17)
 
 
-def probability_of_at_most(most: int, values: Integers, counts: Integers) -> float:
+def probability_of_at_most(most: int, values: Integers, counts: Integers, least: float = 0.0) -> float:
     """Return the probability that the sum of the values whose coin shows heads is at most ``most``.
 
     Each of the positive ``values`` [U] is there ``counts`` [U] times, each time with a fair coin of its own. ``most``
-    must be below half of the sum of all; the result is 0 if it is negative.
+    must be below half of the sum of all; the result is 0 if it is negative, or if the probability is below ``least``.
 
     With biased coins, heads with probability 1 / (1 + exp(tilt * value)), ``most`` is the mean of the sum, and the
     wanted probability is a constant times the sum of P(most - m) * exp(-tilt * m) over m from 0 to ``most``. P is the
@@ -135,18 +135,35 @@ def probability_of_at_most(most: int, values: Integers, counts: Integers) -> flo
     steepest = 80 / int(values[0]) * scale  # of ``most`` 0, where any larger tilt gives the same
     tilt = optimize.brentq(excess_of_mean, 0.0, steepest) if excess_of_mean(steepest) < 0 else steepest
     tilt /= scale
+    constant = float(counts @ np.log1p(np.expm1(-tilt * values) / 2)) + tilt * most
+    if math.exp(constant) < least:
+        return 0.0
     heads = special.expit(-tilt * values)
-    size = 1 << int(min(float(values @ counts), WINDOW * scale)).bit_length()
-    reach, angle, found = min(most + 1, size // 2), 2 * math.pi / size, 0.0
+    reach = min(most + 1, bound_distance(-1, most, values, counts, heads))
+    size = 1 << (reach + bound_distance(1, most, values, counts, heads)).bit_length()
+    angle, found = 2 * math.pi / size, 0.0
     frequencies = find_frequencies(values, counts, heads, size)
     for part in np.array_split(frequencies, 1 + len(frequencies) * len(values) // BLOCK):
-        turns = np.multiply.outer(part, values) & (size - 1)
-        logarithms = np.log(1 + heads * np.expm1(1j * angle * turns)) @ counts
+        turns = angle * (np.multiply.outer(part, values) & (size - 1))
+        squares = np.square(np.sin(turns / 2))
+        with np.errstate(divide="ignore"):  # a modulus may be 0
+            moduli = np.log1p(-4 * heads * (1 - heads) * squares) @ counts / 2  # logarithms, as exact as counts need
+        phases = np.arctan2(heads * np.sin(turns), 1 - 2 * heads * squares) @ counts
         ratio = 1j * angle * part - tilt
-        sums = np.exp(logarithms - 1j * angle * (part * most & (size - 1))) * np.expm1(reach * ratio) / np.expm1(ratio)
+        rotated = np.exp(moduli + 1j * (phases - angle * (part * most & (size - 1))))
+        sums = rotated * np.expm1(reach * ratio) / np.expm1(ratio)
         found += float(np.where((part == 0) | (part == size // 2), 1, 2) @ sums.real)
-    constant = float(counts @ np.log1p(np.expm1(-tilt * values) / 2)) + tilt * most
     return min(1.0, math.exp(constant) * found / size)
+
+
+def bound_distance(sign: int, mean: int, values: Integers, counts: Integers, heads: Floats) -> int:
+    """Return a distance from the ``mean`` that the sum of the biased coins hardly exceeds, above (``sign`` 1) or below.
+
+    That is Chernoff's bound for a probability of exp(-OUTSIDE), 1e-18; ``heads`` are the coins' probabilities.
+    """
+    speeds = np.geomspace(0.1 / math.sqrt(float(counts @ np.square(values.astype(float)))), 500 / int(values[-1]), 24)
+    growth = np.log1p(heads * np.expm1(sign * np.multiply.outer(speeds, values))) @ counts
+    return math.ceil(float(((growth - sign * speeds * mean + OUTSIDE) / speeds).min()))
 
 
 def find_frequencies(values: Integers, counts: Integers, heads: Floats, size: int) -> NDArray[np.int64]:

@@ -302,3 +302,30 @@ def test_judges_at_the_same_time_have_a_look_each(address: str) -> None:
     """Also one who was killed before it had written down which: no look is two judges'."""
     said = promoter.run_at_once(promoter.look, address, [f"judge {number}" for number in range(4)], 5)
     assert sorted(number for numbers in said for number in numbers) == [*range(1, 21)]
+
+
+def test_a_verdict_of_an_earlier_release_can_be_read() -> None:
+    """Such files are in registries for ever; they know accuracy alone."""
+    check = {"name": "finite", "passed": True, "value": "0 samples with NaN or infinity", "limit": "none", "reason": ""}
+    file = {
+        "decision": "promote",
+        "reason": "+5.00 points: 20 samples gained and 5 lost of 300 (p = 0.00204, 0.0076 is needed)",
+        "challenger": "a" * 64,
+        "champion": "b" * 64,
+        "best": "a" * 64,
+        "log_number": 1,
+        "test_digest": "c" * 64,
+        "samples": 300,
+        "challenger_accuracy": 0.95,
+        "champion_accuracy": 0.9,
+        "look": 2,
+        "alpha": 0.0076,
+        "power": "on 300 samples 5.10 points are found in 80% of cases",
+        "time": "2026-11-25T04:00:00Z",
+        "checks": [check],
+    }
+    verdict = Verdict.from_json(json.dumps(file))
+    assert (verdict.measure, verdict.challenger_score, verdict.champion_score) == ("accuracy", 0.95, 0.9)
+    assert verdict.describe() == f"to be promoted: {file['reason']}"
+    assert [found.to_dict() for found in verdict.checks] == [check]
+    assert Verdict.from_json(verdict.to_json()) == verdict

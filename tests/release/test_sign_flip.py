@@ -104,6 +104,7 @@ def test_by_hand() -> None:
     assert sign_flip_p_value(np.array([0.3, 0.2, -0.1, -0.4])) == pytest.approx(9 / 16), "equal to all of 0.1 x 0"
     assert sign_flip_p_value(np.arange(1.0, 41)) == pytest.approx(2.0**-40, rel=1e-12)
     assert sign_flip_p_value(-np.arange(1.0, 41)) == 1.0
+    assert sign_flip_p_value(np.array([2.0**30, 2.0**30 - 1, *-np.arange(1.0, 9)])) == pytest.approx(0.25, rel=1e-3)
     assert lower_bound_by_sign_flips(np.array([1.0, 2.0, 3.0]), 0.05) == -math.inf, "1/8 is the least p-value of three"
     assert lower_bound_by_sign_flips(np.full(10, 0.25), 0.05) == 0.25
 

@@ -1,0 +1,185 @@
+"""Judgements of trained models whose objective is not classification."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import gate_tasks
+import numpy as np
+import pytest
+from cli import HELPERS
+from sklearn import metrics
+from training_runs import train_in
+
+from flyte_ddp.config import Hyperparameters
+from flyte_ddp.datasets import open_arrays
+from flyte_ddp.datasets.arrays import write_arrays
+from flyte_ddp.errors import UserError
+from flyte_ddp.predict.prediction_batches import SavedModel
+from flyte_ddp.release.evaluation import evaluate_split
+from flyte_ddp.release.judge import Judgement, judge_challenger
+from flyte_ddp.release.page import write_page
+from flyte_ddp.release.policy import Policy
+from flyte_ddp.release.promotion import apply_verdict, promote_version, roll_back_champion, store_version
+from flyte_ddp.release.registry import Registry
+from flyte_ddp.run import Result
+from flyte_ddp.settings import Settings
+
+pytestmark = pytest.mark.slow
+
+QUIET = Settings(progress="off", wandb_mode="disabled", checkpoint_seconds=0.0)
+FLAT, PIXELS = "objective_tasks:flat", "objective_tasks:pixels"
+CASES = {
+    "labels": {"objective": "multilabel", "model": FLAT},
+    "number": {"objective": "regression", "model": FLAT},
+    "masks": {"objective": "segmentation", "model": PIXELS},
+}
+EPOCHS = {"labels": (4, 20), "number": (1, 2), "masks": (4, 20)}
+MEASURES = {"labels": "f1", "number": "rmse", "masks": "miou"}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Result]]:
+    """Of each data set a weak model and a good one."""
+    folder, found = tmp_path_factory.mktemp("runs"), dict[str, dict[str, Result]]()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(HELPERS)
+        for name, values in CASES.items():
+            (folder / name).mkdir()
+            write_arrays(getattr(gate_tasks, name)(""), folder / name, {})
+            hp = Hyperparameters(dataset=f"gate_tasks:{name}", num_ranks=1, learning_rate=0.02, **values)
+            weak, good = (replace(hp, epochs=epochs) for epochs in EPOCHS[name])
+            found[name] = {
+                kind: train_in(folder / f"{name}-{kind}", changed, folder / name, QUIET)
+                for kind, changed in (("weak", weak), ("good", good))
+            }
+    return found
+
+
+class Gate:
+    """A registry, and the models that are judged on one data set."""
+
+    def __init__(self, runs: dict[str, Result], folder: Path) -> None:
+        self.runs, self.folder = runs, folder
+        self.data = runs["weak"].run_folder.parent / runs["weak"].run_folder.name.removesuffix("-weak")
+        self.registry = Registry(str(folder / "registry"), "model")
+
+    def judge(self, kind: str, policy: Policy | None = None, *, counts: bool = True) -> Judgement:
+        run, policy = self.runs[kind], policy or Policy(latency_ratio=1000)
+        return judge_challenger(run.model, run.sidecar, self.data, self.registry, policy, settings=QUIET, counts=counts)
+
+    def release(self, kind: str) -> Judgement:
+        found = self.judge(kind)
+        page = write_page(found, "model", self.folder / "page.html")
+        version = store_version(self.registry, *found.model.files, found.verdict, {page.name: page}, by="x")
+        apply_verdict(self.registry, version, found.verdict, by="x")
+        return found
+
+
+@pytest.fixture(params=CASES)
+def gate(
+    request: pytest.FixtureRequest, runs: dict[str, dict[str, Result]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Gate:
+    monkeypatch.chdir(HELPERS)
+    return Gate(runs[request.param], tmp_path)
+
+
+def test_a_better_model_is_promoted_and_a_worse_one_kept_back(gate: Gate) -> None:
+    first = gate.release("weak").verdict
+    assert first.promotes, first.reason
+    assert first.reason == "there is no champion yet, and it is better than the best constant answer"
+    measure = first.measure
+    assert MEASURES[gate.data.name] == measure
+    recorded = {kind: json.loads(run.sidecar.read_text())["metrics"] for kind, run in gate.runs.items()}
+    assert first.challenger_score == pytest.approx(recorded["weak"][f"test_{measure}"], rel=1e-5)
+    good = gate.release("good").verdict
+    assert good.promotes, good.reason
+    assert (good.look, good.samples, good.best) == (2, 300, good.challenger)
+    assert good.challenger_score == pytest.approx(recorded["good"][f"test_{measure}"], rel=1e-5)
+    assert good.champion_score == first.challenger_score
+    assert "better and" in good.reason
+    assert good.power.startswith("on 300 samples a difference of ")
+    worse = gate.judge("weak").verdict
+    assert (worse.decision, worse.look) == ("keep", 3)
+    names = [check.name for check in worse.checks]
+    assert measure in names
+    assert not {"negative log-likelihood", "Brier score", "calibration error"} & {*names}
+    page = (gate.folder / "page.html").read_text()
+    assert f"{measure} on 300 test samples" in page
+    lenient = gate.judge("good", Policy(rule="not_worse", latency_ratio=1000), counts=False).verdict
+    assert lenient.reason == "it has the champion's weights"
+    version = gate.registry.at("versions", good.challenger)
+    card = Path(version, "README.md").read_text()
+    assert f"| Test {measure} | {recorded['good'][f'test_{measure}']} |" in card
+    assert f"| Objective | {CASES[gate.data.name]['objective']} |" in card
+
+
+def test_not_worse_by_a_margin(gate: Gate) -> None:
+    """The weak model is, also against the best version ever; the good one is not, and passes."""
+    gate.release("good")
+    policy = Policy(rule="not_worse", margin=0.02, latency_ratio=1000)
+    verdict = gate.judge("weak", policy).verdict
+    assert verdict.decision == "keep"
+    [check] = [check for check in verdict.checks if check.name == "not worse than the champion"]
+    assert not check.passed
+    assert verdict.power.startswith("on 300 samples an equally good model passes a comparison in ")
+    weak = store_version(gate.registry, *gate.judge("weak").model.files, verdict, {}, by="x")
+    promote_version(gate.registry, weak.name, "a test", by="me")
+    better = gate.judge("good", policy).verdict
+    assert all(check.passed for check in better.checks if check.name.startswith("not worse than")), better.reason
+    back = roll_back_champion(gate.registry, "a test", by="me")
+    assert back.version == better.challenger
+
+
+def test_a_slice_and_a_label_that_lose(gate: Gate) -> None:
+    gate.release("good")
+    found = gate.judge("weak", counts=False)
+    assert found.champion is not None
+    assert found.challenger is not None
+    lost = np.argsort(found.challenger.scores - found.champion.scores)[:40]
+    table = gate.folder / "slices.csv"
+    table.write_text("id,slice\n" + "".join(f"{number},hard\n" for number in lost))
+    verdict = gate.judge("weak", Policy(slices=str(table), latency_ratio=1000), counts=False).verdict
+    assert "slice 'hard' loses: -" in verdict.reason
+    assert ("label" in found.parts, "class" in found.parts) == {
+        "labels": (True, False),
+        "number": (False, False),
+        "masks": (False, True),
+    }[gate.data.name]
+    for rows in found.parts.values():
+        assert {row.name for row in rows} <= {*gate_tasks.QUARTERS, "dark", "bright"}
+
+
+def test_floors(gate: Gate) -> None:
+    with pytest.raises(UserError, match=r"min_accuracy=0\.5: the model is measured by .*; give min_score"):
+        gate.judge("good", Policy(min_accuracy=0.5))
+    limit = 1e-6 if gate.data.name == "number" else 0.9999
+    verdict = gate.judge("good", Policy(min_score=limit), counts=False).verdict
+    assert verdict.decision == "keep"
+    assert f"its {verdict.measure} is " in verdict.reason
+
+
+def test_other_options_are_another_task(runs: dict[str, dict[str, Result]], tmp_path: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(HELPERS)
+        gate = Gate(runs["number"], tmp_path)
+        gate.release("weak")
+        hp = Hyperparameters.from_dict(json.loads(gate.runs["weak"].sidecar.read_text())["hyperparameters"])
+        other = replace(hp, options='{"objective": {"loss": "l1"}}')
+        gate.runs = {**gate.runs, "other": train_in(tmp_path / "other", other, gate.data, QUIET)}
+        verdict = gate.judge("other").verdict
+    assert (verdict.decision, verdict.look) == ("keep", 0)
+    assert verdict.reason == "the objective changed, so whoever uses it must change too: promote it by hand"
+    assert verdict.checks[-1].value == 'regression {"loss": "l1"}, 0 classes, 1 x 8 x 8'
+
+
+def test_the_measures_are_scikit_learns(runs: dict[str, dict[str, Result]], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(HELPERS)
+    run = runs["labels"]["good"]
+    data = open_arrays(run.run_folder.parent / "labels")
+    found = evaluate_split(SavedModel(run.model, run.sidecar, QUIET), data)
+    truth, scores = found.columns["truth"].numpy(), found.columns["probability"].numpy()
+    np.testing.assert_array_equal(truth, data.test_labels)
+    assert found.score == pytest.approx(metrics.f1_score(truth, scores >= 0.5, average="macro"))
+    assert found.scores.mean() == pytest.approx(found.score, abs=0.01)
+    assert found.ids[:3] == ["0", "1", "2"]

@@ -1,0 +1,178 @@
+"""Scores of samples and labels, against the objective's own measure without each sample in turn."""
+
+import math
+from collections.abc import Mapping
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from flyte_ddp.errors import UserError
+from flyte_ddp.objectives import HIGHER, Classification, Facts, Multilabel, Objective, Regression, Segmentation
+from flyte_ddp.release.checks import check_above_constant, check_losses_by_label, check_score, compare_evaluations
+from flyte_ddp.release.evaluation import Evaluation
+from flyte_ddp.release.pairs import PairedCounts, PairedScores, compare_scores
+from flyte_ddp.release.policy import Policy
+from flyte_ddp.release.scores import name_main_measure, score_labels
+
+LABELS = ("sun", "sea", "fog")
+N = 60
+
+
+class ByArea(Multilabel):
+    measures: Mapping[str, str] = {"auroc": HIGHER, "f1": HIGHER, "average_precision": HIGHER}
+
+
+class ByPrecision(Multilabel):
+    measures: Mapping[str, str] = {"average_precision": HIGHER, "auroc": HIGHER, "f1": HIGHER}
+
+
+class LossOnly(Objective):
+    def losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return (outputs[:, 0] - targets).abs()
+
+
+class Scored(LossOnly):
+    measures: Mapping[str, str] = {"median": HIGHER}
+
+    def scores(self, columns: Mapping[str, Tensor]) -> Tensor:
+        return 1 - columns["loss"]
+
+    def measure(self, columns: Mapping[str, Tensor]) -> dict[str, float]:
+        return {"median": float(columns["loss"].median())}
+
+
+def labels_of(random: np.random.Generator, noise: float, *, known: float = 0.9) -> tuple[Tensor, Tensor]:
+    """Logits and targets of multilabel, some unknown; the targets depend on the generator's first draw alone."""
+    truth = torch.from_numpy(random.random((N, 3)) < [0.5, 0.3, 0.2]).double()
+    truth[torch.from_numpy(random.random((N, 3)) > known)] = math.nan
+    return 2 * truth.nan_to_num(nan=0.5) - 1 + noise * torch.from_numpy(random.normal(size=(N, 3))), truth
+
+
+def masks_of(random: np.random.Generator, noise: float) -> tuple[Tensor, Tensor]:
+    truth = torch.from_numpy(random.integers(0, 3, (N, 4, 4)))
+    logits = torch.nn.functional.one_hot(truth, 3).permute(0, 3, 1, 2) + noise * torch.from_numpy(
+        random.normal(size=(N, 3, 4, 4))
+    )
+    truth[torch.from_numpy(random.random((N, 4, 4)) < 0.3)] = 255
+    return logits, truth
+
+
+def evaluate(objective: Objective, outputs: Tensor, targets: Tensor) -> Evaluation:
+    parts = (slice(0, 25), slice(25, N))
+    return Evaluation.from_batches(objective, ((outputs[part], targets[part]) for part in parts))
+
+
+CASES = {
+    "F1": (Multilabel(Facts(LABELS, (3,))), labels_of),
+    "AUROC": (ByArea(Facts(LABELS, (3,))), labels_of),
+    "average precision": (ByPrecision(Facts(LABELS, (3,))), labels_of),
+    "mean IoU": (Segmentation(Facts(LABELS, (4, 4))), masks_of),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_scores_are_pseudo_values_of_the_main_measure(case: str) -> None:
+    objective, make = CASES[case]
+    found = evaluate(objective, *make(np.random.default_rng(0), 1.0))
+    name, everything = name_main_measure(objective), torch.arange(N)
+    without = np.array(
+        [
+            objective.measure({key: column[everything != place] for key, column in found.columns.items()})[name]
+            for place in range(N)
+        ]
+    )
+    np.testing.assert_allclose(found.scores, N * found.score - (N - 1) * without, rtol=1e-9)
+    assert found.score == found.measures[name]
+    labels = score_labels(objective, found.columns)
+    if labels is not None:
+        np.testing.assert_allclose(labels.mean(axis=1), found.scores)
+
+
+def test_scores_of_numbers_are_squared_errors() -> None:
+    random = np.random.default_rng(1)
+    truth, outputs = (torch.from_numpy(random.normal(size=(N, 1))) for _ in range(2))
+    found = evaluate(Regression(Facts((), ())), outputs, truth[:, 0])
+    np.testing.assert_allclose(found.scores, -((outputs - truth)[:, 0] ** 2))
+    assert found.score == pytest.approx(math.sqrt(-found.scores.mean()))
+    unknown = truth.clone()
+    unknown[10:20] = math.nan
+    known = np.r_[0:10, 20:N]
+    with_unknown = evaluate(Regression(Facts((), ())), outputs, unknown[:, 0])
+    assert with_unknown.scores.mean() == pytest.approx(found.scores[known].mean(), rel=1e-3)
+    assert np.ptp(with_unknown.scores[10:20]) == pytest.approx(0), "an unknown number says nothing"
+
+
+def test_an_objective_of_ones_own_may_say_what_its_scores_are() -> None:
+    random = np.random.default_rng(2)
+    outputs, targets = torch.from_numpy(random.normal(size=(N, 1))), torch.from_numpy(random.normal(size=N))
+    losses = (outputs[:, 0] - targets).abs().numpy()
+    found = evaluate(LossOnly(Facts()), outputs, targets)
+    np.testing.assert_allclose(found.scores, -losses)
+    assert found.score == pytest.approx(losses.mean())
+    np.testing.assert_allclose(evaluate(Scored(Facts()), outputs, targets).scores, 1 - losses)
+
+
+def test_a_measure_that_the_split_does_not_define() -> None:
+    outputs, targets = torch.zeros(N, 3, dtype=torch.float64), torch.zeros(N, 3, dtype=torch.float64)
+    with pytest.raises(UserError, match="f1 is not defined on this test split"):
+        evaluate(Multilabel(Facts(LABELS, (3,))), outputs, targets)
+    outputs[7, 1] = math.nan
+    found = evaluate(Multilabel(Facts(LABELS, (3,))), outputs, targets)
+    assert (found.finite.sum(), found.finite[7], found.score, found.samples) == (N - 1, False, 0.0, N)
+
+
+def test_floors_and_constants() -> None:
+    random = np.random.default_rng(3)
+    truth = torch.from_numpy(random.normal(size=N))
+    good, bad = (
+        evaluate(
+            Regression(Facts((), ())),
+            (share * truth + (1 - share) * torch.from_numpy(random.normal(size=N)))[:, None],
+            truth,
+        )
+        for share in (0.9, 0.0)
+    )
+    assert check_above_constant(good, 0.001).passed
+    assert not check_above_constant(bad, 0.05).passed
+    assert check_score(good, Policy(min_score=0.5)).passed
+    assert check_score(bad, Policy(min_score=0.5)).reason.startswith("its rmse is 1.")
+    assert check_score(bad, Policy()).passed
+    huber = Regression(Facts((), ()), loss="huber")
+    assert check_above_constant(evaluate(huber, truth[:, None], truth), 0.05).value == "that is not known"
+    labels = evaluate(Multilabel(Facts(LABELS, (3,))), *labels_of(random, 0.5))
+    assert check_above_constant(labels, 0.01).passed
+    assert not check_score(labels, Policy(min_score=0.999)).passed
+
+
+def test_the_same_scores_are_counts_or_differences() -> None:
+    """Scores of 0 and 1 have the same p-values either way, and errors are shares of the champion's."""
+    random = np.random.default_rng(4)
+    mine, theirs = (random.random(500) < share for share in (0.8, 0.7))
+    counts = compare_scores(mine * 1.0, theirs * 1.0)
+    scores = PairedScores(mine * 1.0 - theirs, is_share=False)
+    assert isinstance(counts, PairedCounts)
+    assert counts.p_value() == pytest.approx(scores.p_value(), rel=1e-12)
+    assert counts.p_value_of_loss() == pytest.approx(scores.p_value_of_loss(), rel=1e-12)
+    assert counts.difference == pytest.approx(scores.difference)
+    errors = compare_scores(np.array([-1.0, -3.0]), np.array([-2.0, -3.0]), is_loss=True)
+    assert errors.describe() == "+20.00 %: 1 sample better and 0 worse of 2"
+    assert compare_scores(np.zeros(3), np.zeros(3), is_loss=True).differs is False
+
+
+def test_a_label_that_loses_is_named() -> None:
+    """The same targets; the second model knows nothing of one label."""
+    objective = Multilabel(Facts(LABELS, (3,)))
+    logits, truth = labels_of(np.random.default_rng(5), 0.3, known=1.0)
+    worse = logits.clone()
+    worse[:, 1] = torch.from_numpy(np.random.default_rng(6).normal(size=N))
+    champion, challenger = (evaluate(objective, outputs, truth) for outputs in (logits, worse))
+    found = check_losses_by_label("label", LABELS, challenger, champion, Policy())
+    assert found is not None
+    check, rows = found
+    assert [row.name for row in rows if not row.passed] == ["sea"]
+    assert check.reason.startswith("label 'sea' loses: -0.")
+    assert compare_evaluations(challenger, champion).p_value() > 0.99
+    same = evaluate(Classification(Facts(("a", "b"))), torch.eye(2).repeat(30, 1), torch.arange(N) % 2)
+    assert check_losses_by_label("class", "ab", same, same, Policy()) is None
