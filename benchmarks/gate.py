@@ -76,16 +76,19 @@ def measure(options: Options) -> Result:
 def measure_objective(random: np.random.Generator, objective: str, lives: int) -> list[Target]:
     """Lives of equal models on a test split each; how often one is promoted, and how often one test at 0.05 errs."""
     p_values, found = np.ones((lives, SHORT_LIFE)), list[bool]()
+    levels = [statistics.alpha_of_look(ALPHA, night + 1) for night in range(SHORT_LIFE)]
     for life in range(lives):
         truth = simulate_truth(random, objective, SCORED)
         champion = score_model(random, objective, truth)
         for night in range(SHORT_LIFE):
             challenger = score_model(random, objective, truth)
-            p_values[life, night] = compare_scores(challenger, champion).p_value()
-            if p_values[life, night] <= statistics.alpha_of_look(ALPHA, night + 1):
+            p_values[life, night] = compare_scores(challenger, champion, objective).p_value()
+            if p_values[life, night] <= levels[night]:
                 champion = challenger
         better = score_model(random, objective, truth, error=0.6)
-        found.append(compare_scores(better, champion).p_value() <= statistics.alpha_of_look(ALPHA, SHORT_LIFE))
+        found.append(
+            compare_scores(better, champion, objective).p_value() <= statistics.alpha_of_look(ALPHA, SHORT_LIFE)
+        )
     levels = [statistics.alpha_of_look(ALPHA, night + 1) for night in range(SHORT_LIFE)]
     fooled = float((p_values <= levels).any(axis=1).mean())
     limits = [ALPHA + 3 * (ALPHA * (1 - ALPHA) / tests) ** 0.5 for tests in (lives, p_values.size)]
@@ -112,7 +115,7 @@ def compare_with_outliers(random: np.random.Generator) -> float:
     """The p-value of a model with a few large errors against one of the same expected squared error without them."""
     truth = simulate_truth(random, "regression", SCORED)
     outliers, champion = (score_model(random, "regression", truth, tails=tails) for tails in (5.0, 1000.0))
-    return compare_scores(outliers, champion).p_value()
+    return compare_scores(outliers, champion, "squared error").p_value()
 
 
 def promoted(

@@ -7,13 +7,13 @@ from numpy.typing import NDArray
 
 from flyte_ddp.errors import UserError
 from flyte_ddp.export.exporting import Comparison
-from flyte_ddp.formatting import format_count, format_percent, format_value
+from flyte_ddp.formatting import format_count, format_measure, format_percent, name_measure
 from flyte_ddp.objectives import Classification
 from flyte_ddp.release import statistics
 from flyte_ddp.release.evaluation import Evaluation
 from flyte_ddp.release.pairs import Pair, compare_scores
 from flyte_ddp.release.policy import Policy
-from flyte_ddp.release.scores import is_higher_better, name_main_measure, score_labels
+from flyte_ddp.release.scores import is_higher_better, name_main_measure, name_scores, score_labels
 from flyte_ddp.release.sign_flip import sign_flip_p_value
 from flyte_ddp.release.verdict import Check
 
@@ -21,15 +21,10 @@ LEAST_SAMPLES = 30  # that a class or a slice must have to be tested: with fewer
 PLURAL = {"class": "classes", "label": "labels", "slice": "slices"}
 
 
-def format_measure(name: str, value: float) -> str:
-    """Return the value of a measure as text: of accuracy in percent."""
-    return format_percent(value) if name == "accuracy" else format_value(value)
-
-
 def compare_evaluations(mine: Evaluation, theirs: Evaluation, part: NDArray[np.int64] | slice = slice(None)) -> Pair:
     """Return the comparison of two models' scores, of all samples or of those at the positions ``part``."""
     is_loss = not is_higher_better(mine.objective)
-    return compare_scores(mine.scores[part], theirs.scores[part], is_loss=is_loss)
+    return compare_scores(mine.scores[part], theirs.scores[part], name_scores(mine.objective), is_loss=is_loss)
 
 
 def check_same_task(
@@ -86,8 +81,8 @@ def check_score(challenger: Evaluation, policy: Policy) -> Check:
         passed, rule = score >= limit, f"at least {needed}"
     else:
         passed, rule = not limit or score <= limit, f"at most {needed}"
-    reason = "" if passed else f"its {name} is {value}, and {setting} is {needed}"
-    return Check(name, passed, value, rule if limit or name == "accuracy" else "", reason)
+    reason = "" if passed else f"its {name_measure(name)} is {value}, and {setting} is {needed}"
+    return Check(name_measure(name), passed, value, rule if limit or name == "accuracy" else "", reason)
 
 
 def check_above_constant(challenger: Evaluation, alpha: float) -> Check:
@@ -150,7 +145,9 @@ def check_losses_by_label(
         return None
     names = dict(enumerate(classes))
     pairs = {
-        names.get(place, str(place)): compare_scores(ours[:, place], theirs[:, place])
+        names.get(place, str(place)): compare_scores(
+            ours[:, place], theirs[:, place], name_scores(challenger.objective)
+        )
         for place in range(ours.shape[1])
         if np.isfinite(ours[0, place]) and np.isfinite(theirs[0, place])
     }

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from flyte_ddp.datasets.prepared import PreparedSet
 from flyte_ddp.errors import UserError
+from flyte_ddp.formatting import name_measure
 from flyte_ddp.objectives import Classification, Objective
 from flyte_ddp.objectives.segmentation import logits_of
 from flyte_ddp.predict.prediction_batches import SavedModel, read_test_split
@@ -67,7 +68,9 @@ class Evaluation:
             found.measures, found.scores = measure_columns(objective, columns), score_samples(objective, columns)
         if finite.all() and not math.isfinite(found.score):
             name = name_main_measure(objective)
-            raise UserError(f"{name} is not defined on this test split; judge on one with samples of more kinds")
+            raise UserError(
+                f"{name_measure(name)} is not defined on this test split; judge on one with samples of more kinds"
+            )
         return found
 
     @property

@@ -21,6 +21,7 @@ from flyte_ddp.datasets.arrays import TEST_DIGEST, read_description
 from flyte_ddp.datasets.prepared import PreparedSet, open_prepared
 from flyte_ddp.errors import UnreachableError, UserError
 from flyte_ddp.export.exporting import Comparison, NotExportedError, TorchLogits, export_model
+from flyte_ddp.formatting import name_measure
 from flyte_ddp.objectives import Classification, Multilabel
 from flyte_ddp.predict.prediction_batches import SavedModel, read_test_split
 from flyte_ddp.release import checks, statistics, versions
@@ -269,7 +270,9 @@ def require_accuracy(model: SavedModel, policy: Policy) -> None:
     """Raise UserError if the policy has a ``min_accuracy``, and the model's objective another main measure."""
     measure = name_main_measure(model.objective)
     if policy.min_accuracy and measure != "accuracy":
-        raise UserError(f"min_accuracy={policy.min_accuracy:g}: the model is measured by {measure}; give min_score")
+        raise UserError(
+            f"min_accuracy={policy.min_accuracy:g}: the model is measured by {name_measure(measure)}; give min_score"
+        )
 
 
 def describe_objective(model: SavedModel) -> str:

@@ -6,11 +6,11 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from flyte_ddp.formatting import format_measure, name_measure
 from flyte_ddp.objectives import Classification
 from flyte_ddp.objectives.classification import count_confusions
 from flyte_ddp.predict.predict import images_from_inputs
 from flyte_ddp.predict.prediction_batches import read_test_split
-from flyte_ddp.release.checks import format_measure
 from flyte_ddp.release.evaluation import Evaluation
 from flyte_ddp.release.judge import Judgement
 from flyte_ddp.report.figures import Picture, confusion_section
@@ -30,6 +30,7 @@ def write_page(judgement: Judgement, name: str, path: Path) -> Path:
         "verdict.html",
         name=name,
         verdict=judgement.verdict,
+        measure=name_measure(judgement.verdict.measure),
         models={title: format_measure(judgement.verdict.measure, model.score) for title, model in models.items()},
         confusions={
             title: confusion_section(count_confusions(*truth_and_prediction(model)), judgement.model.classes)

@@ -76,6 +76,7 @@ class PairedScores:
     """Differences of two models' scores; as shares of the other's mean score where the measure is a loss."""
 
     differences: Floats  # [N], the challenger's score minus the other's
+    measure: str  # what the scores are of, in words
     is_share: bool
 
     equal = "both models have the same score on each sample"
@@ -99,7 +100,8 @@ class PairedScores:
         """Return the mean difference, and how many samples are better and worse, as text."""
         better, worse = (int((sign * self.differences > 0).sum()) for sign in (1, -1))
         counts = f"{format_count(better, 'sample')} better and {worse:,} worse of {self.samples:,}"
-        return f"{self.format_difference(self.difference)}: {counts}"
+        change = f"{'worse' if self.difference < 0 else 'better'} by {self.format_difference(self.difference)[1:]}"
+        return f"{self.measure} {change}: {counts}"
 
     def format_difference(self, difference: float) -> str:
         """Return a difference as text: 0.0125 as +0.0125, or as a share +1.25 %."""
@@ -129,19 +131,20 @@ class PairedScores:
             share = statistics.mean_pass_probability(self.differences, self.lower_bound(alpha), margin)
             return f"on {samples} an equally good model passes a comparison in {share:.0%} of cases"
         found = statistics.detectable_mean(self.differences, lower_bound_by_sign_flips(self.differences, alpha))
-        difference = f"a difference of {self.format_difference(found)}" if math.isfinite(found) else "no difference"
+        difference = f"a difference of {self.format_difference(found)[1:]}" if math.isfinite(found) else "no difference"
         return f"on {samples} {difference} is found in {statistics.POWER:.0%} of cases"
 
 
 Pair = PairedCounts | PairedScores
 
 
-def compare_scores(mine: Floats, theirs: Floats, *, is_loss: bool = False) -> Pair:
+def compare_scores(mine: Floats, theirs: Floats, measure: str, *, is_loss: bool = False) -> Pair:
     """Return the comparison of two models' scores [N] of the same samples: of counts if all scores are 0 or 1.
 
-    With ``is_loss`` the scores are losses times -1, and differences are shares of ``theirs``'s mean, unless that is 0.
+    ``measure`` says in words what the scores are of. With ``is_loss`` they are losses times -1, and differences are
+    shares of ``theirs``'s mean, unless that is 0.
     """
     if not is_loss and all(np.isin(scores, (0, 1)).all() for scores in (mine, theirs)):
         return PairedCounts.count(mine == 1, theirs == 1)
     unit = abs(float(theirs.mean())) if is_loss else 0.0
-    return PairedScores((mine - theirs) / (unit or 1.0), is_share=unit > 0)
+    return PairedScores((mine - theirs) / (unit or 1.0), measure, is_share=unit > 0)

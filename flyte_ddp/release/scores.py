@@ -8,6 +8,7 @@ import warnings
 
 import numpy as np
 
+from flyte_ddp.formatting import name_measure
 from flyte_ddp.objectives import HIGHER, LOWER, Classification, Multilabel, Objective, Regression, Segmentation
 from flyte_ddp.objectives.multilabel import THRESHOLD
 from flyte_ddp.objectives.objective import Columns
@@ -22,6 +23,18 @@ from flyte_ddp.release.pseudo_values import (
 def name_main_measure(objective: Objective) -> str:
     """Return the name of the objective's main measure, which is "loss" if it has no measure."""
     return next(iter(objective.measures), "loss")
+
+
+def name_scores(objective: Objective) -> str:
+    """Return in words what the scores of :func:`score_samples` are of: the main measure, or the squared error."""
+    return "squared error" if scores_are_squared_errors(objective) else name_measure(name_main_measure(objective))
+
+
+def scores_are_squared_errors(objective: Objective) -> bool:
+    """Return whether the objective's main measure is RMSE, as regression computes it, and it has no own scores."""
+    if not isinstance(objective, Regression) or name_main_measure(objective) != "rmse":
+        return False
+    return type(objective).measure is Regression.measure and type(objective).scores is Objective.scores
 
 
 def is_higher_better(objective: Objective) -> bool:
@@ -43,7 +56,7 @@ def score_samples(objective: Objective, columns: Columns) -> Floats:
         return np.asarray(objective.scores(columns).double().numpy())
     if (labels := score_labels(objective, columns)) is not None:
         return mean_over_labels(labels)
-    if isinstance(objective, Regression) and type(objective).measure is Regression.measure and name == "rmse":
+    if scores_are_squared_errors(objective):
         errors = (columns["prediction"] - columns["truth"]).square().reshape(len(columns["truth"]), -1).numpy()
         known = ~np.isnan(errors)
         return mean_over_labels(-pseudo_values_of_ratios(np.where(known, errors, 0.0), known.astype(float)))

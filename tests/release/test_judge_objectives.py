@@ -22,6 +22,7 @@ from flyte_ddp.release.page import write_page
 from flyte_ddp.release.policy import Policy
 from flyte_ddp.release.promotion import apply_verdict, promote_version, roll_back_champion, store_version
 from flyte_ddp.release.registry import Registry
+from flyte_ddp.release.scores import name_scores
 from flyte_ddp.run import Result
 from flyte_ddp.settings import Settings
 
@@ -36,6 +37,8 @@ CASES = {
 }
 EPOCHS = {"labels": (4, 20), "number": (1, 2), "masks": (4, 20)}
 MEASURES = {"labels": "f1", "number": "rmse", "masks": "miou"}
+
+WORDS = {"f1": "F1", "rmse": "RMSE", "miou": "mean IoU"}
 
 
 @pytest.fixture(scope="module")
@@ -102,10 +105,10 @@ def test_a_better_model_is_promoted_and_a_worse_one_kept_back(gate: Gate) -> Non
     worse = gate.judge("weak").verdict
     assert (worse.decision, worse.look) == ("keep", 3)
     names = [check.name for check in worse.checks]
-    assert measure in names
+    assert WORDS[measure] in names
     assert not {"negative log-likelihood", "Brier score", "calibration error"} & {*names}
     page = (gate.folder / "page.html").read_text()
-    assert f"{measure} on 300 test samples" in page
+    assert f"{WORDS[measure]} on 300 test samples" in page
     lenient = gate.judge("good", Policy(rule="not_worse", latency_ratio=1000), counts=False).verdict
     assert lenient.reason == "it has the champion's weights"
     version = gate.registry.at("versions", good.challenger)
@@ -140,7 +143,7 @@ def test_a_slice_and_a_label_that_lose(gate: Gate) -> None:
     table = gate.folder / "slices.csv"
     table.write_text("id,slice\n" + "".join(f"{number},hard\n" for number in lost))
     verdict = gate.judge("weak", Policy(slices=str(table), latency_ratio=1000), counts=False).verdict
-    assert "slice 'hard' loses: -" in verdict.reason
+    assert f"slice 'hard' loses: {name_scores(found.challenger.objective)} worse by " in verdict.reason
     assert ("label" in found.parts, "class" in found.parts) == {
         "labels": (True, False),
         "number": (False, False),
@@ -156,7 +159,7 @@ def test_floors(gate: Gate) -> None:
     limit = 1e-6 if gate.data.name == "number" else 0.9999
     verdict = gate.judge("good", Policy(min_score=limit), counts=False).verdict
     assert verdict.decision == "keep"
-    assert f"its {verdict.measure} is " in verdict.reason
+    assert f"its {WORDS[verdict.measure]} is " in verdict.reason
 
 
 def test_other_options_are_another_task(runs: dict[str, dict[str, Result]], tmp_path: Path) -> None:

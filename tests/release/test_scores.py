@@ -116,7 +116,7 @@ def test_an_objective_of_ones_own_may_say_what_its_scores_are() -> None:
 
 def test_a_measure_that_the_split_does_not_define() -> None:
     outputs, targets = torch.zeros(N, 3, dtype=torch.float64), torch.zeros(N, 3, dtype=torch.float64)
-    with pytest.raises(UserError, match="f1 is not defined on this test split"):
+    with pytest.raises(UserError, match="F1 is not defined on this test split"):
         evaluate(Multilabel(Facts(LABELS, (3,))), outputs, targets)
     outputs[7, 1] = math.nan
     found = evaluate(Multilabel(Facts(LABELS, (3,))), outputs, targets)
@@ -137,7 +137,7 @@ def test_floors_and_constants() -> None:
     assert check_above_constant(good, 0.001).passed
     assert not check_above_constant(bad, 0.05).passed
     assert check_score(good, Policy(min_score=0.5)).passed
-    assert check_score(bad, Policy(min_score=0.5)).reason.startswith("its rmse is 1.")
+    assert check_score(bad, Policy(min_score=0.5)).reason.startswith("its RMSE is 1.")
     assert check_score(bad, Policy()).passed
     huber = Regression(Facts((), ()), loss="huber")
     assert check_above_constant(evaluate(huber, truth[:, None], truth), 0.05).value == "that is not known"
@@ -150,15 +150,15 @@ def test_the_same_scores_are_counts_or_differences() -> None:
     """Scores of 0 and 1 have the same p-values either way, and errors are shares of the champion's."""
     random = np.random.default_rng(4)
     mine, theirs = (random.random(500) < share for share in (0.8, 0.7))
-    counts = compare_scores(mine * 1.0, theirs * 1.0)
-    scores = PairedScores(mine * 1.0 - theirs, is_share=False)
+    counts = compare_scores(mine * 1.0, theirs * 1.0, "accuracy")
+    scores = PairedScores(mine * 1.0 - theirs, "accuracy", is_share=False)
     assert isinstance(counts, PairedCounts)
     assert counts.p_value() == pytest.approx(scores.p_value(), rel=1e-12)
     assert counts.p_value_of_loss() == pytest.approx(scores.p_value_of_loss(), rel=1e-12)
     assert counts.difference == pytest.approx(scores.difference)
-    errors = compare_scores(np.array([-1.0, -3.0]), np.array([-2.0, -3.0]), is_loss=True)
-    assert errors.describe() == "+20.00 %: 1 sample better and 0 worse of 2"
-    assert compare_scores(np.zeros(3), np.zeros(3), is_loss=True).differs is False
+    errors = compare_scores(np.array([-1.0, -3.0]), np.array([-2.0, -3.0]), "loss", is_loss=True)
+    assert errors.describe() == "loss better by 20.00 %: 1 sample better and 0 worse of 2"
+    assert compare_scores(np.zeros(3), np.zeros(3), "loss", is_loss=True).differs is False
 
 
 def test_a_label_that_loses_is_named() -> None:
@@ -172,7 +172,7 @@ def test_a_label_that_loses_is_named() -> None:
     assert found is not None
     check, rows = found
     assert [row.name for row in rows if not row.passed] == ["sea"]
-    assert check.reason.startswith("label 'sea' loses: -0.")
+    assert check.reason.startswith("label 'sea' loses: F1 worse by 0.")
     assert compare_evaluations(challenger, champion).p_value() > 0.99
     same = evaluate(Classification(Facts(("a", "b"))), torch.eye(2).repeat(30, 1), torch.arange(N) % 2)
     assert check_losses_by_label("class", "ab", same, same, Policy()) is None
