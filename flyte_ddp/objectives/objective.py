@@ -113,7 +113,10 @@ class Objective:
         return None
 
     def scores(self, columns: Columns) -> Tensor:
-        """Return a score of each sample, [N], more is better, by which the gate compares models: minus its loss."""
+        """Return a score of each sample, [N], more is better, by which the gate compares models: minus its loss.
+
+        Where a class does not define it, but measures, the gate makes scores of the first measure instead.
+        """
         return -mean_losses(columns)
 
     def answers(self, outputs: Any) -> TableColumns:

@@ -77,10 +77,11 @@ def check_score(challenger: Evaluation, policy: Policy) -> Check:
     if name == "accuracy" and policy.min_accuracy >= limit:
         limit, setting = policy.min_accuracy, "min_accuracy"
     value, needed = format_measure(name, score), format_measure(name, limit)
-    if is_higher_better(challenger.objective):
-        passed, rule = score >= limit, f"at least {needed}"
-    else:
-        passed, rule = not limit or score <= limit, f"at most {needed}"
+    higher = is_higher_better(challenger.objective)
+    passed, rule = (
+        not limit or (score >= limit if higher else score <= limit),
+        f"at {'least' if higher else 'most'} {needed}",
+    )
     reason = "" if passed else f"its {name_measure(name)} is {value}, and {setting} is {needed}"
     return Check(name_measure(name), passed, value, rule if limit or name == "accuracy" else "", reason)
 
