@@ -26,6 +26,7 @@ from flyte_ddp.loading.encoded import BadSamples, EncodedImages, ImageReader
 from flyte_ddp.loading.own_encoded import EncodedSamples
 from flyte_ddp.loading.own_samples import ArraySamples, OwnFunction, SampleLoader
 from flyte_ddp.loading.readers import FileMembers, FileReader, ShardImages, ShardMembers
+from flyte_ddp.loading.seeding import keep_random_state
 from flyte_ddp.loading.split import ImageSource, Split, Splits
 from flyte_ddp.loading.streams import RankStream, StreamImages, StreamOrder
 from flyte_ddp.loading.workers import POSSIBLE, LoaderPool, WorkerImages
@@ -79,7 +80,7 @@ def open_encoded_splits(
     share = weights.crop_share if weights else EVALUATION_SHARE
     # The reader keeps two shards open for each shuffle stream, because all may change shards in the same step.
     streams = count_rank_streams(hp.shuffle_shards, world_size(), min(hp.accumulation_steps, hp.batch_size))
-    decode, augment = (OwnFunction(name, spec) if ":" in spec else None for name, spec in own_loading(hp))
+    decode, augment = import_own_loading(hp)
     bad, crop = BadSamples(hp.bad_samples), "none" if augment else hp.augment
     options: dict[str, Any] = {"size": side, "share": share, "crop": crop, "seed": hp.seed, "classes": classes}
     in_train = [order for split, order in orders.items() if split != "test" or data.test is None]
@@ -117,9 +118,19 @@ def open_encoded_splits(
     return Splits(Split(training, orders["training"]), validation, tests, (side, side, 3), targets)
 
 
-def own_loading(hp: Hyperparameters) -> tuple[tuple[str, str], tuple[str, str]]:
-    """Return the two hyperparameters that may name a user's own loading, with their values."""
-    return ("sample", hp.sample), ("augment", hp.augment)
+def import_own_loading(hp: Hyperparameters) -> tuple[OwnFunction | None, OwnFunction | None]:
+    """Import and return the user's functions that ``sample`` and ``augment`` name; None for each that names none.
+
+    Makes the object of a class. Leaves the random generators as they were. Raises UserError if one cannot be imported,
+    so that a mistake is known before training, and the report can name files that the function's module imports.
+    """
+    named = ("sample", hp.sample), ("augment", hp.augment)
+    decode, augment = (OwnFunction(setting, spec) if ":" in spec else None for setting, spec in named)
+    with keep_random_state():
+        for own in (decode, augment):
+            if own is not None:
+                own.load()
+    return decode, augment
 
 
 def open_array_splits(
@@ -129,7 +140,7 @@ def open_array_splits(
 
     Copies the arrays to the device if it is a GPU, but for training samples of loader processes.
     """
-    own = OwnFunction("augment", hp.augment) if ":" in hp.augment else None
+    _, own = import_own_loading(hp)
     images = open_array_source(device, data.train_images, data.train_labels, "none" if own else hp.augment, hp.seed)
     test_images = open_array_source(device, data.test_images, data.test_labels)
     _, height, width, channels = data.train_images.shape
