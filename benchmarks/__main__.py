@@ -20,6 +20,7 @@ NAMES = (
     "bf16",
     "strategies",
     "dropout",
+    "augmentations",
     "startup",
     "forks",
     "launchers",
