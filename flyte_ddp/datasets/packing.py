@@ -108,6 +108,8 @@ def pack_images(samples: Any, folder: Path, *, classes: Sequence[str] = (), **op
                 pixels, label = convert_sample(what, number, samples[number])
         except OSError as error:
             raise UserError(f"{what}: sample {number} cannot be read ({error})") from error
+        if label.ndim or label.dtype.kind not in "iu":
+            raise UserError(f"{what}: item {number} must have a whole-number label, which a shard's .cls holds")
         if pixels.shape[2] not in (1, 3, 4):
             raise UserError(f"{what}: image {number} has {pixels.shape[2]} channels; must have 1, 3 or 4")
         buffer = io.BytesIO()

@@ -228,7 +228,9 @@ def test_errors_of_data_sets(tmp_path: Path) -> None:
         ((pixels_of(0), -1), "label -1"),
         ((pixels_of(0).astype(float), 0), "leave out transforms such as ToTensor"),
         ((np.zeros((4, 4, 2), np.uint8), 0), "has 2 channels"),
-        (5, "must be an image and a whole-number label"),
+        (5, "must be an image and a label"),
+        ((pixels_of(0), 0.5), "item 0 must have a whole-number label"),
+        ((pixels_of(0), np.zeros(3)), "item 0 must have a whole-number label"),
     ):
         with pytest.raises(UserError, match=f"^.*{said}.*$"):
             pack_images([] if item is None else [item], tmp_path / "out", progress="off")
