@@ -43,7 +43,7 @@ class Hyperparameters(CheckedFields, called="hyperparameter"):
         "empty holds out a tenth of the samples, or of a stream's shards.",
     )
     num_classes: int = setting(
-        0, "Classes of shards whose index does not give their number; 0 if it does.", at_least=0, at_most=1_000_000
+        0, "Classes of a data set that does not give their number; 0 if it does.", at_least=0, at_most=1_000_000
     )
     sample: str = setting(
         "",
@@ -114,13 +114,13 @@ class Hyperparameters(CheckedFields, called="hyperparameter"):
     )
     options: str = setting(
         "",
-        'Options of your own callables, as JSON by the hyperparameter that names the callable: `{"model": {"width": '
-        '128}, "objective": {"loss": "huber"}}`.',
+        'Options of the model and the objective, as JSON: `{"model": {"width": 128}, "objective": {"loss": "huber"}}`. '
+        "Regression has `loss`: mse, l1 or huber; your own callables get theirs as keyword arguments.",
     )
     class_weights: str = setting(
         "",
-        "Weights of the classes or labels in the loss: numbers separated by commas, or balanced (by the inverse of "
-        "each class's training samples); empty: all 1.",
+        "Weights of the classes or labels in the loss (not for regression): numbers separated by commas, or balanced "
+        "(by the inverse of each class's training samples); empty: all 1.",
     )
     # Length
     epochs: int = setting(10, "Passes over the training samples.", at_least=1, at_most=100_000)
@@ -178,7 +178,7 @@ class Hyperparameters(CheckedFields, called="hyperparameter"):
         at_least=0,
     )
     label_smoothing: float = setting(
-        0.0, "Share of each training label spread evenly over all classes.", at_least=0.0, below=1.0
+        0.0, "For classification: share of each training label spread evenly over all classes.", at_least=0.0, below=1.0
     )
     grad_clip_norm: float = setting(
         -1.0,

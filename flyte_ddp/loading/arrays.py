@@ -10,8 +10,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from flyte_ddp.catalog import IGNORED
 from flyte_ddp.device_copy import copy_to_device
-from flyte_ddp.loading.split import IGNORED, Batch, ImageSource
+from flyte_ddp.loading.split import Batch, ImageSource
 from flyte_ddp.order.augmentation import augment_images
 from flyte_ddp.order.sampling import Indices
 

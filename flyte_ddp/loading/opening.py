@@ -138,7 +138,7 @@ def open_array_splits(
 ) -> Splits:
     """Return the splits of arrays. With an ``augment`` of the user's own, ``workers`` processes load those to train on.
 
-    Copies the arrays to the device if it is a GPU, but for training samples of loader processes.
+    Copies the arrays to the device if it is a GPU: also the training arrays, where validation reads them.
     """
     _, own = import_own_loading(hp)
     images = open_array_source(device, data.train_images, data.train_labels, "none" if own else hp.augment, hp.seed)

@@ -30,7 +30,7 @@ from flyte_ddp.loading.own_samples import (
     convert_target,
     kind_of_targets,
 )
-from flyte_ddp.loading.seeding import keep_random_state
+from flyte_ddp.loading.seeding import keep_random_state, seed_for
 from flyte_ddp.loading.split import TargetKind
 from flyte_ddp.order.sampling import Indices, Order
 
@@ -63,6 +63,7 @@ class EncodedSamples(SubstitutingReader, SampleLoader):
         self.targets = TargetKind(np.dtype(np.int64), (), classes)
         self.prefetch_files = reader.prefetch_files if reader.fetches_files else None
         self.replaced = set()
+        self.epoch = 0  # for which a sample is loaded, by which the draws of ``decode`` are seeded
         self.fetched = Counter[str]()  # by other processes, by the shards' addresses
         self.reported = self.count_found()
 
@@ -95,6 +96,7 @@ class EncodedSamples(SubstitutingReader, SampleLoader):
         A target of the image's height and width is cropped with it. Another sample stands for one that cannot be
         decoded, as in :meth:`load_image_or_substitute`. Raises OwnCodeError or UserError, which name the sample.
         """
+        self.epoch = epoch or 0
         image, target, name = self.load_image_or_substitute(sample, self.reader.read_sample(sample))
         loaded, where = Sample(image, np.asarray(target), name), f"sample {name!r}"
         if self.augment is not None and epoch is not None:
@@ -115,7 +117,12 @@ class EncodedSamples(SubstitutingReader, SampleLoader):
             return decode_checked_sample(self.reader, sample, encoded, self.classes)
 
         def decode_members(read: Encoded) -> Sample:
-            """Call the user's function with a copy of the members; turn its exception into a DecodingError."""
+            """Call the user's function with a copy of the members; turn its exception into a DecodingError.
+
+            Seeds the random generators for the sample and the epoch.
+            """
+            own.load()
+            seed_for(own.setting, self.seed, self.epoch, sample, own.transforms)
             try:
                 return own.call(read.name, dict(read.members or {}))
             except OwnCodeError as error:

@@ -10,11 +10,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from flyte_ddp.catalog import IGNORED
 from flyte_ddp.errors import UserError
 from flyte_ddp.loading.decoding import Pixels
 from flyte_ddp.loading.facts import Facts
 from flyte_ddp.loading.seeding import find_seeded_transforms, seed_for
-from flyte_ddp.loading.split import IGNORED, TargetKind
+from flyte_ddp.loading.split import TargetKind
 from flyte_ddp.order.sampling import Indices
 from flyte_ddp.pictures import opaque_picture
 from flyte_ddp.user_code import load_callable
@@ -130,7 +131,7 @@ def augment_sample(own: OwnFunction, loaded: Sample, draws: tuple[int, int, int]
     sample in errors, which are those of :meth:`OwnFunction.call`.
     """
     own.load()
-    seed_for(*draws, own.transforms)
+    seed_for(own.setting, *draws, own.transforms)
     # Copies: the arrays are read-only, and the same for all processes.
     target = np.array(loaded.target) if loaded.target.ndim else loaded.target.item()
     changed = own.call(where, np.array(loaded.image), target)

@@ -1,4 +1,4 @@
-"""Seed the random generators that a user's own augmentation draws from, for one sample at a time.
+"""Seed the random generators that a user's own decoding and augmentation draw from, for one sample at a time.
 
 So the draws depend on seed, epoch and sample alone, whichever process loads the sample, and in whatever order.
 """
@@ -15,12 +15,14 @@ import numpy as np
 import torch
 
 
-def seed_for(seed: int, epoch: int, sample: int, transforms: Iterable[Any] = ()) -> None:
+def seed_for(purpose: str, seed: int, epoch: int, sample: int, transforms: Iterable[Any] = ()) -> None:
     """Seed this process's generators of Python, NumPy and torch (CPU), and ``transforms``, for one sample in an epoch.
 
-    ``transforms`` are objects with the method ``set_random_seed``, such as those of Albumentations.
+    ``purpose``, such as the hyperparameter that names the user's function, makes draws of one sample independent of
+    those for another purpose. ``transforms`` are objects with ``set_random_seed``, such as those of Albumentations.
     """
-    hashed = hashlib.blake2b(struct.pack("<3q", seed, epoch, sample), digest_size=8, person=b"augment").digest()
+    packed = struct.pack("<3q", seed, epoch, sample)
+    hashed = hashlib.blake2b(packed, digest_size=8, person=purpose.encode()).digest()
     bits = int.from_bytes(hashed, "little")
     random.seed(bits)
     np.random.seed(bits % 2**32)  # noqa: NPY002
@@ -33,11 +35,15 @@ def seed_for(seed: int, epoch: int, sample: int, transforms: Iterable[Any] = ())
 def find_seeded_transforms(own: Callable[..., Any]) -> list[Any]:
     """Return the objects with a method ``set_random_seed`` that a function or object uses, each once.
 
-    Looks at the callable itself, at its attributes, and at the global variables and closure of its function, but not
-    into lists, nor into other functions that it calls.
+    Looks at the callable itself, at its attributes and those of its class, and at the global variables and closure of
+    its function, but not into lists, nor into other functions that it calls.
     """
     function = inspect.unwrap(own if inspect.isroutine(own) else type(own).__call__)
-    found = [own, *getattr(own, "__dict__", {}).values()]
+    found = [
+        own,
+        *getattr(own, "__dict__", {}).values(),
+        *(each for kind in type(own).__mro__ for each in vars(kind).values()),
+    ]
     if code := getattr(function, "__code__", None):
         found += [function.__globals__[name] for name in code.co_names if name in function.__globals__]
         found += [cell.cell_contents for cell in function.__closure__ or ()]

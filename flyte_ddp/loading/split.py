@@ -15,7 +15,6 @@ from flyte_ddp.order.sampling import Indices, Order, take_slice
 
 PICTURES_COMPARED = 64  # samples that callers of describe_equal_pictures() pass
 
-IGNORED = 255  # in masks: a pixel that does not count
 
 Item = TypeVar("Item")
 

@@ -143,6 +143,7 @@ class BatchMemory:
 
     def __init__(self) -> None:
         self.file = os.memfd_create("flyte-ddp")  # not in /dev/shm, which has 64 MB in a container
+        weakref.finalize(self, os.close, self.file)  # a process may train many times
         self.path = f"/proc/{os.getpid()}/fd/{self.file}"
         self.memory: mmap.mmap | None = None
 

@@ -55,7 +55,7 @@ class Classification(Objective):
 
     def weights(self, targets: Tensor) -> Tensor | None:
         """Return each sample's class weight, [n]; None without class weights."""
-        return None if self.class_weights is None else self.class_weights.to(targets.device)[targets]
+        return None if self.class_weights is None else self.class_weights_at(targets.device)[targets]
 
     def losses(self, outputs: Any, targets: Tensor) -> Tensor:
         """Return the cross-entropy of each sample, [n], with label smoothing while torch records gradients."""
@@ -83,7 +83,7 @@ class Classification(Objective):
 
         None for a subclass with losses of its own.
         """
-        if overrides(self, Classification, "losses"):
+        if overrides(self, Classification, "losses", "weights", "columns"):
             return None
         shares = columns["truth"].long().bincount(columns.get("weight")).double()
         shares /= shares.sum()

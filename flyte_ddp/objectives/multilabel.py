@@ -44,7 +44,7 @@ class Multilabel(Objective):
         if targets.ndim != 2 or targets.dtype.kind != "f":
             raise UserError(
                 f"objective='multilabel': the targets are {targets.dtype} {list(targets.shape)}; must be float "
-                "[samples, labels] of 0 and 1, or NaN for unknown"
+                "[samples, labels] of 0 and 1, or NaN for unknown; choose another objective"
             )
         if len(self.facts.classes) not in (0, targets.shape[1]):
             raise UserError(
@@ -66,7 +66,7 @@ class Multilabel(Objective):
     def weights(self, targets: Tensor) -> Tensor:
         """Return 1, or the label's class weight, for each known label, and 0 for each unknown one: [n, labels]."""
         known = (~targets.isnan()).to(torch.float32)
-        return known if self.class_weights is None else known * self.class_weights.to(targets.device)
+        return known if self.class_weights is None else known * self.class_weights_at(targets.device)
 
     def losses(self, outputs: Any, targets: Tensor) -> Tensor:
         """Return the binary cross-entropy of each label, [n, labels]."""
@@ -114,7 +114,7 @@ class Multilabel(Objective):
 
         None with class weights, and for a subclass with losses or weights of its own.
         """
-        if overrides(self, Multilabel, "losses", "weights") or self.class_weights is not None:
+        if overrides(self, Multilabel, "losses", "weights", "columns") or self.class_weights is not None:
             return None
         known = ~columns["truth"].isnan()
         counts, positive = known.sum(0), columns["truth"].nan_to_num(nan=0.0).sum(0)

@@ -50,6 +50,7 @@ class Objective:
     def __init__(self, facts: Facts) -> None:
         self.facts = facts
         self.came_reduced = False  # whether a loss was a single number for all samples
+        self.class_weights: Tensor | None = None  # of objectives that take the hyperparameter, [classes]
 
     @property
     def outputs(self) -> int:
@@ -73,6 +74,12 @@ class Objective:
         They depend on the targets alone, because they are asked for before the forward pass.
         """
         return None
+
+    def class_weights_at(self, device: torch.device) -> Tensor:
+        """Return ``class_weights``, which is not None, on a device, and keep it there: a copy makes the host wait."""
+        assert self.class_weights is not None
+        self.class_weights = self.class_weights.to(device)
+        return self.class_weights
 
     def losses(self, outputs: Any, targets: Tensor) -> Tensor:
         """Return the loss of each sample, [n], or of each element of its target, in fp32 or more.
@@ -230,6 +237,19 @@ def map_floats(outputs: Any, function: Callable[[Tensor], Tensor]) -> Any:
     return convert(outputs) if isinstance(outputs, Tensor) else tree_map(convert, outputs)
 
 
+def list_floats(outputs: Any) -> list[Tensor]:
+    """Return the floating-point tensors of a model's outputs, in their order, wherever map_floats finds them."""
+    found: list[Tensor] = []
+
+    def keep(values: Tensor) -> Tensor:
+        """Add a tensor to those that were found, and return it."""
+        found.append(values)
+        return values
+
+    map_floats(outputs, keep)
+    return found
+
+
 def require_outputs(model: str, outputs: object, expected: tuple[int, ...], axes: str, fix: str) -> None:
     """Raise UserError unless a model's outputs are a floating-point tensor of the shape ``expected``.
 
@@ -266,11 +286,16 @@ def class_weights_of(facts: Facts) -> Tensor | None:
     if text == "balanced":
         counts = torch.tensor(facts.class_counts, dtype=torch.float64)
         if len(counts) != number or not bool((counts > 0).all()):
-            raise UserError("class_weights='balanced': a class has no training sample, or their number is not known")
+            raise UserError(
+                "class_weights='balanced': a class has no training sample, or their numbers are not known, as of what "
+                "`sample` makes; give numbers, such as 1,2.5"
+            )
         return (counts.sum() / (number * counts)).float()
     weights = [float(part) for part in text.split(",")]  # as config has checked
     if len(weights) != number:
-        raise UserError(f"class_weights={text!r}: has {len(weights)} numbers; there are {number} classes")
+        raise UserError(
+            f"class_weights={text!r}: has {len(weights)} numbers; there are {number} classes: give one for each"
+        )
     return torch.tensor(weights)
 
 

@@ -59,7 +59,7 @@ class Regression(Objective):
         if targets.ndim not in (1, 2) or targets.dtype.kind != "f":
             raise UserError(
                 f"objective='regression': the targets are {targets.dtype} {list(targets.shape)}; must be float "
-                "[samples] or [samples, numbers]"
+                "[samples] or [samples, numbers]; choose another objective"
             )
         if np.isinf(targets).any():
             raise UserError("objective='regression': a target is infinite; must be a number, or NaN for unknown")
@@ -115,7 +115,7 @@ class Regression(Objective):
 
         None for huber, and for a subclass with losses or weights of its own.
         """
-        if overrides(self, Regression, "losses", "weights") or self.loss == "huber":
+        if overrides(self, Regression, "losses", "weights", "columns") or self.loss == "huber":
             return None
         truth = columns["truth"] if columns["truth"].dim() > 1 else columns["truth"][:, None]
         centre = truth.nanmean(0) if self.loss == "mse" else truth.nanmedian(0).values

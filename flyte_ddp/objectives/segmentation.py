@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
+from flyte_ddp.catalog import IGNORED
 from flyte_ddp.errors import UserError
 from flyte_ddp.objectives.objective import (
     HIGHER,
@@ -22,8 +23,6 @@ from flyte_ddp.objectives.objective import (
 )
 from flyte_ddp.objectives.table_columns import TableColumns, name_columns
 from flyte_ddp.sections import Pictures, Section, Table
-
-IGNORED = 255  # class number of pixels that do not count
 
 
 class Segmentation(Objective):
@@ -66,7 +65,7 @@ class Segmentation(Objective):
         counts = targets != IGNORED
         if self.class_weights is None:
             return counts.to(torch.float32)
-        return self.class_weights.to(targets.device)[torch.where(counts, targets, 0).long()] * counts
+        return self.class_weights_at(targets.device)[torch.where(counts, targets, 0).long()] * counts
 
     def losses(self, outputs: Any, targets: Tensor) -> Tensor:
         """Return the cross-entropy of each pixel, [n, H, W]; 0 for ignored ones."""
@@ -102,7 +101,7 @@ class Segmentation(Objective):
 
         None with class weights, and for a subclass with losses or weights of its own.
         """
-        if overrides(self, Segmentation, "losses", "weights") or self.class_weights is not None:
+        if overrides(self, Segmentation, "losses", "weights", "columns") or self.class_weights is not None:
             return None
         shares = columns["true"].sum(0) / columns["true"].sum().clamp(min=1)
         return float(-torch.special.xlogy(shares, shares).sum())

@@ -83,7 +83,7 @@ def draw_mask(states: Tensor, shape: torch.Size, p: float) -> Tensor:
     """Return bool [N, *shape], False with probability p (to 2**-40), for the ``states``, int64 [N], of N samples.
 
     p is below 1; above 1 - 2**-16 it counts as that. Each value depends on its sample's state and its position alone.
-    Needs 2 bytes for each value beside the result on a GPU and when compiled, on a CPU 0.5 MB for each thread.
+    Needs 4 bytes for each value beside the result on a GPU and when compiled, on a CPU 0.5 MB for each thread.
     """
     # Each 64-bit word of SplitMix64 gives four values 16 bits each. Their probability is a multiple of 2**-16; so each
     # sample rounds p up or down at random, by its first word.

@@ -57,7 +57,7 @@ def write_prediction_table(
     other answers of the model's objective. Of a classification they are the likeliest class, ``truth``, ``score`` (the
     prediction's probability) and ``score_<class>`` for every class; docs/model.md has the others. The ``id`` is the
     path below ``images``; for a data set the file's name, the key in a shard, or, for arrays, the index in the test
-    split. If the model predicts masks, writes each as a PNG into the folder ``<output's name>-masks`` beside the table,
+    split. If the model predicts masks, writes each as a PNG into the folder ``<output>.masks`` beside the table,
     and its path relative to the table's folder into the column ``mask``. An image that cannot be decoded has an id and
     no answers; ``bad_samples`` of them are allowed, None: as many as the model's training allowed.
 
@@ -125,7 +125,7 @@ def own_decoding(sidecar_path: Path) -> str:
 
 def mask_folder(table: Path) -> Path:
     """Return the folder of the predicted masks of a table."""
-    return table.with_name(f"{table.stem}-masks")
+    return table.with_name(f"{table.name}.masks")
 
 
 class Answers(NamedTuple):
@@ -152,10 +152,17 @@ def answer_batch(batch: Batch, model: SavedModel, masks: MaskFolder, header: Seq
     # A model gets no empty batch. To learn the names of the columns it gets a black image.
     inputs = batch.inputs if len(batch.inputs) else batch.inputs.new_zeros(1, *batch.inputs.shape[1:])
     outputs = model.compute_outputs(inputs)
-    found = {name: iter(values) for name, values in model.objective.answers(outputs).items()}
-    if not found:
-        called = model.sidecar["objective"]
-        raise UserError(f"objective={called!r}: has no columns for a table of predictions; override its method answers")
+    given = model.objective.answers(outputs)
+    where = f"objective={model.sidecar.get('objective', 'classification')!r}"
+    if not given:
+        raise UserError(f"{where}: has no columns for a table of predictions; override its method answers")
+    for name, values in given.items():
+        if len(values) != len(inputs):
+            raise UserError(
+                f"{where}: answers returned {len(values)} values in column {name!r}: must be one for each of the "
+                f"{len(inputs)} samples"
+            )
+    found = {name: iter(values) for name, values in given.items()}
     answers: TableColumns = {
         name: [next(values) if decoded else "" for decoded in batch.decoded] for name, values in found.items()
     }
@@ -181,6 +188,8 @@ def format_cell(column: str, value: Any) -> str:
     """Return a table's value as a text: six digits of a probability or share, all of a number's in fp32; NaN is ""."""
     if isinstance(value, str):
         return value
+    if isinstance(value, int):
+        return str(value)
     if math.isnan(value):
         return ""
     if column.partition("_")[0] in ("score", "probability", "share"):

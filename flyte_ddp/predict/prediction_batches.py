@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from flyte_ddp.catalog import IGNORED
 from flyte_ddp.datasets import ImageArrays
 from flyte_ddp.datasets.encoded_set import EncodedSet
 from flyte_ddp.datasets.image_folder import SUFFIXES, file_kind, is_image, join_kinds, list_visible_files
@@ -24,7 +25,6 @@ from flyte_ddp.models import artifacts
 from flyte_ddp.models.images import prepare_images
 from flyte_ddp.objectives.objective import convert_outputs
 from flyte_ddp.objectives.own import objective_of_sidecar
-from flyte_ddp.objectives.segmentation import IGNORED
 from flyte_ddp.settings import Settings
 
 BATCH_SIZE = 500  # images in memory at a time, unless the caller says how many

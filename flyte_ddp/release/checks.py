@@ -101,7 +101,8 @@ def check_above_constant(challenger: Evaluation, alpha: float) -> Check:
     else:
         name, constant = "better than the best constant answer", objective.constant_loss(columns)
         if constant is None:
-            return Check(name, True, "that is not known", "", "")
+            reason = "the best constant answer is not known, so that it was not compared with it"
+            return Check(name, True, "that is not known", "", reason)
         weight = columns.get("weight", 1.0)
         p = sign_flip_p_value((constant * weight - columns["loss"]).numpy())
         reason = f"the best constant answer has a loss of {constant:.4g}, which it hardly beats"

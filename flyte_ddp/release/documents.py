@@ -41,7 +41,11 @@ def render_model_card(name: str, sidecar: Mapping[str, Any], verdict: Verdict, f
     tested_on = hp.get("test_dataset") or trained_on
     objective = str(sidecar.get("objective", "classification"))
     task = TASKS.get(objective, "other")
-    measured = {key.removeprefix("test_"): value for key, value in metrics.items() if key.startswith("test_")}
+    measured = {
+        key.removeprefix("test_"): value
+        for key, value in metrics.items()
+        if key.startswith("test_") and value is not None
+    }
     results = {
         "task": {"type": task, "name": task.replace("-", " ").capitalize()},
         "dataset": {"type": tested_on, "name": tested_on, "split": "test"},

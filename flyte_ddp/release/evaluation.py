@@ -10,12 +10,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from flyte_ddp.datasets.prepared import PreparedSet
 from flyte_ddp.errors import UserError
 from flyte_ddp.formatting import name_measure
 from flyte_ddp.objectives import Classification, Objective
+from flyte_ddp.objectives.objective import list_floats
 from flyte_ddp.objectives.segmentation import logits_of
 from flyte_ddp.predict.prediction_batches import SavedModel, read_test_split
 from flyte_ddp.release.scores import name_main_measure, score_samples
@@ -56,10 +56,11 @@ class Evaluation:
                 columns = compute_columns(objective, outputs, targets)
                 if isinstance(objective, Classification):
                     columns |= compute_likelihoods(outputs, targets)
-                tensors = [leaf for leaf in tree_leaves(logits_of(outputs)) if isinstance(leaf, Tensor)]
-                columns[FINITE] = torch.stack([leaf.isfinite().flatten(1).all(dim=1) for leaf in tensors]).all(dim=0)
-                lowest = min(lowest, *(leaf.min().item() for leaf in tensors))
-                highest = max(highest, *(leaf.max().item() for leaf in tensors))
+                tensors = list_floats(outputs)
+                rows = [tensor.reshape(len(tensor), -1).isfinite().all(dim=1) for tensor in tensors]
+                columns[FINITE] = torch.stack(rows or [torch.ones(len(targets), dtype=torch.bool)]).all(dim=0)
+                lowest = min([lowest, *(tensor.min().item() for tensor in tensors)])
+                highest = max([highest, *(tensor.max().item() for tensor in tensors)])
                 parts.append({name: column.double().cpu() for name, column in columns.items()})
         columns = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
         finite = columns.pop(FINITE).bool().numpy()
@@ -85,8 +86,8 @@ class Evaluation:
 
     @property
     def correct(self) -> NDArray[np.bool_]:
-        """Whether each score is 1: for classification, whether each prediction is the label, [N]."""
-        return np.asarray(self.scores == 1)
+        """Whether each prediction is the label, [N]; of classification alone."""
+        return np.asarray(self.columns["prediction"] == self.columns["truth"])
 
 
 def compute_likelihoods(logits: Tensor, labels: Tensor) -> dict[str, Tensor]:

@@ -176,7 +176,8 @@ def judge_challenger(
         alpha = judgement.claim_alpha()
         above = checks.check_above_constant(ours, alpha)
         judgement.checks += [checks.check_score(ours, policy), above, *checks.check_calibration(ours)]
-        return judgement.export_and_set_verdict(f"there is no champion yet, and it is {above.name}", best=model.digest)
+        reason = f"there is no champion yet, and {above.reason or f'it is {above.name}'}"
+        return judgement.export_and_set_verdict(reason, best=model.digest)
     if is_champion:
         judgement.checks += [checks.check_score(ours, policy), *checks.check_calibration(ours)]
         return judgement.export_and_set_verdict("it has the champion's weights", KEPT)

@@ -8,6 +8,7 @@ import warnings
 
 import numpy as np
 
+from flyte_ddp.errors import UserError
 from flyte_ddp.formatting import name_measure
 from flyte_ddp.objectives import HIGHER, LOWER, Classification, Multilabel, Objective, Regression, Segmentation
 from flyte_ddp.objectives.multilabel import THRESHOLD
@@ -53,7 +54,7 @@ def score_samples(objective: Objective, columns: Columns) -> Floats:
     name, sign = name_main_measure(objective), 1 if is_higher_better(objective) else -1
     inherited = {Objective.scores} if name == "accuracy" else {Objective.scores, Classification.scores}
     if type(objective).scores not in inherited or not objective.measures:
-        return np.asarray(objective.scores(columns).double().numpy())
+        return require_scores(objective.scores(columns).double().numpy(), len(columns["loss"]))
     if (labels := score_labels(objective, columns)) is not None:
         return mean_over_labels(labels)
     if scores_are_squared_errors(objective):
@@ -61,6 +62,16 @@ def score_samples(objective: Objective, columns: Columns) -> Floats:
         known = ~np.isnan(errors)
         return mean_over_labels(-pseudo_values_of_ratios(np.where(known, errors, 0.0), known.astype(float)))
     return sign * pseudo_values_by_calls(lambda rows: objective.measure(rows)[name], columns)
+
+
+def require_scores(scores: Floats, samples: int) -> Floats:
+    """Return the scores; UserError unless they are a finite number for each of the samples."""
+    if scores.shape != (samples,) or not np.isfinite(scores).all():
+        raise UserError(
+            f"the objective's scores have shape {list(scores.shape)}, and {np.count_nonzero(~np.isfinite(scores))} are "
+            f"not finite: must be a finite number for each of the {samples} samples; override its method scores"
+        )
+    return scores
 
 
 def score_labels(objective: Objective, columns: Columns) -> Floats | None:

@@ -151,6 +151,8 @@ def mean_pass_probability(differences: Floats, bound: float, margin: float) -> f
     below its mean difference, and this for a normal variable.
     """
     error = float(differences.std()) / math.sqrt(len(differences))
+    if not error:  # all differences are the same
+        return float(margin > float(differences.mean()) - bound)
     return float(stats.norm.cdf((margin - float(differences.mean()) + bound) / error))
 
 

@@ -5,7 +5,6 @@ import colorsys
 import numpy as np
 from numpy.typing import NDArray
 
-IGNORED = 255  # class number of pixels that do not count, as in objectives/segmentation.py
 FIRST_COLORS = "#4c566a #2e9e6b #e07b39 #3b6fd4 #c9428c #d9b310 #7a4fc4 #23a5b8 #b5453b #86a02c".split()  # noqa: SIM905
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from flyte_ddp.catalog import IGNORED
 from flyte_ddp.files import replace_file
 from flyte_ddp.formatting import (
     format_count,
@@ -19,7 +20,7 @@ from flyte_ddp.formatting import (
     format_percent,
     format_value,
 )
-from flyte_ddp.report.class_colors import IGNORED, color_table
+from flyte_ddp.report.class_colors import color_table
 
 if TYPE_CHECKING:
     from jinja2 import Environment

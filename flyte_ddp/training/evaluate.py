@@ -2,7 +2,7 @@
 
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,13 +51,17 @@ def evaluate_split(
     with torch.no_grad():  # not inference_mode: training could not use a tensor that a model keeps from an evaluation
         for place, (inputs, targets, _) in split.load_evaluation_batches(batch_size, rank(), world_size()):
             found = compute_columns(objective, predict(inputs, targets), targets)
+            own = {name: tuple(column.shape[1:]) for name, column in found.items()}
             if not layout:
-                layout = {name: tuple(column.shape[1:]) for name, column in found.items()}
+                layout = own
                 table = make_table(layout, len(split), device)
+            require_one_layout([layout, own])
             table[:-1, place] = torch.cat([column.double().reshape(len(targets), -1) for column in found.values()], 1).T
             table[-1, place] += 1  # how often the sample was counted
     if world_size() > 1:
-        layout = next(filter(None, gather_objects(layout)), {})  # a rank without a batch knows no columns
+        layouts = [each for each in gather_objects(layout) if each]  # a rank without a batch knows no columns
+        require_one_layout(layouts)
+        layout = layouts[0] if layouts else {}
         if len(table) == 1:
             table = make_table(layout, len(split), device)
     table = sum_over_ranks(table).cpu()
@@ -86,6 +90,11 @@ def compute_columns(objective: Objective, outputs: Any, targets: Tensor) -> dict
     losses, weights = sample_losses(objective, outputs, targets)
     columns = {"loss": losses} if weights is None else {"loss": losses, "weight": weights}
     for name, column in objective.columns(outputs, targets).items():
+        if not isinstance(column, Tensor):
+            raise UserError(
+                f"column {name!r} of the objective is a {type(column).__name__}: must be a tensor with a row for each "
+                "sample"
+            )
         if column.shape[:1] != targets.shape[:1]:
             raise UserError(
                 f"column {name!r} of the objective has shape {list(column.shape)}: must have a row for each of the "
@@ -103,6 +112,9 @@ def measure_columns(objective: Objective, columns: dict[str, Tensor]) -> dict[st
     if not len(columns.get("loss", ())):
         return {}
     weight = columns["weight"].sum().item() if "weight" in columns else len(columns["loss"])
+    loss = columns["loss"].sum().item() / (weight or 1)
+    if not math.isfinite(loss):  # outputs that are not finite, which scikit-learn's measures refuse
+        return {"loss": loss, **dict.fromkeys(objective.measures, math.nan)}
     found = objective.measure(columns)
     if found.keys() != objective.measures.keys():
         raise UserError(
@@ -115,7 +127,17 @@ def measure_columns(objective: Objective, columns: dict[str, Tensor]) -> dict[st
         raise UserError(
             f"{type(objective).__name__}.measure returned what is no number ({error}): return one for each name"
         ) from None
-    return {"loss": columns["loss"].sum().item() / (weight or 1), **numbers}
+    return {"loss": loss, **numbers}
+
+
+def require_one_layout(layouts: Sequence[dict[str, tuple[int, ...]]]) -> None:
+    """Raise UserError unless the columns of all batches have the same names and shapes."""
+    for layout in layouts:
+        if layout != layouts[0]:
+            raise UserError(
+                f"the objective's columns are {layouts[0]} in one batch and {layout} in another: must have one shape a "
+                "sample; fill up shorter ones"
+            )
 
 
 def make_table(layout: dict[str, tuple[int, ...]], samples: int, device: torch.device) -> Tensor:

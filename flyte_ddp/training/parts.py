@@ -1,11 +1,12 @@
 """A rank's parts of a step's global batch: which samples they are, loading, mixing, and the weight of their losses."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from flyte_ddp.device_copy import copy_to_device
 from flyte_ddp.objectives.objective import Objective
 from flyte_ddp.order import sampling
 from flyte_ddp.order.mixing import choose_partners, draw_shares
@@ -22,6 +23,7 @@ class RankSlice(NamedTuple):
     samples: sampling.Indices
     has_samples: bool
     partners: sampling.Indices | None = None  # with mixup: the samples that these are mixed with
+    step: int = 0  # the optimiser step, by which mixup draws
 
     def list_loads(self) -> list[sampling.Indices]:
         """Return the samples of each call of ``load_batch`` that this slice needs."""
@@ -29,12 +31,23 @@ class RankSlice(NamedTuple):
 
 
 class LoadedPart(NamedTuple):
-    """Inputs, prepared for the model, of a slice, with the targets that its loss compares the outputs with."""
+    """Images of a slice, as they are stored, with the targets that its loss compares the outputs with."""
 
-    inputs: Tensor
+    images: list[Tensor]  # of the slice, and with mixup of its partners
+    shares: list[Tensor]  # with mixup: those of the samples in their mixtures, and of the partners, fp64 [n] each
     # Targets with the weights of their losses; None: all weights are 1. With mixup there are those of the partners,
     # too, and each sample's shares are in the weights.
     targets: Sequence[tuple[Tensor, Tensor | None]]
+
+    def prepare_inputs(self, prepare: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return the model's inputs: the images as ``prepare`` returns them, with mixup mixed with their partners."""
+        if not self.shares:
+            return prepare(self.images[0])
+        prepared = [prepare(images) for images in self.images]
+        mixed = torch.zeros_like(prepared[0])
+        for images, shares in zip(prepared, self.shares, strict=True):
+            mixed += images * shares.to(images.dtype).view(-1, 1, 1, 1)
+        return mixed
 
     def loss_sum(self, objective: Objective, outputs: Any) -> Tensor:
         """Return the weighted sum of the losses of the model's outputs, []."""
@@ -42,10 +55,12 @@ class LoadedPart(NamedTuple):
         return sums[0] if len(sums) == 1 else sums[0] + sums[1]
 
 
-def split_for_rank(batch: sampling.Indices, parts: int, partners: sampling.Indices | None = None) -> list[RankSlice]:
+def split_for_rank(
+    batch: sampling.Indices, parts: int, partners: sampling.Indices | None = None, step: int = 0
+) -> list[RankSlice]:
     """Return this rank's slice of each of ``parts`` micro-batches; of fewer if the batch has fewer samples.
 
-    ``partners`` [B] are the samples that those of the batch [B] are mixed with; None: they are not mixed.
+    ``partners`` [B] are the samples that those of the batch [B] are mixed with in ``step``; None: they are not mixed.
     """
     parts = min(parts, len(batch))
 
@@ -56,29 +71,29 @@ def split_for_rank(batch: sampling.Indices, parts: int, partners: sampling.Indic
 
     if partners is None:
         return [RankSlice(*own_slice(batch, part)) for part in range(parts)]
-    return [RankSlice(*own_slice(batch, part), own_slice(partners, part)[0]) for part in range(parts)]
+    return [RankSlice(*own_slice(batch, part), own_slice(partners, part)[0], step) for part in range(parts)]
 
 
 def list_parts(state: TrainingState, batch: sampling.Indices, step: int) -> list[RankSlice]:
     """Return this rank's slices of the global batch [B] of an optimiser step, which counts from 0."""
     hp = state.hp
     partners = choose_partners(batch, hp.seed, step) if hp.mixup else None
-    return split_for_rank(batch, hp.accumulation_steps, partners)
+    return split_for_rank(batch, hp.accumulation_steps, partners, step)
 
 
 def load_part(state: TrainingState, part: RankSlice) -> LoadedPart:
-    """Load a slice of the current step: prepare its images, ask the objective for weights, and mix it with partners."""
+    """Load a slice, and with mixup its partners, and ask the objective for the weights of their losses."""
     loads = [state.training.load_batch(samples, state.epoch) for samples in part.list_loads()]
-    inputs = [state.prepare_images(batch.inputs) for batch in loads]
+    images = [batch.inputs for batch in loads]
     targets = [(batch.targets, state.objective.weights(batch.targets)) for batch in loads]
     if part.partners is None:
-        return LoadedPart(inputs[0], targets)
-    drawn = torch.from_numpy(draw_shares(part.samples, state.hp.mixup, state.hp.seed, state.step)).to(state.device)
-    mixed, weighted = torch.zeros_like(inputs[0]), []
-    for images, (values, weights), shares in zip(inputs, targets, (drawn, 1 - drawn), strict=True):
-        mixed += images * shares.to(images.dtype).view(-1, 1, 1, 1)
-        weighted.append((values, shares if weights is None else weights * shares.view(-1, *[1] * (weights.dim() - 1))))
-    return LoadedPart(mixed, weighted)
+        return LoadedPart(images, [], targets)
+    drawn = draw_shares(part.samples, state.hp.mixup, state.hp.seed, part.step)
+    own = copy_to_device(torch.from_numpy(drawn), state.device)
+    shares, weighted = [own, 1 - own], []
+    for (values, weights), each in zip(targets, shares, strict=True):
+        weighted.append((values, each if weights is None else weights * each.view(-1, *[1] * (weights.dim() - 1))))
+    return LoadedPart(images, shares, weighted)
 
 
 def load_parts(
@@ -97,8 +112,8 @@ def load_parts(
         loaded = [*loading]
     with state.clock("communication"):
         own = torch.zeros((), dtype=torch.float64, device=state.device)
-        for part, (_, targets) in zip(parts, loaded, strict=True):
-            for values, weights in targets:
+        for part, each in zip(parts, loaded, strict=True):
+            for values, weights in each.targets:
                 if part.has_samples:
                     own += len(values) if weights is None else weights.sum(dtype=torch.float64)
         total = sum_over_ranks(own)

@@ -28,7 +28,7 @@ from flyte_ddp.training.job import Job
 from flyte_ddp.training.optimisation import gradient_clip_norm
 from flyte_ddp.training.outputs import write_outputs, write_start_record
 from flyte_ddp.training.own_optimizer import check_optimizer_state
-from flyte_ddp.training.parts import LoadedPart, RankSlice, list_parts, load_part, load_parts, split_for_rank
+from flyte_ddp.training.parts import RankSlice, list_parts, load_part, load_parts, split_for_rank
 from flyte_ddp.training.recording import Recorder, StepSums
 from flyte_ddp.training.training_state import TrainingState
 
@@ -108,9 +108,9 @@ def remaining_batches(state: TrainingState) -> Iterator[sampling.Indices]:
 
 def train_step(state: TrainingState, recorder: Recorder, batch: sampling.Indices) -> None:
     """Do and record an optimiser step on a global batch [B], on all ranks. Raises UserError if a loss is not finite."""
-    sums = compute_gradients(state, batch)
+    sums, step = compute_gradients(state, batch), state.step
     # Before the weights change, so that the last checkpoint's are good and the error can name where it began.
-    state.loss_watch.check_loss(state.epoch, state.step + 1, sums.loss, lambda: repeat_forward(state, batch))
+    state.loss_watch.check_loss(state.epoch, state.step + 1, sums.loss, lambda: repeat_forward(state, batch, step))
     with state.exclude_snapshots():  # a checkpoint sees all of a step or nothing of it
         apply_gradients(state)
         rate = state.optimizer.param_groups[0]["lr"]
@@ -132,13 +132,14 @@ def compute_gradients(state: TrainingState, batch: sampling.Indices) -> StepSums
     for part in parts:
         with state.clock("data"):
             own = next(loaded)
+            inputs = own.prepare_inputs(state.prepare_images)
         with (
             state.clock("forward_backward"),
             state.sync.micro_batch(last=part is parts[-1]),  # gradients are averaged after the last backward pass only
             # A sample that must not count would change the running statistics of BatchNorm layers of this rank alone.
             nullcontext() if part.has_samples else restore_running_statistics(state.model),
         ):
-            outputs = compute_outputs(state, state.sync, own, part)
+            outputs = compute_outputs(state, state.sync, inputs, own.targets[0][0], part)
             # Autocast or a user's model may return bf16, which is too coarse for a loss.
             loss = own.loss_sum(state.objective, convert_outputs(outputs, torch.float32))
             if not part.has_samples:
@@ -161,18 +162,20 @@ def compute_gradients(state: TrainingState, batch: sampling.Indices) -> StepSums
     return StepSums(sums[0], total, len(batch))
 
 
-def compute_outputs(state: TrainingState, model: Callable[[Tensor], Any], loaded: LoadedPart, part: RankSlice) -> Any:
-    """Begin a training pass on the samples of ``part``, which are ``loaded``, and return the model's outputs for them.
+def compute_outputs(
+    state: TrainingState, model: Callable[[Tensor], Any], inputs: Tensor, targets: Tensor, part: RankSlice
+) -> Any:
+    """Begin a training pass on the samples of ``part``, and return the model's outputs for their ``inputs``.
 
     Calls ``begin_pass`` of ``state.this_pass``, which seeds the random generators; call ``finish_pass`` after the
-    backward pass. Leaves the model's mode as it is. Raises UserError for outputs that do not fit the targets or
+    backward pass. Leaves the model's mode as it is. Raises UserError for outputs that do not fit the ``targets`` or
     have no gradient, or a batch too small for BatchNorm.
     """
     hp = state.hp
     state.this_pass.begin_pass(hp.seed, state.epoch, part.samples, state.device, has_samples=part.has_samples)
     try:
         with torch.autocast(state.device.type, dtype=torch.bfloat16, enabled=state.hardware.precision == "bf16"):
-            outputs = model(loaded.inputs)
+            outputs = model(inputs)
     except ValueError as error:
         if "more than 1 value per channel" not in str(error):
             raise
@@ -181,14 +184,16 @@ def compute_outputs(state: TrainingState, model: Callable[[Tensor], Any], loaded
             "for each channel: it needs two; choose a batch_size with another remainder, or a larger image_size"
             + ("" if hp.sync_batchnorm else ", or sync_batchnorm=true")
         ) from None
-    state.objective.check_outputs(hp.model, outputs, loaded.targets[0][0])
+    state.objective.check_outputs(hp.model, outputs, targets)
     return outputs
 
 
-def repeat_forward(state: TrainingState, batch: sampling.Indices) -> None:
+def repeat_forward(state: TrainingState, batch: sampling.Indices, step: int) -> None:
     """Load a step's samples and repeat its forward passes, for modules' hooks. Call it inside ``torch.no_grad()``."""
-    for part in list_parts(state, batch, state.step):
-        compute_outputs(state, state.model, load_part(state, part), part)
+    for part in list_parts(state, batch, step):
+        loaded = load_part(state, part)
+        inputs = loaded.prepare_inputs(state.prepare_images)
+        compute_outputs(state, state.model, inputs, loaded.targets[0][0], part)
 
 
 def apply_gradients(state: TrainingState) -> None:

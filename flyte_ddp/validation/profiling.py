@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.stats import chi2_contingency
 
+from flyte_ddp.catalog import IGNORED
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets.arrays import ImageArrays
 from flyte_ddp.datasets.prepared import PreparedSet, open_prepared, order_test_split, resolve_class_names
@@ -31,7 +32,6 @@ BRIGHTNESSES = 16  # bins for an image's mean value, which is 0 to 255
 AHEAD = 512  # samples that are read or decoded at a time
 MODES = {1: "L", 3: "RGB", 4: "RGBA"}  # Pillow's mode by number of channels
 SHIFT = 0.1  # a warning is for a difference in at least this share of images
-IGNORED = 255  # class number of pixels of a mask that do not count
 SIGNIFICANCE = 0.001  # a warning is for a smaller p-value
 STATISTICS = {"labels": "classes", "modes": "colour modes", "sizes": "sizes", "brightness": "brightness"}
 
@@ -165,7 +165,8 @@ def target_kind(data: PreparedSet) -> str:
         return CLASSES
     if data.train_labels.ndim == 3:
         return MASKS
-    return LABELS if data.classes else NUMBERS
+    labels = data.train_labels.ndim == 2 and np.isin(np.nan_to_num(data.train_labels), (0, 1)).all()
+    return LABELS if labels else NUMBERS
 
 
 def describe_target(target: NDArray[Any], kind: str) -> tuple[int, tuple[str, ...]]:

@@ -20,7 +20,7 @@ from flyte_ddp.loading.workers import LoaderPool, WorkerImages, pickle_with_mapp
 from flyte_ddp.order.sampling import take_slice
 
 CPU = torch.device("cpu")
-DRAWING = ("draws_of_all", "torchvision_pipeline", "albumentations_pipeline", "Stateful")
+DRAWING = ("draws_of_all", "torchvision_pipeline", "albumentations_pipeline", "Stateful", "Shared")
 FAILING = {
     "fail": "augment='own_loading:fail' on sample 3: ZeroDivisionError: the augmentation's own words",
     "too_small": r"augment='own_loading:too_small' returned \[7, 8, 1\] as the image of sample 3: must be \[8, 8, 1\]",
@@ -104,6 +104,7 @@ def test_transforms_that_seed_themselves_are_found() -> None:
     assert seeding.find_seeded_transforms(own_loading.albumentations_pipeline) == [own_loading.PIPELINE]
     stateful = own_loading.Stateful()
     assert seeding.find_seeded_transforms(stateful) == [stateful.pipeline]
+    assert seeding.find_seeded_transforms(own_loading.Shared()) == [own_loading.Shared.pipeline]
     inner = own_loading.Fake()
     assert seeding.find_seeded_transforms(lambda image, target: inner(image=image, mask=target)) == [inner]
     assert seeding.find_seeded_transforms(inner) == [inner]

@@ -83,10 +83,10 @@ def train_digits(digits: Path, tmp_path: Path) -> Train:
     return lambda hp, name="run", **changes: train_in(tmp_path / name, hp, digits, **changes)
 
 
-def open_all(hp: Hyperparameters, folder: Path) -> Splits:
+def open_all(hp: Hyperparameters, folder: Path, workers: int = 2) -> Splits:
     data = fetch(hp.dataset, "", folder / "data", sample=hp.sample, progress="off")
     return open_splits(
-        open_prepared(data), hp, detect_hardware(hp), torch.device("cpu"), quiet(folder, loader_threads=2)
+        open_prepared(data), hp, detect_hardware(hp), torch.device("cpu"), quiet(folder, loader_threads=workers)
     )
 
 
@@ -132,6 +132,25 @@ def test_classes_out_of_json_are_learnt_on_any_ranks(ranks: int, photos: Path, t
     plain = train(replace(hp, augment="none"), tmp_path / "plain")
     assert losses(plain) != pytest.approx(losses(one), abs=1e-3)
     assert json.loads(one.sidecar.read_text())["classes"] == LABELS
+
+
+def test_draws_of_own_decoding_depend_on_the_sample_and_the_epoch_alone(photos: Path, tmp_path: Path) -> None:
+    """Whatever the number of loader processes, and though these are forks of one."""
+    hp = replace(BASE, dataset=f"shards:{photos}/train.json", sample="own_loading:noisy", image_size=8)
+    found = []
+    for workers in (1, 3):
+        splits = open_all(hp, tmp_path / str(workers), workers)
+        samples = splits.training.order.samples(slice(0, 40))
+        parts = [samples[start : start + 5] for start in range(0, 40, 5)]
+        for epoch in (0, 1):
+            for part in parts:
+                splits.training.source.prefetch_batch(part, epoch)
+            found.append(torch.cat([splits.training.load_batch(part, epoch).inputs for part in parts]))
+        splits.close()
+    assert torch.equal(found[0], found[2])
+    assert torch.equal(found[1], found[3])
+    assert not torch.equal(found[0], found[1])
+    assert len({image.tobytes() for image in found[0].numpy()}) == 40, "no two samples have the same draws"
 
 
 def test_labels_out_of_json(photos: Path, tmp_path: Path) -> None:

@@ -263,8 +263,12 @@ def test_tables_of_predictions_have_the_answers_of_each_objective(
             assert picture.mode == "P"
             assert np.array_equal(np.asarray(picture), mask)
             assert np.array_equal(np.asarray(picture.convert("RGB")), color_table(3)[mask])
-    assert len([*(tmp_path / "masks/table-masks").iterdir()]) == len(rows)
-    assert sorted(path.name for path in (tmp_path / "masks").iterdir()) == ["table-masks", "table.csv", "table.html"]
+    assert len([*(tmp_path / "masks/table.csv.masks").iterdir()]) == len(rows)
+    assert sorted(path.name for path in (tmp_path / "masks").iterdir()) == [
+        "table.csv.masks",
+        "table.csv",
+        "table.html",
+    ]
     preview = Page((tmp_path / "masks/table.html").read_text())
     assert len([found for tag, found, _ in preview.elements if tag == "img"]) == 3 * tasks.TEST
 
@@ -282,14 +286,17 @@ def test_a_folder_of_images_is_predicted_with_masks_that_have_its_names(
     write_prediction_table(*files, **where, batch_size=1, bad_samples=1, settings=QUIET)
     with (tmp_path / "out/table.csv").open() as file:
         rows = [*csv.DictReader(file)]
-    assert [row["mask"] for row in rows] == ["", *(f"table-masks/{name}.png" for name in ("a/b.png", "a.png", "b.png"))]
+    assert [row["mask"] for row in rows] == [
+        "",
+        *(f"table.csv.masks/{name}.png" for name in ("a/b.png", "a.png", "b.png")),
+    ]
     assert [*rows[0]] == ["id", "share_a", "share_b", "share_c", "mask"]
     for row, sample in zip(rows[1:], (1, 2, 0), strict=True):
         assert np.array_equal(read_mask(tmp_path / "out" / row["mask"]), run.outputs[sample].argmax(0))
     (tmp_path / "in/b.png").unlink()
     with pytest.raises(UserError, match="cannot be decoded"):
         write_prediction_table(*files, **where, bad_samples=0, settings=QUIET)
-    assert len([*(tmp_path / "out/table-masks").rglob("*.png")]) == 3, "an error leaves the masks of before"
+    assert len([*(tmp_path / "out/table.csv.masks").rglob("*.png")]) == 3, "an error leaves the masks of before"
     assert len([*(tmp_path / "out").iterdir()]) == 3
 
 
@@ -302,7 +309,7 @@ def test_the_prediction_workflow_returns_the_masks(finished: Callable[[str], Fin
     workflow = "run", str(ROOT / "workflows/prediction.py"), "predict_wf"
     ended = pyflyte(*workflow, *options, home=tmp_path / "home", runs=tmp_path / "runs", directory=HELPERS)
     assert ended.exit_code == 0, ended.output
-    [mask] = (tmp_path / "runs").rglob("predictions-masks/a.png.png")
+    [mask] = (tmp_path / "runs").rglob("predictions.csv.masks/a.png.png")
     assert f"masks={mask.parent}" in ended.output
     assert np.array_equal(read_mask(mask), run.outputs[0].argmax(0))
 

@@ -18,14 +18,15 @@ from sklearn.utils.class_weight import compute_class_weight
 from torch import Tensor
 from torch.nn import functional
 
+from flyte_ddp.errors import UserError
 from flyte_ddp.loading.arrays import ArrayImages
 from flyte_ddp.loading.split import Split
-from flyte_ddp.objectives import Facts, Objective
+from flyte_ddp.objectives import Facts, Objective, Regression
 from flyte_ddp.objectives.objective import class_weights_of
-from flyte_ddp.objectives.own import make_objective
+from flyte_ddp.objectives.own import OBJECTIVES, make_objective
 from flyte_ddp.order.sampling import ListedOrder
 from flyte_ddp.parallel.distributed import rank, world_size
-from flyte_ddp.training.evaluate import evaluate_split
+from flyte_ddp.training.evaluate import compute_columns, evaluate_split, measure_columns, require_one_layout
 
 CLASSES = ("a", "b", "c", "d")
 MOST, BATCH = 43, 5
@@ -270,6 +271,29 @@ def test_a_loss_whose_best_constant_is_not_known_has_none(name: str, case: str, 
     targets = torch.from_numpy(CASES[case].targets)
     columns = objective.columns(torch.from_numpy(CASES[case].outputs).double(), targets)
     assert objective.constant_loss({name: column.double() for name, column in columns.items()}) is None
+
+
+@pytest.mark.parametrize("name", ["classification", "multilabel", "regression", "segmentation"])
+def test_columns_of_ones_own_have_no_constant_loss(name: str) -> None:
+    """What a built-in objective would look for is not in them."""
+    kind = OBJECTIVES[name]
+    own = type("Own", (kind,), {"columns": lambda *_: {}})(Facts(("a", "b"), (2,)))
+    assert own.constant_loss({"loss": torch.ones(3)}) is None
+
+
+def test_outputs_that_are_not_finite_are_not_measured() -> None:
+    """scikit-learn would raise; the loss, which is not finite either, ends the run in our words."""
+    outputs = torch.tensor([[0.5], [torch.nan]])
+    columns = compute_columns(Regression(Facts((), (1,))), outputs, torch.zeros(2, 1))
+    found = measure_columns(Regression(Facts((), (1,))), columns)
+    assert math.isnan(found.pop("loss"))
+    assert [*found] == ["rmse", "mae", "r2"]
+    assert all(math.isnan(value) for value in found.values())
+
+
+def test_columns_of_two_shapes_are_refused() -> None:
+    with pytest.raises(UserError, match=r"columns are \{'a': \(2,\)\} in one batch and \{'a': \(3,\)\} in another"):
+        require_one_layout([{"a": (2,)}, {"a": (2,)}, {"a": (3,)}])
 
 
 def test_balanced_class_weights_are_scikit_learns() -> None:

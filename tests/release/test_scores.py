@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import pytest
@@ -176,3 +177,34 @@ def test_a_label_that_loses_is_named() -> None:
     assert compare_evaluations(challenger, champion).p_value() > 0.99
     same = evaluate(Classification(Facts(("a", "b"))), torch.eye(2).repeat(30, 1), torch.arange(N) % 2)
     assert check_losses_by_label("class", "ab", same, same, Policy()) is None
+
+
+class Off(Objective):
+    """Losses by a model's outputs of another form."""
+
+    def losses(self, outputs: Any, targets: Tensor) -> Tensor:
+        found = outputs["a"] if isinstance(outputs, dict) else outputs
+        return (found - targets) ** 2
+
+
+class Wrong(Off):
+    def scores(self, columns: Mapping[str, Tensor]) -> Tensor:
+        return torch.full_like(columns["loss"], torch.nan)
+
+
+@pytest.mark.parametrize("form", ["numbers", "dict"])
+def test_outputs_of_any_form_are_evaluated(form: str) -> None:
+    """One number for each sample, and a dict without the logits of torchvision's models."""
+    targets = torch.arange(4.0)
+    outputs = {"numbers": targets + 1, "dict": {"a": targets + 1, "b": torch.zeros(4, 2)}}[form]
+    found = Evaluation.from_batches(Off(Facts()), [(outputs, targets)])
+    assert found.finite.tolist() == [True] * 4
+    assert found.score == 1.0
+    assert found.spread == (3.0 if form == "numbers" else 4.0)
+    broken = {"a": torch.tensor([1.0, torch.inf, 2.0, 3.0])} if form == "dict" else torch.tensor([1.0, torch.inf, 2, 3])
+    assert Evaluation.from_batches(Off(Facts()), [(broken, targets)]).finite.tolist() == [True, False, True, True]
+
+
+def test_scores_that_are_no_numbers_are_refused() -> None:
+    with pytest.raises(UserError, match=r"scores have shape \[4\], and 4 are not finite: must be a finite number"):
+        Evaluation.from_batches(Wrong(Facts()), [(torch.zeros(4), torch.zeros(4))])
