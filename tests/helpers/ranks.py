@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 def run_ranks(function: Callable[[Path], None], folder: Path, ranks: int) -> list[int | None]:
     """Run a function in each rank, with one thread, for up to 120 s; return the exit codes."""
+    (folder / "store").unlink(missing_ok=True)  # of an earlier call, whose ranks are gone
     spawn = multiprocessing.get_context("spawn")
     group = [spawn.Process(target=run_rank, args=(function, rank, ranks, folder)) for rank in range(ranks)]
     for process in group:

@@ -182,9 +182,10 @@ def dask_cluster(cluster: Cluster, tmp_path: Path) -> Iterator[str]:
     with ExitStack() as stack:
         address = {"--port": "0", "--dashboard-address": "127.0.0.1:0", "--scheduler-file": str(tmp_path / "address")}
         scheduler = start("scheduler", "scheduler", *(word for option in address.items() for word in option))
-        while not (tmp_path / "address").exists():
+        written = tmp_path / "address"
+        while not (written.exists() and written.read_text().endswith("}")):
             assert scheduler.poll() is None, (tmp_path / "scheduler/log").read_text()
-        found: str = json.loads((tmp_path / "address").read_text())["address"]
+        found: str = json.loads(written.read_text())["address"]
         for name in ("one", "two"):
             start(name, "worker", found, "--nworkers", "1", "--nthreads", "1", "--dashboard-address", "127.0.0.1:0")
         yield found
