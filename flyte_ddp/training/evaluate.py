@@ -74,10 +74,14 @@ def evaluate_split(
     }
     # All ranks use rank 0's measures. Processors of different kinds may add up in different orders, and because of one
     # last bit a rank could stop training while the others continue and wait for it.
-    measures = {}
-    if rank() == 0:
-        with hide_process_group():
-            measures = measure_columns(objective, columns)
+    measures: dict[str, float] = {}
+    if rank() == 0 and len(split):
+        loss = mean_loss(columns)
+        if math.isfinite(loss):
+            with hide_process_group():
+                measures = measure_columns(objective, columns)
+        else:  # outputs that are not finite are refused by scikit-learn, whose error would hide the cause
+            measures = {"loss": loss, **dict.fromkeys(objective.measures, math.nan)}
     return Evaluation(broadcast_object(measures), columns)
 
 
@@ -111,10 +115,6 @@ def measure_columns(objective: Objective, columns: dict[str, Tensor]) -> dict[st
     """
     if not len(columns.get("loss", ())):
         return {}
-    weight = columns["weight"].sum().item() if "weight" in columns else len(columns["loss"])
-    loss = columns["loss"].sum().item() / (weight or 1)
-    if not math.isfinite(loss):  # outputs that are not finite, which scikit-learn's measures refuse
-        return {"loss": loss, **dict.fromkeys(objective.measures, math.nan)}
     found = objective.measure(columns)
     if found.keys() != objective.measures.keys():
         raise UserError(
@@ -127,7 +127,13 @@ def measure_columns(objective: Objective, columns: dict[str, Tensor]) -> dict[st
         raise UserError(
             f"{type(objective).__name__}.measure returned what is no number ({error}): return one for each name"
         ) from None
-    return {"loss": loss, **numbers}
+    return {"loss": mean_loss(columns), **numbers}
+
+
+def mean_loss(columns: dict[str, Tensor]) -> float:
+    """Return the weighted mean of the losses of one or more samples; 0 without any weight."""
+    weight = columns["weight"].sum().item() if "weight" in columns else len(columns["loss"])
+    return columns["loss"].sum().item() / (weight or 1)
 
 
 def require_one_layout(layouts: Sequence[dict[str, tuple[int, ...]]]) -> None:

@@ -264,11 +264,8 @@ def test_tables_of_predictions_have_the_answers_of_each_objective(
             assert np.array_equal(np.asarray(picture), mask)
             assert np.array_equal(np.asarray(picture.convert("RGB")), color_table(3)[mask])
     assert len([*(tmp_path / "masks/table.csv.masks").iterdir()]) == len(rows)
-    assert sorted(path.name for path in (tmp_path / "masks").iterdir()) == [
-        "table.csv.masks",
-        "table.csv",
-        "table.html",
-    ]
+    files = sorted(path.name for path in (tmp_path / "masks").iterdir())
+    assert files == ["table.csv", "table.csv.masks", "table.html"]
     preview = Page((tmp_path / "masks/table.html").read_text())
     assert len([found for tag, found, _ in preview.elements if tag == "img"]) == 3 * tasks.TEST
 

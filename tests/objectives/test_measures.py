@@ -26,7 +26,7 @@ from flyte_ddp.objectives.objective import class_weights_of
 from flyte_ddp.objectives.own import OBJECTIVES, make_objective
 from flyte_ddp.order.sampling import ListedOrder
 from flyte_ddp.parallel.distributed import rank, world_size
-from flyte_ddp.training.evaluate import compute_columns, evaluate_split, measure_columns, require_one_layout
+from flyte_ddp.training.evaluate import evaluate_split, require_one_layout
 
 CLASSES = ("a", "b", "c", "d")
 MOST, BATCH = 43, 5
@@ -283,9 +283,10 @@ def test_columns_of_ones_own_have_no_constant_loss(name: str) -> None:
 
 def test_outputs_that_are_not_finite_are_not_measured() -> None:
     """scikit-learn would raise; the loss, which is not finite either, ends the run in our words."""
+    images, targets = torch.zeros(2, 1, 1, 1, dtype=torch.uint8), torch.zeros(2, 1)
+    split, objective = Split(ArrayImages(images, targets), ListedOrder(np.arange(2))), Regression(Facts((), (1,)))
     outputs = torch.tensor([[0.5], [torch.nan]])
-    columns = compute_columns(Regression(Facts((), (1,))), outputs, torch.zeros(2, 1))
-    found = measure_columns(Regression(Facts((), (1,))), columns)
+    found = evaluate_split(lambda *_: outputs, split, 2, torch.device("cpu"), objective).measures
     assert math.isnan(found.pop("loss"))
     assert [*found] == ["rmse", "mae", "r2"]
     assert all(math.isnan(value) for value in found.values())
