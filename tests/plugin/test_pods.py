@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -125,8 +125,9 @@ def test_ranks_in_two_pods_of_a_pytorchjob(cluster: Cluster) -> None:
     def delete_when_over(process: subprocess.Popen[bytes], _: Path) -> None:
         while process.poll() is None:
             if over.wait(0.05):
-                process.terminate()
-                break
+                process.terminate()  # again, where Elastic was ending its workers and has swallowed it
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(2)
 
     def run(_: int) -> PodEnded:
         ended = cluster.run("own.on_elastic", {"value": number(4)}, environment=variables, during=delete_when_over)
