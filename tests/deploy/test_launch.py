@@ -217,7 +217,11 @@ def test_outputs_are_named_and_downloaded_without_a_key_of_the_store(
     result = launch("--download", str(tmp_path / "new/folder"))
     assert result.exit_code == 0, result.output
     addresses = [f"  {output:12} {address}" for output, address in ADDRESSES.items()]
-    assert lines(result)[1:-1] == ["train_model: SUCCEEDED, from the cache", "test accuracy 87.50%", *addresses]
+    assert lines(result)[1:-1] == [
+        "train_model: SUCCEEDED, from the cache",
+        "main measure of the test split 0.875",
+        *addresses,
+    ]
     found = {path.name: path.read_bytes() for path in (tmp_path / "new/folder").iterdir()}
     assert found == {name: admin.blobs[ADDRESSES[output]] for output, name in NAMES.items()}
 
@@ -302,7 +306,10 @@ def test_an_outage_while_it_trains_is_waited_for(launch: Any, admin: FakeFlyteAd
     admin.course = [*8 * [Moment()], Moment("SUCCEEDED")]
     result = launch()
     assert result.exit_code == 0, result.output
-    assert lines(result)[1:3] == ["the cluster does not answer; the execution may well go on", "test accuracy 87.50%"]
+    assert lines(result)[1:3] == [
+        "the cluster does not answer; the execution may well go on",
+        "main measure of the test split 0.875",
+    ]
 
 
 def test_an_outage_that_does_not_end_is_one_sentence(
