@@ -40,9 +40,9 @@ def collect_predictions(state: TrainingState, objective: Objective, test: Evalua
         "loss": mean_losses(test.columns)[index].float().numpy(),
         "table_rows": np.array(rows),
         "text_columns": np.array(texts, dtype=np.str_),
-        "texts": np.array([columns[name][:rows] for name in texts], dtype=np.str_).T,
+        "texts": np.array([columns[name][:rows] for name in texts], dtype=np.str_).reshape(len(texts), rows).T,
         "number_columns": np.array(numbers, dtype=np.str_),
-        "numbers": np.array([columns[name][:rows] for name in numbers], dtype=np.float32).T,
+        "numbers": np.array([columns[name][:rows] for name in numbers], dtype=np.float32).reshape(len(numbers), rows).T,
         "sections": np.array(encode_sections(sections)),
     }
 

@@ -30,6 +30,7 @@ from flyte_ddp.predict.mask_files import MaskFolder
 from flyte_ddp.predict.predict import write_prediction_table
 from flyte_ddp.report.class_colors import class_colors, color_table
 from flyte_ddp.run import Result
+from flyte_ddp.tracking.wandb_feed import predictions_table
 
 pytestmark = pytest.mark.slow
 
@@ -169,6 +170,16 @@ def test_numbers_have_their_errors_and_charts(finished: Callable[[str], Finished
     assert len(points) == (~np.isnan(truths)).sum()
     unit = {"regression": "squared error", "huber": "Huber loss"}[name]
     assert unit in "".join(run.page.texts("text"))
+
+
+@pytest.mark.parametrize("name", ["multilabel", "regression", "segmentation"])
+def test_wandbs_table_has_a_row_for_each_of_the_first_samples(finished: Callable[[str], Finished], name: str) -> None:
+    """Also where all its columns are numbers, or all are texts."""
+    with (finished(name).result.run_folder / "predictions.npz").open("rb") as file:
+        table = predictions_table(file)
+    assert table.columns[:2] == ["id", "image"]
+    assert len(table.columns) > 3
+    assert len(table.data) == len(finished(name).truth)
 
 
 @pytest.mark.parametrize("name", ["segmentation", "in a dict"])
