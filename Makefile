@@ -31,7 +31,7 @@ train: install ## Train on the embedded digits, 2 ranks (other settings: make tr
 test: install ## Run the tests, each promise once (5 to 8 minutes on two quiet cores)
 	$(BIN)/python -m pytest $(PARALLEL) -m "not exhaustive"
 
-test-all: install ## Also run what repeats them with more faults, stores, launchers and seeds (14 to 20 minutes)
+test-all: install ## Also run what repeats them with more faults, stores, launchers and seeds (20 to 27 minutes)
 	$(BIN)/python -m pytest $(PARALLEL)
 
 test-fast: install ## Run the tests one wants while working (50 to 80 seconds)
