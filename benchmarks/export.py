@@ -27,7 +27,7 @@ from flyte_ddp.export.onnx_process import OnnxProcess
 from flyte_ddp.export.served import ServedModel
 from flyte_ddp.machine import count_cores
 from flyte_ddp.predict.prediction_batches import SavedModel
-from flyte_ddp.release.evaluation import compute_logits_of_split
+from flyte_ddp.release.evaluation import compute_outputs_of_split
 from flyte_ddp.run import run_training
 from flyte_ddp.settings import Settings
 
@@ -56,7 +56,7 @@ def measure(options: Options) -> Result:
         )
         sides[name] = SavedModel(run.model, run.sidecar, QUIET), open_prepared(data)
     result = Result(settings={"photos": images, "side": side, "threads": count_cores()})
-    logits = {name: np.stack([*compute_logits_of_split(model, split)]) for name, (model, split) in sides.items()}
+    logits = {name: np.stack([*compute_outputs_of_split(model, split)]) for name, (model, split) in sides.items()}
 
     def exported(name: str, _: int) -> None:
         model, split = sides[name]

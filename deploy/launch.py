@@ -28,6 +28,7 @@ from flyte_ddp import storage
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import UserError, unknown_name_error
 from flyte_ddp.files import replace_file
+from flyte_ddp.formatting import name_measure
 from flyte_ddp.pods.environment import FROM_SCRATCH_VARIABLE
 from flyte_ddp.report.report import parse_last_record
 from tasks.command_line import CALL_SECONDS, check_input_files, show_errors_in_panels
@@ -243,7 +244,7 @@ class ExecutionWatch:
         figures = [FIGURES[key].format(record[key]) for key in FIGURES if record.get(key) is not None]
         main = next((key for key in record if key.startswith("test_") and key not in (*FIGURES, "test_loss")), "")
         if main and record[main] is not None:  # of another objective than classification
-            figures.append(f"{main.replace('_', ' ')} {record[main]:.4g}")
+            figures.append(f"test {name_measure(main.removeprefix('test_'))} {record[main]:.4g}")
         return ", ".join([f"step {record['step']:,}", *figures])
 
     def print_if_new(self, topic: object, line: str) -> None:

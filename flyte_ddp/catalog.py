@@ -19,16 +19,13 @@ IMAGES = (
     *("jpe", "jfif", "jp2", "apng", "avif"),
 )
 
-AUGMENTATIONS = ("none", "crop", "crop_flip", "resized_crop")  # built-in ones
-
-# Each built-in objective, with those hyperparameters that not all objectives have a use for and this one has.
+# Built-in objectives, each with the hyperparameters that it uses and some other objective does not.
 OBJECTIVES: dict[str, tuple[str, ...]] = {
     "classification": ("label_smoothing", "class_weights"),
     "multilabel": ("class_weights",),
     "regression": (),
     "segmentation": ("class_weights",),
 }
-OBJECTIVE_SETTINGS = ("label_smoothing", "class_weights")  # that not all objectives have a use for
 
 # The two small CNNs, each with the smallest image side that it takes, in pixels.
 SMALL_MODELS: dict[str, int] = {"small_cnn": 8, "tutorial": 16}

@@ -105,8 +105,8 @@ class CheckedFields(DataClassJsonMixin):
 def check_value(field: "dataclasses.Field[Any]", value: Any) -> Any:
     """Return a value in its field's type; in an int field 3.0 becomes 3, because the console's form has only doubles.
 
-    Raises UserError for a value of another type, NaN, infinity, a number out of range, a text that is none of the
-    choices (nor has the colon of own code, where that is allowed) or not UTF-8, and an address with a user name or a
+    Raises UserError for a value of another type, NaN, infinity, a number out of range, a text that is not UTF-8 or is
+    none of the choices (where own code is allowed, any text with a colon is one), and an address with a user name or a
     password.
     """
     rule = field.metadata

@@ -192,7 +192,7 @@ class Hyperparameters(CheckedFields, called="hyperparameter"):
         "Training-time augmentation: none, crop (shifted by up to 1/8 of the side), crop_flip (crop, and mirrored half "
         "of the time), for shards, streams and image folders resized_crop (a random part at a random size, and "
         "mirrored half of the time), or your own `package.module:callable` (not for streams).",
-        choices=catalog.AUGMENTATIONS,
+        choices=("none", "crop", "crop_flip", "resized_crop"),
         own=True,
     )
     mixup: float = setting(
@@ -309,9 +309,10 @@ class Hyperparameters(CheckedFields, called="hyperparameter"):
 
 def refuse_unused_settings(hp: Hyperparameters, used: Collection[str]) -> None:
     """Raise UserError for a setting of objectives that is not at its default and not among those that are ``used``."""
+    some_use = {name for names in catalog.OBJECTIVES.values() for name in names}
     for field in dataclasses.fields(hp):
         value = getattr(hp, field.name)
-        if field.name in catalog.OBJECTIVE_SETTINGS and field.name not in used and value != field.default:
+        if field.name in some_use and field.name not in used and value != field.default:
             raise UserError(
                 f"{field.name}={short_repr(value)}: objective={hp.objective!r} has no use for it; leave it out, or "
                 "choose another objective"

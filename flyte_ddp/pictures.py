@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -42,6 +43,19 @@ def opaque_picture(image: Image.Image) -> Image.Image:
     canvas = Image.new("RGBA", image.size, BACKGROUND)
     canvas.alpha_composite(image.convert("RGBA"))
     return canvas
+
+
+def picture_to_pixels(image: Any) -> NDArray[Any]:
+    """Return a PIL image, an array [H, W] or [H, W, C], or a tensor [C, H, W] as an array [H, W] or [H, W, C].
+
+    PIL images become uint8, white where transparent: bitmaps and 16-bit images grey, palettes, CMYK and others RGB.
+    Arrays and tensors keep their type. Raises ValueError for a PIL image as :func:`opaque_picture` does.
+    """
+    if hasattr(image, "convert"):
+        image = opaque_picture(image)
+        image = image.convert("L" if image.mode in ("1", "L") else "RGB")
+    pixels = np.asarray(image)
+    return pixels.transpose(1, 2, 0) if hasattr(image, "permute") and pixels.ndim == 3 else pixels
 
 
 def scale_transparent_colour(image: Image.Image) -> None:

@@ -1,10 +1,11 @@
-"""Name this process, handle its signals, let it die with its parent, and kill its descendants.
+"""Name this process, handle its signals, let it die with its parent, spawn others, and kill its descendants.
 
 Processes that a user's model starts, such as loaders and daemons, must not outlive the run. They are killed on Linux
 only, where a process can adopt orphans and ``/proc`` lists each process's parent.
 """
 
 import ctypes
+import multiprocessing
 import os
 import re
 import signal
@@ -14,11 +15,13 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from multiprocessing import resource_tracker
+from multiprocessing.context import SpawnContext
 from pathlib import Path
 from typing import Any
 
 # linux/prctl.h
 PR_SET_PDEATHSIG, PR_SET_NAME, PR_SET_CHILD_SUBREAPER, PR_GET_CHILD_SUBREAPER = 1, 15, 36, 37
+SIGNALS = (signal.SIGTERM, signal.SIGINT)  # that ask a run to stop
 KILL_SECONDS = 5.0  # how long to wait for killed processes; one that is blocked in the kernel stays
 POLL_SECONDS = 0.005
 
@@ -88,6 +91,21 @@ def hide_main_script() -> Iterator[None]:
         yield
     finally:
         main.update(before)
+
+
+@contextmanager
+def spawn_context() -> Iterator[SpawnContext]:
+    """Yield multiprocessing's spawn context; processes started in the block begin with SIGTERM and SIGINT blocked.
+
+    Blocks both signals in this thread until the end. Spawned processes do not run this process's main script.
+    """
+    resource_tracker.ensure_running()  # before signals are blocked, because it unblocks them
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    try:
+        with hide_main_script():
+            yield multiprocessing.get_context("spawn")
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
 
 def kill_descendants() -> None:

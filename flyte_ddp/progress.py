@@ -9,7 +9,7 @@ from typing import Any, TextIO
 
 from tqdm import tqdm
 
-from flyte_ddp.formatting import format_measure, format_value
+from flyte_ddp.formatting import format_measure, format_value, name_measure
 
 BAR = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} steps [{elapsed}<{remaining}{postfix}]"
 SHOWN_VALUES = 6  # of those that a function records; more do not fit on a line
@@ -152,9 +152,7 @@ class TrainingProgress(StepProgress):
             if f"{split}_loss" in record:
                 shown = [format_measure(name, record[f"{split}_{name}"]) for name in (measure, "loss")]
                 rest = "" if measure == "loss" else f" (loss {shown[1]})"
-                results.append(
-                    f"{split} {measure.replace('_', ' ')} {shown[0]}{rest}".replace("\N{NO-BREAK SPACE}", " ")
-                )
+                results.append(f"{split} {name_measure(measure)} {shown[0]}{rest}".replace("\N{NO-BREAK SPACE}", " "))
         epoch = self._name_epoch(record["epoch"] - 1)  # records count the epochs that are done
         self.print_note(f"{epoch}, step {record['step']:,}/{self._total_steps:,}: {', '.join(results)}")
 

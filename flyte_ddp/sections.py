@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
+from typing import get_args
 
 from flyte_ddp.json_lines import replace_non_finite
 
@@ -54,7 +55,7 @@ class Confusions:
 
 @dataclass(frozen=True)
 class Pictures:
-    """Samples of the test split with picture, prediction and truth; they are numbers in the split's order."""
+    """Samples of the test split with picture, prediction and truth; ``samples`` are positions in the split's order."""
 
     title: str
     text: str
@@ -62,9 +63,7 @@ class Pictures:
 
 
 Section = Table | Scatter | Histogram | Confusions | Pictures
-KINDS: dict[str, type[Section]] = {
-    kind.__name__.lower(): kind for kind in (Table, Scatter, Histogram, Confusions, Pictures)
-}
+KINDS: dict[str, type[Section]] = {kind.__name__.lower(): kind for kind in get_args(Section)}
 
 
 def encode_sections(sections: Iterable[Section]) -> str:

@@ -159,6 +159,11 @@ class PretrainedWeights:
         return self.file.removesuffix(".pth").rpartition("-")[2]
 
 
+def choose_side(image_size: int, weights: PretrainedWeights | None) -> int:
+    """Return the side of a model's images, in pixels: ``image_size``; where it is 0 that of the weights, 0 without."""
+    return image_size or (weights.side if weights else 0)
+
+
 def find_weights(model: str, init_from: str) -> PretrainedWeights | None:
     """Return the weights that ``torchvision:NAME`` stands for with this model; None for any other ``init_from``.
 

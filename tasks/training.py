@@ -10,7 +10,7 @@ from flytekit.types.file import FlyteFile
 
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import shorten_path
-from flyte_ddp.formatting import format_measure
+from flyte_ddp.formatting import format_measure, name_measure
 from flyte_ddp.pods import paths
 from flyte_ddp.pods.live_page import publish_report_while_training
 from flyte_ddp.pods.platforms import is_in_pod
@@ -95,7 +95,7 @@ def training_outputs(result: Result) -> TrainingOutputs:
     }
     name, value = next(iter(result.measures.items()))
     figure = format_measure(name, value).replace("\N{NO-BREAK SPACE}", "")
-    paths.print_local_files(f"test {name.replace('_', ' ')} {figure}; made in", files)
+    paths.print_local_files(f"test {name_measure(name)} {figure}; made in", files)
     model, *others = files
     return TrainingOutputs(
         result.epoch_accuracies,

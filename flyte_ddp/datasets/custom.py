@@ -10,7 +10,7 @@ import numpy as np
 from flyte_ddp.datasets.arrays import ARRAYS, ImageArrays, Images, Targets, image_arrays
 from flyte_ddp.datasets.identity import content_identity, digest_lines
 from flyte_ddp.errors import UserError
-from flyte_ddp.pictures import opaque_picture
+from flyte_ddp.pictures import picture_to_pixels
 from flyte_ddp.progress import Progress
 from flyte_ddp.user_code import load_callable
 from flyte_ddp.user_source import user_source_digest
@@ -134,19 +134,13 @@ def convert_sample(set_name: str, index: int, item: Any) -> tuple[Images, Target
         raise UserError(f"{set_name}: item {index} must be an image and a label: {error}") from error
     if label.dtype.kind not in "biuf":
         raise UserError(f"{set_name}: item {index}: its label is a {type(given).__name__}; must be a number or numbers")
-    if hasattr(image, "convert"):  # a PIL image
-        try:
-            image = opaque_picture(image)
-        except ValueError as error:
-            raise UserError(f"{set_name}: image {index} cannot be converted to 8 bits: {error}") from None
-        # Bitmaps and 16-bit images become grey; palettes, CMYK and others become RGB.
-        image = image.convert("L" if image.mode in ("1", "L") else "RGB")
-    pixels = np.asarray(image)
+    try:
+        pixels = picture_to_pixels(image)
+    except ValueError as error:
+        raise UserError(f"{set_name}: image {index} cannot be converted to 8 bits: {error}") from None
     if pixels.dtype != np.uint8 or pixels.ndim not in (2, 3):
         raise UserError(
             f"{set_name}: image {index} is {pixels.dtype} {list(pixels.shape)}; must be a PIL image or uint8: "
             "leave out transforms such as ToTensor and Normalize, training does that itself"
         )
-    if pixels.ndim == 2:
-        return pixels[..., np.newaxis], label
-    return (pixels.transpose(1, 2, 0) if hasattr(image, "permute") else pixels), label  # a tensor is [C, H, W]
+    return pixels[..., np.newaxis] if pixels.ndim == 2 else pixels, label

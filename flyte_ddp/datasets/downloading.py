@@ -11,11 +11,12 @@ from flyte_ddp.progress import Progress
 def download_verified(
     address: str, name: str, file: BinaryIO, *, algorithm: str, digests: Sequence[str], progress: Progress
 ) -> str:
-    """Empty an open file, copy the file at ``address`` into it, and return the folder or address that served it.
+    """Download the file at ``address`` into the open ``file``, verify its digest, and return the file's folder.
 
-    ``address`` ends with ``name``. ``digests`` are the allowed digests (hex) by ``algorithm`` of hashlib, or the first
-    digits of each. Does not retry. Waits up to 10 s to connect, 30 s for each piece. Shows progress on stderr. Raises
-    AlteredError for another digest, UnavailableError if the file cannot be read, OSError if ``file`` cannot be written.
+    Empties ``file`` first, and does not retry. ``address`` ends with ``name``; the folder is the rest of the address.
+    ``digests`` are the allowed digests (hex) by ``algorithm`` of hashlib, or the first digits of each. Waits up to
+    10 s to connect and 30 s for each piece, and shows progress on stderr. Raises AlteredError for another digest,
+    UnavailableError if the address cannot be read, OSError if ``file`` cannot be written.
     """
     digest, place = hashlib.new(algorithm, usedforsecurity=False), address.removesuffix(name)
     remote = storage.local_path(address) is None

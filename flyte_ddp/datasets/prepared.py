@@ -116,8 +116,9 @@ def check_prepared_set(
     of all ranks.
     """
     data = open_prepared(folder)
+    of_numbers = isinstance(data, ImageArrays) and data.train_labels.dtype.kind == "f"  # or several labels
     # What the user's own function will return is known only when it is called, which ranks do.
-    resolve_class_names(data.classes, hp, of_numbers=has_numbers(data) or bool(hp.sample))
+    resolve_class_names(data.classes, hp, of_numbers=of_numbers or bool(hp.sample))
     orders = order_splits(
         data, validation_fraction=hp.validation_fraction, seed=hp.seed, shuffle_shards=hp.shuffle_shards
     )
@@ -188,10 +189,10 @@ def no_samples_error(dataset: str, purpose: str) -> UserError:
     return UserError(f"dataset={dataset!r}: has no samples for {purpose}; {more}, or hold out less, or test_dataset")
 
 
-def count_classes(data: PreparedSet, training: Order, classes: int) -> tuple[int, ...]:
+def count_training_classes(data: PreparedSet, training: Order, classes: int) -> tuple[int, ...]:
     """Return how many training samples each class has, or pixels for masks; empty if the data do not say that.
 
-    Samples of several labels count for each label that they have. ``training`` has the samples of training.
+    Samples of several labels count for each label that they have. ``training`` lists the samples of training.
     """
     if isinstance(data, ImageArrays):
         labels = data.train_labels
@@ -199,7 +200,7 @@ def count_classes(data: PreparedSet, training: Order, classes: int) -> tuple[int
         labels = data.train.labels
     else:
         return ()
-    samples = np.sort(training.samples(slice(0, len(training))))
+    samples = np.sort(training.samples(slice(None)))  # all: an own ``sampling`` makes epochs of another length
     if labels.dtype.kind == "f":
         return tuple(np.nansum(labels[samples], axis=0).astype(np.int64).tolist()) if labels.ndim == 2 else ()
     counts = np.zeros(classes, np.int64)
@@ -207,11 +208,6 @@ def count_classes(data: PreparedSet, training: Order, classes: int) -> tuple[int
         chosen = labels[rows]
         counts += np.bincount(chosen[(chosen >= 0) & (chosen < classes)], minlength=classes)
     return tuple(counts.tolist())
-
-
-def has_numbers(data: PreparedSet) -> bool:
-    """Return whether the targets are numbers or labels, which need no class names."""
-    return isinstance(data, ImageArrays) and data.train_labels.dtype.kind == "f"
 
 
 def resolve_class_names(classes: Sequence[str], hp: Hyperparameters, *, of_numbers: bool = False) -> tuple[str, ...]:

@@ -9,6 +9,7 @@ import tarfile
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -71,17 +72,15 @@ class PublishedSet:
         progress on stderr. Raises a UserError if no address serves the verified file.
         """
         algorithm, digests = ("sha256", (sums[name],)) if sums else ("md5", self.files[name])
-        check: dict[str, Any] = {"algorithm": algorithm, "digests": digests, "progress": progress}
         system = [self.system_folder] if self.system_folder and Path(self.system_folder).is_dir() else []
         usual = [storage.join(place, name) for place in (*system, *self.addresses)]
         addresses = storage.join(source, name) if source else usual
         try:
             with (folder / name).open("wb") as file:
-                return storage.retry(
-                    addresses,
-                    lambda address: download_verified(address, name, file, **check),
-                    progress.print_note,
+                download = partial(
+                    download_verified, name=name, file=file, algorithm=algorithm, digests=digests, progress=progress
                 )
+                return storage.retry(addresses, download, progress.print_note)
         except storage.UnavailableError as failure:
             if source:
                 raise self.mirror_error(name, source, failure) from None

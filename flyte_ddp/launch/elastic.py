@@ -34,9 +34,9 @@ from flyte_ddp.launch.remote.file_sync import FileSender
 from flyte_ddp.launch.supervise.failures import killed_rank_error
 from flyte_ddp.launch.supervise.network import host_addresses, set_network_interface
 from flyte_ddp.launch.supervise.rank_process import RankInfo
-from flyte_ddp.launch.supervise.stopping import SIGNALS, call_on_signals, stop_error
+from flyte_ddp.launch.supervise.stopping import call_on_signals, stop_error
 from flyte_ddp.machine import Capacity, Request
-from flyte_ddp.process import hide_main_script
+from flyte_ddp.process import SIGNALS, hide_main_script
 from flyte_ddp.runs import checkpoint
 from flyte_ddp.runs.work import Work
 

@@ -272,7 +272,11 @@ def decode_or_refetch(reader: ImageReader, sample: int, encoded: Encoded) -> tup
 def decode_with_or_refetch(
     decode: Callable[[Encoded], Result], reader: ImageReader, sample: int, encoded: Encoded
 ) -> tuple[Result, Encoded]:
-    """Do what :func:`decode_or_refetch` does, with another function that decodes and may raise a DecodingError."""
+    """Return what ``decode`` makes of a sample that was read as ``encoded``, and the sample as it was read last.
+
+    If ``decode`` raises a DecodingError, removes the file's cached copy if this is damaged, reads the sample once more
+    and calls ``decode`` again; passes the error on if the sample is the same as before.
+    """
     try:
         return decode(encoded), encoded
     except DecodingError:

@@ -39,7 +39,7 @@ from flyte_ddp.settings import Settings
 from flyte_ddp.shards.cache import ShardCache
 from flyte_ddp.shards.dataset import ShardReader
 from flyte_ddp.shards.index import ShardIndex
-from flyte_ddp.torchvision_weights import find_weights
+from flyte_ddp.torchvision_weights import choose_side, find_weights
 
 
 def open_splits(
@@ -76,7 +76,7 @@ def open_encoded_splits(
     the kind of the targets.
     """
     weights, classes = find_weights(hp.model, hp.init_from), len(data.classes) or hp.num_classes
-    side = hp.image_size or (weights.side if weights else ENCODED_SIDE)
+    side = choose_side(hp.image_size, weights) or ENCODED_SIDE
     share = weights.crop_share if weights else EVALUATION_SHARE
     # The reader keeps two shards open for each shuffle stream, because all may change shards in the same step.
     streams = count_rank_streams(hp.shuffle_shards, world_size(), min(hp.accumulation_steps, hp.batch_size))
@@ -138,7 +138,7 @@ def open_array_splits(
 ) -> Splits:
     """Return the splits of arrays. With an ``augment`` of the user's own, ``workers`` processes load those to train on.
 
-    Copies the arrays to the device if it is a GPU: also the training arrays, where validation reads them.
+    Copies all arrays to the device if it is a GPU; with own augmentation too, as validation reads the training arrays.
     """
     _, own = import_own_loading(hp)
     images = open_array_source(device, data.train_images, data.train_labels, "none" if own else hp.augment, hp.seed)
@@ -167,7 +167,7 @@ def open_test_split(
     device: torch.device,
     settings: Settings,
 ) -> tuple[Split, Collection[int]]:
-    """Open the test split of encoded images alone; return it, and the samples that another stands for: it grows.
+    """Open the test split of encoded images alone; return it, and the set of replaced samples, which grows as it loads.
 
     ``spec`` is the input of the model that gets the images, a square; ``bad`` collects undecodable samples. ``sample``
     is the hyperparameter of that name, with which the user's code decodes the first sample here. Decoding threads, or

@@ -76,12 +76,8 @@ class EncodedSamples(SubstitutingReader, SampleLoader):
         return len(self.bad.names), len(self.replaced), Counter(self.reader.fetch_counts())
 
     def find_kind_of_targets(self, order: Order) -> TargetKind:
-        """Return the kind of all targets: that of the first sample of an order, which is decoded in this process.
-
-        For an order without samples returns classes.
-        """
-        if self.decode is None or not len(order):
-            return self.targets
+        """Return the kind of all targets: that of the first sample of an order, which this process decodes."""
+        assert self.decode is not None
         first = int(order.samples(slice(0, 1))[0])
         with keep_random_state():
             image, target, name = self.load_image_or_substitute(first, self.reader.read_sample(first))

@@ -1,6 +1,6 @@
 """Load single samples with the user's own code: a function that augments them, or one that decodes them.
 
-What is here runs in loader processes (:mod:`flyte_ddp.loading.workers`), or in the rank itself.
+What is here runs in loader processes (:mod:`flyte_ddp.loading.loader_process`), or in the rank itself.
 """
 
 import inspect
@@ -17,7 +17,7 @@ from flyte_ddp.loading.facts import Facts
 from flyte_ddp.loading.seeding import find_seeded_transforms, seed_for
 from flyte_ddp.loading.split import TargetKind
 from flyte_ddp.order.sampling import Indices
-from flyte_ddp.pictures import opaque_picture
+from flyte_ddp.pictures import picture_to_pixels
 from flyte_ddp.user_code import load_callable
 
 
@@ -106,12 +106,10 @@ class OwnFunction:
 
         It may be a PIL image, which becomes grey or RGB, an array [H, W] or [H, W, C], or a tensor [C, H, W].
         """
-        if hasattr(image, "convert"):
-            image = opaque_picture(image)
-            image = image.convert("L" if image.mode in ("1", "L") else "RGB")
-        pixels = np.asarray(image)
-        if hasattr(image, "permute") and pixels.ndim == 3:
-            pixels = pixels.transpose(1, 2, 0)
+        try:
+            pixels = picture_to_pixels(image)
+        except ValueError as error:
+            raise UserError(f"{self}: the image of {name} cannot be converted to 8 bits: {error}") from None
         if pixels.dtype != np.uint8 or pixels.ndim not in (2, 3) or 0 in pixels.shape:
             raise UserError(
                 f"{self} returned {pixels.dtype} {list(pixels.shape)} as the image of {name}: must be uint8 [height, "

@@ -15,7 +15,6 @@ from flyte_ddp.order.sampling import Indices, Order, take_slice
 
 PICTURES_COMPARED = 64  # samples that callers of describe_equal_pictures() pass
 
-
 Item = TypeVar("Item")
 
 

@@ -4,47 +4,40 @@ A batch does not depend on which process loads which sample, nor on how many the
 each sample has a place and a seed of its own. On Linux only; elsewhere the rank loads its batches itself.
 """
 
-import gc
 import io
 import itertools
 import mmap
-import multiprocessing
-import os
 import pickle
 import signal
 import sys
-import traceback
 import weakref
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from multiprocessing import connection, resource_tracker
+from multiprocessing import connection
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from flyte_ddp.device_copy import copy_to_device
-from flyte_ddp.errors import UserError
+from flyte_ddp.loading.batch_memory import BatchMemory, Layout
 from flyte_ddp.loading.facts import Facts
+from flyte_ddp.loading.loader_process import NAME, Loaded, Task, common_shape, load_into, run_loader_server
 from flyte_ddp.loading.own_samples import SampleLoader
 from flyte_ddp.loading.seeding import keep_random_state
 from flyte_ddp.loading.split import Batch, ImageSource
 from flyte_ddp.order.sampling import Indices
-from flyte_ddp.process import die_with_parent, hide_main_script, set_process_name
+from flyte_ddp.process import spawn_context
 
 POSSIBLE = sys.platform == "linux"
-NAME = "loader process"
 END_SECONDS = 5.0  # that a killed process may take to end
-# Of one task at most. Tasks, and answers with the samples' names, must fit into the buffers of a pipe: else rank and
-# process might wait for each other for ever.
-MOST_SAMPLES, MOST_CHARACTERS = 256, 20_000
-ALIGNMENT = 64  # bytes
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+# Samples of one task at most. A task must fit into the buffers of a pipe, and so must the names that answer it: else
+# rank and process might wait for each other for ever.
+MOST_SAMPLES = 256
 
 
 class RemoteTraceback(Exception):  # noqa: N818
@@ -52,107 +45,6 @@ class RemoteTraceback(Exception):  # noqa: N818
 
     def __str__(self) -> str:
         return f"\n{self.args[0]}"
-
-
-class Layout(NamedTuple):
-    """Where the images and the targets of a batch lie in its memory."""
-
-    samples: int
-    image_bytes: int  # that are reserved for each image
-    dtype: Any  # of the targets
-    shape: tuple[int, ...]  # of one target
-
-    @property
-    def start_of_targets(self) -> int:
-        """The byte at which the targets begin; the images begin at 0."""
-        return -(-self.samples * self.image_bytes // ALIGNMENT) * ALIGNMENT
-
-    @property
-    def size(self) -> int:
-        """The size of the memory in bytes, at least 1."""
-        return self.start_of_targets + max(1, self.targets_bytes)
-
-    @property
-    def targets_bytes(self) -> int:
-        """The size of all targets in bytes."""
-        return int(self.samples * np.prod(self.shape, dtype=np.int64) * np.dtype(self.dtype).itemsize)
-
-    def targets(self, memory: NDArray[np.uint8]) -> NDArray[Any]:
-        """Return the targets in a batch's memory as an array [samples, ...]."""
-        part = memory[self.start_of_targets : self.start_of_targets + self.targets_bytes]
-        found: NDArray[Any] = part.view(self.dtype).reshape(self.samples, *self.shape)
-        return found
-
-    def images(self, memory: NDArray[np.uint8], shape: tuple[int, ...]) -> NDArray[np.uint8]:
-        """Return the images in a batch's memory as an array [samples, *shape]."""
-        rows = memory[: self.samples * self.image_bytes].reshape(self.samples, self.image_bytes)
-        return rows[:, : int(np.prod(shape))].reshape(self.samples, *shape)
-
-
-class Task(NamedTuple):
-    """Samples that one process loads into the memory of their batch."""
-
-    loader: int  # number of the SampleLoader
-    samples: list[int]
-    epoch: int | None
-    first: int  # the place of the first sample in the batch
-    layout: Layout
-    path: str  # of the batch's memory
-
-
-class Loaded(NamedTuple):
-    """What a process answers after a task."""
-
-    names: list[str]
-    shape: tuple[int, ...]  # of the images
-    report: Any  # of the SampleLoader
-
-
-def load_into(memory: NDArray[np.uint8], loader: SampleLoader, task: Task) -> Loaded:
-    """Load a task's samples into the memory of their batch. UserError if images have different shapes."""
-    targets, names = task.layout.targets(memory), []
-    shapes = set[tuple[int, ...]]()
-    for place, sample in enumerate(task.samples, task.first):
-        image, targets[place], name = loader.load_sample(sample, task.epoch)
-        shapes.add(image.shape)
-        start = place * task.layout.image_bytes
-        copy_image(image, memory[start : start + image.size].reshape(image.shape))
-        names.append(name)
-    return Loaded(names, common_shape(shapes), loader.take_report())
-
-
-def copy_image(image: NDArray[np.uint8], to: NDArray[np.uint8]) -> None:
-    """Copy an image [H, W, C] to ``to``, by channels if each is in one piece, as in tensors: three times as fast."""
-    if image.flags.c_contiguous:
-        to[...] = image
-    else:
-        for channel in range(image.shape[2]):
-            to[..., channel] = image[..., channel]
-
-
-def common_shape(shapes: Collection[tuple[int, ...]]) -> tuple[int, ...]:
-    """Return the shape of the images of a batch; UserError if they have different ones."""
-    if len({*shapes}) > 1:
-        found = " and ".join(str(list(shape)) for shape in sorted({*shapes}))
-        raise UserError(f"augment: images of one batch are {found}; return images of one size")
-    return next(iter(shapes))
-
-
-class BatchMemory:
-    """Memory of batches, in an unnamed file that loader processes open by its path; it grows as needed."""
-
-    def __init__(self) -> None:
-        self.file = os.memfd_create("flyte-ddp")  # not in /dev/shm, which has 64 MB in a container
-        weakref.finalize(self, os.close, self.file)  # a process may train many times
-        self.path = f"/proc/{os.getpid()}/fd/{self.file}"
-        self.memory: mmap.mmap | None = None
-
-    def resize(self, size: int) -> NDArray[np.uint8]:
-        """Return all of the memory, of ``size`` bytes or more. Call it while no batch is in it."""
-        if self.memory is None or len(self.memory) < size:
-            os.ftruncate(self.file, size)
-            self.memory = mmap.mmap(self.file, size)
-        return np.frombuffer(self.memory, np.uint8)
 
 
 @dataclass(eq=False)
@@ -178,18 +70,12 @@ class LoaderPool:
         self.numbers = itertools.count()
         self.free: list[BatchMemory] = []
         self.started = False
-        context = multiprocessing.get_context("spawn")
-        pipes, self.exits = [context.Pipe() for _ in range(workers)], context.Pipe(duplex=False)
-        self.workers = {ours: Worker(number, ours) for number, (ours, _) in enumerate(pipes)}
-        arguments = [theirs for _, theirs in pipes], self.exits[1]
-        process = context.Process(target=run_loader_server, args=arguments, name=NAME, daemon=True)
-        resource_tracker.ensure_running()  # before signals are blocked, because it unblocks them
-        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-        try:
-            with hide_main_script():
-                process.start()
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+        with spawn_context() as context:
+            pipes, self.exits = [context.Pipe() for _ in range(workers)], context.Pipe(duplex=False)
+            self.workers = {ours: Worker(number, ours) for number, (ours, _) in enumerate(pipes)}
+            arguments = [theirs for _, theirs in pipes], self.exits[1]
+            process = context.Process(target=run_loader_server, args=arguments, name=NAME, daemon=True)
+            process.start()
         for end in (*arguments[0], self.exits[1]):
             end.close()  # so that the end of a process is the end of its pipe
         self.end = weakref.finalize(self, end_processes, process, [*self.workers, self.exits[0]])  # at exit, too
@@ -252,7 +138,10 @@ class LoaderPool:
         return memory.path, whole
 
     def ended_error(self, worker: Worker) -> RuntimeError:
-        """Return the error for a loader process that has ended; waits up to 5 s for its exit code."""
+        """Return the error for a loader process that has ended; its text names the signal or the exit code.
+
+        Waits up to 5 s for the exit code, and as long again for each other process that ended before.
+        """
         code = None
         with suppress(EOFError, OSError):
             while code is None and self.exits[0].poll(END_SECONDS):
@@ -275,76 +164,6 @@ def end_processes(server: BaseProcess, pipes: Sequence[Connection]) -> None:
     server.join(END_SECONDS)
     for pipe in pipes:
         pipe.close()
-
-
-def run_loader_server(pipes: Sequence[Connection], exits: Connection) -> None:
-    """Fork a loader process for each of the pipes, and send their numbers and exit codes by ``exits``, until all ended.
-
-    The first function of a process that has just imported this module. Imports torchvision's transforms, which most
-    users' pipelines need. Linux ends this process with the rank's thread that started it, and its forks with it.
-    """
-    die_with_parent()
-    set_process_name(NAME)
-    import torchvision.transforms.v2  # noqa: F401
-
-    gc.freeze()  # the collector writes to the objects that it visits, and forks no longer share written memory
-    running = dict[int, int]()
-    for number, pipe in enumerate(pipes):
-        server = os.getpid()
-        pid = os.fork()
-        if pid == 0:
-            die_with_parent()
-            if os.getppid() == server:  # else the server ended before die_with_parent was called
-                for other in (*pipes, exits):
-                    if other is not pipe:
-                        other.close()
-                run_loader_process(pipe)
-            os._exit(0)
-        running[pid] = number
-    for pipe in pipes:
-        pipe.close()
-    while running:
-        pid, status = os.wait()
-        exits.send((running.pop(pid), os.waitstatus_to_exitcode(status)))
-
-
-def run_loader_process(pipe: Connection) -> None:
-    """Load the samples of each task that comes by the pipe, after the pickled loaders, and answer, until the rank ends.
-
-    The end of the rank is the end of the pipe. Uses one thread of torch.
-    """
-    torch.set_num_threads(1)
-    loaders: Sequence[SampleLoader] | None = None
-    memories = dict[str, mmap.mmap]()
-    with suppress(EOFError, OSError):  # the rank has ended
-        content = pipe.recv_bytes()
-        while True:
-            number, task = pipe.recv()
-            try:
-                if loaders is None:
-                    loaders = pickle.loads(content)
-                memory = open_memory(memories, task.path, task.layout.size)
-                answer: Any = load_into(memory, loaders[task.loader], task)
-            except BaseException as error:
-                answer = portable_error(error), traceback.format_exc()[-MOST_CHARACTERS:]
-            sys.stdout.flush()  # what the user's code has printed
-            pipe.send((number, answer))
-
-
-def open_memory(opened: dict[str, mmap.mmap], path: str, size: int) -> NDArray[np.uint8]:
-    """Return the memory at a path, of at least ``size`` bytes; ``opened`` keeps what was opened before."""
-    if path not in opened or len(opened[path]) < size:
-        with Path(path).open("r+b") as file:
-            opened[path] = mmap.mmap(file.fileno(), 0)
-    return np.frombuffer(opened[path], np.uint8)
-
-
-def portable_error(error: BaseException) -> Exception:
-    """Return an error that can be sent to the rank: of the same type if that is the library's, else a RuntimeError."""
-    if type(error).__module__.startswith("flyte_ddp."):
-        with suppress(Exception):
-            return pickle.loads(pickle.dumps(error))  # type: ignore[no-any-return]
-    return RuntimeError(f"{type(error).__name__}: {error}")
 
 
 class MappingPickler(pickle.Pickler):

@@ -1,12 +1,11 @@
 """Parts of a model that are not trained: the hyperparameter ``freeze``."""
 
-import difflib
 from collections.abc import Iterable
 
 from torch import nn
 
 from flyte_ddp.errors import UserError
-from flyte_ddp.models.initial_weights import is_in_parts, list_first_names, split_init_skip
+from flyte_ddp.models.initial_weights import is_in_parts, split_part_names, unknown_part_error
 
 
 def freeze_parts(model: nn.Module, freeze: str) -> list[str]:
@@ -16,18 +15,12 @@ def freeze_parts(model: nn.Module, freeze: str) -> list[str]:
     that several modules share is frozen by any of its names. Raises UserError for an unknown name, with those near it,
     or if nothing is left to train.
     """
-    parts = split_init_skip(freeze)
+    parts = split_part_names(freeze)
     parameters = dict(model.named_parameters(remove_duplicate=False))
     modules = [name for name, _ in model.named_modules(remove_duplicate=False) if name]
-    for part in parts:
-        if part not in (names := [*modules, *parameters]):
-            near = difflib.get_close_matches(part, names, n=3)
-            known = (
-                f"did you mean {' or '.join(near)}?"
-                if near
-                else "its parts are " + list_first_names(dict.fromkeys(name.partition(".")[0] for name in names), 12)
-            )
-            raise UserError(f"freeze={freeze!r}: the model has no module or parameter {part!r}; {known}")
+    names = [*modules, *parameters]
+    if unknown := [part for part in parts if part not in names]:
+        raise unknown_part_error(f"freeze={freeze!r}", unknown[0], names)
     for name, parameter in parameters.items():
         if is_in_parts(name, parts):
             parameter.requires_grad_(False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -109,8 +110,7 @@ def load_initial_weights(model: nn.Module, path: Path, *, name: str, init_from: 
     delete_parts(weights, parts)
     for part in parts:
         if not any(is_in_parts(each, [part]) for each in (*own, *stored_names)):
-            names = list_first_names(dict.fromkeys(each.partition(".")[0] for each in own), 12)
-            raise UserError(f"init_skip={init_skip!r}: the model has no part {part!r}; its parts are {names}")
+            raise unknown_part_error(f"init_skip={init_skip!r}", part, own)
     # Where the new model itself has infinities, as in a mask of attention, the file may have some.
     compared = ((key, value, own[key]) for key, value in weights.items() if key in own)
     bad = [key for key, value, fresh in compared if not is_finite(value) and is_finite(fresh)]
@@ -185,9 +185,20 @@ def remove_common_prefixes(weights: Any, model_names: Collection[str]) -> None:
         consume_prefix_in_state_dict_if_present(weights, prefix)
 
 
-def split_init_skip(init_skip: str) -> list[str]:
-    """Return the names of modules and tensors that ``init_skip`` lists."""
-    return [part.strip().rstrip(".") for part in init_skip.split(",") if part.strip()]
+def split_part_names(names: str) -> list[str]:
+    """Return the names of modules and tensors in a list with commas, such as the hyperparameter ``init_skip``."""
+    return [part.strip().rstrip(".") for part in names.split(",") if part.strip()]
+
+
+def unknown_part_error(setting: str, part: str, names: Iterable[str]) -> UserError:
+    """Return the error for a ``part`` that is not among the model's ``names``, which proposes those near it.
+
+    ``setting`` is the hyperparameter with its value. If no name is near, lists the outermost modules, 12 at most.
+    """
+    near = difflib.get_close_matches(part, names := [*names], n=3)
+    parts = list_first_names(dict.fromkeys(name.partition(".")[0] for name in names), 12)
+    hint = f"did you mean {' or '.join(near)}?" if near else f"its parts are {parts}"
+    return UserError(f"{setting}: the model has no part {part!r}; {hint}")
 
 
 def is_in_parts(name: str, parts: Iterable[str]) -> bool:
@@ -201,7 +212,7 @@ def list_seeded_parts(model: Mapping[str, Tensor], init_from: str, init_skip: st
     They are those in ``init_skip``; with torchvision's weights also the last layer, unless it is for 1,000 classes as
     theirs is. ``model`` is the model's state_dict, in torchvision's models with the last layer at its end.
     """
-    parts = split_init_skip(init_skip)
+    parts = split_part_names(init_skip)
     if init_from.startswith(PREFIX):
         name, tensor = [*model.items()][-1]
         if len(tensor) != CLASSES:

@@ -3,6 +3,7 @@
 import os
 import re
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,12 +33,10 @@ def fetch_pretrained_weights(
             return kept
     path = kept if is_writable_folder(kept.parent) else temporary
     address = storage.join(mirror or ADDRESS, weights.file)
-    check: dict[str, Any] = {"algorithm": "sha256", "digests": [weights.digest_start], "progress": progress}
+    verified = partial(download_verified, name=weights.file, algorithm="sha256", digests=[weights.digest_start])
     try:
         with replace_file(path) as file:
-            storage.retry(
-                address, lambda each: download_verified(each, weights.file, file, **check), progress.print_note
-            )
+            storage.retry(address, partial(verified, file=file, progress=progress), progress.print_note)
     except storage.UnavailableError as error:
         raise error.to_user_error(
             f"init_from={init_from!r}: cannot get {address}: {error}; check the network, or set FLYTE_DDP_WEIGHTS to a "

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from flyte_ddp import catalog
 from flyte_ddp.errors import UserError, unknown_name_error
 from flyte_ddp.models.images import InputSpec
-from flyte_ddp.torchvision_weights import PretrainedWeights
+from flyte_ddp.torchvision_weights import PretrainedWeights, choose_side
 from flyte_ddp.user_code import load_callable, require_options
 
 
@@ -24,7 +24,7 @@ def choose_input_spec(model: str, images: InputSpec, size: int, weights: Pretrai
     and the share of encoded images that is seen, and on the size if ``size`` is 0. Raises UserError, with a size that
     fits, if the model cannot take them.
     """
-    size = size or (weights.side if weights else 0)
+    size = choose_side(size, weights)
     spec = replace(images, height=size or images.height, width=size or images.width)
     catalog.check_image_size(model, spec.height, spec.width)
     if model not in catalog.TORCHVISION_MODELS:

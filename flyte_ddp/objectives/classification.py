@@ -9,13 +9,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
+from flyte_ddp.catalog import OBJECTIVES
 from flyte_ddp.errors import UserError
 from flyte_ddp.objectives.objective import (
     HIGHER,
     Columns,
-    Facts,
     Objective,
-    class_weights_of,
     largest_losses,
     overrides,
     require_outputs,
@@ -28,12 +27,8 @@ class Classification(Objective):
     """Targets are class numbers int64 [n], outputs logits [n, classes]."""
 
     measures: Mapping[str, str] = {"accuracy": HIGHER}
-    takes = frozenset({"label_smoothing", "class_weights"})
+    takes = frozenset(OBJECTIVES["classification"])
     loss_unit = "cross-entropy (nats)"
-
-    def __init__(self, facts: Facts) -> None:
-        super().__init__(facts)
-        self.class_weights = class_weights_of(facts)
 
     @property
     def has_weights(self) -> bool:
@@ -41,7 +36,7 @@ class Classification(Objective):
         return self.class_weights is not None or overrides(self, Classification, "weights")
 
     def check_targets(self, targets: NDArray[Any]) -> None:
-        """Raise UserError unless the targets are whole numbers [N] of 0..classes-1."""
+        """Raise UserError unless the targets are whole numbers [N]."""
         if targets.ndim != 1 or targets.dtype.kind not in "iu":
             raise UserError(
                 f"objective='classification': the targets are {targets.dtype} {list(targets.shape)}; must be a class "
@@ -79,11 +74,11 @@ class Classification(Objective):
         return {"accuracy": correct.sum().item() / max(1, len(correct))}
 
     def constant_loss(self, columns: Columns) -> float | None:
-        """Return the entropy of the classes' shares, by class weights if there are any: random predictions' loss.
+        """Return the loss of predicting each class by its share of the samples, weighted by any class weights.
 
-        None for a subclass with losses of its own.
+        That is the entropy of the shares. None for a subclass with losses or columns of its own.
         """
-        if overrides(self, Classification, "losses", "weights", "columns"):
+        if overrides(self, Classification, "losses", "columns"):
             return None
         shares = columns["truth"].long().bincount(columns.get("weight")).double()
         shares /= shares.sum()

@@ -10,13 +10,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
+from flyte_ddp.catalog import OBJECTIVES
 from flyte_ddp.errors import UserError
 from flyte_ddp.objectives.objective import (
     HIGHER,
     Columns,
-    Facts,
     Objective,
-    class_weights_of,
     list_names,
     mean_of_defined,
     overrides,
@@ -32,12 +31,8 @@ class Multilabel(Objective):
     """Targets are float [n, labels] of 0 and 1, or NaN where a label is unknown; outputs are logits [n, labels]."""
 
     measures: Mapping[str, str] = {"f1": HIGHER, "auroc": HIGHER, "average_precision": HIGHER}
-    takes = frozenset({"class_weights"})
+    takes = frozenset(OBJECTIVES["multilabel"])
     loss_unit = "binary cross-entropy (nats)"
-
-    def __init__(self, facts: Facts) -> None:
-        super().__init__(facts)
-        self.class_weights = class_weights_of(facts)
 
     def check_targets(self, targets: NDArray[Any]) -> None:
         """Raise UserError unless the targets are [N, labels] of 0, 1 and NaN, with as many labels as classes."""
@@ -112,7 +107,7 @@ class Multilabel(Objective):
     def constant_loss(self, columns: Columns) -> float | None:
         """Return the weighted mean of the entropies of the labels' shares.
 
-        None with class weights, and for a subclass with losses or weights of its own.
+        None with class weights, and for a subclass with losses, weights or columns of its own.
         """
         if overrides(self, Multilabel, "losses", "weights", "columns") or self.class_weights is not None:
             return None

@@ -50,7 +50,12 @@ class Objective:
     def __init__(self, facts: Facts) -> None:
         self.facts = facts
         self.came_reduced = False  # whether a loss was a single number for all samples
-        self.class_weights: Tensor | None = None  # of objectives that take the hyperparameter, [classes]
+        self.class_weights = class_weights_of(facts) if "class_weights" in self.takes else None  # [classes]
+
+    @property
+    def main_measure(self) -> str:
+        """The name of the first measure; "loss" without any."""
+        return next(iter(self.measures), "loss")
 
     @property
     def outputs(self) -> int:

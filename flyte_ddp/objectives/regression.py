@@ -113,7 +113,7 @@ class Regression(Objective):
     def constant_loss(self, columns: Columns) -> float | None:
         """Return the loss of the best constant: the mean for mse, the median for l1.
 
-        None for huber, and for a subclass with losses or weights of its own.
+        None for huber, and for a subclass with losses, weights or columns of its own.
         """
         if overrides(self, Regression, "losses", "weights", "columns") or self.loss == "huber":
             return None

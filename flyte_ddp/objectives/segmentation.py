@@ -8,14 +8,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
-from flyte_ddp.catalog import IGNORED
+from flyte_ddp.catalog import IGNORED, OBJECTIVES
 from flyte_ddp.errors import UserError
 from flyte_ddp.objectives.objective import (
     HIGHER,
     Columns,
-    Facts,
     Objective,
-    class_weights_of,
     largest_losses,
     list_names,
     overrides,
@@ -32,12 +30,8 @@ class Segmentation(Objective):
     """
 
     measures: Mapping[str, str] = {"miou": HIGHER, "pixel_accuracy": HIGHER}
-    takes = frozenset({"class_weights"})
+    takes = frozenset(OBJECTIVES["segmentation"])
     loss_unit = "cross-entropy (nats)"
-
-    def __init__(self, facts: Facts) -> None:
-        super().__init__(facts)
-        self.class_weights = class_weights_of(facts)
 
     def check_targets(self, targets: NDArray[Any]) -> None:
         """Raise UserError unless the targets are masks [N, H, W] of 0..classes-1 and 255."""
@@ -80,9 +74,9 @@ class Segmentation(Objective):
         predicted = torch.where(targets == IGNORED, classes, logits_of(outputs).argmax(1))
         truth = torch.where(targets == IGNORED, classes, targets.long())
         return {
-            "correct": count_classes(torch.where(predicted == truth, truth, classes), classes),
-            "predicted": count_classes(predicted, classes),
-            "true": count_classes(truth, classes),
+            "correct": count_pixels(torch.where(predicted == truth, truth, classes), classes),
+            "predicted": count_pixels(predicted, classes),
+            "true": count_pixels(truth, classes),
         }
 
     def measure(self, columns: Columns) -> dict[str, float]:
@@ -99,7 +93,7 @@ class Segmentation(Objective):
     def constant_loss(self, columns: Columns) -> float | None:
         """Return the entropy of the classes' shares of all pixels.
 
-        None with class weights, and for a subclass with losses or weights of its own.
+        None with class weights, and for a subclass with losses, weights or columns of its own.
         """
         if overrides(self, Segmentation, "losses", "weights", "columns") or self.class_weights is not None:
             return None
@@ -121,7 +115,7 @@ class Segmentation(Objective):
 
     def share_columns(self, prefix: str, masks: Tensor) -> TableColumns:
         """Return the share of pixels of each class as columns, NaN for a mask without any class."""
-        counts = count_classes(masks, self.outputs).double().cpu()
+        counts = count_pixels(masks, self.outputs).double().cpu()
         names = name_columns(prefix, self.facts.classes)
         return dict(zip(names, (counts / counts.sum(1, keepdim=True)).T.tolist(), strict=True))
 
@@ -133,8 +127,8 @@ class Segmentation(Objective):
         rows = [[name, iou, *pixels] for name, iou, pixels in zip(self.facts.classes, found, counts, strict=True)]
         text = (
             "All test samples together, without ignored pixels. The IoU is a class's correct pixels divided by those "
+            "that are of the class in the truth or in the prediction."
         )
-        text += "that are of the class in the truth or in the prediction."
         absent = [str(name) for name, _, *pixels in rows if not any(pixels)]
         if absent:
             text += f" Not in the mean IoU, because they occur nowhere: {list_names(absent)}."
@@ -148,7 +142,7 @@ def logits_of(outputs: Any) -> Any:
     return outputs.get("out") if isinstance(outputs, Mapping) else outputs
 
 
-def count_classes(masks: Tensor, classes: int) -> Tensor:
+def count_pixels(masks: Tensor, classes: int) -> Tensor:
     """Return the number of pixels of each class, [n, classes], in masks [n, H, W]; ``classes`` is no class."""
     rows = masks.flatten(1) + (classes + 1) * torch.arange(len(masks), device=masks.device)[:, None]
     return rows.flatten().bincount(minlength=(classes + 1) * len(masks)).view(len(masks), classes + 1)[:, :classes]

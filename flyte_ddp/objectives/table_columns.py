@@ -38,8 +38,7 @@ def number_columns(name: str, values: Any) -> TableColumns:
     tensors = [value for value in tree_leaves(values) if isinstance(value, Tensor) and value.dim()]
     if not tensors or len({len(tensor) for tensor in tensors}) > 1:
         return {}
-    rows = torch.cat([tensor.detach().double().cpu().flatten(1) if tensor.dim() > 1 else
-                      tensor.detach().double().cpu()[:, None] for tensor in tensors], dim=1)  # fmt: skip
+    rows = torch.cat([tensor.detach().double().cpu().reshape(len(tensor), -1) for tensor in tensors], dim=1)
     width = rows.shape[1]
     if not 0 < width <= MOST_COLUMNS:
         return {}
@@ -51,7 +50,7 @@ def number_columns(name: str, values: Any) -> TableColumns:
 def merge_columns(answers: TableColumns, truths: TableColumns) -> TableColumns:
     """Return a table's columns in their order: ``prediction``, those of the truth, the other answers.
 
-    Raises UserError if a column of an own objective is called ``id``, or as one of the truth.
+    Raises UserError if a column of an own objective is called ``id``, ``image``, ``mask``, or as one of the truth.
     """
     for name in answers:
         if name in ("id", "image", "mask") or name in truths:

@@ -7,7 +7,6 @@ the sample in the global batch.
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy import special
 
 from flyte_ddp.order import sampling
 from flyte_ddp.order.augmentation import uniform_draws
@@ -23,5 +22,7 @@ def choose_partners(batch: Indices, seed: int, step: int) -> Indices:
 
 def draw_shares(samples: Indices, alpha: float, seed: int, step: int) -> NDArray[np.float64]:
     """Return the share of each sample in its mixture, [n], 0 to 1: a draw from the distribution Beta(alpha, alpha)."""
+    from scipy import special  # which takes as long as all else that a rank imports of this library
+
     uniform = uniform_draws(seed + SEED_OFFSET, step, samples, 1)[:, 0]
     return np.asarray(special.betaincinv(alpha, alpha, uniform))

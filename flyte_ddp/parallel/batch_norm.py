@@ -204,7 +204,7 @@ def compute_global_statistics(values: Tensor, gather: Gather, *, has_values: boo
 def per_rank_norm_layers(model: nn.Module) -> list[_BatchNorm]:
     """Return the BatchNorm layers of a model in training in which each rank has statistics of its own samples.
 
-    Layers in evaluation mode, as of frozen parts, are none of them: they use and keep the running statistics.
+    Layers in evaluation mode, as of frozen parts, are left out: they use and keep the running statistics.
     """
     norms = (module for module in model.modules() if isinstance(module, _BatchNorm) and module.training)
     return [norm for norm in norms if not is_synchronised(norm)]
@@ -213,8 +213,8 @@ def per_rank_norm_layers(model: nn.Module) -> list[_BatchNorm]:
 def has_unsynchronised_batch_norm(model: nn.Module, synchronised: bool) -> bool:
     """Return whether a BatchNorm layer of the model normalises by the samples of its own rank if there are several.
 
-    Without ``synchronised`` (hyperparameter sync_batchnorm) that is any that is not synchronised over the ranks; with
-    it, only a layer whose class overrides ``forward``.
+    Without ``synchronised`` (hyperparameter sync_batchnorm) any layer that is not synchronised over the ranks does so;
+    with it, only a layer whose class overrides ``forward``.
     """
     known = KNOWN_FORWARDS if synchronised else ()
     return any(type(layer).forward not in known for layer in per_rank_norm_layers(model))

@@ -50,24 +50,24 @@ def write_prediction_table(
     bad_samples: int | None = None,
     settings: Settings | None = None,
 ) -> Path:
-    """Predict images; write a CSV table with a row for each, and an HTML page of the first; return the table's path.
+    """Write a saved model's predictions as a CSV table, a row per image, and return the path of the table.
 
     Predicts either the image files below the folder ``images``, without hidden ones, or the test split of the prepared
-    data set in the folder ``dataset``. Columns are ``id``, ``prediction``, those of the truth (for a data set), and the
-    other answers of the model's objective. Of a classification they are the likeliest class, ``truth``, ``score`` (the
-    prediction's probability) and ``score_<class>`` for every class; docs/model.md has the others. The ``id`` is the
-    path below ``images``; for a data set the file's name, the key in a shard, or, for arrays, the index in the test
-    split. If the model predicts masks, writes each as a PNG into the folder ``<output>.masks`` beside the table,
-    and its path relative to the table's folder into the column ``mask``. An image that cannot be decoded has an id and
-    no answers; ``bad_samples`` of them are allowed, None: as many as the model's training allowed.
+    data set in the folder ``dataset``. Also writes an HTML page that shows the first images with their predictions.
+    Columns are ``id``, ``prediction``, those of the truth (for a data set), and the other answers of the model's
+    objective. Of a classification they are the likeliest class, ``truth``, ``score`` (the prediction's probability) and
+    ``score_<class>`` for every class; docs/model.md has the others. The ``id`` is the path below ``images``; for a data
+    set the file's name, the key in a shard, or, for arrays, the index in the test split. If the model predicts masks,
+    writes each as a PNG into the folder ``<output>.masks`` beside the table, and its path relative to the table's
+    folder into the column ``mask``. An image that cannot be decoded has an id and no answers; ``bad_samples`` of them
+    are allowed, None: as many as the model's training allowed.
 
-    Replaces ``output``, the page beside it and the folder of masks; makes missing folders. Runs the code that the
-    sidecar names, and the model on a GPU if there is one. ``settings`` say where remote shards are cached, how many
-    threads decode, and whether to print to stderr which files are no images and which images have no prediction.
-    Raises UserError for both or neither of ``images`` and ``dataset``; a ``batch_size`` below 1; negative
-    ``bad_samples``; a missing, damaged or mismatched model; no images; an unreadable image, or too many that cannot
-    be decoded; channels that the model does not take; an own objective without columns for the table; unwritable
-    output.
+    Replaces ``output``, the page beside it and, if the model predicts masks, their folder; makes missing folders. Runs
+    the code that the sidecar names, and the model on a GPU if there is one. ``settings`` say where remote shards are
+    cached, how many threads decode, and whether to print to stderr which files are no images and which images have no
+    prediction. Raises UserError for both or neither of ``images`` and ``dataset``; a ``batch_size`` below 1; negative
+    ``bad_samples``; a missing, damaged or mismatched model; no images; an unreadable image, or too many that cannot be
+    decoded; channels that the model does not take; an own objective without columns for the table; unwritable output.
     """
     if (images is None) == (dataset is None):
         raise UserError(f"images={images}, dataset={dataset}: give exactly one of the two")

@@ -55,13 +55,6 @@ class SavedModel:
         """Return channels, height and width of the input, such as 3 x 224 x 224."""
         return f"{self.spec.channels} x {self.spec.height} x {self.spec.width}"
 
-    def compute_logits(self, inputs: Tensor) -> Tensor:
-        """Run the model without gradients on inputs [n, C, H, W] on its device; return logits float32 [n, classes]."""
-        if not len(inputs):
-            return torch.empty(0, len(self.classes))
-        logits: Tensor = self.compute_outputs(inputs).float()
-        return logits
-
     def compute_outputs(self, inputs: Tensor) -> Any:
         """Run the model without gradients on inputs [n, C, H, W], at least one; return its outputs, fp32 or more."""
         with torch.no_grad():

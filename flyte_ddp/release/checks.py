@@ -13,7 +13,7 @@ from flyte_ddp.release import statistics
 from flyte_ddp.release.evaluation import Evaluation
 from flyte_ddp.release.pairs import Pair, compare_scores
 from flyte_ddp.release.policy import Policy
-from flyte_ddp.release.scores import is_higher_better, name_main_measure, name_scores, score_labels
+from flyte_ddp.release.scores import is_higher_better, name_scores, score_labels
 from flyte_ddp.release.sign_flip import sign_flip_p_value
 from flyte_ddp.release.verdict import Check
 
@@ -28,10 +28,7 @@ def compare_evaluations(mine: Evaluation, theirs: Evaluation, part: NDArray[np.i
 
 
 def check_same_task(
-    challenger: Sequence[str],
-    champion: Sequence[str],
-    inputs: Sequence[str],
-    objectives: Sequence[str] = ("classification", "classification"),
+    challenger: Sequence[str], champion: Sequence[str], inputs: Sequence[str], objectives: Sequence[str]
 ) -> Check:
     """Return the Check that both models have the same objective, classes, in the same order, and input.
 
@@ -42,11 +39,9 @@ def check_same_task(
     changed = changed if list(challenger) == list(champion) else "classes"
     changed = changed if objectives[0] == objectives[1] else "objective"
     reason = f"the {changed} changed, so whoever uses it must change too: promote it by hand" if changed else ""
-    value, limit = f"{len(challenger)} classes, {inputs[0]}", f"{len(champion)} classes, {inputs[1]}"
-    name = "same classes and input"
-    if {*objectives} != {"classification"}:
-        name, value, limit = f"same objective, {name[5:]}", f"{objectives[0]}, {value}", f"{objectives[1]}, {limit}"
-    return Check(name, not changed, value, limit, reason)
+    value = f"{objectives[0]}, {len(challenger)} classes, {inputs[0]}"
+    limit = f"{objectives[1]}, {len(champion)} classes, {inputs[1]}"
+    return Check("same objective, classes and input", not changed, value, limit, reason)
 
 
 def check_finite_outputs(challenger: Evaluation) -> Check:
@@ -68,20 +63,13 @@ def check_score(challenger: Evaluation, policy: Policy) -> Check:
 
     Accuracy must also be at least ``min_accuracy``.
     """
-    name, score, limit, setting = (
-        name_main_measure(challenger.objective),
-        challenger.score,
-        policy.min_score,
-        "min_score",
-    )
+    name, limit, setting = challenger.objective.main_measure, policy.min_score, "min_score"
     if name == "accuracy" and policy.min_accuracy >= limit:
         limit, setting = policy.min_accuracy, "min_accuracy"
-    value, needed = format_measure(name, score), format_measure(name, limit)
+    value, needed = format_measure(name, challenger.score), format_measure(name, limit)
     higher = is_higher_better(challenger.objective)
-    passed, rule = (
-        not limit or (score >= limit if higher else score <= limit),
-        f"at {'least' if higher else 'most'} {needed}",
-    )
+    rule = f"at {'least' if higher else 'most'} {needed}"
+    passed = not limit or (challenger.score >= limit if higher else challenger.score <= limit)
     reason = "" if passed else f"its {name_measure(name)} is {value}, and {setting} is {needed}"
     return Check(name_measure(name), passed, value, rule if limit or name == "accuracy" else "", reason)
 

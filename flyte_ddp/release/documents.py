@@ -13,6 +13,7 @@ from typing import Any
 import yaml
 
 import flyte_ddp
+from flyte_ddp.formatting import name_measure
 from flyte_ddp.release.verdict import Verdict
 
 UNKNOWN = "not stated"
@@ -71,7 +72,7 @@ def render_model_card(name: str, sidecar: Mapping[str, Any], verdict: Verdict, f
         "Test set": hp.get("test_dataset") or "a part of it",
         "Source of the data": hp.get("data_source") or UNKNOWN,
         "Started from": hp.get("init_from") or "random weights",
-        **{f"Test {name.replace('_', ' ')}": value for name, value in measured.items()},
+        **{f"Test {name_measure(name)}": value for name, value in measured.items()},
         **dict.fromkeys(("License", "Intended use", "Limitations"), UNKNOWN),
     }
     environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True)  # noqa: S701

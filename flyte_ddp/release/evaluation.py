@@ -18,10 +18,8 @@ from flyte_ddp.objectives import Classification, Objective
 from flyte_ddp.objectives.objective import list_floats
 from flyte_ddp.objectives.segmentation import logits_of
 from flyte_ddp.predict.prediction_batches import SavedModel, read_test_split
-from flyte_ddp.release.scores import name_main_measure, score_samples
+from flyte_ddp.release.scores import score_samples
 from flyte_ddp.training.evaluate import compute_columns, measure_columns
-
-FINITE = ""  # name of a column that no objective has
 
 
 @dataclass
@@ -50,7 +48,7 @@ class Evaluation:
 
         Raises UserError if the samples do not define the main measure, or for an error of the objective's.
         """
-        parts, lowest, highest = list[dict[str, Tensor]](), math.inf, -math.inf
+        parts, finite_parts, lowest, highest = list[dict[str, Tensor]](), list[Tensor](), math.inf, -math.inf
         with torch.no_grad():  # else losses are those of training
             for outputs, targets in batches:
                 columns = compute_columns(objective, outputs, targets)
@@ -58,17 +56,17 @@ class Evaluation:
                     columns |= compute_likelihoods(outputs, targets)
                 tensors = list_floats(outputs)
                 rows = [tensor.reshape(len(tensor), -1).isfinite().all(dim=1) for tensor in tensors]
-                columns[FINITE] = torch.stack(rows or [torch.ones(len(targets), dtype=torch.bool)]).all(dim=0)
+                finite_parts.append(torch.stack(rows or [torch.ones(len(targets), dtype=torch.bool)]).all(dim=0).cpu())
                 lowest = min([lowest, *(tensor.min().item() for tensor in tensors)])
                 highest = max([highest, *(tensor.max().item() for tensor in tensors)])
                 parts.append({name: column.double().cpu() for name, column in columns.items()})
         columns = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
-        finite = columns.pop(FINITE).bool().numpy()
+        finite = torch.cat(finite_parts).numpy()
         found = cls(objective, columns, finite, {}, np.empty(0), spread=highest - lowest)
         if finite.all() or isinstance(objective, Classification):
             found.measures, found.scores = measure_columns(objective, columns), score_samples(objective, columns)
         if finite.all() and not math.isfinite(found.score):
-            name = name_main_measure(objective)
+            name = objective.main_measure
             raise UserError(
                 f"{name_measure(name)} is not defined on this test split; judge on one with samples of more kinds"
             )
@@ -82,7 +80,7 @@ class Evaluation:
     @property
     def score(self) -> float:
         """The main measure; 0 if it was not measured, because an output is not finite."""
-        return self.measures.get(name_main_measure(self.objective), 0.0)
+        return self.measures.get(self.objective.main_measure, 0.0)
 
     @property
     def correct(self) -> NDArray[np.bool_]:
@@ -136,7 +134,7 @@ def evaluate_split(model: SavedModel, data: PreparedSet) -> Evaluation:
     return found
 
 
-def compute_logits_of_split(model: SavedModel, data: PreparedSet) -> Iterator[NDArray[np.float32]]:
+def compute_outputs_of_split(model: SavedModel, data: PreparedSet) -> Iterator[NDArray[np.float32]]:
     """Read the test split, and yield the outputs [...] of each sample that can be decoded, in the split's order.
 
     For classification these are logits [classes]; of a dict they are ``out``. Downloads remote shards into the cache.

@@ -25,11 +25,11 @@ from flyte_ddp.formatting import name_measure
 from flyte_ddp.objectives import Classification, Multilabel
 from flyte_ddp.predict.prediction_batches import SavedModel, read_test_split
 from flyte_ddp.release import checks, statistics, versions
-from flyte_ddp.release.evaluation import Evaluation, compute_logits_of_split, evaluate_split
+from flyte_ddp.release.evaluation import Evaluation, compute_outputs_of_split, evaluate_split
 from flyte_ddp.release.policy import NOT_WORSE, OFF, REQUIRED, Policy
 from flyte_ddp.release.promotion import download_version
 from flyte_ddp.release.registry import Entry, Registry, replay_promotions
-from flyte_ddp.release.scores import is_higher_better, name_main_measure
+from flyte_ddp.release.scores import is_higher_better
 from flyte_ddp.release.slices import group_by_slice
 from flyte_ddp.release.verdict import KEPT, NO_COMPARISON, PROMOTED, Check, Verdict
 from flyte_ddp.settings import Settings
@@ -96,7 +96,7 @@ class Judgement:
         exports = self.exports if self.policy.export != OFF else None
         if challenger is not None and challenger.finite.all() and exports is not None:
             model, required = self.model, self.policy.export == REQUIRED
-            rows = compute_logits_of_split(model, self.split)
+            rows = compute_outputs_of_split(model, self.split)
             logits = TorchLogits(rows, challenger.samples, challenger.spread)
             found: Comparison | str
             try:
@@ -117,7 +117,7 @@ class Judgement:
             log_number=before.number if before else 0,
             test_digest=self.test_digest,
             samples=challenger.samples if challenger else 0,
-            measure=name_main_measure(self.model.objective),
+            measure=self.model.objective.main_measure,
             challenger_score=challenger.score if challenger else 0.0,
             champion_score=champion.score if champion else 0.0,
             look=self.look,
@@ -169,7 +169,7 @@ def judge_challenger(
             return judgement.export_and_set_verdict(said, KEPT)
     ours = judgement.challenger = evaluate_split(model, split)
     if before is None:
-        group_by_class(ours, model)
+        find_class_samples(ours, model)
     if not judgement.add_check(checks.check_finite_outputs(ours)):
         return judgement.export_and_set_verdict()
     if before is None:
@@ -198,7 +198,7 @@ def compare_with_champion(judgement: Judgement, ours: Evaluation, champion: Save
     registry. Raises an IncomparableError if it cannot evaluate the champion (rule not_worse: or the best version).
     """
     policy, model, split = judgement.policy, judgement.model, judgement.split
-    groups = group_by_class(ours, model)
+    groups = find_class_samples(ours, model)
     if policy.slices:
         groups["slice"] = group_by_slice(policy.slices, ours.ids, ours.undecoded)
     inputs = model.describe_input(), champion.describe_input()
@@ -257,10 +257,10 @@ def add_vetoes(
     judgement.checks += checks.check_calibration(theirs, ours)
 
 
-def group_by_class(challenger: Evaluation, model: SavedModel) -> dict[str, Mapping[str, NDArray[np.int64]]]:
-    """Return the positions of the samples of each class, as "class"; empty unless the model classifies.
+def find_class_samples(challenger: Evaluation, model: SavedModel) -> dict[str, Mapping[str, NDArray[np.int64]]]:
+    """Return ``{"class": groups}``, where groups has the positions of each class's samples by the class's name.
 
-    Raises UserError if a class has no sample.
+    Returns an empty dict unless the model is a classifier. Raises UserError if a class has no sample.
     """
     if not isinstance(model.objective, Classification):
         return {}
@@ -269,7 +269,7 @@ def group_by_class(challenger: Evaluation, model: SavedModel) -> dict[str, Mappi
 
 def require_accuracy(model: SavedModel, policy: Policy) -> None:
     """Raise UserError if the policy has a ``min_accuracy``, and the model's objective another main measure."""
-    measure = name_main_measure(model.objective)
+    measure = model.objective.main_measure
     if policy.min_accuracy and measure != "accuracy":
         raise UserError(
             f"min_accuracy={policy.min_accuracy:g}: the model is measured by {name_measure(measure)}; give min_score"

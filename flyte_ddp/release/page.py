@@ -4,14 +4,12 @@ from contextlib import closing
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
 from flyte_ddp.formatting import format_measure, name_measure
 from flyte_ddp.objectives import Classification
 from flyte_ddp.objectives.classification import count_confusions
 from flyte_ddp.predict.predict import images_from_inputs
 from flyte_ddp.predict.prediction_batches import read_test_split
-from flyte_ddp.release.evaluation import Evaluation
 from flyte_ddp.release.judge import Judgement
 from flyte_ddp.report.figures import Picture, confusion_section
 from flyte_ddp.report.page import render_template, write_html
@@ -33,7 +31,10 @@ def write_page(judgement: Judgement, name: str, path: Path) -> Path:
         measure=name_measure(judgement.verdict.measure),
         models={title: format_measure(judgement.verdict.measure, model.score) for title, model in models.items()},
         confusions={
-            title: confusion_section(count_confusions(*truth_and_prediction(model)), judgement.model.classes)
+            title: confusion_section(
+                count_confusions(*(model.columns[key].long().numpy() for key in ("truth", "prediction"))),
+                judgement.model.classes,
+            )
             for title, model in models.items()
             if isinstance(model.objective, Classification)
         },
@@ -41,11 +42,6 @@ def write_page(judgement: Judgement, name: str, path: Path) -> Path:
         pictured=picture_differences(judgement),
     )
     return write_html(path, page)
-
-
-def truth_and_prediction(model: Evaluation) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the class numbers of truth and prediction of each sample, [N] each."""
-    return model.columns["truth"].long().numpy(), model.columns["prediction"].long().numpy()
 
 
 def picture_differences(judgement: Judgement) -> dict[str, list[Picture]]:
@@ -75,7 +71,7 @@ def picture_differences(judgement: Judgement) -> dict[str, list[Picture]]:
             inputs = batch.inputs[[place - start for place in places]]
             for place, image in zip(places, images_from_inputs(inputs, judgement.model.spec), strict=True):
                 model, pictures = wanted[place]
-                truth, prediction = (names[of_all[place]] for of_all in truth_and_prediction(model))
+                truth, prediction = (names[int(model.columns[key][place])] for key in ("truth", "prediction"))
                 score = float(model.columns["confidence"][place])
                 pictures.append(Picture(f"sample {model.ids[place]}", image, prediction, truth, score))
             start += len(batch.inputs)

@@ -21,26 +21,21 @@ from flyte_ddp.release.pseudo_values import (
 )
 
 
-def name_main_measure(objective: Objective) -> str:
-    """Return the name of the objective's main measure, which is "loss" if it has no measure."""
-    return next(iter(objective.measures), "loss")
-
-
 def name_scores(objective: Objective) -> str:
     """Return in words what the scores of :func:`score_samples` are of: the main measure, or the squared error."""
-    return "squared error" if scores_are_squared_errors(objective) else name_measure(name_main_measure(objective))
+    return "squared error" if scores_are_squared_errors(objective) else name_measure(objective.main_measure)
 
 
 def scores_are_squared_errors(objective: Objective) -> bool:
     """Return whether the objective's main measure is RMSE, as regression computes it, and it has no own scores."""
-    if not isinstance(objective, Regression) or name_main_measure(objective) != "rmse":
+    if not isinstance(objective, Regression) or objective.main_measure != "rmse":
         return False
     return type(objective).measure is Regression.measure and type(objective).scores is Objective.scores
 
 
 def is_higher_better(objective: Objective) -> bool:
     """Return whether a higher value of the objective's main measure is better."""
-    return objective.measures.get(name_main_measure(objective), LOWER) == HIGHER
+    return objective.measures.get(objective.main_measure, LOWER) == HIGHER
 
 
 def score_samples(objective: Objective, columns: Columns) -> Floats:
@@ -51,7 +46,7 @@ def score_samples(objective: Objective, columns: Columns) -> Floats:
     mean squared error of the known numbers; of any other main measure the pseudo-values, by N calls of
     ``objective.measure``. Raises UserError for more than 20,000 samples then.
     """
-    name, sign = name_main_measure(objective), 1 if is_higher_better(objective) else -1
+    name, sign = objective.main_measure, 1 if is_higher_better(objective) else -1
     inherited = {Objective.scores} if name == "accuracy" else {Objective.scores, Classification.scores}
     if type(objective).scores not in inherited or not objective.measures:
         return require_scores(objective.scores(columns).double().numpy(), len(columns["loss"]))
@@ -80,7 +75,7 @@ def score_labels(objective: Objective, columns: Columns) -> Floats | None:
     They are known for multilabel with F1 or AUROC, and for segmentation with mIoU. NaN for a label of which the measure
     is not defined.
     """
-    name = name_main_measure(objective)
+    name = objective.main_measure
     if isinstance(objective, Multilabel) and type(objective).measure is Multilabel.measure:
         truth, scores = columns["truth"].numpy(), columns["probability"].numpy()
         positive, predicted, known = truth == 1, scores >= THRESHOLD, ~np.isnan(truth)

@@ -157,9 +157,10 @@ def probability_of_at_most(most: int, values: Integers, counts: Integers, least:
 
 
 def bound_distance(sign: int, mean: int, values: Integers, counts: Integers, heads: Floats) -> int:
-    """Return a distance from the ``mean`` that the sum of the biased coins hardly exceeds, above (``sign`` 1) or below.
+    """Return a distance from ``mean`` such that the sum lies further away with a probability of at most 1e-18.
 
-    That is Chernoff's bound for a probability of exp(-OUTSIDE), 1e-18; ``heads`` are the coins' probabilities.
+    The sum is that of :func:`probability_of_at_most` with biased coins, and ``heads`` [U] are their probabilities.
+    ``sign`` 1 is for sums above the mean, -1 for those below. Uses Chernoff's bound, minimised over 24 tilts.
     """
     speeds = np.geomspace(0.1 / math.sqrt(float(counts @ np.square(values.astype(float)))), 500 / int(values[-1]), 24)
     growth = np.log1p(heads * np.expm1(sign * np.multiply.outer(speeds, values))) @ counts

@@ -33,7 +33,7 @@ class Verdict(DataClassJsonMixin):
     test_digest: str  # of the test split
     samples: int  # of the test split, without undecodable ones; 0: not evaluated
     measure: str  # the name of the objective's main measure: accuracy, f1, rmse, miou, loss, or one of an own objective
-    challenger_score: float  # its main measure; 0 where samples is 0, or an output was not finite
+    challenger_score: float  # its main measure; 0 if not evaluated; not classification: or not finite
     champion_score: float  # the same of the champion; 0 if there was none, or it was not evaluated
     look: int  # number of the judgement on this test split, from 1; 0: it is not counted, and can promote nothing
     alpha: float  # significance level of this judgement; 0: nothing was decided by it

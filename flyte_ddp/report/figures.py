@@ -53,7 +53,7 @@ class Picture:
     score: float | None = None  # the probability that the model gave to its prediction
     problem: str = ""  # why it cannot be decoded
     loss: float | None = None
-    masks: Sequence[NDArray[Any]] = ()  # of its pixels: the true and the predicted classes, [H, W] each
+    masks: Sequence[NDArray[Any]] = ()  # [H, W] each: the true classes of its pixels, if known, and the predicted ones
 
 
 def use_report_style() -> AbstractContextManager[None]:

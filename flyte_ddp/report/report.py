@@ -140,7 +140,6 @@ def render_report(run_folder: Path, name: str = "", failure: str = "") -> str:
         "report.html",
         run=run,
         failure=failure,
-        result={**run.kept_evaluation, **run.end},
         charts=[*draw_charts(run)],
         tiles=[*describe_measures(run)],
         sections=[*list_section_values(run.sections, run.pictures, run.classes)],
@@ -157,7 +156,7 @@ def parse_last_record(page: str) -> Record | None:
 
 
 def describe_measures(run: Run) -> Iterator[tuple[str, str, str]]:
-    """Yield label, value and detail of the tiles of the main measure and of the loss: of the last test.
+    """Yield label, value and detail of two tiles: the main measure and the loss on the test split, at the last test.
 
     A value is "n/a" before the first test, and a dash if it is not defined.
     """
@@ -167,8 +166,9 @@ def describe_measures(run: Run) -> Iterator[tuple[str, str, str]]:
         key = f"test_{measure}"
         return format_measure(measure, result[key]) if key in result else "n/a"
 
-    for main in [*run.measures][:1]:
-        detail = ", ".join(f"{name_measure(name)} {format_test(name)}" for name in [*run.measures][1:])
+    if run.measures:
+        main, *others = run.measures
+        detail = ", ".join(f"{name_measure(name)} {format_test(name)}" for name in others)
         if main == "accuracy" and result.get("test_accuracy") is not None:
             samples = run.start["test_samples"]
             detail = f"{result['test_accuracy'] * samples:,.0f} of {samples:,} correct"

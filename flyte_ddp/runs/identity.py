@@ -7,7 +7,7 @@ from flyte_ddp import catalog
 from flyte_ddp.code_digest import library_digest, list_releases
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.models import initial_weights
-from flyte_ddp.torchvision_weights import find_weights
+from flyte_ddp.torchvision_weights import choose_side, find_weights
 from flyte_ddp.user_source import user_source_digest
 
 
@@ -47,7 +47,6 @@ def model_identity(hp: Hyperparameters) -> dict[str, str]:
 def check_known_image_size(hp: Hyperparameters) -> None:
     """Raise UserError if the model cannot take the data set's images; do nothing if their size is not known yet."""
     encoded = catalog.ENCODED_SIDE if catalog.encoded_kind(hp.dataset) else 0
-    weights = find_weights(hp.model, hp.init_from)
-    chosen = hp.image_size or (weights.side if weights else 0)
+    chosen = choose_side(hp.image_size, find_weights(hp.model, hp.init_from))
     if side := chosen or catalog.DATASETS.get(hp.dataset, encoded):
         catalog.check_image_size(hp.model, side, side)

@@ -117,10 +117,9 @@ def wait_for_record(records: Iterable[dict[str, Any]]) -> bool:
 
 
 def log_records(run: wandb.Run, records: Iterable[dict[str, Any]]) -> tuple[bool, bool]:
-    """Log records to the run, its config and its summary; return whether it has finished, and whether it is a training.
+    """Log records to the run, its config and its summary; return whether the run has ended, and has predictions.
 
-    An own function's run has no predictions. Takes ``kind``, ``time`` and ``hyperparameters``
-    out of the records.
+    A run of an own function has no predictions. Takes ``kind``, ``time`` and ``hyperparameters`` out of the records.
     """
     import numpy as np
     import wandb

@@ -118,7 +118,7 @@ def non_finite_loss_error(
 def nothing_learned_warning(loss: float, constant: float | None, learning_rate: float, clip_norm: float) -> str:
     """Return a warning if ``loss`` is at least 97 % of ``constant``, the best constant output's loss; else "".
 
-    None and NaN are a loss that is not known. ``clip_norm`` 0 means no clipping.
+    Returns "" if ``loss`` is NaN, or ``constant`` NaN, None or 0. ``clip_norm`` 0 means no clipping.
     """
     if not constant or not loss >= LEARNED * constant:
         return ""

@@ -81,7 +81,7 @@ def evaluate_split(
             with hide_process_group():
                 measures = measure_columns(objective, columns)
         else:  # outputs that are not finite are refused by scikit-learn, whose error would hide the cause
-            measures = {"loss": loss, **dict.fromkeys(objective.measures, math.nan)}
+            measures = {**dict.fromkeys(objective.measures, math.nan), "loss": loss}
     return Evaluation(broadcast_object(measures), columns)
 
 
@@ -109,12 +109,10 @@ def compute_columns(objective: Objective, outputs: Any, targets: Tensor) -> dict
 
 
 def measure_columns(objective: Objective, columns: dict[str, Tensor]) -> dict[str, float]:
-    """Return the loss and the objective's measures of all samples; empty without a sample.
+    """Return the objective's measures of one or more samples, in its order, and the loss as the last.
 
     Raises UserError if the objective returns other names than it has announced, or what is no number.
     """
-    if not len(columns.get("loss", ())):
-        return {}
     found = objective.measure(columns)
     if found.keys() != objective.measures.keys():
         raise UserError(
@@ -127,7 +125,7 @@ def measure_columns(objective: Objective, columns: dict[str, Tensor]) -> dict[st
         raise UserError(
             f"{type(objective).__name__}.measure returned what is no number ({error}): return one for each name"
         ) from None
-    return {"loss": mean_loss(columns), **numbers}
+    return {**numbers, "loss": mean_loss(columns)}
 
 
 def mean_loss(columns: dict[str, Tensor]) -> float:

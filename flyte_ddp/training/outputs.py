@@ -22,7 +22,7 @@ from flyte_ddp.loading.facts import combine_facts_of_ranks, join_few
 from flyte_ddp.models import artifacts, zoo
 from flyte_ddp.models.initial_weights import list_seeded_tensors
 from flyte_ddp.objectives import Objective
-from flyte_ddp.objectives.objective import class_weights_of, map_floats
+from flyte_ddp.objectives.objective import list_floats
 from flyte_ddp.parallel.batch_norm import has_unsynchronised_batch_norm
 from flyte_ddp.parallel.distributed import wait_for_all_ranks, world_size
 from flyte_ddp.parallel.dropout import make_dropout_rank_independent
@@ -118,7 +118,7 @@ def write_outputs(job: Job, data: PreparedSet, state: TrainingState, recorder: R
         "format": artifacts.FORMAT,
         "model": hp.model,
         "classes": list(state.objective.facts.classes),
-        **describe_objective(state, hp),
+        **objective_values(state, hp),
         "input": artifacts.describe_model_input(state.spec, artifacts.MIDDLE if encoded_kind(hp.dataset) else ""),
         "hyperparameters": hp.to_dict(),
         "metrics": replace_non_finite(
@@ -178,10 +178,10 @@ def describe_predictions(state: TrainingState, test: Evaluation, recorder: Recor
 
 def test_measures(test: Evaluation) -> dict[str, float]:
     """Return the measures of the test split by the names that records have, such as ``test_loss``; the loss last."""
-    return {f"test_{name}": value for name, value in (*[*test.measures.items()][1:], *[*test.measures.items()][:1])}
+    return {f"test_{name}": value for name, value in test.measures.items()}
 
 
-def describe_objective(state: TrainingState, hp: Hyperparameters) -> dict[str, Any]:
+def objective_values(state: TrainingState, hp: Hyperparameters) -> dict[str, Any]:
     """Return what the sidecar says of the objective, its class weights as numbers, and the options.
 
     Empty for classification without class weights and options.
@@ -190,9 +190,8 @@ def describe_objective(state: TrainingState, hp: Hyperparameters) -> dict[str, A
     if hp.objective != "classification":
         said |= {"objective": hp.objective, "outputs": state.objective.outputs}
         said["target_shape"] = list(state.objective.facts.target_shape)
-    weights = class_weights_of(state.objective.facts)
-    if weights is not None:
-        said["class_weights"] = weights.tolist()
+    if state.objective.class_weights is not None:
+        said["class_weights"] = state.objective.class_weights.tolist()
     if options := hp.parse_options():
         said["options"] = options
     return said
@@ -229,18 +228,11 @@ def verify_saved_model(fresh: nn.Module, model_path: Path, sidecar: Mapping[str,
 def tensors_of(outputs: Any) -> Tensor:
     """Return all floating-point numbers of a model's outputs in one tensor: [numbers], or outputs that are a tensor.
 
-    If :func:`map_floats` finds none in the outputs, there is a single 0.
+    If :func:`list_floats` finds none in the outputs, there is a single 0.
     """
     if isinstance(outputs, Tensor):
         return outputs
-    found = [torch.zeros(0)]
-
-    def collect(values: Tensor) -> Tensor:
-        found.append(values.flatten().cpu())
-        return values
-
-    map_floats(outputs, collect)
-    return torch.cat(found) if len(found) > 1 else torch.zeros(1)
+    return torch.cat([values.flatten().cpu() for values in list_floats(outputs)] or [torch.zeros(1)])
 
 
 def list_report_notes(state: TrainingState, arithmetic: Arithmetic, resumed_from: Checkpoint | None) -> list[str]:

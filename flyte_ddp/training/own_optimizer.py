@@ -47,7 +47,8 @@ def check_optimizer_state(optimizer: torch.optim.Optimizer, spec: str) -> None:
     """
     parts = {**optimizer.state_dict()}  # an optimiser may have other parts than torch's two
     for number, values in parts.pop("state", {}).items():
-        parts |= {f"state[{number}][{key!r}]": value for key, value in list_items(values)}
+        items = values.items() if isinstance(values, Mapping) else [("", values)]
+        parts |= {f"state[{number}][{key!r}]": value for key, value in items}
     for number, group in enumerate(parts.pop("param_groups", [])):
         parts |= {f"param_groups[{number}][{key!r}]": value for key, value in group.items()}
     if found := find_refused_value(parts):
@@ -56,11 +57,6 @@ def check_optimizer_state(optimizer: torch.optim.Optimizer, spec: str) -> None:
             f"optimizer={spec!r}: keeps a {type(value).__name__} in {key}: torch.load(weights_only=True) refuses it, "
             "and could read no checkpoint; keep only tensors, numbers, text, and dicts and lists of them there"
         )
-
-
-def list_items(values: Any) -> list[tuple[Any, Any]]:
-    """Return keys and values of a mapping; of another value one pair, with an empty key."""
-    return list(values.items()) if isinstance(values, Mapping) else [("", values)]
 
 
 def load_optimizer_state(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:

@@ -41,7 +41,7 @@ class Recorder:
         self.samples_in_all = 0
         self.training_seconds = 0.0
         self.since = self.training_time()  # of the last record
-        self.main_measure = next(iter(state.objective.measures), "loss")
+        self.main_measure = state.objective.main_measure
         self.epoch_accuracies: list[float] = []  # the main measure of the test split, after each evaluation
         self.arithmetic = gather_arithmetic(job.hardware, self.device)
         self.warnings: list[str] = []

@@ -18,7 +18,7 @@ from flyte_ddp.catalog import encoded_kind
 from flyte_ddp.clock import make_clock
 from flyte_ddp.config import Hyperparameters, refuse_unused_settings
 from flyte_ddp.datasets.arrays import ImageArrays
-from flyte_ddp.datasets.prepared import PreparedSet, count_classes, resolve_class_names
+from flyte_ddp.datasets.prepared import PreparedSet, count_training_classes, resolve_class_names
 from flyte_ddp.errors import UserError, unknown_name_error
 from flyte_ddp.hardware import Hardware
 from flyte_ddp.loading.opening import open_splits
@@ -225,7 +225,7 @@ def open_objective(
     named = () if targets and of_numbers and encoded_kind(hp.dataset) == "image_folder" else data.classes
     classes = resolve_class_names(named, hp, of_numbers=of_numbers)
     counted = hp.class_weights == "balanced" and targets is None
-    counts = count_classes(data, training, len(classes)) if counted else ()
+    counts = count_training_classes(data, training, len(classes)) if counted else ()
     shape = kind.shape
     facts = Facts(classes, shape, counts, hp.class_weights, hp.label_smoothing)
     objective = make_objective(hp.objective, facts, hp.parse_options().get("objective", {}))

@@ -32,7 +32,7 @@ from flyte_ddp.loading.cropping import crop_to_square, middle_crop
 from flyte_ddp.models.artifacts import describe_model_input, load_model, parse_input_spec, save_model
 from flyte_ddp.models.images import InputSpec, prepare_images
 from flyte_ddp.predict.prediction_batches import SavedModel
-from flyte_ddp.release.evaluation import compute_logits_of_split
+from flyte_ddp.release.evaluation import compute_outputs_of_split
 from flyte_ddp.run import Result
 from flyte_ddp.settings import Settings
 from flyte_ddp.torchvision_weights import TABLE
@@ -70,7 +70,7 @@ class Trained(NamedTuple):
 def train(hp: Hyperparameters, data: Path, folder: Path, settings: Settings = QUIET) -> Trained:
     run, split = train_in(folder, hp, data, settings), open_prepared(data)
     model = SavedModel(run.model, run.sidecar, settings)
-    return Trained(run, split, np.stack([*compute_logits_of_split(model, split)]))
+    return Trained(run, split, np.stack([*compute_outputs_of_split(model, split)]))
 
 
 @pytest.fixture(scope="module")

@@ -86,6 +86,10 @@ def too_small(image: np.ndarray, target: Any) -> Pair:
     return image[1:], target
 
 
+def float_picture(image: np.ndarray, target: Any) -> Pair:
+    return Image.fromarray(image[..., 0].astype(np.float32)), target
+
+
 def floats(image: np.ndarray, target: Any) -> Pair:
     return image / 255, target
 

@@ -8,9 +8,14 @@ from typing import Any
 import pytest
 
 from flyte_ddp.config import Hyperparameters
+from flyte_ddp.errors import RankError
 from flyte_ddp.hardware import detect_hardware
+from flyte_ddp.order.sampling import Indices
 from flyte_ddp.run import Result, run_training
 from flyte_ddp.settings import Settings
+from flyte_ddp.training import train as training
+from flyte_ddp.training.recording import StepSums
+from flyte_ddp.training.training_state import TrainingState
 
 QUIET = Settings(progress="off", wandb_mode="disabled")
 Train = Callable[..., Result]
@@ -22,6 +27,21 @@ def train_in(
     """Train in a folder, with changes of the settings."""
     hardware = replace(detect_hardware(hp), threads=1)
     return run_training(hp, data, folder, replace(settings, **changes), launch=launch, hardware=hardware)
+
+
+def cut_off(run: Callable[[], Result], at: int) -> None:
+    """Train with a single rank, and run out of memory in the step after ``at`` steps."""
+    compute = training.compute_gradients
+
+    def fail(state: TrainingState, batch: Indices) -> StepSums:
+        if state.step == at:
+            raise MemoryError
+        return compute(state, batch)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(training, "compute_gradients", fail)
+        with pytest.raises(RankError, match="MemoryError"):
+            run()
 
 
 @pytest.fixture

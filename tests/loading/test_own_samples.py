@@ -24,6 +24,7 @@ DRAWING = ("draws_of_all", "torchvision_pipeline", "albumentations_pipeline", "S
 FAILING = {
     "fail": "augment='own_loading:fail' on sample 3: ZeroDivisionError: the augmentation's own words",
     "too_small": r"augment='own_loading:too_small' returned \[7, 8, 1\] as the image of sample 3: must be \[8, 8, 1\]",
+    "float_picture": "augment='own_loading:float_picture': the image of sample 3 cannot be converted to 8 bits",
     "floats": r"returned float64 \[8, 8, 1\] as the image of sample 3: must be uint8",
     "another_class": r"returned 13 as the target of sample 3: must be 0..9 with 10 classes",
     "half_a_class": r"returned float64 \[\] as the target of sample 3: must be int64 \[\]",

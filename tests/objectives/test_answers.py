@@ -358,7 +358,7 @@ def test_a_measure_that_is_not_defined_is_a_dash_and_null(tmp_path: Path, capfd)
     page = Page(result.report.read_text())
     assert page.tiles()["Test F1"] == ("\N{EN DASH}", "AUROC \N{EN DASH}, average precision \N{EN DASH}")
     assert "Not in the means, because no sample has the label: a, b, c." in "".join(page.texts("p"))
-    assert "test f1 \N{EN DASH} (loss 0." in capfd.readouterr().err
+    assert "test F1 \N{EN DASH} (loss 0." in capfd.readouterr().err
     assert page.texts("h3")[:2] == ["Loss", "Learning rate"]
 
 

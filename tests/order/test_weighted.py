@@ -11,18 +11,16 @@ import pytest
 import torch
 from image_folders import image_files, write_files
 from scipy import stats
-from training_runs import Train, train_in
+from training_runs import Train, cut_off, train_in
 
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import fetch, image_arrays, open_arrays, open_prepared
 from flyte_ddp.datasets.arrays import arrays_sha256, write_arrays
-from flyte_ddp.datasets.prepared import check_prepared_set, order_splits, order_training
-from flyte_ddp.errors import RankError, UserError
+from flyte_ddp.datasets.prepared import check_prepared_set, count_training_classes, order_splits, order_training
+from flyte_ddp.errors import UserError
 from flyte_ddp.json_lines import read_records
 from flyte_ddp.order.sampling import Indices, ListedOrder
 from flyte_ddp.order.weighted import choose_by_function, draw_by_weights, inverse_class_counts
-from flyte_ddp.training import train as training
-from flyte_ddp.training.training_state import TrainingState
 
 pytestmark = pytest.mark.usefixtures("user_models")
 
@@ -153,21 +151,11 @@ def undisturbed(weighted_digits: Path, tmp_path_factory: pytest.TempPathFactory)
     "at", [3, 6, *(pytest.param(step, marks=[pytest.mark.slow, pytest.mark.exhaustive]) for step in (1, 2, 4, 5, 7))]
 )
 def test_a_run_that_is_cut_off_after_any_step_goes_on_bit_for_bit(
-    weighted_digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, undisturbed: Train, sampling: str, at: int
+    weighted_digits: Path, tmp_path: Path, undisturbed: Train, sampling: str, at: int
 ) -> None:
     hp = replace(BASE, sampling=sampling, precision="fp32", augment="crop", epochs=4 if "own" in sampling else 2)
     expected = undisturbed(hp)
-    compute = training.compute_gradients
-
-    def fail(state: TrainingState, batch: Indices) -> torch.Tensor:
-        if state.step == at:
-            raise MemoryError
-        return compute(state, batch)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(training, "compute_gradients", fail)
-        with pytest.raises(RankError, match="MemoryError"):
-            train_in(tmp_path / "run", hp, weighted_digits)
+    cut_off(lambda: train_in(tmp_path / "run", hp, weighted_digits), at)
     result = train_in(tmp_path / "run", hp, weighted_digits)
     starts = [record["resumed_after_step"] for record in read_records(result.metrics) if record["kind"] == "start"]
     assert starts == [0, at]
@@ -208,6 +196,16 @@ def test_classes_of_an_image_folder_are_drawn_alike(tmp_path: Path) -> None:
     assert stats.binomtest(int((drawn >= 40).sum()), len(drawn), 0.5).pvalue > 1e-3, "the files are in order"
     with pytest.raises(UserError, match=r"has no sample_weights"):
         order_training(data, orders["training"], "weighted")
+
+
+def test_balanced_class_weights_count_all_that_an_own_function_chooses_from(digits: Path) -> None:
+    """Also with epochs that are shorter than the list, which here begins with one class alone."""
+    labels = open_arrays(digits).train_labels
+    listed = np.argsort(labels, kind="stable")
+    order = choose_by_function(ListedOrder(listed, seed=3), "own_training:every_third", own_training.every_third)
+    assert len(order) < len(listed)
+    counts = count_training_classes(open_prepared(digits), order, 10)
+    assert counts == tuple(np.bincount(labels).tolist())
 
 
 IMAGES = np.zeros((4, 8, 8), np.uint8)

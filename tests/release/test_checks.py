@@ -98,10 +98,11 @@ def test_accuracy_the_most_frequent_class_and_the_task() -> None:
     assert checks.check_above_constant(answers(np.ones(100, dtype=bool), labels, 2), 0.05).passed
     assert checks.check_score(always_zero, Policy(min_accuracy=0.8)).passed
     assert not checks.check_score(always_zero, Policy(min_accuracy=0.81)).passed
-    takes = ("1 x 8 x 8", "1 x 8 x 8")
-    assert checks.check_same_task(["a", "b"], ["a", "b"], takes).passed
-    assert "the classes changed" in checks.check_same_task(["b", "a"], ["a", "b"], takes).reason
-    assert "the input changed" in checks.check_same_task(["a"], ["a"], ("3 x 8 x 8", "1 x 8 x 8")).reason
+    takes, objectives = ("1 x 8 x 8", "1 x 8 x 8"), ("classification", "classification")
+    assert checks.check_same_task(["a", "b"], ["a", "b"], takes, objectives).passed
+    assert "the classes changed" in checks.check_same_task(["b", "a"], ["a", "b"], takes, objectives).reason
+    assert "the objective changed" in checks.check_same_task(["a"], ["a"], takes, ("regression", "multilabel")).reason
+    assert "the input changed" in checks.check_same_task(["a"], ["a"], ("3 x 8 x 8", "1 x 8 x 8"), objectives).reason
 
 
 def test_likelihoods_and_scores_are_those_of_their_definitions() -> None:

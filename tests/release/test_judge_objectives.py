@@ -15,6 +15,7 @@ from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import open_arrays
 from flyte_ddp.datasets.arrays import write_arrays
 from flyte_ddp.errors import UserError
+from flyte_ddp.formatting import name_measure
 from flyte_ddp.predict.prediction_batches import SavedModel
 from flyte_ddp.release.evaluation import evaluate_split
 from flyte_ddp.release.judge import Judgement, judge_challenger
@@ -113,7 +114,7 @@ def test_a_better_model_is_promoted_and_a_worse_one_kept_back(gate: Gate) -> Non
     assert lenient.reason == "it has the champion's weights"
     version = gate.registry.at("versions", good.challenger)
     card = Path(version, "README.md").read_text()
-    assert f"| Test {measure} | {recorded['good'][f'test_{measure}']} |" in card
+    assert f"| Test {name_measure(measure)} | {recorded['good'][f'test_{measure}']} |" in card
     assert f"| Objective | {CASES[gate.data.name]['objective']} |" in card
 
 

@@ -15,7 +15,7 @@ from flyte_ddp.release.checks import check_above_constant, check_losses_by_label
 from flyte_ddp.release.evaluation import Evaluation
 from flyte_ddp.release.pairs import PairedCounts, PairedScores, compare_scores
 from flyte_ddp.release.policy import Policy
-from flyte_ddp.release.scores import name_main_measure, score_labels
+from flyte_ddp.release.scores import score_labels
 
 LABELS = ("sun", "sea", "fog")
 N = 60
@@ -77,7 +77,7 @@ CASES = {
 def test_scores_are_pseudo_values_of_the_main_measure(case: str) -> None:
     objective, make = CASES[case]
     found = evaluate(objective, *make(np.random.default_rng(0), 1.0))
-    name, everything = name_main_measure(objective), torch.arange(N)
+    name, everything = objective.main_measure, torch.arange(N)
     without = np.array(
         [
             objective.measure({key: column[everything != place] for key, column in found.columns.items()})[name]

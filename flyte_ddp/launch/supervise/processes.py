@@ -1,23 +1,19 @@
 """Ranks as their launcher sees them, and those that are children of this process."""
 
 import math
-import multiprocessing
 import os
 import pickle
 import signal
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from multiprocessing import resource_tracker
+from contextlib import suppress
 from multiprocessing.connection import Connection
-from multiprocessing.context import SpawnContext
 from multiprocessing.process import BaseProcess
 from typing import Any
 
 from flyte_ddp.launch.supervise.rank_process import RankInfo, start_rank
-from flyte_ddp.launch.supervise.stopping import SIGNALS
-from flyte_ddp.process import count_out_of_memory_kills, hide_main_script
+from flyte_ddp.process import count_out_of_memory_kills, spawn_context
 
 HOST = "127.0.0.1"
 READ_SECONDS = 0.1  # for messages of one rank, so that others and requests to stop are heard while it sends many
@@ -159,18 +155,3 @@ def start_process(group: list[RankHandle], info: RankInfo) -> None:
         group.append(ProcessHandle(info.rank, process, pipe, stacks))
         its_pipe.close()  # so that the end of the rank is the end of the pipe
         its_stacks.close()
-
-
-@contextmanager
-def spawn_context() -> Iterator[SpawnContext]:
-    """Yield multiprocessing's spawn context; processes started in the block begin with SIGTERM and SIGINT blocked.
-
-    Blocks both signals in this thread until the end. Spawned processes do not run this process's main script.
-    """
-    resource_tracker.ensure_running()  # before signals are blocked, because it unblocks them
-    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-    try:
-        with hide_main_script():
-            yield multiprocessing.get_context("spawn")
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
