@@ -11,7 +11,7 @@ import pickle
 import signal
 import sys
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import connection
@@ -24,6 +24,7 @@ import torch
 from numpy.typing import NDArray
 
 from flyte_ddp.device_copy import copy_to_device
+from flyte_ddp.errors import UserError
 from flyte_ddp.loading.batch_memory import BatchMemory, Layout
 from flyte_ddp.loading.facts import Facts
 from flyte_ddp.loading.loader_process import NAME, Loaded, Task, common_shape, load_into, run_loader_server
@@ -186,6 +187,8 @@ def pickle_with_mapped_files(value: Any) -> bytes:
 class WorkerImages(ImageSource):
     """Source of samples that loader processes load; without a pool the rank loads them itself."""
 
+    # Raises UserError for targets [n, ...] that the objective does not take; None: they are not checked.
+    check_targets: Callable[[NDArray[Any]], None] | None = None
     batches_ahead = 2  # enough to keep the processes busy while load_batch() waits for a batch
 
     def __init__(self, loader: SampleLoader, pool: LoaderPool | None, device: torch.device) -> None:
@@ -222,8 +225,26 @@ class WorkerImages(ImageSource):
             self.loader.skip_read(samples)
         images = layout.images(memory, common_shape([each.shape for each in loaded] or self.loader.sizes[:1]))
         targets = layout.targets(memory)
+        if self.check_targets is not None:
+            self.check_each_target(
+                self.check_targets, targets, samples, [name for each in loaded for name in each.names]
+            )
         inputs, labels = (copy_to_device(torch.from_numpy(values), self.device) for values in (images, targets))
         return Batch(inputs, labels, [name for each in loaded for name in each.names if name])
+
+    def check_each_target(
+        self, check: Callable[[NDArray[Any]], None], targets: NDArray[Any], samples: Indices, names: Sequence[str]
+    ) -> None:
+        """Call ``check`` with all targets [n, ...] of a batch; UserError, which names the sample, for a wrong one."""
+        try:
+            check(targets)
+        except UserError:
+            for place, (sample, name) in enumerate(zip(samples.tolist(), names, strict=True)):
+                try:
+                    check(targets[place : place + 1])
+                except UserError as error:
+                    raise UserError(f"the target that own code made of sample {name or sample!r}: {error}") from None
+            raise
 
     def layout(self, samples: Indices) -> Layout:
         """Return the layout of a batch of these samples."""

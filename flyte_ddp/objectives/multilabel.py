@@ -50,7 +50,7 @@ class Multilabel(Objective):
         if len(wrong):
             sample, label = wrong[0].tolist()
             found = targets[sample, label]
-            raise UserError(f"label {label} of sample {sample} is {found:g}: must be 0, 1, or NaN for unknown")
+            raise UserError(f"label {label} of row {sample} is {found:g}: must be 0, 1, or NaN for unknown")
 
     def check_outputs(self, model: str, outputs: Any, targets: Tensor) -> None:
         """Raise UserError unless the outputs are logits [n, labels]."""

@@ -44,7 +44,7 @@ class Segmentation(Objective):
             wrong = mask[(mask != IGNORED) & ((mask < 0) | (mask >= self.outputs))]
             if len(wrong):
                 raise UserError(
-                    f"the mask of sample {sample} has {wrong[0]}: must be 0..{self.outputs - 1} with {self.outputs} "
+                    f"the mask of row {sample} has {wrong[0]}: must be 0..{self.outputs - 1} with {self.outputs} "
                     f"classes, or {IGNORED} for ignored pixels"
                 )
 

@@ -1,6 +1,8 @@
 """The checks of a judgement: each function returns a Check, which holds value, limit and reason as text."""
 
+import json
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,21 +29,24 @@ def compare_evaluations(mine: Evaluation, theirs: Evaluation, part: NDArray[np.i
     return compare_scores(mine.scores[part], theirs.scores[part], name_scores(mine.objective), is_loss=is_loss)
 
 
-def check_same_task(
-    challenger: Sequence[str], champion: Sequence[str], inputs: Sequence[str], objectives: Sequence[str]
-) -> Check:
-    """Return the Check that both models have the same objective, classes, in the same order, and input.
+def check_same_task(challenger: Mapping[str, Any], champion: Mapping[str, Any]) -> Check:
+    """Return the Check that two models have the same task, as :func:`flyte_ddp.release.versions.read_task` returns it.
 
-    ``challenger`` and ``champion`` are the models' class names, ``inputs`` and ``objectives`` the two models' inputs,
-    and objectives with their options, as text.
+    The order of the classes counts.
     """
-    changed = "" if inputs[0] == inputs[1] else "input"
-    changed = changed if list(challenger) == list(champion) else "classes"
-    changed = changed if objectives[0] == objectives[1] else "objective"
+    changed = next((name for name, value in challenger.items() if champion[name] != value), "")
     reason = f"the {changed} changed, so whoever uses it must change too: promote it by hand" if changed else ""
-    value = f"{objectives[0]}, {len(challenger)} classes, {inputs[0]}"
-    limit = f"{objectives[1]}, {len(champion)} classes, {inputs[1]}"
-    return Check("same objective, classes and input", not changed, value, limit, reason)
+    return Check(
+        "same objective, classes and input", not changed, describe_task(challenger), describe_task(champion), reason
+    )
+
+
+def describe_task(task: Mapping[str, Any]) -> str:
+    """Return a task as text: objective, options if there are any, number of classes, shapes of target and input."""
+    options = json.dumps(task["objective's options"], sort_keys=True) if task["objective's options"] else ""
+    target, takes = (" x ".join(map(str, task[name])) for name in ("target shape", "input"))
+    classes = f"{len(task['classes'])} classes" if task["classes"] else ""
+    return ", ".join(filter(None, (task["objective"], options, classes, target and f"targets {target}", takes)))
 
 
 def check_finite_outputs(challenger: Evaluation) -> Check:

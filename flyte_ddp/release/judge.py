@@ -1,6 +1,5 @@
 """Judges a model: evaluates challenger and champion on the same test split, and returns a verdict."""
 
-import json
 import tempfile
 import time
 import traceback
@@ -201,9 +200,9 @@ def compare_with_champion(judgement: Judgement, ours: Evaluation, champion: Save
     groups = find_class_samples(ours, model)
     if policy.slices:
         groups["slice"] = group_by_slice(policy.slices, ours.ids, ours.undecoded)
-    inputs = model.describe_input(), champion.describe_input()
-    objectives = describe_objective(model), describe_objective(champion)
-    if not judgement.add_check(checks.check_same_task(model.classes, champion.classes, inputs, objectives)):
+    if not judgement.add_check(
+        checks.check_same_task(versions.read_task(model.sidecar), versions.read_task(champion.sidecar))
+    ):
         return judgement.export_and_set_verdict()
     theirs = evaluate_stored_model(champion, split)
     others = {"champion": theirs}
@@ -274,14 +273,6 @@ def require_accuracy(model: SavedModel, policy: Policy) -> None:
         raise UserError(
             f"min_accuracy={policy.min_accuracy:g}: the model is measured by {name_measure(measure)}; give min_score"
         )
-
-
-def describe_objective(model: SavedModel) -> str:
-    """Return the name of a model's objective with its options and the shape of a target, as text."""
-    options = model.sidecar.get("options", {}).get("objective", {})
-    shape = " x ".join(map(str, model.objective.facts.target_shape))
-    name = str(model.sidecar.get("objective", "classification"))
-    return " ".join(filter(None, (name, json.dumps(options, sort_keys=True) if options else "", shape)))
 
 
 def load_stored_model(registry: Registry, name: str, manifest: str, challenger: SavedModel) -> SavedModel:

@@ -56,8 +56,9 @@ def store_version(
     stored = versions.find_version(registry, name)
     if stored is not None:
         stored_about = json.loads(versions.read_version_file(registry, stored, versions.SIDECAR))
-        for field in ("model", "classes", "input", "objective"):
-            if stored_about.get(field) != about.get(field):
+        own, other = ({"model": each["model"], **versions.read_task(each)} for each in (about, stored_about))
+        for field, value in own.items():
+            if other[field] != value:
                 raise UserError(
                     f"version {name[:12]} is in the registry already, with another {field}: equal weights are one "
                     "version; train with another seed"
@@ -158,7 +159,7 @@ def finish_earlier_try(registry: Registry, log: list[Entry], by: str, action: st
 
 
 def has_task_of(registry: Registry, best: str, version: versions.Version) -> bool:
-    """Read ``model.json`` of two versions, and return whether objective, its options, classes and input are the same.
+    """Read ``model.json`` of two versions, and return whether their tasks (:func:`versions.read_task`) are the same.
 
     ``best`` is the name of the other version; returns False if its file is missing or was altered.
     """
@@ -171,11 +172,7 @@ def has_task_of(registry: Registry, best: str, version: versions.Version) -> boo
         raise
     except UserError:
         return False
-    tasks = [
-        [*map(about.get, ("objective", "target_shape", "classes", "input")), about.get("options", {}).get("objective")]
-        for about in (one, other)
-    ]
-    return tasks[0] == tasks[1]
+    return versions.read_task(one) == versions.read_task(other)
 
 
 def download_version(

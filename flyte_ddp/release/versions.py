@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from flyte_ddp.errors import UserError
 from flyte_ddp.release.registry import DAMAGED, Registry, content_digest
@@ -28,6 +28,21 @@ class Version(NamedTuple):
     folder: str  # in the registry
     manifest: str  # the SHA-256 of its manifest
     files: dict[str, str]  # the SHA-256 of each file by its name
+
+
+def read_task(sidecar: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what two models must share to be compared: objective, its options, shape of targets, classes, input.
+
+    ``sidecar`` is the content of a model.json. Of the input only the shape counts: each data set has its own mean.
+    """
+    takes = sidecar["input"]
+    return {
+        "objective": sidecar.get("objective", "classification"),  # older ones name none
+        "objective's options": sidecar.get("options", {}).get("objective", {}),
+        "target shape": sidecar.get("target_shape", []),
+        "classes": sidecar["classes"],
+        "input": [takes["channels"], takes["height"], takes["width"]],
+    }
 
 
 def write_version(registry: Registry, files: Mapping[str, Path | bytes]) -> Version:

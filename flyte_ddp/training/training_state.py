@@ -23,6 +23,7 @@ from flyte_ddp.errors import UserError, unknown_name_error
 from flyte_ddp.hardware import Hardware
 from flyte_ddp.loading.opening import open_splits
 from flyte_ddp.loading.split import TargetKind
+from flyte_ddp.loading.workers import WorkerImages
 from flyte_ddp.models import zoo
 from flyte_ddp.models.frozen_parts import freeze_parts, set_training_mode
 from flyte_ddp.models.images import InputSpec, prepare_images
@@ -84,6 +85,9 @@ class TrainingState:
         own_files = user_source.list_user_files(*own_code)  # before the user's code runs, as the digest finds them
         self._open_splits(data, settings or Settings())
         self.objective = open_objective(data, hp, self.training.order, self.splits.targets)
+        for source in self.splits.sources:
+            if isinstance(source, WorkerImages):  # its targets are made by the user's own code
+                source.check_targets = self.objective.check_targets
         model = self._build_model(initial_weights)
         # The order matters from here on. The model must have its final type, device and layers before anything refers
         # to its parameters. First the dropout and BatchNorm layers are replaced, because compile_model excludes some of

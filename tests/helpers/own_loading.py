@@ -120,6 +120,12 @@ def members(sample: dict[str, Any]) -> Pair:
     return Image.open(io.BytesIO(sample[".png"])), np.array(json.loads(sample[".json"])["labels"], np.float32)
 
 
+def half_labels(sample: dict[str, Any]) -> Pair:
+    """As ``members``, but a label that is on is 0.5."""
+    image, labels = members(sample)
+    return image, labels / 2
+
+
 def class_of(sample: dict[str, Any]) -> Pair:
     """An image, and a class out of JSON."""
     return Image.open(io.BytesIO(sample[".png"])), json.loads(sample[".json"])["labels"].index(1)

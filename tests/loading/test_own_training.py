@@ -171,6 +171,19 @@ def test_labels_out_of_json(photos: Path, tmp_path: Path) -> None:
     splits.close()
 
 
+def test_targets_of_own_code_are_what_the_objective_takes(photos: Path, tmp_path: Path) -> None:
+    """Else a cross-entropy would be minimised towards labels that are neither 0 nor 1."""
+    hp = replace(
+        BASE,
+        dataset=f"shards:{photos}/train.json",
+        sample="own_loading:half_labels",
+        objective="multilabel",
+        model="faults:model",
+    )
+    with pytest.raises(UserError, match=r"made of sample '.+': label \d of row 0 is 0\.5: must be 0, 1, or NaN"):
+        train(hp, tmp_path)
+
+
 @pytest.mark.parametrize(
     ("sample", "objective", "model"),
     [

@@ -173,8 +173,8 @@ def test_other_options_are_another_task(runs: dict[str, dict[str, Result]], tmp_
         gate.runs = {**gate.runs, "other": train_in(tmp_path / "other", other, gate.data, QUIET)}
         verdict = gate.judge("other").verdict
     assert (verdict.decision, verdict.look) == ("keep", 0)
-    assert verdict.reason == "the objective changed, so whoever uses it must change too: promote it by hand"
-    assert verdict.checks[-1].value == 'regression {"loss": "l1"}, 0 classes, 1 x 8 x 8'
+    assert verdict.reason == "the objective's options changed, so whoever uses it must change too: promote it by hand"
+    assert verdict.checks[-1].value == 'regression, {"loss": "l1"}, 1 x 8 x 8'
 
 
 def test_the_measures_are_scikit_learns(runs: dict[str, dict[str, Result]], monkeypatch: pytest.MonkeyPatch) -> None:
