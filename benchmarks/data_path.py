@@ -149,7 +149,7 @@ def resident(state: TrainingState, synchronised: bool) -> Iterator[int]:
     images, labels, _ = state.training.load_batch(
         sampling.take_slice(state.training.order.samples(slice(0, size)), distributed.get_rank(), state.hp.num_ranks)
     )
-    images = state.prepare_images(images)
+    images = state.prepare_inputs(images)
     while True:
         with state.sync.micro_batch(last=synchronised):
             with torch.autocast(state.device.type, dtype=torch.bfloat16, enabled=state.hardware.precision == "bf16"):

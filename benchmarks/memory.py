@@ -19,7 +19,7 @@ from torch import nn
 from benchmarks.measuring import Options, Result, Target, interleaved
 from benchmarks.running import memory_of, pss, run_library, write_data
 from flyte_ddp.datasets import ImageArrays
-from flyte_ddp.datasets.arrays import total_bytes
+from flyte_ddp.datasets.images import total_bytes
 
 BATCH_SIZE = 1024
 SHAPE = (32, 32, 3)

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from flyte_ddp.datasets import ImageArrays, fetch, open_arrays
-from flyte_ddp.datasets.arrays import write_arrays
+from flyte_ddp.datasets.images import write_arrays
 from flyte_ddp.process import list_living_trees
 
 ROOT = Path(__file__).resolve().parent.parent

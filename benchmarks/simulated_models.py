@@ -22,7 +22,7 @@ def answers(correct: Correct, labels: NDArray[np.int64], classes: int = 10, conf
     logits = np.zeros((len(labels), classes), dtype=np.float32)
     logits[np.arange(len(labels)), np.where(correct, labels, (labels + 1) % classes)] = confidence
     objective = Classification(Facts(tuple(map(str, range(classes)))))
-    return Evaluation.from_batches(objective, [(torch.from_numpy(logits), torch.from_numpy(labels))])
+    return Evaluation.from_batches(objective, [(torch.from_numpy(logits), torch.from_numpy(labels), len(labels))])
 
 
 def equal_model(random: np.random.Generator, samples: int, discordant: float) -> Correct:

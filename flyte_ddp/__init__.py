@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from flyte_ddp import results as results
     from flyte_ddp.config import Hyperparameters as Hyperparameters
+    from flyte_ddp.datasets import arrays as arrays
     from flyte_ddp.datasets import fetch as fetch
     from flyte_ddp.datasets import image_arrays as image_arrays
+    from flyte_ddp.datasets import on_demand as on_demand
     from flyte_ddp.errors import RankError as RankError
     from flyte_ddp.errors import StoppedError as StoppedError
     from flyte_ddp.errors import UnreachableError as UnreachableError
@@ -37,6 +39,7 @@ MODULES = {
     "StoppedError": "errors",
     "UnreachableError": "errors",
     "UserError": "errors",
+    "arrays": "datasets",
     "batches": "parallel.sharing",
     "evaluation_batches": "parallel.sharing",
     "current_rank": "loops.current_rank",
@@ -44,6 +47,7 @@ MODULES = {
     "image_arrays": "datasets",
     "load_champion": "release.promotion",
     "load_model": "models.artifacts",
+    "on_demand": "datasets",
     "results": "results",
     "run_ranks": "loops.run_ranks",
     "run_training": "run",

@@ -25,6 +25,7 @@ OBJECTIVES: dict[str, tuple[str, ...]] = {
     "multilabel": ("class_weights",),
     "regression": (),
     "segmentation": ("class_weights",),
+    "language": (),
 }
 
 # The two small CNNs, each with the smallest image side that it takes, in pixels.

@@ -22,7 +22,7 @@ ARITHMETIC = ("torch", "torchvision", "numpy", "pillow", "torchcodec", "scipy", 
 DECIDING = (
     *("order", "parallel", "loading", "models", "objectives", "training", "datasets"),
     *("shards/dataset.py", "shards/decoding.py", "shards/index.py", "shards/samples.py", "shards/tar.py"),
-    *("catalog.py", "class_names.py", "device_copy.py", "hardware.py", "machine.py", "pictures.py"),
+    *("catalog.py", "class_names.py", "device_copy.py", "hardware.py", "leaves.py", "machine.py", "pictures.py"),
     "torchvision_weights.py",
 )
 PARSING = threading.Lock()

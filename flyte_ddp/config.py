@@ -51,6 +51,14 @@ class Hyperparameters(CheckedFields, called="hyperparameter"):
         "the members of a sample; empty: an image and its class.",
         own=True,
     )
+    collate: str = setting(
+        "stacked",
+        "How samples that are no images become a batch: stacked (all have one shape), padded (the first dimension, to "
+        "the longest; the model also gets `mask`, true where there are values), or your own `package.module:callable`, "
+        "called with a list of pairs (inputs, targets).",
+        choices=("stacked", "padded"),
+        own=True,
+    )
     shuffle_shards: int = setting(
         16,
         "Shards from which a batch is drawn, over all ranks: more mix better, fewer need less cache.",
@@ -75,7 +83,7 @@ class Hyperparameters(CheckedFields, called="hyperparameter"):
     # Model
     model: str = setting(
         "small_cnn",
-        "small_cnn, tutorial, a torchvision classifier by name, or your own `package.module:callable`.",
+        "For images small_cnn, tutorial, or a torchvision classifier by name; or your own `package.module:callable`.",
         own=True,
     )
     image_size: int = setting(
@@ -107,8 +115,9 @@ class Hyperparameters(CheckedFields, called="hyperparameter"):
     # Objective
     objective: str = setting(
         "classification",
-        "What is minimised and measured: classification (a class for each image), multilabel (several labels), "
-        "regression (numbers), segmentation (a class for each pixel), or your own `package.module:callable`.",
+        "What is minimised and measured: classification (a class for each sample), multilabel (several labels), "
+        "regression (numbers), segmentation (a class for each pixel), language (the next token at each place of a "
+        "text), or your own `package.module:callable`.",
         choices=tuple(catalog.OBJECTIVES),
         own=True,
     )
@@ -197,7 +206,7 @@ class Hyperparameters(CheckedFields, called="hyperparameter"):
     )
     mixup: float = setting(
         0.0,
-        "Alpha of mixup: each image is mixed with another one of its batch by a share drawn from Beta(alpha, alpha), "
+        "Alpha of mixup: each input is mixed with another one of its batch by a share drawn from Beta(alpha, alpha), "
         "and the losses of both targets likewise; 0: no mixing.",
         at_least=0.0,
         at_most=100.0,
@@ -364,6 +373,8 @@ def find_unfit_data_fields(hp: Hyperparameters) -> Iterator[str]:
         yield f"sample={hp.sample!r}: must have the form {OWN_CODE}"
     if hp.sample and kind not in ("shards", "image_folder"):
         yield f"sample={hp.sample!r}: {unfit}; take shards:ADDRESS or image_folder:ADDRESS, or leave it out"
+    if hp.collate != "stacked" and (kind or hp.dataset in catalog.DATASETS):
+        yield f"collate={hp.collate!r}: {unfit}, whose images have one size; leave it out"
     if hp.sampling != "shuffled" and kind in ("shards", "stream"):
         fix = "give weights to the parts of its index (python -m flyte_ddp.shards join), or take shuffled"
         yield f"sampling={hp.sampling!r}: {unfit}; {fix}"

@@ -56,6 +56,14 @@ def require_options(
             raise UserError(f"options of {what}: {error}; correct the options, or the callable") from None
 
 
+def select_arguments(function: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those of the arguments whose names a callable's parameters have; all of them if it takes any keyword."""
+    parameters = inspect.signature(function).parameters
+    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return dict(arguments)
+    return {name: value for name, value in arguments.items() if name in parameters}
+
+
 def split_spec(spec: str) -> tuple[str, str]:
     """Return module name and attribute name of ``package.module:callable``; UserError for another form."""
     match = SPEC.fullmatch(spec)

@@ -21,7 +21,7 @@ import numpy as np
 from PIL import Image, ImageDraw
 
 from flyte_ddp import Hyperparameters, fetch, image_arrays, run_training
-from flyte_ddp.datasets.arrays import ImageArrays
+from flyte_ddp.datasets.images import ImageArrays
 
 SIDE = 32
 POLYGONS = {"triangle": (3, 0.5), "square": (4, 0.71), "hexagon": (6, 0.87)}  # corners, and how far sides are bent in

@@ -1,19 +1,25 @@
 """A data set that a callable of the user returns; the hyperparameter ``dataset`` names the callable."""
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from flyte_ddp.datasets.arrays import ARRAYS, ImageArrays, Images, Targets, image_arrays
 from flyte_ddp.datasets.identity import content_identity, digest_lines
+from flyte_ddp.datasets.images import ARRAYS, ImageArrays, Images, Targets, image_arrays
+from flyte_ddp.datasets.on_demand_set import OnDemand, OnDemandSet, split_item
+from flyte_ddp.datasets.sample_arrays import SampleArrays, arrays
 from flyte_ddp.errors import UserError
+from flyte_ddp.leaves import Leaves, form_of, name_leaves, restore_leaves
 from flyte_ddp.pictures import picture_to_pixels
 from flyte_ddp.progress import Progress
 from flyte_ddp.user_code import load_callable
 from flyte_ddp.user_source import user_source_digest
+
+CustomData = ImageArrays | SampleArrays | OnDemandSet
+SETS = ("training set", "test set")
 
 
 @dataclass(frozen=True)
@@ -33,40 +39,54 @@ class CustomSet:
         identity = digest_lines([self.spec, user_source_digest(self.spec), source, content_identity(source)])
         return f"{re.sub(r'[^A-Za-z0-9_.]', '-', self.spec)}-{identity[:16]}"
 
-    def load(self, source: str, workspace: Path, progress: Progress) -> tuple[ImageArrays, str]:
-        """Import the user's callable, call it with ``source``, and return checked arrays, and the call as text.
+    def load(self, source: str, workspace: Path, progress: Progress) -> tuple[CustomData, str]:
+        """Import the user's callable, call it with ``source``, and return the checked data, and the call as text.
 
         Puts the working directory first on ``sys.path``; shows progress on stderr. Raises a UserError for a missing
         callable, an ImportError or SyntaxError of the import, or a wrong result; other errors of the user's code are
         not caught. Ignores ``workspace``.
         """
         del workspace  # the user's code chooses its own place for downloads
-        arrays = arrays_from_result(self.spec, load_callable(self.spec)(source), progress)
-        return arrays, f"{self.spec}({source!r})"
+        result = load_callable(self.spec)(source)
+        called = f"{self.spec}({source!r})"
+        if isinstance(result, OnDemand):
+            samples = len(result.train), len(result.test)
+            digest = digest_lines([self.fingerprint(source)])
+            return OnDemandSet(self.spec, source, *samples, result.classes, digest), called
+        return arrays_from_result(self.spec, result, progress), called
 
 
-def arrays_from_result(spec: str, result: Any, progress: Progress) -> ImageArrays:
-    """Convert what the user's callable returned to checked :class:`ImageArrays` named ``spec``, and return them.
+def arrays_from_result(spec: str, result: Any, progress: Progress) -> ImageArrays | SampleArrays:
+    """Convert what the user's callable returned to checked arrays named ``spec``, and return them.
 
-    ``result`` is an ``ImageArrays``, or a pair (training set, test set) of map-style data sets such as torchvision's,
-    with ``len()`` and items (image, label), which are read into memory. An image is a PIL image, a uint8 array [H, W]
-    or [H, W, C], or a uint8 tensor [H, W] or [C, H, W]. PIL images become 8-bit grey or RGB (the upper 8 of 16 bits),
+    ``result`` is what ``image_arrays`` or ``arrays`` returns, or a pair (training set, test set) of map-style data sets
+    such as torchvision's, with ``len()`` and items (inputs, targets), or dicts with ``labels``, which are read into
+    memory. If the first item's input is an image, all must be (image, label): a PIL image, a uint8 array [H, W] or
+    [H, W, C], or a uint8 tensor [H, W] or [C, H, W]. PIL images become 8-bit grey or RGB (the upper 8 of 16 bits),
     white where transparent. A label is a whole number, a float, an array or tensor [d] of them, or a mask [H, W], also
-    a PIL image. The class names are the training set's attribute ``classes``; without it, whole numbers get the names
-    "0", "1", "2", ... Its attribute ``sample_weights``, if there is one, is for ``sampling`` "weighted".
-    ``progress`` shows what is read. Raises a UserError that names ``spec`` for a result, image or label of another
-    type; does not catch the errors of the sets themselves.
+    a PIL image. Other inputs become leaves, as those of ``arrays``. The class names are the training set's attribute
+    ``classes``; without it, whole numbers get the names "0", "1", "2", ... Its attribute ``sample_weights``, if there
+    is one, is for ``sampling`` "weighted". ``progress`` shows what is read. Raises a UserError that names ``spec`` for
+    a result, image or label of another type; does not catch the errors of the sets themselves.
     """
-    if not isinstance(result, ImageArrays) and not (isinstance(result, (tuple, list)) and len(result) == 2):
+    if not isinstance(result, (ImageArrays, SampleArrays)) and not (
+        isinstance(result, (tuple, list)) and len(result) == 2
+    ):
         raise UserError(
-            f"dataset={spec!r}: returned {type(result).__name__}; must return flyte_ddp.datasets.image_arrays(...) or "
-            "a pair (training set, test set)"
+            f"dataset={spec!r}: returned {type(result).__name__}; must return arrays(...), image_arrays(...) or "
+            "on_demand(...) of flyte_ddp, or a pair (training set, test set)"
         )
     try:
+        if isinstance(result, SampleArrays):
+            return replace(result, name=spec)
         if isinstance(result, ImageArrays):  # checked, because the user may have made it without image_arrays()
-            arrays = {name: getattr(result, name) for name in ARRAYS}
+            parts = {name: getattr(result, name) for name in ARRAYS}
             weights = result.sample_weights
-            return image_arrays(**arrays, classes=result.classes, name=spec, sample_weights=weights)
+            return image_arrays(**parts, classes=result.classes, name=spec, sample_weights=weights)
+        if not has_images("training set", result[0]):
+            sides = (read_leaves(name, each, progress) for name, each in zip(SETS, result, strict=True))
+            about = {name: getattr(result[0], name, None) for name in ("classes", "sample_weights")}
+            return arrays(*sides, **{key: value for key, value in about.items() if value is not None}, name=spec)
         train_images, train_labels = read_map_style_set("training set", result[0], progress)
         test_images, test_labels = read_map_style_set("test set", result[1], progress)
         given = getattr(result[0], "classes", None)
@@ -79,6 +99,53 @@ def arrays_from_result(spec: str, result: Any, progress: Progress) -> ImageArray
         )
     except UserError as error:
         raise UserError(f"dataset={spec!r}: {error.message}") from error
+
+
+def has_images(set_name: str, samples: Any) -> bool:
+    """Return whether the first item of a map-style data set is a pair whose first part is a picture.
+
+    Raises a UserError for a set without a length or without an item.
+    """
+    if not map_style_length(set_name, samples):
+        raise UserError(f"{set_name}: is empty")
+    item = samples[0]
+    if not isinstance(item, (tuple, list)) or len(item) != 2:
+        return False
+    pixels = getattr(item[0], "numpy", lambda: item[0])()
+    return hasattr(pixels, "convert") or (getattr(pixels, "dtype", None) == np.uint8 and pixels.ndim in (2, 3))
+
+
+def read_leaves(set_name: str, samples: Any, progress: Progress) -> tuple[Leaves, Leaves]:
+    """Read all samples of a map-style data set; return inputs and targets, each leaf a list of its samples' arrays.
+
+    Raises a UserError if the set has no length or is empty, or an item has another form than the first.
+    """
+    count = map_style_length(set_name, samples)
+    if not count:
+        raise UserError(f"{set_name}: is empty")
+    forms = list[str]()
+    found: tuple[dict[str, list[Any]], dict[str, list[Any]]] = ({}, {})
+    with progress.track(set_name, count, "samples") as advance:
+        for index in range(count):
+            try:
+                sides = split_item(samples[index])
+            except ValueError as error:
+                raise UserError(f"{set_name}: item {index} {error}") from None
+            named = [name_leaves(side) for side in sides]
+            if not index:
+                forms = [form_of(side) for side in sides]
+                found = tuple({name: [] for name in side} for side in named)  # type: ignore[assignment]
+            for kind, leaves, lists in zip(("inputs", "targets"), named, found, strict=True):
+                if leaves.keys() != lists.keys():
+                    raise UserError(
+                        f"{set_name}: the {kind} of item {index} have the leaves {', '.join(leaves) or 'none'}, and "
+                        f"those of item 0 {', '.join(lists) or 'none'}; all must have the same"
+                    )
+                for name, leaf in leaves.items():
+                    lists[name].append(leaf)
+            advance(1)
+    inputs, targets = (restore_leaves(form, lists) for form, lists in zip(forms, found, strict=True))
+    return inputs, targets
 
 
 def read_map_style_set(set_name: str, samples: Any, progress: Progress) -> tuple[Images, Targets]:

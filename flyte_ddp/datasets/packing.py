@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from flyte_ddp import catalog
-from flyte_ddp.datasets.arrays import open_arrays
 from flyte_ddp.datasets.custom import convert_sample, map_style_length
 from flyte_ddp.datasets.fetching import fetch
 from flyte_ddp.datasets.image_folder import list_images
+from flyte_ddp.datasets.images import open_arrays
 from flyte_ddp.errors import UserError, unknown_name_error
 from flyte_ddp.progress import Progress
 from flyte_ddp.shards.index import ShardIndex

@@ -3,14 +3,18 @@
 import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 from flyte_ddp.catalog import encoded_kind
 from flyte_ddp.config import Hyperparameters
-from flyte_ddp.datasets.arrays import ImageArrays, open_arrays, read_description
 from flyte_ddp.datasets.encoded_set import EncodedSet, open_encoded_set
 from flyte_ddp.datasets.image_folder import ImageList
+from flyte_ddp.datasets.images import ImageArrays, open_arrays, read_description
+from flyte_ddp.datasets.on_demand_set import ON_DEMAND, OnDemandSet, open_on_demand
+from flyte_ddp.datasets.sample_arrays import LEAVES, SampleArrays, open_sample_arrays
 from flyte_ddp.errors import UserError
 from flyte_ddp.order.sampling import TEST, ListedOrder, Order, split_indices
 from flyte_ddp.order.shard_order import TEST_FRACTION, ShardOrder, ShardSplits, WholeShardSplits
@@ -19,7 +23,8 @@ from flyte_ddp.shards.index import ShardIndex
 from flyte_ddp.shards.planning import sufficient_cache_bytes
 from flyte_ddp.user_code import load_callable
 
-PreparedSet = ImageArrays | EncodedSet
+PlainSet: TypeAlias = SampleArrays | OnDemandSet  # whose samples are no images
+PreparedSet: TypeAlias = ImageArrays | PlainSet | EncodedSet
 SampleOrder = ListedOrder | ShardOrder  # samples of a stream have no numbers, so StreamOrder is not one of these
 
 
@@ -28,8 +33,12 @@ def open_prepared(folder: Path) -> PreparedSet:
 
     Arrays and file lists are memory-mapped. Raises a UserError if the folder is not a prepared data set, or damaged.
     """
-    encoded = encoded_kind(str(read_description(folder).get("name")))
-    return open_encoded_set(folder) if encoded else open_arrays(folder)
+    description = read_description(folder)
+    if LEAVES in description:
+        return open_sample_arrays(folder)
+    if ON_DEMAND in description:
+        return open_on_demand(folder)
+    return open_encoded_set(folder) if encoded_kind(str(description.get("name"))) else open_arrays(folder)
 
 
 def order_test_split(data: PreparedSet) -> SampleOrder:
@@ -37,8 +46,8 @@ def order_test_split(data: PreparedSet) -> SampleOrder:
 
     The tenth does not depend on the run's seed; for a stream it consists of whole shards.
     """
-    if isinstance(data, ImageArrays):
-        return ListedOrder(np.arange(len(data.test_labels), dtype=np.int32))
+    if not isinstance(data, EncodedSet):
+        return ListedOrder(np.arange(data.test_samples, dtype=np.int32))
     if isinstance(data.test_source, ImageList):
         number = len(data.test_source.names)
         if data.test is not None:
@@ -59,8 +68,8 @@ def order_splits(
     Validation gets ``validation_fraction`` of the samples outside the test split; of a stream, whole shards.
     """
     tests = order_test_split(data)
-    if isinstance(data, ImageArrays):
-        samples = np.arange(len(data.train_labels), dtype=np.int32)
+    if not isinstance(data, EncodedSet):
+        samples = np.arange(data.train_samples, dtype=np.int32)
     elif isinstance(data.train, ShardIndex):
         kind = WholeShardSplits if encoded_kind(data.name) == "stream" else ShardSplits
         test_fraction = TEST_FRACTION if data.test is None else 0.0
@@ -95,8 +104,8 @@ def order_training(data: PreparedSet, order: SampleOrder, sampling: str) -> Samp
                 "to the training set as an attribute, or take sampling='balanced'"
             )
         return draw_by_weights(order, weights[order.listed])
-    labels = data.train_labels if isinstance(data, ImageArrays) else getattr(data.train, "labels", None)
-    if labels is None or labels.ndim != 1 or labels.dtype.kind != "i":
+    labels = find_training_targets(data)
+    if labels is None or labels.ndim != 1 or labels.dtype.kind not in "iu":
         raise UserError(
             f"sampling='balanced': dataset={data.name!r} has no single class for each sample; give sample_weights, and "
             "take sampling='weighted'"
@@ -116,7 +125,11 @@ def check_prepared_set(
     of all ranks.
     """
     data = open_prepared(folder)
-    of_numbers = isinstance(data, ImageArrays) and data.train_labels.dtype.kind == "f"  # or several labels
+    targets = find_training_targets(data)
+    of_numbers = targets is not None and targets.dtype.kind == "f"  # or several labels
+    if isinstance(data, PlainSet):
+        refuse_image_settings(data, hp)
+        of_numbers = True  # an objective that needs classes says so when the ranks make it
     # What the user's own function will return is known only when it is called, which ranks do.
     resolve_class_names(data.classes, hp, of_numbers=of_numbers or bool(hp.sample))
     orders = order_splits(
@@ -132,7 +145,7 @@ def check_prepared_set(
             raise no_samples_error(hp.dataset, purpose)
     if ":" not in hp.sampling:  # a function of the user's own runs in ranks alone
         order_training(data, orders["training"], hp.sampling)
-    if isinstance(data, ImageArrays):
+    if not isinstance(data, EncodedSet):
         return []
     if isinstance(data.train, ImageList):
         return data.train.describe_images() + (data.test.describe_images() if isinstance(data.test, ImageList) else [])
@@ -189,16 +202,37 @@ def no_samples_error(dataset: str, purpose: str) -> UserError:
     return UserError(f"dataset={dataset!r}: has no samples for {purpose}; {more}, or hold out less, or test_dataset")
 
 
+def find_training_targets(data: PreparedSet) -> NDArray[Any] | None:
+    """Return the targets of all training samples [N, ...]; None if they are no single array, or are not in one."""
+    if isinstance(data, EncodedSet):
+        return data.train.labels if isinstance(data.train, ImageList) else None
+    if isinstance(data, ImageArrays):
+        return data.train_labels
+    targets = data.train_targets if isinstance(data, SampleArrays) else None
+    return targets if isinstance(targets, np.ndarray) else None
+
+
+def refuse_image_settings(data: PlainSet, hp: Hyperparameters) -> None:
+    """Raise a UserError for a model or a setting that takes images, as the samples of the data set are none."""
+    what = f"dataset={data.name!r} has samples that are no images"
+    if ":" not in hp.model:
+        raise UserError(
+            f"model={hp.model!r}: takes images, and {what}; name a model of your own, or let the data set return PIL "
+            "images or uint8 arrays, without ToTensor and Normalize"
+        )
+    if hp.image_size:
+        raise UserError(f"image_size={hp.image_size}: {what}; leave it 0")
+    if hp.augment != "none" and ":" not in hp.augment:
+        raise UserError(f"augment={hp.augment!r}: {what}; take none, or a function of your own")
+
+
 def count_training_classes(data: PreparedSet, training: Order, classes: int) -> tuple[int, ...]:
     """Return how many training samples each class has, or pixels for masks; empty if the data do not say that.
 
     Samples of several labels count for each label that they have. ``training`` lists the samples of training.
     """
-    if isinstance(data, ImageArrays):
-        labels = data.train_labels
-    elif isinstance(data.train, ImageList):
-        labels = data.train.labels
-    else:
+    labels = find_training_targets(data)
+    if labels is None:
         return ()
     samples = np.sort(training.samples(slice(None)))  # all: an own ``sampling`` makes epochs of another length
     if labels.dtype.kind == "f":

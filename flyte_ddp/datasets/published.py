@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 
 from flyte_ddp import storage
-from flyte_ddp.datasets.arrays import ImageArrays, image_arrays
 from flyte_ddp.datasets.downloading import download_verified
 from flyte_ddp.datasets.identity import digest_lines
+from flyte_ddp.datasets.images import ImageArrays, image_arrays
 from flyte_ddp.errors import UserError
 from flyte_ddp.progress import Progress
 from flyte_ddp.storage.digest_list import SUMS, DigestListError, parse_digest_list

@@ -16,7 +16,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from flyte_ddp.datasets.arrays import ImageArrays
+from flyte_ddp.datasets.encoded_set import EncodedSet
+from flyte_ddp.datasets.images import ImageArrays
 from flyte_ddp.datasets.prepared import PreparedSet, order_test_split
 from flyte_ddp.errors import UnreachableError, install_hint
 from flyte_ddp.export.onnx_process import OnnxProcess
@@ -95,6 +96,8 @@ def export_model(
     is where torch computed its logits; it decides the tolerance. Raises UnreachableError if the storage of the test
     split does not answer; NotExportedError if the extra ``export`` is not installed, or after any other exception.
     """
+    if not isinstance(split, (ImageArrays, EncodedSet)):
+        raise NotExportedError("its inputs are no images")
     settings = settings or Settings()
     with TemporaryDirectory(dir=folder) as name:  # so that files appear only if the comparison passes
         made = Path(name)
@@ -216,6 +219,7 @@ def read_test_images(data: PreparedSet, channels: int, settings: Settings) -> It
         for image in data.test_images:
             yield np.repeat(image, channels // image.shape[2], axis=2)
         return
+    assert isinstance(data, EncodedSet)  # others are not exported
     order = order_test_split(data)
     with closing(open_image_reader(data.test_source, settings)) as images:
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from flyte_ddp.models import artifacts
-from flyte_ddp.models.images import normalisation
+from flyte_ddp.models.images import InputSpec, normalisation
 from flyte_ddp.objectives.segmentation import logits_of
 
 LARGEST = 2**15  # weights of pixels are whole numbers below this
@@ -24,6 +24,7 @@ class ServedModel(nn.Module):
     def __init__(self, model: nn.Module, sidecar: Mapping[str, Any]) -> None:
         super().__init__()
         spec = artifacts.parse_input_spec(sidecar)
+        assert isinstance(spec, InputSpec)
         self.model, self.channels, self.height, self.width = model, spec.channels, spec.height, spec.width
         self.middle, self.share = sidecar["input"].get("crop") == artifacts.MIDDLE, spec.crop_share
         scale, shift = normalisation(spec, torch.device("cpu"), torch.float32)

@@ -2,7 +2,9 @@
 
 import mmap
 import os
+import pickle
 import weakref
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -62,6 +64,33 @@ class BatchMemory:
             os.ftruncate(self.file, size)
             self.memory = mmap.mmap(self.file, size)
         return np.frombuffer(self.memory, np.uint8)
+
+
+def write_tree(opened: dict[str, mmap.mmap], path: str, tree: Any) -> tuple[bytes, list[tuple[int, int]]]:
+    """Write the arrays of ``tree`` into the memory at a path, and return the pickled rest, and each array's place.
+
+    A place is the first byte and the one behind the last. Makes the memory larger if needed.
+    """
+    buffers = list[pickle.PickleBuffer]()
+    pickled = pickle.dumps(tree, protocol=5, buffer_callback=buffers.append)
+    contents = [buffer.raw() for buffer in buffers]
+    places, end = list[tuple[int, int]](), 0
+    for content in contents:
+        start = -(-end // ALIGNMENT) * ALIGNMENT
+        end = start + content.nbytes
+        places.append((start, end))
+    if Path(path).stat().st_size < end:
+        os.truncate(path, end)
+    if end:
+        memory = open_memory(opened, path, end)
+        for (start, stop), content in zip(places, contents, strict=True):
+            memory[start:stop] = np.frombuffer(content, np.uint8)
+    return pickled, places
+
+
+def read_tree(memory: NDArray[np.uint8], pickled: bytes, places: Sequence[tuple[int, int]]) -> Any:
+    """Return the tree that :func:`write_tree` has written; its arrays are in the memory, which they keep in use."""
+    return pickle.loads(pickled, buffers=[memory[start:stop] for start, stop in places])
 
 
 def open_memory(opened: dict[str, mmap.mmap], path: str, size: int) -> NDArray[np.uint8]:

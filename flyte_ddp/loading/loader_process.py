@@ -1,5 +1,7 @@
 """What runs in loader processes, and in the process that forks them: tasks of samples are loaded into their batches."""
 
+from __future__ import annotations
+
 import gc
 import mmap
 import os
@@ -14,9 +16,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from flyte_ddp.errors import UserError
-from flyte_ddp.loading.batch_memory import Layout, open_memory
+from flyte_ddp.loading.batch_memory import Layout, open_memory, write_tree
+from flyte_ddp.loading.own_items import ItemLoader
 from flyte_ddp.loading.own_samples import SampleLoader
 from flyte_ddp.process import die_with_parent, set_process_name
 
@@ -25,7 +30,7 @@ MOST_CHARACTERS = 20_000  # of a traceback
 
 
 class Task(NamedTuple):
-    """Samples that one process loads into the memory of their batch."""
+    """Samples that one process loads, each into its place in the memory of their batch."""
 
     loader: int  # number of the SampleLoader
     samples: list[int]
@@ -33,6 +38,31 @@ class Task(NamedTuple):
     first: int  # the place of the first sample in the batch
     layout: Layout
     path: str  # of the batch's memory
+
+    def run(self, loader: SampleLoader, opened: dict[str, mmap.mmap]) -> Loaded:
+        """Load the samples, and return the answer; ``opened`` are memories that this process has opened."""
+        return load_into(open_memory(opened, self.path, self.layout.size), loader, self)
+
+
+class BatchTask(NamedTuple):
+    """A batch that one process loads and collates."""
+
+    loader: int  # number of the ItemLoader
+    samples: list[int]
+    epoch: int | None
+    path: str  # of the batch's memory, which may grow
+
+    def run(self, loader: ItemLoader, opened: dict[str, mmap.mmap]) -> Collated:
+        """Load the batch, write its tensors into the memory, and return the answer."""
+        batch = loader.load_items(self.samples, self.epoch)
+        return Collated(*write_tree(opened, self.path, tree_map(to_array, batch)))
+
+
+class Collated(NamedTuple):
+    """What a process answers after a batch, for :func:`flyte_ddp.loading.batch_memory.read_tree`."""
+
+    pickled: bytes
+    places: list[tuple[int, int]]
 
 
 class Loaded(NamedTuple):
@@ -80,7 +110,7 @@ def run_loader_process(pipe: Connection) -> None:
     The end of the rank is the end of the pipe. Uses one thread of torch.
     """
     torch.set_num_threads(1)
-    loaders: Sequence[SampleLoader] | None = None
+    loaders: Sequence[Any] | None = None
     memories = dict[str, mmap.mmap]()
     with suppress(EOFError, OSError):  # the rank has ended
         content = pipe.recv_bytes()
@@ -89,12 +119,16 @@ def run_loader_process(pipe: Connection) -> None:
             try:
                 if loaders is None:
                     loaders = pickle.loads(content)
-                memory = open_memory(memories, task.path, task.layout.size)
-                answer: Any = load_into(memory, loaders[task.loader], task)
+                answer: Any = task.run(loaders[task.loader], memories)
             except BaseException as error:
                 answer = portable_error(error), traceback.format_exc()[-MOST_CHARACTERS:]
             sys.stdout.flush()  # what the user's code has printed
             pipe.send((number, answer))
+
+
+def to_array(value: Any) -> Any:
+    """Return a tensor that NumPy has a type for as an array with the same memory; another value unchanged."""
+    return value.numpy() if isinstance(value, Tensor) and value.dtype != torch.bfloat16 else value
 
 
 def load_into(memory: NDArray[np.uint8], loader: SampleLoader, task: Task) -> Loaded:

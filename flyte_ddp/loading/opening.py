@@ -1,6 +1,6 @@
 """Open the splits that a rank trains on, validates with and tests on."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -9,9 +9,9 @@ import torch
 
 from flyte_ddp.catalog import ENCODED_SIDE, encoded_kind
 from flyte_ddp.config import Hyperparameters
-from flyte_ddp.datasets.arrays import ImageArrays
 from flyte_ddp.datasets.encoded_set import EncodedSet
 from flyte_ddp.datasets.image_folder import ImageList
+from flyte_ddp.datasets.images import ImageArrays
 from flyte_ddp.datasets.prepared import (
     PreparedSet,
     SampleOrder,
@@ -23,13 +23,13 @@ from flyte_ddp.datasets.prepared import (
 from flyte_ddp.hardware import Hardware
 from flyte_ddp.loading.arrays import open_array_source
 from flyte_ddp.loading.encoded import BadSamples, EncodedImages, ImageReader
+from flyte_ddp.loading.opening_plain import open_plain_splits
 from flyte_ddp.loading.own_encoded import EncodedSamples
-from flyte_ddp.loading.own_samples import ArraySamples, OwnFunction, SampleLoader
+from flyte_ddp.loading.own_samples import ArraySamples, OwnFunction, import_own_loading
 from flyte_ddp.loading.readers import FileMembers, FileReader, ShardImages, ShardMembers
-from flyte_ddp.loading.seeding import keep_random_state
 from flyte_ddp.loading.split import ImageSource, Split, Splits
 from flyte_ddp.loading.streams import RankStream, StreamImages, StreamOrder
-from flyte_ddp.loading.workers import POSSIBLE, LoaderPool, WorkerImages
+from flyte_ddp.loading.workers import WorkerImages, make_pool
 from flyte_ddp.machine import count_cores
 from flyte_ddp.models.images import EVALUATION_SHARE, InputSpec
 from flyte_ddp.order.sampling import Order
@@ -58,6 +58,8 @@ def open_splits(
     threads = settings.loader_threads or hardware.threads
     if isinstance(data, ImageArrays):
         return open_array_splits(data, orders, hp, device, threads)
+    if not isinstance(data, EncodedSet):
+        return open_plain_splits(data, orders, hp, device, threads)
     return open_encoded_splits(data, orders, hp, device, threads=threads, settings=settings)
 
 
@@ -104,6 +106,7 @@ def open_encoded_splits(
         training = own["train"]
     else:
         targets, training = None, sources["train"]
+    inputs = InputSpec(3, side, side, data.mean, data.std)
     tests = Split(sources.get("test", sources["train"]), orders["test"])
     validation = Split(sources["train"], orders["validation"])
     if encoded_kind(hp.dataset) == "stream":
@@ -114,23 +117,8 @@ def open_encoded_splits(
         cache = ShardCache(settings.cache_folder, settings.cache_bytes)
         stream = RankStream(ours, cache, hp, rank(), workers=threads, size=side, share=share, classes=classes)
         samples = max(1, len(orders["training"]) // hp.batch_size) * hp.batch_size
-        return Splits(Split(StreamImages(stream, device), StreamOrder(samples)), validation, tests, (side, side, 3))
-    return Splits(Split(training, orders["training"]), validation, tests, (side, side, 3), targets)
-
-
-def import_own_loading(hp: Hyperparameters) -> tuple[OwnFunction | None, OwnFunction | None]:
-    """Import and return the user's functions that ``sample`` and ``augment`` name; None for each that names none.
-
-    Makes the object of a class. Leaves the random generators as they were. Raises UserError if one cannot be imported,
-    so that a mistake is known before training, and the report can name files that the function's module imports.
-    """
-    named = ("sample", hp.sample), ("augment", hp.augment)
-    decode, augment = (OwnFunction(setting, spec) if ":" in spec else None for setting, spec in named)
-    with keep_random_state():
-        for own in (decode, augment):
-            if own is not None:
-                own.load()
-    return decode, augment
+        return Splits(Split(StreamImages(stream, device), StreamOrder(samples)), validation, tests, inputs)
+    return Splits(Split(training, orders["training"]), validation, tests, inputs, targets)
 
 
 def open_array_splits(
@@ -144,17 +132,13 @@ def open_array_splits(
     images = open_array_source(device, data.train_images, data.train_labels, "none" if own else hp.augment, hp.seed)
     test_images = open_array_source(device, data.test_images, data.test_labels)
     _, height, width, channels = data.train_images.shape
+    inputs = InputSpec(channels, height, width, data.mean, data.std)
     training, validation = (Split(images, orders[split]) for split in ("training", "validation"))
     if own:
         sizes = {"classes": len(data.classes), "image_size": hp.image_size}
         loader = ArraySamples(data.train_images, data.train_labels, own, seed=hp.seed, **sizes)
         training = Split(WorkerImages(loader, make_pool([loader], workers), device), orders["training"])
-    return Splits(training, validation, Split(test_images, orders["test"]), (height, width, channels))
-
-
-def make_pool(loaders: Sequence[SampleLoader], workers: int) -> LoaderPool | None:
-    """Return a pool of loader processes; None where the rank must load its samples itself: not on Linux."""
-    return LoaderPool(loaders, workers) if POSSIBLE else None
+    return Splits(training, validation, Split(test_images, orders["test"]), inputs)
 
 
 def open_test_split(

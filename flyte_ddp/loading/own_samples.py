@@ -11,10 +11,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flyte_ddp.catalog import IGNORED
+from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import UserError
 from flyte_ddp.loading.decoding import Pixels
 from flyte_ddp.loading.facts import Facts
-from flyte_ddp.loading.seeding import find_seeded_transforms, seed_for
+from flyte_ddp.loading.seeding import find_seeded_transforms, keep_random_state, seed_for
 from flyte_ddp.loading.split import TargetKind
 from flyte_ddp.order.sampling import Indices
 from flyte_ddp.pictures import picture_to_pixels
@@ -86,11 +87,11 @@ class OwnFunction:
             self.function, self.transforms = found, find_seeded_transforms(found)
         return self.function
 
-    def call(self, name: str, *arguments: Any) -> Sample:
-        """Call the function, and return the image and the target of the sample ``name`` that it returns.
+    def call_pair(self, name: str, *arguments: Any, returns: str = "(inputs, targets)") -> tuple[Any, Any]:
+        """Call the function for ``name``, which is a sample or several, and return the pair that it returns.
 
         Raises OwnCodeError, whose cause is the user's exception, if the function raises one; UserError if it returns
-        anything else than a pair whose first part is an image.
+        anything else than a pair, which ``returns`` describes.
         """
         function = self.load()
         try:
@@ -98,8 +99,16 @@ class OwnFunction:
         except Exception as error:
             raise OwnCodeError(f"{self} on {name}: {type(error).__name__}: {error}") from error
         if not isinstance(returned, (tuple, list)) or len(returned) != 2:
-            raise UserError(f"{self} returned a {type(returned).__name__} for {name}: must return (image, target)")
-        return Sample(self.convert_image(name, returned[0]), np.asarray(returned[1]), name)
+            raise UserError(f"{self} returned a {type(returned).__name__} for {name}: must return {returns}")
+        return returned[0], returned[1]
+
+    def call(self, name: str, *arguments: Any) -> Sample:
+        """Call the function, and return the image and the target of the sample ``name`` that it returns.
+
+        Raises the errors of :meth:`call_pair`, and UserError if the first part of the pair is no image.
+        """
+        image, target = self.call_pair(name, *arguments, returns="(image, target)")
+        return Sample(self.convert_image(name, image), np.asarray(target), name)
 
     def convert_image(self, name: str, image: Any) -> Pixels:
         """Return what the function returned as an image, as uint8 [H, W, C]; UserError if it is no such thing.
@@ -171,6 +180,21 @@ def kind_of_targets(own: OwnFunction, target: NDArray[Any], classes: int, where:
     if target.ndim > 1 and target.dtype == np.uint8:
         return TargetKind(target.dtype, target.shape, classes)
     return TargetKind(np.dtype(np.int64 if whole else np.float32), target.shape, classes if whole else 0)
+
+
+def import_own_loading(hp: Hyperparameters) -> tuple[OwnFunction | None, OwnFunction | None]:
+    """Import and return the user's functions that ``sample`` and ``augment`` name; None for each that names none.
+
+    Makes the object of a class. Leaves the random generators as they were. Raises UserError if one cannot be imported,
+    so that a mistake is known before training, and the report can name files that the function's module imports.
+    """
+    named = ("sample", hp.sample), ("augment", hp.augment)
+    decode, augment = (OwnFunction(setting, spec) if ":" in spec else None for setting, spec in named)
+    with keep_random_state():
+        for own in (decode, augment):
+            if own is not None:
+                own.load()
+    return decode, augment
 
 
 class ArraySamples(SampleLoader):

@@ -7,10 +7,11 @@ from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
-from torch import Tensor
 
+from flyte_ddp.leaves import Leaves
 from flyte_ddp.loading.facts import Facts, sum_facts
 from flyte_ddp.lookahead import start_ahead
+from flyte_ddp.models.inputs import ModelInput
 from flyte_ddp.order.sampling import Indices, Order, take_slice
 
 PICTURES_COMPARED = 64  # samples that callers of describe_equal_pictures() pass
@@ -21,8 +22,8 @@ Item = TypeVar("Item")
 class Batch(NamedTuple):
     """Inputs and targets on the device, with the names of the samples."""
 
-    inputs: Tensor  # images, uint8 [n, H, W, C]
-    targets: Tensor  # what the objective compares the model's outputs with: [n] or [n, ...]
+    inputs: Leaves  # images, uint8 [n, H, W, C], or any leaves
+    targets: Leaves  # what the objective compares the model's outputs with: usually [n] or [n, ...]
     names: Sequence[str] = ()  # keys of the samples in their data set; empty if they have none
 
 
@@ -32,6 +33,7 @@ class TargetKind(NamedTuple):
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
     classes: int = 0  # whole numbers must be below it; 0: there is no limit
+    varies: bool = False  # whether the first dimension has another length in each sample
 
 
 class ImageSource:
@@ -116,12 +118,12 @@ class Split:
 
 @dataclass(frozen=True)
 class Splits:
-    """Training, validation and test split, the shape [H, W, C] of their images, and the kind of their targets."""
+    """Training, validation and test split, what their inputs are, and the kind of their targets."""
 
     training: Split
     validation: Split
     test: Split
-    shape: tuple[int, int, int]
+    inputs: ModelInput  # images with the size, mean and std of the data set, or other leaves
     targets: TargetKind | None = None  # only where a user's own function decodes samples
 
     @property

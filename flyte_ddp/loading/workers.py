@@ -22,12 +22,24 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from flyte_ddp.device_copy import copy_to_device
 from flyte_ddp.errors import UserError
-from flyte_ddp.loading.batch_memory import BatchMemory, Layout
+from flyte_ddp.loading.batch_memory import BatchMemory, Layout, read_tree
 from flyte_ddp.loading.facts import Facts
-from flyte_ddp.loading.loader_process import NAME, Loaded, Task, common_shape, load_into, run_loader_server
+from flyte_ddp.loading.loader_process import (
+    NAME,
+    BatchTask,
+    Collated,
+    Loaded,
+    Task,
+    common_shape,
+    load_into,
+    run_loader_server,
+)
+from flyte_ddp.loading.own_items import ItemLoader
 from flyte_ddp.loading.own_samples import SampleLoader
 from flyte_ddp.loading.seeding import keep_random_state
 from flyte_ddp.loading.split import Batch, ImageSource
@@ -57,10 +69,13 @@ class Worker:
     tasks: int = 0  # that it has been sent and has not answered
 
 
+Loader = SampleLoader | ItemLoader
+
+
 class LoaderPool:
     """Loader processes of one rank; they end with the rank, however that ends."""
 
-    def __init__(self, loaders: Sequence[SampleLoader], workers: int) -> None:
+    def __init__(self, loaders: Sequence[Loader], workers: int) -> None:
         """Start a process that imports torch and forks the loader processes, and do not wait for it.
 
         The loader processes get ``loaders``, by pickling, with the first task. One import of torch is enough for all of
@@ -88,7 +103,7 @@ class LoaderPool:
         for worker in self.workers.values():
             worker.pipe.send_bytes(content)
 
-    def submit(self, task: Task) -> int:
+    def submit(self, task: Task | BatchTask) -> int:
         """Give a task to the process that has the fewest, and return the task's number.
 
         Raises RuntimeError if a process has ended.
@@ -105,7 +120,7 @@ class LoaderPool:
         worker.tasks += 1
         return number
 
-    def wait_for(self, number: int) -> Loaded:
+    def wait_for(self, number: int) -> Any:
         """Wait for a task, without a limit, and return what its process answered; raise the exception of the task.
 
         Raises RuntimeError if a process has ended.
@@ -113,7 +128,7 @@ class LoaderPool:
         while number not in self.answers:
             self.receive(wait=True)
         answer = self.answers.pop(number)
-        if isinstance(answer, Loaded):
+        if isinstance(answer, (Loaded, Collated)):
             return answer
         error, text = answer
         raise error from RemoteTraceback(text)
@@ -131,12 +146,15 @@ class LoaderPool:
                 self.answers[number] = answer
             wait = False
 
-    def take_memory(self, size: int) -> tuple[str, NDArray[np.uint8]]:
-        """Return memory for a batch and its path; it is free again when nothing refers to the array any more."""
-        memory = self.free.pop() if self.free else BatchMemory()
+    def take_memory(self) -> BatchMemory:
+        """Return memory for a batch that is not in use."""
+        return self.free.pop() if self.free else BatchMemory()
+
+    def map_memory(self, memory: BatchMemory, size: int) -> NDArray[np.uint8]:
+        """Return memory of :meth:`take_memory`; it is free again when nothing refers to the array any more."""
         whole = memory.resize(size)
         weakref.finalize(whole, self.free.append, memory).atexit = False
-        return memory.path, whole
+        return whole
 
     def ended_error(self, worker: Worker) -> RuntimeError:
         """Return the error for a loader process that has ended; its text names the signal or the exit code.
@@ -165,6 +183,11 @@ def end_processes(server: BaseProcess, pipes: Sequence[Connection]) -> None:
     server.join(END_SECONDS)
     for pipe in pipes:
         pipe.close()
+
+
+def make_pool(loaders: Sequence[Loader], workers: int) -> LoaderPool | None:
+    """Return a pool of loader processes; None where the rank must load its samples itself: not on Linux."""
+    return LoaderPool(loaders, workers) if POSSIBLE else None
 
 
 class MappingPickler(pickle.Pickler):
@@ -226,25 +249,11 @@ class WorkerImages(ImageSource):
         images = layout.images(memory, common_shape([each.shape for each in loaded] or self.loader.sizes[:1]))
         targets = layout.targets(memory)
         if self.check_targets is not None:
-            self.check_each_target(
-                self.check_targets, targets, samples, [name for each in loaded for name in each.names]
-            )
+            names = [name for each in loaded for name in each.names]
+            named = [name or str(sample) for sample, name in zip(samples.tolist(), names, strict=True)]
+            check_each_target(self.check_targets, targets, named)
         inputs, labels = (copy_to_device(torch.from_numpy(values), self.device) for values in (images, targets))
         return Batch(inputs, labels, [name for each in loaded for name in each.names if name])
-
-    def check_each_target(
-        self, check: Callable[[NDArray[Any]], None], targets: NDArray[Any], samples: Indices, names: Sequence[str]
-    ) -> None:
-        """Call ``check`` with all targets [n, ...] of a batch; UserError, which names the sample, for a wrong one."""
-        try:
-            check(targets)
-        except UserError:
-            for place, (sample, name) in enumerate(zip(samples.tolist(), names, strict=True)):
-                try:
-                    check(targets[place : place + 1])
-                except UserError as error:
-                    raise UserError(f"the target that own code made of sample {name or sample!r}: {error}") from None
-            raise
 
     def layout(self, samples: Indices) -> Layout:
         """Return the layout of a batch of these samples."""
@@ -256,10 +265,11 @@ class WorkerImages(ImageSource):
     ) -> tuple[NDArray[np.uint8], Layout, list[int]]:
         """Give each process two tasks, more for many samples; return the memory, its layout, and the tasks' numbers."""
         layout, number = self.layout(samples), pool.loaders.index(self.loader)
-        path, memory = pool.take_memory(layout.size)
+        free = pool.take_memory()
+        memory = pool.map_memory(free, layout.size)
         size = max(1, min(-(-len(samples) // (2 * pool.number)), MOST_SAMPLES))
         tasks = [
-            pool.submit(Task(number, samples[start : start + size].tolist(), epoch, start, layout, path))
+            pool.submit(Task(number, samples[start : start + size].tolist(), epoch, start, layout, free.path))
             for start in range(0, len(samples), size)
         ]
         return memory, layout, tasks
@@ -274,3 +284,69 @@ class WorkerImages(ImageSource):
         if self.pool is not None:
             self.pool.close()
         self.loader.close()
+
+
+class ItemBatches(ImageSource):
+    """Source of batches of items, each loaded by one loader process; without a pool the rank loads them itself."""
+
+    # Raises UserError for targets [n, ...] that the objective does not take; None: they are not checked.
+    check_targets: Callable[[NDArray[Any]], None] | None = None
+
+    def __init__(self, loader: ItemLoader, pool: LoaderPool | None, device: torch.device) -> None:
+        self.loader, self.pool, self.device = loader, pool, device
+        self.batches_ahead = pool.number + 1 if pool else 0  # each process has one, and one is ready
+        # Memory and task of batches that processes are loading, by epoch and samples.
+        self.pending: dict[tuple[int | None, bytes], tuple[BatchMemory, int]] = {}
+
+    def prefetch_batch(self, samples: Indices, epoch: int | None) -> None:
+        """Start to load these samples in a process, unless they are already being loaded."""
+        key = (epoch, samples.tobytes())
+        if self.pool is not None and key not in self.pending:
+            memory = self.pool.take_memory()
+            task = BatchTask(self.pool.loaders.index(self.loader), samples.tolist(), epoch, memory.path)
+            self.pending[key] = memory, self.pool.submit(task)
+
+    def load_batch(self, samples: Indices, epoch: int | None) -> Batch:
+        """Return these samples on the device, augmented for an ``epoch`` of training, not for None.
+
+        Starts to load the samples unless :meth:`prefetch_batch` has, and waits for the process without a timeout.
+        Raises the first error of a process, with the text of its traceback as cause; RuntimeError if one has ended.
+        """
+        if self.pool is None:
+            with keep_random_state():
+                inputs, targets = self.loader.load_items(samples.tolist(), epoch)
+        else:
+            self.prefetch_batch(samples, epoch)
+            memory, task = self.pending.pop((epoch, samples.tobytes()))
+            collated = self.pool.wait_for(task)
+            size = max((end for _, end in collated.places), default=1)
+            inputs, targets = read_tree(self.pool.map_memory(memory, size), collated.pickled, collated.places)
+        if self.check_targets is not None and isinstance(targets, (np.ndarray, Tensor)):
+            names = [f"{self.loader.side} {sample}" for sample in samples.tolist()]
+            check_each_target(self.check_targets, np.asarray(targets), names)
+        return Batch(*tree_map(self.put_on_device, (inputs, targets)))
+
+    def put_on_device(self, value: Any) -> Any:
+        """Return an array or tensor as a tensor on the device, and another value unchanged."""
+        if isinstance(value, np.ndarray):
+            value = torch.from_numpy(value)
+        return copy_to_device(value, self.device) if isinstance(value, Tensor) else value
+
+    def close(self) -> None:
+        """End the processes, also those of other sources of the same pool."""
+        self.pending = {}
+        if self.pool is not None:
+            self.pool.close()
+
+
+def check_each_target(check: Callable[[NDArray[Any]], None], targets: NDArray[Any], names: Sequence[str]) -> None:
+    """Call ``check`` with all targets [n, ...] of a batch; raise UserError, which names the sample, for a wrong one."""
+    try:
+        check(targets)
+    except UserError:
+        for place, name in enumerate(names):
+            try:
+                check(targets[place : place + 1])
+            except UserError as error:
+                raise UserError(f"the target that own code made of sample {name!r}: {error}") from None
+        raise

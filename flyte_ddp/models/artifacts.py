@@ -16,6 +16,7 @@ from flyte_ddp.errors import UserError
 from flyte_ddp.files import HashingFile, file_digest, replace_file, sync
 from flyte_ddp.models import zoo
 from flyte_ddp.models.images import EVALUATION_SHARE, InputSpec
+from flyte_ddp.models.inputs import LeafSpec, LeavesSpec, ModelInput
 from flyte_ddp.pictures import BACKGROUND
 
 FORMAT = "flyte-ddp-model/1"
@@ -127,11 +128,13 @@ def count_outputs(sidecar: Mapping[str, Any]) -> int:
     return int(sidecar.get("outputs", len(sidecar["classes"])))
 
 
-def describe_model_input(spec: InputSpec, crop: str) -> dict[str, Any]:
+def describe_model_input(spec: ModelInput, crop: str) -> dict[str, Any]:
     """Return ``input`` of ``model.json``: the model's input, and how other programs prepare an image for it.
 
     ``crop`` is ``middle`` if only the middle square of an image is used; empty if all of the image is.
     """
+    if isinstance(spec, LeavesSpec):
+        return {"form": spec.form, "leaves": {name: leaf._asdict() for name, leaf in spec.leaves}}
     middle = crop == MIDDLE
     return {
         **asdict(spec),
@@ -150,9 +153,12 @@ def describe_model_input(spec: InputSpec, crop: str) -> dict[str, Any]:
     }
 
 
-def parse_input_spec(sidecar: Mapping[str, Any]) -> InputSpec:
+def parse_input_spec(sidecar: Mapping[str, Any]) -> ModelInput:
     """Return the model's input as the sidecar describes it; KeyError or TypeError if the sidecar is incomplete."""
     values = sidecar["input"]
+    if "leaves" in values:
+        leaves = {name: LeafSpec(tuple(leaf["shape"]), leaf["dtype"]) for name, leaf in values["leaves"].items()}
+        return LeavesSpec(values["form"], (*leaves.items(),))
     share = values.get("crop_share") or EVALUATION_SHARE
     mean, std = tuple(values["mean"]), tuple(values["std"])
     return InputSpec(values["channels"], values["height"], values["width"], mean, std, share)

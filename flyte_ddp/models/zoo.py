@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from flyte_ddp import catalog
 from flyte_ddp.errors import UserError, unknown_name_error
 from flyte_ddp.models.images import InputSpec
+from flyte_ddp.models.inputs import ModelInput
 from flyte_ddp.torchvision_weights import PretrainedWeights, choose_side
-from flyte_ddp.user_code import load_callable, require_options
+from flyte_ddp.user_code import load_callable, require_options, select_arguments
 
 
 def choose_input_spec(model: str, images: InputSpec, size: int, weights: PretrainedWeights | None = None) -> InputSpec:
@@ -40,22 +41,27 @@ def choose_input_spec(model: str, images: InputSpec, size: int, weights: Pretrai
 
 
 def build_model(
-    name: str, num_classes: int, spec: InputSpec, options: Mapping[str, Any] = MappingProxyType({})
+    name: str, num_classes: int, spec: ModelInput, options: Mapping[str, Any] = MappingProxyType({})
 ) -> nn.Module:
     """Return a model with new weights, drawn from the global random generators of torch, Python and NumPy.
 
-    It maps float32 [N, spec.channels, spec.height, spec.width] to outputs [N, num_classes], also in training:
-    torchvision's have no auxiliary heads. For a ``package.module:callable`` puts the working directory on ``sys.path``,
-    imports and calls the user's code; its exceptions go through. ``options`` are more keyword arguments of the user's
+    A built-in one maps float32 [N, spec.channels, spec.height, spec.width] to outputs [N, num_classes], also in
+    training: torchvision's have no auxiliary heads. For a ``package.module:callable`` puts the working directory on
+    ``sys.path``, imports and calls the user's code; its exceptions go through. It gets ``num_classes`` and
+    ``input_shape``, if it has arguments of these names: for images (channels, height, width), for other inputs the
+    shape of a sample, or a tuple or dict of its leaves' shapes. ``options`` are more keyword arguments of the user's
     callable, or of torchvision's. Raises UserError for an unknown or unusable name, or options that it does not take.
     """
     if ":" in name:
         own = load_callable(name)
-        require_options(f"model {name!r}", own, options, num_classes=0, input_shape=())
-        model = own(num_classes=num_classes, input_shape=(spec.channels, spec.height, spec.width), **options)
+        shape = (spec.channels, spec.height, spec.width) if isinstance(spec, InputSpec) else spec.shapes()
+        given = select_arguments(own, {"num_classes": num_classes, "input_shape": shape})
+        require_options(f"model {name!r}", own, options, **given)
+        model = own(**given, **options)
         if not isinstance(model, nn.Module):
             raise UserError(f"model {name!r} returned a {type(model).__name__}: it must return a torch.nn.Module")
         return model
+    assert isinstance(spec, InputSpec)  # as flyte_ddp.datasets.prepared.refuse_image_settings has checked
     if name in SMALL_MODELS:
         if options:
             raise UserError(f"options of model {name!r}: takes none, got {', '.join(options)}; leave them out")

@@ -57,10 +57,10 @@ class Classification(Objective):
         smoothing = self.facts.label_smoothing if torch.is_grad_enabled() else 0.0
         return functional.cross_entropy(outputs, targets, reduction="none", label_smoothing=smoothing)
 
-    def loss_sum(self, outputs: Any, targets: Tensor, weights: Tensor | None) -> Tensor:
+    def loss_sum(self, outputs: Any, targets: Tensor, weights: Tensor | None, samples: int) -> Tensor:
         """Return the weighted sum of all losses, []; without weights by torch's fused form."""
         if weights is not None or overrides(self, Classification, "losses"):
-            return super().loss_sum(outputs, targets, weights)
+            return super().loss_sum(outputs, targets, weights, samples)
         smoothing = self.facts.label_smoothing
         return functional.cross_entropy(outputs, targets, reduction="sum", label_smoothing=smoothing)
 

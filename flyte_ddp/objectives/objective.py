@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from flyte_ddp.errors import UserError
+from flyte_ddp.leaves import Leaves
 from flyte_ddp.objectives.table_columns import TableColumns, number_columns
 from flyte_ddp.sections import Pictures, Section
 
@@ -70,10 +71,10 @@ class Objective:
     def check_targets(self, targets: NDArray[Any]) -> None:
         """Raise UserError if targets [N, ...] of the data set are not what this objective takes."""
 
-    def check_outputs(self, model: str, outputs: Any, targets: Tensor) -> None:
+    def check_outputs(self, model: str, outputs: Any, targets: Any) -> None:
         """Raise UserError if the outputs of the model called ``model`` do not fit the targets [n, ...]."""
 
-    def weights(self, targets: Tensor) -> Tensor | None:  # noqa: ARG002
+    def weights(self, targets: Any) -> Tensor | None:  # noqa: ARG002
         """Return the weights of the losses, of their shape and at least 0; None: each loss has the weight 1.
 
         They depend on the targets alone, because they are asked for before the forward pass.
@@ -86,7 +87,7 @@ class Objective:
         self.class_weights = self.class_weights.to(device)
         return self.class_weights
 
-    def losses(self, outputs: Any, targets: Tensor) -> Tensor:
+    def losses(self, outputs: Any, targets: Any) -> Tensor:
         """Return the loss of each sample, [n], or of each element of its target, in fp32 or more.
 
         A loss whose weight is 0 must still be a number, because its gradient is multiplied by 0. A single number is
@@ -94,22 +95,22 @@ class Objective:
         """
         raise NotImplementedError
 
-    def loss_sum(self, outputs: Any, targets: Tensor, weights: Tensor | None) -> Tensor:
-        """Return the weighted sum of all losses, []. Override it for a fused form of the same value.
+    def loss_sum(self, outputs: Any, targets: Leaves, weights: Tensor | None, samples: int) -> Tensor:
+        """Return the weighted sum of all losses of a batch, []. Override it for a fused form of the same value.
 
-        Sets ``came_reduced`` if the loss is a single number. Raises UserError for losses of another shape than [n], or
-        than the weights.
+        Sets ``came_reduced`` if the loss is a single number. Raises UserError for losses of another shape than
+        [samples], or than the weights.
         """
         losses = self.losses(outputs, targets)
-        shape = targets.shape[:1] if weights is None else weights.shape
-        if losses.dim() == 0 and len(shape):
+        shape = torch.Size([samples]) if weights is None else weights.shape
+        if losses.dim() == 0:
             self.came_reduced = True
-            return losses * (len(targets) if weights is None else weights.sum())
+            return losses * (samples if weights is None else weights.sum())
         if losses.shape != shape:
             raise wrong_losses_error(losses, shape, weighted=weights is not None)
         return (losses if weights is None else losses * weights).sum()
 
-    def columns(self, outputs: Any, targets: Tensor) -> dict[str, Tensor]:  # noqa: ARG002
+    def columns(self, outputs: Any, targets: Any) -> dict[str, Tensor]:  # noqa: ARG002
         """Return what :meth:`measure` needs of each sample: tensors [n] or [n, k]. The library adds loss and weight."""
         return {}
 
@@ -139,9 +140,10 @@ class Objective:
         """
         return number_columns("output", outputs)
 
-    def truths(self, targets: Tensor) -> TableColumns:
+    def truths(self, targets: Leaves) -> TableColumns:
         """Return the targets [n, ...] as columns of a table, which begin with ``truth``: class names or numbers."""
-        if targets.dim() == 1 and self.facts.classes and not targets.is_floating_point():
+        numbers = isinstance(targets, Tensor) and targets.dim() == 1 and not targets.is_floating_point()
+        if numbers and self.facts.classes:
             return {"truth": [self.facts.classes[target] for target in targets.tolist()]}
         return number_columns("truth", targets)
 
@@ -183,15 +185,15 @@ def wrong_losses_error(losses: Tensor, shape: torch.Size, *, weighted: bool) -> 
     return UserError(f"the objective's losses have shape {list(losses.shape)}: must be {rule}; do not reduce them")
 
 
-def sample_losses(objective: Objective, outputs: Any, targets: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Return each sample's sum of weighted losses, [n], and its sum of weights, [n], or None for weights of 1.
+def sample_losses(objective: Objective, outputs: Any, targets: Leaves, samples: int) -> tuple[Tensor, Tensor | None]:
+    """Return each sample's sum of weighted losses, [samples], and its sum of weights, or None for weights of 1.
 
     A loss that comes as a single number counts as the loss of each sample. Raises UserError for losses of a wrong
     shape, and the errors of :func:`require_weights`.
     """
     losses, weights = objective.losses(outputs, targets), objective.weights(targets)
-    require_weights(weights, len(targets))
-    shape = targets.shape[:1] if weights is None else weights.shape
+    require_weights(weights, samples)
+    shape = torch.Size([samples]) if weights is None else weights.shape
     if losses.dim() == 0:
         losses = losses.expand(shape)
     if losses.shape != shape:

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from flyte_ddp.errors import UserError, unknown_name_error
 from flyte_ddp.objectives.classification import Classification
+from flyte_ddp.objectives.language import Language
 from flyte_ddp.objectives.multilabel import Multilabel
 from flyte_ddp.objectives.objective import HIGHER, LOWER, Facts, Objective, overrides
 from flyte_ddp.objectives.regression import Regression
@@ -18,6 +19,7 @@ OBJECTIVES: dict[str, type[Objective]] = {
     "multilabel": Multilabel,
     "regression": Regression,
     "segmentation": Segmentation,
+    "language": Language,
 }
 
 

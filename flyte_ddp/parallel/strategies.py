@@ -23,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from flyte_ddp.clock import Clock
 from flyte_ddp.device_copy import copy_to_device
 from flyte_ddp.errors import CollectiveError, UserError
+from flyte_ddp.leaves import Leaves, call_with_leaves
 from flyte_ddp.parallel import distributed
 from flyte_ddp.parallel.batch_norm import is_synchronised
 from flyte_ddp.parallel.distributed import copy_from_rank_0, rank, sum_over_ranks, world_size
@@ -42,9 +43,9 @@ class GradientSync:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
 
-    def __call__(self, images: Tensor) -> Any:
+    def __call__(self, inputs: Leaves) -> Any:
         """Return the model's outputs for this rank's share of a batch."""
-        return self.model(images)
+        return call_with_leaves(self.model, inputs)
 
     def prepare_backward(self, outputs: Any, loss: Tensor) -> None:
         """Prepare for the backward pass of ``loss``, which may leave out some of ``outputs``. Here does nothing."""

@@ -2,6 +2,7 @@
 
 import codecs
 import csv
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from itertools import compress
@@ -11,17 +12,17 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from flyte_ddp.datasets import open_prepared
 from flyte_ddp.datasets.image_folder import join_kinds
 from flyte_ddp.errors import UserError
 from flyte_ddp.files import replace_file
 from flyte_ddp.formatting import format_count
+from flyte_ddp.leaves import Leaves
 from flyte_ddp.loading.encoded import BadSamples
 from flyte_ddp.loading.facts import join_few
 from flyte_ddp.models.artifacts import read_model_json
-from flyte_ddp.models.images import InputSpec
+from flyte_ddp.models.inputs import LeavesSpec, ModelInput
 from flyte_ddp.objectives.table_columns import TableColumns, describe_samples, merge_columns
 from flyte_ddp.predict.mask_files import MaskFolder
 from flyte_ddp.predict.prediction_batches import (
@@ -110,8 +111,14 @@ def write_prediction_table(
     return output
 
 
-def images_from_inputs(inputs: Tensor, spec: InputSpec) -> Iterator[NDArray[np.uint8]]:
-    """Yield each of a model's normalised inputs [n, C, H, W] as an image, uint8 [H, W, C], on the CPU."""
+def images_from_inputs(inputs: Leaves, spec: ModelInput) -> Iterator[NDArray[np.uint8] | None]:
+    """Yield each of a model's normalised inputs [n, C, H, W] as an image, uint8 [H, W, C], on the CPU.
+
+    Of inputs that are no images yields None without end.
+    """
+    if isinstance(spec, LeavesSpec):
+        yield from itertools.repeat(None)
+        return
     mean, std = (torch.tensor(values, device=inputs.device).view(-1, 1, 1) for values in (spec.mean, spec.std))
     for image in inputs:
         values = (image.float() * std + mean).clamp(0, 1).mul(255).round().byte()
@@ -146,21 +153,21 @@ def answer_batch(batch: Batch, model: SavedModel, masks: MaskFolder, header: Seq
         truths = {"truth": batch.truths}
     elif batch.targets is not None:
         truths = model.objective.truths(batch.targets)
-    empty = [""] * len(batch.ids)
-    if header and not len(batch.inputs):
+    empty, inputs, samples = [""] * len(batch.ids), batch.inputs, sum(batch.decoded)
+    if header and not samples:
         return Answers({name: truths.get(name, empty) for name in header[1:]}, [])
-    # A model gets no empty batch. To learn the names of the columns it gets a black image.
-    inputs = batch.inputs if len(batch.inputs) else batch.inputs.new_zeros(1, *batch.inputs.shape[1:])
+    if not samples:  # a model gets no empty batch: to learn the names of the columns it gets a black image
+        inputs, samples = inputs.new_zeros(1, *inputs.shape[1:]), 1
     outputs = model.compute_outputs(inputs)
     given = model.objective.answers(outputs)
     where = f"objective={model.sidecar.get('objective', 'classification')!r}"
     if not given:
         raise UserError(f"{where}: has no columns for a table of predictions; override its method answers")
     for name, values in given.items():
-        if len(values) != len(inputs):
+        if len(values) != samples:
             raise UserError(
                 f"{where}: answers returned {len(values)} values in column {name!r}: must be one for each of the "
-                f"{len(inputs)} samples"
+                f"{samples} samples"
             )
     found = {name: iter(values) for name, values in given.items()}
     answers: TableColumns = {

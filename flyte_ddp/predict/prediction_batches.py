@@ -14,15 +14,20 @@ from flyte_ddp.catalog import IGNORED
 from flyte_ddp.datasets import ImageArrays
 from flyte_ddp.datasets.encoded_set import EncodedSet
 from flyte_ddp.datasets.image_folder import SUFFIXES, file_kind, is_image, join_kinds, list_visible_files
-from flyte_ddp.datasets.prepared import PreparedSet
+from flyte_ddp.datasets.prepared import PlainSet, PreparedSet
 from flyte_ddp.errors import UserError
+from flyte_ddp.leaves import Leaves, call_with_leaves
 from flyte_ddp.loading import cropping
+from flyte_ddp.loading.collate import STACKED
 from flyte_ddp.loading.decoding import DecodingError, decode_image, decode_with_pillow
 from flyte_ddp.loading.encoded import BadSamples, EncodedImages
 from flyte_ddp.loading.opening import open_test_split
+from flyte_ddp.loading.opening_plain import open_plain_test_split
 from flyte_ddp.loading.split import ImageSource
+from flyte_ddp.machine import count_cores
 from flyte_ddp.models import artifacts
-from flyte_ddp.models.images import prepare_images
+from flyte_ddp.models.images import InputSpec, prepare_images
+from flyte_ddp.models.inputs import LeavesSpec, prepare_inputs
 from flyte_ddp.objectives.objective import convert_outputs
 from flyte_ddp.objectives.own import objective_of_sidecar
 from flyte_ddp.settings import Settings
@@ -52,13 +57,21 @@ class SavedModel:
         self.bad_samples = trained_with if bad_samples is None else bad_samples
 
     def describe_input(self) -> str:
-        """Return channels, height and width of the input, such as 3 x 224 x 224."""
+        """Return channels, height and width of images, such as 3 x 224 x 224; other leaves as text."""
+        if isinstance(self.spec, LeavesSpec):
+            return self.spec.describe()
         return f"{self.spec.channels} x {self.spec.height} x {self.spec.width}"
 
-    def compute_outputs(self, inputs: Tensor) -> Any:
-        """Run the model without gradients on inputs [n, C, H, W], at least one; return its outputs, fp32 or more."""
+    def require_images(self) -> InputSpec:
+        """Return the model's input; raise UserError if the model does not take images."""
+        if isinstance(self.spec, LeavesSpec):
+            raise UserError(f"the model takes {self.spec.describe()}, no images; give a data set of such samples")
+        return self.spec
+
+    def compute_outputs(self, inputs: Leaves) -> Any:
+        """Run the model without gradients on a batch of at least one; return its outputs, fp32 or more."""
         with torch.no_grad():
-            return convert_outputs(self.module(inputs), torch.float32)
+            return convert_outputs(call_with_leaves(self.module, inputs), torch.float32)
 
 
 class Batch(NamedTuple):
@@ -67,8 +80,8 @@ class Batch(NamedTuple):
     ids: Sequence[str]
     truths: Sequence[str] | None  # the classes of all samples, if they have one each, and it is known
     decoded: Sequence[bool]  # whether each sample could be decoded
-    inputs: Tensor  # of the decoded samples: float32 [n, C, H, W] on the device
-    targets: Tensor | None = None  # of all samples, if they are known and no class numbers: [N, ...] on the device
+    inputs: Leaves  # of the decoded samples, as the model gets them: images float32 [n, C, H, W] on the device
+    targets: Leaves = None  # of all samples, if they are known and no class numbers: [N, ...] on the device
 
 
 def find_images(folder: Path) -> tuple[list[Path], Mapping[str, int]]:
@@ -94,24 +107,25 @@ def read_folder_batches(
     Images that cannot be decoded count for the size of a batch, and are recorded in ``bad``. Raises UserError if the
     model takes neither 1 nor 3 channels, a file cannot be read, or ``bad`` does not allow so many.
     """
-    spec = model.spec
+    spec = model.require_images()
     if spec.channels not in (1, 3):
         raise UserError(
             f"the model takes {spec.channels} channels: image files have 1 or 3; predict a prepared data set instead"
         )
+    middle = model.sidecar["input"].get("crop") == artifacts.MIDDLE
     for start in range(0, len(paths), batch_size):
         part = paths[start : start + batch_size]
-        pixels = [read_pixels(path, model, bad) for path in part]
+        pixels = [read_pixels(path, spec, bad, middle=middle) for path in part]
         prepared = [prepare_images(image[None].to(model.device), spec) for image in pixels if image is not None]
         ids = [path.relative_to(folder).as_posix() for path in part]
         nothing = torch.empty(0, spec.channels, spec.height, spec.width, device=model.device)
         yield Batch(ids, None, [image is not None for image in pixels], torch.cat([nothing, *prepared]))
 
 
-def read_pixels(path: Path, model: SavedModel, bad: BadSamples) -> Tensor | None:
+def read_pixels(path: Path, spec: InputSpec, bad: BadSamples, *, middle: bool) -> Tensor | None:
     """Read an image file and return its pixels uint8 [H, W, C]; None if they cannot be decoded, which ``bad`` records.
 
-    If the model's evaluations used only the middle square of images, returns that square in the model's size. Raises
+    If the model's evaluations used only the ``middle`` square of images, returns that in the model's size. Raises
     UserError if the file cannot be read, or ``bad`` does not allow one more.
     """
     try:
@@ -119,12 +133,10 @@ def read_pixels(path: Path, model: SavedModel, bad: BadSamples) -> Tensor | None
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror}); remove it, or make it readable") from error
     try:
-        if model.sidecar["input"].get("crop") == artifacts.MIDDLE:
-            return torch.from_numpy(
-                cropping.crop_to_square(decode_image(content), model.spec.height, share=model.spec.crop_share)
-            )
-        pixels = decode_with_pillow(content, "L" if model.spec.channels == 1 else "RGB")
-        return torch.from_numpy(pixels.reshape(*pixels.shape[:2], model.spec.channels))
+        if middle:
+            return torch.from_numpy(cropping.crop_to_square(decode_image(content), spec.height, share=spec.crop_share))
+        pixels = decode_with_pillow(content, "L" if spec.channels == 1 else "RGB")
+        return torch.from_numpy(pixels.reshape(*pixels.shape[:2], spec.channels))
     except DecodingError as error:
         bad.add_sample(str(path), str(error))
         return None
@@ -140,6 +152,8 @@ def read_test_split(
     """
     if isinstance(data, ImageArrays):
         return read_array_batches(model, data, batch_size)
+    if not isinstance(data, EncodedSet):
+        return read_plain_batches(model, data, batch_size)
     return read_encoded_batches(model, data, batch_size, BadSamples(model.bad_samples) if bad is None else bad)
 
 
@@ -148,25 +162,58 @@ def read_array_batches(model: SavedModel, arrays: ImageArrays, batch_size: int) 
 
     Raises UserError if the model takes other channels, or its labels or classes of pixels have other names.
     """
-    channels = arrays.test_images.shape[3]
-    if channels not in (1, model.spec.channels):
+    channels, spec = arrays.test_images.shape[3], model.require_images()
+    if channels not in (1, spec.channels):
         raise UserError(
-            f"data set {arrays.name!r} has {channels} channels: the model takes {model.spec.channels}; "
+            f"data set {arrays.name!r} has {channels} channels: the model takes {spec.channels}; "
             "predict the data set that it was trained on, or one like it"
         )
     has_classes = arrays.test_labels.ndim == 1 and arrays.test_labels.dtype.kind in "iu"
-    if not has_classes and arrays.classes and [*arrays.classes] != model.classes:
-        raise UserError(
-            f"data set {arrays.name!r} has the classes or labels {', '.join(arrays.classes[:6])}: the model has "
-            f"{', '.join(model.classes[:6]) or 'none'}; give data with the same, in the same order"
-        )
+    if not has_classes:
+        require_same_names(model, arrays.name, arrays.classes)
     for start in range(0, len(arrays.test_images), batch_size):
         pixels = torch.from_numpy(np.array(arrays.test_images[start : start + batch_size])).to(model.device)
         targets = np.array(arrays.test_labels[start : start + batch_size])
         ids = [str(index) for index in range(start, start + len(targets))]
         truths = [arrays.classes[label] for label in targets] if has_classes else None
         others = None if has_classes else torch.from_numpy(targets).to(model.device)
-        yield Batch(ids, truths, [True] * len(ids), prepare_images(pixels, model.spec), others)
+        yield Batch(ids, truths, [True] * len(ids), prepare_images(pixels, spec), others)
+
+
+def require_same_names(model: SavedModel, dataset: str, names: Sequence[str]) -> None:
+    """Raise UserError unless a data set's classes or labels are the model's, in the same order, or it names none."""
+    if names and [*names] != model.classes:
+        raise UserError(
+            f"data set {dataset!r} has the classes or labels {', '.join(names[:6])}: the model has "
+            f"{', '.join(model.classes[:6]) or 'none'}; give data with the same, in the same order"
+        )
+
+
+def read_plain_batches(model: SavedModel, data: PlainSet, batch_size: int) -> Generator[Batch, None, None]:
+    """Yield the test split of samples that are no images in batches; ids are indices.
+
+    The samples are collated as in the training. Loader processes of the user's own code end with the generator. Raises
+    UserError if the model takes other inputs, or targets that are no class numbers have other names.
+    """
+    settings = model.sidecar.get("hyperparameters", {})
+    collate = str(settings.get("collate", STACKED))
+    threads = model.settings.loader_threads or count_cores()
+    split, facts = open_plain_test_split(data, collate, int(settings.get("seed", 0)), model.device, threads)
+    if facts.inputs != model.spec:
+        raise UserError(
+            f"data set {data.name!r} has {facts.inputs.describe()}: the model takes {model.describe_input()}; predict "
+            "the data set that it was trained on, or one like it"
+        )
+    kind = facts.targets
+    has_classes = kind is not None and not kind.shape and kind.dtype.kind == "i" and bool(data.classes)
+    if not has_classes:
+        require_same_names(model, data.name, data.classes)
+    with closing(split.source):
+        for place, (inputs, targets, _) in split.load_evaluation_batches(batch_size, 0, 1):
+            ids = [str(index) for index in range(place.start, place.stop)]
+            truths = [data.classes[label] for label in targets.tolist()] if has_classes else None
+            prepared = prepare_inputs(inputs, model.spec)
+            yield Batch(ids, truths, [True] * len(ids), prepared, None if has_classes else targets)
 
 
 def read_encoded_batches(
@@ -179,7 +226,7 @@ def read_encoded_batches(
     images in ``bad``. Raises UserError for a model that does not take squares in colour, no samples, an unusable label
     or shard, or more undecodable images than ``bad`` allows.
     """
-    spec = model.spec
+    spec = model.require_images()
     if spec.channels != 3 or spec.height != spec.width:
         raise UserError(
             f"dataset={data.name!r}: has colour images that become squares, and the model takes "

@@ -14,6 +14,7 @@ from torch import Tensor
 from flyte_ddp.datasets.prepared import PreparedSet
 from flyte_ddp.errors import UserError
 from flyte_ddp.formatting import name_measure
+from flyte_ddp.leaves import Leaves
 from flyte_ddp.objectives import Classification, Objective
 from flyte_ddp.objectives.objective import list_floats
 from flyte_ddp.objectives.segmentation import logits_of
@@ -43,29 +44,32 @@ class Evaluation:
     undecoded: Sequence[str] = ()  # ids of the samples that cannot be decoded: not among the N
 
     @classmethod
-    def from_batches(cls, objective: Objective, batches: Iterable[tuple[Any, Tensor]]) -> Self:
-        """Return the evaluation of one or more batches of outputs and targets [n, ...] on one device; no ``ids``.
+    def from_batches(cls, objective: Objective, batches: Iterable[tuple[Any, Leaves, int]]) -> Self:
+        """Return the evaluation of one or more batches of outputs, targets and number of samples; no ``ids``.
 
         Raises UserError if the samples do not define the main measure, or for an error of the objective's.
         """
         parts, finite_parts, lowest, highest = list[dict[str, Tensor]](), list[Tensor](), math.inf, -math.inf
         with torch.no_grad():  # else losses are those of training
-            for outputs, targets in batches:
-                columns = compute_columns(objective, outputs, targets)
+            for outputs, targets, samples in batches:
+                columns = compute_columns(objective, outputs, targets, samples)
                 if isinstance(objective, Classification):
                     columns |= compute_likelihoods(outputs, targets)
                 tensors = list_floats(outputs)
-                rows = [tensor.reshape(len(tensor), -1).isfinite().all(dim=1) for tensor in tensors]
-                finite_parts.append(torch.stack(rows or [torch.ones(len(targets), dtype=torch.bool)]).all(dim=0).cpu())
+                finite = torch.ones(samples, dtype=torch.bool)
+                for tensor in tensors:  # of a tensor that has no row for each sample, all numbers count for all samples
+                    rows = tensor.shape[:1] == (samples,)
+                    finite &= tensor.isfinite().reshape(samples if rows else 1, -1).all(dim=1).cpu()
+                finite_parts.append(finite)
                 lowest = min([lowest, *(tensor.min().item() for tensor in tensors)])
                 highest = max([highest, *(tensor.max().item() for tensor in tensors)])
                 parts.append({name: column.double().cpu() for name, column in columns.items()})
         columns = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
-        finite = torch.cat(finite_parts).numpy()
-        found = cls(objective, columns, finite, {}, np.empty(0), spread=highest - lowest)
-        if finite.all() or isinstance(objective, Classification):
+        all_finite = torch.cat(finite_parts).numpy()
+        found = cls(objective, columns, all_finite, {}, np.empty(0), spread=highest - lowest)
+        if all_finite.all() or isinstance(objective, Classification):
             found.measures, found.scores = measure_columns(objective, columns), score_samples(objective, columns)
-        if finite.all() and not math.isfinite(found.score):
+        if all_finite.all() and not math.isfinite(found.score):
             name = objective.main_measure
             raise UserError(
                 f"{name_measure(name)} is not defined on this test split; judge on one with samples of more kinds"
@@ -106,8 +110,8 @@ def evaluate_split(model: SavedModel, data: PreparedSet) -> Evaluation:
     places = {name: place for place, name in enumerate(model.classes)}
     ids, undecoded = list[str](), list[str]()
 
-    def compute_outputs_and_targets() -> Iterator[tuple[Any, Tensor]]:
-        """Compute and yield outputs and targets of each batch; append its samples' ids to ``ids`` or ``undecoded``."""
+    def compute_outputs_and_targets() -> Iterator[tuple[Any, Leaves, int]]:
+        """Yield outputs, targets and number of samples of each batch; add its ids to ``ids`` or ``undecoded``."""
         for batch in read_test_split(model, data):
             truths = [*compress(batch.truths or (), batch.decoded)]
             if unknown := [name for name in truths if name not in places]:
@@ -118,14 +122,15 @@ def evaluate_split(model: SavedModel, data: PreparedSet) -> Evaluation:
             undecoded.extend(name for name, decoded in zip(batch.ids, batch.decoded, strict=True) if not decoded)
             if not any(batch.decoded):
                 continue
-            if batch.targets is None:
+            targets = batch.targets
+            if batch.truths is not None:
                 targets = torch.tensor([places[name] for name in truths], device=model.device)
-            else:
-                targets = batch.targets[torch.tensor(batch.decoded)]
+            elif isinstance(targets, Tensor):
+                targets = targets[torch.tensor(batch.decoded)]
                 model.objective.check_targets(targets.cpu().numpy())
             outputs = model.compute_outputs(batch.inputs)
             model.objective.check_outputs(str(model.sidecar["model"]), outputs, targets)
-            yield outputs, targets
+            yield outputs, targets, sum(batch.decoded)
         if not ids:
             raise UserError("the test split has no image that can be decoded; repair it")
 

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from flyte_ddp.datasets.arrays import TEST_DIGEST, read_description
+from flyte_ddp.datasets.images import TEST_DIGEST, read_description
 from flyte_ddp.datasets.prepared import PreparedSet, open_prepared
 from flyte_ddp.errors import UnreachableError, UserError
 from flyte_ddp.export.exporting import Comparison, NotExportedError, TorchLogits, export_model

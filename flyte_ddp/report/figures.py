@@ -44,10 +44,10 @@ class Series:
 
 @dataclass(frozen=True)
 class Picture:
-    """An image, and facts about it."""
+    """An image or another sample, and facts about it."""
 
     name: str
-    image: NDArray[np.uint8] | None  # [H, W, C]; None if it cannot be decoded
+    image: NDArray[np.uint8] | None  # [H, W, C]; None if it cannot be decoded, or the sample is no image
     prediction: str = ""
     truth: str = ""
     score: float | None = None  # the probability that the model gave to its prediction

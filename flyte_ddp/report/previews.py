@@ -9,7 +9,8 @@ from numpy.typing import NDArray
 
 from flyte_ddp.catalog import IMAGES
 from flyte_ddp.config import Hyperparameters
-from flyte_ddp.datasets import ImageArrays, open_prepared
+from flyte_ddp.datasets import open_prepared
+from flyte_ddp.datasets.encoded_set import EncodedSet
 from flyte_ddp.formatting import format_percent
 from flyte_ddp.order import sampling
 from flyte_ddp.report.class_colors import class_colors
@@ -36,10 +37,10 @@ def render_run_preview(hp: Hyperparameters, data: Path | None, run: str) -> str:
         facts.append(("Samples", "known when the data set has been fetched"))
     else:
         opened = open_prepared(data)
-        if isinstance(opened, ImageArrays):
-            samples = len(opened.train_labels)
-        else:
+        if isinstance(opened, EncodedSet):
             samples = len(opened.train if isinstance(opened.train, ShardIndex) else opened.train.labels)
+        else:
+            samples = opened.train_samples
         held_out = sampling.count_held_out(samples, hp.validation_fraction)
         steps = hp.epochs * sampling.steps_per_epoch(samples - held_out, hp.batch_size)
         facts += [
@@ -93,17 +94,18 @@ class FirstPredictions:
         """``classes`` are the model's, in the order of their numbers in masks."""
         self.classes = classes
         self.pictures: list[Picture] = []
-        self.images = self.known = self.correct = 0
+        self.samples = self.known = self.correct = 0
 
     def add_batch(
-        self, images: Iterable[NDArray[np.uint8]], rows: Sequence[Picture], *, samples: int, are_classes: bool
+        self, images: Iterable[NDArray[np.uint8] | None], rows: Sequence[Picture], *, samples: int, are_classes: bool
     ) -> None:
         """Count a batch's predictions; keep them with their images until PICTURES (24) are kept, over all calls.
 
-        ``images``, uint8 [H, W, C], are those of ``rows``, the decoded samples of all ``samples``. ``are_classes``:
+        ``images``, uint8 [H, W, C], or None for other samples, are those of ``rows``, the decoded samples of all
+        ``samples``. ``are_classes``:
         whether predictions and truths are classes, of which those that are equal are counted.
         """
-        self.images += samples
+        self.samples += samples
         if are_classes:
             self.known += len(rows)
             self.correct += sum(row.truth == row.prediction for row in rows)
@@ -112,7 +114,7 @@ class FirstPredictions:
 
     def render_page(self, title: str) -> str:
         """Return an HTML page of the counts and the kept predictions."""
-        facts = [("Images", f"{self.images:,}")]
+        facts = [("Samples", f"{self.samples:,}")]
         if self.known:
             facts.append(
                 ("Correct", f"{self.correct:,} of {self.known:,}, {format_percent(self.correct / self.known)}")

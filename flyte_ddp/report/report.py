@@ -100,11 +100,12 @@ def read_predictions(path: Path) -> tuple[list[Section], dict[int, Picture]]:
         sections = decode_sections(str(arrays["sections"]))
         if len(arrays["index"]) == first:
             return sections, {}
-        columns = [arrays[key][first:] for key in ("index", "images", "prediction", "truth", "score", "loss")]
+        columns = [arrays[key][first:] for key in ("index", "prediction", "truth", "score", "loss")]
+        images = arrays["images"][first:] if "images" in arrays else [None] * len(columns[0])
         names = sample_names(arrays)[first:]
         masks = [*zip(arrays["true_masks"], arrays["masks"], strict=True)] if "masks" in arrays else [()] * len(names)
     pictures = {}
-    for name, each, index, image, prediction, truth, score, loss in zip(names, masks, *columns, strict=True):
+    for name, each, image, index, prediction, truth, score, loss in zip(names, masks, images, *columns, strict=True):
         shown: dict[str, Any] = {"loss": float(loss)} if np.isnan(score) else {"score": float(score)}
         called = name or f"sample {index}"
         pictures[int(index)] = Picture(called, image, str(prediction), str(truth), masks=each, **shown)

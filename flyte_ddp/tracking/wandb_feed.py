@@ -184,7 +184,10 @@ def open_run_file(run_folder: Path, name: str) -> BinaryIO:
 
 
 def predictions_table(file: BinaryIO) -> wandb.Table:
-    """Return a wandb table of the first test samples: id, image, and the columns of prediction, truth and scores."""
+    """Return a wandb table of the first test samples: id, image, and the columns of prediction, truth and scores.
+
+    Samples that are no images have no column ``image``.
+    """
     import numpy as np
     import wandb
 
@@ -192,13 +195,15 @@ def predictions_table(file: BinaryIO) -> wandb.Table:
 
     with np.load(file, allow_pickle=False) as arrays:
         rows = int(arrays["table_rows"])
-        names, index, images = sample_names(arrays), arrays["index"], arrays["images"]
+        names, index, images = sample_names(arrays), arrays["index"], arrays.get("images")
         texts, numbers = (arrays[kind].tolist() for kind in ("texts", "numbers"))
         columns = [*arrays["text_columns"].tolist(), *arrays["number_columns"].tolist()]
-    table = wandb.Table(columns=["id", "image", *columns])
+    table = wandb.Table(columns=["id", *(["image"] if images is not None else []), *columns])
     for row in range(rows):
-        picture = wandb.Image(images[row] if images.shape[-1] == 3 else images[row][..., 0])
-        table.add_data(names[row] or int(index[row]), picture, *texts[row], *numbers[row])
+        pictures = []
+        if images is not None:
+            pictures.append(wandb.Image(images[row] if images.shape[-1] == 3 else images[row][..., 0]))
+        table.add_data(names[row] or int(index[row]), *pictures, *texts[row], *numbers[row])
     return table
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from flyte_ddp.errors import UserError
+from flyte_ddp.leaves import Leaves
 from flyte_ddp.loading.split import Split
 from flyte_ddp.objectives.objective import Objective, convert_outputs, sample_losses
 from flyte_ddp.parallel.distributed import (
@@ -35,14 +36,18 @@ class Evaluation:
 
 
 def evaluate_split(
-    predict: Callable[[Tensor, Tensor], Any], split: Split, batch_size: int, device: torch.device, objective: Objective
+    predict: Callable[[Leaves, Leaves, int], Any],
+    split: Split,
+    batch_size: int,
+    device: torch.device,
+    objective: Objective,
 ) -> Evaluation:
     """Return the evaluation of a split, equal on all ranks: each rank predicts a part. All ranks must call it.
 
-    ``predict`` maps inputs and targets of a batch to the model's outputs, and is called without gradients. The result
-    does not depend on the number of ranks. A damaged image counts as the sample that replaces it. Starts to load later
-    batches while one is predicted, and fetches remote shards; raises the errors of loading and of the objective. Raises
-    RuntimeError if a sample was not counted exactly once.
+    ``predict`` maps inputs, targets and number of samples of a batch to the model's outputs; it is called without
+    gradients. The result does not depend on the number of ranks. A damaged image counts as the sample that replaces it.
+    Starts to load later batches while one is predicted, and fetches remote shards; raises the errors of loading and of
+    the objective. Raises RuntimeError if a sample was not counted exactly once.
     """
     # Fixed whole batches are dealt to the ranks. A sample's numbers go to its own place. One rank writes there, so the
     # sum over the ranks is exact.
@@ -50,13 +55,14 @@ def evaluate_split(
     table = make_table(layout, len(split), device)
     with torch.no_grad():  # not inference_mode: training could not use a tensor that a model keeps from an evaluation
         for place, (inputs, targets, _) in split.load_evaluation_batches(batch_size, rank(), world_size()):
-            found = compute_columns(objective, predict(inputs, targets), targets)
+            samples = place.stop - place.start
+            found = compute_columns(objective, predict(inputs, targets, samples), targets, samples)
             own = {name: tuple(column.shape[1:]) for name, column in found.items()}
             if not layout:
                 layout = own
                 table = make_table(layout, len(split), device)
             require_one_layout([layout, own])
-            table[:-1, place] = torch.cat([column.double().reshape(len(targets), -1) for column in found.values()], 1).T
+            table[:-1, place] = torch.cat([column.double().reshape(samples, -1) for column in found.values()], 1).T
             table[-1, place] += 1  # how often the sample was counted
     if world_size() > 1:
         layouts = [each for each in gather_objects(layout) if each]  # a rank without a batch knows no columns
@@ -85,13 +91,13 @@ def evaluate_split(
     return Evaluation(broadcast_object(measures), columns)
 
 
-def compute_columns(objective: Objective, outputs: Any, targets: Tensor) -> dict[str, Tensor]:
+def compute_columns(objective: Objective, outputs: Any, targets: Leaves, samples: int) -> dict[str, Tensor]:
     """Return the objective's columns of a batch, with each sample's ``loss``, and ``weight`` if there are weights.
 
     Raises UserError for a column that has no row for each sample.
     """
     outputs = convert_outputs(outputs, torch.float64)
-    losses, weights = sample_losses(objective, outputs, targets)
+    losses, weights = sample_losses(objective, outputs, targets, samples)
     columns = {"loss": losses} if weights is None else {"loss": losses, "weight": weights}
     for name, column in objective.columns(outputs, targets).items():
         if not isinstance(column, Tensor):
@@ -99,10 +105,10 @@ def compute_columns(objective: Objective, outputs: Any, targets: Tensor) -> dict
                 f"column {name!r} of the objective is a {type(column).__name__}: must be a tensor with a row for each "
                 "sample"
             )
-        if column.shape[:1] != targets.shape[:1]:
+        if column.shape[:1] != (samples,):
             raise UserError(
                 f"column {name!r} of the objective has shape {list(column.shape)}: must have a row for each of the "
-                f"{len(targets)} samples; do not reduce it"
+                f"{samples} samples; do not reduce it"
             )
         columns[name] = column
     return columns

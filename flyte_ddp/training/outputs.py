@@ -18,6 +18,7 @@ from flyte_ddp.datasets.prepared import PreparedSet
 from flyte_ddp.errors import UserError
 from flyte_ddp.files import replace_file
 from flyte_ddp.json_lines import replace_non_finite
+from flyte_ddp.leaves import call_with_leaves
 from flyte_ddp.loading.facts import combine_facts_of_ranks, join_few
 from flyte_ddp.models import artifacts, zoo
 from flyte_ddp.models.initial_weights import list_seeded_tensors
@@ -204,16 +205,17 @@ def verify_saved_model(fresh: nn.Module, model_path: Path, sidecar: Mapping[str,
     ``fresh``, and changes its device, type, evaluation mode and dropout layers. Seeds the random generators.
     """
     first = state.test.order.samples(slice(0, min(VERIFIED_SAMPLES, len(state.test))))
-    images, targets, _ = state.test.load_batch(first)
+    inputs, targets, _ = state.test.load_batch(first)
     artifacts.load_weights(fresh, model_path, sidecar)
     model = fresh.to(state.device).eval()
     make_dropout_rank_independent(model, state.this_pass)  # a user's model may use dropout in evaluations, too
     if state.dtype == torch.float64:
         model.double()
     with torch.no_grad(), state.evaluation_mode():
-        expected = tensors_of(state.predict(images, targets))
-        state.this_pass.begin_pass(state.hp.seed, 0, np.arange(len(images)), state.device)
-        found = tensors_of(model.to(memory_format=state.memory_format)(state.prepare_images(images)))
+        expected = tensors_of(state.predict(inputs, targets, len(first)))
+        state.this_pass.begin_pass(state.hp.seed, 0, np.arange(len(first)), state.device)
+        model = model.to(memory_format=state.memory_format)
+        found = tensors_of(call_with_leaves(model, state.prepare_inputs(inputs)))
     largest = expected.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0).abs().max().item()
     # A model may mask classes by infinite logits: they must be equal, and are left out of the largest logit.
     if not torch.allclose(found, expected, rtol=0.0, atol=TOLERANCE * largest, equal_nan=True):

@@ -5,8 +5,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from flyte_ddp.device_copy import copy_to_device
+from flyte_ddp.leaves import Leaves
 from flyte_ddp.objectives.objective import Objective
 from flyte_ddp.order import sampling
 from flyte_ddp.order.mixing import choose_partners, draw_shares
@@ -31,27 +33,32 @@ class RankSlice(NamedTuple):
 
 
 class LoadedPart(NamedTuple):
-    """Images of a slice, as they are stored, with the targets that its loss compares the outputs with."""
+    """Inputs of a slice, as they are stored, with the targets that its loss compares the outputs with."""
 
-    images: list[Tensor]  # of the slice, and with mixup of its partners
+    samples: int  # of the slice
+    inputs: list[Leaves]  # of the slice, and with mixup of its partners
     shares: list[Tensor]  # with mixup: those of the samples in their mixtures, and of the partners, fp64 [n] each
     # Targets with the weights of their losses; None: all weights are 1. With mixup there are those of the partners,
     # too, and each sample's shares are in the weights.
-    targets: Sequence[tuple[Tensor, Tensor | None]]
+    targets: Sequence[tuple[Leaves, Tensor | None]]
 
-    def prepare_inputs(self, prepare: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return the model's inputs: the images as ``prepare`` returns them, with mixup mixed with their partners."""
+    def prepare_inputs(self, prepare: Callable[[Leaves], Leaves]) -> Leaves:
+        """Return the model's inputs, as ``prepare`` returns them, with mixup mixed with their partners."""
         if not self.shares:
-            return prepare(self.images[0])
-        prepared = [prepare(images) for images in self.images]
-        mixed = torch.zeros_like(prepared[0])
-        for images, shares in zip(prepared, self.shares, strict=True):
-            mixed += images * shares.to(images.dtype).view(-1, 1, 1, 1)
-        return mixed
+            return prepare(self.inputs[0])
+
+        def mix(own: Tensor, partners: Tensor) -> Tensor:
+            """Return a leaf of the mixtures."""
+            mixed = torch.zeros_like(own)
+            for values, shares in zip((own, partners), self.shares, strict=True):
+                mixed += values * shares.to(values.dtype).view(-1, *[1] * (values.dim() - 1))
+            return mixed
+
+        return tree_map(mix, *(prepare(inputs) for inputs in self.inputs))
 
     def loss_sum(self, objective: Objective, outputs: Any) -> Tensor:
         """Return the weighted sum of the losses of the model's outputs, []."""
-        sums = [objective.loss_sum(outputs, targets, weights) for targets, weights in self.targets]
+        sums = [objective.loss_sum(outputs, targets, weights, self.samples) for targets, weights in self.targets]
         return sums[0] if len(sums) == 1 else sums[0] + sums[1]
 
 
@@ -84,16 +91,16 @@ def list_parts(state: TrainingState, batch: sampling.Indices, step: int) -> list
 def load_part(state: TrainingState, part: RankSlice) -> LoadedPart:
     """Load a slice, and with mixup its partners, and ask the objective for the weights of their losses."""
     loads = [state.training.load_batch(samples, state.epoch) for samples in part.list_loads()]
-    images = [batch.inputs for batch in loads]
+    inputs = [batch.inputs for batch in loads]
     targets = [(batch.targets, state.objective.weights(batch.targets)) for batch in loads]
     if part.partners is None:
-        return LoadedPart(images, [], targets)
+        return LoadedPart(len(part.samples), inputs, [], targets)
     drawn = draw_shares(part.samples, state.hp.mixup, state.hp.seed, part.step)
     own = copy_to_device(torch.from_numpy(drawn), state.device)
     shares, weighted = [own, 1 - own], []
     for (values, weights), each in zip(targets, shares, strict=True):
         weighted.append((values, each if weights is None else weights * each.view(-1, *[1] * (weights.dim() - 1))))
-    return LoadedPart(images, shares, weighted)
+    return LoadedPart(len(part.samples), inputs, shares, weighted)
 
 
 def load_parts(
@@ -113,8 +120,8 @@ def load_parts(
     with state.clock("communication"):
         own = torch.zeros((), dtype=torch.float64, device=state.device)
         for part, each in zip(parts, loaded, strict=True):
-            for values, weights in each.targets:
+            for _, weights in each.targets:
                 if part.has_samples:
-                    own += len(values) if weights is None else weights.sum(dtype=torch.float64)
+                    own += each.samples if weights is None else weights.sum(dtype=torch.float64)
         total = sum_over_ranks(own)
     return iter(loaded), total

@@ -6,8 +6,9 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
+from flyte_ddp.leaves import Leaves
+from flyte_ddp.models.images import InputSpec
 from flyte_ddp.objectives import Objective
 from flyte_ddp.objectives.objective import convert_outputs, mean_losses
 from flyte_ddp.objectives.table_columns import MOST_COLUMNS, TableColumns, describe_samples, merge_columns
@@ -20,11 +21,12 @@ from flyte_ddp.training.training_state import TrainingState
 def collect_predictions(state: TrainingState, objective: Objective, test: Evaluation, rows: int) -> dict[str, Any]:
     """Return the predictions file's arrays, by name: of the first ``rows`` test samples and those that sections show.
 
-    Each sample has ``index`` (its number in the test split), ``names``, ``images``, ``loss``, the texts ``prediction``
-    and ``truth``, and ``score`` (NaN without one). The first ``rows`` also have ``texts`` and ``numbers``, [rows,
-    columns], with the columns' names in ``text_columns`` and ``number_columns``; the others ``masks`` and
-    ``true_masks`` if the objective has masks. ``sections`` is the JSON of all sections, ``table_rows`` is ``rows``.
-    Loads these samples in batches of ``test_batch_size``, and predicts them, which seeds the random generators.
+    Each sample has ``index`` (its number in the test split), ``names``, ``images`` if it is one, ``loss``, the texts
+    ``prediction`` and ``truth``, and ``score`` (NaN without one). The first ``rows`` also have ``texts`` and
+    ``numbers``, [rows, columns], with the columns' names in ``text_columns`` and ``number_columns``; the others
+    ``masks`` and ``true_masks`` if the objective has masks. ``sections`` is the JSON of all sections, ``table_rows`` is
+    ``rows``. Loads these samples in batches of ``test_batch_size``, and predicts them, which seeds the random
+    generators.
     """
     with hide_process_group():
         sections = objective.sections(test.columns)
@@ -75,20 +77,19 @@ def describe_batches(state: TrainingState, objective: Objective, index: NDArray[
     for start in range(0, len(index), state.hp.test_batch_size):
         places = index[start : start + state.hp.test_batch_size].tolist()
         samples = [int(state.test.order.samples(slice(at, at + 1))[0]) for at in places]
-        images, targets, names = state.test.load_batch(np.array(samples, dtype=np.int64))
+        inputs, targets, names = state.test.load_batch(np.array(samples, dtype=np.int64))
         with torch.no_grad(), state.evaluation_mode():
-            outputs = state.predict(images, targets)
+            outputs = state.predict(inputs, targets, len(places))
         yield {
             "names": np.array(names, dtype=np.str_),
-            "images": images.cpu().numpy(),
-            **describe_answers(objective, convert_outputs(outputs, torch.float32), targets),
+            **({"images": inputs.cpu().numpy()} if isinstance(state.spec, InputSpec) else {}),
+            **describe_answers(objective, convert_outputs(outputs, torch.float32), targets, len(places)),
         }
 
 
-def describe_answers(objective: Objective, outputs: Any, targets: Tensor) -> dict[str, Any]:
-    """Return what a model says of n samples: their arrays by name, as in the predictions file, and ``columns``."""
+def describe_answers(objective: Objective, outputs: Any, targets: Leaves, samples: int) -> dict[str, Any]:
+    """Return what a model says of ``samples``: their arrays by name, as in the predictions file, and ``columns``."""
     answers, truths, masks = objective.answers(outputs), objective.truths(targets), objective.masks(outputs)
-    samples = len(targets)
     found: dict[str, Any] = {"columns": merge_columns(answers, truths)}
     found["score"] = np.array(answers.get("score", [np.nan] * samples), dtype=np.float32)
     if masks is not None:

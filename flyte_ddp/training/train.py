@@ -4,19 +4,21 @@ import itertools
 import math
 from collections.abc import Callable, Iterator
 from contextlib import closing, nullcontext
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 
 from flyte_ddp.catalog import encoded_kind
 from flyte_ddp.datasets import open_prepared
 from flyte_ddp.errors import UserError
 from flyte_ddp.launch.supervise.rank import Rank
+from flyte_ddp.leaves import Leaves, call_with_leaves
 from flyte_ddp.loading.facts import refuse_too_many_bad_samples
 from flyte_ddp.loading.split import PICTURES_COMPARED, describe_equal_pictures
+from flyte_ddp.models.images import InputSpec
 from flyte_ddp.objectives.objective import convert_outputs
 from flyte_ddp.order import sampling
 from flyte_ddp.parallel.batch_norm import mean_running_statistics, restore_running_statistics
@@ -76,6 +78,8 @@ def equal_pictures_warning(state: TrainingState) -> str:
     its training needs. For a stream, which gives each picture once, they are the first of the test split.
     """
     hp, split = state.hp, state.training
+    if not isinstance(state.spec, InputSpec):
+        return ""
     if encoded_kind(hp.dataset) == "stream":
         first = state.test.order.samples(slice(0, min(PICTURES_COMPARED, len(state.test))))
         return describe_equal_pictures(state.test, first)
@@ -132,7 +136,7 @@ def compute_gradients(state: TrainingState, batch: sampling.Indices) -> StepSums
     for part in parts:
         with state.clock("data"):
             own = next(loaded)
-            inputs = own.prepare_inputs(state.prepare_images)
+            inputs = own.prepare_inputs(state.prepare_inputs)
         with (
             state.clock("forward_backward"),
             state.sync.micro_batch(last=part is parts[-1]),  # gradients are averaged after the last backward pass only
@@ -163,7 +167,7 @@ def compute_gradients(state: TrainingState, batch: sampling.Indices) -> StepSums
 
 
 def compute_outputs(
-    state: TrainingState, model: Callable[[Tensor], Any], inputs: Tensor, targets: Tensor, part: RankSlice
+    state: TrainingState, model: Callable[..., Any], inputs: Leaves, targets: Leaves, part: RankSlice
 ) -> Any:
     """Begin a training pass on the samples of ``part``, and return the model's outputs for their ``inputs``.
 
@@ -192,8 +196,8 @@ def repeat_forward(state: TrainingState, batch: sampling.Indices, step: int) -> 
     """Load a step's samples and repeat its forward passes, for modules' hooks. Call it inside ``torch.no_grad()``."""
     for part in list_parts(state, batch, step):
         loaded = load_part(state, part)
-        inputs = loaded.prepare_inputs(state.prepare_images)
-        compute_outputs(state, state.model, inputs, loaded.targets[0][0], part)
+        inputs = loaded.prepare_inputs(state.prepare_inputs)
+        compute_outputs(state, partial(call_with_leaves, state.model), inputs, loaded.targets[0][0], part)
 
 
 def apply_gradients(state: TrainingState) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
@@ -17,17 +18,20 @@ from flyte_ddp import catalog, user_source
 from flyte_ddp.catalog import encoded_kind
 from flyte_ddp.clock import make_clock
 from flyte_ddp.config import Hyperparameters, refuse_unused_settings
-from flyte_ddp.datasets.arrays import ImageArrays
-from flyte_ddp.datasets.prepared import PreparedSet, count_training_classes, resolve_class_names
+from flyte_ddp.datasets.images import ImageArrays
+from flyte_ddp.datasets.prepared import PlainSet, PreparedSet, count_training_classes, resolve_class_names
+from flyte_ddp.datasets.sample_arrays import Ragged, SampleArrays
 from flyte_ddp.errors import UserError, unknown_name_error
 from flyte_ddp.hardware import Hardware
+from flyte_ddp.leaves import Leaves, call_with_leaves
 from flyte_ddp.loading.opening import open_splits
 from flyte_ddp.loading.split import TargetKind
-from flyte_ddp.loading.workers import WorkerImages
+from flyte_ddp.loading.workers import ItemBatches, WorkerImages
 from flyte_ddp.models import zoo
 from flyte_ddp.models.frozen_parts import freeze_parts, set_training_mode
-from flyte_ddp.models.images import InputSpec, prepare_images
+from flyte_ddp.models.images import InputSpec
 from flyte_ddp.models.initial_weights import load_initial_weights
+from flyte_ddp.models.inputs import prepare_inputs
 from flyte_ddp.objectives import HIGHER, Facts, Objective
 from flyte_ddp.objectives.objective import require_weights
 from flyte_ddp.objectives.own import make_objective
@@ -86,7 +90,7 @@ class TrainingState:
         self._open_splits(data, settings or Settings())
         self.objective = open_objective(data, hp, self.training.order, self.splits.targets)
         for source in self.splits.sources:
-            if isinstance(source, WorkerImages):  # its targets are made by the user's own code
+            if isinstance(source, (WorkerImages, ItemBatches)):  # its targets are made by the user's own code
                 source.check_targets = self.objective.check_targets
         model = self._build_model(initial_weights)
         # The order matters from here on. The model must have its final type, device and layers before anything refers
@@ -127,10 +131,10 @@ class TrainingState:
         self.steps_per_epoch = sampling.steps_per_epoch(len(self.training), hp.batch_size)
         self.total_steps = min(hp.epochs * self.steps_per_epoch, hp.max_steps or sys.maxsize)
         self.epochs = -(-self.total_steps // self.steps_per_epoch)  # the last one may end early
-        height, width, channels = self.splits.shape
-        images = InputSpec(channels, height, width, data.mean, data.std)
-        weights = find_weights(hp.model, hp.init_from)
-        self.spec = zoo.choose_input_spec(hp.model, images, hp.image_size, weights)
+        self.spec = self.splits.inputs
+        if isinstance(self.spec, InputSpec):
+            weights = find_weights(hp.model, hp.init_from)
+            self.spec = zoo.choose_input_spec(hp.model, self.spec, hp.image_size, weights)
 
     def _build_model(self, initial_weights: Path | None) -> nn.Module:
         """Return the model with its first weights, on the device; set dtype, memory format and ``frozen_modules``.
@@ -159,9 +163,9 @@ class TrainingState:
             yield
             self.inconsistent = False
 
-    def prepare_images(self, images: Tensor) -> Tensor:
-        """Return the model's input for uint8 images [N, H, W, C], in the run's type and memory format."""
-        return prepare_images(images, self.spec, self.dtype, self.memory_format)
+    def prepare_inputs(self, inputs: Leaves) -> Leaves:
+        """Return what the model gets for the inputs of a batch, in the run's type and memory format."""
+        return prepare_inputs(inputs, self.spec, self.dtype, self.memory_format)
 
     @contextmanager
     def evaluation_mode(self) -> Iterator[None]:
@@ -193,14 +197,14 @@ class TrainingState:
                     "requires_grad True, and multiply its gradient by 0 (register_hook) until it is to be trained"
                 )
 
-    def predict(self, images: Tensor, targets: Tensor) -> Any:
-        """Return the kept weights' outputs for uint8 images [N, H, W, C]; call in :meth:`evaluation_mode`.
+    def predict(self, inputs: Leaves, targets: Leaves, samples: int) -> Any:
+        """Return the kept weights' outputs for a batch of ``samples``; call in :meth:`evaluation_mode`.
 
         Seeds the random generators, equally for each batch, for models that draw. UserError if the outputs do not fit
         the targets.
         """
-        self.this_pass.begin_pass(self.hp.seed, 0, np.arange(len(images)), self.device)
-        outputs = self.kept_model()(self.prepare_images(images))
+        self.this_pass.begin_pass(self.hp.seed, 0, np.arange(samples), self.device)
+        outputs = call_with_leaves(self.kept_model(), self.prepare_inputs(inputs))
         self.objective.check_outputs(self.hp.model, outputs, targets)
         return outputs
 
@@ -214,6 +218,9 @@ class TrainingState:
             self.average.update_parameters(self.model)
 
 
+NO_KIND = TargetKind(np.dtype(object), ())  # of targets that are several leaves, or none
+
+
 def open_objective(
     data: PreparedSet, hp: Hyperparameters, training: Order, targets: TargetKind | None = None
 ) -> Objective:
@@ -224,24 +231,29 @@ def open_objective(
     targets, a setting or an option, gives wrong weights, or has no measure ``select_by``.
     """
     kind = targets or kind_of_stored_targets(data)
-    of_numbers = kind.dtype.kind == "f"
+    # Own objectives of no single class for each sample need no classes.
+    of_numbers = kind.dtype.kind == "f" or (":" in hp.objective and (kind is NO_KIND or bool(kind.shape)))
     # Folders are no classes of numbers that a user's function has found.
     named = () if targets and of_numbers and encoded_kind(hp.dataset) == "image_folder" else data.classes
     classes = resolve_class_names(named, hp, of_numbers=of_numbers)
-    counted = hp.class_weights == "balanced" and targets is None
+    counted = hp.class_weights == "balanced" and (targets is None or isinstance(data, PlainSet))
     counts = count_training_classes(data, training, len(classes)) if counted else ()
-    shape = kind.shape
+    shape = () if kind.varies else kind.shape
     facts = Facts(classes, shape, counts, hp.class_weights, hp.label_smoothing)
     objective = make_objective(hp.objective, facts, hp.parse_options().get("objective", {}))
     refuse_unused_settings(hp, objective.takes)
-    if isinstance(data, ImageArrays):
-        for stored in (data.train_labels, data.test_labels):
-            objective.check_targets(stored)
-            if ":" in hp.objective:  # what a user's function gives for them; built-in ones have been tested
-                for rows in np.array_split(stored, -(-len(stored) // hp.test_batch_size)):
-                    require_weights(objective.weights(torch.tensor(rows)), len(rows))
-    else:
-        objective.check_targets(np.zeros((1, *shape), kind.dtype))
+    if kind is NO_KIND and ":" not in hp.objective:
+        raise UserError(
+            f"objective={hp.objective!r}: takes targets that are one array, and dataset={hp.dataset!r} has several, or "
+            "none; name an objective of your own"
+        )
+    for stored in list_stored_targets(data):
+        objective.check_targets(stored)
+        if ":" in hp.objective:  # what a user's function gives for them; built-in ones have been tested
+            for rows in np.array_split(stored, -(-len(stored) // hp.test_batch_size)):
+                require_weights(objective.weights(torch.tensor(rows)), len(rows))
+    if not isinstance(data, (ImageArrays, SampleArrays)) and kind is not NO_KIND:
+        objective.check_targets(np.zeros((1, *kind.shape), kind.dtype))
     if hp.select_by not in ("loss", *objective.measures):
         raise unknown_name_error("select_by", hp.select_by, ["loss", *objective.measures])
     return objective
@@ -251,7 +263,16 @@ def kind_of_stored_targets(data: PreparedSet) -> TargetKind:
     """Return the kind of a data set's targets: a sample of an encoded set has one class."""
     if isinstance(data, ImageArrays):
         return TargetKind(data.train_labels.dtype, data.train_labels.shape[1:])
-    return TargetKind(np.dtype(np.int64), ())
+    return NO_KIND if isinstance(data, PlainSet) else TargetKind(np.dtype(np.int64), ())
+
+
+def list_stored_targets(data: PreparedSet) -> list[NDArray[Any]]:
+    """Return the targets of training and test samples that are in arrays; ragged ones as those of one sample."""
+    if isinstance(data, ImageArrays):
+        return [data.train_labels, data.test_labels]
+    stored = [data.train_targets, data.test_targets] if isinstance(data, SampleArrays) else []
+    one = [targets.values[np.newaxis] if isinstance(targets, Ragged) else targets for targets in stored]
+    return [targets for targets in one if isinstance(targets, np.ndarray)]
 
 
 def create_moving_average(model: nn.Module, decay: float) -> AveragedModel:

@@ -14,7 +14,8 @@ from scipy.stats import chi2_contingency
 
 from flyte_ddp.catalog import IGNORED
 from flyte_ddp.config import Hyperparameters
-from flyte_ddp.datasets.arrays import ImageArrays
+from flyte_ddp.datasets.encoded_set import EncodedSet
+from flyte_ddp.datasets.images import ImageArrays
 from flyte_ddp.datasets.prepared import PreparedSet, open_prepared, order_test_split, resolve_class_names
 from flyte_ddp.errors import UserError
 from flyte_ddp.formatting import format_count
@@ -56,6 +57,8 @@ def compute_profile(folder: Path, settings: Settings | None = None) -> DataProfi
     decoded. Raises a UserError if the data set is damaged, or a sample cannot be read or has no image or label.
     """
     data, settings = open_prepared(folder), settings or Settings()
+    if not isinstance(data, (ImageArrays, EncodedSet)):
+        raise UserError(f"dataset={data.name!r}: only data sets of images can be validated yet")
     profile = DataProfile([*data.classes], SplitProfile(), SplitProfile(), 0, 0, [], {}, [], [], 0, target_kind(data))
     training, test = (add_split_to_profile(data, split, profile, settings) for split in ("training", "test"))
     numbers, labels, digests = (np.concatenate(pair) for pair in zip(training, test, strict=True))
@@ -123,8 +126,8 @@ def sample_numbers(data: PreparedSet, split: str) -> Indices:
     tests = order.samples(slice(0, len(order)))
     if split == "test":
         return tests
-    if isinstance(data, ImageArrays):
-        return np.arange(len(data.train_labels))
+    if not isinstance(data, EncodedSet):
+        return np.arange(data.train_samples)
     numbers = np.arange(int(data.train.counts.sum()) if isinstance(data.train, ShardIndex) else len(data.train.names))
     return np.setdiff1d(numbers, tests) if data.test is None else numbers
 
@@ -155,6 +158,7 @@ def measure_samples(
         except DecodingError as error:
             return SampleFacts(encoded.name, encoded.label, failure=str(error))
 
+    assert isinstance(data, EncodedSet)
     with closing(open_image_reader(data.test_source if split == "test" else data.train, settings)) as source:
         yield from map_samples(source, numbers, settings.loader_threads or count_cores(), decode_and_measure, AHEAD)
 

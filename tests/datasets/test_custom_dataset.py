@@ -107,10 +107,11 @@ def test_class_names_are_those_of_the_training_set_or_numbers(classes: Any, expe
         ([], "training set: is empty"),
         ([(GREY, 0), (GREY[1:], 0)], "image 1 is 8x11x1 and image 0 is 9x11x1.*one size"),
         ([(Image.new("I", (4, 4)), 0)], "cannot be converted to 8 bits: its pixels are 32-bit or signed"),
-        ([(GREY / 255, 0)], "image 0 is float64.*leave out transforms such as ToTensor"),
+        ([(GREY, 0), (GREY / 255, 0)], "image 1 is float64.*leave out transforms such as ToTensor"),
         ([(GREY, "cat")], "item 0: its label is a str; must be a number or numbers"),
         ([(GREY, [[1], [2, 3]])], "item 0 must be an image and a label: .*inhomogeneous"),
-        ([(GREY, 0, 1)], "item 0 must be an image and a label: too many values to unpack"),
+        ([(GREY, 0), (GREY, 0, 1)], "item 1 must be an image and a label: too many values to unpack"),
+        ([(GREY, 0, 1)], r"item 0 is a tuple: must be a pair \(inputs, targets\), or a dict with labels"),
         ([(GREY, [1, 0]), (GREY, [1])], r"label 1 has shape \[1\] and label 0 has \[2\]; all must have one"),
         ([(GREY, GREY[1:])], r"the masks are \[1, 8, 11\], and the images are \[1, 9, 11\]: a mask must have"),
         ([(GREY, -1)], "label -1 of sample 0"),
@@ -128,7 +129,7 @@ def test_arrays_can_be_returned_and_are_checked() -> None:
     wrong = dataclasses.replace(right, train_labels=np.array([7]))
     with pytest.raises(UserError, match="label 7 of sample 0"):
         arrays_from_result("own:data", wrong, Progress("off"))
-    with pytest.raises(UserError, match="returned NoneType; must return flyte_ddp"):
+    with pytest.raises(UserError, match="returned NoneType; must return arrays"):
         arrays_from_result("own:data", None, Progress("off"))
 
 

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays as numpy_arrays
 
 from flyte_ddp.datasets import ImageArrays, image_arrays, open_arrays
-from flyte_ddp.datasets import arrays as module
-from flyte_ddp.datasets.arrays import arrays_sha256, channel_mean_and_std, write_arrays
+from flyte_ddp.datasets import images as module
+from flyte_ddp.datasets.images import arrays_sha256, channel_mean_and_std, write_arrays
 from flyte_ddp.errors import UserError
 
 

@@ -22,7 +22,7 @@ from training_runs import train_in
 
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import fetch
-from flyte_ddp.datasets.arrays import ImageArrays
+from flyte_ddp.datasets.images import ImageArrays
 from flyte_ddp.datasets.prepared import PreparedSet, open_prepared
 from flyte_ddp.export import exporting
 from flyte_ddp.export.exporting import Comparison, NotExportedError, TorchLogits, export_model

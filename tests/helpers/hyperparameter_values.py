@@ -7,8 +7,8 @@ from typing import Any
 Values = dict[str, Any]
 
 NAMES: dict[type, str] = {
-    str: "dataset data_source test_dataset sample model init_from init_skip freeze sampling optimizer schedule augment "
-    "keep backend strategy precision channels_last objective options class_weights select_by",
+    str: "dataset data_source test_dataset collate sample model init_from init_skip freeze sampling optimizer schedule "
+    "augment keep backend strategy precision channels_last objective options class_weights select_by",
     float: "validation_fraction learning_rate momentum weight_decay label_smoothing grad_clip_norm mixup ema_decay",
     int: "image_size epochs max_steps batch_size test_batch_size accumulation_steps warmup_steps early_stop_patience "
     "seed num_ranks log_interval eval_interval num_classes shuffle_shards shuffle_buffer bad_samples",
@@ -76,7 +76,10 @@ BAD: dict[str, tuple[Values, tuple[str, ...]]] = {
         ("schedule 'onecycle'", "did you mean 'one_cycle'? choose one of"),
     ),
     "unknown augment": ({"augment": "flip"}, ("augment 'flip'", "crop, crop_flip, none")),
-    "unknown objective": ({"objective": "ranking"}, ("objective 'ranking'", "classification, multilabel", "callable")),
+    "unknown objective": (
+        {"objective": "ranking"},
+        ("objective 'ranking'", "classification, language", "callable"),
+    ),
     "misspelt objective": ({"objective": "regresion"}, ("'regresion'", "did you mean 'regression'")),
     "smoothing of numbers": (
         {"objective": "regression", "label_smoothing": 0.1},

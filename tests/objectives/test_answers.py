@@ -21,7 +21,7 @@ from training_runs import QUIET, train_in
 
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import ImageArrays, open_arrays
-from flyte_ddp.datasets.arrays import write_arrays
+from flyte_ddp.datasets.images import write_arrays
 from flyte_ddp.errors import UserError
 from flyte_ddp.json_lines import read_records
 from flyte_ddp.models.artifacts import load_model

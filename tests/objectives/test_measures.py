@@ -314,7 +314,7 @@ def test_class_weights_with_smoothing_are_a_weighted_mean() -> None:
     objective = make_objective("classification", Facts(CLASSES, (), (), "0.5,2,3,1", label_smoothing=0.1), {})
     targets, logits = torch.from_numpy(case.targets), torch.from_numpy(case.outputs).requires_grad_()
     weights = objective.weights(targets)
-    mean = objective.loss_sum(logits, targets, weights) / weights.sum()
+    mean = objective.loss_sum(logits, targets, weights, len(targets)) / weights.sum()
     soft = np.full((MOST, 4), 0.1 / 4)
     soft[np.arange(MOST), case.targets] += 0.9
     losses = -(soft * special.log_softmax(case.outputs, axis=1)).sum(1)

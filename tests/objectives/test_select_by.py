@@ -12,7 +12,7 @@ import torch
 from training_runs import train_in
 
 from flyte_ddp.config import Hyperparameters
-from flyte_ddp.datasets.arrays import write_arrays
+from flyte_ddp.datasets.images import write_arrays
 from flyte_ddp.errors import RankError
 from flyte_ddp.json_lines import read_records
 from flyte_ddp.run import Result

@@ -16,7 +16,7 @@ from training_runs import train_in
 
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import ImageArrays, image_arrays
-from flyte_ddp.datasets.arrays import write_arrays
+from flyte_ddp.datasets.images import write_arrays
 from flyte_ddp.errors import UserError
 from flyte_ddp.json_lines import read_records
 from flyte_ddp.objectives import HIGHER, Classification, Facts, Objective
@@ -104,11 +104,11 @@ def without_names(arrays: ImageArrays) -> ImageArrays:
         ("classification", tasks.number(""), r"targets are float32 \[41\]; must be a class number for each sample"),
         ("classification", tasks.masks(""), r"targets are uint8 \[41, 8, 8\]; must be a class number"),
         ("multilabel", tasks.classes(""), r"targets are int64 \[41\]; must be float \[samples, labels\] of 0 and 1"),
-        ("multilabel", tasks.numbers(""), r"label \d of sample \d+ is -?\d\.\d+: must be 0, 1, or NaN for unknown"),
+        ("multilabel", tasks.numbers(""), r"label \d of row \d+ is -?\d\.\d+: must be 0, 1, or NaN for unknown"),
         (
             "multilabel",
             with_value(tasks.labels(""), -1),
-            "label 2 of sample 22 is -1: must be 0, 1, or NaN",
+            "label 2 of row 22 is -1: must be 0, 1, or NaN",
         ),
         ("multilabel", replace(tasks.labels(""), classes=("a", "b")), "have 3 labels, and there are 2 names: give one"),
         ("regression", tasks.classes(""), r"targets are int64 \[41\]; must be float \[samples\]"),
@@ -119,7 +119,7 @@ def without_names(arrays: ImageArrays) -> ImageArrays:
         (
             "segmentation",
             with_value(tasks.masks(""), 3),
-            "mask of sample 22 has 3: must be 0..2 with 3 classes",
+            "mask of row 22 has 3: must be 0..2 with 3 classes",
         ),
         (
             "segmentation",
@@ -216,7 +216,7 @@ def test_wrong_objectives_and_options(changes: dict[str, Any], words: str, tmp_p
         (
             with_value(tasks.masks(""), 200),
             {"objective": "segmentation", "class_weights": "balanced", "model": "objective_tasks:pixels"},
-            "mask of sample 22 has 200",
+            "mask of row 22 has 200",
         ),
     ],
 )

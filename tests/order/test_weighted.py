@@ -15,7 +15,7 @@ from training_runs import Train, cut_off, train_in
 
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import fetch, image_arrays, open_arrays, open_prepared
-from flyte_ddp.datasets.arrays import arrays_sha256, write_arrays
+from flyte_ddp.datasets.images import arrays_sha256, write_arrays
 from flyte_ddp.datasets.prepared import check_prepared_set, count_training_classes, order_splits, order_training
 from flyte_ddp.errors import UserError
 from flyte_ddp.json_lines import read_records

@@ -15,8 +15,8 @@ import torch
 from cli import ROOT
 from PIL import Image
 
-from flyte_ddp.datasets.arrays import image_arrays, write_arrays
 from flyte_ddp.datasets.image_folder import list_images
+from flyte_ddp.datasets.images import image_arrays, write_arrays
 from flyte_ddp.errors import UserError
 from flyte_ddp.loading.encoded import BadSamples
 from flyte_ddp.models import artifacts

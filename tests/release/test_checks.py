@@ -124,7 +124,7 @@ def test_likelihoods_and_scores_are_those_of_their_definitions() -> None:
     parts = (slice(0, 500), slice(500, 700))
     found = Evaluation.from_batches(
         Classification(Facts(tuple("abcd"))),
-        ((torch.from_numpy(logits[part]), torch.from_numpy(labels[part])) for part in parts),
+        ((torch.from_numpy(logits[part]), torch.from_numpy(labels[part]), len(labels[part])) for part in parts),
     )
     np.testing.assert_array_equal(found.columns["prediction"], logits.argmax(axis=1))
     assert found.spread == np.ptp(logits)

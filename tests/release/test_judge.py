@@ -19,7 +19,7 @@ from training_runs import train_in
 
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import fetch, image_arrays, open_arrays
-from flyte_ddp.datasets.arrays import write_arrays
+from flyte_ddp.datasets.images import write_arrays
 from flyte_ddp.datasets.prepared import PreparedSet
 from flyte_ddp.errors import UnreachableError, UserError, install_hint
 from flyte_ddp.models.artifacts import save_model

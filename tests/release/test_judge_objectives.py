@@ -13,7 +13,7 @@ from training_runs import train_in
 
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import open_arrays
-from flyte_ddp.datasets.arrays import write_arrays
+from flyte_ddp.datasets.images import write_arrays
 from flyte_ddp.errors import UserError
 from flyte_ddp.formatting import name_measure
 from flyte_ddp.predict.prediction_batches import SavedModel

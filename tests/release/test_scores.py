@@ -62,7 +62,7 @@ def masks_of(random: np.random.Generator, noise: float) -> tuple[Tensor, Tensor]
 
 def evaluate(objective: Objective, outputs: Tensor, targets: Tensor) -> Evaluation:
     parts = (slice(0, 25), slice(25, N))
-    return Evaluation.from_batches(objective, ((outputs[part], targets[part]) for part in parts))
+    return Evaluation.from_batches(objective, ((outputs[part], targets[part], len(targets[part])) for part in parts))
 
 
 CASES = {
@@ -197,14 +197,19 @@ def test_outputs_of_any_form_are_evaluated(form: str) -> None:
     """One number for each sample, and a dict without the logits of torchvision's models."""
     targets = torch.arange(4.0)
     outputs = {"numbers": targets + 1, "dict": {"a": targets + 1, "b": torch.zeros(4, 2)}}[form]
-    found = Evaluation.from_batches(Off(Facts()), [(outputs, targets)])
+    found = Evaluation.from_batches(Off(Facts()), [(outputs, targets, len(targets))])
     assert found.finite.tolist() == [True] * 4
     assert found.score == 1.0
     assert found.spread == (3.0 if form == "numbers" else 4.0)
     broken = {"a": torch.tensor([1.0, torch.inf, 2.0, 3.0])} if form == "dict" else torch.tensor([1.0, torch.inf, 2, 3])
-    assert Evaluation.from_batches(Off(Facts()), [(broken, targets)]).finite.tolist() == [True, False, True, True]
+    assert Evaluation.from_batches(Off(Facts()), [(broken, targets, len(targets))]).finite.tolist() == [
+        True,
+        False,
+        True,
+        True,
+    ]
 
 
 def test_scores_that_are_no_numbers_are_refused() -> None:
     with pytest.raises(UserError, match=r"scores have shape \[4\], and 4 are not finite: must be a finite number"):
-        Evaluation.from_batches(Wrong(Facts()), [(torch.zeros(4), torch.zeros(4))])
+        Evaluation.from_batches(Wrong(Facts()), [(torch.zeros(4), torch.zeros(4), 4)])

@@ -28,7 +28,10 @@ def make(source):
     images = np.full((8, 8, 8), {number}, np.uint8)
     return image_arrays(images, [0, 1] * 4, images, [0, 1] * 4, ["a", "b"])
 """
-BESIDE: dict[str, dict[str, Any]] = {"sample": {"dataset": "image_folder:photos"}}  # what must be set beside a field
+BESIDE: dict[str, dict[str, Any]] = {  # what must be set beside a field
+    "sample": {"dataset": "image_folder:photos"},
+    "collate": {"dataset": "own_collate:make"},
+}
 
 
 class NotLaunched(Exception):
@@ -56,7 +59,11 @@ def test_a_change_of_own_code_is_another_run_and_is_sent(
     for number in (1, 22):
         monkeypatch.delitem(sys.modules, module, raising=False)
         Path(f"{module}.py").write_text(TEXT.format(number=number))
-        data = fetch(hp.dataset, "", tmp_path / f"data-{number}", progress="off") if field == "dataset" else digits
+        data = (
+            fetch(hp.dataset, "", tmp_path / f"data-{number}", progress="off")
+            if hp.dataset == f"{module}:make"
+            else digits
+        )
         with pytest.raises(NotLaunched):
             run_training(hp, data, tmp_path / f"run-{number}", QUIET, launch=launch)
     for before, after in zip(*found, strict=True):
@@ -75,6 +82,8 @@ def test_own_code_is_named_once_and_in_the_order_of_the_fields() -> None:
 def test_a_missing_module_is_named_before_anything_starts(digits: Path, tmp_path: Path) -> None:
     for field in OWN:
         if field != "dataset":
-            hp = Hyperparameters(**{field: "not_there.at_all:make", **BESIDE.get(field, {})})
+            missing = "not_there.at_all:make"
+            beside = BESIDE.get(field, {}) if field != "collate" else {"dataset": missing}
+            hp = Hyperparameters(**{field: missing, **beside})
             with pytest.raises(UserError, match="no module named 'not_there'"):
                 run_training(hp, digits, tmp_path / "run", QUIET)

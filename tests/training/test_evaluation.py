@@ -64,7 +64,7 @@ def test_a_sample_that_is_not_counted_once_is_an_error() -> None:
     split = Twice(ArrayImages(images, labels), ListedOrder(torch.arange(5, dtype=torch.int32).numpy()))
     with pytest.raises(RuntimeError, match="counted 5 of 5 samples not exactly once"):
         evaluate_split(
-            lambda batch, _: functional.one_hot(batch[:, 0, 0, 0].long(), 2).float(),
+            lambda batch, *_: functional.one_hot(batch[:, 0, 0, 0].long(), 2).float(),
             split,
             2,
             torch.device("cpu"),

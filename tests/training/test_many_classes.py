@@ -8,7 +8,7 @@ from training_runs import QUIET, train_in
 
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import image_arrays
-from flyte_ddp.datasets.arrays import write_arrays
+from flyte_ddp.datasets.images import write_arrays
 from flyte_ddp.release.judge import judge_challenger
 from flyte_ddp.release.page import write_page
 from flyte_ddp.release.policy import Policy

@@ -13,7 +13,7 @@ from PIL import Image
 from tars import shard_bytes
 
 from flyte_ddp.datasets import fetch
-from flyte_ddp.datasets.arrays import image_arrays, open_arrays, write_arrays
+from flyte_ddp.datasets.images import image_arrays, open_arrays, write_arrays
 from flyte_ddp.validation.profile import DataProfile
 from flyte_ddp.validation.profiling import compute_profile
 

@@ -45,6 +45,16 @@ class ImageArrays:
     digest: str = ""  # SHA-256 (hex) of the four arrays, ``classes`` and ``sample_weights``
     sample_weights: NDArray[np.float64] | None = None  # [N], with which training may draw the training images
 
+    @property
+    def train_samples(self) -> int:
+        """The number of training images."""
+        return len(self.train_images)
+
+    @property
+    def test_samples(self) -> int:
+        """The number of test images."""
+        return len(self.test_images)
+
 
 def image_arrays(
     train_images: Any,

@@ -1,0 +1,102 @@
+"""Data sets that stay where they are: each sample is read by the user's own code when a batch needs it."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from flyte_ddp.class_names import normalize_class_names
+from flyte_ddp.datasets.images import DESCRIPTION, FORMAT, TEST_DIGEST, read_description, write_json
+from flyte_ddp.errors import UserError
+from flyte_ddp.leaves import Leaves
+from flyte_ddp.user_code import load_callable
+
+ON_DEMAND = "on_demand"  # key in DESCRIPTION of the numbers of samples
+
+
+@dataclass(frozen=True, eq=False)
+class OnDemand:
+    """What :func:`on_demand` returns: two map-style data sets, and the names of the classes."""
+
+    train: Any
+    test: Any
+    classes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class OnDemandSet:
+    """A prepared data set whose folder holds the description alone: each process calls the user's function again."""
+
+    name: str  # the ``package.module:callable``
+    source: str  # the hyperparameter ``data_source``, with which it is called
+    train_samples: int
+    test_samples: int
+    classes: tuple[str, ...]
+    digest: str
+
+    @cached_property
+    def sets(self) -> OnDemand:
+        """What the user's function returns; calls it at the first use in this process. UserError for another length."""
+        found = load_callable(self.name)(self.source)
+        if not isinstance(found, OnDemand):
+            raise UserError(f"dataset={self.name!r}: returned {type(found).__name__} now, and on_demand(...) before")
+        lengths = len(found.train), len(found.test)
+        if lengths != (self.train_samples, self.test_samples):
+            before = f"{self.train_samples} and {self.test_samples} samples"
+            raise UserError(
+                f"dataset={self.name!r}: has {lengths[0]} and {lengths[1]} samples now, and had {before} when it was "
+                "prepared; it must not change"
+            )
+        return found
+
+    def __reduce__(self) -> tuple[Any, ...]:  # without the user's sets, which each process makes for itself
+        return OnDemandSet, tuple(getattr(self, name) for name in self.__dataclass_fields__)
+
+
+def on_demand(train: Any, test: Any, *, classes: Sequence[str] = ()) -> OnDemand:
+    """Return a data set whose samples stay where they are, for a callable that the hyperparameter ``dataset`` names.
+
+    ``train`` and ``test`` are map-style data sets: ``len(set)``, and ``set[i]`` for i in 0..len-1 is (inputs, targets),
+    or a dict with its targets as ``labels``. Inputs and targets are arrays, numbers or CPU tensors, or tuples or dicts
+    of them, of equal shapes unless ``collate`` pads. Loader processes read the samples. Each calls the callable for
+    itself, and seeds the random generators before each sample: its draws depend on seed, epoch and sample alone. Raises
+    UserError for sets without a length or without a sample.
+    """
+    for name, samples in (("train", train), ("test", test)):
+        if not hasattr(samples, "__len__") or not hasattr(samples, "__getitem__"):
+            raise UserError(f"{name}: a {type(samples).__name__} has no len() and no [i]; give a map-style data set")
+        if not len(samples):
+            raise UserError(f"{name}: is empty")
+    return OnDemand(train, test, normalize_class_names("classes", classes))
+
+
+def split_item(item: Any) -> tuple[Leaves, Leaves]:
+    """Return inputs and targets of an item: a pair, or a dict with ``labels``; raise ValueError for another one."""
+    if isinstance(item, Mapping) and "labels" in item:
+        return {name: value for name, value in item.items() if name != "labels"}, item["labels"]
+    if isinstance(item, (tuple, list)) and len(item) == 2:
+        return item[0], item[1]
+    raise ValueError(f"is a {type(item).__name__}: must be a pair (inputs, targets), or a dict with labels")
+
+
+def write_on_demand(data: OnDemandSet, folder: Path, origin: Mapping[str, str]) -> None:
+    """Write the description of a data set into an existing folder, with the entries of ``origin``."""
+    description = {
+        **FORMAT,
+        "name": data.name,
+        "classes": data.classes,
+        ON_DEMAND: [data.train_samples, data.test_samples],
+        "digest": data.digest,
+        TEST_DIGEST: data.digest,
+        **origin,
+    }
+    write_json(folder / DESCRIPTION, description, indent=1)
+
+
+def open_on_demand(folder: Path) -> OnDemandSet:
+    """Open a folder that :func:`write_on_demand` has written; does not call the user's function yet."""
+    description = read_description(folder)
+    train, test = description[ON_DEMAND]
+    classes = tuple(description["classes"])
+    return OnDemandSet(description["name"], description["data_source"], train, test, classes, description["digest"])

@@ -1,0 +1,360 @@
+"""Data sets of arrays that are no images: one or more leaves of inputs and targets, of equal or different lengths."""
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flyte_ddp.class_names import normalize_class_names
+from flyte_ddp.datasets.images import (
+    DESCRIPTION,
+    FORMAT,
+    TEST_DIGEST,
+    WEIGHTS,
+    convert_weights,
+    read_description,
+    translate_damage_to_user_error,
+    write_array,
+    write_json,
+)
+from flyte_ddp.errors import UserError
+from flyte_ddp.leaves import Leaves, form_of, map_leaves, name_leaves, restore_leaves
+
+LEAVES = "leaves"  # key in DESCRIPTION of the forms of inputs and targets
+PARTS = ("train_inputs", "train_targets", "test_inputs", "test_targets")
+MOST_CLASSES = 1_000_000  # as the hyperparameter num_classes allows
+# Types that torch does not compute with, and those that they become.
+STORED_TYPES = {"uint16": "int32", "uint32": "int64", "uint64": "int64"}
+
+
+@dataclass(frozen=True, eq=False)
+class Ragged:
+    """A leaf whose samples have different lengths: sample i is ``values[ends[i - 1] : ends[i]]``."""
+
+    values: NDArray[Any]  # [sum of the lengths, ...]
+    ends: NDArray[np.int64]  # [N]
+
+    def __len__(self) -> int:
+        return len(self.ends)
+
+    def __getitem__(self, sample: int) -> NDArray[Any]:
+        return self.values[int(self.ends[sample - 1]) if sample else 0 : int(self.ends[sample])]
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The type of the values."""
+        return self.values.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """The size in bytes."""
+        return self.values.nbytes + self.ends.nbytes
+
+
+@dataclass(frozen=True, eq=False)
+class SampleArrays:
+    """A data set of arrays, made by :func:`arrays` or opened by :func:`open_sample_arrays`, which sets ``digest``.
+
+    Inputs and targets are leaves: an array [N, ...] or a :class:`Ragged`, or a tuple or dict of them.
+    """
+
+    name: str
+    train_inputs: Leaves
+    train_targets: Leaves  # None: there are none
+    test_inputs: Leaves
+    test_targets: Leaves
+    classes: tuple[str, ...] = ()
+    digest: str = ""  # SHA-256 (hex) of all arrays, ``classes`` and ``sample_weights``
+    sample_weights: NDArray[np.float64] | None = None  # [N], with which training may draw the training samples
+
+    @property
+    def train_samples(self) -> int:
+        """The number of training samples."""
+        return len(next(iter(name_leaves(self.train_inputs).values())))
+
+    @property
+    def test_samples(self) -> int:
+        """The number of test samples."""
+        return len(next(iter(name_leaves(self.test_inputs).values())))
+
+
+def arrays(
+    train: Any, test: Any, *, classes: Sequence[str] = (), name: str = "", sample_weights: Any = None
+) -> SampleArrays:
+    """Return a data set of tables, texts, series or whatever else arrays can hold.
+
+    ``train`` and ``test`` are pairs (inputs, targets). Each is a leaf, a tuple of leaves, or a dict of leaves by name;
+    targets may be None. The model is called with what the inputs are: ``model(x)``, ``model(*leaves)`` or
+    ``model(**leaves)``. A leaf is an array, a table or a CPU tensor [N, ...] of numbers or truth values, or a list of N
+    arrays [length, ...] of different lengths, for which ``collate`` must pad. Floats are kept as float32; in a batch
+    whole numbers are int64. ``classes`` names the classes of targets that are class numbers [N]; without it they are
+    called "0", "1", ... ``name`` may be empty if the hyperparameter ``dataset`` names the callable that returns these
+    arrays. ``sample_weights`` [N], for ``sampling`` "weighted", are of the training samples.
+
+    Raises a UserError for leaves of different numbers of samples, objects or texts where numbers are needed, names that
+    are no Python identifiers, training and test samples of different forms, shapes or kinds of numbers, and what
+    :func:`flyte_ddp.image_arrays` refuses of class names and weights.
+    """
+    parts = dict[str, Leaves]()
+    for side, pair in (("train", train), ("test", test)):
+        if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+            raise UserError(f"{side}: must be a pair (inputs, targets), got {type(pair).__name__}")
+        for kind, leaves in zip(("inputs", "targets"), pair, strict=True):
+            parts[f"{side}_{kind}"] = convert_leaves(f"{side}_{kind}", leaves)
+        if parts[f"{side}_inputs"] is None:
+            raise UserError(f"{side}_inputs: are None; give at least one array")
+        require_one_length(side, parts[f"{side}_inputs"], parts[f"{side}_targets"])
+    for kind in ("inputs", "targets"):
+        parts |= unify_sides(kind, parts[f"train_{kind}"], parts[f"test_{kind}"])
+    names = normalize_class_names("classes", classes) or name_class_numbers(parts)
+    if names:
+        for side in ("train", "test"):
+            require_class_numbers(f"{side}_targets", parts[f"{side}_targets"], len(names))
+    found = SampleArrays(name, **parts, classes=names)
+    if sample_weights is None:
+        return found
+    return replace(found, sample_weights=convert_weights(sample_weights, found.train_samples))
+
+
+def convert_leaves(name: str, leaves: Any) -> Leaves:
+    """Return leaves as arrays and :class:`Ragged`; ``name`` names them in errors, which are those of :func:`arrays`."""
+    for key, leaf in name_leaves(leaves).items() if form_of(leaves) == "dict" else ():
+        if not isinstance(key, str) or not key.isidentifier():
+            raise UserError(f"{name}: the name {key!r} must be a Python identifier: the model is called with it")
+        if isinstance(leaf, dict):
+            raise UserError(f"{name}: {key!r} is a dict in a dict; give a dict of arrays")
+    if form_of(leaves) == "dict" or isinstance(leaves, tuple):
+        if not leaves:
+            raise UserError(f"{name}: has no array; give at least one")
+        named = {key: convert_leaf(f"{name}[{key!r}]", leaf) for key, leaf in name_leaves(leaves).items()}
+        return restore_leaves(form_of(leaves), named)
+    return None if leaves is None else convert_leaf(name, leaves)
+
+
+def convert_leaf(name: str, values: Any) -> NDArray[Any] | Ragged:
+    """Return values of N samples as an array [N, ...] in C order, or a list of arrays of different lengths as Ragged.
+
+    Floats become float32. UserError, with ``name`` in its text, for objects, texts and what is no array.
+    """
+    if isinstance(values, list):
+        samples = [np.asarray(value) for value in values]
+        if len({sample.shape for sample in samples}) > 1:
+            return convert_ragged(name, samples)
+    try:
+        array = np.asarray(values)
+    except (ValueError, TypeError) as error:
+        raise UserError(f"{name}: is no array ({error}); give one of equal parts, in the CPU's memory") from None
+    require_numbers(name, array)
+    if not array.ndim or not len(array):
+        raise UserError(f"{name}: must be an array [samples, ...] with at least one sample, got {list(array.shape)}")
+    return np.ascontiguousarray(array, dtype=stored_type(array.dtype))
+
+
+def convert_ragged(name: str, samples: Sequence[NDArray[Any]]) -> Ragged:
+    """Return arrays [length, ...] as Ragged; UserError, with ``name`` in its text, for other differences of shape."""
+    for place, sample in enumerate(samples):
+        require_numbers(f"{name}[{place}]", sample)
+        if not sample.ndim or sample.shape[1:] != samples[0].shape[1:]:
+            raise UserError(
+                f"{name}: sample {place} has shape {list(sample.shape)} and sample 0 has {list(samples[0].shape)}; "
+                "only the first dimension may differ"
+            )
+    values = np.concatenate(samples)
+    return Ragged(values.astype(stored_type(values.dtype), copy=False), np.cumsum([*map(len, samples)], dtype=np.int64))
+
+
+def require_numbers(name: str, array: NDArray[Any]) -> None:
+    """Raise UserError, with ``name`` in its text, unless an array holds truth values, whole numbers or floats."""
+    if array.dtype.kind not in "biuf":
+        what = {"O": "objects", "U": "texts", "S": "bytes"}.get(array.dtype.kind, str(array.dtype))
+        fix = "a list of arrays for samples of different lengths" if array.dtype.kind == "O" else "numbers for them"
+        raise UserError(f"{name}: must be numbers or truth values, got {what}; give {fix}")
+
+
+def stored_type(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """Return the type in which values of a type are kept: float32 for floats, else the type, if torch can use it."""
+    return np.dtype(np.float32 if dtype.kind == "f" else STORED_TYPES.get(dtype.name, dtype.newbyteorder("=")))
+
+
+def require_one_length(side: str, inputs: Leaves, targets: Leaves) -> None:
+    """Raise UserError unless all leaves of "train" or "test" have the same number of samples."""
+    lengths = {
+        f"{side}_{kind}{f'[{key!r}]' if key else ''}": len(leaf)
+        for kind, leaves in (("inputs", inputs), ("targets", targets))
+        for key, leaf in name_leaves(leaves).items()
+    }
+    first, samples = next(iter(lengths.items()))
+    for name, length in lengths.items():
+        if length != samples:
+            raise UserError(f"{name} has {length} samples, and {first} has {samples}: all must have the same number")
+
+
+def unify_sides(kind: str, train: Leaves, test: Leaves) -> dict[str, Leaves]:
+    """Return the leaves of both sides by name ("train_inputs"), each leaf ragged, and of one type, in both or neither.
+
+    Raises UserError if they have other names, shapes or kinds of numbers. ``kind`` is inputs or targets.
+    """
+    named = name_leaves(train), name_leaves(test)
+    if form_of(train) != form_of(test) or [*named[0]] != [*named[1]]:
+        texts = (f"{form_of(each)} {', '.join(name_leaves(each))}".strip() for each in (train, test))
+        raise UserError(f"train_{kind} are {next(texts)}, and test_{kind} {next(texts)}: both must have one form")
+    unified: tuple[dict[str, Any], dict[str, Any]] = ({}, {})
+    for name, pair in zip(named[0], zip(named[0].values(), named[1].values(), strict=True), strict=True):
+        ragged = any(isinstance(leaf, Ragged) for leaf in pair)
+        leaves = [make_ragged(leaf) if ragged and not isinstance(leaf, Ragged) else leaf for leaf in pair]
+        shapes = [(leaf.values if isinstance(leaf, Ragged) else leaf).shape[1:] for leaf in leaves]
+        kinds = [leaf.dtype.kind.replace("u", "i") for leaf in leaves]
+        if shapes[0] != shapes[1] or kinds[0] != kinds[1]:
+            described = (f"{leaf.dtype} {list(shape)}" for leaf, shape in zip(leaves, shapes, strict=True))
+            where = f"{kind}{f'[{name!r}]' if name else ''}"
+            raise UserError(
+                f"a sample of train_{where} is {next(described)}, and of test_{where} {next(described)}: both must "
+                "have one type and shape"
+            )
+        common = stored_type(np.result_type(*(leaf.dtype for leaf in leaves)))
+        for side, leaf in zip(unified, leaves, strict=True):
+            side[name] = convert_type(leaf, common)
+    return {
+        f"{side}_{kind}": restore_leaves(form_of(train), leaves)
+        for side, leaves in zip(("train", "test"), unified, strict=True)
+    }
+
+
+def convert_type(leaf: NDArray[Any] | Ragged, dtype: np.dtype[Any]) -> NDArray[Any] | Ragged:
+    """Return a leaf whose values have a type; the same arrays if they have it."""
+    if isinstance(leaf, Ragged):
+        return Ragged(leaf.values.astype(dtype, copy=False), leaf.ends)
+    return leaf.astype(dtype, copy=False)
+
+
+def make_ragged(leaf: NDArray[Any]) -> Ragged:
+    """Return an array [N, length, ...] as Ragged samples of one length."""
+    if leaf.ndim < 2:
+        return Ragged(leaf[:0], np.zeros(len(leaf), np.int64))  # numbers beside lists: unify_sides refuses the shapes
+    return Ragged(leaf.reshape(-1, *leaf.shape[2:]), np.arange(1, len(leaf) + 1, dtype=np.int64) * leaf.shape[1])
+
+
+def name_class_numbers(parts: dict[str, Leaves]) -> tuple[str, ...]:
+    """Return "0", "1", ... up to the largest class number if the targets are class numbers [N]; else ()."""
+    targets = [parts[f"{side}_targets"] for side in ("train", "test")]
+    if not all(isinstance(each, np.ndarray) and each.ndim == 1 and each.dtype.kind in "iu" for each in targets):
+        return ()
+    largest = max(int(each.max()) for each in targets)
+    if largest >= MOST_CLASSES:
+        raise UserError(
+            f"targets: the whole number {largest} would be a class, and there may be {MOST_CLASSES:,}; give numbers to "
+            "predict as floats"
+        )
+    return tuple(map(str, range(largest + 1)))
+
+
+def require_class_numbers(name: str, targets: Leaves, classes: int) -> None:
+    """Raise UserError, with ``name`` in its text, for class numbers [N] that are not in 0..classes-1."""
+    if isinstance(targets, np.ndarray) and targets.ndim == 1 and targets.dtype.kind in "iu":
+        wrong = np.flatnonzero((targets < 0) | (targets >= classes))
+        if len(wrong):
+            raise UserError(
+                f"{name}: label {targets[wrong[0]]} of sample {wrong[0]} is not one of the {classes} classes: must be "
+                f"0..{classes - 1}"
+            )
+
+
+def list_files(part: str, leaves: Leaves) -> Iterator[tuple[str, NDArray[Any]]]:
+    """Yield the arrays of a part of a data set, such as "train_inputs", each with its file's name without ``.npy``."""
+    for name, leaf in name_leaves(leaves).items():
+        file = f"{part}.{name}" if name else part
+        if isinstance(leaf, Ragged):
+            yield file, leaf.values
+            yield f"{file}.ends", leaf.ends
+        else:
+            yield file, leaf
+
+
+def sample_arrays_sha256(data: SampleArrays, parts: Iterable[str] = PARTS) -> str:
+    """Return the SHA-256 (hex) of the class names, and of the names, types, shapes and values of these parts' arrays.
+
+    Of all parts also of ``sample_weights``.
+    """
+    digest = hashlib.sha256(json.dumps(data.classes).encode())
+    files = [file for part in parts for file in list_files(part, getattr(data, part))]
+    if data.sample_weights is not None and parts is PARTS:
+        files.append(("sample_weights", data.sample_weights))
+    for name, array in files:
+        digest.update(f"\n{name} {array.dtype.str} {array.shape}\n".encode())
+        digest.update(array.reshape(-1).data)
+    return digest.hexdigest()
+
+
+def write_sample_arrays(data: SampleArrays, folder: Path, origin: dict[str, str]) -> None:
+    """Write a data set into an existing folder: one ``.npy`` file for each array, then ``dataset.json``.
+
+    Replaces files of these names. ``origin`` are more entries of ``dataset.json``. Raises an OSError if a file cannot
+    be written.
+    """
+    for part in PARTS:
+        for file, array in list_files(part, getattr(data, part)):
+            write_array(folder / f"{file}.npy", array)
+    if data.sample_weights is not None:
+        write_array(folder / WEIGHTS, data.sample_weights)
+    forms = {
+        kind: {
+            "form": form_of(leaves),
+            "ragged": {name: isinstance(leaf, Ragged) for name, leaf in name_leaves(leaves).items()},
+        }
+        for kind, leaves in (("inputs", data.train_inputs), ("targets", data.train_targets))
+    }
+    description = {
+        **FORMAT,
+        "name": data.name,
+        "classes": data.classes,
+        LEAVES: forms,
+        "digest": sample_arrays_sha256(data),
+        TEST_DIGEST: sample_arrays_sha256(data, PARTS[2:]),
+        **({"weighted": True} if data.sample_weights is not None else {}),
+        **origin,
+    }
+    write_json(folder / DESCRIPTION, description, indent=1)
+
+
+def open_sample_arrays(folder: Path) -> SampleArrays:
+    """Open a folder that :func:`write_sample_arrays` has written; its arrays are memory-mapped and read-only.
+
+    Raises a UserError if a file in it is missing or truncated.
+    """
+    description = read_description(folder)
+
+    def read_array(file: str) -> NDArray[Any]:
+        """Return the array in a file, memory-mapped."""
+        array: NDArray[Any] = np.load(folder / f"{file}.npy", mmap_mode="r")
+        return array
+
+    def read_part(part: str) -> Leaves:
+        """Return the leaves of a part, such as "train_inputs"."""
+        kind = description[LEAVES][part.rpartition("_")[2]]
+        named = dict[str, Any]()
+        for name, ragged in kind["ragged"].items():
+            file = f"{part}.{name}" if name else part
+            named[name] = Ragged(read_array(file), read_array(f"{file}.ends")) if ragged else read_array(file)
+        return restore_leaves(kind["form"], named)
+
+    with translate_damage_to_user_error(folder):
+        parts = {part: read_part(part) for part in PARTS}
+        weights = np.load(folder / WEIGHTS, mmap_mode="r") if description.get("weighted") else None
+        about = {key: description[key] for key in ("name", "digest")}
+        return SampleArrays(**about, **parts, classes=tuple(description["classes"]), sample_weights=weights)
+
+
+def count_bytes(data: SampleArrays) -> int:
+    """Return the size of all arrays in bytes, about the disk space of the prepared folder."""
+    return sum(array.nbytes for part in PARTS for _, array in list_files(part, getattr(data, part)))
+
+
+def read_sample(inputs: Leaves, targets: Leaves, sample: int) -> tuple[Leaves, Leaves]:
+    """Return copies of the inputs and targets of one sample."""
+    one = [map_leaves(lambda leaf: np.array(leaf[sample]), leaves) for leaves in (inputs, targets)]
+    return one[0], one[1]

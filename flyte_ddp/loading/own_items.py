@@ -1,0 +1,103 @@
+"""Load batches of a data set's items in loader processes: read, augment and collate them with the user's code."""
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any, Protocol
+
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from flyte_ddp.datasets.on_demand_set import OnDemandSet, split_item
+from flyte_ddp.datasets.sample_arrays import read_sample
+from flyte_ddp.errors import UserError
+from flyte_ddp.leaves import Leaves
+from flyte_ddp.loading.collate import PADDED, pad_samples, stack_samples
+from flyte_ddp.loading.own_samples import OwnCodeError, OwnFunction
+from flyte_ddp.loading.seeding import find_seeded_transforms, seed_for
+
+
+class Items(Protocol):
+    """Where the items of a data set come from. It can be pickled before it is first used."""
+
+    def read_item(self, sample: int, seed: int, epoch: int | None) -> tuple[Leaves, Leaves]:
+        """Return inputs and targets of a sample, which a batch may change."""
+
+
+class ArrayItems:
+    """The items of arrays."""
+
+    def __init__(self, inputs: Leaves, targets: Leaves) -> None:
+        self.inputs, self.targets = inputs, targets
+
+    def read_item(self, sample: int, seed: int, epoch: int | None) -> tuple[Leaves, Leaves]:  # noqa: ARG002
+        """Return copies of the inputs and targets of a row of the arrays."""
+        return read_sample(self.inputs, self.targets, sample)
+
+
+class OnDemandItems:
+    """The items of one side, "train" or "test", of a set that the user's own code reads."""
+
+    def __init__(self, data: OnDemandSet, side: str) -> None:
+        self.data, self.side = data, side
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return OnDemandItems, (self.data, self.side)
+
+    @cached_property
+    def opened(self) -> tuple[Any, list[Any]]:
+        """The user's map-style data set, and its transforms that must be seeded; made at the first use."""
+        samples = getattr(self.data.sets, self.side)
+        attributes = getattr(samples, "__dict__", {}).values()
+        seeded = [each for each in attributes if callable(getattr(each, "set_random_seed", None))]
+        return samples, [*find_seeded_transforms(type(samples).__getitem__), *seeded]
+
+    def read_item(self, sample: int, seed: int, epoch: int | None) -> tuple[Leaves, Leaves]:
+        """Return inputs and targets of an item. Seeds the random generators for the sample and the epoch.
+
+        Raises OwnCodeError, which names the sample, whose cause is the user's exception, if his code raises one;
+        UserError for an item that is no pair.
+        """
+        samples, transforms = self.opened
+        where = f"dataset={self.data.name!r}: {self.side} sample {sample}"
+        seed_for("dataset", seed, epoch or 0, sample, transforms)
+        try:
+            item = samples[sample]
+        except Exception as error:
+            raise OwnCodeError(f"{where}: {type(error).__name__}: {error}") from error
+        try:
+            return split_item(item)
+        except ValueError as error:
+            raise UserError(f"{where} {error}") from None
+
+
+class ItemLoader:
+    """Loads whole batches in one process. It can be pickled before it is first used."""
+
+    def __init__(self, items: Items, side: str, collate: str, augment: OwnFunction | None, seed: int) -> None:
+        """Keep the hyperparameters ``collate`` and ``seed``, and the user's own ``augment``; ``side`` is for errors."""
+        self.items, self.side, self.collate, self.augment, self.seed = items, side, collate, augment, seed
+        self.own_collate = OwnFunction("collate", collate) if ":" in collate else None
+
+    def load_items(self, samples: Sequence[int], epoch: int | None) -> tuple[Leaves, Leaves]:
+        """Return inputs and targets of these samples as a batch, augmented for an ``epoch`` of training.
+
+        Raises the errors of reading, augmenting and collating.
+        """
+        names = [f"{self.side} sample {sample}" for sample in samples]
+        loaded = [self.load_item(sample, epoch, name) for sample, name in zip(samples, names, strict=True)]
+        if self.own_collate is not None:
+            seed_for("collate", self.seed, epoch or 0, samples[0])
+            inputs, targets = self.own_collate.call_pair(f"{names[0]} to {names[-1]}", loaded)
+            if not any(isinstance(value, Tensor) for value in tree_leaves(inputs)):
+                raise UserError(f"{self.own_collate} returned inputs without a tensor; return what the model gets")
+            return inputs, targets
+        return (pad_samples if self.collate == PADDED else stack_samples)(loaded, names)
+
+    def load_item(self, sample: int, epoch: int | None, name: str) -> tuple[Leaves, Leaves]:
+        """Return inputs and targets of a sample; seeds this process's random generators for it."""
+        item = self.items.read_item(sample, self.seed, epoch)
+        if self.augment is None or epoch is None:
+            return item
+        self.augment.load()
+        seed_for(self.augment.setting, self.seed, epoch, sample, self.augment.transforms)
+        return self.augment.call_pair(name, *item)

@@ -1,0 +1,85 @@
+"""Load batches from arrays of any leaves: memory-mapped and shared by all ranks on a CPU, resident on a GPU."""
+
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from flyte_ddp.datasets.sample_arrays import Ragged
+from flyte_ddp.device_copy import copy_to_device
+from flyte_ddp.leaves import Leaves, form_of, map_leaves, name_leaves, restore_leaves
+from flyte_ddp.loading.collate import add_mask, padding_of, widen
+from flyte_ddp.loading.split import Batch, ImageSource
+from flyte_ddp.order.sampling import Indices
+
+
+@dataclass(frozen=True)
+class LoadedLeaf:
+    """A leaf of all samples on the device; if it is ragged, with the ends of the samples on the host."""
+
+    values: Tensor  # [N, ...]; of a ragged leaf [sum of the lengths, ...]
+    ends: NDArray[np.int64] | None = None  # [N]
+
+    def take_rows(self, samples: Indices, kind: str) -> tuple[Tensor, Tensor | None]:
+        """Return the leaf of these samples as a tensor [n, ...]; of a ragged leaf padded, with the mask [n, longest].
+
+        Without a mask the leaf is not ragged. ``kind`` is inputs or targets.
+        """
+        device = self.values.device
+        if self.ends is None:
+            rows = copy_to_device(torch.from_numpy(samples), device)
+            return widen(self.values.index_select(0, rows)), None  # much faster than ``values[rows]`` on a CPU
+        numbers = samples.astype(np.int64)
+        ends = self.ends[numbers]
+        starts = np.where(numbers > 0, self.ends[numbers - 1], 0)
+        places = np.arange(int((ends - starts).max(initial=0)))
+        filled = places < (ends - starts)[:, None]
+        rows, mask = (
+            copy_to_device(torch.from_numpy(values), device)
+            for values in (np.where(filled, starts[:, None] + places, 0), filled)
+        )
+        taken = widen(self.values.index_select(0, rows.flatten()).view(*rows.shape, *self.values.shape[1:]))
+        hidden = ~mask.view(*mask.shape, *[1] * (taken.dim() - 2))
+        return taken.masked_fill(hidden, padding_of(taken.dtype, kind)), mask
+
+
+@dataclass(frozen=True)
+class ArrayBatches(ImageSource):
+    """Source of batches of arrays: copied from tensors that are on the device."""
+
+    inputs: Leaves  # of LoadedLeaf
+    targets: Leaves
+
+    def load_batch(self, samples: Indices, epoch: int | None = None) -> Batch:  # noqa: ARG002
+        """Return a batch of these rows of the arrays, on the arrays' device, with a mask if an input is ragged."""
+        inputs, mask = take_leaves(self.inputs, samples, "inputs")
+        targets, _ = take_leaves(self.targets, samples, "targets")
+        return Batch(inputs if mask is None else add_mask(inputs, mask), targets)
+
+
+def take_leaves(leaves: Leaves, samples: Indices, kind: str) -> tuple[Leaves, Tensor | None]:
+    """Return leaves of these samples, and the mask of the first ragged leaf; None without one."""
+    found = {name: leaf.take_rows(samples, kind) for name, leaf in name_leaves(leaves).items()}
+    mask = next((mask for _, mask in found.values() if mask is not None), None)
+    return restore_leaves(form_of(leaves), {name: values for name, (values, _) in found.items()}), mask
+
+
+def open_array_batches(device: torch.device, inputs: Leaves, targets: Leaves) -> ArrayBatches:
+    """Return an ArrayBatches of these arrays; on a GPU it holds copies on ``device``, on a CPU the arrays themselves.
+
+    Hides warnings of this process meanwhile.
+    """
+
+    def put_on_device(leaf: Any) -> LoadedLeaf:
+        """Return a leaf on the device."""
+        if isinstance(leaf, Ragged):
+            return LoadedLeaf(torch.from_numpy(leaf.values).to(device), np.asarray(leaf.ends))
+        return LoadedLeaf(torch.from_numpy(leaf).to(device))
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's, that mapped memory may not be written to, which nothing does
+        return ArrayBatches(map_leaves(put_on_device, inputs), map_leaves(put_on_device, targets))

@@ -1,0 +1,69 @@
+"""What a model gets: images of one size, or any leaves; and how a batch becomes that."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from flyte_ddp.leaves import Leaves, form_of, name_leaves, restore_leaves
+from flyte_ddp.models.images import InputSpec, prepare_images
+
+
+class LeafSpec(NamedTuple):
+    """One leaf of a sample's inputs."""
+
+    shape: tuple[int | None, ...]  # without the samples' dimension; None: another length in each sample
+    dtype: str  # float, int64 or bool: floats have the type of the run
+
+
+@dataclass(frozen=True)
+class LeavesSpec:
+    """A model's inputs that are no images: the form of the leaves (leaf, tuple or dict), and each leaf by its name."""
+
+    form: str
+    leaves: tuple[tuple[str, LeafSpec], ...]
+
+    def shapes(self) -> Leaves:
+        """Return the shape of a sample's leaf, or a tuple or dict of the shapes of its leaves."""
+        return restore_leaves(self.form, {name: leaf.shape for name, leaf in self.leaves})
+
+    def describe(self) -> str:
+        """Return the leaves as text, such as "float [50]" or "tokens int64 [?], mask bool [?]"."""
+        texts = (
+            f"{name} {leaf.dtype} [{' x '.join('?' if size is None else str(size) for size in leaf.shape)}]".strip()
+            for name, leaf in self.leaves
+        )
+        return ", ".join(texts)
+
+
+ModelInput: TypeAlias = InputSpec | LeavesSpec
+
+
+def describe_leaves(inputs: Leaves, ragged: Mapping[str, bool]) -> LeavesSpec:
+    """Return the spec of inputs, given one sample's arrays; ``ragged``: whether the lengths of each leaf differ."""
+    leaves = []
+    for name, leaf in name_leaves(inputs).items():
+        shape: tuple[int | None, ...] = (None, *leaf.shape[1:]) if ragged[name] else tuple(leaf.shape)
+        kind = {"f": "float", "b": "bool"}.get(leaf.dtype.kind, "int64")
+        leaves.append((name, LeafSpec(shape, kind)))
+    return LeavesSpec(form_of(inputs), tuple(leaves))
+
+
+def prepare_inputs(
+    inputs: Leaves,
+    spec: ModelInput,
+    dtype: torch.dtype = torch.float32,
+    memory_format: torch.memory_format = torch.contiguous_format,
+) -> Leaves:
+    """Return a batch's inputs as the model gets them: images as :func:`prepare_images` does, floats as ``dtype``."""
+    if isinstance(spec, InputSpec):
+        return prepare_images(inputs, spec, dtype, memory_format)
+
+    def convert(value: Any) -> Any:
+        """Return a floating-point tensor as ``dtype``, and another value unchanged."""
+        return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+
+    return tree_map(convert, inputs)

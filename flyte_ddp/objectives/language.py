@@ -1,0 +1,119 @@
+"""The next token at each place of a text: cross-entropy of each token, perplexity, token accuracy."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn import functional
+
+from flyte_ddp.errors import UserError
+from flyte_ddp.objectives.objective import HIGHER, LOWER, Columns, Facts, Objective, mean_losses, require_outputs
+from flyte_ddp.objectives.table_columns import TableColumns
+from flyte_ddp.sections import Histogram, Section
+
+IGNORED_TOKEN = -100  # a target that does not count, as in torch's cross-entropy
+LONGEST_TEXT = 200  # characters of a prediction in a table
+BINS = 30
+
+
+class Language(Objective):
+    """Targets are token numbers int64 [n, T], -100 where none counts; outputs logits [n, T, tokens].
+
+    The option ``shift`` is for targets that are the inputs themselves, as many models want: the logits of a place are
+    then compared with the target of the next one. The model may also return an object with the logits as ``logits``, a
+    dict with them as ``logits``, or a tuple with them first. The number of tokens is that of the classes, or the
+    hyperparameter ``num_classes``.
+    """
+
+    measures: Mapping[str, str] = {"perplexity": LOWER, "token_accuracy": HIGHER}
+    loss_unit = "cross-entropy (nats a token)"
+
+    def __init__(self, facts: Facts, *, shift: bool = False) -> None:
+        super().__init__(facts)
+        self.shift = shift
+
+    def check_targets(self, targets: NDArray[Any]) -> None:
+        """Raise UserError unless the targets are token numbers [N, T], or -100."""
+        if targets.ndim != 2 or targets.dtype.kind not in "iu":
+            raise UserError(
+                f"objective='language': the targets are {targets.dtype} {list(targets.shape)}; must be whole numbers "
+                "[samples, places]; choose another objective"
+            )
+        wrong = targets[(targets != IGNORED_TOKEN) & ((targets < 0) | (targets >= self.outputs))]
+        if len(wrong):
+            raise UserError(
+                f"objective='language': a target is {wrong[0]}: must be 0..{self.outputs - 1} with {self.outputs} "
+                f"tokens (num_classes), or {IGNORED_TOKEN} where none counts"
+            )
+
+    def check_outputs(self, model: str, outputs: Any, targets: Tensor) -> None:
+        """Raise UserError unless the outputs are logits [n, T, tokens]."""
+        shape = *targets.shape, self.outputs
+        require_outputs(model, find_logits(outputs), shape, "(samples, places, classes)", "size it by num_classes")
+
+    def align(self, outputs: Any, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the logits [n, P, tokens] and the targets [n, P] that are compared; with ``shift`` P is T - 1."""
+        logits: Tensor = find_logits(outputs)
+        return (logits[:, :-1], targets[:, 1:]) if self.shift else (logits, targets)
+
+    def weights(self, targets: Tensor) -> Tensor:
+        """Return 1 for each target that counts, and 0 for others: [n, P]."""
+        return ((targets[:, 1:] if self.shift else targets) != IGNORED_TOKEN).to(torch.float32)
+
+    def losses(self, outputs: Any, targets: Tensor) -> Tensor:
+        """Return the cross-entropy of each place, [n, P]; 0 where no target counts."""
+        logits, compared = self.align(outputs, targets)
+        return functional.cross_entropy(logits.transpose(1, 2), compared, reduction="none", ignore_index=IGNORED_TOKEN)
+
+    def columns(self, outputs: Any, targets: Tensor) -> dict[str, Tensor]:
+        """Return the number of targets that are the likeliest token: ``correct`` [n]."""
+        logits, compared = self.align(outputs, targets)
+        return {"correct": ((logits.argmax(2) == compared) & (compared != IGNORED_TOKEN)).sum(1)}
+
+    def measure(self, columns: Columns) -> dict[str, float]:
+        """Return the exponential of the mean loss of a token, and the share of correct tokens; NaN without a token."""
+        tokens = columns["weight"].sum().item()
+        if not tokens:
+            return {"perplexity": math.nan, "token_accuracy": math.nan}
+        mean = columns["loss"].sum().item() / tokens
+        return {"perplexity": math.exp(min(mean, 700.0)), "token_accuracy": columns["correct"].sum().item() / tokens}
+
+    def scores(self, columns: Columns) -> Tensor:
+        """Return minus the mean loss of each sample's tokens, [N]."""
+        return -mean_losses(columns)
+
+    def answers(self, outputs: Any) -> TableColumns:
+        """Return the likeliest tokens of each sample as a text, ``prediction``: their names if tokens have names."""
+        return {"prediction": [self.describe_tokens(row) for row in find_logits(outputs).argmax(2).tolist()]}
+
+    def truths(self, targets: Tensor) -> TableColumns:
+        """Return the tokens that count as a text, ``truth``."""
+        return {"truth": [self.describe_tokens([each for each in row if each >= 0]) for row in targets.tolist()]}
+
+    def describe_tokens(self, tokens: list[int]) -> str:
+        """Return names of tokens as a text, one after another if each is one character; at most 200 characters."""
+        names = [self.facts.classes[token] for token in tokens[:LONGEST_TEXT]]
+        return ("" if all(len(name) == 1 for name in self.facts.classes) else " ").join(names)[:LONGEST_TEXT]
+
+    def sections(self, columns: Columns) -> list[Section]:
+        """Return the distribution of the samples' mean losses."""
+        losses = mean_losses(columns)[columns["weight"] > 0]
+        if not len(losses):
+            return []
+        low, high = losses.min().item(), losses.max().item()
+        counts = losses.histc(BINS, low, high).long().tolist()
+        edges = torch.linspace(low, high, BINS + 1, dtype=torch.float64).tolist()
+        text = "The mean loss of the tokens of each test sample."
+        return [Histogram("Losses", text, "Samples", "cross-entropy (nats a token)", edges, counts)]
+
+
+def find_logits(outputs: Any) -> Any:
+    """Return ``logits`` of an object or dict of outputs, the first of a tuple, and other outputs unchanged."""
+    if isinstance(outputs, Mapping):
+        return outputs.get("logits")
+    if isinstance(outputs, tuple):
+        return outputs[0]
+    return getattr(outputs, "logits", outputs)
