@@ -81,10 +81,6 @@ class Language(Objective):
         mean = columns["loss"].sum().item() / tokens
         return {"perplexity": math.exp(min(mean, 700.0)), "token_accuracy": columns["correct"].sum().item() / tokens}
 
-    def scores(self, columns: Columns) -> Tensor:
-        """Return minus the mean loss of each sample's tokens, [N]."""
-        return -mean_losses(columns)
-
     def answers(self, outputs: Any) -> TableColumns:
         """Return the likeliest tokens of each sample as a text, ``prediction``: their names if tokens have names."""
         return {"prediction": [self.describe_tokens(row) for row in find_logits(outputs).argmax(2).tolist()]}
@@ -99,7 +95,7 @@ class Language(Objective):
         return ("" if all(len(name) == 1 for name in self.facts.classes) else " ").join(names)[:LONGEST_TEXT]
 
     def sections(self, columns: Columns) -> list[Section]:
-        """Return the distribution of the samples' mean losses."""
+        """Return the distribution of the samples' mean losses, and the samples of the largest."""
         losses = mean_losses(columns)[columns["weight"] > 0]
         if not len(losses):
             return []
@@ -107,7 +103,8 @@ class Language(Objective):
         counts = losses.histc(BINS, low, high).long().tolist()
         edges = torch.linspace(low, high, BINS + 1, dtype=torch.float64).tolist()
         text = "The mean loss of the tokens of each test sample."
-        return [Histogram("Losses", text, "Samples", "cross-entropy (nats a token)", edges, counts)]
+        chart = Histogram("Losses", text, "Samples", "cross-entropy (nats a token)", edges, counts)
+        return [chart, *super().sections(columns)]
 
 
 def find_logits(outputs: Any) -> Any:

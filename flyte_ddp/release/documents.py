@@ -39,6 +39,7 @@ def render_model_card(name: str, sidecar: Mapping[str, Any], verdict: Verdict, f
 
     hp, takes, metrics = (sidecar.get(key, {}) for key in ("hyperparameters", "input", "metrics"))
     classes = [str(each) for each in sidecar["classes"]]
+    listed = [*classes[:20], *(["..."] if len(classes) > 20 else [])]
     trained_on = hp.get("dataset", UNKNOWN)
     tested_on = hp.get("test_dataset") or trained_on
     objective = str(sidecar.get("objective", "classification"))
@@ -66,9 +67,7 @@ def render_model_card(name: str, sidecar: Mapping[str, Any], verdict: Verdict, f
         "Model": sidecar["model"],
         "Objective": objective,
         "Input": describe_input(takes),
-        "Classes": f"{len(classes)}: {', '.join([*classes[:20], *(['...'] if len(classes) > 20 else [])])}".rstrip(
-            ": "
-        ),
+        **({"Classes": f"{len(classes)}: {', '.join(listed)}"} if classes else {}),
         "Data set": trained_on,
         "Test set": hp.get("test_dataset") or "a part of it",
         "Source of the data": hp.get("data_source") or UNKNOWN,

@@ -10,7 +10,16 @@ import numpy as np
 
 from flyte_ddp.errors import UserError
 from flyte_ddp.formatting import name_measure
-from flyte_ddp.objectives import HIGHER, LOWER, Classification, Multilabel, Objective, Regression, Segmentation
+from flyte_ddp.objectives import (
+    HIGHER,
+    LOWER,
+    Classification,
+    Language,
+    Multilabel,
+    Objective,
+    Regression,
+    Segmentation,
+)
 from flyte_ddp.objectives.multilabel import THRESHOLD
 from flyte_ddp.objectives.objective import Columns
 from flyte_ddp.release.pseudo_values import (
@@ -22,7 +31,9 @@ from flyte_ddp.release.pseudo_values import (
 
 
 def name_scores(objective: Objective) -> str:
-    """Return in words what the scores of :func:`score_samples` are of: the main measure, or the squared error."""
+    """Return in words what the scores of :func:`score_samples` are of: main measure, squared error, or tokens' loss."""
+    if scores_are_token_losses(objective):
+        return "loss of a token"
     return "squared error" if scores_are_squared_errors(objective) else name_measure(objective.main_measure)
 
 
@@ -31,6 +42,11 @@ def scores_are_squared_errors(objective: Objective) -> bool:
     if not isinstance(objective, Regression) or objective.main_measure != "rmse":
         return False
     return type(objective).measure is Regression.measure and type(objective).scores is Objective.scores
+
+
+def scores_are_token_losses(objective: Objective) -> bool:
+    """Return whether the objective is of language, and has no own scores: perplexity is the exponential of a mean."""
+    return isinstance(objective, Language) and type(objective).scores is Objective.scores
 
 
 def is_higher_better(objective: Objective) -> bool:
@@ -43,8 +59,8 @@ def score_samples(objective: Objective, columns: Columns) -> Floats:
 
     These are ``objective.scores(columns)`` if its class defines them (classification: 1 or 0 for correct or not) or it
     has no measure. Otherwise, of F1, AUROC and mIoU the means over labels of their pseudo-values; of RMSE minus the
-    mean squared error of the known numbers; of any other main measure the pseudo-values, by N calls of
-    ``objective.measure``. Raises UserError for more than 20,000 samples then.
+    mean squared error of the known numbers; of language minus the mean loss of all tokens; of any other main measure
+    the pseudo-values, by N calls of ``objective.measure``. Raises UserError for more than 20,000 samples then.
     """
     name, sign = objective.main_measure, 1 if is_higher_better(objective) else -1
     inherited = {Objective.scores} if name == "accuracy" else {Objective.scores, Classification.scores}
@@ -52,6 +68,8 @@ def score_samples(objective: Objective, columns: Columns) -> Floats:
         return require_scores(objective.scores(columns).double().numpy(), len(columns["loss"]))
     if (labels := score_labels(objective, columns)) is not None:
         return mean_over_labels(labels)
+    if scores_are_token_losses(objective):
+        return -pseudo_values_of_ratios(columns["loss"][:, None].numpy(), columns["weight"][:, None].numpy())[:, 0]
     if scores_are_squared_errors(objective):
         errors = (columns["prediction"] - columns["truth"]).square().reshape(len(columns["truth"]), -1).numpy()
         known = ~np.isnan(errors)

@@ -76,9 +76,9 @@ def compute_profile(folder: Path, settings: Settings | None = None) -> DataProfi
 
     def read_name(place: int) -> str:
         """Return the name of a sample; of images, read it again for that."""
+        split, number = SPLITS[int(in_test[place])], numbers[place : place + 1]
         if isinstance(data, PlainSet):
-            return f"{SPLITS[in_test[place]]} sample {numbers[place]}"
-        split, number = "test" if in_test[place] else "training", numbers[place : place + 1]
+            return f"{split} sample {numbers[place]}"
         with closing(measure_samples(data, split, number, settings)) as one:
             return next(one).name
 

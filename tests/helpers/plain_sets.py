@@ -1,0 +1,47 @@
+"""Data sets of samples that are no images, and models of them, named in tests as ``plain_sets:...``."""
+
+import secrets
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from flyte_ddp import arrays, on_demand
+
+TRAIN, TEST, COLUMNS = 120, 80, 4
+
+
+def table(source: str) -> Any:
+    """Rows whose class is the sign of a sum."""
+    rows = np.random.default_rng(0).normal(size=(TRAIN + TEST, COLUMNS)).astype(np.float32)
+    classes = (rows.sum(axis=1) > 0).astype(np.int64)
+    return arrays((rows[:TRAIN], classes[:TRAIN]), (rows[TRAIN:], classes[TRAIN:]), classes=["below", "above"])
+
+
+def linear(num_classes: int, input_shape: tuple[int]) -> nn.Module:
+    return nn.Linear(*input_shape, num_classes)
+
+
+class Texts:
+    """Tokens 1 to 9 of different lengths; those of ``changing`` are others at each look."""
+
+    def __init__(self, first: int, samples: int, changing: int = -1) -> None:
+        self.first, self.samples, self.changing = first, samples, changing
+
+    def __len__(self) -> int:
+        return self.samples
+
+    def __getitem__(self, sample: int) -> dict[str, Any]:
+        seed = secrets.randbits(60) if sample == self.changing else self.first + sample
+        random = np.random.default_rng(seed)
+        noise = torch.rand(2)  # seeded by the library
+        return {"tokens": random.integers(1, 10, 2 + sample % 5), "noise": noise, "labels": sample % 2}
+
+
+def texts(source: str) -> Any:
+    return on_demand(Texts(0, 40), Texts(100, 10), classes=["even", "odd"])
+
+
+def changing_texts(source: str) -> Any:
+    return on_demand(Texts(0, 40), Texts(100, 10, changing=9), classes=["even", "odd"])

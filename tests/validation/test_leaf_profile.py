@@ -1,0 +1,132 @@
+"""What is found in samples that are no images, whose faults are known."""
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import plain_sets
+import pytest
+from encoded_runs import quiet
+
+from flyte_ddp.config import Hyperparameters
+from flyte_ddp.datasets import arrays, fetch
+from flyte_ddp.datasets.sample_arrays import SampleArrays, write_sample_arrays
+from flyte_ddp.errors import UserError
+from flyte_ddp.validation.profile import DataProfile, render_profile
+from flyte_ddp.validation.profiling import check_profile, compute_profile, describe_differences
+from flyte_ddp.validation.ranges import count_ranges, describe_range
+
+RANDOM = np.random.default_rng(0)
+HP = Hyperparameters(dataset="tables:own")
+
+
+def profile_of(data: SampleArrays, folder: Path) -> DataProfile:
+    folder.mkdir()
+    write_sample_arrays(data, folder, {})
+    found = compute_profile(folder)
+    assert DataProfile.from_json(found.to_json()) == found
+    return found
+
+
+def problems(found: DataProfile, hp: Hyperparameters = HP) -> list[str]:
+    with pytest.raises(UserError) as raised:
+        check_profile(found, hp, max_duplicates=0.01, max_conflicts=0.01)
+    return [line.removeprefix("dataset='tables:own': ") for line in str(raised.value).splitlines()]
+
+
+def test_numbers_are_counted_as_one_by_one() -> None:
+    numbers = np.array([0.0, -0.0, 1, 2, 2.5, -3, 1e-3, np.nan, np.inf, -np.inf, 0.5, np.nan])
+    assert count_ranges(numbers) == Counter(describe_range(number + 0.0) for number in numbers.tolist())
+
+
+def test_faults_of_a_table_are_refused_with_their_samples(tmp_path: Path) -> None:
+    rows = RANDOM.normal(size=(40, 3)).astype(np.float32)
+    rows[25, 1], rows[31, 0] = np.nan, np.inf
+    rows[34], rows[5] = rows[4], rows[6]
+    classes = np.arange(40) % 2
+    data = arrays((rows[:30], classes[:30]), (rows[30:], classes[30:]), classes=["a", "b", "c"])
+    found = profile_of(data, tmp_path / "data")
+    assert found.training.labels == {"0": 15, "1": 15}
+    assert found.training.leaves["types of inputs"] == {"float32 [3]": 30}
+    assert found.training.leaves["column 2 of inputs"] == Counter(map(describe_range, rows[:30, 2].tolist()))
+    assert problems(found) == [
+        (
+            "2 samples with NaN or infinity: test sample 1 (inputs), training sample 25 (inputs); remove them, or "
+            "replace the values, for instance with the mean and one more input that says where"
+        ),
+        "no training sample is of class c; add some, or remove the class",
+        "no test sample is of class c; give a test_dataset that has some, or remove the class",
+        (
+            "1 of 10 test samples have the inputs of a training sample, more than max_duplicates=0.01 of them, such as "
+            "test sample 4 and training sample 4; remove them from one of the two"
+        ),
+        (
+            "2 of 40 samples have the inputs of another one with another label, more than max_conflicts=0.01 of them, "
+            "such as training sample 5 (label 1) and training sample 6 (label 0); correct the labels"
+        ),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("targets", "kind", "counts"),
+    [
+        (np.array([3.5, np.nan, -5, 0], np.float32), "numbers", {"2 to 4": 1, "nan": 1, "-8 to -4": 1, "0": 1}),
+        (np.array([[1, 0], [1, 1], [np.nan, 1], [0, 0]], np.float32), "labels", {"0": 2, "1": 2}),
+        (np.array([[1, -100], [2, 3], [-100, -100], [0, 4]]), "tokens",
+         {"1 to 2": 1, "2 to 4": 1, "0": 1, "4 to 8": 1}),
+        ([np.array([1, 5]), np.array([2, -100, -100]), np.array([0]), np.array([0])], "tokens",
+         {"1 to 2": 1, "4 to 8": 1, "2 to 4": 1, "0": 2}),
+        ({"a": np.zeros(4), "b": np.ones((4, 2))}, "others", {}),
+        (None, "others", {}),
+    ],
+)  # fmt: skip
+def test_other_targets_than_classes(targets: Any, kind: str, counts: dict[str, int], tmp_path: Path) -> None:
+    """Equal inputs with other targets are no conflict, unless these are labels; NaN is an unknown number."""
+    equal = np.ones((4, 2, 3), np.int16)
+    found = profile_of(arrays((equal, targets), (equal + 1, targets)), tmp_path / "data")
+    assert (found.targets, found.training.labels, found.not_finite) == (kind, counts, 0)
+    assert bool(found.conflicts) == (kind == "labels")
+    if kind == "tokens":
+        assert problems(found, Hyperparameters(dataset="tables:own", objective="language", num_classes=4))[0] in (
+            "training sample 3 has token 4: must be 0..3 with 4 classes; correct them, or set num_classes",
+            "training sample 0 has token 5: must be 0..3 with 4 classes; correct them, or set num_classes",
+        )
+
+
+def test_other_columns_and_lengths_are_told(tmp_path: Path) -> None:
+    """A column that moved, and longer texts; the same source gives no warning."""
+
+    def drawn(seed: int, shift: float = 0.0, longest: int = 8) -> SampleArrays:
+        random = np.random.default_rng(seed)
+        rows = random.normal(size=(400, 5))
+        rows[:, 3] += shift
+        texts = [np.full(random.integers(4, longest), random.integers(50)) for _ in range(400)]  # lengths alone differ
+        inputs = {"row": rows, "text": texts}
+        parts = [{name: leaf[part] for name, leaf in inputs.items()} for part in (slice(0, 300), slice(300, 400))]
+        return arrays((parts[0], np.zeros(300, np.float32)), (parts[1], np.zeros(100, np.float32)))
+
+    champion = profile_of(drawn(0), tmp_path / "champion")
+    assert not [*describe_differences(profile_of(drawn(1), tmp_path / "same"), champion)]
+    now = profile_of(drawn(2, shift=3, longest=40), tmp_path / "now")
+    told = [*describe_differences(now, champion)]
+    assert {line.partition(" differ")[0] for line in told} == {
+        f"{split} split: {what}" for split in ("training", "test")
+        for what in ("column 3 of inputs row", "lengths of inputs text")
+    }  # fmt: skip
+    page = render_profile(now, "own", told)
+    assert "lengths of inputs text" in page.lower()
+    assert not any(word in page.partition("<body")[2].lower() for word in ("image", "picture", "pixel"))
+
+
+@pytest.mark.slow
+def test_items_on_demand(tmp_path: Path) -> None:
+    """Each is read in a loader process; one that changes between two looks is named."""
+    found = compute_profile(fetch("plain_sets:texts", "", tmp_path / "texts", progress="off"), quiet(tmp_path))
+    lengths = [len(plain_sets.Texts(0, 40)[sample]["tokens"]) for sample in range(40)]
+    assert found.training.leaves["lengths of inputs tokens"] == Counter(map(describe_range, lengths))
+    assert (found.training.labels, found.test.labels) == ({"0": 20, "1": 20}, {"0": 5, "1": 5})
+    assert (found.duplicates, found.conflicts, found.bad) == (0, 0, [])
+    changing = fetch("plain_sets:changing_texts", "", tmp_path / "changing", progress="off")
+    with pytest.raises(UserError, match="changing_texts': test sample 9 has other content when it is read again"):
+        compute_profile(changing, quiet(tmp_path))
