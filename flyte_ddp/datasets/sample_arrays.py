@@ -141,13 +141,11 @@ def convert_leaf(name: str, values: Any) -> NDArray[Any] | Ragged:
 
     Floats become float32. UserError, with ``name`` in its text, for objects, texts and what is no array.
     """
-    if isinstance(values, list):
-        samples = [np.asarray(value) for value in values]
-        if len({sample.shape for sample in samples}) > 1:
-            return convert_ragged(name, samples)
     try:
         array = np.asarray(values)
     except (ValueError, TypeError) as error:
+        if isinstance(values, list):  # of arrays of different shapes
+            return convert_ragged(name, [np.asarray(value) for value in values])
         raise UserError(f"{name}: is no array ({error}); give one of equal parts, in the CPU's memory") from None
     require_numbers(name, array)
     if not array.ndim or not len(array):
