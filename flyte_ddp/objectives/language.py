@@ -81,10 +81,6 @@ class Language(Objective):
         mean = columns["loss"].sum().item() / tokens
         return {"perplexity": math.exp(min(mean, 700.0)), "token_accuracy": columns["correct"].sum().item() / tokens}
 
-    def scores(self, columns: Columns) -> Tensor:
-        """Return minus the mean loss of each sample's tokens, [N]."""
-        return -mean_losses(columns)
-
     def answers(self, outputs: Any) -> TableColumns:
         """Return the likeliest tokens of each sample as a text, ``prediction``: their names if tokens have names."""
         return {"prediction": [self.describe_tokens(row) for row in find_logits(outputs).argmax(2).tolist()]}

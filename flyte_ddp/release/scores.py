@@ -10,7 +10,16 @@ import numpy as np
 
 from flyte_ddp.errors import UserError
 from flyte_ddp.formatting import name_measure
-from flyte_ddp.objectives import HIGHER, LOWER, Classification, Multilabel, Objective, Regression, Segmentation
+from flyte_ddp.objectives import (
+    HIGHER,
+    LOWER,
+    Classification,
+    Language,
+    Multilabel,
+    Objective,
+    Regression,
+    Segmentation,
+)
 from flyte_ddp.objectives.multilabel import THRESHOLD
 from flyte_ddp.objectives.objective import Columns
 from flyte_ddp.release.pseudo_values import (
@@ -22,8 +31,10 @@ from flyte_ddp.release.pseudo_values import (
 
 
 def name_scores(objective: Objective) -> str:
-    """Return in words what the scores of :func:`score_samples` are of: the main measure, or the squared error."""
-    return "squared error" if scores_are_squared_errors(objective) else name_measure(objective.main_measure)
+    """Return in words what the scores of :func:`score_samples` are of, such as the main measure."""
+    if scores_are_squared_errors(objective):
+        return "squared error"
+    return "loss of a token" if scores_are_token_losses(objective) else name_measure(objective.main_measure)
 
 
 def scores_are_squared_errors(objective: Objective) -> bool:
@@ -31,6 +42,13 @@ def scores_are_squared_errors(objective: Objective) -> bool:
     if not isinstance(objective, Regression) or objective.main_measure != "rmse":
         return False
     return type(objective).measure is Regression.measure and type(objective).scores is Objective.scores
+
+
+def scores_are_token_losses(objective: Objective) -> bool:
+    """Return whether the main measure is the perplexity, as language computes it, and there are no own scores."""
+    if not isinstance(objective, Language) or objective.main_measure != "perplexity":
+        return False
+    return type(objective).measure is Language.measure and type(objective).scores is Objective.scores
 
 
 def is_higher_better(objective: Objective) -> bool:
@@ -43,8 +61,8 @@ def score_samples(objective: Objective, columns: Columns) -> Floats:
 
     These are ``objective.scores(columns)`` if its class defines them (classification: 1 or 0 for correct or not) or it
     has no measure. Otherwise, of F1, AUROC and mIoU the means over labels of their pseudo-values; of RMSE minus the
-    mean squared error of the known numbers; of any other main measure the pseudo-values, by N calls of
-    ``objective.measure``. Raises UserError for more than 20,000 samples then.
+    mean squared error of the known numbers; of perplexity minus the mean loss of all tokens; of any other main measure
+    the pseudo-values, by N calls of ``objective.measure``. Raises UserError for more than 20,000 samples then.
     """
     name, sign = objective.main_measure, 1 if is_higher_better(objective) else -1
     inherited = {Objective.scores} if name == "accuracy" else {Objective.scores, Classification.scores}
@@ -56,6 +74,9 @@ def score_samples(objective: Objective, columns: Columns) -> Floats:
         errors = (columns["prediction"] - columns["truth"]).square().reshape(len(columns["truth"]), -1).numpy()
         known = ~np.isnan(errors)
         return mean_over_labels(-pseudo_values_of_ratios(np.where(known, errors, 0.0), known.astype(float)))
+    if scores_are_token_losses(objective):
+        losses, tokens = (columns[name].double().numpy()[:, np.newaxis] for name in ("loss", "weight"))
+        return mean_over_labels(-pseudo_values_of_ratios(losses, tokens))
     return sign * pseudo_values_by_calls(lambda rows: objective.measure(rows)[name], columns)
 
 
