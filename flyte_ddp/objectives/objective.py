@@ -261,7 +261,7 @@ def class_weights_of(facts: Facts) -> Tensor | None:
         if len(counts) != number or not bool((counts > 0).all()):
             raise UserError(
                 "class_weights='balanced': a class has no training sample, or their numbers are not known, as of what "
-                "`sample` makes; give numbers, such as 1,2.5"
+                "`sample` makes and of sets on demand; give numbers, such as 1,2.5"
             )
         return (counts.sum() / (number * counts)).float()
     weights = [float(part) for part in text.split(",")]  # as config has checked

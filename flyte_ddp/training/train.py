@@ -19,6 +19,7 @@ from flyte_ddp.leaves import Leaves, call_with_leaves
 from flyte_ddp.loading.facts import refuse_too_many_bad_samples
 from flyte_ddp.loading.split import PICTURES_COMPARED, describe_equal_pictures
 from flyte_ddp.models.images import InputSpec
+from flyte_ddp.models.inputs import explain_model_errors
 from flyte_ddp.objectives.objective import convert_outputs
 from flyte_ddp.order import sampling
 from flyte_ddp.parallel.batch_norm import mean_running_statistics, restore_running_statistics
@@ -174,12 +175,15 @@ def compute_outputs(
 
     Calls ``begin_pass`` of ``state.this_pass``, which seeds the random generators; call ``finish_pass`` after the
     backward pass. Leaves the model's mode as it is. Raises UserError for outputs that do not fit the ``targets`` or
-    have no gradient, or a batch too small for BatchNorm.
+    have no gradient, or a batch too small for BatchNorm, and the errors of :func:`explain_model_errors`.
     """
     hp = state.hp
     state.this_pass.begin_pass(hp.seed, state.epoch, part.samples, state.device, has_samples=part.has_samples)
     try:
-        with torch.autocast(state.device.type, dtype=torch.bfloat16, enabled=state.hardware.precision == "bf16"):
+        with (
+            explain_model_errors(hp.model, state.model, inputs),
+            torch.autocast(state.device.type, dtype=torch.bfloat16, enabled=state.hardware.precision == "bf16"),
+        ):
             outputs = model(inputs)
     except ValueError as error:
         if "more than 1 value per channel" not in str(error):

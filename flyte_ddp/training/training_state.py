@@ -31,7 +31,7 @@ from flyte_ddp.models import zoo
 from flyte_ddp.models.frozen_parts import freeze_parts, set_training_mode
 from flyte_ddp.models.images import InputSpec
 from flyte_ddp.models.initial_weights import load_initial_weights
-from flyte_ddp.models.inputs import prepare_inputs
+from flyte_ddp.models.inputs import explain_model_errors, prepare_inputs
 from flyte_ddp.objectives import HIGHER, Facts, Objective
 from flyte_ddp.objectives.own import make_objective, why_not_comparable
 from flyte_ddp.objectives.terms import require_weights
@@ -206,7 +206,9 @@ class TrainingState:
         the targets.
         """
         self.this_pass.begin_pass(self.hp.seed, 0, np.arange(samples), self.device)
-        outputs = call_with_leaves(self.kept_model(), self.prepare_inputs(inputs))
+        prepared = self.prepare_inputs(inputs)
+        with explain_model_errors(self.hp.model, self.model, prepared):
+            outputs = call_with_leaves(self.kept_model(), prepared)
         self.objective.check_outputs(self.hp.model, outputs, targets)
         return outputs
 
