@@ -19,7 +19,9 @@ from torch import Tensor
 from flyte_ddp.datasets.images import TEST_DIGEST, read_description
 from flyte_ddp.datasets.prepared import PreparedSet, open_prepared
 from flyte_ddp.errors import UnreachableError, UserError
-from flyte_ddp.export.exporting import Comparison, NotExportedError, TorchLogits, export_model
+from flyte_ddp.export.comparison import Comparison
+from flyte_ddp.export.exporting import TorchLogits, export_model
+from flyte_ddp.export.graphs import NotExportedError
 from flyte_ddp.formatting import name_measure
 from flyte_ddp.objectives import Classification, Multilabel
 from flyte_ddp.predict.prediction_batches import SavedModel, read_test_split
