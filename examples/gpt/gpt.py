@@ -50,4 +50,5 @@ def make_adamw(model: nn.Module, hp: Hyperparameters) -> torch.optim.Optimizer:
     """Return AdamW with weight decay for matrices alone."""
     matrices = [parameter for parameter in model.parameters() if parameter.dim() > 1]
     others = [parameter for parameter in model.parameters() if parameter.dim() < 2]
-    return torch.optim.AdamW([{"params": matrices}, {"params": others, "weight_decay": 0.0}], lr=hp.learning_rate)
+    groups: list[dict[str, Any]] = [{"params": matrices}, {"params": others, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=hp.learning_rate)

@@ -68,9 +68,10 @@ def draw_reviews(count: int) -> list[dict[str, str]]:
 
 def collate_reviews(samples: Sequence[tuple[Tensor, int]]) -> tuple[dict[str, Tensor], Tensor]:
     """Return a batch with the texts' lengths, for the hyperparameter ``collate``."""
-    texts, classes = zip(*samples, strict=True)
+    texts = [text for text, _ in samples]
     lengths = torch.tensor([len(text) for text in texts])
-    return {"text": pad_sequence(texts, batch_first=True), "lengths": lengths}, torch.tensor(classes)
+    classes = torch.tensor([label for _, label in samples])
+    return {"text": pad_sequence(texts, batch_first=True), "lengths": lengths}, classes
 
 
 class LengthsModel(nn.Module):
