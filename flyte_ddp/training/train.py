@@ -190,7 +190,8 @@ def compute_outputs(
             raise
         raise UserError(
             f"batch_size={hp.batch_size}: leaves a batch in which BatchNorm of model {hp.model!r} gets a single value "
-            "for each channel: it needs two; choose a batch_size with another remainder, or a larger image_size"
+            "for each channel: it needs two; choose a batch_size with another remainder"
+            + (", or a larger image_size" if isinstance(state.spec, InputSpec) else "")
             + ("" if hp.sync_batchnorm else ", or sync_batchnorm=true")
         ) from None
     state.objective.check_outputs(hp.model, outputs, targets)
