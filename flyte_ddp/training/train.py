@@ -145,8 +145,9 @@ def compute_gradients(state: TrainingState, batch: sampling.Indices) -> StepSums
             nullcontext() if part.has_samples else restore_running_statistics(state.model),
         ):
             outputs = compute_outputs(state, state.sync, inputs, own.targets[0][0], part)
-            # Autocast or a user's model may return bf16, which is too coarse for a loss.
-            loss = own.loss_sum(state.objective, convert_outputs(outputs, torch.float32))
+            with state.exchange.during_losses(has_samples=part.has_samples):
+                # Autocast or a user's model may return bf16, which is too coarse for a loss.
+                loss = own.loss_sum(state.objective, convert_outputs(outputs, torch.float32))
             if not part.has_samples:
                 loss = 0.0 * loss  # the backward pass must still run, because other ranks wait in its exchanges
             state.this_pass.finish_forward()

@@ -19,6 +19,7 @@ README = (ROOT / "examples" / "README.md").read_text()
         ("counting", "counting", "mae", 0.5),  # always 10: 5.2
         ("segmentation", "shapes", "miou", 0.75),  # background alone: 0.3
         ("augmentation", "digits", "accuracy", 0.92),  # without augmentation: 0.90
+        ("contrastive", "pairs", "recall_at_1", 0.9),  # by chance: 0.003
     ],
 )
 def test_it_runs_as_printed_and_learns(name: str, module: str, measure: str, floor: float, tmp_path: Path) -> None:
