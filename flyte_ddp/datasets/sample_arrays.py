@@ -359,6 +359,6 @@ def count_bytes(data: SampleArrays) -> int:
 
 
 def read_sample(inputs: Leaves, targets: Leaves, sample: int) -> tuple[Leaves, Leaves]:
-    """Return the inputs and targets of one sample, which may be views of the arrays."""
-    one = [map_leaves(lambda leaf: np.asarray(leaf[sample]), leaves) for leaves in (inputs, targets)]
+    """Return the inputs and targets of one sample: views of the arrays, and numbers."""
+    one = [map_leaves(lambda leaf: leaf[sample], leaves) for leaves in (inputs, targets)]
     return one[0], one[1]

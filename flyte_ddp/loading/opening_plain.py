@@ -13,7 +13,7 @@ from flyte_ddp.datasets.on_demand_set import OnDemandSet
 from flyte_ddp.datasets.prepared import PlainSet, order_test_split
 from flyte_ddp.datasets.sample_arrays import Ragged, SampleArrays, read_sample, require_identifiers
 from flyte_ddp.errors import UserError
-from flyte_ddp.leaves import Leaves, map_leaves, name_leaves
+from flyte_ddp.leaves import Leaves, form_of, map_leaves, name_leaves, restore_leaves
 from flyte_ddp.loading.collate import PADDED, STACKED
 from flyte_ddp.loading.own_items import ArrayItems, ItemLoader, Items, OnDemandItems
 from flyte_ddp.loading.own_samples import import_own_loading
@@ -111,7 +111,8 @@ def describe_plain_set(data: PlainSet, side: str, order: Order, collate: str, se
     and for names of inputs that are no identifiers.
     """
     if isinstance(data, SampleArrays) and ":" not in collate:
-        inputs, targets = read_sample(data.train_inputs, data.train_targets, 0)
+        sample = read_sample(data.train_inputs, data.train_targets, 0)
+        inputs, targets = (map_leaves(np.asarray, leaves) for leaves in sample)
         ragged = find_ragged_leaves(data.train_inputs), find_ragged_leaves(data.train_targets)
         for kind, leaves in zip(("inputs", "targets"), ragged, strict=True):
             if collate == STACKED and any(leaves.values()):
@@ -125,7 +126,12 @@ def describe_plain_set(data: PlainSet, side: str, order: Order, collate: str, se
         with keep_random_state():
             batch = loader.load_items(first.tolist(), None)
         require_identifiers(f"dataset={data.name!r}: inputs", batch[0])
-        inputs, targets = (map_leaves(leave_out_samples, leaves) for leaves in batch)
+        inputs, targets = (
+            restore_leaves(
+                form_of(leaves), {name: leave_out_samples(leaf) for name, leaf in name_leaves(leaves).items()}
+            )
+            for leaves in batch
+        )
         # Floats that the user's own collate returns as targets are taken for as many numbers in each sample.
         ragged = (
             {name: collate != STACKED and leaf.ndim > 0 for name, leaf in name_leaves(inputs).items()},

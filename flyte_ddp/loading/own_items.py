@@ -137,4 +137,4 @@ class ItemLoader:
 
 def copy_leaf(leaf: Any) -> Any:
     """Return a copy of an array or a tensor, and any other leaf unchanged."""
-    return leaf.copy() if isinstance(leaf, np.ndarray) else leaf.clone() if isinstance(leaf, Tensor) else leaf
+    return np.array(leaf) if isinstance(leaf, np.ndarray) else leaf.clone() if isinstance(leaf, Tensor) else leaf
