@@ -19,19 +19,19 @@ from torch.multiprocessing.spawn import spawn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from benchmarks.sample_tasks import build_mlp, generate_table, table_loss
+from benchmarks.sample_tasks import ROWS, build_mlp, generate_table, table_loss
 
 Order = dict[str, Any]
 
 
-def load_samples(order: Order) -> TensorDataset:
+def load_samples() -> TensorDataset:
     """Return the training samples."""
-    return TensorDataset(*map(torch.from_numpy, generate_table(order["rows"], 0)))
+    return TensorDataset(*map(torch.from_numpy, generate_table(ROWS, 0)))
 
 
 def make_loader(order: Order, **options: Any) -> Any:
     """Return a DataLoader as tutorials have it, of a rank's share of the batch."""
-    return DataLoader(load_samples(order), order["batch_size"] // order["num_ranks"], **options)
+    return DataLoader(load_samples(), order["batch_size"] // order["num_ranks"], **options)
 
 
 def make_optimizer(model: nn.Module, order: Order) -> torch.optim.Optimizer:
@@ -53,7 +53,7 @@ def train_plain(rank: int, order: Order, store: str) -> None:
     sampler: Any = None
     if ranks > 1:
         distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
-        sampler = DistributedSampler(load_samples(order), ranks, rank, seed=order["seed"])
+        sampler = DistributedSampler(load_samples(), ranks, rank, seed=order["seed"])
         model = DistributedDataParallel(model)
     loader = make_loader(order, sampler=sampler, shuffle=sampler is None)
     optimizer = make_optimizer(model, order)
