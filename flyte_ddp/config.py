@@ -35,7 +35,7 @@ class Hyperparameters(CheckedFields, called="hyperparameter"):
     data_source: str = setting(
         "",
         "Where the data set's files are: a directory, or a file://, s3://, gs://, az:// or https:// mirror; "
-        "empty for the usual places (a system copy, then the public address).",
+        "empty for the usual places (a system copy, then the public address). Your own callable gets it as it is.",
     )
     test_dataset: str = setting(
         "",
@@ -43,7 +43,10 @@ class Hyperparameters(CheckedFields, called="hyperparameter"):
         "empty holds out a tenth of the samples, or of a stream's shards.",
     )
     num_classes: int = setting(
-        0, "Classes of a data set that does not give their number; 0 if it does.", at_least=0, at_most=1_000_000
+        0,
+        "Classes, or tokens of texts, of a data set that does not give their number; 0 if it does.",
+        at_least=0,
+        at_most=1_000_000,
     )
     sample: str = setting(
         "",

@@ -100,8 +100,8 @@ def order_training(data: PreparedSet, order: SampleOrder, sampling: str) -> Samp
         weights = getattr(data, "sample_weights", None)
         if weights is None:
             raise UserError(
-                f"sampling='weighted': dataset={data.name!r} has no sample_weights; give them to image_arrays(...) or "
-                "to the training set as an attribute, or take sampling='balanced'"
+                f"sampling='weighted': dataset={data.name!r} has no sample_weights; give them to arrays(...) or "
+                "image_arrays(...), or to the training set as an attribute, or take sampling='balanced'"
             )
         return draw_by_weights(order, weights[order.listed])
     labels = find_training_targets(data)
@@ -129,7 +129,7 @@ def check_prepared_set(
     of_numbers = targets is not None and targets.dtype.kind == "f"  # or several labels
     if isinstance(data, PlainSet):
         refuse_image_settings(data, hp)
-        of_numbers = True  # an objective that needs classes says so when the ranks make it
+        of_numbers = of_numbers or hp.objective not in ("classification", "segmentation", "language")
     # What the user's own function will return is known only when it is called, which ranks do.
     resolve_class_names(data.classes, hp, of_numbers=of_numbers or bool(hp.sample))
     orders = order_splits(
@@ -255,7 +255,9 @@ def resolve_class_names(classes: Sequence[str], hp: Hyperparameters, *, of_numbe
     names = tuple(classes) or tuple(map(str, range(hp.num_classes)))
     if not names and not of_numbers:
         encoded = encoded_kind(hp.dataset)
-        fix = "make an index that says with python -m flyte_ddp.shards create" if encoded else "give image_arrays names"
+        fix = (
+            "make an index that says with python -m flyte_ddp.shards create" if encoded else "give it names of classes"
+        )
         what = f"{'its index' if encoded else 'it'} does not say how many classes there are"
         raise UserError(f"dataset={hp.dataset!r}: {what}; set num_classes, or {fix}")
     return names

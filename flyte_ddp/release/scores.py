@@ -31,10 +31,10 @@ from flyte_ddp.release.pseudo_values import (
 
 
 def name_scores(objective: Objective) -> str:
-    """Return in words what the scores of :func:`score_samples` are of: main measure, squared error, or tokens' loss."""
-    if scores_are_token_losses(objective):
-        return "loss of a token"
-    return "squared error" if scores_are_squared_errors(objective) else name_measure(objective.main_measure)
+    """Return in words what the scores of :func:`score_samples` are of, such as the main measure."""
+    if scores_are_squared_errors(objective):
+        return "squared error"
+    return "loss of a token" if scores_are_token_losses(objective) else name_measure(objective.main_measure)
 
 
 def scores_are_squared_errors(objective: Objective) -> bool:
@@ -45,8 +45,10 @@ def scores_are_squared_errors(objective: Objective) -> bool:
 
 
 def scores_are_token_losses(objective: Objective) -> bool:
-    """Return whether the objective is of language, and has no own scores: perplexity is the exponential of a mean."""
-    return isinstance(objective, Language) and type(objective).scores is Objective.scores
+    """Return whether the main measure is the perplexity, as language computes it, and there are no own scores."""
+    if not isinstance(objective, Language) or objective.main_measure != "perplexity":
+        return False
+    return type(objective).measure is Language.measure and type(objective).scores is Objective.scores
 
 
 def is_higher_better(objective: Objective) -> bool:
@@ -59,7 +61,7 @@ def score_samples(objective: Objective, columns: Columns) -> Floats:
 
     These are ``objective.scores(columns)`` if its class defines them (classification: 1 or 0 for correct or not) or it
     has no measure. Otherwise, of F1, AUROC and mIoU the means over labels of their pseudo-values; of RMSE minus the
-    mean squared error of the known numbers; of language minus the mean loss of all tokens; of any other main measure
+    mean squared error of the known numbers; of perplexity minus the mean loss of all tokens; of any other main measure
     the pseudo-values, by N calls of ``objective.measure``. Raises UserError for more than 20,000 samples then.
     """
     name, sign = objective.main_measure, 1 if is_higher_better(objective) else -1
@@ -68,12 +70,13 @@ def score_samples(objective: Objective, columns: Columns) -> Floats:
         return require_scores(objective.scores(columns).double().numpy(), len(columns["loss"]))
     if (labels := score_labels(objective, columns)) is not None:
         return mean_over_labels(labels)
-    if scores_are_token_losses(objective):
-        return -pseudo_values_of_ratios(columns["loss"][:, None].numpy(), columns["weight"][:, None].numpy())[:, 0]
     if scores_are_squared_errors(objective):
         errors = (columns["prediction"] - columns["truth"]).square().reshape(len(columns["truth"]), -1).numpy()
         known = ~np.isnan(errors)
         return mean_over_labels(-pseudo_values_of_ratios(np.where(known, errors, 0.0), known.astype(float)))
+    if scores_are_token_losses(objective):
+        losses, tokens = (columns[name].double().numpy()[:, np.newaxis] for name in ("loss", "weight"))
+        return mean_over_labels(-pseudo_values_of_ratios(losses, tokens))
     return sign * pseudo_values_by_calls(lambda rows: objective.measure(rows)[name], columns)
 
 

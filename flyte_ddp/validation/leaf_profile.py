@@ -57,7 +57,7 @@ class ItemMeasurer(ItemLoader):
 
     def __init__(self, items: Items, side: str, kind: str, classes: int) -> None:
         """``kind`` is what a target is, as in the profile; ``classes`` the number of classes that have names."""
-        super().__init__(items, side, STACKED, None, 0)
+        super().__init__(items, side, STACKED, 0)
         self.kind, self.classes = kind, classes
 
     def load_items(self, samples: Sequence[int], epoch: int | None) -> tuple[Leaves, Leaves]:

@@ -10,7 +10,16 @@ import torch
 from torch import Tensor
 
 from flyte_ddp.errors import UserError
-from flyte_ddp.objectives import HIGHER, Classification, Facts, Multilabel, Objective, Regression, Segmentation
+from flyte_ddp.objectives import (
+    HIGHER,
+    Classification,
+    Facts,
+    Language,
+    Multilabel,
+    Objective,
+    Regression,
+    Segmentation,
+)
 from flyte_ddp.release.checks import check_above_constant, check_losses_by_label, check_score, compare_evaluations
 from flyte_ddp.release.evaluation import Evaluation
 from flyte_ddp.release.pairs import PairedCounts, PairedScores, compare_scores
@@ -103,6 +112,24 @@ def test_scores_of_numbers_are_squared_errors() -> None:
     with_unknown = evaluate(Regression(Facts((), ())), outputs, unknown[:, 0])
     assert with_unknown.scores.mean() == pytest.approx(found.scores[known].mean(), rel=1e-3)
     assert np.ptp(with_unknown.scores[10:20]) == pytest.approx(0), "an unknown number says nothing"
+
+
+def test_scores_of_texts_are_losses_of_all_tokens() -> None:
+    """A long text counts for more than a short one, as in the perplexity."""
+    random = np.random.default_rng(2)
+    tokens = torch.from_numpy(random.integers(0, 5, (N, 7)))
+    tokens[torch.arange(7) >= torch.from_numpy(random.integers(1, 8, N))[:, None]] = -100
+    outputs = torch.from_numpy(random.normal(size=(N, 7, 5)))
+    found = evaluate(Language(Facts(tuple("abcde"))), outputs, tokens)
+
+    def mean_loss(rows: Tensor) -> float:
+        logits = outputs[rows].flatten(0, 1)
+        return torch.nn.functional.cross_entropy(logits, tokens[rows].flatten()).item()
+
+    everything = torch.arange(N)
+    without = np.array([mean_loss(everything[everything != place]) for place in range(N)])
+    np.testing.assert_allclose(-found.scores, N * mean_loss(everything) - (N - 1) * without, rtol=1e-9)
+    assert found.score == pytest.approx(math.exp(mean_loss(everything)))
 
 
 def test_an_objective_of_ones_own_may_say_what_its_scores_are() -> None:
