@@ -74,11 +74,14 @@ class Policy(CheckedFields, called="policy setting"):
         choices=(IF_POSSIBLE, REQUIRED, OFF),
     )
     max_duplicates: float = setting(
-        0.01, "Share of test samples that may have the pixels of a training sample.", at_least=0.0, at_most=1.0
+        0.01,
+        "Share of test samples whose inputs, such as pixels, may be those of a training sample.",
+        at_least=0.0,
+        at_most=1.0,
     )
     max_conflicts: float = setting(
         0.001,
-        "Share of samples that may have the pixels of another sample with another label.",
+        "Share of samples whose inputs may be those of another sample with another label.",
         at_least=0.0,
         at_most=1.0,
     )
