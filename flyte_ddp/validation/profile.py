@@ -58,14 +58,13 @@ def render_profile(profile: DataProfile, dataset: str, warnings: list[str]) -> s
     called = {NUMBERS: "ranges of numbers", TOKENS: "ranges of tokens"}.get(profile.targets, "classes")
     for name, split in {"Training": profile.training, "Test": profile.test}.items():
         numbers = sorted(split.labels.values())
+        classes = f" in {len(numbers):,} {called} of {numbers[0]:,} to {numbers[-1]:,}" if numbers else ""
         told = [
-            f" in {len(numbers):,} {called} of {numbers[0]:,} to {numbers[-1]:,}" if numbers else "",
+            format_count(split.samples, "sample", classes),
             ", ".join(f"{mode} {number:,}" for mode, number in split.modes.items()),
             f"{split.undecodable:,} cannot be decoded" if split.undecodable else "",
         ]
-        facts.append(
-            (name, f"{format_count(split.samples, 'sample')} in {'; '.join(filter(None, told))}".removesuffix(" in "))
-        )
+        facts.append((name, "; ".join(filter(None, told))))
     for statistic, counts in profile.training.leaves.items():
         listed = sorted(counts.items(), key=lambda item: -item[1])[:LISTED]
         more = f", and {len(counts) - LISTED} more" if len(counts) > LISTED else ""

@@ -115,6 +115,7 @@ def test_other_columns_and_lengths_are_told(tmp_path: Path) -> None:
         for what in ("column 3 of inputs row", "lengths of inputs text")
     }  # fmt: skip
     page = render_profile(now, "own", told)
+    assert "300 samples in 1 ranges of numbers of 300 to 300<" in page
     assert "lengths of inputs text" in page.lower()
     assert not any(word in page.partition("<body")[2].lower() for word in ("image", "picture", "pixel"))
 
