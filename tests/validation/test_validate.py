@@ -1,5 +1,6 @@
 """What is refused, and what is warned of."""
 
+import json
 import math
 from dataclasses import replace
 
@@ -78,6 +79,14 @@ def test_the_number_of_classes_may_come_from_the_hyperparameters() -> None:
     ]
     with pytest.raises(UserError, match="set num_classes"):
         check_profile(unnamed, HP, max_duplicates=0, max_conflicts=0)
+
+
+def test_profiles_of_releases_before_leaves_can_be_compared() -> None:
+    before = GOOD.to_dict()
+    for values, new in ((before, ("targets", "equal", "not_finite")), (before["training"], ("leaves",))):
+        for name in new:
+            del values[name]
+    assert not [*describe_differences(GOOD, DataProfile.from_json(json.dumps(before)))]
 
 
 def test_a_difference_is_named_with_its_size() -> None:
