@@ -130,7 +130,7 @@ def read_leaves(set_name: str, samples: Any, progress: Progress) -> tuple[Leaves
             try:
                 sides = split_item(samples[index])
             except ValueError as error:
-                raise UserError(f"{set_name}: item {index} {error}") from None
+                raise UserError(f"{set_name}: item {index} {error}; of whole arrays return arrays(train, test)") from None
             named = [name_leaves(side) for side in sides]
             if not index:
                 forms = [form_of(side) for side in sides]
