@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from flyte_ddp.loops.current_rank import current_rank as current_rank
     from flyte_ddp.loops.run_ranks import run_ranks as run_ranks
     from flyte_ddp.models.artifacts import load_model as load_model
+    from flyte_ddp.parallel.exchange import across_ranks as across_ranks
     from flyte_ddp.parallel.sharing import batches as batches
     from flyte_ddp.parallel.sharing import evaluation_batches as evaluation_batches
     from flyte_ddp.parallel.sharing import sum_over_ranks as sum_over_ranks
@@ -39,6 +40,7 @@ MODULES = {
     "StoppedError": "errors",
     "UnreachableError": "errors",
     "UserError": "errors",
+    "across_ranks": "parallel.exchange",
     "arrays": "datasets",
     "batches": "parallel.sharing",
     "evaluation_batches": "parallel.sharing",

@@ -3,8 +3,10 @@
 A list is a leaf, too, such as the tokens of a text.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+
+from flyte_ddp.errors import UserError
 
 Leaves = Any
 
@@ -39,6 +41,28 @@ def form_of(leaves: Leaves) -> str:
     if isinstance(leaves, Mapping):
         return "dict"
     return "none" if leaves is None else "tuple" if isinstance(leaves, tuple) else "leaf"
+
+
+def group_leaves(kind: str, samples: Sequence[Leaves], names: Sequence[str]) -> dict[str, list[Any]]:
+    """Return each leaf of all samples as a list, by its name.
+
+    Raises UserError if a sample has another form, or other names, than the first. ``kind`` is inputs or targets,
+    ``names`` are the samples' names in the error.
+    """
+    named = [name_leaves(leaves) for leaves in samples]
+    for name, leaves, each in zip(names, samples, named, strict=True):
+        if form_of(leaves) != form_of(samples[0]) or each.keys() != named[0].keys():
+            forms = f"are {describe_form(leaves)}, and those of {names[0]} {describe_form(samples[0])}"
+            raise UserError(f"the {kind} of {name} {forms}: all must have one form")
+    return {key: [each[key] for each in named] for key in named[0]}
+
+
+def describe_form(leaves: Leaves) -> str:
+    """Return the form of leaves in words, such as "one array", "a tuple of 2", or "a dict with tokens, mask"."""
+    form = form_of(leaves)
+    if form == "dict":
+        return f"a dict with {', '.join(map(str, leaves)) or 'nothing'}"
+    return {"none": "None", "leaf": "one array"}.get(form) or f"a tuple of {len(leaves)}"
 
 
 def call_with_leaves(function: Callable[..., Any], leaves: Leaves) -> Any:

@@ -29,7 +29,7 @@ WORKERS = node_range()[1] * RANKS_EACH
     shared_memory=PROFILE.shared_memory,  # of the workers; the plugin makes all pods from one
 )
 def train_on_dask(hp: Hyperparameters, data: FlyteDirectory, run_version: str) -> TrainingOutputs:
-    """Train an image classifier on a Dask cluster that Flyte sets up for this task, with a rank on each worker.
+    """Train a model on a Dask cluster that Flyte sets up for this task, with a rank on each worker.
 
     Give the hyperparameters, the data and the run version that check_inputs returns. Returns accuracies, weights,
     sidecar, report and metrics, as train_model does. A local run uses the cluster in DASK_SCHEDULER_ADDRESS, or its

@@ -72,7 +72,7 @@ TaskPlugins.register_pythontask_plugin(ElasticTraining, ElasticTrainingTask)
     task_config=ElasticTraining(**elastic_options(*node_range(), elastic_ranks_per_node())), **pods.training_pod()
 )
 def train_on_elastic(hp: Hyperparameters, data: FlyteDirectory, run_version: str) -> TrainingOutputs:
-    """Train an image classifier on torch Elastic, on one node or several, with a rank in each of Elastic's workers.
+    """Train a model on torch Elastic, on one node or several, with a rank in each of Elastic's workers.
 
     Give the hyperparameters, the data and the run version that check_inputs returns. Returns accuracies, weights,
     sidecar, report and metrics, as train_model does.

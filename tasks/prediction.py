@@ -20,7 +20,7 @@ from tasks.flyte import PythonPickledFile, flyte_task, output_file, output_folde
 
 
 class Predictions(NamedTuple):
-    """A table (CSV) of predictions, one row for each image, and a folder of PNG files if the model predicts masks."""
+    """A table (CSV) of predictions, one row for each sample, and a folder of PNG files if the model predicts masks."""
 
     table: FlyteFile
     masks: Optional[FlyteDirectory]
@@ -41,7 +41,7 @@ def predict_images(
 
     Give model_state and sidecar of a run, or the model_name of a model in the registry, whose champion is downloaded.
     Give images or a dataset. Up to bad_samples images may be impossible to decode, and have no prediction; the default
-    is the value of the model's training. Returns the table, with one row for each image, and the folder of predicted
+    is the value of the model's training. Returns the table, with one row for each sample, and the folder of predicted
     masks if the model predicts masks. The first predictions are on the task's page. A local run prints the folder of
     the table and the page.
     """
@@ -70,7 +70,7 @@ def predict_images(
         )
     page = table.with_suffix(".html")
     Deck("First predictions", page.read_text(encoding="ascii"))
-    files = {table: "one row for each image", page: "the first ones, to open in a browser"}
+    files = {table: "one row for each sample", page: "the first ones, to open in a browser"}
     masks = mask_folder(table)
     if masks.is_dir():
         files[masks] = "the predicted masks, PNG files of class numbers"

@@ -27,7 +27,7 @@ CLUSTER = ray_cluster(
 
 @flyte_task(task_config=CLUSTER, **pods.launching_pod(SUBMITTER))
 def train_on_ray(hp: Hyperparameters, data: FlyteDirectory, run_version: str) -> TrainingOutputs:
-    """Train an image classifier on a Ray cluster that Flyte sets up for this task, with a GPU for each rank, or CPUs.
+    """Train a model on a Ray cluster that Flyte sets up for this task, with a GPU for each rank, or CPUs.
 
     Give the hyperparameters, the data and the run version that check_inputs returns. Returns accuracies, weights,
     sidecar, report and metrics, as train_model does. A local run uses the cluster in RAY_ADDRESS, or a new one.

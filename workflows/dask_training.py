@@ -16,7 +16,7 @@ if is_engine_installed("dask"):
 
     @workflow
     def dask_training_wf(hp: Hyperparameters = Hyperparameters()) -> TrainingOutputs:
-        """Train an image classifier on a Dask cluster. A run that was trained before is answered from the cache.
+        """Train a model on a Dask cluster. A run that was trained before is answered from the cache.
 
         Returns accuracies, weights, sidecar, report and metrics, as training_wf does. The registration sets the number
         of nodes (FLYTE_DDP_NODES) and their size (FLYTE_DDP_PROFILE).

@@ -26,7 +26,7 @@ def predict_wf(
     """Predict a folder of images, or the test split of a data set, with a trained model.
 
     Give the model as model_state and sidecar, or as model_name. Give the images as images or as dataset. Returns a
-    table (CSV) with one row for each image, and the predicted masks, PNG files, of a model for segmentation.
+    table (CSV) with one row for each sample, and the predicted masks, PNG files, of a model for segmentation.
 
     Args:
         model_state: Weights (model.pt) that a training returned. Give sidecar too.

@@ -34,7 +34,7 @@ def release_wf(
     policy: Policy = Policy(),
     kickoff_time: datetime = NO_SCHEDULE,
 ) -> Released:
-    """Train an image classifier, judge it against the champion, and promote it if it passes all checks.
+    """Train a model, judge it against the champion, and promote it if it passes all checks.
 
     Returns the version that was trained, which the registry keeps in any case, the champion's version, and what was
     decided and why. The deck of judge_model is a page with all checks.

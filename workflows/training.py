@@ -16,7 +16,7 @@ from workflows.schedules import make_launch_plans
 
 @workflow
 def training_wf(hp: Hyperparameters = Hyperparameters()) -> TrainingOutputs:
-    """Train an image classifier. A run with the same hyperparameters, data and code is answered from the cache.
+    """Train a model. A run with the same hyperparameters, data and code is answered from the cache.
 
     Returns the test accuracy after each evaluation, the weights (a bare state_dict), a JSON sidecar that makes them
     usable, the report (one HTML page, also the deck of train_model), and all metrics (one JSON object a line).
@@ -30,7 +30,7 @@ def training_wf(hp: Hyperparameters = Hyperparameters()) -> TrainingOutputs:
 
 @workflow
 def retraining_wf(hp: Hyperparameters = Hyperparameters(), kickoff_time: datetime = NO_SCHEDULE) -> TrainingOutputs:
-    """Train an image classifier again for each kickoff time, even if nothing else has changed.
+    """Train a model again for each kickoff time, even if nothing else has changed.
 
     Returns accuracies, weights, sidecar, report and metrics, as training_wf does.
 

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 
 from flyte_ddp.datasets.identity import content_identity, digest_lines
-from flyte_ddp.datasets.images import ARRAYS, ImageArrays, Images, Targets, image_arrays
+from flyte_ddp.datasets.images import ARRAYS, ImageArrays, Images, Targets, convert_weights, image_arrays
 from flyte_ddp.datasets.on_demand_set import OnDemand, OnDemandSet, split_item
 from flyte_ddp.datasets.sample_arrays import SampleArrays, arrays
 from flyte_ddp.errors import UserError
-from flyte_ddp.leaves import Leaves, form_of, name_leaves, restore_leaves
+from flyte_ddp.leaves import Leaves, form_of, group_leaves, restore_leaves
 from flyte_ddp.pictures import picture_to_pixels
 from flyte_ddp.progress import Progress
 from flyte_ddp.user_code import load_callable
@@ -50,9 +50,11 @@ class CustomSet:
         result = load_callable(self.spec)(source)
         called = f"{self.spec}({source!r})"
         if isinstance(result, OnDemand):
-            samples = len(result.train), len(result.test)
-            digest = digest_lines([self.fingerprint(source)])
-            return OnDemandSet(self.spec, source, *samples, result.classes, digest), called
+            samples, weights = (len(result.train), len(result.test)), getattr(result.train, "sample_weights", None)
+            weights = None if weights is None else convert_weights(weights, samples[0])
+            content = [*map(str, samples), *result.classes, *([] if weights is None else map(str, weights.tolist()))]
+            digest = digest_lines([self.fingerprint(source), *content])
+            return OnDemandSet(self.spec, source, *samples, result.classes, digest, weights), called
         return arrays_from_result(self.spec, result, progress), called
 
 
@@ -123,28 +125,21 @@ def read_leaves(set_name: str, samples: Any, progress: Progress) -> tuple[Leaves
     count = map_style_length(set_name, samples)
     if not count:
         raise UserError(f"{set_name}: is empty")
-    forms = list[str]()
-    found: tuple[dict[str, list[Any]], dict[str, list[Any]]] = ({}, {})
+    pairs = list[tuple[Leaves, Leaves]]()
     with progress.track(set_name, count, "samples") as advance:
         for index in range(count):
             try:
-                sides = split_item(samples[index])
+                pairs.append(split_item(samples[index]))
             except ValueError as error:
-                raise UserError(f"{set_name}: item {index} {error}; of whole arrays return arrays(train, test)") from None
-            named = [name_leaves(side) for side in sides]
-            if not index:
-                forms = [form_of(side) for side in sides]
-                found = tuple({name: [] for name in side} for side in named)  # type: ignore[assignment]
-            for kind, leaves, lists in zip(("inputs", "targets"), named, found, strict=True):
-                if leaves.keys() != lists.keys():
-                    raise UserError(
-                        f"{set_name}: the {kind} of item {index} have the leaves {', '.join(leaves) or 'none'}, and "
-                        f"those of item 0 {', '.join(lists) or 'none'}; all must have the same"
-                    )
-                for name, leaf in leaves.items():
-                    lists[name].append(leaf)
+                raise UserError(
+                    f"{set_name}: item {index} {error}; of whole arrays return arrays(train, test)"
+                ) from None
             advance(1)
-    inputs, targets = (restore_leaves(form, lists) for form, lists in zip(forms, found, strict=True))
+    names = [f"item {index} of the {set_name}" for index in range(count)]
+    inputs, targets = (
+        restore_leaves(form_of(sides[0]), group_leaves(kind, sides, names))
+        for kind, sides in zip(("inputs", "targets"), zip(*pairs, strict=True), strict=True)
+    )
     return inputs, targets
 
 

@@ -99,7 +99,7 @@ def to_array(name: str, values: Any) -> NDArray[Any]:
     """Return ``values`` as an array; UserError, with ``name`` in its text, for ragged lists or a tensor on a GPU."""
     try:
         return np.asarray(values)
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, RuntimeError) as error:  # torch raises a RuntimeError for a tensor with gradients
         raise UserError(f"{name}: is no array ({error}); give one of equal parts, in the CPU's memory") from None
 
 
@@ -165,7 +165,7 @@ def convert_weights(values: Any, samples: int) -> NDArray[np.float64]:
         raise UserError(f"sample_weights: must be numbers, got {weights.dtype}")
     if weights.shape != (samples,):
         raise UserError(
-            f"sample_weights: must be one number for each of the {samples} training images, got {list(weights.shape)}"
+            f"sample_weights: must be one number for each of the {samples} training samples, got {list(weights.shape)}"
         )
     wrong = np.flatnonzero(~(np.isfinite(weights) & (weights >= 0)))
     if len(wrong):

@@ -6,8 +6,20 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from flyte_ddp.class_names import normalize_class_names
-from flyte_ddp.datasets.images import DESCRIPTION, FORMAT, TEST_DIGEST, read_description, write_json
+from flyte_ddp.datasets.images import (
+    DESCRIPTION,
+    FORMAT,
+    TEST_DIGEST,
+    WEIGHTS,
+    read_description,
+    translate_damage_to_user_error,
+    write_array,
+    write_json,
+)
 from flyte_ddp.errors import UserError
 from flyte_ddp.leaves import Leaves
 from flyte_ddp.user_code import load_callable
@@ -24,7 +36,7 @@ class OnDemand:
     classes: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class OnDemandSet:
     """A prepared data set whose folder holds the description alone: each process calls the user's function again."""
 
@@ -34,6 +46,7 @@ class OnDemandSet:
     test_samples: int
     classes: tuple[str, ...]
     digest: str
+    sample_weights: NDArray[np.float64] | None = None  # [N], with which training may draw the training samples
 
     @cached_property
     def sets(self) -> OnDemand:
@@ -60,8 +73,9 @@ def on_demand(train: Any, test: Any, *, classes: Sequence[str] = ()) -> OnDemand
     ``train`` and ``test`` are map-style data sets: ``len(set)``, and ``set[i]`` for i in 0..len-1 is (inputs, targets),
     or a dict with its targets as ``labels``. Inputs and targets are arrays, numbers or CPU tensors, or tuples or dicts
     of them, of equal shapes unless ``collate`` pads. Loader processes read the samples. Each calls the callable for
-    itself, and seeds the random generators before each sample: its draws depend on seed, epoch and sample alone. Raises
-    UserError for sets without a length or without a sample.
+    itself, and seeds the random generators before each sample: its draws depend on seed, epoch and sample alone. An
+    attribute ``sample_weights`` of ``train`` is for ``sampling`` "weighted". Raises UserError for sets without a length
+    or without a sample.
     """
     for name, samples in (("train", train), ("test", test)):
         if not hasattr(samples, "__len__") or not hasattr(samples, "__getitem__"):
@@ -81,7 +95,9 @@ def split_item(item: Any) -> tuple[Leaves, Leaves]:
 
 
 def write_on_demand(data: OnDemandSet, folder: Path, origin: Mapping[str, str]) -> None:
-    """Write the description of a data set into an existing folder, with the entries of ``origin``."""
+    """Write the description of a data set into an existing folder, with the entries of ``origin``; and any weights."""
+    if data.sample_weights is not None:
+        write_array(folder / WEIGHTS, data.sample_weights)
     description = {
         **FORMAT,
         "name": data.name,
@@ -89,14 +105,20 @@ def write_on_demand(data: OnDemandSet, folder: Path, origin: Mapping[str, str]) 
         ON_DEMAND: [data.train_samples, data.test_samples],
         "digest": data.digest,
         TEST_DIGEST: data.digest,
+        **({"weighted": True} if data.sample_weights is not None else {}),
         **origin,
     }
     write_json(folder / DESCRIPTION, description, indent=1)
 
 
 def open_on_demand(folder: Path) -> OnDemandSet:
-    """Open a folder that :func:`write_on_demand` has written; does not call the user's function yet."""
+    """Open a folder that :func:`write_on_demand` has written; does not call the user's function yet.
+
+    Raises a UserError if the file of its weights is missing or truncated.
+    """
     description = read_description(folder)
+    with translate_damage_to_user_error(folder):
+        weights = np.load(folder / WEIGHTS, mmap_mode="r") if description.get("weighted") else None
     train, test = description[ON_DEMAND]
-    classes = tuple(description["classes"])
-    return OnDemandSet(description["name"], description["data_source"], train, test, classes, description["digest"])
+    name, source, digest = (description[key] for key in ("name", "data_source", "digest"))
+    return OnDemandSet(name, source, train, test, tuple(description["classes"]), digest, weights)

@@ -100,8 +100,8 @@ def order_training(data: PreparedSet, order: SampleOrder, sampling: str) -> Samp
         weights = getattr(data, "sample_weights", None)
         if weights is None:
             raise UserError(
-                f"sampling='weighted': dataset={data.name!r} has no sample_weights; give them to image_arrays(...) or "
-                "to the training set as an attribute, or take sampling='balanced'"
+                f"sampling='weighted': dataset={data.name!r} has no sample_weights; give them to arrays(...) or "
+                "image_arrays(...), or to the training set as an attribute, or take sampling='balanced'"
             )
         return draw_by_weights(order, weights[order.listed])
     labels = find_training_targets(data)

@@ -18,12 +18,13 @@ from flyte_ddp.datasets.images import (
     WEIGHTS,
     convert_weights,
     read_description,
+    to_array,
     translate_damage_to_user_error,
     write_array,
     write_json,
 )
 from flyte_ddp.errors import UserError
-from flyte_ddp.leaves import Leaves, form_of, map_leaves, name_leaves, restore_leaves
+from flyte_ddp.leaves import Leaves, describe_form, form_of, map_leaves, name_leaves, restore_leaves
 
 LEAVES = "leaves"  # key in DESCRIPTION of the forms of inputs and targets
 PARTS = ("train_inputs", "train_targets", "test_inputs", "test_targets")
@@ -123,11 +124,7 @@ def arrays(
 
 def convert_leaves(name: str, leaves: Any) -> Leaves:
     """Return leaves as arrays and :class:`Ragged`; ``name`` names them in errors, which are those of :func:`arrays`."""
-    for key, leaf in name_leaves(leaves).items() if form_of(leaves) == "dict" else ():
-        if not isinstance(key, str) or not key.isidentifier():
-            raise UserError(f"{name}: the name {key!r} must be a Python identifier: the model is called with it")
-        if isinstance(leaf, dict):
-            raise UserError(f"{name}: {key!r} is a dict in a dict; give a dict of arrays")
+    require_identifiers(name, leaves)
     if form_of(leaves) == "dict" or isinstance(leaves, tuple):
         if not leaves:
             raise UserError(f"{name}: has no array; give at least one")
@@ -136,17 +133,25 @@ def convert_leaves(name: str, leaves: Any) -> Leaves:
     return None if leaves is None else convert_leaf(name, leaves)
 
 
+def require_identifiers(name: str, leaves: Leaves) -> None:
+    """Raise UserError, with ``name`` in its text, for names of a dict that are no Python identifiers."""
+    for key in leaves if form_of(leaves) == "dict" else ():
+        if not isinstance(key, str) or not key.isidentifier():
+            raise UserError(f"{name}: the name {key!r} must be a Python identifier: the model is called with it")
+
+
 def convert_leaf(name: str, values: Any) -> NDArray[Any] | Ragged:
     """Return values of N samples as an array [N, ...] in C order, or a list of arrays of different lengths as Ragged.
 
     Floats become float32. UserError, with ``name`` in its text, for objects, texts and what is no array.
     """
     try:
-        array = np.asarray(values)
-    except (ValueError, TypeError) as error:
-        if isinstance(values, list):  # of arrays of different shapes
-            return convert_ragged(name, [np.asarray(value) for value in values])
-        raise UserError(f"{name}: is no array ({error}); give one of equal parts, in the CPU's memory") from None
+        array = to_array(name, values)
+    except UserError:
+        if not isinstance(values, list):
+            raise
+        # Of arrays of different shapes.
+        return convert_ragged(name, [to_array(f"{name}[{place}]", value) for place, value in enumerate(values)])
     require_numbers(name, array)
     if not array.ndim or not len(array):
         raise UserError(f"{name}: must be an array [samples, ...] with at least one sample, got {list(array.shape)}")
@@ -162,7 +167,8 @@ def convert_ragged(name: str, samples: Sequence[NDArray[Any]]) -> Ragged:
                 f"{name}: sample {place} has shape {list(sample.shape)} and sample 0 has {list(samples[0].shape)}; "
                 "only the first dimension may differ"
             )
-    values = np.concatenate(samples)
+    # An empty list is an array of floats, and must not make floats of the others' whole numbers.
+    values = np.concatenate([sample for sample in samples if len(sample)] or samples)
     return Ragged(values.astype(stored_type(values.dtype), copy=False), np.cumsum([*map(len, samples)], dtype=np.int64))
 
 
@@ -170,7 +176,7 @@ def require_numbers(name: str, array: NDArray[Any]) -> None:
     """Raise UserError, with ``name`` in its text, unless an array holds truth values, whole numbers or floats."""
     if array.dtype.kind not in "biuf":
         what = {"O": "objects", "U": "texts", "S": "bytes"}.get(array.dtype.kind, str(array.dtype))
-        fix = "a list of arrays for samples of different lengths" if array.dtype.kind == "O" else "numbers for them"
+        fix = "numbers for them" + (", or a list of arrays of different lengths" if array.dtype.kind == "O" else "")
         raise UserError(f"{name}: must be numbers or truth values, got {what}; give {fix}")
 
 
@@ -199,7 +205,7 @@ def unify_sides(kind: str, train: Leaves, test: Leaves) -> dict[str, Leaves]:
     """
     named = name_leaves(train), name_leaves(test)
     if form_of(train) != form_of(test) or [*named[0]] != [*named[1]]:
-        texts = (f"{form_of(each)} {', '.join(name_leaves(each))}".strip() for each in (train, test))
+        texts = map(describe_form, (train, test))
         raise UserError(f"train_{kind} are {next(texts)}, and test_{kind} {next(texts)}: both must have one form")
     unified: tuple[dict[str, Any], dict[str, Any]] = ({}, {})
     for name, pair in zip(named[0], zip(named[0].values(), named[1].values(), strict=True), strict=True):
@@ -353,6 +359,6 @@ def count_bytes(data: SampleArrays) -> int:
 
 
 def read_sample(inputs: Leaves, targets: Leaves, sample: int) -> tuple[Leaves, Leaves]:
-    """Return copies of the inputs and targets of one sample."""
-    one = [map_leaves(lambda leaf: np.array(leaf[sample]), leaves) for leaves in (inputs, targets)]
+    """Return the inputs and targets of one sample: views of the arrays, and numbers."""
+    one = [map_leaves(lambda leaf: leaf[sample], leaves) for leaves in (inputs, targets)]
     return one[0], one[1]

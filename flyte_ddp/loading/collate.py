@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from flyte_ddp.errors import UserError
-from flyte_ddp.leaves import Leaves, form_of, name_leaves, restore_leaves
+from flyte_ddp.leaves import Leaves, form_of, group_leaves, restore_leaves
 
 STACKED, PADDED = "stacked", "padded"  # values of the hyperparameter ``collate``
 MASK = "mask"  # name of the leaf that says where a padded input has values
@@ -33,40 +33,39 @@ def stack_samples(samples: Samples, names: Sequence[str]) -> tuple[Leaves, Leave
                     f"{describe_leaf(kind, name)} of {sample} have shape {list(leaf.shape)}, and of {names[0]} "
                     f"{list(leaves[0].shape)}; set collate='padded', or a function of your own"
                 )
-        return widen(torch.from_numpy(np.stack(leaves)))
+        return torch.from_numpy(np.stack(leaves, dtype=wide_type(leaves)))
 
     inputs, targets = (combine(stack, [sample[side] for sample in samples], side, names) for side in (0, 1))
     return inputs, targets
 
 
-def pad_samples(samples: Samples, names: Sequence[str]) -> tuple[Leaves, Leaves]:
+def pad_samples(samples: Samples, names: Sequence[str], masked: str | None) -> tuple[Leaves, Leaves]:
     """Return inputs and targets of samples as one batch: leaves with a first dimension are padded at their ends.
 
     Inputs are padded with 0, targets as :func:`padding_of` says. :func:`add_mask` adds the mask, bool [n, longest], of
-    the first such input: where it has values. ``names`` are the samples' names in errors, which are those of
-    :func:`stack_samples` for other dimensions than the first.
+    the input ``masked``: where it has values; None: there is no mask. ``names`` are the samples' names in errors, which
+    are those of :func:`stack_samples` for other dimensions than the first.
     """
     masks = list[Tensor]()
 
     def pad(name: str, leaves: Sequence[NDArray[Any]], kind: str) -> Tensor:
         """Return a leaf of all samples as one tensor, padded to the longest."""
+        dtype, rest = wide_type(leaves), leaves[0].shape[1:]
         if not leaves[0].ndim:
-            return widen(torch.from_numpy(np.stack(leaves)))
+            return torch.from_numpy(np.stack(leaves, dtype=dtype))
         for sample, leaf in zip(names, leaves, strict=True):
-            if leaf.shape[1:] != leaves[0].shape[1:]:
+            if not leaf.ndim or leaf.shape[1:] != rest:
                 raise UserError(
                     f"{describe_leaf(kind, name)} of {sample} have shape {list(leaf.shape)}, and of {names[0]} "
                     f"{list(leaves[0].shape)}: only the first dimension may differ; set a collate of your own"
                 )
-        lengths = torch.tensor([len(leaf) for leaf in leaves])
-        longest = int(lengths.max())
-        dtype = widen(torch.from_numpy(leaves[0][:0])).dtype
-        filled = torch.full((len(leaves), longest, *leaves[0].shape[1:]), padding_of(dtype, kind), dtype=dtype)
+        lengths = np.array([len(leaf) for leaf in leaves])
+        filled = np.full((len(leaves), lengths.max(), *rest), padding_of(dtype.kind, kind), dtype)
         for row, leaf in zip(filled, leaves, strict=True):
-            row[: len(leaf)] = torch.from_numpy(leaf)
-        if kind == "inputs":
-            masks.append(torch.arange(longest) < lengths[:, None])
-        return filled
+            row[: len(leaf)] = leaf
+        if (kind, name) == ("inputs", masked):
+            masks.append(torch.from_numpy(np.arange(lengths.max()) < lengths[:, np.newaxis]))
+        return torch.from_numpy(filled)
 
     inputs, targets = (combine(pad, [sample[side] for sample in samples], side, names) for side in (0, 1))
     return add_mask(inputs, masks[0]) if masks else inputs, targets
@@ -75,28 +74,20 @@ def pad_samples(samples: Samples, names: Sequence[str]) -> tuple[Leaves, Leaves]
 def combine(function: Any, leaves: Sequence[Leaves], side: int, names: Sequence[str]) -> Leaves:
     """Return leaves of the first sample's form, each made by ``function`` out of that leaf of all samples.
 
-    ``side`` is 0 for inputs and 1 for targets. Raises UserError if a sample has other leaves than the first.
+    ``side`` is 0 for inputs and 1 for targets. Raises UserError if a sample has another form than the first.
     """
-    kind, first = ("inputs", "targets")[side], leaves[0]
-    named = [name_leaves(each) for each in leaves]
-    for sample, each in zip(names, named, strict=True):
-        if each.keys() != named[0].keys():
-            raise UserError(
-                f"the {kind} of {sample} have the leaves {', '.join(each) or 'none'}, and those of {names[0]} "
-                f"{', '.join(named[0]) or 'none'}; all must have the same"
-            )
-    made = dict[str, Tensor]()
-    for name in named[0]:
-        arrays = [convert_leaf(kind, each[name], sample) for each, sample in zip(named, names, strict=True)]
+    kind, made = ("inputs", "targets")[side], dict[str, Tensor]()
+    for name, values in group_leaves(kind, leaves, names).items():
+        arrays = [convert_leaf(kind, leaf, sample) for leaf, sample in zip(values, names, strict=True)]
         made[name] = function(name, arrays, kind)
-    return restore_leaves(form_of(first), made)
+    return restore_leaves(form_of(leaves[0]), made)
 
 
 def convert_leaf(kind: str, leaf: Any, sample: str) -> NDArray[Any]:
     """Return a leaf of a sample as an array of truth values, whole numbers or floats; UserError for anything else."""
     try:
         array = np.asarray(leaf)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RuntimeError) as error:  # torch raises a RuntimeError for a tensor with gradients
         raise UserError(f"the {kind} of {sample} are no array: {error}") from None
     if array.dtype.kind not in "biuf":
         what = {"O": "objects", "U": "texts", "S": "bytes"}.get(array.dtype.kind, str(array.dtype))
@@ -112,6 +103,15 @@ def describe_leaf(kind: str, name: str) -> str:
     return f"the {kind} {name!r}" if name else f"the {kind}"
 
 
+def wide_type(leaves: Sequence[NDArray[Any]]) -> np.dtype[Any]:
+    """Return the type of a leaf in a batch: int64 for whole numbers, float32 for floats, or bool.
+
+    An empty list, which is an array of floats, does not count beside others.
+    """
+    kind = np.result_type(*({leaf.dtype for leaf in leaves if leaf.size} or {leaves[0].dtype})).kind
+    return np.dtype({"f": np.float32, "b": np.bool_}.get(kind, np.int64))
+
+
 def widen(values: Tensor) -> Tensor:
     """Return whole numbers as int64, floats as fp32, and truth values unchanged."""
     if values.is_floating_point():
@@ -119,11 +119,12 @@ def widen(values: Tensor) -> Tensor:
     return values if values.dtype == torch.bool else values.long()
 
 
-def padding_of(dtype: torch.dtype, kind: str) -> float | int | bool:
-    """Return what fills up a padded leaf: 0 for inputs; for targets, which must not count, -100, NaN or False."""
-    if kind == "inputs" or dtype == torch.bool:
-        return 0
-    return float("nan") if dtype.is_floating_point else IGNORED_TOKEN
+def padding_of(dtype_kind: str, kind: str) -> float | int | bool:
+    """Return what fills up a padded leaf: 0 for inputs; for targets, which must not count, -100, NaN or False.
+
+    ``dtype_kind`` is NumPy's "b", "i" or "f", ``kind`` is inputs or targets.
+    """
+    return 0 if kind == "inputs" else {"b": False, "f": float("nan")}.get(dtype_kind, IGNORED_TOKEN)
 
 
 def add_mask(inputs: Leaves, mask: Tensor) -> Leaves:

@@ -4,14 +4,15 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import Any, Protocol
 
+import numpy as np
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from flyte_ddp.datasets.on_demand_set import OnDemandSet, split_item
 from flyte_ddp.datasets.sample_arrays import read_sample
 from flyte_ddp.errors import UserError
-from flyte_ddp.leaves import Leaves
-from flyte_ddp.loading.collate import PADDED, pad_samples, stack_samples
+from flyte_ddp.leaves import Leaves, map_leaves
+from flyte_ddp.loading.collate import PADDED, Samples, pad_samples, stack_samples
 from flyte_ddp.loading.own_samples import OwnCodeError, OwnFunction
 from flyte_ddp.loading.seeding import find_seeded_transforms, seed_for
 
@@ -20,7 +21,7 @@ class Items(Protocol):
     """Where the items of a data set come from. It can be pickled before it is first used."""
 
     def read_item(self, sample: int, seed: int, epoch: int | None) -> tuple[Leaves, Leaves]:
-        """Return inputs and targets of a sample, which a batch may change."""
+        """Return inputs and targets of a sample."""
 
 
 class ArrayItems:
@@ -30,7 +31,7 @@ class ArrayItems:
         self.inputs, self.targets = inputs, targets
 
     def read_item(self, sample: int, seed: int, epoch: int | None) -> tuple[Leaves, Leaves]:  # noqa: ARG002
-        """Return copies of the inputs and targets of a row of the arrays."""
+        """Return the inputs and targets of a row of the arrays."""
         return read_sample(self.inputs, self.targets, sample)
 
 
@@ -73,9 +74,22 @@ class OnDemandItems:
 class ItemLoader:
     """Loads whole batches in one process. It can be pickled before it is first used."""
 
-    def __init__(self, items: Items, side: str, collate: str, augment: OwnFunction | None, seed: int) -> None:
-        """Keep the hyperparameters ``collate`` and ``seed``, and the user's own ``augment``; ``side`` is for errors."""
-        self.items, self.side, self.collate, self.augment, self.seed = items, side, collate, augment, seed
+    def __init__(
+        self,
+        items: Items,
+        side: str,
+        collate: str,
+        seed: int,
+        *,
+        augment: OwnFunction | None = None,
+        masked: str | None = None,
+    ) -> None:
+        """Keep the hyperparameters ``collate`` and ``seed``, and the user's own ``augment``.
+
+        ``side`` is for errors; ``masked`` names the input whose mask a padded batch has.
+        """
+        self.items, self.side, self.collate, self.seed = items, side, collate, seed
+        self.augment, self.masked = augment, masked
         self.own_collate = OwnFunction("collate", collate) if ":" in collate else None
 
     def load_items(self, samples: Sequence[int], epoch: int | None) -> tuple[Leaves, Leaves]:
@@ -86,18 +100,41 @@ class ItemLoader:
         names = [f"{self.side} sample {sample}" for sample in samples]
         loaded = [self.load_item(sample, epoch, name) for sample, name in zip(samples, names, strict=True)]
         if self.own_collate is not None:
-            seed_for("collate", self.seed, epoch or 0, samples[0])
-            inputs, targets = self.own_collate.call_pair(f"{names[0]} to {names[-1]}", loaded)
-            if not any(isinstance(value, Tensor) for value in tree_leaves(inputs)):
-                raise UserError(f"{self.own_collate} returned inputs without a tensor; return what the model gets")
-            return inputs, targets
-        return (pad_samples if self.collate == PADDED else stack_samples)(loaded, names)
+            return self.call_own_collate(self.own_collate, loaded, samples, epoch, f"{names[0]} to {names[-1]}")
+        return pad_samples(loaded, names, self.masked) if self.collate == PADDED else stack_samples(loaded, names)
+
+    def call_own_collate(
+        self, own: OwnFunction, loaded: Samples, samples: Sequence[int], epoch: int | None, where: str
+    ) -> tuple[Leaves, Leaves]:
+        """Return what the user's collate makes of samples; seeds this process's generators for the first of them.
+
+        Raises the errors of :meth:`OwnFunction.call_pair`, and UserError for inputs without a tensor, or a tensor of
+        targets that has not a row for each sample. ``where`` names the samples in errors.
+        """
+        own.load()
+        seed_for(own.setting, self.seed, epoch or 0, samples[0], own.transforms)
+        # A mapping of another kind, such as a tokenizer's, becomes a dict, in which tensors are found.
+        inputs, targets = (map_leaves(lambda leaf: leaf, side) for side in own.call_pair(where, loaded))
+        if not any(isinstance(value, Tensor) for value in tree_leaves(inputs)):
+            raise UserError(f"{own} returned inputs without a tensor for {where}; return what the model gets")
+        if isinstance(targets, Tensor) and targets.shape[:1] != (len(samples),):
+            raise UserError(
+                f"{own} returned targets {list(targets.shape)} for {where}: must have a row for each of the "
+                f"{len(samples)} samples; leave none out"
+            )
+        return inputs, targets
 
     def load_item(self, sample: int, epoch: int | None, name: str) -> tuple[Leaves, Leaves]:
         """Return inputs and targets of a sample; seeds this process's random generators for it."""
-        item = self.items.read_item(sample, self.seed, epoch)
+        # Copies: what the user's code changes in place would stay changed in a set that holds its samples in memory.
+        inputs, targets = (map_leaves(copy_leaf, side) for side in self.items.read_item(sample, self.seed, epoch))
         if self.augment is None or epoch is None:
-            return item
+            return inputs, targets
         self.augment.load()
         seed_for(self.augment.setting, self.seed, epoch, sample, self.augment.transforms)
-        return self.augment.call_pair(name, *item)
+        return self.augment.call_pair(name, inputs, targets)
+
+
+def copy_leaf(leaf: Any) -> Any:
+    """Return a copy of an array or a tensor, and any other leaf unchanged."""
+    return np.array(leaf) if isinstance(leaf, np.ndarray) else leaf.clone() if isinstance(leaf, Tensor) else leaf

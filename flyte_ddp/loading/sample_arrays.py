@@ -25,9 +25,9 @@ class LoadedLeaf:
     ends: NDArray[np.int64] | None = None  # [N]
 
     def take_rows(self, samples: Indices, kind: str) -> tuple[Tensor, Tensor | None]:
-        """Return the leaf of these samples as a tensor [n, ...]; of a ragged leaf padded, with the mask [n, longest].
+        """Return the leaf of these samples as a tensor [n, ...], padded if it is ragged, and where it has values.
 
-        Without a mask the leaf is not ragged. ``kind`` is inputs or targets.
+        That is bool [n, longest]; None of a leaf that is not ragged. ``kind`` is inputs or targets.
         """
         device = self.values.device
         if self.ends is None:
@@ -44,7 +44,8 @@ class LoadedLeaf:
         )
         taken = widen(self.values.index_select(0, rows.flatten()).view(*rows.shape, *self.values.shape[1:]))
         hidden = ~mask.view(*mask.shape, *[1] * (taken.dim() - 2))
-        return taken.masked_fill(hidden, padding_of(taken.dtype, kind)), mask
+        dtype_kind = "f" if taken.is_floating_point() else "b" if taken.dtype == torch.bool else "i"
+        return taken.masked_fill(hidden, padding_of(dtype_kind, kind)), mask
 
 
 @dataclass(frozen=True)
@@ -53,25 +54,24 @@ class ArrayBatches(ImageSource):
 
     inputs: Leaves  # of LoadedLeaf
     targets: Leaves
+    masked: str | None = None  # name of the input whose mask the model also gets
 
     def load_batch(self, samples: Indices, epoch: int | None = None) -> Batch:  # noqa: ARG002
-        """Return a batch of these rows of the arrays, on the arrays' device, with a mask if an input is ragged."""
-        inputs, mask = take_leaves(self.inputs, samples, "inputs")
-        targets, _ = take_leaves(self.targets, samples, "targets")
-        return Batch(inputs if mask is None else add_mask(inputs, mask), targets)
+        """Return a batch of these rows of the arrays, on the arrays' device, with the mask of ``masked``."""
+        found = {name: leaf.take_rows(samples, "inputs") for name, leaf in name_leaves(self.inputs).items()}
+        inputs = restore_leaves(form_of(self.inputs), {name: values for name, (values, _) in found.items()})
+        if self.masked is not None:
+            values, mask = found[self.masked]
+            all_there = torch.ones(values.shape[:2], dtype=torch.bool, device=values.device)
+            inputs = add_mask(inputs, all_there if mask is None else mask)
+        return Batch(inputs, map_leaves(lambda leaf: leaf.take_rows(samples, "targets")[0], self.targets))
 
 
-def take_leaves(leaves: Leaves, samples: Indices, kind: str) -> tuple[Leaves, Tensor | None]:
-    """Return leaves of these samples, and the mask of the first ragged leaf; None without one."""
-    found = {name: leaf.take_rows(samples, kind) for name, leaf in name_leaves(leaves).items()}
-    mask = next((mask for _, mask in found.values() if mask is not None), None)
-    return restore_leaves(form_of(leaves), {name: values for name, (values, _) in found.items()}), mask
-
-
-def open_array_batches(device: torch.device, inputs: Leaves, targets: Leaves) -> ArrayBatches:
+def open_array_batches(device: torch.device, inputs: Leaves, targets: Leaves, masked: str | None) -> ArrayBatches:
     """Return an ArrayBatches of these arrays; on a GPU it holds copies on ``device``, on a CPU the arrays themselves.
 
-    Hides warnings of this process meanwhile.
+    ``masked`` names the input whose mask the model also gets; None: it gets none. Hides warnings of this process
+    meanwhile.
     """
 
     def put_on_device(leaf: Any) -> LoadedLeaf:
@@ -82,4 +82,4 @@ def open_array_batches(device: torch.device, inputs: Leaves, targets: Leaves) ->
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's, that mapped memory may not be written to, which nothing does
-        return ArrayBatches(map_leaves(put_on_device, inputs), map_leaves(put_on_device, targets))
+        return ArrayBatches(map_leaves(put_on_device, inputs), map_leaves(put_on_device, targets), masked)

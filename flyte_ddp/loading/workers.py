@@ -84,6 +84,8 @@ class LoaderPool:
         self.loaders, self.number = loaders, workers
         self.answers: dict[int, Any] = {}  # by task; an exception for a task that failed
         self.numbers = itertools.count()
+        # All are kept, because a loader process knows a memory by its path, which must never be another one's.
+        self.memories: list[BatchMemory] = []
         self.free: list[BatchMemory] = []
         self.started = False
         with spawn_context() as context:
@@ -148,7 +150,10 @@ class LoaderPool:
 
     def take_memory(self) -> BatchMemory:
         """Return memory for a batch that is not in use."""
-        return self.free.pop() if self.free else BatchMemory()
+        if not self.free:
+            self.memories.append(BatchMemory())
+            return self.memories[-1]
+        return self.free.pop()
 
     def map_memory(self, memory: BatchMemory, size: int) -> NDArray[np.uint8]:
         """Return memory of :meth:`take_memory`; it is free again when nothing refers to the array any more."""
@@ -328,7 +333,7 @@ class ItemBatches(ImageSource):
 
     def put_on_device(self, value: Any) -> Any:
         """Return an array or tensor as a tensor on the device, and another value unchanged."""
-        if isinstance(value, np.ndarray):
+        if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
             value = torch.from_numpy(value)
         return copy_to_device(value, self.device) if isinstance(value, Tensor) else value
 

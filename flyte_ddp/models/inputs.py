@@ -1,14 +1,17 @@
 """What a model gets: images of one size, or any leaves; and how a batch becomes that."""
 
-from collections.abc import Mapping
+import inspect
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from flyte_ddp.leaves import Leaves, form_of, name_leaves, restore_leaves
+from flyte_ddp.errors import UserError
+from flyte_ddp.leaves import Leaves, call_with_leaves, describe_form, form_of, name_leaves, restore_leaves
 from flyte_ddp.models.images import InputSpec, prepare_images
 
 
@@ -16,7 +19,7 @@ class LeafSpec(NamedTuple):
     """One leaf of a sample's inputs."""
 
     shape: tuple[int | None, ...]  # without the samples' dimension; None: another length in each sample
-    dtype: str  # float, int64 or bool: floats have the type of the run
+    dtype: str  # float, int64 or bool, or other for what is no tensor; floats have the type of the run
 
 
 @dataclass(frozen=True)
@@ -47,7 +50,7 @@ def describe_leaves(inputs: Leaves, ragged: Mapping[str, bool]) -> LeavesSpec:
     leaves = []
     for name, leaf in name_leaves(inputs).items():
         shape: tuple[int | None, ...] = (None, *leaf.shape[1:]) if ragged[name] else tuple(leaf.shape)
-        kind = {"f": "float", "b": "bool"}.get(leaf.dtype.kind, "int64")
+        kind = {"f": "float", "b": "bool", "O": "other"}.get(leaf.dtype.kind, "int64")
         leaves.append((name, LeafSpec(shape, kind)))
     return LeavesSpec(form_of(inputs), tuple(leaves))
 
@@ -66,4 +69,32 @@ def prepare_inputs(
         """Return a floating-point tensor as ``dtype``, and another value unchanged."""
         return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
 
-    return tree_map(convert, inputs)
+    return convert(inputs) if isinstance(inputs, Tensor) else tree_map(convert, inputs)  # much faster for one tensor
+
+
+@contextmanager
+def explain_model_errors(name: str, model: nn.Module, inputs: Leaves) -> Iterator[None]:
+    """Raise UserError for errors of a block that calls the model with a batch: other arguments, or an unknown token.
+
+    An embedding on a CPU raises an IndexError for a number that it has no row for; on a GPU it ends the process.
+    """
+    try:
+        yield
+    except IndexError as error:
+        if "out of range in self" not in str(error):
+            raise
+        whole = {key: leaf for key, leaf in name_leaves(inputs).items() if getattr(leaf, "dtype", None) == torch.int64}
+        ranges = ", ".join(f"{key} {leaf.min()}..{leaf.max()}".strip() for key, leaf in whole.items())
+        raise UserError(
+            f"model {name!r}: an embedding has no row for one of its inputs, whose whole numbers are {ranges}; give it "
+            "more rows, or correct the inputs"
+        ) from error
+    except TypeError as error:
+        try:
+            call_with_leaves(inspect.signature(model.forward).bind, inputs)
+        except TypeError as mismatch:
+            raise UserError(
+                f"model {name!r}: its forward is called with {describe_form(inputs)}, and that fails: {mismatch}; take "
+                "all of them (collate='padded' adds the mask as the last)"
+            ) from error
+        raise

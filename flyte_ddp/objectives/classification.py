@@ -20,6 +20,7 @@ from flyte_ddp.objectives.objective import (
     require_outputs,
 )
 from flyte_ddp.objectives.table_columns import TableColumns, name_columns
+from flyte_ddp.objectives.terms import Terms
 from flyte_ddp.sections import Confusions, Pictures, Section
 
 
@@ -57,7 +58,7 @@ class Classification(Objective):
         smoothing = self.facts.label_smoothing if torch.is_grad_enabled() else 0.0
         return functional.cross_entropy(outputs, targets, reduction="none", label_smoothing=smoothing)
 
-    def loss_sum(self, outputs: Any, targets: Tensor, weights: Tensor | None, samples: int) -> Tensor:
+    def loss_sum(self, outputs: Any, targets: Tensor, weights: Terms | None, samples: int) -> Tensor:
         """Return the weighted sum of all losses, []; without weights by torch's fused form."""
         if weights is not None or overrides(self, Classification, "losses"):
             return super().loss_sum(outputs, targets, weights, samples)

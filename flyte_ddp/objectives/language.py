@@ -57,6 +57,7 @@ class Language(Objective):
     def align(self, outputs: Any, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Return the logits [n, P, tokens] and the targets [n, P] that are compared; with ``shift`` P is T - 1."""
         logits: Tensor = find_logits(outputs)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))  # of an object they may still be bf16
         return (logits[:, :-1], targets[:, 1:]) if self.shift else (logits, targets)
 
     def weights(self, targets: Tensor) -> Tensor:
@@ -108,8 +109,8 @@ class Language(Objective):
 
 def find_logits(outputs: Any) -> Any:
     """Return ``logits`` of an object or dict of outputs, the first of a tuple, and other outputs unchanged."""
+    if hasattr(outputs, "logits"):  # also of a dict, as those of transformers, whose items are another copy
+        return outputs.logits
     if isinstance(outputs, Mapping):
         return outputs.get("logits")
-    if isinstance(outputs, tuple):
-        return outputs[0]
-    return getattr(outputs, "logits", outputs)
+    return outputs[0] if isinstance(outputs, tuple) and outputs else outputs

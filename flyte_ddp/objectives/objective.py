@@ -5,6 +5,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any, ClassVar
 
 import numpy as np
@@ -16,6 +17,7 @@ from torch.utils._pytree import tree_map
 from flyte_ddp.errors import UserError
 from flyte_ddp.leaves import Leaves
 from flyte_ddp.objectives.table_columns import TableColumns, number_columns
+from flyte_ddp.objectives.terms import Terms, pair_terms, sum_term
 from flyte_ddp.sections import Pictures, Section
 
 LOWER, HIGHER = "lower", "higher"  # whether a lower or a higher value of a measure is better
@@ -33,6 +35,7 @@ class Facts:
     class_counts: tuple[int, ...] = ()  # training samples of each class; empty: not known
     class_weights: str = ""  # the hyperparameters of the same names
     label_smoothing: float = 0.0
+    no_nan_targets: bool = False  # whether it is known that no target holds a NaN
 
 
 class Objective:
@@ -40,12 +43,15 @@ class Objective:
 
     An objective never reduces: it returns one loss for each sample, or for each element of a sample's target. The
     library adds them up and divides by the sum of their weights in the whole step, over all ranks and accumulation
-    parts. An objective keeps no state.
+    parts. If losses and weights are dicts of terms, each term is divided by the sum of its own weights, and then the
+    terms are added. An objective keeps no state.
     """
 
     # The names of what :meth:`measure` returns, each with LOWER or HIGHER; the main one first. Each also has "loss".
     measures: Mapping[str, str] = {}
     loss_unit: str = "loss"  # what a loss is, on the axis of the report's chart
+    # Whether a sample's loss depends on others of its batch. Then batches in parts, and mixup, are refused.
+    coupled: ClassVar[bool] = False
     takes: ClassVar[frozenset[str]] = frozenset()  # hyperparameters of one objective alone that this one uses
 
     def __init__(self, facts: Facts) -> None:
@@ -74,8 +80,10 @@ class Objective:
     def check_outputs(self, model: str, outputs: Any, targets: Any) -> None:
         """Raise UserError if the outputs of the model called ``model`` do not fit the targets [n, ...]."""
 
-    def weights(self, targets: Any) -> Tensor | None:  # noqa: ARG002
+    def weights(self, targets: Any) -> Terms | None:  # noqa: ARG002
         """Return the weights of the losses, of their shape and at least 0; None: each loss has the weight 1.
+
+        Terms need weights, which are a dict with the same names in each batch.
 
         They depend on the targets alone, because they are asked for before the forward pass.
         """
@@ -87,7 +95,7 @@ class Objective:
         self.class_weights = self.class_weights.to(device)
         return self.class_weights
 
-    def losses(self, outputs: Any, targets: Any) -> Tensor:
+    def losses(self, outputs: Any, targets: Any) -> Terms:
         """Return the loss of each sample, [n], or of each element of its target, in fp32 or more.
 
         A loss whose weight is 0 must still be a number, because its gradient is multiplied by 0. A single number is
@@ -95,23 +103,23 @@ class Objective:
         """
         raise NotImplementedError
 
-    def loss_sum(self, outputs: Any, targets: Leaves, weights: Tensor | None, samples: int) -> Tensor:
+    def loss_sum(self, outputs: Any, targets: Leaves, weights: Terms | None, samples: int) -> Tensor:
         """Return the weighted sum of all losses of a batch, []. Override it for a fused form of the same value.
 
         Sets ``came_reduced`` if the loss is a single number. Raises UserError for losses of another shape than
         [samples], or than the weights.
         """
-        losses = self.losses(outputs, targets)
-        shape = torch.Size([samples]) if weights is None else weights.shape
-        if losses.dim() == 0:
-            self.came_reduced = True
-            return losses * (samples if weights is None else weights.sum())
-        if losses.shape != shape:
-            raise wrong_losses_error(losses, shape, weighted=weights is not None)
-        return (losses if weights is None else losses * weights).sum()
+        sums = []
+        for losses, own in pair_terms(self.losses(outputs, targets), weights, samples).values():
+            self.came_reduced |= losses.dim() == 0
+            sums.append(sum_term(losses, own, samples))
+        return reduce(torch.add, sums)
 
     def columns(self, outputs: Any, targets: Any) -> dict[str, Tensor]:  # noqa: ARG002
-        """Return what :meth:`measure` needs of each sample: tensors [n] or [n, k]. The library adds loss and weight."""
+        """Return what :meth:`measure` needs of each sample: tensors [n] or [n, k]. The library adds loss and weight.
+
+        Of terms it adds the sums of each, ``loss_NAME`` and ``weight_NAME``, and their sum as ``loss``, without weight.
+        """
         return {}
 
     def measure(self, columns: Columns) -> dict[str, float]:  # noqa: ARG002
@@ -177,47 +185,6 @@ def largest_losses(columns: Columns, among: Tensor | None = None) -> list[int]:
 def overrides(objective: Objective, base: type[Objective], *methods: str) -> bool:
     """Return whether a subclass of ``base`` has its own version of one of these methods."""
     return any(getattr(type(objective), name) is not getattr(base, name) for name in methods)
-
-
-def wrong_losses_error(losses: Tensor, shape: torch.Size, *, weighted: bool) -> UserError:
-    """Return the error for losses of another shape than ``shape``: the weights' shape if ``weighted``, else [n]."""
-    rule = f"{list(shape)}, as the weights are" if weighted else f"{list(shape)}, one for each sample"
-    return UserError(f"the objective's losses have shape {list(losses.shape)}: must be {rule}; do not reduce them")
-
-
-def sample_losses(objective: Objective, outputs: Any, targets: Leaves, samples: int) -> tuple[Tensor, Tensor | None]:
-    """Return each sample's sum of weighted losses, [samples], and its sum of weights, or None for weights of 1.
-
-    A loss that comes as a single number counts as the loss of each sample. Raises UserError for losses of a wrong
-    shape, and the errors of :func:`require_weights`.
-    """
-    losses, weights = objective.losses(outputs, targets), objective.weights(targets)
-    require_weights(weights, samples)
-    shape = torch.Size([samples]) if weights is None else weights.shape
-    if losses.dim() == 0:
-        losses = losses.expand(shape)
-    if losses.shape != shape:
-        raise wrong_losses_error(losses, shape, weighted=weights is not None)
-    if weights is None:
-        return losses, None
-    sums = (values.reshape(len(values), -1).sum(1, dtype=torch.float64) for values in (losses * weights, weights))
-    return next(sums), next(sums)
-
-
-def require_weights(weights: Tensor | None, samples: int) -> None:
-    """Raise UserError unless weights are None, or one or more numbers of at least 0 for each of the samples."""
-    if weights is None:
-        return
-    if weights.shape[:1] != (samples,):
-        raise UserError(
-            f"the objective's weights have shape {list(weights.shape)}: must be one or more for each of the {samples} "
-            "samples; do not reduce them"
-        )
-    if not bool(((weights >= 0) & weights.isfinite()).all()):
-        raise UserError(
-            f"the objective's weights go from {weights.min().item():g} to {weights.max().item():g}: must be finite "
-            "and at least 0; 0 leaves a loss out"
-        )
 
 
 def convert_outputs(outputs: Any, dtype: torch.dtype) -> Any:
@@ -295,7 +262,7 @@ def class_weights_of(facts: Facts) -> Tensor | None:
         if len(counts) != number or not bool((counts > 0).all()):
             raise UserError(
                 "class_weights='balanced': a class has no training sample, or their numbers are not known, as of what "
-                "`sample` makes; give numbers, such as 1,2.5"
+                "`sample` makes and of sets on demand; give numbers, such as 1,2.5"
             )
         return (counts.sum() / (number * counts)).float()
     weights = [float(part) for part in text.split(",")]  # as config has checked

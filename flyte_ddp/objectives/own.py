@@ -39,6 +39,18 @@ def objective_of_sidecar(sidecar: Mapping[str, Any]) -> Objective:
     return make_objective(sidecar.get("objective", "classification"), facts, options)
 
 
+def why_not_comparable(accumulation_steps: int, mixup: float) -> str:
+    """Return why these hyperparameters do not allow an objective to compare the samples of a batch; "" if they do."""
+    if accumulation_steps > 1:
+        return (
+            f"accumulation_steps={accumulation_steps}: the objective compares the samples of a batch, and each part "
+            "would have fewer to compare; set accumulation_steps=1, with more ranks or a smaller batch_size"
+        )
+    if mixup:
+        return f"mixup={mixup:g}: the objective compares samples, and a mixture would be two at once; set mixup=0"
+    return ""
+
+
 def make_objective(name: str, facts: Facts, options: Mapping[str, Any]) -> Objective:
     """Return the objective called ``name``: built in, or the user's ``package.module:callable``.
 

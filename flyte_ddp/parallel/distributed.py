@@ -22,6 +22,7 @@ Value = TypeVar("Value")
 TIMEOUT_SHARE = 0.9  # of the time limit; not 1, because gloo's clock starts a little earlier than ours
 GROUP_TIMEOUT = timedelta()  # means "the process group's limit", and is the default of Work.wait
 TORCH_WAIT = dist.Work.wait
+NCCL_GRACE_SECONDS = 60.0
 timeout_seconds = 600.0  # limit of this process for waits for other ranks; torch has a limit of its own
 
 
@@ -33,6 +34,15 @@ def rank() -> int:
 def world_size() -> int:
     """Return the number of ranks; 1 without a process group."""
     return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def group_timeout(limit: float, *, on_gpu: bool) -> timedelta:
+    """Return the limit to give to a process group whose waits should end after ``limit`` seconds.
+
+    NCCL ends a process that has waited too long by SIGABRT, and the launcher would blame this rank. So NCCL gets a
+    longer limit, and the report of the thread that watches for hangs comes first.
+    """
+    return timedelta(seconds=limit + (NCCL_GRACE_SECONDS if on_gpu else 0.0))
 
 
 def wait_for_all_ranks() -> None:

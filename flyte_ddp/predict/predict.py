@@ -1,17 +1,17 @@
-"""Predicting images with a saved model: a CSV table, and an HTML page of the first predictions."""
+"""Predicting samples with a saved model: a CSV table, and an HTML page of the first predictions."""
 
 import codecs
 import csv
-import itertools
 import math
-from collections.abc import Iterator, Sequence
-from itertools import compress
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import compress, repeat
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from flyte_ddp.datasets import open_prepared
 from flyte_ddp.datasets.image_folder import join_kinds
@@ -22,7 +22,8 @@ from flyte_ddp.leaves import Leaves
 from flyte_ddp.loading.encoded import BadSamples
 from flyte_ddp.loading.facts import join_few
 from flyte_ddp.models.artifacts import read_model_json
-from flyte_ddp.models.inputs import LeavesSpec, ModelInput
+from flyte_ddp.models.images import InputSpec
+from flyte_ddp.models.inputs import ModelInput
 from flyte_ddp.objectives.table_columns import TableColumns, describe_samples, merge_columns
 from flyte_ddp.predict.mask_files import MaskFolder
 from flyte_ddp.predict.prediction_batches import (
@@ -51,10 +52,10 @@ def write_prediction_table(
     bad_samples: int | None = None,
     settings: Settings | None = None,
 ) -> Path:
-    """Write a saved model's predictions as a CSV table, a row per image, and return the path of the table.
+    """Write a saved model's predictions as a CSV table, a row per sample, and return the path of the table.
 
     Predicts either the image files below the folder ``images``, without hidden ones, or the test split of the prepared
-    data set in the folder ``dataset``. Also writes an HTML page that shows the first images with their predictions.
+    data set in the folder ``dataset``. Also writes an HTML page that shows the first samples with their predictions.
     Columns are ``id``, ``prediction``, those of the truth (for a data set), and the other answers of the model's
     objective. Of a classification they are the likeliest class, ``truth``, ``score`` (the prediction's probability) and
     ``score_<class>`` for every class; docs/model.md has the others. The ``id`` is the path below ``images``; for a data
@@ -102,8 +103,8 @@ def write_prediction_table(
                 table.writerow(header)
             cells = [[format_cell(name, value) for value in values] for name, values in answers.columns.items()]
             table.writerows(zip(batch.ids, *cells, strict=True))
-            pictures, samples = images_from_inputs(batch.inputs, model.spec), len(batch.ids)
-            first.add_batch(pictures, answers.pictures, samples=samples, are_classes=batch.truths is not None)
+            shown, are_classes = show_inputs(batch.inputs, model.spec), batch.truths is not None
+            first.add_batch(shown, answers.pictures, samples=len(batch.ids), are_classes=are_classes)
     write_html(output.with_suffix(".html"), first.render_page(output.stem))
     if bad.names:
         listed = join_few(f"{name} ({reason})" for name, reason in bad.names.items())
@@ -111,14 +112,13 @@ def write_prediction_table(
     return output
 
 
-def images_from_inputs(inputs: Leaves, spec: ModelInput) -> Iterator[NDArray[np.uint8] | None]:
-    """Yield each of a model's normalised inputs [n, C, H, W] as an image, uint8 [H, W, C], on the CPU.
+def show_inputs(inputs: Leaves, spec: ModelInput) -> Iterable[NDArray[np.uint8] | None]:
+    """Return the images of inputs; None without end if they are none."""
+    return images_from_inputs(inputs, spec) if isinstance(spec, InputSpec) else repeat(None)
 
-    Of inputs that are no images yields None without end.
-    """
-    if isinstance(spec, LeavesSpec):
-        yield from itertools.repeat(None)
-        return
+
+def images_from_inputs(inputs: Tensor, spec: InputSpec) -> Iterator[NDArray[np.uint8]]:
+    """Yield each of a model's normalised inputs [n, C, H, W] as an image, uint8 [H, W, C], on the CPU."""
     mean, std = (torch.tensor(values, device=inputs.device).view(-1, 1, 1) for values in (spec.mean, spec.std))
     for image in inputs:
         values = (image.float() * std + mean).clamp(0, 1).mul(255).round().byte()

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flyte_ddp.errors import UserError
-from flyte_ddp.export.exporting import Comparison
+from flyte_ddp.export.comparison import Comparison
 from flyte_ddp.formatting import format_count, format_measure, format_percent, name_measure
 from flyte_ddp.objectives import Classification
 from flyte_ddp.release import statistics
@@ -44,9 +44,9 @@ def check_same_task(challenger: Mapping[str, Any], champion: Mapping[str, Any]) 
 def describe_task(task: Mapping[str, Any]) -> str:
     """Return a task as text: objective, options if there are any, number of classes, shapes of target and input."""
     options = json.dumps(task["objective's options"], sort_keys=True) if task["objective's options"] else ""
-    target, takes = (" x ".join(map(str, task[name])) for name in ("target shape", "input"))
+    target = " x ".join(map(str, task["target shape"]))
     classes = f"{len(task['classes'])} classes" if task["classes"] else ""
-    return ", ".join(filter(None, (task["objective"], options, classes, target and f"targets {target}", takes)))
+    return ", ".join(filter(None, (task["objective"], options, classes, target and f"targets {target}", task["input"])))
 
 
 def check_finite_outputs(challenger: Evaluation) -> Check:

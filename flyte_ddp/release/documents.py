@@ -15,9 +15,10 @@ import yaml
 import flyte_ddp
 from flyte_ddp.formatting import name_measure
 from flyte_ddp.release.verdict import Verdict
+from flyte_ddp.release.versions import describe_input
 
 UNKNOWN = "not stated"
-TASKS = {  # names that the Hugging Face Hub has for objectives
+TASKS = {  # names that the Hugging Face Hub has for objectives of images
     **dict.fromkeys(("classification", "multilabel"), "image-classification"),
     "segmentation": "image-segmentation",
 }
@@ -41,7 +42,7 @@ def render_model_card(name: str, sidecar: Mapping[str, Any], verdict: Verdict, f
     trained_on = hp.get("dataset", UNKNOWN)
     tested_on = hp.get("test_dataset") or trained_on
     objective = str(sidecar.get("objective", "classification"))
-    task = TASKS.get(objective, "other")
+    task = "other" if "leaves" in takes else TASKS.get(objective, "other")
     measured = {
         key.removeprefix("test_"): value
         for key, value in metrics.items()
@@ -54,7 +55,7 @@ def render_model_card(name: str, sidecar: Mapping[str, Any], verdict: Verdict, f
     }
     metadata = {  # that the Hub's programs read
         "library_name": "pytorch",
-        **({"pipeline_tag": task} if objective in TASKS else {}),
+        **({"pipeline_tag": task} if task != "other" else {}),
         "tags": ["flyte-ddp"],
         "datasets": [trained_on],
         "metrics": [name for name in measured if name != "loss"],
@@ -64,7 +65,7 @@ def render_model_card(name: str, sidecar: Mapping[str, Any], verdict: Verdict, f
         "Version (SHA-256 of the weights)": sidecar["digests"]["weights"],
         "Model": sidecar["model"],
         "Objective": objective,
-        "Input": f"{takes['channels']} x {takes['height']} x {takes['width']}",
+        "Input": describe_input(takes),
         "Classes": f"{len(classes)}: {', '.join([*classes[:20], *(['...'] if len(classes) > 20 else [])])}".rstrip(
             ": "
         ),

@@ -18,6 +18,7 @@ from flyte_ddp.leaves import Leaves
 from flyte_ddp.objectives import Classification, Objective
 from flyte_ddp.objectives.objective import list_floats
 from flyte_ddp.objectives.segmentation import logits_of
+from flyte_ddp.objectives.terms import add_loss_of_terms
 from flyte_ddp.predict.prediction_batches import SavedModel, read_test_split
 from flyte_ddp.release.scores import score_samples
 from flyte_ddp.training.evaluate import compute_columns, measure_columns
@@ -64,7 +65,7 @@ class Evaluation:
                 lowest = min([lowest, *(tensor.min().item() for tensor in tensors)])
                 highest = max([highest, *(tensor.max().item() for tensor in tensors)])
                 parts.append({name: column.double().cpu() for name, column in columns.items()})
-        columns = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+        columns = add_loss_of_terms({name: torch.cat([part[name] for part in parts]) for name in parts[0]})
         all_finite = torch.cat(finite_parts).numpy()
         found = cls(objective, columns, all_finite, {}, np.empty(0), spread=highest - lowest)
         if all_finite.all() or isinstance(objective, Classification):

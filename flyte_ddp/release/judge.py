@@ -14,13 +14,15 @@ from typing import Self
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from flyte_ddp.datasets.images import TEST_DIGEST, read_description
 from flyte_ddp.datasets.prepared import PreparedSet, open_prepared
 from flyte_ddp.errors import UnreachableError, UserError
-from flyte_ddp.export.exporting import Comparison, NotExportedError, TorchLogits, export_model
+from flyte_ddp.export.comparison import Comparison
+from flyte_ddp.export.exporting import TorchLogits, export_model
+from flyte_ddp.export.graphs import NotExportedError
 from flyte_ddp.formatting import name_measure
+from flyte_ddp.leaves import Leaves
 from flyte_ddp.objectives import Classification, Multilabel
 from flyte_ddp.predict.prediction_batches import SavedModel, read_test_split
 from flyte_ddp.release import checks, statistics, versions
@@ -33,7 +35,7 @@ from flyte_ddp.release.slices import group_by_slice
 from flyte_ddp.release.verdict import KEPT, NO_COMPARISON, PROMOTED, Check, Verdict
 from flyte_ddp.settings import Settings
 
-LATENCY_BATCH, LATENCY_ROUNDS = 64, 15  # images of a batch, and how often both models compute one
+LATENCY_BATCH, LATENCY_ROUNDS = 64, 15  # samples of a batch, and how often both models compute one
 NOT_THE_MODELS = (UnreachableError, MemoryError, torch.OutOfMemoryError)  # errors that another try may not meet
 
 
@@ -320,13 +322,13 @@ def translate_model_errors(version: str, action: str) -> Iterator[None]:
 def measure_latency_ratio(challenger: SavedModel, champion: SavedModel, split: PreparedSet) -> float:
     """Return the challenger's time for a batch as a multiple of the champion's.
 
-    Reads up to LATENCY_BATCH (64) test images, which both models compute by turns; waits for the GPU. The result is the
-    median of LATENCY_ROUNDS (15) ratios. Downloads remote shards. Raises UserError if :func:`read_test_split` does.
+    Reads up to LATENCY_BATCH (64) test samples, which both models compute by turns; waits for the GPU. The result is
+    the median of LATENCY_ROUNDS (15) ratios. Downloads remote shards. Raises UserError if :func:`read_test_split` does.
     """
-    inputs: dict[SavedModel, Tensor] = {}
+    inputs: dict[SavedModel, Leaves] = {}
     for model in (challenger, champion):
         with closing(read_test_split(model, split, LATENCY_BATCH)) as batches:
-            inputs[model] = next(batch.inputs for batch in batches if len(batch.inputs))
+            inputs[model] = next(batch.inputs for batch in batches if any(batch.decoded))
     ratios = []
     for number in range(LATENCY_ROUNDS + 1):
         seconds = {}

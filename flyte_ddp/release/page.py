@@ -1,11 +1,15 @@
 """The page of a verdict: its checks, the samples that only one of the two models gets right, the confusions."""
 
+from collections.abc import Collection
 from contextlib import closing
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from flyte_ddp.formatting import format_measure, name_measure
+from flyte_ddp.models.images import InputSpec
 from flyte_ddp.objectives import Classification
 from flyte_ddp.objectives.classification import count_confusions
 from flyte_ddp.predict.predict import images_from_inputs
@@ -47,32 +51,45 @@ def write_page(judgement: Judgement, name: str, path: Path) -> Path:
 def picture_differences(judgement: Judgement) -> dict[str, list[Picture]]:
     """Return pictures by headline: the first PICTURED (12) samples that only challenger, or only champion, gets right.
 
-    Reads the test split up to the last of these. Reads nothing and returns {} unless both models were evaluated, and
-    classify.
+    Reads the test split up to the last of these for their images; samples that are no images have none. Reads nothing
+    and returns {} unless both models were evaluated, and classify.
     """
     mine, theirs, names = judgement.challenger, judgement.champion, judgement.model.classes
     found: dict[str, list[Picture]] = {}
     if mine is None or theirs is None or not isinstance(mine.objective, Classification):
         return found
-    wanted = {}
-    for right, wrong, better, worse in (
-        ("challenger", "champion", mine, theirs),
-        ("champion", "challenger", theirs, mine),
-    ):
-        pictures: list[Picture] = []
-        for place in np.flatnonzero(better.correct & ~worse.correct)[:PICTURED].tolist():
-            wanted[place] = worse, found.setdefault(f"Only the {right} is right; the {wrong} predicts", pictures)
-    start = 0  # number of the batch's first sample among those that can be decoded
-    with closing(read_test_split(judgement.model, judgement.split)) as batches:
+    places = {
+        (right, wrong): np.flatnonzero(better.correct & ~worse.correct)[:PICTURED].tolist()
+        for right, wrong, better, worse in (
+            ("challenger", "champion", mine, theirs),
+            ("champion", "challenger", theirs, mine),
+        )
+    }
+    images = read_test_images(judgement, {*chain(*places.values())})
+    for (right, wrong), chosen in places.items():
+        model = theirs if wrong == "champion" else mine
+        for place in chosen:
+            truth, prediction = (names[int(model.columns[key][place])] for key in ("truth", "prediction"))
+            score = float(model.columns["confidence"][place])
+            picture = Picture(f"sample {model.ids[place]}", images.get(place), prediction, truth, score)
+            found.setdefault(f"Only the {right} is right; the {wrong} predicts", []).append(picture)
+    return found
+
+
+def read_test_images(judgement: Judgement, wanted: Collection[int]) -> dict[int, NDArray[np.uint8]]:
+    """Read the test split up to the last of the ``wanted`` samples; return their images [H, W, C] by number.
+
+    The number is that among the samples that can be decoded. Reads nothing and returns {} if samples are no images.
+    """
+    model, images, start = judgement.model, dict[int, NDArray[np.uint8]](), 0
+    if not isinstance(model.spec, InputSpec):
+        return images
+    with closing(read_test_split(model, judgement.split)) as batches:
         for batch in batches:
             if start > max(wanted, default=-1):
                 break
             places = [place for place in range(start, start + len(batch.inputs)) if place in wanted]
             inputs = batch.inputs[[place - start for place in places]]
-            for place, image in zip(places, images_from_inputs(inputs, judgement.model.spec), strict=True):
-                model, pictures = wanted[place]
-                truth, prediction = (names[int(model.columns[key][place])] for key in ("truth", "prediction"))
-                score = float(model.columns["confidence"][place])
-                pictures.append(Picture(f"sample {model.ids[place]}", image, prediction, truth, score))
+            images |= zip(places, images_from_inputs(inputs, model.spec), strict=True)
             start += len(batch.inputs)
-    return found
+    return images

@@ -35,14 +35,24 @@ def read_task(sidecar: Mapping[str, Any]) -> dict[str, Any]:
 
     ``sidecar`` is the content of a model.json. Of the input only the shape counts: each data set has its own mean.
     """
-    takes = sidecar["input"]
     return {
         "objective": sidecar.get("objective", "classification"),  # older ones name none
         "objective's options": sidecar.get("options", {}).get("objective", {}),
         "target shape": sidecar.get("target_shape", []),
         "classes": sidecar["classes"],
-        "input": [takes["channels"], takes["height"], takes["width"]],
+        "input": describe_input(sidecar["input"]),
     }
+
+
+def describe_input(takes: Mapping[str, Any]) -> str:
+    """Return ``input`` of a sidecar as text: "3 x 224 x 224" for images, else each leaf, such as "tokens int64 [?]"."""
+    if "leaves" not in takes:
+        return f"{takes['channels']} x {takes['height']} x {takes['width']}"
+    texts = []
+    for name, leaf in takes["leaves"].items():
+        shape = " x ".join("?" if size is None else str(size) for size in leaf["shape"])
+        texts.append(f"{name} {leaf['dtype']} [{shape}]".strip())
+    return ", ".join(texts)
 
 
 def write_version(registry: Registry, files: Mapping[str, Path | bytes]) -> Version:

@@ -12,7 +12,8 @@ from torch import Tensor
 from flyte_ddp.errors import UserError
 from flyte_ddp.leaves import Leaves
 from flyte_ddp.loading.split import Split
-from flyte_ddp.objectives.objective import Objective, convert_outputs, sample_losses
+from flyte_ddp.objectives.objective import Objective, convert_outputs
+from flyte_ddp.objectives.terms import add_loss_of_terms, loss_columns
 from flyte_ddp.parallel.distributed import (
     broadcast_object,
     gather_objects,
@@ -31,7 +32,7 @@ class Evaluation:
 
     measures: dict[str, float]  # "loss" and the objective's, by name; rank 0's on all ranks
     # By name [N] or [N, k], one row for each sample in the split's order: fp64 on the CPU. "loss" and the objective's;
-    # "weight" if the objective has weights, and then "loss" is the weighted sum.
+    # "weight" if the objective has weights, and then "loss" is the weighted sum. Of terms see add_loss_of_terms.
     columns: dict[str, Tensor]
 
 
@@ -78,6 +79,7 @@ def evaluate_split(
     columns = {  # row by row in memory, as arrays of users are: a sum along samples has the same last digit then
         name: part.T.contiguous().view(-1, *shape) for (name, shape), part in zip(layout.items(), rows, strict=True)
     }
+    columns = add_loss_of_terms(columns)
     # All ranks use rank 0's measures. Processors of different kinds may add up in different orders, and because of one
     # last bit a rank could stop training while the others continue and wait for it.
     measures: dict[str, float] = {}
@@ -92,13 +94,12 @@ def evaluate_split(
 
 
 def compute_columns(objective: Objective, outputs: Any, targets: Leaves, samples: int) -> dict[str, Tensor]:
-    """Return the objective's columns of a batch, with each sample's ``loss``, and ``weight`` if there are weights.
+    """Return the objective's columns of a batch, with those of :func:`loss_columns`.
 
-    Raises UserError for a column that has no row for each sample.
+    Raises the errors of that, and UserError for a column that has no row for each sample.
     """
     outputs = convert_outputs(outputs, torch.float64)
-    losses, weights = sample_losses(objective, outputs, targets, samples)
-    columns = {"loss": losses} if weights is None else {"loss": losses, "weight": weights}
+    columns = loss_columns(objective.losses(outputs, targets), objective.weights(targets), samples)
     for name, column in objective.columns(outputs, targets).items():
         if not isinstance(column, Tensor):
             raise UserError(

@@ -8,8 +8,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from flyte_ddp.device_copy import copy_to_device
-from flyte_ddp.leaves import Leaves
+from flyte_ddp.leaves import Leaves, map_leaves
 from flyte_ddp.objectives.objective import Objective
+from flyte_ddp.objectives.terms import Terms
 from flyte_ddp.order import sampling
 from flyte_ddp.order.mixing import choose_partners, draw_shares
 from flyte_ddp.parallel.distributed import rank, sum_over_ranks, world_size
@@ -40,7 +41,7 @@ class LoadedPart(NamedTuple):
     shares: list[Tensor]  # with mixup: those of the samples in their mixtures, and of the partners, fp64 [n] each
     # Targets with the weights of their losses; None: all weights are 1. With mixup there are those of the partners,
     # too, and each sample's shares are in the weights.
-    targets: Sequence[tuple[Leaves, Tensor | None]]
+    targets: Sequence[tuple[Leaves, Terms | None]]
 
     def prepare_inputs(self, prepare: Callable[[Leaves], Leaves]) -> Leaves:
         """Return the model's inputs, as ``prepare`` returns them, with mixup mixed with their partners."""
@@ -99,8 +100,16 @@ def load_part(state: TrainingState, part: RankSlice) -> LoadedPart:
     own = copy_to_device(torch.from_numpy(drawn), state.device)
     shares, weighted = [own, 1 - own], []
     for (values, weights), each in zip(targets, shares, strict=True):
-        weighted.append((values, each if weights is None else weights * each.view(-1, *[1] * (weights.dim() - 1))))
+        weighted.append((values, share_weights(weights, each)))
     return LoadedPart(len(part.samples), inputs, shares, weighted)
+
+
+def share_weights(weights: Terms | None, shares: Tensor) -> Terms:
+    """Return the weights of losses of samples that have these shares [n] of their mixtures."""
+    if weights is None:
+        return shares
+    shared: Terms = map_leaves(lambda each: each * shares.view(-1, *[1] * (each.dim() - 1)), weights)
+    return shared
 
 
 def load_parts(
@@ -110,7 +119,8 @@ def load_parts(
 
     Without weights of an objective, the sum is ``samples``, and each slice is loaded when it is taken. With weights
     loads all slices at once, because the sum must be known before the first backward pass, and adds up over the ranks:
-    all must call it.
+    all must call it. The weights of a term are scaled so that their sum is ``samples``, too: as parts of one loss, each
+    term is then divided by the weights that it had.
     """
     loading = (load_part(state, part) for part in parts)
     if not state.objective.has_weights:
@@ -121,7 +131,25 @@ def load_parts(
         own = torch.zeros((), dtype=torch.float64, device=state.device)
         for part, each in zip(parts, loaded, strict=True):
             for _, weights in each.targets:
-                if part.has_samples:
-                    own += each.samples if weights is None else weights.sum(dtype=torch.float64)
+                own = own + part.has_samples * sum_weights(weights, each.samples)
         total = sum_over_ranks(own)
-    return iter(loaded), total
+    return (iter(loaded), total) if not total.dim() else (scale_terms(loaded, samples / total), samples)
+
+
+def sum_weights(weights: Terms | None, samples: int) -> Tensor | int:
+    """Return the sum of the weights, fp64 []; of terms [terms]; without weights the number of samples."""
+    if isinstance(weights, dict):
+        return torch.stack([each.sum(dtype=torch.float64) for each in weights.values()])
+    return samples if weights is None else weights.sum(dtype=torch.float64)
+
+
+def scale_terms(loaded: Sequence[LoadedPart], factors: Tensor) -> Iterator[LoadedPart]:
+    """Yield the slices with the weights of each term times the term's factor, in fp64; infinite factors count as 0."""
+    used = factors.where(factors.isfinite(), 0.0)
+    for part in loaded:
+        targets = [
+            (values, {name: each.double() * factor for (name, each), factor in zip(weights.items(), used, strict=True)})
+            for values, weights in part.targets
+            if isinstance(weights, dict)  # as all of them are
+        ]
+        yield part._replace(targets=targets)

@@ -19,6 +19,7 @@ from flyte_ddp.leaves import Leaves, call_with_leaves
 from flyte_ddp.loading.facts import refuse_too_many_bad_samples
 from flyte_ddp.loading.split import PICTURES_COMPARED, describe_equal_pictures
 from flyte_ddp.models.images import InputSpec
+from flyte_ddp.models.inputs import explain_model_errors
 from flyte_ddp.objectives.objective import convert_outputs
 from flyte_ddp.order import sampling
 from flyte_ddp.parallel.batch_norm import mean_running_statistics, restore_running_statistics
@@ -144,15 +145,18 @@ def compute_gradients(state: TrainingState, batch: sampling.Indices) -> StepSums
             nullcontext() if part.has_samples else restore_running_statistics(state.model),
         ):
             outputs = compute_outputs(state, state.sync, inputs, own.targets[0][0], part)
-            # Autocast or a user's model may return bf16, which is too coarse for a loss.
-            loss = own.loss_sum(state.objective, convert_outputs(outputs, torch.float32))
+            with state.exchange.during_losses(has_samples=part.has_samples):
+                # Autocast or a user's model may return bf16, which is too coarse for a loss.
+                loss = own.loss_sum(state.objective, convert_outputs(outputs, torch.float32))
             if not part.has_samples:
                 loss = 0.0 * loss  # the backward pass must still run, because other ranks wait in its exchanges
             state.this_pass.finish_forward()
             state.sync.prepare_backward(outputs, loss)
             # Times the number of ranks, because gradients are averaged over ranks. Divided by the weight of the global
-            # batch, without weights its real size, so that a smaller last batch is exact, too.
-            (loss * world_size() / divisor).backward()  # type: ignore[no-untyped-call]
+            # batch, without weights its real size, so that a smaller last batch is exact, too. A factor of the gradient
+            # costs less than one of the loss, whose arithmetic autograd would record.
+            factor = (torch.ones_like(loss) / divisor).to(loss.dtype) * world_size()
+            loss.backward(factor)  # type: ignore[no-untyped-call]
             state.this_pass.finish_pass()
         loss_sum += loss.detach()
     with state.clock("communication"):
@@ -173,12 +177,15 @@ def compute_outputs(
 
     Calls ``begin_pass`` of ``state.this_pass``, which seeds the random generators; call ``finish_pass`` after the
     backward pass. Leaves the model's mode as it is. Raises UserError for outputs that do not fit the ``targets`` or
-    have no gradient, or a batch too small for BatchNorm.
+    have no gradient, or a batch too small for BatchNorm, and the errors of :func:`explain_model_errors`.
     """
     hp = state.hp
     state.this_pass.begin_pass(hp.seed, state.epoch, part.samples, state.device, has_samples=part.has_samples)
     try:
-        with torch.autocast(state.device.type, dtype=torch.bfloat16, enabled=state.hardware.precision == "bf16"):
+        with (
+            explain_model_errors(hp.model, state.model, inputs),
+            torch.autocast(state.device.type, dtype=torch.bfloat16, enabled=state.hardware.precision == "bf16"),
+        ):
             outputs = model(inputs)
     except ValueError as error:
         if "more than 1 value per channel" not in str(error):

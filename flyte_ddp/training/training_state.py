@@ -31,16 +31,17 @@ from flyte_ddp.models import zoo
 from flyte_ddp.models.frozen_parts import freeze_parts, set_training_mode
 from flyte_ddp.models.images import InputSpec
 from flyte_ddp.models.initial_weights import load_initial_weights
-from flyte_ddp.models.inputs import prepare_inputs
+from flyte_ddp.models.inputs import explain_model_errors, prepare_inputs
 from flyte_ddp.objectives import HIGHER, Facts, Objective
-from flyte_ddp.objectives.objective import require_weights
-from flyte_ddp.objectives.own import make_objective
+from flyte_ddp.objectives.own import make_objective, why_not_comparable
+from flyte_ddp.objectives.terms import require_weights
 from flyte_ddp.order import sampling
 from flyte_ddp.order.sampling import Order
 from flyte_ddp.parallel.batch_norm import synchronise_batch_norm
 from flyte_ddp.parallel.buffers import Buffers
 from flyte_ddp.parallel.distributed import world_size
 from flyte_ddp.parallel.dropout import make_dropout_rank_independent
+from flyte_ddp.parallel.exchange import RankExchange
 from flyte_ddp.parallel.strategies import compile_model, create_gradient_sync
 from flyte_ddp.parallel.training_pass import TrainingPass
 from flyte_ddp.settings import Settings
@@ -92,6 +93,7 @@ class TrainingState:
         for source in self.splits.sources:
             if isinstance(source, (WorkerImages, ItemBatches)):  # its targets are made by the user's own code
                 source.check_targets = self.objective.check_targets
+        self.exchange = RankExchange(why_not_comparable(hp.accumulation_steps, hp.mixup))
         model = self._build_model(initial_weights)
         # The order matters from here on. The model must have its final type, device and layers before anything refers
         # to its parameters. First the dropout and BatchNorm layers are replaced, because compile_model excludes some of
@@ -204,7 +206,9 @@ class TrainingState:
         the targets.
         """
         self.this_pass.begin_pass(self.hp.seed, 0, np.arange(samples), self.device)
-        outputs = call_with_leaves(self.kept_model(), self.prepare_inputs(inputs))
+        prepared = self.prepare_inputs(inputs)
+        with explain_model_errors(self.hp.model, self.model, prepared):
+            outputs = call_with_leaves(self.kept_model(), prepared)
         self.objective.check_outputs(self.hp.model, outputs, targets)
         return outputs
 
@@ -239,15 +243,21 @@ def open_objective(
     counted = hp.class_weights == "balanced" and (targets is None or isinstance(data, PlainSet))
     counts = count_training_classes(data, training, len(classes)) if counted else ()
     shape = () if kind.varies else kind.shape
-    facts = Facts(classes, shape, counts, hp.class_weights, hp.label_smoothing)
+    stored_targets = list_stored_targets(data)
+    # Shorter targets are padded with NaN, and own code may return it.
+    made = kind.varies or any(":" in code for code in (hp.sample, hp.augment, hp.collate))
+    no_nan = bool(stored_targets) and not made and not any(np.isnan(stored).any() for stored in stored_targets)
+    facts = Facts(classes, shape, counts, hp.class_weights, hp.label_smoothing, no_nan_targets=no_nan)
     objective = make_objective(hp.objective, facts, hp.parse_options().get("objective", {}))
     refuse_unused_settings(hp, objective.takes)
+    if objective.coupled and (reason := why_not_comparable(hp.accumulation_steps, hp.mixup)):
+        raise UserError(reason)
     if kind is NO_KIND and ":" not in hp.objective:
         raise UserError(
             f"objective={hp.objective!r}: takes targets that are one array, and dataset={hp.dataset!r} has several, or "
             "none; name an objective of your own"
         )
-    for stored in list_stored_targets(data):
+    for stored in stored_targets:
         objective.check_targets(stored)
         if ":" in hp.objective:  # what a user's function gives for them; built-in ones have been tested
             for rows in np.array_split(stored, -(-len(stored) // hp.test_batch_size)):

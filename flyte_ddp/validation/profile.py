@@ -1,4 +1,4 @@
-"""The profile of a data set: counts of its classes and images, examples of bad samples, and the page that shows it."""
+"""The profile of a data set: counts of its targets and samples, examples of bad samples, and the page that shows it."""
 
 # No "from __future__ import annotations" here: flytekit derives the type of a task's output from real types.
 from dataclasses import dataclass, field
@@ -8,7 +8,8 @@ from dataclasses_json import DataClassJsonMixin
 from flyte_ddp.formatting import format_count
 from flyte_ddp.report.page import render_template
 
-CLASSES, LABELS, MASKS, NUMBERS = "class", "labels", "mask", "numbers"
+CLASSES, LABELS, MASKS, NUMBERS, TOKENS, OTHERS = "class", "labels", "mask", "numbers", "tokens", "others"
+LISTED = 6  # values of a statistic on the page, the most frequent first
 
 
 @dataclass
@@ -17,12 +18,15 @@ class SplitProfile(DataClassJsonMixin):
 
     samples: int = 0
     # Number of samples by class number; a sample of several labels, or a mask, counts for each class that it has. Of
-    # numbers to predict: number of samples by the range of the first one.
+    # numbers to predict: number of samples by the range of the first one; of tokens: by each range that it has one in.
     labels: dict[str, int] = field(default_factory=dict)
     undecodable: int = 0
     modes: dict[str, int] = field(default_factory=dict)  # number of samples by Pillow's mode of the file: RGB, L, ...
     sizes: dict[str, int] = field(default_factory=dict)  # by exponent of the largest power of two in height * width
     brightness: dict[str, int] = field(default_factory=dict)  # number of samples by bin (of 16) of the mean value
+    # Of samples that are no images, in place of the last three: number of samples by the value of each statistic of a
+    # leaf, such as "lengths of inputs tokens"; of images empty.
+    leaves: dict[str, dict[str, int]] = field(default_factory=dict)
 
 
 @dataclass
@@ -32,26 +36,41 @@ class DataProfile(DataClassJsonMixin):
     classes: list[str]  # empty where the data set does not name them
     training: SplitProfile  # with the samples for validation
     test: SplitProfile
-    duplicates: int  # test samples with the pixels of a training sample
-    conflicts: int  # samples with the pixels of a sample with another label
-    bad: list[str]  # examples of samples that cannot be decoded, with the reason
-    labelled: dict[str, str]  # for each label that is no class's number: a sample
+    duplicates: int  # test samples with the pixels, or the inputs, of a training sample
+    conflicts: int  # samples with the pixels, or the inputs, of a sample with another label
+    bad: list[str]  # examples of samples that cannot be decoded, or are not finite, with the reason
+    labelled: dict[str, str]  # for a label, or token to predict, that is no class's number: a sample
     duplicated: list[str]  # examples of duplicates
     conflicting: list[str]  # examples of conflicts
-    equal: int = 0  # size of the largest group of samples with equal pixels
-    targets: str = CLASSES  # what a sample's target is: CLASSES, LABELS, MASKS or NUMBERS
+    equal: int = 0  # size of the largest group of samples with equal pixels or inputs
+    targets: str = CLASSES  # what a sample's target is: CLASSES, LABELS, MASKS, NUMBERS, TOKENS or OTHERS
+    not_finite: int = 0  # samples with NaN or infinity in their inputs, or infinity in their targets; of images 0
+
+    @property
+    def compared(self) -> str:
+        """What equal samples have in common, in words: their pixels, or their inputs where they are no images."""
+        return "inputs" if self.training.leaves else "pixels"
 
 
 def render_profile(profile: DataProfile, dataset: str, warnings: list[str]) -> str:
     """Return the HTML page of a data set's profile as text. It begins with the warnings."""
     facts = [("Warning", warning) for warning in warnings]
+    called = {NUMBERS: "ranges of numbers", TOKENS: "ranges of tokens"}.get(profile.targets, "classes")
     for name, split in {"Training": profile.training, "Test": profile.test}.items():
-        numbers = sorted(split.labels.values()) or [0]
-        called = "ranges of numbers" if profile.targets == NUMBERS else "classes"
-        classes = f"{len(numbers):,} {called} of {numbers[0]:,} to {numbers[-1]:,}"
-        modes = ", ".join(f"{mode} {number:,}" for mode, number in split.modes.items())
-        unusable = f"; {split.undecodable:,} cannot be decoded" if split.undecodable else ""
-        facts.append((name, f"{format_count(split.samples, 'sample')} in {classes}; {modes}{unusable}"))
+        numbers = sorted(split.labels.values())
+        told = [
+            f" in {len(numbers):,} {called} of {numbers[0]:,} to {numbers[-1]:,}" if numbers else "",
+            ", ".join(f"{mode} {number:,}" for mode, number in split.modes.items()),
+            f"{split.undecodable:,} cannot be decoded" if split.undecodable else "",
+        ]
+        facts.append(
+            (name, f"{format_count(split.samples, 'sample')} in {'; '.join(filter(None, told))}".removesuffix(" in "))
+        )
+    for statistic, counts in profile.training.leaves.items():
+        listed = sorted(counts.items(), key=lambda item: -item[1])[:LISTED]
+        more = f", and {len(counts) - LISTED} more" if len(counts) > LISTED else ""
+        facts.append((statistic.capitalize(), ", ".join(f"{value}: {number:,}" for value, number in listed) + more))
     facts.append(("Test samples that are training samples, too", f"{profile.duplicates:,}"))
-    facts.append(("Samples with equal pixels and different labels", f"{profile.conflicts:,}"))
+    if profile.targets in (CLASSES, LABELS, MASKS):
+        facts.append((f"Samples with equal {profile.compared} and different labels", f"{profile.conflicts:,}"))
     return render_template("preview.html", title=dataset, heading="What the data set is like", facts=facts)

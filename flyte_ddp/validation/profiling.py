@@ -2,7 +2,6 @@
 
 import hashlib
 import itertools
-import math
 from collections.abc import Generator, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -16,7 +15,7 @@ from flyte_ddp.catalog import IGNORED
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets.encoded_set import EncodedSet
 from flyte_ddp.datasets.images import ImageArrays
-from flyte_ddp.datasets.prepared import PreparedSet, open_prepared, order_test_split, resolve_class_names
+from flyte_ddp.datasets.prepared import PlainSet, PreparedSet, open_prepared, order_test_split, resolve_class_names
 from flyte_ddp.errors import UserError
 from flyte_ddp.formatting import format_count
 from flyte_ddp.loading.decoding import DecodingError, Pixels, open_with_pillow
@@ -27,13 +26,16 @@ from flyte_ddp.machine import count_cores
 from flyte_ddp.order.sampling import Indices
 from flyte_ddp.settings import Settings
 from flyte_ddp.shards.index import ShardIndex
-from flyte_ddp.validation.profile import CLASSES, LABELS, MASKS, NUMBERS, DataProfile, SplitProfile
+from flyte_ddp.validation.leaf_profile import Found, measure_plain_set
+from flyte_ddp.validation.profile import CLASSES, LABELS, MASKS, NUMBERS, OTHERS, TOKENS, DataProfile, SplitProfile
+from flyte_ddp.validation.ranges import describe_range
 
 BRIGHTNESSES = 16  # bins for an image's mean value, which is 0 to 255
 AHEAD = 512  # samples that are read or decoded at a time
 MODES = {1: "L", 3: "RGB", 4: "RGBA"}  # Pillow's mode by number of channels
 SHIFT = 0.1  # a warning is for a difference in at least this share of images
 SIGNIFICANCE = 0.001  # a warning is for a smaller p-value
+SPLITS = ("training", "test")
 STATISTICS = {"labels": "classes", "modes": "colour modes", "sizes": "sizes", "brightness": "brightness"}
 
 
@@ -53,14 +55,17 @@ class SampleFacts(NamedTuple):
 def compute_profile(folder: Path, settings: Settings | None = None) -> DataProfile:
     """Read and decode all samples of a prepared data set, and return its profile.
 
-    Encoded images use the shard cache and the number of decoding threads of ``settings``. Counts samples that cannot be
-    decoded. Raises a UserError if the data set is damaged, or a sample cannot be read or has no image or label.
+    Encoded images use the shard cache of ``settings``; its ``loader_threads`` is the number of decoding threads, or of
+    processes for items on demand. Counts samples that cannot be decoded, or are not finite. Raises a UserError if the
+    data set is damaged, or a sample cannot be read, has no image or label, or is another one when it is read again.
     """
     data, settings = open_prepared(folder), settings or Settings()
-    if not isinstance(data, (ImageArrays, EncodedSet)):
-        raise UserError(f"dataset={data.name!r}: only data sets of images can be validated yet")
-    profile = DataProfile([*data.classes], SplitProfile(), SplitProfile(), 0, 0, [], {}, [], [], 0, target_kind(data))
-    training, test = (add_split_to_profile(data, split, profile, settings) for split in ("training", "test"))
+    profile = DataProfile([*data.classes], SplitProfile(), SplitProfile(), 0, 0, [], {}, [], [])
+    if isinstance(data, PlainSet):
+        training, test = measure_plain_set(data, profile, settings)
+    else:
+        profile.targets = target_kind(data)
+        training, test = [add_split_to_profile(data, split, profile, settings) for split in SPLITS]
     numbers, labels, digests = (np.concatenate(pair) for pair in zip(training, test, strict=True))
     in_test = np.arange(len(numbers)) >= len(training[0])
     _, group, sizes = np.unique(digests, return_inverse=True, return_counts=True)
@@ -70,7 +75,9 @@ def compute_profile(folder: Path, settings: Settings | None = None) -> DataProfi
     starts = np.flatnonzero(np.diff(group[shared], prepend=-1))
 
     def read_name(place: int) -> str:
-        """Read one sample again, and return its name."""
+        """Return the name of a sample; of images, read it again for that."""
+        if isinstance(data, PlainSet):
+            return f"{SPLITS[in_test[place]]} sample {numbers[place]}"
         split, number = "test" if in_test[place] else "training", numbers[place : place + 1]
         with closing(measure_samples(data, split, number, settings)) as one:
             return next(one).name
@@ -81,8 +88,9 @@ def compute_profile(folder: Path, settings: Settings | None = None) -> DataProfi
             profile.duplicates += int(in_test[same].sum())
             if len(profile.duplicated) < FEW:
                 profile.duplicated.append(f"{read_name(last)} and {read_name(first)}")
-        # Equal pictures with two numbers are noise, as in any measurement.
-        other = same[:0] if profile.targets == NUMBERS else same[labels[same] != labels[first]]
+        # Two numbers for equal inputs are noise, as in any measurement; a text may go on in many ways.
+        is_noise = profile.targets in (NUMBERS, TOKENS, OTHERS)
+        other = same[:0] if is_noise else same[labels[same] != labels[first]]
         if len(other):
             profile.conflicts += len(same)
             if len(profile.conflicting) < FEW:
@@ -93,9 +101,7 @@ def compute_profile(folder: Path, settings: Settings | None = None) -> DataProfi
     return profile
 
 
-def add_split_to_profile(
-    data: PreparedSet, split: str, profile: DataProfile, settings: Settings
-) -> tuple[Indices, Indices, Indices]:
+def add_split_to_profile(data: PreparedSet, split: str, profile: DataProfile, settings: Settings) -> Found:
     """Read and decode all samples of a split, and add them to the profile's counts and examples.
 
     Returns three arrays [n], of the samples that can be decoded: number, label, and digest of the pixels.
@@ -190,15 +196,6 @@ def describe_target(target: NDArray[Any], kind: str) -> tuple[int, tuple[str, ..
     return label, tuple(map(str, np.flatnonzero(target == 1).tolist()))
 
 
-def describe_range(number: float) -> str:
-    """Return the range between powers of two that a number is in, such as "4 to 8"; "nan" for an unknown number."""
-    if not math.isfinite(number) or number == 0:
-        return f"{number:g}"
-    power = math.frexp(abs(number))[1]
-    low, high = sorted(math.copysign(2.0**each, number) for each in (power - 1, power))
-    return f"{low:g} to {high:g}"
-
-
 def measure_pixels(name: str, label: int, mode: str, pixels: Pixels) -> SampleFacts:
     """Return the facts of a sample: those given, and size, brightness and digest of its pixels uint8 [H, W, C]."""
     height, width, _ = pixels.shape
@@ -211,11 +208,13 @@ def measure_pixels(name: str, label: int, mode: str, pixels: Pixels) -> SampleFa
 def check_profile(profile: DataProfile, hp: Hyperparameters, *, max_duplicates: float, max_conflicts: float) -> None:
     """Raise a UserError if a data set should not be trained on: one line for each problem, with examples and a remedy.
 
-    ``max_duplicates`` is the allowed share of test samples that have the pixels of a training sample, ``max_conflicts``
-    the allowed share of samples that have the pixels of a sample with another label. Also raises a UserError if the
-    class names are unknown, or ``hp.num_classes`` is not their number.
+    ``max_duplicates`` is the allowed share of test samples that have the pixels, or inputs, of a training sample,
+    ``max_conflicts`` the allowed share of samples that have those of a sample with another label. Also raises a
+    UserError if the class names are unknown, or ``hp.num_classes`` is not their number.
     """
-    of_numbers = profile.targets in (LABELS, NUMBERS)
+    what = profile.compared
+    # Own objectives of samples that are no images may need no classes; others say so when training begins.
+    of_numbers = profile.targets in (LABELS, NUMBERS) or what == "inputs"
     names, problems = resolve_class_names(profile.classes, hp, of_numbers=of_numbers), list[str]()
     bad = profile.training.undecodable + profile.test.undecodable
     if bad > hp.bad_samples:
@@ -223,29 +222,36 @@ def check_profile(profile: DataProfile, hp: Hyperparameters, *, max_duplicates: 
             f"{format_count(bad, 'image')} cannot be decoded, more than bad_samples={hp.bad_samples}: "
             f"{join_few(profile.bad)}; fix or remove them, or raise bad_samples"
         )
+    if profile.not_finite:
+        problems.append(
+            f"{format_count(profile.not_finite, 'sample')} with NaN or infinity: {join_few(profile.bad)}; remove them, "
+            "or replace the values, for instance with the mean and one more input that says where"
+        )
     outside = {label: sample for label, sample in profile.labelled.items() if not 0 <= int(label) < len(names)}
-    if outside:
-        examples = join_few(f"{sample} has label {label}" for label, sample in outside.items())
+    if outside and names:
+        kind = "token" if profile.targets == TOKENS else "label"
+        examples = join_few(f"{sample} has {kind} {label}" for label, sample in outside.items())
         limits = f"must be 0..{len(names) - 1} with {len(names)} classes; correct them, or set num_classes"
         problems.append(f"{examples}: {limits}")
     for split, counts in {"training": profile.training, "test": profile.test}.items():
         empty = [name for number, name in enumerate(names) if not counts.labels.get(str(number))]
-        if empty and profile.targets != NUMBERS:
+        if empty and profile.targets in (CLASSES, LABELS, MASKS):
             remedy = "add some" if split == "training" or hp.test_dataset else "give a test_dataset that has some"
-            problems.append(f"no decodable {split} sample is of class {join_few(empty)}; {remedy}, or remove the class")
+            usable = "decodable " if what == "pixels" else ""
+            problems.append(f"no {usable}{split} sample is of class {join_few(empty)}; {remedy}, or remove the class")
     if profile.duplicates > max_duplicates * profile.test.samples:
         problems.append(
-            f"{profile.duplicates:,} of {format_count(profile.test.samples, 'test sample')} have the pixels of a "
+            f"{profile.duplicates:,} of {format_count(profile.test.samples, 'test sample')} have the {what} of a "
             f"training sample, more than max_duplicates={max_duplicates:g} of them, such as "
             f"{'; '.join(profile.duplicated)}; remove them from one of the two"
         )
     samples = profile.training.samples + profile.test.samples
     if profile.conflicts > max_conflicts * samples:
         remedy = "correct the labels"
-        if profile.equal > samples / 2:
+        if profile.equal > samples / 2 and what == "pixels":
             remedy = f"{profile.equal:,} are one and the same picture: look at it, as decoding may lose what it shows"
         problems.append(
-            f"{profile.conflicts:,} of {format_count(samples, 'sample')} have the pixels of another one with another "
+            f"{profile.conflicts:,} of {format_count(samples, 'sample')} have the {what} of another one with another "
             f"label, more than max_conflicts={max_conflicts:g} of them, such as {'; '.join(profile.conflicting)}; "
             f"{remedy}"
         )
@@ -254,18 +260,22 @@ def check_profile(profile: DataProfile, hp: Hyperparameters, *, max_duplicates: 
 
 
 def describe_differences(profile: DataProfile, champion: DataProfile) -> Iterator[str]:
-    """Yield a warning if the classes differ from the champion's, and for each other statistic that differs.
+    """Yield a warning if the classes or leaves differ from the champion's, and for each other statistic that differs.
 
-    The size of a difference is the total variation distance of the two distributions: the share of images that would
+    The size of a difference is the total variation distance of the two distributions: the share of samples that would
     have to change to make them equal. Warns of differences of at least SHIFT (10 %) with a p-value (Pearson's
-    chi-squared test) below SIGNIFICANCE (0.001).
+    chi-squared test) below SIGNIFICANCE (0.001), of the leaves' statistics together.
     """
     statistics = dict(STATISTICS)
     if profile.classes != champion.classes:
         yield "the classes are not the champion's"
         del statistics["labels"]
-    for split, (statistic, name) in itertools.product(("training", "test"), statistics.items()):
-        counts = [getattr(getattr(each, split), statistic) for each in (profile, champion)]
+    ours, theirs = profile.training.leaves, champion.training.leaves
+    if ours.keys() != theirs.keys():
+        yield "the inputs and targets have other forms than the champion's"
+    statistics |= {statistic: statistic for statistic in ours if statistic in theirs}
+    for split, (statistic, name) in itertools.product(SPLITS, statistics.items()):
+        counts = [find_counts(getattr(each, split), statistic) for each in (profile, champion)]
         values = sorted({*counts[0], *counts[1]})
         table = np.array([[of_values.get(value, 0) for value in values] for of_values in counts])
         if len(values) < 2 or not table.any(axis=1).all():
@@ -273,13 +283,19 @@ def describe_differences(profile: DataProfile, champion: DataProfile) -> Iterato
         shares = table / table.sum(axis=1, keepdims=True)
         changes = np.abs(shares[0] - shares[1])
         distance, p = changes.sum() / 2, chi2_contingency(table).pvalue
-        if distance < SHIFT or p >= SIGNIFICANCE:
+        if distance < SHIFT or p >= SIGNIFICANCE / (len(ours) if statistic in ours else 1):
             continue
         now, before = shares[:, most := int(changes.argmax())]
         yield (
-            f"{split} split: {name} differ from the champion's in {distance:.0%} of images (p = {p:.1g}), most in "
+            f"{split} split: {name} differ from the champion's in {distance:.0%} of samples (p = {p:.1g}), most in "
             f"{describe_value(statistic, values[most], profile.classes)}: {now:.0%} instead of {before:.0%}"
         )
+
+
+def find_counts(split: SplitProfile, statistic: str) -> dict[str, int]:
+    """Return the number of samples by the value of a statistic: one of STATISTICS, or of the leaves."""
+    found: dict[str, int] = getattr(split, statistic) if statistic in STATISTICS else split.leaves.get(statistic, {})
+    return found
 
 
 def describe_value(statistic: str, value: str, classes: list[str]) -> str:

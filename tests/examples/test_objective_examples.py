@@ -16,7 +16,7 @@ README = (ROOT / "examples" / "README.md").read_text()
 AGAIN = pytest.mark.exhaustive  # other arrays, an own collate, and a language model are in other tests, too
 LOWER = ("mae", "perplexity")
 PLAIN = ("tables/diabetes", "tables/breast_cancer", "tables/houses", "sequences/hp", "texts/padded")
-PLAIN += ("texts/own_collate", "gpt/hp")
+PLAIN += ("texts/own_collate", "gpt/hp", "contrastive/hp")
 
 
 @pytest.mark.slow
@@ -27,6 +27,7 @@ PLAIN += ("texts/own_collate", "gpt/hp")
         ("counting/hp", "mae", 0.5),  # always 10: 5.2
         ("segmentation/hp", "miou", 0.75),  # background alone: 0.3
         ("augmentation/hp", "accuracy", 0.92),  # without augmentation: 0.90
+        ("contrastive/hp", "recall_at_1", 0.9),  # by chance: 0.003
         ("tables/diabetes", "r2", 0.45),  # a linear regression: 0.453
         pytest.param("tables/breast_cancer", "accuracy", 0.94, marks=AGAIN),  # always benign: 0.62
         pytest.param("tables/houses", "r2", 0.9, marks=AGAIN),  # a linear regression: 0.67

@@ -11,6 +11,7 @@ import objective_tasks as tasks
 import pytest
 import torch
 from cli import HELPERS
+from exact_steps import BASE, SIZES, STRATEGIES, Steps, check_steps, step_in_ranks, step_plainly
 from ranks import run_ranks
 from torch import Tensor, nn
 from torch.nn import functional
@@ -24,20 +25,12 @@ from flyte_ddp.models import zoo
 from flyte_ddp.models.images import InputSpec
 from flyte_ddp.order import sampling
 from flyte_ddp.order.mixing import choose_partners, draw_shares
-from flyte_ddp.parallel.distributed import rank
 from flyte_ddp.training import parts as loaded_parts
-from flyte_ddp.training.evaluate import evaluate_split
-from flyte_ddp.training.train import apply_gradients, compute_gradients
+from flyte_ddp.training.train import compute_gradients
 from flyte_ddp.training.training_state import TrainingState
 
 pytestmark = pytest.mark.slow
 
-STEPS = 12
-STRATEGIES = {1: ("shared_memory",), 2: ("shared_memory", "ddp", "hooks"), 3: ("shared_memory", "ddp"), 4: ("hooks",)}
-BASE = Hyperparameters(
-    epochs=1000, max_steps=STEPS, schedule="constant", learning_rate=0.05, precision="fp64", backend="gloo",
-    validation_fraction=0.0, test_batch_size=5,
-)  # fmt: skip
 FLAT, PIXELS = "objective_tasks:flat", "objective_tasks:pixels"
 WEIGHTS = torch.tensor([0.5, 2.0, 3.25], dtype=torch.float64)
 # The data set, the hyperparameters, and what the loss of a whole batch is: the sum of the losses, and of the weights.
@@ -131,12 +124,6 @@ MIXED = {
     for name, (data, values, loss) in CASES.items()
     if name in ("class weights", "own function", "multilabel", "segmentation")
 }
-SIZES = ((8, 1), (8, 3), (2, 2))  # of a batch and its parts; 41 samples leave a ragged last batch of 1
-
-
-def batches(hp: Hyperparameters) -> Iterator[sampling.Indices]:
-    for epoch in range(hp.epochs):
-        yield from sampling.ListedOrder(np.arange(tasks.TRAIN), hp.seed).batches(epoch, hp.batch_size)
 
 
 def cases() -> Iterator[tuple[str, str, Hyperparameters, Loss]]:
@@ -148,22 +135,8 @@ def cases() -> Iterator[tuple[str, str, Hyperparameters, Loss]]:
 
 
 def train_in_ranks(folder: Path) -> None:
-    """Leaves, from rank 0, every case's losses and parameters after each step, and the last evaluation."""
-    ranks = torch.distributed.get_world_size()
-    for (name, data, case, _), strategy in itertools.product(cases(), STRATEGIES[ranks]):
-        hp = replace(case, strategy=strategy)
-        hardware = replace(detect_hardware(replace(BASE, num_ranks=ranks, strategy=strategy)), threads=1)
-        state = TrainingState(hp, hardware, open_arrays(folder / data), None)
-        losses, states = [], []
-        for batch in itertools.islice(batches(hp), STEPS):
-            sums = compute_gradients(state, batch)
-            losses.append(float(sums.loss) / (float(sums.weight) or 1.0))
-            apply_gradients(state)
-            states.append({key: value.clone() for key, value in state.model.state_dict().items()})
-        with state.evaluation_mode():
-            found = evaluate_split(state.predict, state.test, hp.test_batch_size, state.device, state.objective)
-        if rank() == 0:
-            torch.save((losses, states, vars(found)), folder / f"{name}-{strategy}.pt")
+    named = ((name, data, hp) for name, data, hp, _ in cases())
+    step_in_ranks(folder, [*named], STRATEGIES[torch.distributed.get_world_size()])
 
 
 def mixed_loss(
@@ -180,38 +153,29 @@ def mixed_loss(
     return total, weight
 
 
-def plain_loop(hp: Hyperparameters, arrays: ImageArrays, loss_of: Loss) -> tuple[list[float], list[Any], float]:
-    """One process, torch's own layers and optimiser; of the library only the order of samples and the model."""
-    torch.manual_seed(hp.seed)
+def plain_loop(hp: Hyperparameters, arrays: ImageArrays, loss_of: Loss) -> Steps:
+    """Of the library only the order of samples and the model."""
     outputs = len(arrays.classes) or max(1, int(np.prod(arrays.train_labels.shape[1:])))
-    model = zoo.build_model(
-        hp.model, outputs, InputSpec(1, 8, 8, arrays.mean, arrays.std), hp.parse_options().get("model", {})
-    ).double()
-    optimizer = torch.optim.SGD(model.parameters(), 0.05, hp.momentum, weight_decay=hp.weight_decay, nesterov=True)
     images, tests = (
         (torch.tensor(np.array(part)).permute(0, 3, 1, 2).double() / 255 - arrays.mean[0]) / arrays.std[0]
         for part in (arrays.train_images, arrays.test_images)
     )
     targets, truths = (torch.tensor(np.array(part)) for part in (arrays.train_labels, arrays.test_labels))
-    losses, states = [], []
-    for batch in itertools.islice(batches(hp), STEPS):
-        optimizer.zero_grad()
+
+    def make_model() -> nn.Module:
+        spec, options = InputSpec(1, 8, 8, arrays.mean, arrays.std), hp.parse_options().get("model", {})
+        return zoo.build_model(hp.model, outputs, spec, options)
+
+    def loss_of_batch(model: nn.Module, batch: sampling.Indices, step: int) -> tuple[Tensor, Tensor | float]:
         if hp.mixup:
-            total, weight = mixed_loss(hp, model, images, targets, batch, len(losses), loss_of)
-        else:
-            total, weight = loss_of(model(images[batch]), targets[batch])
-        loss = total / weight if weight else 0 * total
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-        states.append({key: value.clone() for key, value in model.state_dict().items()})
-    with torch.no_grad():
-        total, weight = loss_of(model(tests), truths)
-    return losses, states, float(total / weight)
+            return mixed_loss(hp, model, images, targets, batch, step, loss_of)
+        return loss_of(model(images[batch]), targets[batch])
+
+    return step_plainly(hp, make_model, loss_of_batch, lambda model: loss_of(model(tests), truths))
 
 
 @pytest.fixture(scope="module")
-def expected(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+def expected(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Steps]]:
     """The folder of the data sets, and of each case what the plain loop gives."""
     folder = tmp_path_factory.mktemp("tasks")
     with pytest.MonkeyPatch.context() as patch:
@@ -224,7 +188,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, 
 
 @pytest.mark.parametrize("ranks", [3, *(pytest.param(ranks, marks=pytest.mark.exhaustive) for ranks in (1, 2, 4))])
 def test_every_step_is_that_of_one_process(
-    ranks: int, expected: tuple[Path, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+    ranks: int, expected: tuple[Path, dict[str, Steps]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where a rank, a part or a whole step has no target at all, and where the last batch is ragged.
 
@@ -241,13 +205,7 @@ def test_every_step_is_that_of_one_process(
     folder, plain = expected
     monkeypatch.chdir(HELPERS)
     assert run_ranks(train_in_ranks, folder, ranks) == [0] * ranks
-    for name, (expected_losses, expected_states, expected_loss) in plain.items():
-        for strategy in STRATEGIES[ranks]:
-            losses, states, evaluation = torch.load(folder / f"{name}-{strategy}.pt")
-            np.testing.assert_allclose(losses, expected_losses, rtol=0, atol=1e-9)
-            for state, other in zip(states, expected_states, strict=True):
-                torch.testing.assert_close(state, other, rtol=0, atol=1e-9)
-            assert evaluation["measures"]["loss"] == pytest.approx(expected_loss, abs=1e-9)
+    check_steps(folder, plain, STRATEGIES[ranks])
     assert 0.0 in plain["multilabel-2-2"][0], "some step has no target at all"
 
 

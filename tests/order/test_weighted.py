@@ -214,7 +214,7 @@ IMAGES = np.zeros((4, 8, 8), np.uint8)
 @pytest.mark.parametrize(
     ("weights", "words"),
     [
-        ([1, 2, 3], r"one number for each of the 4 training images, got \[3\]"),
+        ([1, 2, 3], r"one number for each of the 4 training samples, got \[3\]"),
         ([1, 2, 3, -1], "weight -1 of sample 3: must be a finite number of at least 0"),
         ([1, float("nan"), 3, 1], "weight nan of sample 1"),
         ([0, 0, 0, 0], "are all 0"),

@@ -49,7 +49,7 @@ def test_a_test_set_of_its_own_is_recommended(registry: Registry, tmp_path: Path
 @pytest.mark.parametrize(
     ("profile", "warning"),
     [
-        (GREY.to_json(), "training split: colour modes differ from the champion's in 100% of images"),
+        (GREY.to_json(), "training split: colour modes differ from the champion's in 100% of samples"),
         ('{"classes": []}', "the champion's data are not known: data_profile.json of version "),
     ],
 )

@@ -84,11 +84,11 @@ def test_a_difference_is_named_with_its_size() -> None:
     now = replace(GOOD, training=split(labels={"0": 80, "1": 20}, modes={"RGB": 75, "L": 25}, sizes={"12": 100}))
     expected_p = chi2.sf(200 * (30 * 100) ** 2 / (130 * 70 * 100 * 100), 1)  # before Yates' correction
     classes, modes, sizes = describe_differences(now, GOOD)
-    assert classes.startswith("training split: classes differ from the champion's in 30% of images (p = ")
+    assert classes.startswith("training split: classes differ from the champion's in 30% of samples (p = ")
     assert classes.endswith("most in class cat: 80% instead of 50%")
     found = float(classes.partition("p = ")[2].partition(")")[0])
     assert abs(math.log10(found) - math.log10(expected_p)) < 1
-    assert modes.startswith("training split: colour modes differ from the champion's in 25% of images")
+    assert modes.startswith("training split: colour modes differ from the champion's in 25% of samples")
     assert sizes.endswith(("1,024 to 2,047 pixels: 0% instead of 100%", "4,096 to 8,191 pixels: 100% instead of 0%"))
     assert not [*describe_differences(GOOD, GOOD)]
     assert [*describe_differences(replace(now, classes=["cat", "dog", "cow"]), now)] == [

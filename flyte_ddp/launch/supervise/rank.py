@@ -24,7 +24,6 @@ from flyte_ddp.parallel.distributed import patch_collective_wait, translate_coll
 from flyte_ddp.parallel.hang_watch import in_collective, watch_collectives
 from flyte_ddp.runs.work import Work
 
-NCCL_GRACE_SECONDS = 60.0
 FINISHED = "flyte-ddp finished"  # in the ranks' common store
 NO_LIMIT = timedelta(days=365)
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # options of mallopt, from glibc's malloc.h
@@ -146,9 +145,6 @@ def join_process_group(work: Work, info: RankInfo, store: Store, report_error: C
     On a GPU, first starts a thread that calls ``report_error`` if a collective operation exceeds FLYTE_DDP_TIMEOUT.
     """
     on_gpu = work.world.device_type == "cuda"
-    # NCCL ends a process that has waited too long by SIGABRT, and the launcher would blame this rank. So NCCL gets a
-    # longer limit, and the report of the thread comes first.
-    limit = work.timeout + (NCCL_GRACE_SECONDS if on_gpu else 0.0)
     if on_gpu:
         watch_collectives(work.timeout, report_error, torch.cuda.Event)
     with in_collective():  # NCCL connects the ranks here, and has no limit for that
@@ -157,7 +153,7 @@ def join_process_group(work: Work, info: RankInfo, store: Store, report_error: C
             store=store,
             rank=info.rank,
             world_size=info.world_size,
-            timeout=timedelta(seconds=limit),
+            timeout=distributed.group_timeout(work.timeout, on_gpu=on_gpu),
             device_id=torch.device("cuda", info.local_rank) if on_gpu else None,
         )
 

@@ -1,0 +1,124 @@
+"""Values of all ranks in the loss of each: for objectives that compare the samples of a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from flyte_ddp.errors import UserError
+from flyte_ddp.parallel import distributed
+from flyte_ddp.parallel.distributed import rank, translate_collective_errors, world_size
+from flyte_ddp.parallel.hang_watch import in_collective
+
+_exchange: RankExchange | None = None  # of the training whose losses are being computed
+
+
+class RankExchange:
+    """What :func:`across_ranks` needs to know of a training on this rank, and the process group that it uses."""
+
+    def __init__(self, refusal: str = "") -> None:
+        """Begin without a process group. ``refusal``: why samples must not be compared; empty: they may be."""
+        self.refusal = refusal
+        self.has_samples = True
+        self.group: Any = None  # a ProcessGroup
+
+    @contextmanager
+    def during_losses(self, *, has_samples: bool) -> Iterator[None]:
+        """Make :func:`across_ranks` exchange values in the block, which computes a part's losses.
+
+        ``has_samples`` is False if this rank has no sample of its own, and runs the batch's first one, which must not
+        count.
+        """
+        global _exchange  # noqa: PLW0603 (a user's function, which calls across_ranks, is not given the training)
+        _exchange, self.has_samples = self, has_samples
+        try:
+            yield
+        finally:
+            _exchange = None
+
+    def open_group(self, *, on_gpu: bool) -> Any:
+        """Return a process group of all ranks for these exchanges alone; at the first call make it, with all ranks."""
+        if self.group is None:
+            limit = distributed.group_timeout(distributed.timeout_seconds, on_gpu=on_gpu)
+            with translate_collective_errors(), in_collective():
+                self.group = dist.new_group(timeout=limit)
+        return self.group
+
+
+def across_ranks(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the rows [N, ...] of all ranks' values [n, ...], in the batch's order, and where own rows are, int64 [n].
+
+    For ``losses`` of an objective that compares a batch's samples. Gradients flow back to the ranks that the rows come
+    from, so with one loss for each own sample, and no factor, a step is that of one process. The row of a rank without
+    samples of its own, which computes the batch's first one, is left out. All ranks must call it equally often, and
+    their losses must use the result. Waits for all of them.
+
+    On one rank, and in an evaluation, returns the values themselves and 0..n-1. In an evaluation each batch of
+    ``test_batch_size`` is whole on one rank, so that the loss compares its samples, whatever the number of ranks. To
+    compare all samples of a split, use ``measure``, which gets whole columns.
+
+    Raises UserError if a batch is trained in parts or mixed, for values without a first dimension or whose other
+    dimensions differ between ranks, and if several ranks call it while gradients are recorded but no losses computed,
+    such as in a model or in a loop of one's own.
+    """
+    if _exchange is None and world_size() > 1 and torch.is_grad_enabled():
+        raise UserError(
+            "across_ranks: was called outside an objective's losses, where other ranks may not call it; in a loop of "
+            "your own use torch.distributed.nn.functional.all_gather"
+        )
+    if _exchange is not None and _exchange.refusal:
+        raise UserError(_exchange.refusal)
+    if not values.dim():
+        raise UserError("across_ranks: got a single number; give a tensor with a row for each sample, [n, ...]")
+    if _exchange is None or world_size() == 1:
+        return values, torch.arange(len(values), device=values.device)
+    group = _exchange.open_group(on_gpu=values.is_cuda)
+    counted = len(values) if _exchange.has_samples else 0
+    shapes = torch.stack(gather_equal(torch.tensor([counted, *values.shape[1:]], device=values.device), group)).tolist()
+    if any(shape[1:] != shapes[0][1:] for shape in shapes):
+        raise UserError(
+            f"across_ranks: the ranks' values have shapes {', '.join(map(str, shapes))}: must be equal but for the "
+            "first dimension; pad the others to one length"
+        )
+    lengths = [shape[0] for shape in shapes]
+    start = sum(lengths[: rank()]) if counted else 0  # the batch's first sample is what a rank without own ones runs
+    rows: Tensor = GatheredRows.apply(values, lengths, group)
+    return rows, torch.arange(start, start + len(values), device=values.device)
+
+
+class GatheredRows(torch.autograd.Function):
+    """Gather rows of all ranks. All ranks must run both passes, and wait for each other in them."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, lengths: list[int], group: Any) -> Tensor:
+        """Return the rows [N, ...]: of each rank's values as many as ``lengths`` says, from the first on."""
+        ctx.lengths, ctx.group, ctx.shape = lengths, group, values.shape
+        own = values.new_zeros(max(lengths), *values.shape[1:])
+        own[: lengths[rank()]] = values[: lengths[rank()]]
+        parts = gather_equal(own, group)
+        return torch.cat([part[:length] for part, length in zip(parts, lengths, strict=True)])
+
+    @staticmethod
+    @once_differentiable  # the returned gradient is computed without a graph
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        """Return the gradient of this rank's values: of their rows, the sum of all ranks' gradients; else 0."""
+        total = gradients[0].clone(memory_format=torch.contiguous_format)
+        with in_collective():
+            dist.all_reduce(total, group=ctx.group)
+        own = total.new_zeros(ctx.shape)
+        own[: ctx.lengths[rank()]] = torch.split(total, ctx.lengths)[rank()]
+        return own, None, None
+
+
+def gather_equal(values: Tensor, group: Any) -> list[Tensor]:
+    """Return the tensors of all ranks of a group, by rank; their shapes must be equal. All ranks must call it."""
+    gathered = [*values.new_empty(world_size(), *values.shape)]
+    with in_collective():
+        dist.all_gather(gathered, values, group=group)
+    return gathered

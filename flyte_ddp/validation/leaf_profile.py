@@ -1,0 +1,321 @@
+"""Measure samples that are no images: each leaf of the inputs, and the targets."""
+
+import hashlib
+import pickle
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from flyte_ddp.datasets.on_demand_set import OnDemandSet
+from flyte_ddp.datasets.prepared import PlainSet
+from flyte_ddp.datasets.sample_arrays import Ragged, SampleArrays
+from flyte_ddp.errors import UserError
+from flyte_ddp.leaves import Leaves, name_leaves
+from flyte_ddp.loading.collate import IGNORED_TOKEN, STACKED
+from flyte_ddp.loading.facts import FEW
+from flyte_ddp.loading.opening_plain import open_items
+from flyte_ddp.loading.own_items import ItemLoader, Items
+from flyte_ddp.loading.seeding import keep_random_state
+from flyte_ddp.loading.split import Split
+from flyte_ddp.loading.workers import ItemBatches, make_pool
+from flyte_ddp.machine import count_cores
+from flyte_ddp.order.sampling import Indices, ListedOrder
+from flyte_ddp.settings import Settings
+from flyte_ddp.validation.profile import CLASSES, LABELS, NUMBERS, OTHERS, TOKENS, DataProfile
+from flyte_ddp.validation.ranges import count_ranges
+
+ROWS, ROW_BYTES = 4096, 2**24  # of arrays that are measured at a time, at most
+ITEMS = 64  # of one task of a loader process
+COLUMNS = 64  # of a table of more columns the means of rows are counted, not the columns
+LOOKED_TWICE = 8  # items of each split
+NAMES = {"train": "training", "test": "test"}
+
+Values = NDArray[Any] | list[NDArray[Any]]  # a leaf of n samples: [n, ...], or an array of each
+Found = tuple[Indices, NDArray[np.integer[Any]], NDArray[np.integer[Any]]]  # number, label, digest
+
+
+@dataclass
+class Measured:
+    """What was found in some samples."""
+
+    labels: NDArray[np.int64]  # [n], the class number; of other targets a digest, equal for equal targets
+    digests: NDArray[np.int64]  # [n], of the inputs
+    targets: Counter[str]  # samples by what their targets count for
+    leaves: dict[str, Counter[str]]  # by statistic: samples by their value of it
+    labelled: dict[str, int]  # of class numbers and tokens that are none of the classes: a sample, by its number
+    not_finite: dict[int, str]  # by the sample's number: the leaf that has NaN or infinity
+
+
+class ItemMeasurer(ItemLoader):
+    """Reads and measures items of one side, "train" or "test", in a loader process. It can be pickled."""
+
+    def __init__(self, items: Items, side: str, kind: str, classes: int) -> None:
+        """``kind`` is what a target is, as in the profile; ``classes`` the number of classes that have names."""
+        super().__init__(items, side, STACKED, 0)
+        self.kind, self.classes = kind, classes
+
+    def load_items(self, samples: Sequence[int], epoch: int | None) -> tuple[Leaves, Leaves]:
+        """Return what is found in these samples, and None; raise the errors of reading."""
+        read = [self.items.read_item(sample, self.seed, epoch) for sample in samples]
+        sides = [[to_arrays(leaves) for leaves in part] for part in zip(*read, strict=True)]
+        form = [{name: leaf.ndim for name, leaf in part[0].items()} for part in sides]
+        for sample, *named in zip(samples, *sides, strict=True):
+            if (found := [{name: leaf.ndim for name, leaf in leaves.items()} for leaves in named]) != form:
+                raise UserError(
+                    f"{NAMES[self.side]} sample {sample} has leaves of the dimensions {found}, and sample {samples[0]} "
+                    f"{form}; all must have the same"
+                )
+        inputs, targets = ({name: [each[name] for each in part] for name in part[0]} for part in sides)
+        return measure_samples(samples, inputs, targets, self.kind, self.classes), None
+
+
+def measure_plain_set(data: PlainSet, profile: DataProfile, settings: Settings) -> list[Found]:
+    """Read all samples of training and test split, and add them to the profile's counts and examples.
+
+    Returns for each split three arrays [n]: number, label, and digest of the inputs. Items on demand are read in loader
+    processes, which end before it returns; then reads some of them a second time, in this process. Raises UserError if
+    these are not what they were, or an item has other leaves than another; OwnCodeError if the user's code fails.
+    """
+    if isinstance(data, SampleArrays):
+        profile.targets = kind_of_targets(data.train_targets, data.classes)
+        return [add_split(profile, side, measure_arrays(data, side, profile)) for side in NAMES]
+    items = open_items(data)
+    with keep_random_state():
+        _, targets = items["train"].read_item(0, 0, None)
+    alone = {name: leaf[np.newaxis] for name, leaf in to_arrays(targets).items()}
+    profile.targets = kind_of_targets(alone.get("", alone), data.classes)
+    loaders = [ItemMeasurer(items[side], side, profile.targets, len(data.classes)) for side in NAMES]
+    pool = make_pool(loaders, settings.loader_threads or count_cores())
+    batches = [ItemBatches(loader, pool, torch.device("cpu")) for loader in loaders]
+    with closing(batches[0]):
+        found = [add_split(profile, source.loader.side, iterate_parts(source, data)) for source in batches]
+        for loader, (numbers, labels, digests) in zip(loaders, found, strict=True):
+            chosen = np.linspace(len(numbers) - 1, 0, min(len(numbers), LOOKED_TWICE), dtype=np.int64).tolist()
+            with keep_random_state():
+                again, _ = loader.load_items(chosen, None)
+            changed = (again.labels != labels[chosen]) | (again.digests != digests[chosen])
+            if changed.any():
+                raise UserError(
+                    f"dataset={data.name!r}: {NAMES[loader.side]} sample {chosen[changed.argmax()]} has other content "
+                    "when it is read again, with the random generators seeded alike; it must depend on the sample's "
+                    "number alone: leave out generators of your own, shuffled lists of files, and the time"
+                )
+    return found
+
+
+def iterate_parts(source: ItemBatches, data: OnDemandSet) -> Iterator[Measured]:
+    """Yield what loader processes find in all samples of one side of a data set."""
+    samples = data.train_samples if source.loader.side == "train" else data.test_samples
+    split = Split(source, ListedOrder(np.arange(samples)))
+    for _, batch in split.load_evaluation_batches(ITEMS, 0, 1):
+        yield batch.inputs
+
+
+def measure_arrays(data: SampleArrays, side: str, profile: DataProfile) -> Iterator[Measured]:
+    """Yield what is found in the arrays of one side, of ROWS (4,096) samples at a time, or fewer if they are large."""
+    inputs, targets = (name_leaves(getattr(data, f"{side}_{kind}")) for kind in ("inputs", "targets"))
+    samples = data.train_samples if side == "train" else data.test_samples
+    size = sum(leaf.nbytes for leaf in (*inputs.values(), *targets.values()))
+    step = min(ROWS, max(1, ROW_BYTES * samples // max(1, size)))
+    for start in range(0, samples, step):
+        numbers = range(start, min(start + step, samples))
+        parts = [
+            {
+                name: [leaf[number] for number in numbers] if isinstance(leaf, Ragged) else leaf[start : numbers.stop]
+                for name, leaf in leaves.items()
+            }
+            for leaves in (inputs, targets)
+        ]
+        yield measure_samples(numbers, parts[0], parts[1], profile.targets, len(profile.classes))
+
+
+def add_split(profile: DataProfile, side: str, parts: Iterator[Measured]) -> Found:
+    """Add the parts of a side's samples, in order, to the profile; return numbers, labels and digests, [n] each."""
+    name, labels, digests = NAMES[side], list[NDArray[np.int64]](), list[NDArray[np.int64]]()
+    counts = profile.training if side == "train" else profile.test
+    for part in parts:
+        labels.append(part.labels)
+        digests.append(part.digests)
+        counts.samples += len(part.labels)
+        for statistic, counted in {"": part.targets, **part.leaves}.items():
+            total = counts.leaves.setdefault(statistic, {}) if statistic else counts.labels
+            for value, number in counted.items():
+                total[value] = total.get(value, 0) + number
+        for label, sample in part.labelled.items():
+            profile.labelled.setdefault(label, f"{name} sample {sample}")
+        profile.not_finite += len(part.not_finite)
+        examples = [f"{name} sample {sample} ({leaf})" for sample, leaf in part.not_finite.items()]
+        profile.bad += examples[: FEW - len(profile.bad)]
+    return np.arange(counts.samples), np.concatenate(labels), np.concatenate(digests)
+
+
+def to_arrays(leaves: Leaves) -> dict[str, NDArray[Any]]:
+    """Return leaves of one sample by name, as arrays. Objects, for a collate of the user's own, are in an array []."""
+    found = dict[str, NDArray[Any]]()
+    for name, leaf in name_leaves(leaves).items():
+        try:
+            found[name] = np.asarray(leaf)
+        except (TypeError, ValueError):
+            found[name] = np.array(None)
+        if found[name].dtype.kind not in "biufUS":
+            found[name] = np.array(None, object)
+            found[name][()] = leaf
+    return found
+
+
+def kind_of_targets(targets: Leaves, classes: Sequence[str]) -> str:
+    """Return what a target is: CLASSES, LABELS, NUMBERS, TOKENS, or OTHERS for several leaves, texts or objects.
+
+    ``targets`` are the leaf of all samples, or of some. Floats [n, k] are LABELS if all are 0, 1 or NaN, and there is a
+    class for each, or none has a name.
+    """
+    if not isinstance(targets, (np.ndarray, Ragged)) or targets.dtype.kind not in "biuf":
+        return OTHERS
+    if isinstance(targets, Ragged) or (targets.ndim > 1 and targets.dtype.kind in "iu"):
+        return NUMBERS if targets.dtype.kind == "f" else TOKENS
+    if targets.dtype.kind in "iu":
+        return CLASSES
+    labels = targets.ndim == 2 and np.isin(np.nan_to_num(targets), (0, 1)).all()
+    return LABELS if labels and len(classes) in (0, targets.shape[1]) else NUMBERS
+
+
+def measure_samples(
+    samples: Sequence[int], inputs: Mapping[str, Values], targets: Mapping[str, Values], kind: str, classes: int
+) -> Measured:
+    """Return what is found in one or more samples, whose leaves are given by name; ``samples`` are their numbers.
+
+    Statistics of a leaf: types and shapes; lengths, by powers of two, where they may differ; of numbers the means of
+    samples, and the columns of a table of up to COLUMNS (64), by sign and power of two. Of targets the means only if
+    ``kind`` is OTHERS, as else they are counted by what they are.
+    """
+    leaves, not_finite = dict[str, Counter[str]](), dict[int, str]()
+    for side, named in (("inputs", inputs), ("targets", targets)):
+        for name, values in named.items():
+            called = f"{side} {name}".rstrip()
+            leaves |= count_leaf(called, values, with_numbers=side == "inputs" or kind == OTHERS)
+            if not has_numbers(values):
+                continue
+            # NaN stands for an unknown number to predict.
+            unusable = is_not_finite if side == "inputs" else is_infinite
+            for place in np.flatnonzero(reduce_samples(values, unusable)).tolist():
+                not_finite[samples[place]] = called
+    digests = digest_samples(len(samples), [*inputs.values()])
+    labels = digest_samples(len(samples), [*targets.values()])
+    counted, labelled = Counter[str](), dict[str, int]()
+    if kind != OTHERS:
+        [values] = targets.values()
+        counted = count_targets(values, kind)
+        if kind == CLASSES:
+            labels = np.array(values, np.int64)
+        if kind in (CLASSES, TOKENS):
+            labelled = find_unnamed(samples, values, classes)
+    return Measured(labels, digests, counted, leaves, labelled, not_finite)
+
+
+def has_numbers(values: Values) -> bool:
+    """Return whether the samples of a leaf are numbers or truth values."""
+    return all(each.dtype.kind in "biuf" for each in ([values] if isinstance(values, np.ndarray) else values))
+
+
+def is_not_finite(values: NDArray[Any], axis: int) -> NDArray[np.bool_]:
+    """Return whether NaN or infinity is among the values along an axis."""
+    return np.asarray(~np.isfinite(values).all(axis))
+
+
+def is_infinite(values: NDArray[Any], axis: int) -> NDArray[np.bool_]:
+    """Return whether infinity is among the values along an axis."""
+    return np.asarray(np.isinf(values).any(axis))
+
+
+def mean_or_zero(values: NDArray[Any], axis: int) -> NDArray[np.float64]:
+    """Return the mean of the values along an axis, in fp64; 0 without any."""
+    with np.errstate(all="ignore"):
+        return np.asarray(values.sum(axis, np.float64) / max(1, values.shape[axis]))
+
+
+def first_or_nan(values: NDArray[Any], axis: int) -> NDArray[Any]:
+    """Return the first of the values along an axis; NaN without any."""
+    return values.take(0, axis) if values.shape[axis] else np.asarray(np.nan)
+
+
+def reduce_samples(values: Values, function: Any) -> NDArray[Any]:
+    """Return, [n], what a function of values and an axis returns for all numbers of each sample."""
+    if isinstance(values, np.ndarray):
+        return np.asarray(function(values.reshape(len(values), -1), 1))
+    return np.array([function(value.reshape(-1), 0) for value in values])
+
+
+def count_leaf(name: str, values: Values, *, with_numbers: bool) -> dict[str, Counter[str]]:
+    """Return the statistics of a leaf: how many samples have each value, by the statistic's name in words."""
+    counts = {f"types of {name}": Counter[str]()}
+    if isinstance(values, np.ndarray):
+        counts[f"types of {name}"][describe_array(values.dtype, values.shape[1:])] = len(values)
+    else:
+        counts[f"types of {name}"].update(
+            describe_array(each.dtype, ("?", *each.shape[1:])[: each.ndim]) for each in values
+        )
+        if values[0].ndim:
+            counts[f"lengths of {name}"] = count_ranges(np.array([len(each) for each in values]))
+    if not with_numbers or not has_numbers(values):
+        return counts
+    if isinstance(values, np.ndarray) and values.ndim == 2 and 1 < values.shape[1] <= COLUMNS:
+        columns = {f"column {place} of {name}": count_ranges(column) for place, column in enumerate(values.T)}
+        return counts | columns
+    return counts | {f"means of {name}": count_ranges(reduce_samples(values, mean_or_zero))}
+
+
+def describe_array(dtype: np.dtype[Any], shape: Sequence[Any]) -> str:
+    """Return type and shape of an array as text, such as "float32 [50]"; text or object where they are no numbers."""
+    called = {"U": "text", "S": "bytes", "O": "object"}.get(dtype.kind, dtype.name)
+    return f"{called} [{' x '.join(map(str, shape))}]" if shape else called
+
+
+def digest_samples(samples: int, leaves: Sequence[Values]) -> NDArray[np.int64]:
+    """Return 64 bits of BLAKE2b of the shapes and values of each sample's leaves, [samples]."""
+    found = np.zeros(samples, np.int64)
+    for place in range(samples):
+        digest = hashlib.blake2b(digest_size=8)
+        for values in leaves:
+            value = np.asarray(values[place])
+            digest.update(str(value.shape).encode())
+            digest.update(value.tobytes() if value.dtype.kind != "O" else pickle.dumps(value.item()))
+        found[place] = int.from_bytes(digest.digest(), "little", signed=True)
+    return found
+
+
+def count_targets(values: Values, kind: str) -> Counter[str]:
+    """Return how many samples count for each class, label, or range of numbers or tokens, as ``kind`` says.
+
+    Of several numbers the first counts; a text counts for each range that its tokens are in.
+    """
+    if kind == CLASSES:
+        return Counter(map(str, np.array(values).tolist()))
+    if kind == LABELS:
+        ones = (np.stack([*values]) == 1).sum(0)
+        return Counter({str(label): number for label, number in enumerate(ones.tolist()) if number})
+    if kind == NUMBERS:
+        return count_ranges(reduce_samples(values, first_or_nan))
+    return Counter(name for value in values for name in count_ranges(value[value != IGNORED_TOKEN]))
+
+
+def find_unnamed(samples: Sequence[int], values: Values, classes: int) -> dict[str, int]:
+    """Return the smallest and the largest class number or token, but for -100, if it is not in 0..classes-1.
+
+    Each with the number of a sample that has it.
+    """
+
+    def smallest(each: NDArray[Any], axis: int) -> NDArray[Any]:
+        return np.asarray(np.where(each == IGNORED_TOKEN, 0, each).min(axis, initial=0))
+
+    def largest(each: NDArray[Any], axis: int) -> NDArray[Any]:
+        return np.asarray(each.max(axis, initial=0))
+
+    lowest, highest = reduce_samples(values, smallest), reduce_samples(values, largest)
+    ends = {str(lowest.min()): int(lowest.argmin()), str(highest.max()): int(highest.argmax())}
+    return {token: samples[place] for token, place in ends.items() if not 0 <= int(token) < classes}

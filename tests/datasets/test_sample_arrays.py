@@ -1,0 +1,353 @@
+"""Data sets of any leaves: what arrays() and pairs of map-style sets may hold, how they are kept, what is refused."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import leaf_tasks as tasks
+import numpy as np
+import pytest
+import torch
+from cli import HELPERS
+from sklearn.utils.class_weight import compute_class_weight
+
+from flyte_ddp import arrays
+from flyte_ddp.config import Hyperparameters
+from flyte_ddp.datasets import fetch, open_prepared
+from flyte_ddp.datasets.custom import arrays_from_result
+from flyte_ddp.datasets.images import read_description
+from flyte_ddp.datasets.prepared import check_prepared_set, count_training_classes, order_splits, order_training
+from flyte_ddp.datasets.sample_arrays import (
+    SampleArrays,
+    open_sample_arrays,
+    read_sample,
+    sample_arrays_sha256,
+    write_sample_arrays,
+)
+from flyte_ddp.errors import UserError
+from flyte_ddp.leaves import form_of, map_leaves, name_leaves
+from flyte_ddp.objectives import Facts
+from flyte_ddp.objectives.objective import class_weights_of
+from flyte_ddp.order.sampling import ListedOrder
+from flyte_ddp.progress import Progress
+
+
+class Frame:
+    """Becomes an array as data frames and series of pandas do."""
+
+    def __init__(self, values: Any) -> None:
+        self.values = values
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.array(self.values, dtype)
+
+
+N = 6
+NUMBERS = np.random.default_rng(0).normal(size=(N, 3))
+TOKENS = [[1, 2, 3], [], [4], [5, 6], [7], [0]]
+CLASSES = np.arange(N) % 2
+# What is given for a leaf, what is kept of each sample, and of which type.
+LEAVES: dict[str, tuple[Any, Any, str]] = {
+    "floats": (NUMBERS, NUMBERS.astype(np.float32), "float32"),
+    "half floats": (NUMBERS.astype(np.float16), NUMBERS.astype(np.float16), "float32"),
+    "of another byte order": (np.arange(N, dtype=">i4"), np.arange(N), "int32"),
+    "not in C order": (np.asfortranarray(NUMBERS), NUMBERS.astype(np.float32), "float32"),
+    "unsigned": (np.arange(N, dtype=np.uint16), np.arange(N), "int32"),
+    "bytes": (np.arange(N, dtype=np.uint8), np.arange(N), "uint8"),
+    "truth values": ([True, False] * 3, [True, False] * 3, "bool"),
+    "tensor": (torch.from_numpy(NUMBERS), NUMBERS.astype(np.float32), "float32"),
+    "list of tensors": ([torch.tensor(row) for row in NUMBERS], NUMBERS.astype(np.float32), "float32"),
+    "data frame": (Frame(NUMBERS), NUMBERS.astype(np.float32), "float32"),
+    "lists of different lengths": (TOKENS, TOKENS, "int64"),
+    "arrays of different lengths": (
+        [NUMBERS[:length] for length in range(N)],
+        [NUMBERS[:length].astype(np.float32) for length in range(N)],
+        "float32",
+    ),
+    "tensors of different lengths": ([torch.tensor(each) for each in TOKENS], TOKENS, "int64"),
+}
+
+
+def keep(data: SampleArrays, folder: Path) -> SampleArrays:
+    """Write a data set, and open what was written."""
+    folder.mkdir()
+    write_sample_arrays(data, folder, {})
+    return open_sample_arrays(folder)
+
+
+@pytest.mark.parametrize("kind", LEAVES)
+def test_a_leaf_is_kept_as_it_was_given(kind: str, tmp_path: Path) -> None:
+    given, expected, dtype = LEAVES[kind]
+    kept = keep(arrays((given, CLASSES), (given, CLASSES)), tmp_path / "data")
+    for leaf in (kept.train_inputs, kept.test_inputs):
+        assert (len(leaf), leaf.dtype) == (N, dtype)
+        for array in (leaf,) if isinstance(leaf, np.ndarray) else (leaf.values, leaf.ends):
+            assert isinstance(array, np.memmap)
+            assert not array.flags.writeable
+        for sample, value in enumerate(expected):
+            np.testing.assert_array_equal(leaf[sample], value)
+
+
+def test_forms_of_inputs_and_targets_are_kept(tmp_path: Path) -> None:
+    several = {"tokens": TOKENS, "numbers": NUMBERS}
+    for number, (inputs, targets) in enumerate(
+        ((NUMBERS, None), ((NUMBERS, TOKENS), TOKENS), (several, (CLASSES, NUMBERS)), (NUMBERS, several))
+    ):
+        kept = keep(arrays((inputs, targets), (inputs, targets)), tmp_path / str(number))
+        for sample in range(N):
+            found = read_sample(kept.test_inputs, kept.test_targets, sample)
+            for leaves, given in zip(found, (inputs, targets), strict=True):
+                assert form_of(leaves) == form_of(given)
+                assert [*name_leaves(leaves)] == [*name_leaves(given)]
+                for leaf, expected in zip(name_leaves(leaves).values(), name_leaves(given).values(), strict=True):
+                    np.testing.assert_array_equal(leaf, np.asarray(expected[sample], leaf.dtype))
+
+
+def test_a_side_without_differences_of_length_is_kept_as_the_other(tmp_path: Path) -> None:
+    kept = keep(arrays((TOKENS, None), (np.ones((2, 4), np.int8), None)), tmp_path / "data")
+    assert [kept.test_inputs[sample].tolist() for sample in range(2)] == [[1] * 4] * 2
+    assert kept.train_inputs.dtype == kept.test_inputs.dtype == np.int64
+
+
+def test_the_digest_changes_with_everything_that_it_covers(tmp_path: Path) -> None:
+    """And that of the test samples with theirs alone."""
+    base: dict[str, Any] = {"inputs": {"a": TOKENS, "b": NUMBERS}, "targets": CLASSES}
+
+    def digests(side: str, changes: dict[str, Any], **about: Any) -> tuple[str, str]:
+        parts = [(values["inputs"], values["targets"]) for values in (base | changes, base)]
+        data = arrays(*(parts if side == "train" else parts[::-1]), **about)
+        folder = tmp_path / f"{len([*tmp_path.iterdir()])}"
+        kept = keep(data, folder)
+        assert kept.digest == sample_arrays_sha256(kept) == sample_arrays_sha256(data)
+        return kept.digest, str(read_description(folder)["test_digest"])
+
+    other_numbers = NUMBERS.copy()
+    other_numbers[3, 1] += 1
+    changes = [
+        {"inputs": {"a": [*TOKENS[:2], [4, 5], [6], *TOKENS[4:]], "b": NUMBERS}},  # the same values, cut elsewhere
+        {"inputs": {"a": TOKENS, "b": other_numbers}},
+        {"targets": CLASSES[::-1]},
+    ]
+    first = digests("train", {})
+    of_training = [digests("train", change) for change in changes]
+    of_tests = [digests("test", change) for change in changes]
+    names, weights = digests("train", {}, classes="xy"), digests("train", {}, sample_weights=np.arange(N))
+    everything = [first, *of_training, *of_tests, names, weights]
+    assert len({digest for digest, _ in everything}) == len(everything)
+    assert {test for _, test in of_training} == {first[1]} == {weights[1]}
+    assert len({test for _, test in (first, *of_tests, names)}) == len(of_tests) + 2
+
+
+def test_pairs_of_sets_of_items_are_kept_as_arrays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Items are pairs, or dicts with labels as of Hugging Face's sets; the same arrays as arrays() makes."""
+    monkeypatch.chdir(HELPERS)
+    expected = tasks.reviews("")
+    folder = fetch("leaf_tasks:reviews_as_sets", "", tmp_path / "data", progress="off")
+    found = open_prepared(folder)
+    assert isinstance(found, SampleArrays)
+    assert found.digest == sample_arrays_sha256(expected)
+    assert (found.name, found.classes) == ("leaf_tasks:reviews_as_sets", ("0", "1", "2"))
+
+
+class Named(list[Any]):
+    """A set of items with attributes."""
+
+    classes = ("low", "high")
+    sample_weights = (1, 2, 3, 0, 0, 0)
+
+
+def test_attributes_of_a_set_are_kept() -> None:
+    items = Named(zip(NUMBERS, CLASSES, strict=True))
+    found = arrays_from_result("own:data", (items, items[:2]), Progress("off"))
+    assert found.classes == ("low", "high")
+    assert found.sample_weights is not None
+    assert found.sample_weights.tolist() == [1, 2, 3, 0, 0, 0]
+
+
+ITEMS: dict[str, tuple[list[Any], str]] = {
+    "another form": (
+        [((1, 2), 0), ([1, 2], 0)],
+        "the inputs of item 1 of the training set are one array, and those of item 0 .* a tuple of 2: all must",
+    ),
+    "another name": (
+        [({"a": 1}, 0), ({"b": 1}, 0)],
+        "the inputs of item 1 of the training set are a dict with b, and those of item 0 of .* a dict with a: all must",
+    ),
+    "no pair": ([(1.0, 0), (1.0, 0, 0)], r"training set: item 1 is a tuple: must be a pair \(inputs, targets\), or a"),
+    "a dict without labels": ([{"a": 1}], "training set: item 0 is a dict: must be a pair .*, or a dict with labels"),
+    "a text": ([("a word", 0)], "train_inputs: must be numbers or truth values, got texts; give numbers for them"),
+}
+
+
+@pytest.mark.parametrize("kind", ITEMS)
+def test_items_that_do_not_fit_are_refused(kind: str) -> None:
+    items, words = ITEMS[kind]
+    with pytest.raises(UserError, match=f"dataset='own:data': {words}"):
+        arrays_from_result("own:data", (items, [((1, 2), 0)]), Progress("off"))
+
+
+def pair(inputs: Any, targets: Any = CLASSES) -> tuple[Any, Any]:
+    return inputs, targets
+
+
+OBJECTS = np.array([None] * N)
+WRONG: dict[str, tuple[Callable[[], Any], str]] = {
+    "leaves of other lengths": (
+        lambda: arrays(pair({"a": NUMBERS, "b": NUMBERS[:4]}), pair(NUMBERS)),
+        r"train_inputs\['b'\] has 4 samples, and train_inputs\['a'\] has 6: all must have the same number",
+    ),
+    "targets of another length": (
+        lambda: arrays(pair(NUMBERS), pair(NUMBERS, CLASSES[:5])),
+        "test_targets has 5 samples, and test_inputs has 6",
+    ),
+    "no pair": (lambda: arrays(NUMBERS, pair(NUMBERS)), r"train: must be a pair \(inputs, targets\), got ndarray"),
+    "no inputs": (lambda: arrays(pair(None), pair(NUMBERS)), "train_inputs: are None; give at least one array"),
+    "an empty dict": (lambda: arrays(pair({}), pair({})), "train_inputs: has no array; give at least one"),
+    "no samples": (lambda: arrays(pair([], []), pair([], [])), "train_inputs: must be an array .* at least one sample"),
+    "one number": (lambda: arrays(pair(3.0), pair(3.0)), r"with at least one sample, got \[\]"),
+    "objects": (lambda: arrays(pair(OBJECTS), pair(OBJECTS)), "got objects; give numbers for them, or a list of array"),
+    "texts": (lambda: arrays(pair(["a"] * N), pair(["a"] * N)), "train_inputs: .*got texts; give numbers for them"),
+    "a text among arrays": (
+        lambda: arrays(pair([*TOKENS[:5], "a"]), pair(TOKENS)),
+        r"train_inputs\[5\]: must be numbers or truth values, got texts",
+    ),
+    "dates": (lambda: arrays(pair(NUMBERS.astype("M8[s]")), pair(NUMBERS)), r"got datetime64\[s\]; give numbers"),
+    "a frame with texts": (
+        lambda: arrays(pair(Frame(np.array([[1, "x"]] * N, object))), pair(NUMBERS)),
+        "train_inputs: must be numbers or truth values, got objects",
+    ),
+    "other differences of shape": (
+        lambda: arrays(pair([NUMBERS[:2, :2], NUMBERS[:3]]), pair(NUMBERS)),
+        r"sample 1 has shape \[3, 3\] and sample 0 has \[2, 2\]; only the first dimension may differ",
+    ),
+    "lists in lists": (
+        lambda: arrays(pair([[[1], [1, 2]], [[1]]]), pair(NUMBERS)),
+        r"train_inputs\[0\]: is no array .*inhomogeneous",
+    ),
+    "a tensor with gradients": (
+        lambda: arrays(pair(torch.ones(N, requires_grad=True)), pair(NUMBERS)),
+        "train_inputs: is no array .*requires grad",
+    ),
+    "a name that is no identifier": (
+        lambda: arrays(pair({"unit price": NUMBERS}), pair({"unit price": NUMBERS})),
+        "train_inputs: the name 'unit price' must be a Python identifier: the model is called with it",
+    ),
+    "a number as name": (lambda: arrays(pair({0: NUMBERS}), pair(NUMBERS)), "the name 0 must be a Python identifier"),
+    "a dict in a dict": (
+        lambda: arrays(pair({"a": {"b": NUMBERS}}), pair(NUMBERS)),
+        r"train_inputs\['a'\]: must be numbers or truth values, got objects",
+    ),
+    "another form": (
+        lambda: arrays(pair({"a": NUMBERS}), pair((NUMBERS, NUMBERS))),
+        "train_inputs are a dict with a, and test_inputs a tuple of 2: both must have one form",
+    ),
+    "other names": (
+        lambda: arrays(pair({"a": NUMBERS}), pair({"b": NUMBERS})),
+        "train_inputs are a dict with a, and test_inputs a dict with b",
+    ),
+    "another shape": (
+        lambda: arrays(pair(NUMBERS), pair(NUMBERS[:, :2])),
+        r"a sample of train_inputs is float32 \[3\], and of test_inputs float32 \[2\]: both must have one type and",
+    ),
+    "another kind of number": (
+        lambda: arrays(pair(NUMBERS), pair(NUMBERS.astype(int))),
+        r"of train_inputs is float32 \[3\], and of test_inputs int64 \[3\]",
+    ),
+    "a class without a name": (
+        lambda: arrays(pair(NUMBERS, CLASSES * 2), pair(NUMBERS), classes="ab"),
+        r"train_targets: label 2 of sample 1 is not one of the 2 classes: must be 0\.\.1",
+    ),
+    "a negative class": (
+        lambda: arrays(pair(NUMBERS), pair(NUMBERS, CLASSES - 1)),
+        "test_targets: label -1 of sample 0 is not one of the 2 classes",
+    ),
+    "numbers in place of classes": (
+        lambda: arrays(pair(NUMBERS, CLASSES * 10**9), pair(NUMBERS)),
+        "the whole number 1000000000 would be a class, .*give numbers to predict as floats",
+    ),
+    "weights of another length": (
+        lambda: arrays(pair(NUMBERS), pair(NUMBERS), sample_weights=[1, 2]),
+        r"sample_weights: must be one number for each of the 6 training samples, got \[2\]",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", WRONG)
+def test_wrong_arrays_are_refused(kind: str) -> None:
+    make, words = WRONG[kind]
+    with pytest.raises(UserError, match=words) as caught:
+        make()
+    assert len(caught.value.message) < 250
+
+
+def test_a_damaged_folder_is_an_error(tmp_path: Path) -> None:
+    keep(arrays(pair(TOKENS), pair(TOKENS)), tmp_path / "data")
+    (tmp_path / "data/train_inputs.ends.npy").unlink()
+    with pytest.raises(UserError, match=r"train_inputs\.ends\.npy"):
+        open_prepared(tmp_path / "data")
+
+
+def test_orders_of_training() -> None:
+    """Drawn by weights, or each class as often; the validation split stays whole, and apart."""
+    samples, classes = 4000, (np.arange(4000) % 10 == 0).astype(np.int64)
+    weights = np.where(np.arange(samples) < 400, 9.0, 1.0)
+    numbers = np.arange(samples, dtype=np.float32)
+    data = arrays((numbers, classes), (numbers, classes), name="own:data", sample_weights=weights)
+    orders = order_splits(data, validation_fraction=0.25, seed=3, shuffle_shards=1)
+    training, validation = (orders[split].samples(slice(None)) for split in ("training", "validation"))
+    assert (len(training), len(validation), len(orders["test"])) == (3000, 1000, samples)
+    assert sorted([*training, *validation]) == [*range(samples)]
+    order = orders["training"]
+    assert isinstance(order, ListedOrder)
+    drawn = {name: order_training(data, order, name).batches(0, samples) for name in ("weighted", "balanced")}
+    found = {name: np.concatenate([*batches]) for name, batches in drawn.items()}
+    for draws in found.values():
+        assert len(draws) == 3000
+        assert not {*draws} & {*validation}
+    assert (found["weighted"] < 400).mean() == pytest.approx(0.5, abs=0.03)
+    assert classes[found["balanced"]].mean() == pytest.approx(0.5, abs=0.03)
+    with pytest.raises(UserError, match="has no single class for each sample; give sample_weights"):
+        order_training(replace(data, train_targets=(classes, classes)), order, "balanced")
+    with pytest.raises(UserError, match=r"'own:data' has no sample_weights; give them to arrays\(\.\.\.\)"):
+        order_training(replace(data, sample_weights=None), order, "weighted")
+
+
+def test_balanced_class_weights_are_scikit_learns() -> None:
+    classes = np.array([0, 0, 0, 1, 2, 2])
+    data = arrays((NUMBERS, classes), (NUMBERS, classes))
+    counts = count_training_classes(data, ListedOrder(np.arange(N)), 3)
+    found = class_weights_of(Facts(data.classes, (), counts, "balanced"))
+    assert found is not None
+    expected = compute_class_weight("balanced", classes=np.arange(3), y=classes)
+    np.testing.assert_allclose(found.numpy(), expected, rtol=1e-6)
+
+
+HP = Hyperparameters(dataset="own:data", model="own:model", objective="regression")
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"model": "resnet18"}, "model='resnet18': takes images, and .* has samples that are no images; name a model"),
+        ({"model": "small_cnn"}, "model='small_cnn': takes images"),
+        ({"image_size": 32}, "image_size=32: dataset='own:data' has samples that are no images; leave it 0"),
+        ({"augment": "crop"}, "augment='crop': .* are no images; take none, or a function of your own"),
+        ({"num_classes": 5, "objective": "classification"}, "num_classes=5: the data set has 2; set that, or 0"),
+        ({"validation_fraction": 0.99}, "validation_fraction=0.99: holds out all 6 samples"),
+    ],
+)
+def test_settings_that_do_not_fit_a_table_are_refused_before_ranks_start(
+    changes: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    keep(arrays(pair(NUMBERS), pair(NUMBERS), name="own:data"), tmp_path / "data")
+    with pytest.raises(UserError, match=words):
+        check_prepared_set(tmp_path / "data", replace(HP, **changes), ranks=1, workers=1)
+
+
+def test_leaves_of_leaves() -> None:
+    """None is nothing, a list is a leaf."""
+    assert map_leaves(len, {"a": [1, 2], "b": "x"}) == {"a": 2, "b": 1}
+    assert map_leaves(len, ([1, 2], "x")) == (2, 1)
+    assert map_leaves(len, None) is None
+    assert name_leaves([1, 2]) == {"": [1, 2]}

@@ -1,0 +1,94 @@
+"""Steps of training on N ranks and in parts, and the same steps in a plain loop, which tests compare in fp64."""
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import objective_tasks as tasks
+import pytest
+import torch
+from torch import Tensor, nn
+
+from flyte_ddp.config import Hyperparameters
+from flyte_ddp.datasets import open_prepared
+from flyte_ddp.hardware import detect_hardware
+from flyte_ddp.order import sampling
+from flyte_ddp.parallel.distributed import rank
+from flyte_ddp.training.evaluate import evaluate_split
+from flyte_ddp.training.train import apply_gradients, compute_gradients
+from flyte_ddp.training.training_state import TrainingState
+
+STEPS = 12
+SIZES = ((8, 1), (8, 3), (2, 2))  # of a batch and its parts; 41 samples leave a ragged last batch of 1
+STRATEGIES = {1: ("shared_memory",), 2: ("shared_memory", "ddp", "hooks"), 3: ("shared_memory", "ddp"), 4: ("hooks",)}
+BASE = Hyperparameters(
+    epochs=1000, max_steps=STEPS, schedule="constant", learning_rate=0.05, precision="fp64", backend="gloo",
+    validation_fraction=0.0, test_batch_size=5,
+)  # fmt: skip
+# The losses and parameters after each step, and the loss of the test split.
+Steps = tuple[list[float], list[dict[str, Tensor]], float]
+
+
+def batches(hp: Hyperparameters) -> Iterator[sampling.Indices]:
+    for epoch in range(hp.epochs):
+        yield from sampling.ListedOrder(np.arange(tasks.TRAIN), hp.seed).batches(epoch, hp.batch_size)
+
+
+def step_in_ranks(folder: Path, cases: Iterable[tuple[str, str, Hyperparameters]], strategies: Iterable[str]) -> None:
+    """Leave, from rank 0, the Steps of each case with each strategy; a case has a name, a prepared folder's, and hp."""
+    ranks = torch.distributed.get_world_size()
+    for (name, data, case), strategy in itertools.product(cases, strategies):
+        hp = replace(case, strategy=strategy)
+        hardware = replace(detect_hardware(replace(BASE, num_ranks=ranks, strategy=strategy)), threads=1)
+        state = TrainingState(hp, hardware, open_prepared(folder / data), None)
+        losses, states = [], []
+        for batch in itertools.islice(batches(hp), STEPS):
+            sums = compute_gradients(state, batch)
+            losses.append(float(sums.loss) / (float(sums.weight) or 1.0))
+            apply_gradients(state)
+            states.append({key: value.clone() for key, value in state.model.state_dict().items()})
+        with state.evaluation_mode():
+            found = evaluate_split(state.predict, state.test, hp.test_batch_size, state.device, state.objective)
+        if rank() == 0:
+            torch.save((losses, states, found.measures["loss"]), folder / f"{name}-{strategy}.pt")
+        state.splits.close()
+
+
+def step_plainly(
+    hp: Hyperparameters,
+    make_model: Callable[[], nn.Module],
+    loss_of: Callable[[nn.Module, sampling.Indices, int], tuple[Tensor, Tensor | float]],
+    loss_of_tests: Callable[[nn.Module], tuple[Tensor, Tensor | float]],
+) -> Steps:
+    """One process, torch's own layers and optimiser. The losses are sums, each with the weight that divides it.
+
+    ``loss_of`` gets the model, the samples of a batch, and the step.
+    """
+    torch.manual_seed(hp.seed)
+    model = make_model().double()
+    optimizer = torch.optim.SGD(model.parameters(), 0.05, hp.momentum, weight_decay=hp.weight_decay, nesterov=True)
+    losses, states = [], []
+    for step, batch in enumerate(itertools.islice(batches(hp), STEPS)):
+        optimizer.zero_grad()
+        total, weight = loss_of(model, batch, step)
+        loss = total / weight if weight else 0 * total
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+        states.append({key: value.clone() for key, value in model.state_dict().items()})
+    with torch.no_grad():
+        total, weight = loss_of_tests(model)
+    return losses, states, float(total / weight)
+
+
+def check_steps(folder: Path, plain: dict[str, Steps], strategies: Iterable[str]) -> None:
+    """Assert that what the ranks have left is what the plain loop gives, to 1e-9."""
+    for (name, (losses, states, test_loss)), strategy in itertools.product(plain.items(), strategies):
+        found: Any = torch.load(folder / f"{name}-{strategy}.pt")
+        np.testing.assert_allclose(found[0], losses, rtol=0, atol=1e-9, err_msg=f"{name} {strategy}")
+        for state, other in zip(found[1], states, strict=True):
+            torch.testing.assert_close(state, other, rtol=0, atol=1e-9)
+        assert found[2] == pytest.approx(test_loss, abs=1e-9)

@@ -1,0 +1,162 @@
+"""Data sets on demand of users, their augmentations and collates, named in tests as ``item_sets:...``."""
+
+import os
+import random
+import signal
+from pathlib import Path
+from typing import Any
+
+import faults
+import numpy as np
+import own_loading
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+
+from flyte_ddp import on_demand
+from flyte_ddp.datasets.on_demand_set import OnDemand
+
+Samples = list[tuple[Any, Any]]
+LONGEST = 7
+MARKER = "ITEM_SETS_MARKER"  # variable with a file; while it is missing, what these functions do goes wrong
+
+
+def goes_wrong() -> bool:
+    return not Path(os.environ[MARKER]).exists()
+
+
+class Drawing:
+    """A set whose samples draw from all generators, and from a transform that only ``set_random_seed`` seeds."""
+
+    sample_weights = np.arange(40.0)
+
+    def __init__(self, samples: int) -> None:
+        self.samples, self.transform = samples, own_loading.Fake()
+
+    def __len__(self) -> int:
+        return self.samples
+
+    def __getitem__(self, number: int) -> Any:
+        if number >= self.samples:
+            raise IndexError(number)
+        own = self.transform(image=np.zeros(1, np.uint8), mask=0)["image"]
+        drawn = [random.random(), np.random.rand(), torch.rand(()).item(), *own]  # noqa: NPY002
+        return {"row": number, "drawn": np.float32(drawn), "tokens": [number] * (1 + number % LONGEST)}, number % 3
+
+
+def drawing(source: str) -> OnDemand:
+    return on_demand(Drawing(40), Drawing(9), classes="abc")
+
+
+class FailingAt(Drawing):
+    """Has no item 17, as long as the marker is missing."""
+
+    def __getitem__(self, number: int) -> Any:
+        if number == 17 and goes_wrong():
+            raise IndexError("the set's own words")
+        return super().__getitem__(number)
+
+
+def failing(source: str) -> OnDemand:
+    return on_demand(FailingAt(40), FailingAt(9), classes="abc")
+
+
+def changing(source: str) -> OnDemand:
+    """Has another length while the marker is missing."""
+    return on_demand(Drawing(39 if goes_wrong() else 40), Drawing(9), classes="abc")
+
+
+def add_noise(inputs: dict[str, Any], target: int) -> Any:
+    """Changes what it gets in place, as users do."""
+    inputs["drawn"] += np.float32([random.random(), np.random.rand(), torch.rand(()).item(), 0])  # noqa: NPY002
+    return inputs, target
+
+
+def cut(inputs: dict[str, Any], target: int) -> Any:
+    """A random beginning of the tokens."""
+    inputs["tokens"] = inputs["tokens"][: random.randint(1, len(inputs["tokens"]))]
+    return inputs, target
+
+
+class Mapped(dict[str, Any]):
+    """A mapping that torch does not look into, as those of tokenizers are."""
+
+
+def collate(samples: Samples) -> Any:
+    """With a text and None beside the tensors; as users do, it takes the items apart."""
+    tokens = pad_sequence([torch.tensor(inputs.pop("tokens")) for inputs, _ in samples], batch_first=True)
+    found = {
+        "tokens": tokens, "row": torch.tensor([inputs["row"] for inputs, _ in samples]),
+        "drawn": torch.stack([torch.as_tensor(inputs["drawn"]) for inputs, _ in samples]),
+        "noise": torch.rand(len(samples)), "text": [f"row {inputs['row']}" for inputs, _ in samples], "nothing": None,
+        "bf16": torch.ones(len(samples), dtype=torch.bfloat16),
+    }  # fmt: skip
+    return Mapped(found), torch.tensor([target for _, target in samples])
+
+
+def collate_nothing(samples: Samples) -> Any:
+    return None
+
+
+def collate_texts(samples: Samples) -> Any:
+    return "inputs", torch.zeros(len(samples))
+
+
+def leave_one_out(samples: Samples) -> Any:
+    inputs, targets = collate(samples)
+    return inputs, targets[1:]
+
+
+def fail_to_collate(samples: Samples) -> Any:
+    raise KeyError("the collate's own words")
+
+
+def killed(samples: Samples) -> Any:
+    if any(inputs["row"] == 17 for inputs, _ in samples):
+        os.kill(os.getpid(), signal.SIGKILL)
+    return collate(samples)
+
+
+def out_of_memory(samples: Samples) -> Any:
+    if any(inputs["row"] == 17 for inputs, _ in samples):
+        raise MemoryError
+    return collate(samples)
+
+
+class Model(nn.Module):
+    """Takes what any of these functions make of a sample; of the tokens only the first, so padding changes nothing."""
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        self.embed, self.last = nn.Embedding(40, 3), nn.Linear(7, num_classes)
+
+    def forward(self, tokens: Tensor, drawn: Tensor, row: Tensor, mask: Tensor | None = None, **rest: Any) -> Tensor:
+        del row, rest, mask
+        faults.passing("training" if self.training else "evaluation")
+        return self.last(torch.cat([self.embed(tokens[:, 0]), drawn], 1))
+
+
+class Deaf(Model):
+    """Does not take all that the samples have."""
+
+    def forward(self, tokens: Tensor, drawn: Tensor) -> Tensor:  # type: ignore[override]
+        return self.last(torch.cat([self.embed(tokens[:, 0]), drawn], 1))
+
+
+class OneRowLess(Model):
+    """Forgets a sample."""
+
+    def forward(self, *args: Tensor, **kwargs: Any) -> Tensor:
+        return super().forward(*args, **kwargs)[1:]
+
+
+class SmallEmbedding(Model):
+    """Knows 20 of 40 tokens."""
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__(num_classes)
+        self.embed = nn.Embedding(20, 3)
+
+
+def item_17_in_the_second_epoch(samples: np.ndarray, seed: int, epoch: int) -> np.ndarray:
+    return np.append(samples[samples != 17][:20], 17 if epoch else 0)

@@ -1,0 +1,243 @@
+"""Small tasks whose samples are no images: texts, series and tables, models for them, and objectives of users."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from objective_tasks import TEST, TRAIN
+from torch import Tensor, nn
+from torch.nn import functional
+
+from flyte_ddp import arrays, on_demand
+from flyte_ddp.datasets.on_demand_set import OnDemand
+from flyte_ddp.datasets.sample_arrays import SampleArrays
+from flyte_ddp.objectives import Objective
+
+SAMPLES = TRAIN + TEST
+TOKENS = 7
+Array = NDArray[Any]
+Pair = tuple[Any, Any]
+
+
+def words() -> list[Array]:
+    """Tokens of texts of 2 to 9 tokens."""
+    random = np.random.default_rng(11)
+    return [random.integers(0, TOKENS, length) for length in random.integers(2, 10, SAMPLES)]
+
+
+def hide(number: int, targets: Array) -> Array:
+    """Targets of which the first ones do not count, as of prompts; of every second text none counts."""
+    hidden = targets.copy()
+    hidden[: len(targets) if number % 2 else number % 3] = -100
+    return hidden
+
+
+def sides(inputs: Sequence[Any], targets: Sequence[Any]) -> tuple[Pair, Pair]:
+    """Training and test samples."""
+    return (inputs[:TRAIN], targets[:TRAIN]), (inputs[TRAIN:], targets[TRAIN:])
+
+
+def texts(source: str) -> SampleArrays:
+    """The next token at each place, of texts of 1 to 8 tokens."""
+    targets = [hide(number, text[1:]) for number, text in enumerate(words())]
+    return arrays(*sides([text[:-1] for text in words()], targets), classes=[*map(str, range(TOKENS))])
+
+
+def whole_texts(source: str) -> SampleArrays:
+    """Texts of 1 to 8 tokens whose targets are the texts themselves, for the option ``shift``."""
+    found = [text[:-1] for text in words()]
+    targets = [hide(number, text) for number, text in enumerate(found)]
+    return arrays(*sides(found, targets), classes=[*map(str, range(TOKENS))])
+
+
+def rows_of_tokens(source: str) -> SampleArrays:
+    """Rows of five tokens, the next token at each place."""
+    tokens = np.random.default_rng(12).integers(0, TOKENS, (SAMPLES, 6))
+    targets = np.stack([hide(number, row[1:]) for number, row in enumerate(tokens)])
+    return arrays(*sides(tokens[:, :-1], targets), classes=[*map(str, range(TOKENS))])
+
+
+@dataclass
+class InDataclass:
+    """Logits, and something beside them."""
+
+    logits: Tensor
+    hidden: Tensor
+
+
+FORMS: dict[str, Any] = {
+    "tensor": lambda logits, _: logits,
+    "tuple": lambda logits, hidden: (logits, hidden),
+    "dict": lambda logits, hidden: {"hidden": hidden, "logits": logits},
+    "dataclass": InDataclass,
+    "object": lambda logits, hidden: SimpleNamespace(logits=logits, hidden=hidden),
+}
+
+
+class Reader(nn.Module):
+    """What it says of a place depends on the tokens before it, so padding at the end changes nothing."""
+
+    def __init__(self, num_classes: int, form: str = "tensor") -> None:
+        super().__init__()
+        self.form = form
+        self.embed = nn.Embedding(num_classes, 4)
+        self.gru = nn.GRU(4, 5, batch_first=True)
+        self.head = nn.Linear(5, num_classes)
+
+    def forward(self, tokens: Tensor, mask: Tensor | None = None) -> Any:
+        hidden, _ = self.gru(self.embed(tokens))
+        return FORMS[self.form](self.head(hidden), hidden)
+
+
+def series(source: str) -> SampleArrays:
+    """Two numbers at each place, and one to predict, or NaN; of a third of the series none is known."""
+    random = np.random.default_rng(13)
+    lengths = random.integers(1, 7, SAMPLES)
+    inputs = [random.normal(size=(length, 2)).astype(np.float32) for length in lengths]
+    targets = [random.normal(size=length).astype(np.float32) for length in lengths]
+    for number, values in enumerate(targets):
+        values[: len(values) if number % 3 == 0 else number % 2] = np.nan
+    return arrays(*sides(inputs, targets))
+
+
+class Follower(nn.Module):
+    """A number for each place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gru, self.head = nn.GRU(2, 4, batch_first=True), nn.Linear(4, 1)
+
+    def forward(self, values: Tensor, mask: Tensor) -> Tensor:
+        assert mask.shape == values.shape[:2]
+        return self.head(self.gru(values)[0])[..., 0]
+
+
+class LargeCountMore(Objective):
+    """Squared errors; a large number counts for more, an unknown one for nothing."""
+
+    def weights(self, targets: Tensor) -> Tensor:
+        return (1 + targets.abs()).nan_to_num(nan=0.0)
+
+    def losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return (outputs - targets.nan_to_num(nan=0.0)) ** 2
+
+
+def table(source: str) -> SampleArrays:
+    """A number out of numbers and a kind; some are unknown."""
+    random = np.random.default_rng(14)
+    numbers, kinds = random.normal(size=(SAMPLES, 4)).astype(np.float32), random.integers(0, 3, SAMPLES)
+    targets = (numbers[:, 0] * kinds).astype(np.float32)
+    targets[::3] = np.nan
+    part = [{"numbers": numbers[rows], "kind": kinds[rows]} for rows in (slice(TRAIN), slice(TRAIN, None))]
+    return arrays((part[0], targets[:TRAIN]), (part[1], targets[TRAIN:]))
+
+
+class Tabular(nn.Module):
+    """Called by keywords."""
+
+    def __init__(self, num_classes: int, input_shape: dict[str, tuple[int, ...]]) -> None:
+        super().__init__()
+        assert input_shape == {"numbers": (4,), "kind": ()}
+        self.embed, self.last = nn.Embedding(3, 2), nn.Linear(6, num_classes)
+
+    def forward(self, *, kind: Tensor, numbers: Tensor) -> Tensor:
+        return self.last(torch.cat([numbers, self.embed(kind)], 1).tanh())
+
+
+def pairs(source: str) -> SampleArrays:
+    """Two inputs, and a number and a class as targets."""
+    random = np.random.default_rng(15)
+    left, right = (random.normal(size=(SAMPLES, width)).astype(np.float32) for width in (3, 2))
+    targets = {"amount": left[:, 0] * right[:, 0], "kind": random.integers(0, 3, SAMPLES)}
+    train, test = (
+        ((left[rows], right[rows]), {name: values[rows] for name, values in targets.items()})
+        for rows in (slice(TRAIN), slice(TRAIN, None))
+    )
+    return arrays(train, test)
+
+
+class TwoInputs(nn.Module):
+    """Returns a number and logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right, self.last = nn.Linear(3, 4), nn.Linear(2, 4), nn.Linear(4, 4)
+
+    def forward(self, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+        found = self.last((self.left(left) + self.right(right)).tanh())
+        return found[:, 0], found[:, 1:]
+
+
+class NumberAndClass(Objective):
+    """Two losses in one; samples of class 0 do not count, those of class 2 twice."""
+
+    def weights(self, targets: dict[str, Tensor]) -> Tensor:
+        return targets["kind"].float()
+
+    def losses(self, outputs: tuple[Tensor, Tensor], targets: dict[str, Tensor]) -> Tensor:
+        amount, logits = outputs
+        return (amount - targets["amount"]) ** 2 + functional.cross_entropy(logits, targets["kind"], reduction="none")
+
+
+def reviews(source: str) -> SampleArrays:
+    """A class out of a text and of two numbers of it, which come first."""
+    random = np.random.default_rng(16)
+    found, numbers = words(), random.normal(size=(SAMPLES, 2)).astype(np.float32)
+    classes = np.array([text.max() // 3 for text in found])
+    train, test = (
+        ({"numbers": numbers[rows], "tokens": found[rows]}, classes[rows])
+        for rows in (slice(TRAIN), slice(TRAIN, None))
+    )
+    return arrays(train, test)
+
+
+class Bag(nn.Module):
+    """The mean of the tokens that the mask leaves."""
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(TOKENS, 4), nn.Linear(6, num_classes)
+
+    def forward(self, tokens: Tensor, numbers: Tensor, mask: Tensor) -> Tensor:
+        counts = mask[..., None].to(numbers.dtype)
+        mean = (self.embed(tokens) * counts).sum(1) / counts.sum(1)
+        return self.head(torch.cat([mean, numbers], 1))
+
+
+def to_multiples_of_four(samples: list[tuple[dict[str, Any], Any]]) -> Pair:
+    """Pad at the beginning."""
+    longest = -(-max(len(inputs["tokens"]) for inputs, _ in samples) // 4) * 4
+    tokens, mask = torch.zeros(len(samples), longest, dtype=torch.int64), torch.zeros(len(samples), longest)
+    for row, (inputs, _) in enumerate(samples):
+        tokens[row, longest - len(inputs["tokens"]) :] = torch.as_tensor(np.asarray(inputs["tokens"]))
+        mask[row, longest - len(inputs["tokens"]) :] = 1
+    numbers = torch.stack([torch.as_tensor(np.asarray(inputs["numbers"])) for inputs, _ in samples])
+    return {"tokens": tokens, "numbers": numbers, "mask": mask.bool()}, torch.tensor([int(each) for _, each in samples])
+
+
+class Reviews:
+    """The same, one by one, as Hugging Face's sets return them."""
+
+    def __init__(self, first: int, last: int) -> None:
+        data = reviews("")
+        side = "train" if first == 0 else "test"
+        self.inputs, self.labels = getattr(data, f"{side}_inputs"), getattr(data, f"{side}_targets")
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, number: int) -> dict[str, Any]:
+        tokens, numbers = self.inputs["tokens"][number].tolist(), torch.from_numpy(self.inputs["numbers"][number])
+        return {"numbers": numbers, "tokens": tokens, "labels": int(self.labels[number])}
+
+
+def reviews_on_demand(source: str) -> OnDemand:
+    return on_demand(Reviews(0, TRAIN), Reviews(TRAIN, SAMPLES), classes=["low", "middle", "high"])
+
+
+def reviews_as_sets(source: str) -> tuple[Reviews, Reviews]:
+    return Reviews(0, TRAIN), Reviews(TRAIN, SAMPLES)

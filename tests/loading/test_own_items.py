@@ -1,0 +1,388 @@
+"""Items of users' sets in loader processes: draws, own augmentation and collate, memory, mistakes."""
+
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import item_sets
+import leaf_tasks
+import numpy as np
+import pytest
+import torch
+from cli import HELPERS
+
+from flyte_ddp import arrays
+from flyte_ddp.datasets.on_demand_set import OnDemandSet
+from flyte_ddp.datasets.sample_arrays import Ragged, SampleArrays
+from flyte_ddp.errors import UserError
+from flyte_ddp.leaves import name_leaves
+from flyte_ddp.loading.opening_plain import describe_plain_set, open_items
+from flyte_ddp.loading.own_items import ItemLoader
+from flyte_ddp.loading.own_samples import OwnCodeError, OwnFunction
+from flyte_ddp.loading.sample_arrays import open_array_batches
+from flyte_ddp.loading.split import Batch
+from flyte_ddp.loading.workers import ItemBatches, LoaderPool
+from flyte_ddp.order.sampling import ListedOrder, take_slice
+
+CPU = torch.device("cpu")
+ORDER = ListedOrder(np.arange(40))
+
+
+def table_of(samples: int) -> tuple[Any, Any]:
+    rows = np.arange(samples)
+    tokens = [[row] * (1 + row % 7) for row in range(samples)]
+    return {"drawn": np.zeros((samples, 4)), "row": rows, "tokens": tokens}, rows % 3
+
+
+TABLE = arrays(table_of(40), table_of(9))
+
+
+@pytest.fixture(autouse=True)
+def helpers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Own code is looked for in the working directory; what the marker holds up goes wrong."""
+    monkeypatch.chdir(HELPERS)
+    monkeypatch.setenv(item_sets.MARKER, str(tmp_path / "marker"))
+
+
+def set_of(name: str) -> OnDemandSet:
+    return OnDemandSet(f"item_sets:{name}", "", 40, 9, ("a", "b", "c"), "")
+
+
+def loader_of(collate: str, augment: str = "", data: Any = None) -> ItemLoader:
+    own = OwnFunction("augment", f"item_sets:{augment}") if augment else None
+    collate = collate if collate in ("padded", "stacked") else f"item_sets:{collate}"
+    masked = "tokens" if collate == "padded" else None
+    return ItemLoader(open_items(data or set_of("drawing"))["train"], "train", collate, 5, augment=own, masked=masked)
+
+
+DRAWING = {
+    "padded": lambda: loader_of("padded"),
+    "augmented": lambda: loader_of("padded", "add_noise"),
+    "collated": lambda: loader_of("collate", "add_noise"),
+    "arrays": lambda: loader_of("padded", "add_noise", TABLE),
+}
+# The samples of each batch of an epoch of which the ranks have shares.
+BATCHES = np.array_split(np.random.default_rng(1).permutation(40), 3)
+
+
+def load_epoch(source: ItemBatches, ranks: int, epoch: int | None) -> dict[int, list[float]]:
+    """Return what was drawn for each sample, in batches that the ranks share."""
+    shares = [take_slice(batch, rank, ranks) for batch in BATCHES for rank in range(ranks)]
+    for share in shares:
+        source.prefetch_batch(share, epoch)
+    found = {}
+    for share in shares:
+        inputs = source.load_batch(share, epoch).inputs
+        assert inputs["row"].tolist() == share.tolist()
+        for row, tokens, drawn in zip(share.tolist(), inputs["tokens"], inputs["drawn"], strict=True):
+            assert tokens.tolist() == [row] * (1 + row % 7) + [0] * (tokens.shape[0] - 1 - row % 7)
+            found[row] = drawn.tolist()
+    return found
+
+
+@pytest.mark.slow
+def test_draws_depend_on_the_sample_and_the_epoch_alone() -> None:
+    """With 0, 1 and 3 loader processes, and 1 to 3 ranks; in evaluations they are always the same.
+
+    pytorch/pytorch#5059, #3880, xingyizhou/CenterNet#233, facebookresearch/fairseq#1383: equal seeds of NumPy.
+    huggingface/datasets#6673, starVLA/starVLA#470: processes do not see the epoch.
+    albumentations-team/albumentations#2559, AlbumentationsX#266: a transform has a generator of its own.
+    """
+    expected: dict[tuple[str, int | None], dict[int, list[float]]] = {}
+    for workers in (0, 1, 3):
+        loaders = {name: make() for name, make in DRAWING.items()}
+        pool = LoaderPool([*loaders.values()], workers) if workers else None
+        for name, loader in loaders.items():
+            source = ItemBatches(loader, pool, CPU)
+            for ranks, epoch in ((1, 0), (2, 0), (3, 0), (3, 1), (1, 1), (2, None)):
+                found = load_epoch(source, ranks, epoch)
+                assert found == expected.setdefault((name, epoch), found), (name, workers, ranks, epoch)
+        if pool:
+            pool.close()
+    for (name, epoch), found in expected.items():
+        columns = [*zip(*found.values(), strict=True)]
+        if name != "arrays" or epoch is not None:  # which draw in augmentation alone
+            assert all(len({*column}) > 35 for column in columns[:3]), "other ones for each sample"
+            assert epoch == 0 or all(found[row][0] != expected[name, 0][row][0] or epoch is None for row in found)
+    assert expected["padded", 0] != expected["padded", 1] != expected["augmented", 1]
+
+
+def test_the_ranks_own_generators_go_on_as_if_nothing_had_been_loaded() -> None:
+    torch.manual_seed(1)
+    first = torch.rand(())
+    torch.manual_seed(1)
+    ItemBatches(loader_of("collate"), None, CPU).load_batch(np.arange(3), 0)
+    assert torch.rand(()) == first
+
+
+def test_what_own_code_changes_in_place_stays_in_its_batch() -> None:
+    loader = loader_of("collate", "add_noise", TABLE)
+    first, again = (ItemBatches(loader, None, CPU).load_batch(np.arange(9), 0) for _ in range(2))
+    assert torch.equal(first.inputs["drawn"], again.inputs["drawn"])
+    assert not TABLE.train_inputs["drawn"].any()
+
+
+def same_batches(one: Batch, other: Batch) -> bool:
+    sides = [(one.inputs, other.inputs), (one.targets, other.targets)]
+    named = [(name_leaves(first), name_leaves(second)) for first, second in sides]
+    return all(
+        [*first] == [*second]
+        and all(
+            torch.equal(leaf.nan_to_num(7.5) if leaf.is_floating_point() else leaf, second[name].nan_to_num(7.5)
+                        if leaf.is_floating_point() else second[name])
+            and leaf.dtype == second[name].dtype
+            for name, leaf in first.items()
+        )
+        for first, second in named
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "collate"),
+    [
+        ("texts", "padded"),
+        ("series", "padded"),
+        ("table", "stacked"),
+        ("table", "padded"),
+        ("pairs", "stacked"),
+        ("reviews", "padded"),
+        ("rows_of_tokens", "padded"),
+    ],
+)
+def test_arrays_are_batched_as_their_items_are(name: str, collate: str) -> None:
+    """So that training with an own augmentation, and evaluations without, give the model the same leaves."""
+    data = getattr(leaf_tasks, name)("")
+    facts = describe_plain_set(data, "train", ORDER, collate, 0)
+    of_arrays = open_array_batches(CPU, data.train_inputs, data.train_targets, facts.masked)
+    items = ItemBatches(ItemLoader(open_items(data)["train"], "train", collate, 0, masked=facts.masked), None, CPU)
+    for samples in (np.arange(8), np.array([40]), np.array([3, 3, 0])):
+        assert same_batches(of_arrays.load_batch(samples), items.load_batch(samples, None))
+
+
+def test_the_mask_is_of_the_leaf_with_different_lengths() -> None:
+    data = leaf_tasks.reviews("")
+    facts = describe_plain_set(data, "train", ORDER, "padded", 0)
+    assert facts.masked == "tokens"
+    inputs = open_array_batches(CPU, data.train_inputs, None, facts.masked).load_batch(np.arange(5)).inputs
+    lengths = [len(data.train_inputs["tokens"][sample]) for sample in range(5)]
+    assert inputs["mask"].sum(1).tolist() == lengths
+    assert inputs["mask"].shape == inputs["tokens"].shape == (5, max(lengths))
+
+
+def test_types_of_samples_do_not_change_a_batch() -> None:
+    """An empty list is an array of floats; a whole number beside floats is one; what is not in order is."""
+    data = [(([], 1), 0), (([1, 2], 0.5), 1), ((np.array([3, 4, 5])[::-1], np.float64(2)), 1)]
+    loader = ItemLoader(ListItems(data), "train", "padded", 0, masked="0")  # type: ignore[arg-type]
+    (tokens, numbers, mask), targets = loader.load_items([0, 1, 2], None)
+    assert (tokens.dtype, tokens.tolist()) == (torch.int64, [[0, 0, 0], [1, 2, 0], [5, 4, 3]])
+    assert (numbers.dtype, numbers.tolist()) == (torch.float32, [1.0, 0.5, 2.0])
+    assert (targets.dtype, mask.sum(1).tolist()) == (torch.int64, [0, 2, 3])
+
+
+class ListItems:
+    """Items of a list."""
+
+    side = "train"
+
+    def __init__(self, items: list[Any]) -> None:
+        self.items = items
+
+    def read_item(self, sample: int, seed: int, epoch: int | None) -> Any:
+        return self.items[sample]
+
+
+ONE = (np.ones(3), 0)
+FAILING: dict[str, tuple[list[Any], str, str]] = {
+    "another shape": (
+        [ONE, (np.ones(2), 0)],
+        "stacked",
+        r"the inputs of train sample 1 have shape \[2\], and of train sample 0 \[3\]; set collate='padded', or a funct",
+    ),
+    "another last dimension": (
+        [({"a": np.ones((2, 3))}, 0), ({"a": np.ones((2, 4))}, 0)],
+        "padded",
+        r"the inputs 'a' of train sample 1 have shape \[2, 4\], and of train sample 0 \[2, 3\]: only the first dim",
+    ),
+    "a number among lists": (
+        [ONE, (1.0, 0)],
+        "padded",
+        r"the inputs of train sample 1 have shape \[\], and of train sample 0 \[3\]: only the first",
+    ),
+    "another form": (
+        [ONE, ((np.ones(3), np.ones(3)), 0)],
+        "padded",
+        "the inputs of train sample 1 are a tuple of 2, and those of train sample 0 one array: all must have one form",
+    ),
+    "another name": (
+        [(1, {"a": 1}), (1, {"b": 1})],
+        "stacked",
+        "the targets of train sample 1 are a dict with b, and those of train sample 0 a dict with a",
+    ),
+    "a text": (
+        [ONE, ("text", 0)],
+        "stacked",
+        "the inputs of train sample 1 are texts: must be numbers or truth values; convert them, or set a collate",
+    ),
+    "an object": ([ONE, (object(), 0)], "padded", "the inputs of train sample 1 are objects: must be numbers"),
+    "lists in lists": (
+        [ONE, ([[1], [1, 2]], 0)],
+        "padded",
+        "the inputs of train sample 1 are no array: .*inhomogen",
+    ),
+    "gradients": (
+        [ONE, (torch.ones(3, requires_grad=True), 0)],
+        "stacked",
+        "the inputs of train sample 1 are no array: .*requires grad",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", FAILING)
+def test_items_that_make_no_batch_are_told_with_the_sample(kind: str) -> None:
+    items, collate, words = FAILING[kind]
+    loader = ItemLoader(ListItems(items), "train", collate, 0, masked="")  # type: ignore[arg-type]
+    with pytest.raises(UserError, match=words):
+        loader.load_items([0, 1], None)
+
+
+def test_items_that_are_no_pairs_are_told_with_the_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(item_sets.Drawing, "__getitem__", lambda _, number: number)
+    words = r"dataset='item_sets:drawing': train sample 3 is a int: must be a pair \(inputs, targets\), or a dict"
+    with pytest.raises(UserError, match=words):
+        loader_of("padded").load_items([3], 0)
+
+
+MISTAKES = {
+    "collate_nothing": (
+        UserError,
+        r"collate='item_sets:collate_nothing' returned a NoneType for train sample 16 to",
+    ),
+    "collate_texts": (
+        UserError,
+        "collate='item_sets:collate_texts' returned inputs without a tensor for train",
+    ),
+    "leave_one_out": (
+        UserError,
+        r"returned targets \[1\] for .*: must have a row for each of the 2 samples; leave",
+    ),
+    "fail_to_collate": (OwnCodeError, 'on train sample 16 to train sample 17: KeyError: "the collate\'s own words"'),
+    "out_of_memory": (OwnCodeError, "on train sample 16 to train sample 17: MemoryError"),
+    "not_there": (UserError, "has no 'not_there'"),
+}
+GROWING = arrays(([np.full(length, length) for length in range(1, 4001)], None), ([[1]], None))
+
+
+@pytest.fixture(scope="module")
+def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LoaderPool]:
+    """Two processes for the tests below, which must not end them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(HELPERS)
+        patch.setenv(item_sets.MARKER, str(tmp_path_factory.mktemp("pool") / "marker"))
+        loaders = {
+            "failing": loader_of("padded", data=set_of("failing")),
+            "changing": loader_of("padded", data=set_of("changing")),
+            "growing": ItemLoader(open_items(GROWING)["train"], "train", "padded", 0, masked=""),
+            **{name: loader_of(name) for name in ("collate", *MISTAKES)},
+        }
+        made = LoaderPool([*loaders.values()], 2)
+        made.named = loaders  # type: ignore[attr-defined]
+        yield made
+        made.close()
+
+
+def both_ways(pool: LoaderPool, name: str) -> list[ItemBatches]:
+    """The source of a loader by its name, in the rank and in processes."""
+    return [ItemBatches(pool.named[name], each, CPU) for each in (None, pool)]  # type: ignore[attr-defined]
+
+
+@pytest.mark.slow
+def test_mistakes_are_told_with_the_samples(pool: LoaderPool) -> None:
+    """In the rank and by a loader process alike, with the user's own exception as cause or in the traceback."""
+    for name, (kind, words) in MISTAKES.items():
+        for source in both_ways(pool, name):
+            with pytest.raises(kind, match=words) as raised:
+                source.load_batch(np.array([16, 17]), 0)
+            if name == "fail_to_collate":
+                assert "in fail_to_collate\n    raise KeyError" in str(raised.value.__cause__) or source.pool is None
+    for source in both_ways(pool, "failing"):
+        with pytest.raises(OwnCodeError, match="'item_sets:failing': train sample 17: IndexError: the set's own words"):
+            source.load_batch(np.array([16, 17]), 0)
+    for source in both_ways(pool, "changing"):
+        with pytest.raises(UserError, match="has 39 and 9 samples now, and had 40 and 9 samples when it was prepared"):
+            source.load_batch(np.array([16, 17]), 0)
+
+
+@pytest.mark.slow
+def test_texts_and_nothing_pass_through_an_own_collate(pool: LoaderPool) -> None:
+    for source in both_ways(pool, "collate"):
+        inputs, targets, _ = source.load_batch(np.array([4, 2]), 0)
+        assert (inputs["text"], inputs["nothing"]) == (["row 4", "row 2"], None)
+        assert (inputs["bf16"].dtype, inputs["bf16"].tolist()) == (torch.bfloat16, [1, 1])
+        assert targets.tolist() == [1, 2]
+    facts = describe_plain_set(set_of("drawing"), "train", ORDER, "item_sets:collate", 0)
+    assert {name: leaf.dtype for name, leaf in facts.inputs.leaves} == {
+        "tokens": "int64", "row": "int64", "drawn": "float", "noise": "float", "text": "other", "nothing": "other",
+        "bf16": "float",
+    }  # fmt: skip
+    assert facts.targets is not None
+    assert (facts.targets.dtype, facts.targets.shape) == (np.int64, ())
+
+
+@pytest.mark.slow
+def test_the_memory_grows_and_a_batch_that_is_kept_is_not_overwritten(pool: LoaderPool) -> None:
+    """Batches of 32 bytes to 4 MB and back; each third one is kept, with what is made of it without a copy."""
+    source = both_ways(pool, "growing")[1]
+    sizes = [1, 200, 4000, 30, 4000, 1, 900, 900, 2, 4000, 1, 1, 1, 50, 3000, 7]
+    shares = [np.arange(max(0, size - 120), size) for size in sizes]
+    kept = []
+    for place, share in enumerate(shares):
+        for later in shares[place : place + 4]:
+            source.prefetch_batch(later, 0)
+        tokens, mask = source.load_batch(share, 0).inputs
+        if place % 3 == 0:
+            kept.append((share, tokens[:, -1:], mask.sum(1)))
+    for share, last, lengths in kept:
+        assert lengths.tolist() == (share + 1).tolist()
+        assert last[-1].item() == share[-1] + 1
+        assert not last[:-1].any()
+    assert len(pool.memories) < len(shares) + 8, "others are used again"
+
+
+@pytest.mark.slow
+def test_a_loader_process_that_is_killed_is_an_error() -> None:
+    made = LoaderPool([loader_of("killed")], 1)
+    with pytest.raises(RuntimeError, match="a loader process ended with SIGKILL, often for lack of memory; lower"):
+        ItemBatches(made.loaders[0], made, CPU).load_batch(np.arange(12, 20), 0)  # type: ignore[arg-type]
+    made.close()
+
+
+def test_a_set_on_demand_is_sent_without_its_items() -> None:
+    data = set_of("drawing")
+    assert len(data.sets.train) == 40
+    sent = pickle.loads(pickle.dumps(data))
+    assert "sets" not in vars(sent)
+    assert (sent.name, sent.train_samples, sent.classes) == (data.name, 40, ("a", "b", "c"))
+
+
+def test_facts_of_sets_on_demand() -> None:
+    for collate, shape, masked in (("stacked", (1,), None), ("padded", (None,), "drawn")):
+        facts = describe_plain_set(set_of("drawing"), "train", ORDER, collate, 0)
+        leaves = dict(facts.inputs.leaves)
+        assert (leaves["tokens"].shape, leaves["row"].shape, facts.masked) == (shape, (), masked)
+        assert facts.targets is not None
+        assert (facts.targets.dtype, facts.targets.shape) == (np.int64, ())
+
+
+def test_names_that_are_no_identifiers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(item_sets.Drawing, "__getitem__", lambda *_: ({"unit price": 1.0}, 0))
+    words = "dataset='item_sets:drawing': inputs: the name 'unit price' must be a Python identifier"
+    with pytest.raises(UserError, match=words):
+        describe_plain_set(set_of("drawing"), "train", ORDER, "stacked", 0)
+
+
+def test_samples_of_different_lengths_must_be_padded() -> None:
+    data: SampleArrays = leaf_tasks.texts("")
+    assert isinstance(data.train_inputs, Ragged)
+    with pytest.raises(UserError, match="collate='stacked': the inputs of dataset='' have different lengths; set"):
+        describe_plain_set(data, "train", ORDER, "stacked", 0)
