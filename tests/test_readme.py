@@ -64,7 +64,8 @@ def test_the_page_of_ones_own_table_runs_as_printed(tmp_path: Path) -> None:
     (folder / "wine.py").write_text(example(page, "# wine.py"))
     [hp] = re.findall(r"```json\n(.*?)```", page.read_text(), re.DOTALL)
     (folder / "hp.json").write_text(hp)
-    blocks = re.findall(r"^```\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)[1:]
+    fenced = re.findall(r"^```(\w*)\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
+    blocks = [block for language, block in fenced if not language][1:]
     script = "\n".join([*blocks, f"python - <<END\n{example(page, 'from pathlib import Path')}END"])
     script = script.replace("mkdir ../wine && cd ../wine", "set -e")
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"

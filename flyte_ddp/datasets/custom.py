@@ -131,7 +131,9 @@ def read_leaves(set_name: str, samples: Any, progress: Progress) -> tuple[Leaves
             try:
                 pairs.append(split_item(samples[index]))
             except ValueError as error:
-                raise UserError(f"{set_name}: item {index} {error}") from None
+                raise UserError(
+                    f"{set_name}: item {index} {error}; of whole arrays return arrays(train, test)"
+                ) from None
             advance(1)
     names = [f"item {index} of the {set_name}" for index in range(count)]
     inputs, targets = (

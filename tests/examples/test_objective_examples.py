@@ -16,7 +16,7 @@ README = (ROOT / "examples" / "README.md").read_text()
 AGAIN = pytest.mark.exhaustive  # other arrays, an own collate, and a language model are in other tests, too
 LOWER = ("mae", "perplexity")
 PLAIN = ("tables/diabetes", "tables/breast_cancer", "tables/houses", "sequences/hp", "texts/padded")
-PLAIN += ("texts/own_collate", "gpt/hp")
+PLAIN += ("texts/own_collate", "gpt/hp", "contrastive/hp")
 
 
 @pytest.mark.slow
