@@ -27,6 +27,7 @@ NAMES = (
     "ranks",
     "rounding",
     "epoch",
+    "table",
     "preset",
     "memory",
     "scaling",

@@ -22,7 +22,9 @@ from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import fetch
 from flyte_ddp.datasets.prepared import open_prepared
 from flyte_ddp.export import exporting
+from flyte_ddp.export.comparison import Comparison
 from flyte_ddp.export.exporting import read_test_images
+from flyte_ddp.export.graphs import ONNX
 from flyte_ddp.export.onnx_process import OnnxProcess
 from flyte_ddp.export.served import ServedModel
 from flyte_ddp.machine import count_cores
@@ -66,10 +68,10 @@ def measure(options: Options) -> Result:
                 exporting.write_onnx_and_pt2(served, Path(folder))
             result.add(f"{name}: graphs written", took[0], "s")
             expected = exporting.TorchLogits(logits[name], len(logits[name]), float(np.ptp(logits[name])))
-            found = exporting.Comparison(1e-3 * expected.spread)
+            found = Comparison(1e-3 * expected.spread)
             with timed() as took:
                 exporting.compare_logits(
-                    Path(folder, exporting.ONNX),
+                    Path(folder, ONNX),
                     served,
                     read_test_images(split, served.channels, QUIET),
                     expected,
@@ -78,7 +80,7 @@ def measure(options: Options) -> Result:
             assert found.passed
             result.add(f"{name}: checked", len(logits[name]) / took[0], "images/s")
             if name == PHOTOS:
-                batches(served, Path(folder, exporting.ONNX), result)
+                batches(served, Path(folder, ONNX), result)
 
     interleaved(options, result, {name: functools.partial(exported, name) for name in sides}, options.number(5))
     result.ratio("photos: onnxruntime / torch", "photos: onnxruntime", "photos: torch")
@@ -92,9 +94,9 @@ def batches(served: ServedModel, onnx: Path, result: Result) -> None:
     """Batches of 64 photos, resized and answered by onnxruntime and by torch."""
     photos = np.random.default_rng(0).integers(0, 256, (64, 375, 500, 3), dtype=np.uint8)
     with OnnxProcess(onnx, count_cores()) as process, torch.no_grad():
-        process.compute_logits(photos)
+        process.compute_outputs({"images": photos})
         with timed() as took:
-            process.compute_logits(photos)
+            process.compute_outputs({"images": photos})
         result.add("photos: onnxruntime", len(photos) / took[0], "images/s")
         served(torch.from_numpy(photos))
         with timed() as took:

@@ -35,7 +35,7 @@ class Hyperparameters(CheckedFields, called="hyperparameter"):
     data_source: str = setting(
         "",
         "Where the data set's files are: a directory, or a file://, s3://, gs://, az:// or https:// mirror; "
-        "empty for the usual places (a system copy, then the public address).",
+        "empty for the usual places (a system copy, then the public address). Your own callable gets it as it is.",
     )
     test_dataset: str = setting(
         "",

@@ -38,7 +38,7 @@ Train = Callable[[Hyperparameters, Path, Path, Settings], Result]  # the paths a
 
 @flyte_task(**pods.training_pod())
 def train_model(hp: Hyperparameters, data: FlyteDirectory, run_version: str) -> TrainingOutputs:
-    """Train a model of images with distributed data parallelism in one pod: a rank on each GPU, else on CPUs.
+    """Train a model with distributed data parallelism in one pod: a rank on each GPU, else on CPUs.
 
     Give the hyperparameters, the data and the run version that check_inputs returns. Returns the test accuracy, or the
     objective's main measure, after each evaluation, the weights (a bare state_dict), a JSON sidecar that makes them

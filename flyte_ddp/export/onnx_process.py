@@ -1,16 +1,18 @@
-"""A process that computes the logits of an ONNX and cannot import torch; this file is also its program."""
+"""A process that computes the outputs of an ONNX and cannot import torch; this file is also its program."""
 
 import json
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
-from typing import IO, Self
+from typing import IO, Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-Array = NDArray[np.generic]
+Array = NDArray[Any]
+Arrays = Mapping[str, Array]
 
 
 class OnnxProcess:
@@ -29,16 +31,16 @@ class OnnxProcess:
         self.process.communicate()
         self.stderr.close()
 
-    def compute_logits(self, images: Array) -> NDArray[np.float32]:
-        """Send images uint8 [n, H, W, C] to the process, and return their logits [n, classes]; waits without a timeout.
+    def compute_outputs(self, inputs: Arrays) -> Arrays:
+        """Send a batch's inputs by name to the process, and return its outputs by name; waits without a timeout.
 
         Raises OSError if the process has ended: the text is the last error on its stderr.
         """
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         try:
-            write_array(self.process.stdin, images)
-            return read_array(self.process.stdout).astype(np.float32)
+            write_arrays(self.process.stdin, inputs)
+            return read_arrays(self.process.stdout)
         except (EOFError, BrokenPipeError):
             self.process.wait()
             self.stderr.seek(0)
@@ -48,27 +50,31 @@ class OnnxProcess:
 
 
 # A pipe takes a batch of photos in a quarter of the time of multiprocessing's Connection, which copies it twice.
-def write_array(pipe: IO[bytes], array: Array) -> None:
-    """Write an array to a pipe: a line of JSON with type and shape, then its bytes."""
-    pipe.write(json.dumps([array.dtype.str, array.shape]).encode() + b"\n")
-    pipe.write(np.ascontiguousarray(array).tobytes())
+def write_arrays(pipe: IO[bytes], arrays: Arrays) -> None:
+    """Write arrays by name to a pipe: a line of JSON with their names, types and shapes, then the bytes of each."""
+    header = [[name, array.dtype.str, array.shape] for name, array in arrays.items()]
+    pipe.write(json.dumps(header).encode() + b"\n")
+    for array in arrays.values():
+        pipe.write(np.ascontiguousarray(array).tobytes())
     pipe.flush()
 
 
-def read_array(pipe: IO[bytes]) -> Array:
-    """Read and return an array that write_array wrote to a pipe, read-only; waits for it. EOFError if the pipe ends."""
+def read_arrays(pipe: IO[bytes]) -> dict[str, Array]:
+    """Read and return arrays that write_arrays wrote to a pipe, read-only; wait for them. EOFError if the pipe ends."""
     header = pipe.readline()
     if not header.endswith(b"\n"):
         raise EOFError
-    kind, shape = json.loads(header)
-    size = int(np.prod(shape)) * np.dtype(kind).itemsize
-    if len(content := pipe.read(size)) < size:
-        raise EOFError
-    return np.frombuffer(content, dtype=kind).reshape(shape)
+    arrays = {}
+    for name, kind, shape in json.loads(header):
+        size = int(np.prod(shape)) * np.dtype(kind).itemsize
+        if len(content := pipe.read(size)) < size:
+            raise EOFError
+        arrays[name] = np.frombuffer(content, dtype=kind).reshape(shape)
+    return arrays
 
 
-def serve_logits_on_stdio(model_path: str, threads: str) -> None:
-    """Read batches of images from stdin and write their logits to stdout, until stdin ends; both as by write_array.
+def serve_outputs_on_stdio(model_path: str, threads: str) -> None:
+    """Read batches of inputs from stdin and write the outputs to stdout, until stdin ends; both as by write_arrays.
 
     Runs the ONNX at the path ``model_path`` on CPU ``threads``. Makes each later import of torch in this process fail.
     """
@@ -79,13 +85,14 @@ def serve_logits_on_stdio(model_path: str, threads: str) -> None:
     options.log_severity_level = 3
     options.intra_op_num_threads = int(threads)  # it would take all of the machine's, whatever the pod has
     session = onnxruntime.InferenceSession(model_path, options, providers=["CPUExecutionProvider"])
+    names = [output.name for output in session.get_outputs()]
     while True:
         try:
-            images = read_array(sys.stdin.buffer)
+            inputs = read_arrays(sys.stdin.buffer)
         except EOFError:
             return
-        write_array(sys.stdout.buffer, session.run(None, {"images": images})[0])
+        write_arrays(sys.stdout.buffer, dict(zip(names, session.run(names, inputs), strict=True)))
 
 
 if __name__ == "__main__":
-    serve_logits_on_stdio(*sys.argv[1:])
+    serve_outputs_on_stdio(*sys.argv[1:])

@@ -1,5 +1,6 @@
-"""The module that is exported: a model with its preprocessing, from uint8 pixels of any size to its outputs."""
+"""The module that is exported: a model of images with its preprocessing, or a model whose inputs have names."""
 
+import dataclasses
 from collections.abc import Mapping
 from fractions import Fraction
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from flyte_ddp.leaves import call_with_leaves, restore_leaves
 from flyte_ddp.models import artifacts
 from flyte_ddp.models.images import InputSpec, normalisation
 from flyte_ddp.objectives.segmentation import logits_of
@@ -46,6 +48,42 @@ class ServedModel(nn.Module):
         inputs = (pixels * scale + shift).permute(0, 3, 1, 2).contiguous()  # as in training: models may use view()
         outputs: Tensor = logits_of(self.model(inputs)).float()
         return outputs
+
+
+class ServedLeaves(nn.Module):
+    """A module that calls a model with its inputs, which come by name, and returns its outputs by name, float32."""
+
+    def __init__(self, model: nn.Module, form: str) -> None:
+        """Keep the model, and the form of its inputs: leaf, tuple or dict."""
+        super().__init__()
+        self.model, self.form = model, form
+
+    def forward(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return the outputs of the model for a batch of inputs."""
+        return name_outputs(call_with_leaves(self.model, restore_leaves(self.form, inputs)))
+
+
+def name_outputs(outputs: Any) -> dict[str, Tensor]:
+    """Return the floating-point tensors among a model's outputs by name, as float32.
+
+    A tensor is called ``outputs``, those of a tuple ``outputs_0``, ``outputs_1``, ...; those of a dict or a dataclass
+    have their names there. Of another object returns ``logits``. Tensors deeper in the outputs are left out.
+    """
+    if isinstance(outputs, Tensor):
+        named: Mapping[Any, Any] = {"outputs": outputs}
+    elif isinstance(outputs, Mapping):
+        named = outputs
+    elif isinstance(outputs, (tuple, list)):
+        named = {f"outputs_{place}": values for place, values in enumerate(outputs)}
+    elif dataclasses.is_dataclass(outputs):
+        named = {each.name: getattr(outputs, each.name) for each in dataclasses.fields(outputs)}
+    else:
+        named = {"logits": getattr(outputs, "logits", None)}
+    return {
+        str(name): values.float()
+        for name, values in named.items()
+        if isinstance(values, Tensor) and values.is_floating_point()
+    }
 
 
 def middle_square_side(shorter: Any, share: float) -> Any:

@@ -69,7 +69,7 @@ def prepare_inputs(
         """Return a floating-point tensor as ``dtype``, and another value unchanged."""
         return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
 
-    return tree_map(convert, inputs)
+    return convert(inputs) if isinstance(inputs, Tensor) else tree_map(convert, inputs)  # much faster for one tensor
 
 
 @contextmanager

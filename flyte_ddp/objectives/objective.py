@@ -35,6 +35,7 @@ class Facts:
     class_counts: tuple[int, ...] = ()  # training samples of each class; empty: not known
     class_weights: str = ""  # the hyperparameters of the same names
     label_smoothing: float = 0.0
+    no_nan_targets: bool = False  # whether it is known that no target holds a NaN
 
 
 class Objective:

@@ -71,15 +71,30 @@ class Regression(Objective):
             expected = (len(targets), 1)
         require_outputs(model, outputs, expected, "(samples, numbers)", "size its last layer by num_classes")
 
-    def weights(self, targets: Tensor) -> Tensor:
-        """Return 1 for each known number, and 0 for each unknown one: of the targets' shape."""
-        return (~targets.isnan()).to(torch.float32)
+    @property
+    def has_weights(self) -> bool:
+        """Whether a number may be unknown; also where a subclass has weights or losses of its own."""
+        return not self.facts.no_nan_targets or overrides(self, Regression, "weights", "losses")
+
+    def weights(self, targets: Tensor) -> Tensor | None:
+        """Return 1 for each known number, and 0 for each unknown one: of the targets' shape. None if all are known."""
+        return (~targets.isnan()).to(torch.float32) if self.has_weights else None
 
     def losses(self, outputs: Any, targets: Tensor) -> Tensor:
-        """Return the loss of each number, of the targets' shape."""
+        """Return the loss of each number, of the targets' shape; if all are known, each sample's mean of them, [n]."""
+        if not self.has_weights:  # then ranks need not add up weights in each step
+            losses = LOSSES[self.loss](outputs.reshape(targets.shape), targets.to(outputs.dtype), reduction="none")
+            return losses if losses.dim() == 1 else losses.mean(1)
         # An unknown number is replaced: NaN times a weight of 0 would be NaN.
         known = targets.nan_to_num(nan=0.0).to(outputs.dtype)
         return LOSSES[self.loss](outputs.reshape(targets.shape), known, reduction="none")
+
+    def loss_sum(self, outputs: Any, targets: Tensor, weights: Tensor | None, samples: int) -> Tensor:
+        """Return the weighted sum of all losses of a batch, []; if all numbers are known, by one fused operation."""
+        if weights is not None or self.has_weights:
+            return super().loss_sum(outputs, targets, weights, samples)
+        total = LOSSES[self.loss](outputs.reshape(targets.shape), targets.to(outputs.dtype), reduction="sum")
+        return total if targets.dim() == 1 else total / targets.shape[1]
 
     def columns(self, outputs: Any, targets: Tensor) -> dict[str, Tensor]:
         """Return the outputs as ``prediction``, and the targets as ``truth``, both of the targets' shape."""

@@ -116,9 +116,9 @@ class Generators(NamedTuple):
         self.python_generator.seed(seed)
         self.numpy_generator.seed(seed % 2**32)
 
-    def draw_from_each(self) -> tuple[int, int, int]:
+    def draw_from_each(self) -> tuple[int, int, float]:
         """Return one random number of each generator."""
-        return self.draw_from_torch(), self.python_generator.getrandbits(32), self.numpy_generator.randint(2**31)
+        return self.draw_from_torch(), self.python_generator.getrandbits(32), self.numpy_generator.random_sample()
 
     def draw_from_torch(self) -> int:
         """Return 63 random bits of torch's generator."""

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flyte_ddp.errors import UserError
-from flyte_ddp.export.exporting import Comparison
+from flyte_ddp.export.comparison import Comparison
 from flyte_ddp.formatting import format_count, format_measure, format_percent, name_measure
 from flyte_ddp.objectives import Classification
 from flyte_ddp.release import statistics

@@ -18,7 +18,9 @@ from numpy.typing import NDArray
 from flyte_ddp.datasets.images import TEST_DIGEST, read_description
 from flyte_ddp.datasets.prepared import PreparedSet, open_prepared
 from flyte_ddp.errors import UnreachableError, UserError
-from flyte_ddp.export.exporting import Comparison, NotExportedError, TorchLogits, export_model
+from flyte_ddp.export.comparison import Comparison
+from flyte_ddp.export.exporting import TorchLogits, export_model
+from flyte_ddp.export.graphs import NotExportedError
 from flyte_ddp.formatting import name_measure
 from flyte_ddp.leaves import Leaves
 from flyte_ddp.objectives import Classification, Multilabel

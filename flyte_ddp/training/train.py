@@ -153,8 +153,10 @@ def compute_gradients(state: TrainingState, batch: sampling.Indices) -> StepSums
             state.this_pass.finish_forward()
             state.sync.prepare_backward(outputs, loss)
             # Times the number of ranks, because gradients are averaged over ranks. Divided by the weight of the global
-            # batch, without weights its real size, so that a smaller last batch is exact, too.
-            (loss * world_size() / divisor).backward()  # type: ignore[no-untyped-call]
+            # batch, without weights its real size, so that a smaller last batch is exact, too. A factor of the gradient
+            # costs less than one of the loss, whose arithmetic autograd would record.
+            factor = (torch.ones_like(loss) / divisor).to(loss.dtype) * world_size()
+            loss.backward(factor)  # type: ignore[no-untyped-call]
             state.this_pass.finish_pass()
         loss_sum += loss.detach()
     with state.clock("communication"):
@@ -190,7 +192,8 @@ def compute_outputs(
             raise
         raise UserError(
             f"batch_size={hp.batch_size}: leaves a batch in which BatchNorm of model {hp.model!r} gets a single value "
-            "for each channel: it needs two; choose a batch_size with another remainder, or a larger image_size"
+            "for each channel: it needs two; choose a batch_size with another remainder"
+            + (", or a larger image_size" if isinstance(state.spec, InputSpec) else "")
             + ("" if hp.sync_batchnorm else ", or sync_batchnorm=true")
         ) from None
     state.objective.check_outputs(hp.model, outputs, targets)

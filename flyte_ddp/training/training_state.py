@@ -248,12 +248,16 @@ def open_objective(
     counted = hp.class_weights == "balanced" and (targets is None or isinstance(data, PlainSet))
     counts = count_training_classes(data, training, len(classes)) if counted else ()
     shape = () if kind.varies else kind.shape
-    facts = Facts(classes, shape, counts, hp.class_weights, hp.label_smoothing)
+    stored_targets = list_stored_targets(data)
+    # Shorter targets are padded with NaN, and own code may return it.
+    made = kind.varies or any(":" in code for code in (hp.sample, hp.augment, hp.collate))
+    no_nan = bool(stored_targets) and not made and not any(np.isnan(stored).any() for stored in stored_targets)
+    facts = Facts(classes, shape, counts, hp.class_weights, hp.label_smoothing, no_nan_targets=no_nan)
     objective = make_objective(hp.objective, facts, hp.parse_options().get("objective", {}))
     refuse_unused_settings(hp, objective.takes)
     if objective.coupled and (reason := why_not_comparable(hp.accumulation_steps, hp.mixup)):
         raise UserError(reason)
-    for stored in list_stored_targets(data):
+    for stored in stored_targets:
         objective.check_targets(stored)
         if ":" in hp.objective:  # what a user's function gives for them; built-in ones have been tested
             for rows in np.array_split(stored, -(-len(stored) // hp.test_batch_size)):

@@ -1,34 +1,67 @@
-"""The examples of other objectives: run as printed, and better than what a constant output reaches."""
+"""The examples of own data, models and objectives: run as printed, better than what a constant output reaches."""
 
+import dataclasses
 import re
 from pathlib import Path
 
 import pytest
+import torch
 from cli import ROOT, pyflyte
+from training_runs import train_in
 
+from flyte_ddp import Hyperparameters, fetch
 from flyte_ddp.json_lines import read_records
 
 README = (ROOT / "examples" / "README.md").read_text()
+AGAIN = pytest.mark.exhaustive  # other arrays, an own collate, and a language model are in other tests, too
+LOWER = ("mae", "perplexity")
+PLAIN = ("tables/diabetes", "tables/breast_cancer", "tables/houses", "sequences/hp", "texts/padded")
+PLAIN += ("texts/own_collate", "gpt/hp")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "module", "measure", "floor"),
+    ("name", "measure", "floor"),
     [
-        ("multilabel_photos", "photos", "f1", 0.9),  # all labels for all photos: 0.57
-        ("counting", "counting", "mae", 0.5),  # always 10: 5.2
-        ("segmentation", "shapes", "miou", 0.75),  # background alone: 0.3
-        ("augmentation", "digits", "accuracy", 0.92),  # without augmentation: 0.90
-        ("contrastive", "pairs", "recall_at_1", 0.9),  # by chance: 0.003
+        ("multilabel_photos/hp", "f1", 0.9),  # all labels for all photos: 0.57
+        ("counting/hp", "mae", 0.5),  # always 10: 5.2
+        ("segmentation/hp", "miou", 0.75),  # background alone: 0.3
+        ("augmentation/hp", "accuracy", 0.92),  # without augmentation: 0.90
+        ("contrastive/hp", "recall_at_1", 0.9),  # by chance: 0.003
+        ("tables/diabetes", "r2", 0.45),  # a linear regression: 0.453
+        pytest.param("tables/breast_cancer", "accuracy", 0.94, marks=AGAIN),  # always benign: 0.62
+        pytest.param("tables/houses", "r2", 0.9, marks=AGAIN),  # a linear regression: 0.67
+        pytest.param("sequences/hp", "accuracy", 0.97, marks=AGAIN),
+        ("texts/padded", "accuracy", 0.95),
+        pytest.param("texts/own_collate", "accuracy", 0.95, marks=AGAIN),
+        pytest.param("gpt/hp", "perplexity", 9.0, marks=AGAIN),  # by the characters' frequencies: 29
     ],
 )
-def test_it_runs_as_printed_and_learns(name: str, module: str, measure: str, floor: float, tmp_path: Path) -> None:
-    [command] = re.findall(r"^pyflyte (run .*)$", (ROOT / f"examples/{name}/{module}.py").read_text(), re.MULTILINE)
-    assert f"`pyflyte {command.replace(name, 'NAME')}`" in README
+def test_it_runs_as_printed_and_learns(name: str, measure: str, floor: float, tmp_path: Path) -> None:
+    file = f"examples/{name}.json"
+    printed = "\n".join(path.read_text() for path in (ROOT / file).parent.glob("*.py"))
+    [command] = re.findall(rf"^pyflyte (run .* {file})$", printed, re.MULTILINE)
+    assert f"`pyflyte {command.replace(file, 'FILE')}`" in README
+    assert f"`{file}`" in README or f"[{name.removesuffix('/hp')}](" in README
     ended = pyflyte(*command.split(), home=tmp_path / "home", runs=tmp_path / "runs")
     assert ended.exit_code == 0, ended.output
     [metrics] = (tmp_path / "runs").rglob("metrics.jsonl")
     end = read_records(metrics)[-1]
     found = end[f"test_{measure}"]
-    assert found < floor if measure == "mae" else found > floor
+    assert found < floor if measure in LOWER else found > floor
     assert not any("nothing was learned" in note for note in end["notes"])
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", PLAIN)
+def test_two_ranks_train_what_one_does(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    given = Hyperparameters.from_json((ROOT / f"examples/{name}.json").read_text())
+    hp = dataclasses.replace(given, max_steps=12, precision="fp64")
+    data = fetch(hp.dataset, hp.data_source, tmp_path / "data", progress="off")
+    one, two = (
+        torch.load(train_in(tmp_path / f"{ranks}", dataclasses.replace(hp, num_ranks=ranks), data).model)
+        for ranks in (1, 2)
+    )
+    torch.testing.assert_close(two, one, rtol=1e-5, atol=1e-6)

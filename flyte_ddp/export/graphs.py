@@ -1,0 +1,93 @@
+"""Writing a module's graph as ONNX and .pt2, by torch's exporters."""
+
+import io
+import logging
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stderr
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from flyte_ddp.errors import install_hint
+
+ONNX, PT2 = "model.onnx", "model.pt2"
+
+
+class NotExportedError(Exception):
+    """There is no ONNX of this model: the extra is not installed, or the exporter cannot follow the model's code."""
+
+
+def write_graphs(
+    module: nn.Module,
+    example: Any,
+    sizes: Mapping[Any, Any],
+    folder: Path,
+    *,
+    inputs: Sequence[str],
+    outputs: Sequence[str],
+) -> None:
+    """Write ``model.onnx`` into a folder, and ``model.pt2`` if torch can write, load and run it with the same outputs.
+
+    Silences torch's loggers, warnings and sys.stderr meanwhile. Raises NotExportedError if the extra ``export`` is not
+    installed; exporters' exceptions go through.
+
+    Args:
+        module: a module in evaluation mode, which takes one argument.
+        example: the argument: a tensor, or a dict of tensors. Exporters take sizes of 0 and 1 for constants.
+        sizes: the ``torch.export.Dim`` of each dimension of other sizes than the example's; of a dict for each name.
+        folder: an existing folder.
+        inputs: names of the ONNX's inputs.
+        outputs: names of the ONNX's outputs.
+    """
+    try:
+        import onnx  # noqa: F401
+        import onnxruntime  # noqa: F401
+        import onnxscript  # noqa: F401
+    except ImportError as error:
+        raise NotExportedError(f"{error.name} is not installed: {install_hint('export')}") from error
+    from torch.export import _patches as loops  # without them a recurrent layer is a graph of one length
+
+    with (
+        silence_torch(),
+        torch.no_grad(),
+        loops.register_lstm_while_loop_decomposition(),
+        loops.register_gru_while_loop_decomposition(),
+    ):
+        try:
+            program = torch.export.export(module, (example,), dynamic_shapes=(sizes,))
+        except Exception:  # of code that makes a number of a size, such as len(images), which the other way understands
+            program = torch.export.export(module, (example,), dynamic_shapes=(sizes,), strict=True)
+        written: Any = torch.onnx.export(
+            program, (), dynamo=True, input_names=inputs, output_names=outputs, verbose=False
+        )
+        written.save(folder / ONNX, external_data=False)
+        try:
+            torch.export.save(program, folder / PT2)
+            torch.testing.assert_close(torch.export.load(folder / PT2).module()(example), module(example))
+        except Exception:  # a version needs no .pt2
+            (folder / PT2).unlink(missing_ok=True)
+
+
+@contextmanager
+def silence_torch() -> Iterator[None]:
+    """Silence torch's loggers, Python warnings and sys.stderr of the whole process in the block; imports torch._dynamo.
+
+    Exporters try several ways, and log a traceback for each failure, which is hidden. If all fail, they raise.
+    """
+    import torch._dynamo  # noqa: F401  # makes its loggers
+
+    names = [name for name in logging.root.manager.loggerDict if name.partition(".")[0] == "torch"]
+    handlers = [handler for name in names for handler in logging.getLogger(name).handlers]
+    nothing = logging.Filter("none of torch's loggers")  # lets through what a logger of that name logs
+    for handler in handlers:
+        handler.addFilter(nothing)
+    try:
+        with warnings.catch_warnings(), redirect_stderr(io.StringIO()):  # some graphs are printed
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for handler in handlers:
+            handler.removeFilter(nothing)

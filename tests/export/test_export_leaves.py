@@ -1,0 +1,182 @@
+"""Models whose inputs are no images, as ONNX and .pt2."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import leaf_models
+import numpy as np
+import onnxruntime
+import pytest
+import torch
+from export_checks import check_without_torch
+from torch import Tensor, nn
+
+from flyte_ddp.datasets.on_demand_set import OnDemandSet
+from flyte_ddp.export import plain_samples
+from flyte_ddp.export.comparison import Comparison
+from flyte_ddp.export.exporting import TorchLogits, export_model
+from flyte_ddp.export.graphs import NotExportedError, write_graphs
+from flyte_ddp.export.served import name_outputs
+from flyte_ddp.settings import Settings
+
+QUIET = Settings(progress="off", loader_threads=2)
+UNUSED = TorchLogits([], 0, 0.0)
+
+
+def draw_inputs(shapes: dict[str, tuple[str, tuple[int, ...]]]) -> dict[str, Tensor]:
+    torch.manual_seed(1)
+    drawn = {
+        "float": torch.randn,
+        "tokens": lambda shape: torch.randint(0, leaf_models.TOKENS, shape),
+        "mask": lambda shape: torch.arange(shape[1]) < torch.randint(1, shape[1] + 1, (shape[0], 1)),
+    }
+    return {name: drawn[kind](shape) for name, (kind, shape) in shapes.items()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("data", "model", "objective", "by_name", "shapes"),
+    [
+        ("table", leaf_models.Mlp, "classification", False, {"inputs": ("float", (30, 5))}),
+        ("language", leaf_models.Causal, "language", False, {"inputs": ("tokens", (3, 40)), "mask": ("mask", (3, 40))}),
+        (
+            "series",
+            leaf_models.Recurrent,
+            "regression",
+            True,
+            {"mask": ("mask", (3, 40)), "values": ("float", (3, 40, 2)), "area": ("float", (3,))},
+        ),
+        pytest.param(
+            "texts",
+            leaf_models.MaskedMean,
+            "classification",
+            True,
+            {"mask": ("mask", (30, 40)), "tokens": ("tokens", (30, 40))},
+            marks=pytest.mark.exhaustive,
+        ),
+    ],
+)
+def test_other_programs_get_what_the_model_returns(
+    tmp_path: Path,
+    data: str,
+    model: type[nn.Module],
+    objective: str,
+    by_name: bool,
+    shapes: dict[str, tuple[str, tuple[int, ...]]],
+) -> None:
+    """Of the test split, of golden requests, and of more and longer samples than the test split has."""
+    split, collate = getattr(leaf_models, data)(), "stacked" if data == "table" else "padded"
+    module, files = leaf_models.save_untrained(tmp_path, model, split, objective=objective, collate=collate)
+    found = export_model(files, split, UNUSED, tmp_path, settings=QUIET)
+    assert found.passed
+    assert found.worst < 1e-5 * max(1, found.highest)
+    ended = check_without_torch(tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.startswith("16 requests; ")
+    session = onnxruntime.InferenceSession(tmp_path / "model.onnx", providers=["CPUExecutionProvider"])
+    assert [each.name for each in session.get_inputs()] == [*shapes]
+    names = [each.name for each in session.get_outputs()]
+    pt2 = torch.export.load(tmp_path / "model.pt2").module()
+
+    def compute(inputs: dict[str, Tensor]) -> dict[str, np.ndarray]:
+        returned = module(**inputs) if by_name else module(*inputs.values())
+        return {name: values.detach().numpy() for name, values in name_outputs(returned).items()}
+
+    given = draw_inputs(shapes)
+    expected = compute(given)
+    answers = session.run(names, {name: leaf.numpy() for name, leaf in given.items()})
+    for name, answer in zip(names, answers, strict=True):
+        np.testing.assert_allclose(answer, expected[name], rtol=1e-4, atol=1e-5 * np.abs(expected[name]).max())
+        np.testing.assert_allclose(pt2(given)[name].detach(), expected[name], rtol=1e-4, atol=1e-5)
+    golden = dict(np.load(tmp_path / "golden.npz"))
+    last = f"{leaf_models.TEST - 1:09d}"
+    alone = {name: torch.from_numpy(golden[f"{last}/inputs/{name}"]) for name in shapes}
+    assert all(len(leaf) == 1 for leaf in alone.values())
+    for name, values in compute(alone).items():
+        np.testing.assert_allclose(golden[f"{last}/outputs/{name}"], values, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_each_output_is_compared_by_its_own_range(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The hidden values go up to some thousands: a hundredth of the logits' range is little of theirs."""
+    split = leaf_models.language()
+    _, files = leaf_models.save_untrained(tmp_path, leaf_models.Causal, split, objective="language", collate="padded")
+
+    def write_others(served: Any, *arguments: Any, **names: Any) -> None:
+        with torch.no_grad():
+            served.model.last.bias[3] += 0.05
+            write_graphs(served, *arguments, **names)
+            served.model.last.bias[3] -= 0.05
+
+    monkeypatch.setattr(plain_samples, "write_graphs", write_others)
+    found = export_model(files, split, UNUSED, tmp_path, settings=QUIET)
+    assert not found.passed
+    assert found.worst == pytest.approx(0.05, rel=1e-3)
+    assert {path.name for path in tmp_path.iterdir()} == {"model.pt", "model.json"}
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+def test_samples_that_own_code_reads_and_collates(tmp_path: Path) -> None:
+    """Its whole numbers of 32 bits are sent as int64."""
+    split = OnDemandSet("leaf_models:items", "", leaf_models.TRAIN, leaf_models.TEST, ("a", "b", "c"), "")
+    _, files = leaf_models.save_untrained(tmp_path, leaf_models.MaskedMean, split, collate="leaf_models:collate")
+    assert export_model(files, split, UNUSED, tmp_path, settings=QUIET).passed
+    session = onnxruntime.InferenceSession(tmp_path / "model.onnx", providers=["CPUExecutionProvider"])
+    assert [each.type for each in session.get_inputs()] == ["tensor(int64)", "tensor(bool)"]
+    assert check_without_torch(tmp_path).returncode == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [
+        (leaf_models.Branching, r"^Unsupported: Data-dependent branching$"),
+        (leaf_models.PerSample, r"You marked n as dynamic but your code specialized it to be a constant \(7\)"),
+        (leaf_models.Nested, r"^its outputs hold no tensor of floats by name$"),
+    ],
+)
+def test_what_cannot_be_exported_is_told(tmp_path: Path, capfd: Any, model: type[nn.Module], reason: str) -> None:
+    split = leaf_models.table()
+    _, files = leaf_models.save_untrained(tmp_path, model, split)
+    with pytest.raises(NotExportedError, match=reason):
+        export_model(files, split, UNUSED, tmp_path, settings=QUIET)
+    assert {path.name for path in tmp_path.iterdir()} == {"model.pt", "model.json"}
+    assert not capfd.readouterr().err
+
+
+@dataclass
+class Heads:
+    first: Tensor
+    others: tuple[Tensor, ...]
+
+
+@pytest.mark.parametrize(
+    ("returned", "names"),
+    [
+        (lambda values: values, ["outputs"]),
+        (lambda values: (values, values.long(), values.half()), ["outputs_0", "outputs_2"]),
+        (lambda values: {"logits": values, "cache": [values], "scale": values[0, 0]}, ["logits", "scale"]),
+        (lambda values: Heads(values, (values,)), ["first"]),
+        (lambda values: SimpleNamespace(logits=values, more=values), ["logits"]),
+        (lambda values: values.tolist()[0][0], []),
+    ],
+)
+def test_names_of_outputs(returned: Callable[[Tensor], Any], names: list[str]) -> None:
+    found = name_outputs(returned(torch.rand(2, 3)))
+    assert [*found] == names
+    assert {values.dtype for values in found.values()} <= {torch.float32}
+
+
+def test_a_sample_has_another_class_only_if_torch_is_sure() -> None:
+    of_torch = np.array([[0, 1, 0], [0, 0.5, 0.505], [1, 0, 0.98]], np.float32)
+    of_onnx = np.array([[0, 1, 0], [0, 0.505, 0.5], [0.98, 0, 1]], np.float32)
+    for classes, others in ((True, {5 + 2}), (False, set())):
+        found = Comparison(0.01, of_classes=classes)
+        found.add_batch(5, of_onnx, of_torch)
+        assert found.others == others
+        assert found.worst == pytest.approx(0.02)
+        assert (found.lowest, found.highest) == (0, 1)

@@ -1,0 +1,161 @@
+"""Models of tables, texts and series, the data sets that they take, and what is written beside their weights."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from flyte_ddp.datasets.on_demand_set import OnDemand, on_demand
+from flyte_ddp.datasets.prepared import PlainSet
+from flyte_ddp.datasets.sample_arrays import SampleArrays, arrays
+from flyte_ddp.leaves import Leaves
+from flyte_ddp.loading.opening_plain import open_plain_test_split
+from flyte_ddp.models.artifacts import describe_model_input, save_model
+
+TRAIN, TEST, TOKENS = 4, 23, 11
+
+
+def draw_lengths() -> list[int]:
+    return np.random.default_rng(0).integers(1, 9, TRAIN + TEST).tolist()
+
+
+def draw_tokens() -> list[np.ndarray]:
+    """Texts of 1 to 8 tokens."""
+    random = np.random.default_rng(1)
+    return [random.integers(0, TOKENS, length, dtype=np.int32) for length in draw_lengths()]
+
+
+def halves(inputs: Any, targets: Any) -> SampleArrays:
+    """Data set of inputs and targets of TRAIN and TEST samples."""
+
+    def cut(leaves: Any, part: slice) -> Any:
+        return {name: leaf[part] for name, leaf in leaves.items()} if isinstance(leaves, dict) else leaves[part]
+
+    first, last = slice(TRAIN), slice(TRAIN, None)
+    return arrays((cut(inputs, first), cut(targets, first)), (cut(inputs, last), cut(targets, last)))
+
+
+def draw_table() -> np.ndarray:
+    return np.random.default_rng(2).normal(size=(TRAIN + TEST, 5))
+
+
+def table() -> SampleArrays:
+    return halves(draw_table(), np.arange(TRAIN + TEST) % 3)
+
+
+def texts() -> SampleArrays:
+    return halves({"tokens": draw_tokens()}, np.arange(TRAIN + TEST) % 3)
+
+
+def language() -> SampleArrays:
+    return halves(draw_tokens(), draw_tokens())
+
+
+def series() -> SampleArrays:
+    random = np.random.default_rng(3)
+    values = [random.normal(size=(length, 2)) for length in draw_lengths()]
+    return halves({"values": values, "area": draw_table()[:, 0]}, draw_table()[:, 1])
+
+
+def items(source: str) -> OnDemand:
+    samples = [*zip(draw_tokens(), np.arange(TRAIN + TEST) % 3, strict=True)]
+    return on_demand(samples[:TRAIN], samples[TRAIN:], classes="abc")
+
+
+def collate(samples: list[tuple[np.ndarray, int]]) -> tuple[dict[str, Tensor], Tensor]:
+    longest = max(len(tokens) for tokens, _ in samples)
+    tokens, mask = (torch.zeros(len(samples), longest, dtype=dtype) for dtype in (torch.int32, torch.bool))
+    for row, (each, _) in enumerate(samples):
+        tokens[row, : len(each)], mask[row, : len(each)] = torch.from_numpy(each), True
+    return {"tokens": tokens, "mask": mask}, torch.tensor([int(label) for _, label in samples])
+
+
+class Mlp(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(5, 7), nn.ReLU(), nn.Linear(7, 3))
+
+
+class MaskedMean(nn.Module):
+    """Classifies texts by the mean of the embeddings of their tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.last = nn.Embedding(TOKENS, 6), nn.Linear(6, 3)
+
+    def forward(self, tokens: Tensor, mask: Tensor) -> Tensor:
+        counts = mask[..., None].float()
+        return self.last((self.tokens(tokens) * counts).sum(1) / counts.sum(1))
+
+
+class Causal(nn.Module):
+    """A transformer that predicts the next token, with its logits and hidden values by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(TOKENS, 8), nn.Embedding(64, 8)
+        self.inner, self.last = nn.Linear(8, 24), nn.Linear(8, TOKENS)
+
+    def forward(self, tokens: Tensor, mask: Tensor) -> dict[str, Tensor]:
+        del mask
+        samples, length = tokens.shape
+        values = self.tokens(tokens) + self.places(torch.arange(length))
+        parts = [part.view(samples, length, 2, 4).transpose(1, 2) for part in self.inner(values).chunk(3, -1)]
+        attended = functional.scaled_dot_product_attention(*parts, is_causal=True)
+        values = values + attended.transpose(1, 2).reshape(samples, length, 8)
+        return {"logits": self.last(values), "hidden": 1000 * values}
+
+
+class Recurrent(nn.Module):
+    """Predicts a number from a series and another number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.last = nn.GRU(2, 4, batch_first=True, bidirectional=True), nn.Linear(9, 1)
+
+    def forward(self, values: Tensor, area: Tensor, mask: Tensor) -> Tensor:
+        hidden = (self.inner(values)[0] * mask[..., None]).sum(1)
+        return self.last(torch.cat([hidden, area[:, None]], 1))[:, 0]
+
+
+class Branching(Mlp):
+    """Does something else with large numbers."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return super().forward(inputs) if inputs.sum() < 1e3 else inputs[:, :3]
+
+
+class PerSample(Mlp):
+    """Goes through the samples one by one."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return torch.cat([super(PerSample, self).forward(row[None]) for row in inputs])
+
+
+class Nested(Mlp):
+    """Returns no tensor with a name."""
+
+    def forward(self, inputs: Tensor) -> Leaves:
+        return {"all": [super().forward(inputs)]}
+
+
+def save_untrained(
+    folder: Path, model: type[nn.Module], data: PlainSet, *, objective: str = "classification", collate: str = "stacked"
+) -> tuple[nn.Module, tuple[Path, Path]]:
+    """Return a model with new weights and the paths of its model.pt and model.json."""
+    torch.manual_seed(0)
+    module = model().eval()
+    split, facts = open_plain_test_split(data, collate, 0, torch.device("cpu"), 0)
+    split.source.close()
+    sidecar = {
+        "model": f"leaf_models:{model.__name__}",
+        "objective": objective,
+        "classes": list(data.classes),
+        "outputs": 3,
+        "target_shape": [] if data.classes else [1],
+        "input": describe_model_input(facts.inputs, ""),
+        "hyperparameters": {"collate": collate},
+    }
+    return module, save_model(folder, module.state_dict(), sidecar)
