@@ -22,6 +22,7 @@ from flyte_ddp.objectives.objective import (
     require_outputs,
 )
 from flyte_ddp.objectives.table_columns import TableColumns, number_columns
+from flyte_ddp.objectives.terms import Terms
 from flyte_ddp.sections import Histogram, Scatter, Section, Table
 
 LOSSES: dict[str, Callable[..., Tensor]] = {
@@ -89,7 +90,7 @@ class Regression(Objective):
         known = targets.nan_to_num(nan=0.0).to(outputs.dtype)
         return LOSSES[self.loss](outputs.reshape(targets.shape), known, reduction="none")
 
-    def loss_sum(self, outputs: Any, targets: Tensor, weights: Tensor | None, samples: int) -> Tensor:
+    def loss_sum(self, outputs: Any, targets: Tensor, weights: Terms | None, samples: int) -> Tensor:
         """Return the weighted sum of all losses of a batch, []; if all numbers are known, by one fused operation."""
         if weights is not None or self.has_weights:
             return super().loss_sum(outputs, targets, weights, samples)

@@ -151,7 +151,7 @@ def evaluate(case: Case, size: int, batch_size: int) -> dict[str, Any]:
     split = Split(source, ListedOrder(np.arange(size, dtype=np.int32)))
     return vars(
         evaluate_split(
-            lambda images, _: outputs[images.flatten().long()], split, batch_size, torch.device("cpu"), case.make()
+            lambda images, *_: outputs[images.flatten().long()], split, batch_size, torch.device("cpu"), case.make()
         )
     )
 
