@@ -235,6 +235,11 @@ def open_objective(
     targets, a setting or an option, gives wrong weights, or has no measure ``select_by``.
     """
     kind = targets or kind_of_stored_targets(data)
+    if kind is NO_KIND and ":" not in hp.objective:
+        raise UserError(
+            f"objective={hp.objective!r}: takes targets that are one array, and dataset={hp.dataset!r} has several, or "
+            "none; name an objective of your own"
+        )
     # Own objectives of no single class for each sample need no classes.
     of_numbers = kind.dtype.kind == "f" or (":" in hp.objective and (kind is NO_KIND or bool(kind.shape)))
     # Folders are no classes of numbers that a user's function has found.
@@ -252,11 +257,6 @@ def open_objective(
     refuse_unused_settings(hp, objective.takes)
     if objective.coupled and (reason := why_not_comparable(hp.accumulation_steps, hp.mixup)):
         raise UserError(reason)
-    if kind is NO_KIND and ":" not in hp.objective:
-        raise UserError(
-            f"objective={hp.objective!r}: takes targets that are one array, and dataset={hp.dataset!r} has several, or "
-            "none; name an objective of your own"
-        )
     for stored in stored_targets:
         objective.check_targets(stored)
         if ":" in hp.objective:  # what a user's function gives for them; built-in ones have been tested

@@ -19,10 +19,12 @@ from torch.nn import functional
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import open_prepared
 from flyte_ddp.datasets.on_demand_set import OnDemandSet, write_on_demand
-from flyte_ddp.datasets.sample_arrays import SampleArrays, write_sample_arrays
+from flyte_ddp.datasets.sample_arrays import Ragged, SampleArrays, write_sample_arrays
 from flyte_ddp.hardware import detect_hardware
 from flyte_ddp.loading import workers
+from flyte_ddp.parallel.distributed import rank, world_size
 from flyte_ddp.training import parts as loaded_parts
+from flyte_ddp.training.evaluate import evaluate_split
 from flyte_ddp.training.train import compute_gradients
 from flyte_ddp.training.training_state import TrainingState
 
@@ -114,7 +116,28 @@ def cases(*, every: bool) -> Iterator[tuple[str, str, Hyperparameters, Loss]]:
         yield f"{name}-{batch_size}-{parts}", data, hp, loss
 
 
+TEST_SAMPLES = (1, 2, 4, 5, 6, 23)  # in batches of 5 on 3 ranks
+
+
+def leave_evaluations(folder: Path) -> None:
+    """Leave, from rank 0, evaluations of texts on some of the test samples."""
+    data, values, _ = CASES["texts"]
+    hp = replace(BASE, dataset=f"leaf_tasks:{data}", num_ranks=world_size(), **values)
+    whole, found = tasks.texts(""), {}
+    for samples in TEST_SAMPLES:
+        ends = whole.test_inputs.ends[:samples]
+        inputs, targets = (Ragged(leaf.values[: ends[-1]], ends) for leaf in (whole.test_inputs, whole.test_targets))
+        cut = replace(whole, test_inputs=inputs, test_targets=targets)
+        state = TrainingState(hp, replace(detect_hardware(hp), threads=1), cut, None)
+        with state.evaluation_mode():
+            evaluation = evaluate_split(state.predict, state.test, 5, state.device, state.objective)
+        found[samples] = vars(evaluation)
+    if rank() == 0:
+        torch.save(found, folder / f"evaluations-{world_size()}.pt")
+
+
 def train_some(folder: Path) -> None:
+    leave_evaluations(folder)
     train_in_ranks(folder, STRATEGIES[3][:1], every=False)
 
 
@@ -203,6 +226,26 @@ def test_every_step_is_that_of_one_process(folder: Path, monkeypatch: pytest.Mon
     assert run_ranks(train_some, folder, 3) == [0, 0, 0]
     check_steps(folder, plain, STRATEGIES[3][:1])
     assert 0.0 in plain["texts-2-2"][0], "some step has no target at all"
+    check_evaluations(folder)
+
+
+def check_evaluations(folder: Path) -> None:
+    """Each sample counts once and in its place, and figures of three ranks are those of one to the last bit.
+
+    pytorch/pytorch#25162, Lightning-AI/pytorch-lightning#7929, #5060, roboflow/rf-detr#1507: some count twice.
+    huggingface/accelerate#226, #575, #952, #2007: the last batch is lost or repeated.
+    """
+    leave_evaluations(folder)
+    of_one, of_three = (torch.load(folder / f"evaluations-{ranks}.pt") for ranks in (1, 3))
+    targets = tasks.texts("").test_targets
+    for samples in TEST_SAMPLES:
+        one, three = (found[samples] for found in (of_one, of_three))
+        assert one["measures"].keys() == three["measures"].keys() == {"loss", "perplexity", "token_accuracy"}
+        np.testing.assert_array_equal([*one["measures"].values()], [*three["measures"].values()])
+        tokens = [float((targets[sample] != -100).sum()) for sample in range(samples)]
+        assert one["columns"]["weight"].tolist() == tokens
+        for name, column in one["columns"].items():
+            assert torch.equal(column, three["columns"][name])
 
 
 @pytest.mark.exhaustive

@@ -1,0 +1,221 @@
+"""Texts and tables that do not fit an objective, a model or a setting: a sentence with the value, the rule, the fix."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import leaf_tasks as tasks
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from training_runs import train_in
+
+from flyte_ddp import arrays
+from flyte_ddp.config import Hyperparameters
+from flyte_ddp.datasets.sample_arrays import Ragged, SampleArrays, write_sample_arrays
+from flyte_ddp.errors import UserError
+
+OWN = "test_wrong_leaves:"
+HP = Hyperparameters(
+    dataset="own:data", num_ranks=1, epochs=1, batch_size=8, precision="fp32", collate="padded", objective="language",
+    model="leaf_tasks:Reader",
+)  # fmt: skip
+pytestmark = pytest.mark.usefixtures("user_models")
+
+
+def refuse(folder: Path, data: SampleArrays, words: str, **changes: Any) -> None:
+    (folder / "data").mkdir()
+    write_sample_arrays(replace(data, name="own:data"), folder / "data", {})
+    with pytest.raises(UserError, match=words) as caught:
+        train_in(folder / "run", replace(HP, **changes), folder / "data")
+    assert len(caught.value.message) < 350
+    assert "\n" not in caught.value.message
+
+
+def with_token(data: SampleArrays, part: str, token: int) -> SampleArrays:
+    """Return texts with a token as the last one of a part."""
+    leaf: Ragged = getattr(data, part)
+    values = leaf.values.copy()
+    values[-1] = token
+    return replace(data, **{part: Ragged(values, leaf.ends)})
+
+
+class ShorterRows(tasks.Reader):
+    """Leaves out the last place."""
+
+    def forward(self, tokens: Tensor, mask: Tensor | None = None) -> Any:
+        return super().forward(tokens)[:, :-1]
+
+
+class FewerRows(tasks.Reader):
+    """Leaves out the first text."""
+
+    def forward(self, tokens: Tensor, mask: Tensor | None = None) -> Any:
+        return super().forward(tokens)[1:]
+
+
+class WithoutLogits(tasks.Reader):
+    """Returns a dict with another name."""
+
+    def forward(self, tokens: Tensor, mask: Tensor | None = None) -> Any:
+        return {"scores": super().forward(tokens)}
+
+
+class WithoutMask(tasks.Reader):
+    """Takes tokens alone."""
+
+    def forward(self, tokens: Tensor) -> Any:  # type: ignore[override]
+        return super().forward(tokens)
+
+
+class OneRowLess(tasks.TwoInputs):
+    """Leaves out the first pair."""
+
+    def forward(self, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+        amount, logits = super().forward(left, right)
+        return amount[1:], logits[1:]
+
+
+class FewerLosses(tasks.NumberAndClass):
+    """Takes what such a model returns."""
+
+    def losses(self, outputs: tuple[Tensor, Tensor], targets: dict[str, Tensor]) -> Tensor:
+        return (outputs[0] - targets["amount"][1:]) ** 2
+
+
+class NoTensor(nn.Linear):
+    """Returns a list of numbers."""
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__(4, num_classes)
+
+    def forward(self, numbers: Tensor, kind: Tensor) -> Any:  # type: ignore[override]
+        return super().forward(numbers).tolist()
+
+
+TABLE = {"collate": "stacked", "objective": "regression", "model": "leaf_tasks:Tabular"}
+PAIRS = {"collate": "stacked", "objective": "leaf_tasks:NumberAndClass", "model": "leaf_tasks:TwoInputs"}
+CASES: dict[str, tuple[Callable[[], SampleArrays], dict[str, Any], str]] = {
+    "a target that is no token": (
+        lambda: with_token(tasks.texts(""), "test_targets", 7),
+        {},
+        r"objective='language': a target is 7: must be 0\.\.6 with 7 tokens \(num_classes\), or -100 where none counts",
+    ),
+    "a negative target": (
+        lambda: with_token(tasks.texts(""), "train_targets", -1),
+        {},
+        r"objective='language': a target is -1: must be 0\.\.6",
+    ),
+    "an input that the model does not know": (
+        lambda: with_token(tasks.texts(""), "test_inputs", 9),
+        {},
+        r"model 'leaf_tasks:Reader': an embedding has no row for one .* 0 0\.\.9; give it more rows, or correct",
+    ),
+    "classes as texts": (
+        lambda: tasks.reviews(""),
+        {"model": "leaf_tasks:Bag"},
+        r"objective='language': the targets are int64 \[41\]; must be whole numbers \[samples, places\]",
+    ),
+    "texts as classes": (
+        lambda: tasks.texts(""),
+        {"objective": "classification"},
+        r"objective='classification': the targets are int64 \[1, \d+\]; must be a class number for each sample",
+    ),
+    "padding that is not asked for": (
+        lambda: tasks.texts(""),
+        {"collate": "stacked"},
+        "have different lengths; set",
+    ),
+    "fewer places": (
+        lambda: tasks.texts(""),
+        {"model": f"{OWN}ShorterRows"},
+        r"returned \(8, \d, 7\): .* of shape \(samples, places, classes\) = \(8, \d, 7\)",
+    ),
+    "fewer rows": (lambda: tasks.texts(""), {"model": f"{OWN}FewerRows"}, r"returned \(7, \d, 7\): .* = \(8, \d, 7\)"),
+    "no logits": (
+        lambda: tasks.texts(""),
+        {"model": f"{OWN}WithoutLogits"},
+        "returned NoneType: it must return",
+    ),
+    "no mask": (
+        lambda: tasks.texts(""),
+        {"model": f"{OWN}WithoutMask"},
+        "its forward is called with a tuple of 2, and that fails: too many positional arguments; take all of them .col",
+    ),
+    "fewer rows for an own objective": (
+        lambda: tasks.pairs(""),
+        {**PAIRS, "model": f"{OWN}OneRowLess", "objective": f"{OWN}FewerLosses"},
+        r"losses have shape \[7\]: must be \[8\], as the weights are; do not reduce them",
+    ),
+    "several targets": (
+        lambda: tasks.pairs(""),
+        {**PAIRS, "objective": "regression"},
+        "takes targets that are one array, and dataset='own:data' has several, or none; name an objective of your own",
+    ),
+    "no targets": (
+        lambda: replace(tasks.table(""), train_targets=None, test_targets=None),
+        TABLE,
+        "objective='regression': takes targets that are one array, and .* has several, or none",
+    ),
+    "no tensor": (
+        lambda: tasks.table(""),
+        {**TABLE, "model": f"{OWN}NoTensor"},
+        "returned list: it must return",
+    ),
+    "mixup of whole numbers": (
+        lambda: tasks.table(""),
+        {**TABLE, "mixup": 0.3},
+        r"mixup=0.3: the inputs are numbers float \[4\], kind int64 \[\], and only floats of one shape can be mixed",
+    ),
+    "mixup of series": (
+        lambda: tasks.series(""),
+        {"objective": "leaf_tasks:LargeCountMore", "model": "leaf_tasks:Follower", "mixup": 0.3},
+        r"mixup=0.3: the inputs are float \[\? x 2\], padded, and only floats of one shape can be mixed",
+    ),
+    "a model of images": (
+        lambda: tasks.table(""),
+        {**TABLE, "model": "resnet18"},
+        "model='resnet18': takes images",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", CASES)
+def test_what_does_not_fit_is_told(kind: str, tmp_path: Path) -> None:
+    make, changes, words = CASES[kind]
+    refuse(tmp_path, make(), words, **changes)
+
+
+class MoreTokens(tasks.Reader):
+    """Also has a token that only inputs have, such as one that separates texts."""
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__(num_classes)
+        self.embed = nn.Embedding(num_classes + 1, 4)
+
+
+def test_inputs_may_have_tokens_that_are_no_targets(tmp_path: Path) -> None:
+    """The vocabulary of the inputs is the model's own."""
+    (tmp_path / "data").mkdir()
+    data = with_token(tasks.texts(""), "train_inputs", tasks.TOKENS)
+    write_sample_arrays(replace(data, name="own:data"), tmp_path / "data", {})
+    assert train_in(tmp_path / "run", replace(HP, model=f"{OWN}MoreTokens"), tmp_path / "data").model.exists()
+
+
+def test_mixup_of_a_table_of_floats(tmp_path: Path) -> None:
+    """Of one input, or of several in a tuple."""
+    (tmp_path / "data").mkdir()
+    write_sample_arrays(replace(tasks.pairs(""), name="own:data"), tmp_path / "data", {})
+    assert train_in(tmp_path / "run", replace(HP, **PAIRS, mixup=0.3), tmp_path / "data").model.exists()
+
+
+def test_a_step_without_any_target_is_no_mistake(tmp_path: Path) -> None:
+    """Nor an evaluation without one, whose measures are not defined."""
+    tokens = np.zeros((20, 4), np.int64)
+    data = arrays((tokens, tokens - 100), (tokens, tokens - 100), classes="abcdefg", name="own:data")
+    (tmp_path / "data").mkdir()
+    write_sample_arrays(data, tmp_path / "data", {})
+    result = train_in(tmp_path / "run", replace(HP, collate="stacked"), tmp_path / "data")
+    assert all(value.isfinite().all() for value in torch.load(result.model, weights_only=True).values())
