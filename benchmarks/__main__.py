@@ -28,6 +28,7 @@ NAMES = (
     "rounding",
     "epoch",
     "table",
+    "gpt",
     "preset",
     "memory",
     "scaling",

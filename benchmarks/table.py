@@ -80,6 +80,6 @@ def rate_after_first_epoch(run: Run, batch: int) -> float:
 def run_peer(result: Result, name: str, order: dict[str, Any], folder: Path, seed: int) -> None:
     """Add one run of a peer."""
     output = folder / "peer.json"
-    run_python("benchmarks.sample_peers", json.dumps(order | {"seed": seed, "output": str(output)}))
+    run_python("benchmarks.sample_peers", json.dumps(order | {"task": "table", "samples": ROWS, "seed": seed, "output": str(output)}))
     seconds = json.loads(output.read_text())[1:]
     result.add(f"{name}: {order['side']}", ROWS * len(seconds) / sum(seconds), "samples/s")
