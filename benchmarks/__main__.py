@@ -21,6 +21,7 @@ NAMES = (
     "strategies",
     "dropout",
     "augmentations",
+    "items",
     "startup",
     "forks",
     "launchers",
