@@ -43,7 +43,7 @@ from flyte_ddp.training.train import remaining_batches, train_step
 from flyte_ddp.training.training_state import TrainingState
 
 RANKS, BATCH, RATE = 2, 8, 1e-3
-OURS = {
+OURS: dict[str, Any] = {
     "dataset": "benchmarks.sample_tasks:text_set",
     "model": "benchmarks.sample_tasks:GPT",
     "objective": "language",
@@ -64,7 +64,7 @@ def measure(options: Options) -> Result:
     """Measure blocks of steps in the same processes, and fresh runs of Lightning."""
     steps, blocks = (1, 1) if options.quick else (2, options.number(12))
     result = Result(settings={**OURS, "steps_per_measurement": steps, "threads_per_rank": 1})
-    data = fetch(OURS["dataset"], "", options.folder / "texts", progress="off")  # type: ignore[arg-type]
+    data = fetch(OURS["dataset"], "", options.folder / "texts", progress="off")
     output = options.folder / "rates.json"
     order = {"data": str(data), "steps": steps, "blocks": blocks, "output": str(output)}
     interleaved(options, result, {"ours, plain, accelerate": lambda _: run_blocks(result, order)}, 1)
@@ -102,7 +102,9 @@ def run_rank(rank: int, order: dict[str, Any], records: str) -> None:
     hp = Hyperparameters(**OURS)
     folder = Path(records)
     training = Training(hp, detect_hardware(hp), Settings(progress="off"), data=Path(order["data"]))
-    work = Work("", training, World(RANKS), folder, checkpoint_identity(hp, training.data), timeout=600.0, save_seconds=1.0)
+    work = Work(
+        "", training, World(RANKS), folder, checkpoint_identity(hp, training.data), timeout=600.0, save_seconds=1.0
+    )
     job = Job.from_work(work)
     torch.set_num_threads(1)
     keep_freed_memory()
@@ -110,7 +112,11 @@ def run_rank(rank: int, order: dict[str, Any], records: str) -> None:
     join_process_group(work, RankInfo(rank, RANKS, local_rank=rank), store, print)
     state = TrainingState(hp, job.hardware, open_prepared(job.data), None)
     with closing(Recorder(job, state)) as recorder:
-        sides = {"ours": train_ours(state, recorder), "plain": train_plain(state), "accelerate": train_accelerate(state)}
+        sides = {
+            "ours": train_ours(state, recorder),
+            "plain": train_plain(state),
+            "accelerate": train_accelerate(state),
+        }
         rates: dict[str, list[float]] = {side: [] for side in (*sides, "evaluation of 8 texts")}
         for block in range(order["blocks"] + 1):
             for side, steps in sides.items():

@@ -62,8 +62,8 @@ def measure(options: Options) -> Result:
     output = options.folder / "rates.json"
 
     def run(kind: str, side: str, _: int) -> None:
-        order = {"kind": kind, "side": side, "output": str(output)}
-        order |= {"items": 4 * BATCH if options.quick else ITEMS[kind]}
+        items = 4 * BATCH if options.quick else ITEMS[kind]
+        order = {"kind": kind, "side": side, "items": items, "output": str(output)}
         run_python("benchmarks.items", json.dumps(order))
         for rate in json.loads(output.read_text()):
             result.add(f"{kind}: {side}", rate, "items/s")

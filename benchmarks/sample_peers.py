@@ -1,4 +1,4 @@
-"""The peers of ``table`` and ``gpt``: a plain DDP loop, Lightning's ``ddp_spawn`` and Accelerate, each a TensorDataset's DataLoader.
+"""Peers of ``table`` and ``gpt``: a plain DDP loop, Lightning's ``ddp_spawn`` and Accelerate, with torch's DataLoader.
 
 ``python -m benchmarks.sample_peers ORDER`` trains as the order (JSON) says, and writes the seconds of each epoch. None
 uses the library. As with ours, there is one thread a rank, an optimiser in one kernel, and nothing is logged or saved.
@@ -121,7 +121,9 @@ class Network(lightning.LightningModule):
     def __init__(self, order: Order) -> None:
         super().__init__()
         self.order = order
-        self.network, self.seconds, self.begin = TASKS[order["task"]][1](), [], 0.0
+        self.network: nn.Module = TASKS[order["task"]][1]()
+        self.seconds: list[float] = []
+        self.begin = 0.0
 
     def setup(self, stage: str) -> None:
         torch.set_num_threads(1)

@@ -27,11 +27,12 @@ def stack_samples(samples: Samples, names: Sequence[str]) -> tuple[Leaves, Leave
 
     def stack(name: str, leaves: Sequence[NDArray[Any]], kind: str) -> Tensor:
         """Return a leaf of all samples as one tensor."""
+        shape = leaves[0].shape
         for sample, leaf in zip(names, leaves, strict=True):
-            if leaf.shape != leaves[0].shape:
+            if leaf.shape != shape:
                 raise UserError(
                     f"{describe_leaf(kind, name)} of {sample} have shape {list(leaf.shape)}, and of {names[0]} "
-                    f"{list(leaves[0].shape)}; set collate='padded', or a function of your own"
+                    f"{list(shape)}; set collate='padded', or a function of your own"
                 )
         return widen(torch.from_numpy(np.stack(leaves)))
 
@@ -79,8 +80,9 @@ def combine(function: Any, leaves: Sequence[Leaves], side: int, names: Sequence[
     """
     kind, first = ("inputs", "targets")[side], leaves[0]
     named = [name_leaves(each) for each in leaves]
+    expected = named[0].keys()
     for sample, each in zip(names, named, strict=True):
-        if each.keys() != named[0].keys():
+        if each.keys() != expected:
             raise UserError(
                 f"the {kind} of {sample} have the leaves {', '.join(each) or 'none'}, and those of {names[0]} "
                 f"{', '.join(named[0]) or 'none'}; all must have the same"
