@@ -1,4 +1,4 @@
-"""The peers of ``table``: a plain DDP loop, Lightning's ``ddp_spawn`` and Accelerate, each a TensorDataset's DataLoader.
+"""Peers of ``table`` and ``gpt``: a plain DDP loop, Lightning's ``ddp_spawn`` and Accelerate, with torch's DataLoader.
 
 ``python -m benchmarks.sample_peers ORDER`` trains as the order (JSON) says, and writes the seconds of each epoch. None
 uses the library. As with ours, there is one thread a rank, an optimiser in one kernel, and nothing is logged or saved.
@@ -19,19 +19,20 @@ from torch.multiprocessing.spawn import spawn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from benchmarks.sample_tasks import ROWS, build_mlp, generate_table, table_loss
+from benchmarks.sample_tasks import GPT, build_mlp, generate_table, generate_texts, table_loss, text_loss
 
 Order = dict[str, Any]
+TASKS: dict[str, Any] = {"table": (generate_table, build_mlp, table_loss), "gpt": (generate_texts, GPT, text_loss)}
 
 
-def load_samples() -> TensorDataset:
+def load_samples(order: Order) -> TensorDataset:
     """Return the training samples."""
-    return TensorDataset(*map(torch.from_numpy, generate_table(ROWS, 0)))
+    return TensorDataset(*map(torch.from_numpy, TASKS[order["task"]][0](order["samples"], 0)))
 
 
 def make_loader(order: Order, **options: Any) -> Any:
     """Return a DataLoader as tutorials have it, of a rank's share of the batch."""
-    return DataLoader(load_samples(), order["batch_size"] // order["num_ranks"], **options)
+    return DataLoader(load_samples(order), order["batch_size"] // order["num_ranks"], **options)
 
 
 def make_optimizer(model: nn.Module, order: Order) -> torch.optim.Optimizer:
@@ -49,21 +50,22 @@ def train_plain(rank: int, order: Order, store: str) -> None:
     ranks: int = order["num_ranks"]
     torch.set_num_threads(1)
     torch.manual_seed(order["seed"])
-    model: nn.Module = build_mlp()
+    model: nn.Module = TASKS[order["task"]][1]()
     sampler: Any = None
     if ranks > 1:
         distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
-        sampler = DistributedSampler(load_samples(), ranks, rank, seed=order["seed"])
+        sampler = DistributedSampler(load_samples(order), ranks, rank, seed=order["seed"])
         model = DistributedDataParallel(model)
     loader = make_loader(order, sampler=sampler, shuffle=sampler is None)
     optimizer = make_optimizer(model, order)
+    compute_loss = TASKS[order["task"]][2]
 
     def train_epoch(epoch: int) -> None:
         if sampler is not None:
             sampler.set_epoch(epoch)
         for inputs, targets in loader:
             optimizer.zero_grad()
-            table_loss(model(inputs), targets).backward()
+            compute_loss(model(inputs), targets).backward()
             optimizer.step()
 
     seconds = time_epochs(order, train_epoch)
@@ -93,16 +95,18 @@ def train_accelerate(rank: int, order: Order, store: str) -> None:
         distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
     accelerator = Accelerator(cpu=True)
     torch.manual_seed(order["seed"])
-    model = build_mlp()
+    model = TASKS[order["task"]][1]()
     model, optimizer, loader = accelerator.prepare(
         model, make_optimizer(model, order), make_loader(order, shuffle=True)
     )
+
+    compute_loss = TASKS[order["task"]][2]
 
     def train_epoch(epoch: int) -> None:
         loader.set_epoch(epoch)
         for inputs, targets in loader:
             optimizer.zero_grad()
-            accelerator.backward(table_loss(model(inputs), targets))
+            accelerator.backward(compute_loss(model(inputs), targets))
             optimizer.step()
 
     seconds = time_epochs(order, train_epoch)
@@ -117,7 +121,9 @@ class Network(lightning.LightningModule):
     def __init__(self, order: Order) -> None:
         super().__init__()
         self.order = order
-        self.network, self.seconds, self.begin = build_mlp(), [], 0.0
+        self.network: nn.Module = TASKS[order["task"]][1]()
+        self.seconds: list[float] = []
+        self.begin = 0.0
 
     def setup(self, stage: str) -> None:
         torch.set_num_threads(1)
@@ -129,7 +135,8 @@ class Network(lightning.LightningModule):
         self.begin = time.perf_counter()
 
     def training_step(self, batch: list[Tensor], _: int) -> Tensor:
-        return table_loss(self.network(batch[0]), batch[1])
+        loss: Tensor = TASKS[self.order["task"]][2](self.network(batch[0]), batch[1])
+        return loss
 
     def on_train_epoch_end(self) -> None:
         self.seconds.append(time.perf_counter() - self.begin)

@@ -3,7 +3,6 @@
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional
@@ -26,7 +25,7 @@ def generate_table(rows: int, seed: int) -> Pair:
 
 
 def generate_texts(texts: int, seed: int) -> Pair:
-    """Return texts int64 [texts, TOKENS], each token mostly its forerunner and one to four more, and the next tokens."""
+    """Return texts int64 [texts, TOKENS], each token one to four more than its forerunner, and the next tokens."""
     generator = np.random.default_rng(seed)
     steps = generator.integers(1, 5, (texts, TOKENS + 1))
     tokens = steps.cumsum(1) % VOCABULARY

@@ -1,8 +1,8 @@
 """Samples/s of training a network on a table: ours against a plain DDP loop, Lightning and Accelerate.
 
 100,000 rows of 50 numbers fp32, two hidden layers of 64, Adam in one kernel, global batches of 256 and 1,024, on one
-and two CPU ranks, a core each. The peers read a TensorDataset by torch's DataLoader in the rank, as their documents have
-it; ours has the same arrays as ``arrays(...)``. Each measurement is a fresh run; its first epoch is not counted. Ours
+and two CPU ranks, a core each. The peers read a TensorDataset by torch's DataLoader in the rank, as their documents
+have it; ours has the same arrays as ``arrays(...)``. Each measurement is a fresh run, without its first epoch. Ours
 records each tenth step, watches each loss and saves a checkpoint an epoch, the peers do nothing of that.
 """
 
@@ -21,7 +21,7 @@ from flyte_ddp.datasets import fetch
 
 PEERS = ("plain", "lightning", "accelerate")
 SIZES = [(ranks, batch) for ranks in (1, 2) for batch in (256, 1024)]
-OURS = {
+OURS: dict[str, Any] = {
     "dataset": "benchmarks.sample_tasks:table_set",
     "model": "benchmarks.sample_tasks:build_mlp",
     "objective": "regression",
@@ -80,6 +80,9 @@ def rate_after_first_epoch(run: Run, batch: int) -> float:
 def run_peer(result: Result, name: str, order: dict[str, Any], folder: Path, seed: int) -> None:
     """Add one run of a peer."""
     output = folder / "peer.json"
-    run_python("benchmarks.sample_peers", json.dumps(order | {"seed": seed, "output": str(output)}))
+    run_python(
+        "benchmarks.sample_peers",
+        json.dumps(order | {"task": "table", "samples": ROWS, "seed": seed, "output": str(output)}),
+    )
     seconds = json.loads(output.read_text())[1:]
     result.add(f"{name}: {order['side']}", ROWS * len(seconds) / sum(seconds), "samples/s")

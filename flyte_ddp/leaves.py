@@ -22,6 +22,8 @@ def map_leaves(function: Callable[[Any], Any], leaves: Leaves) -> Leaves:
 
 def name_leaves(leaves: Leaves) -> dict[str, Any]:
     """Return each leaf by its name: its key in a dict, its place in a tuple ("0", "1"), or "" for a single leaf."""
+    if hasattr(leaves, "shape"):  # arrays first: to ask for a Mapping takes longer than all else here
+        return {"": leaves}
     if isinstance(leaves, Mapping):
         return dict(leaves)
     if isinstance(leaves, tuple):

@@ -87,10 +87,10 @@ def on_demand(train: Any, test: Any, *, classes: Sequence[str] = ()) -> OnDemand
 
 def split_item(item: Any) -> tuple[Leaves, Leaves]:
     """Return inputs and targets of an item: a pair, or a dict with ``labels``; raise ValueError for another one."""
-    if isinstance(item, Mapping) and "labels" in item:
-        return {name: value for name, value in item.items() if name != "labels"}, item["labels"]
     if isinstance(item, (tuple, list)) and len(item) == 2:
         return item[0], item[1]
+    if isinstance(item, Mapping) and "labels" in item:
+        return {name: value for name, value in item.items() if name != "labels"}, item["labels"]
     raise ValueError(f"is a {type(item).__name__}: must be a pair (inputs, targets), or a dict with labels")
 
 

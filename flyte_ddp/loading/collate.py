@@ -27,11 +27,12 @@ def stack_samples(samples: Samples, names: Sequence[str]) -> tuple[Leaves, Leave
 
     def stack(name: str, leaves: Sequence[NDArray[Any]], kind: str) -> Tensor:
         """Return a leaf of all samples as one tensor."""
+        shape = leaves[0].shape
         for sample, leaf in zip(names, leaves, strict=True):
-            if leaf.shape != leaves[0].shape:
+            if leaf.shape != shape:
                 raise UserError(
                     f"{describe_leaf(kind, name)} of {sample} have shape {list(leaf.shape)}, and of {names[0]} "
-                    f"{list(leaves[0].shape)}; set collate='padded', or a function of your own"
+                    f"{list(shape)}; set collate='padded', or a function of your own"
                 )
         return torch.from_numpy(np.stack(leaves, dtype=wide_type(leaves)))
 

@@ -16,6 +16,8 @@ import torch
 
 from flyte_ddp.parallel.training_pass import Generators
 
+GLOBAL = Generators(torch.default_generator, random, np.random)
+
 
 def seed_for(purpose: str, seed: int, epoch: int, sample: int, transforms: Iterable[Any] = ()) -> None:
     """Seed this process's generators of Python, NumPy and torch (CPU), and ``transforms``, for one sample in an epoch.
@@ -26,7 +28,7 @@ def seed_for(purpose: str, seed: int, epoch: int, sample: int, transforms: Itera
     packed = struct.pack("<3q", seed, epoch, sample)
     hashed = hashlib.blake2b(packed, digest_size=8, person=purpose.encode()).digest()
     bits = int.from_bytes(hashed, "little")
-    Generators(torch.default_generator, random, np.random).seed_each(bits)
+    GLOBAL.seed_each(bits)
     for transform in transforms:
         transform.set_random_seed(bits % 2**32)
 

@@ -299,7 +299,7 @@ class ItemBatches(ImageSource):
 
     def __init__(self, loader: ItemLoader, pool: LoaderPool | None, device: torch.device) -> None:
         self.loader, self.pool, self.device = loader, pool, device
-        self.batches_ahead = pool.number + 1 if pool else 0  # each process has one, and one is ready
+        self.batches_ahead = 2 * pool.number if pool else 0  # each process finds its next task when it has done one
         # Memory and task of batches that processes are loading, by epoch and samples.
         self.pending: dict[tuple[int | None, bytes], tuple[BatchMemory, int]] = {}
 

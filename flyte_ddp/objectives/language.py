@@ -67,7 +67,9 @@ class Language(Objective):
     def losses(self, outputs: Any, targets: Tensor) -> Tensor:
         """Return the cross-entropy of each place, [n, P]; 0 where no target counts."""
         logits, compared = self.align(outputs, targets)
-        return functional.cross_entropy(logits.transpose(1, 2), compared, reduction="none", ignore_index=IGNORED_TOKEN)
+        flat = logits.flatten(0, 1), compared.flatten()  # with the tokens last in memory several times as fast
+        losses = functional.cross_entropy(*flat, reduction="none", ignore_index=IGNORED_TOKEN)
+        return losses.view(compared.shape)
 
     def columns(self, outputs: Any, targets: Tensor) -> dict[str, Tensor]:
         """Return the number of targets that are the likeliest token: ``correct`` [n]."""

@@ -26,7 +26,7 @@ from flyte_ddp.objectives.objective import class_weights_of
 from flyte_ddp.objectives.own import OBJECTIVES, make_objective
 from flyte_ddp.order.sampling import ListedOrder
 from flyte_ddp.parallel.distributed import rank, world_size
-from flyte_ddp.training.evaluate import evaluate_split, require_one_layout
+from flyte_ddp.training.evaluate import compute_columns, evaluate_split, mean_loss, require_one_layout
 
 CLASSES = ("a", "b", "c", "d")
 MOST, BATCH = 43, 5
@@ -290,6 +290,45 @@ def test_outputs_that_are_not_finite_are_not_measured() -> None:
     assert math.isnan(found.pop("loss"))
     assert [*found] == ["rmse", "mae", "r2"]
     assert all(math.isnan(value) for value in found.values())
+
+
+@pytest.mark.parametrize("shape", [(7,), (7, 3)])
+@pytest.mark.parametrize("loss", ["mse", "l1", "huber"])
+def test_known_numbers_need_no_weights(shape: tuple[int, ...], loss: str) -> None:
+    """The loss is torch's mean in training and in evaluations, as it is by weights."""
+    generator = torch.Generator().manual_seed(0)
+    outputs, targets = (torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(2))
+    expected = {"mse": functional.mse_loss, "l1": functional.l1_loss, "huber": functional.huber_loss}[loss]
+    for known in (True, False):
+        objective = Regression(Facts((), shape[1:], no_nan_targets=known), loss)
+        weights = objective.weights(targets)
+        assert (weights is None) == known
+        total = objective.loss_sum(outputs, targets, weights, 7) / (7 if weights is None else weights.sum())
+        columns = compute_columns(objective, outputs, targets, 7)
+        assert [*columns] == ["loss", *([] if known else ["weight"]), "prediction", "truth"]
+        for found in (float(total), mean_loss(columns)):
+            assert found == pytest.approx(float(expected(outputs, targets)), rel=1e-12)
+
+
+def test_own_losses_of_regression_keep_their_weights() -> None:
+    own = type("Own", (Regression,), {"losses": lambda self, *values: 2 * Regression.losses(self, *values)})
+    assert own(Facts((), (2,), no_nan_targets=True)).weights(torch.zeros(3, 2)).shape == (3, 2)
+
+
+@pytest.mark.parametrize("shift", [False, True])
+def test_language_is_the_mean_cross_entropy_of_the_tokens_that_count(*, shift: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(3, 5, 4, generator=generator, dtype=torch.float64)
+    targets = torch.randint(0, 4, (3, 5), generator=generator)
+    targets[0, 2:] = targets[2] = -100
+    compared = (logits[:, :-1], targets[:, 1:]) if shift else (logits, targets)
+    expected = float(functional.cross_entropy(compared[0].transpose(1, 2), compared[1]))
+    objective = make_objective("language", Facts(CLASSES), {"shift": shift})
+    weights = objective.weights(targets)
+    assert weights is not None
+    found = objective.loss_sum(logits, targets, weights, 3) / weights.sum()
+    assert float(found) == pytest.approx(expected, rel=1e-12)
+    assert mean_loss(compute_columns(objective, logits, targets, 3)) == pytest.approx(expected, rel=1e-12)
 
 
 def test_columns_of_two_shapes_are_refused() -> None:

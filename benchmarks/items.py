@@ -1,0 +1,119 @@
+"""Items/s of two loader processes: ours against torch's DataLoader with two workers, on the same map-style data set.
+
+Batches of 64. Cheap items are a row of 50 numbers and one number; expensive ones are a sine and a Fourier transform
+of 65,536 numbers, 1.2 ms of NumPy's work, and give 64 KiB. Ours also seeds three random generators for each item.
+"""
+
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from benchmarks.measuring import Options, Result, Target, interleaved
+from benchmarks.running import run_python
+from flyte_ddp.datasets.on_demand_set import OnDemand, OnDemandSet, on_demand
+from flyte_ddp.loading.own_items import ItemLoader, OnDemandItems
+from flyte_ddp.loading.workers import ItemBatches, LoaderPool
+from flyte_ddp.lookahead import start_ahead
+
+WORKERS, BATCH, EPOCHS = 2, 64, 3
+ITEMS = {"cheap": 40_000, "expensive": 1280}
+Item = tuple[NDArray[np.float32], NDArray[np.float32]]
+
+
+class Items(Dataset[Item]):
+    """A data set whose items are computed."""
+
+    def __init__(self, kind: str, number: int) -> None:
+        self.kind, self.number = kind, number
+        self.table = np.random.default_rng(0).standard_normal((1000, 51), dtype=np.float32)
+
+    def __len__(self) -> int:
+        return self.number
+
+    def __getitem__(self, sample: int) -> Item:
+        if sample >= self.number:
+            raise IndexError(sample)
+        row = self.table[sample % 1000]
+        if self.kind == "cheap":
+            return row[:50], row[50]
+        signal = np.sin(np.arange(2**16, dtype=np.float32) * row[0])
+        return np.abs(np.fft.rfft(signal))[: 2**14].astype(np.float32), row[50]
+
+
+def make_set(source: str) -> OnDemand:
+    """Return the items as a data set of the library; ``source`` is their kind and number."""
+    kind, number = source.split()
+    return on_demand(Items(kind, int(number)), Items(kind, 1))
+
+
+def measure(options: Options) -> Result:
+    """Measure each kind of items and each side in a process of its own."""
+    result = Result(settings={"workers": WORKERS, "batch": BATCH, "items": ITEMS})
+    output = options.folder / "rates.json"
+
+    def run(kind: str, side: str, _: int) -> None:
+        items = 4 * BATCH if options.quick else ITEMS[kind]
+        order = {"kind": kind, "side": side, "items": items, "output": str(output)}
+        run_python("benchmarks.items", json.dumps(order))
+        for rate in json.loads(output.read_text()):
+            result.add(f"{kind}: {side}", rate, "items/s")
+
+    for kind in ITEMS:
+        sides = {side: partial(run, kind, side) for side in ("ours", "DataLoader")}
+        interleaved(options, result, sides, options.number(5))
+        figure = result.ratio(f"{kind}: ours / DataLoader", f"{kind}: ours", f"{kind}: DataLoader")
+        result.targets.append(Target(f"{kind} items: rate, times DataLoader", figure, "x", at_least=1.0))
+    return result
+
+
+def our_epochs(kind: str, number: int) -> Callable[[int], Iterator[Tensor]]:
+    """Return a function that yields the inputs of an epoch's batches."""
+    data = OnDemandSet("benchmarks.items:make_set", f"{kind} {number}", number, 1, (), "")
+    loader = ItemLoader(OnDemandItems(data, "train"), "train", "stacked", None, 0)
+    source = ItemBatches(loader, LoaderPool([loader], WORKERS), torch.device("cpu"))
+
+    def epoch(count: int) -> Iterator[Tensor]:
+        order = np.random.default_rng(count).permutation(number)
+
+        def begin(start: int) -> NDArray[Any]:
+            samples = order[start : start + BATCH]
+            source.prefetch_batch(samples, count)
+            return samples
+
+        for samples in start_ahead(begin, range(0, number, BATCH), source.batches_ahead):
+            yield source.load_batch(samples, count).inputs
+
+    return epoch
+
+
+def their_epochs(kind: str, number: int) -> Callable[[int], Iterator[Tensor]]:
+    """Return a function that yields the inputs of an epoch's batches."""
+    loader = DataLoader(Items(kind, number), BATCH, shuffle=True, num_workers=WORKERS, persistent_workers=True)
+    return lambda _: (inputs for inputs, _ in loader)
+
+
+def run_order(order: dict[str, Any]) -> list[float]:
+    """Return the items/s of each epoch but the first, in which processes start."""
+    torch.set_num_threads(1)
+    epoch = (our_epochs if order["side"] == "ours" else their_epochs)(order["kind"], order["items"])
+    rates = []
+    for count in range(EPOCHS + 1):
+        begin = time.perf_counter()
+        found = sum(len(inputs) for inputs in epoch(count))
+        rates.append(found / (time.perf_counter() - begin))
+    return rates[1:]
+
+
+if __name__ == "__main__":
+    received = json.loads(sys.argv[1])
+    Path(received["output"]).write_text(json.dumps(run_order(received)))
