@@ -79,7 +79,7 @@ def measure(options: Options) -> Result:
 def our_epochs(kind: str, number: int) -> Callable[[int], Iterator[Tensor]]:
     """Return a function that yields the inputs of an epoch's batches."""
     data = OnDemandSet("benchmarks.items:make_set", f"{kind} {number}", number, 1, (), "")
-    loader = ItemLoader(OnDemandItems(data, "train"), "train", "stacked", None, 0)
+    loader = ItemLoader(OnDemandItems(data, "train"), "train", "stacked", 0)
     source = ItemBatches(loader, LoaderPool([loader], WORKERS), torch.device("cpu"))
 
     def epoch(count: int) -> Iterator[Tensor]:

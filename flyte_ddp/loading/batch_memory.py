@@ -66,10 +66,11 @@ class BatchMemory:
         return np.frombuffer(self.memory, np.uint8)
 
 
-def write_tree(opened: dict[str, mmap.mmap], path: str, tree: Any) -> tuple[bytes, list[tuple[int, int]]]:
-    """Write the arrays of ``tree`` into the memory at a path, and return the pickled rest, and each array's place.
+def write_tree(opened: dict[str, mmap.mmap], path: str, tree: Any) -> tuple[int, int]:
+    """Write ``tree`` into the memory at a path, its arrays first; return where the rest is: first byte, and the end.
 
-    A place is the first byte and the one behind the last. Makes the memory larger if needed.
+    All of the tree is there, so that the answer of a process always fits into a pipe's buffer. Makes the memory larger
+    if needed.
     """
     buffers = list[pickle.PickleBuffer]()
     pickled = pickle.dumps(tree, protocol=5, buffer_callback=buffers.append)
@@ -79,17 +80,19 @@ def write_tree(opened: dict[str, mmap.mmap], path: str, tree: Any) -> tuple[byte
         start = -(-end // ALIGNMENT) * ALIGNMENT
         end = start + content.nbytes
         places.append((start, end))
-    if Path(path).stat().st_size < end:
-        os.truncate(path, end)
-    if end:
-        memory = open_memory(opened, path, end)
-        for (start, stop), content in zip(places, contents, strict=True):
-            memory[start:stop] = np.frombuffer(content, np.uint8)
-    return pickled, places
+    contents.append(memoryview(pickle.dumps((pickled, places))))
+    places.append((end, end + contents[-1].nbytes))
+    if Path(path).stat().st_size < places[-1][1]:
+        os.truncate(path, places[-1][1])
+    memory = open_memory(opened, path, places[-1][1])
+    for (start, stop), content in zip(places, contents, strict=True):
+        memory[start:stop] = np.frombuffer(content, np.uint8)
+    return places[-1]
 
 
-def read_tree(memory: NDArray[np.uint8], pickled: bytes, places: Sequence[tuple[int, int]]) -> Any:
+def read_tree(memory: NDArray[np.uint8], place: tuple[int, int]) -> Any:
     """Return the tree that :func:`write_tree` has written; its arrays are in the memory, which they keep in use."""
+    pickled, places = pickle.loads(memory[slice(*place)].data)
     return pickle.loads(pickled, buffers=[memory[start:stop] for start, stop in places])
 
 

@@ -59,10 +59,10 @@ class BatchTask(NamedTuple):
 
 
 class Collated(NamedTuple):
-    """What a process answers after a batch, for :func:`flyte_ddp.loading.batch_memory.read_tree`."""
+    """What a process answers after a batch: its place, for :func:`flyte_ddp.loading.batch_memory.read_tree`."""
 
-    pickled: bytes
-    places: list[tuple[int, int]]
+    start: int
+    end: int
 
 
 class Loaded(NamedTuple):

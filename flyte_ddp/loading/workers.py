@@ -324,8 +324,7 @@ class ItemBatches(ImageSource):
             self.prefetch_batch(samples, epoch)
             memory, task = self.pending.pop((epoch, samples.tobytes()))
             collated = self.pool.wait_for(task)
-            size = max((end for _, end in collated.places), default=1)
-            inputs, targets = read_tree(self.pool.map_memory(memory, size), collated.pickled, collated.places)
+            inputs, targets = read_tree(self.pool.map_memory(memory, collated.end), collated)
         if self.check_targets is not None and isinstance(targets, (np.ndarray, Tensor)):
             names = [f"{self.loader.side} {sample}" for sample in samples.tolist()]
             check_each_target(self.check_targets, np.asarray(targets), names)
