@@ -25,7 +25,7 @@ def predict_wf(
 ) -> Predictions:
     """Predict a folder of images, or the test split of a data set, with a trained model.
 
-    Give the model as model_state and sidecar, or as model_name. Give the images as images or as dataset. Returns a
+    Give the model as model_state and sidecar, or as model_name. Give images or a dataset. Returns a
     table (CSV) with one row for each sample, and the predicted masks, PNG files, of a model for segmentation.
 
     Args:
