@@ -27,6 +27,7 @@ PACKAGES = (
     "flytekit",
     "flytekitplugins-kfpytorch",
     "lightning",
+    "accelerate",
     "wandb",
     "numpy",
     "webdataset",

@@ -4,7 +4,6 @@ import mmap
 import os
 import pickle
 import weakref
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
