@@ -11,6 +11,7 @@ DATASETS: dict[str, int] = {"digits": 8, "mnist": 28, "fashion_mnist": 28, "cifa
 # The other forms that a data set's name may have.
 DATASET_FORMS = ("shards:ADDRESS", "stream:ADDRESS", "image_folder:ADDRESS", "package.module:callable")
 ENCODED_KINDS = ("shards", "stream", "image_folder")  # images stay encoded (JPEG, PNG) until a batch needs them
+IGNORED_TOKEN = -100  # in texts, the target of places that do not count, as in torch's cross-entropy
 IGNORED = 255  # in masks, the class number of pixels that do not count
 ENCODED_SIDE = 224  # pixels: side of the squares that encoded images are resized to when image_size is 0
 # Extensions of image files, and of images in shards: the formats that Pillow reads without other packages.

@@ -56,6 +56,10 @@ class Contrastive(Objective):
         by_left = cross_entropy(scale * left @ rights.T, own, reduction="none")
         return (by_left + cross_entropy(scale * right @ lefts.T, own, reduction="none")) / 2
 
+    def scores(self, columns: Mapping[str, Tensor]) -> Tensor:
+        """Return minus the loss of each pair, [N]; a release would else call ``measure`` once for each sample."""
+        return -columns["loss"]
+
     def columns(self, outputs: Any, targets: None) -> dict[str, Tensor]:  # noqa: ARG002
         """Return the embeddings of each sample."""
         return {"left": outputs[0], "right": outputs[1]}

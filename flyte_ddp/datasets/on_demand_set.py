@@ -1,5 +1,6 @@
 """Data sets that stay where they are: each sample is read by the user's own code when a batch needs it."""
 
+import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -50,8 +51,21 @@ class OnDemandSet:
 
     @cached_property
     def sets(self) -> OnDemand:
-        """What the user's function returns; calls it at the first use in this process. UserError for another length."""
-        found = load_callable(self.name)(self.source)
+        """What the user's function returns; calls it at the first use in this process. UserError for another length.
+
+        Seeds the random generators for the call, so that all processes get the same sets, and restores them.
+        """
+        import torch  # here, as a process that prepares data does without it
+
+        function = load_callable(self.name)
+        of_python, of_numpy = random.getstate(), np.random.get_state()  # noqa: NPY002
+        with torch.random.fork_rng(devices=[]):
+            random.seed(0)
+            np.random.seed(0)  # noqa: NPY002
+            torch.manual_seed(0)
+            found = function(self.source)
+        random.setstate(of_python)
+        np.random.set_state(of_numpy)  # noqa: NPY002
         if not isinstance(found, OnDemand):
             raise UserError(f"dataset={self.name!r}: returned {type(found).__name__} now, and on_demand(...) before")
         lengths = len(found.train), len(found.test)

@@ -216,10 +216,8 @@ def refuse_image_settings(data: PlainSet, hp: Hyperparameters) -> None:
     """Raise a UserError for a model or a setting that takes images, as the samples of the data set are none."""
     what = f"dataset={data.name!r} has samples that are no images"
     if ":" not in hp.model:
-        raise UserError(
-            f"model={hp.model!r}: takes images, and {what}; name a model of your own, or let the data set return PIL "
-            "images or uint8 arrays, without ToTensor and Normalize"
-        )
+        images = "return a pair of sets of PIL images or uint8 arrays, without on_demand, ToTensor and Normalize"
+        raise UserError(f"model={hp.model!r}: takes images, and {what}; name a model of your own, or {images}")
     if hp.image_size:
         raise UserError(f"image_size={hp.image_size}: {what}; leave it 0")
     if hp.augment != "none" and ":" not in hp.augment:

@@ -155,7 +155,7 @@ def convert_leaf(name: str, values: Any) -> NDArray[Any] | Ragged:
     require_numbers(name, array)
     if not array.ndim or not len(array):
         raise UserError(f"{name}: must be an array [samples, ...] with at least one sample, got {list(array.shape)}")
-    return np.ascontiguousarray(array, dtype=stored_type(array.dtype))
+    return np.ascontiguousarray(store_values(name, array))
 
 
 def convert_ragged(name: str, samples: Sequence[NDArray[Any]]) -> Ragged:
@@ -169,7 +169,7 @@ def convert_ragged(name: str, samples: Sequence[NDArray[Any]]) -> Ragged:
             )
     # An empty list is an array of floats, and must not make floats of the others' whole numbers.
     values = np.concatenate([sample for sample in samples if len(sample)] or samples)
-    return Ragged(values.astype(stored_type(values.dtype), copy=False), np.cumsum([*map(len, samples)], dtype=np.int64))
+    return Ragged(store_values(name, values), np.cumsum([*map(len, samples)], dtype=np.int64))
 
 
 def require_numbers(name: str, array: NDArray[Any]) -> None:
@@ -178,6 +178,15 @@ def require_numbers(name: str, array: NDArray[Any]) -> None:
         what = {"O": "objects", "U": "texts", "S": "bytes"}.get(array.dtype.kind, str(array.dtype))
         fix = "numbers for them" + (", or a list of arrays of different lengths" if array.dtype.kind == "O" else "")
         raise UserError(f"{name}: must be numbers or truth values, got {what}; give {fix}")
+
+
+def store_values(name: str, values: NDArray[Any]) -> NDArray[Any]:
+    """Return values in the type in which they are kept; UserError, with ``name`` in its text, for too large floats."""
+    try:
+        with np.errstate(over="raise"):
+            return values.astype(stored_type(values.dtype), copy=False)
+    except FloatingPointError:
+        raise UserError(f"{name}: a number is too large for float32, in which floats are kept; scale them") from None
 
 
 def stored_type(dtype: np.dtype[Any]) -> np.dtype[Any]:

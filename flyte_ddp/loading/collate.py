@@ -8,12 +8,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from flyte_ddp.catalog import IGNORED_TOKEN
 from flyte_ddp.errors import UserError
 from flyte_ddp.leaves import Leaves, form_of, group_leaves, restore_leaves
 
 STACKED, PADDED = "stacked", "padded"  # values of the hyperparameter ``collate``
 MASK = "mask"  # name of the leaf that says where a padded input has values
-IGNORED_TOKEN = -100  # fills padded targets that are whole numbers; torch's cross-entropy ignores it by default
 
 Samples = Sequence[tuple[Leaves, Leaves]]
 
@@ -52,7 +52,7 @@ def pad_samples(samples: Samples, names: Sequence[str], masked: str | None) -> t
     def pad(name: str, leaves: Sequence[NDArray[Any]], kind: str) -> Tensor:
         """Return a leaf of all samples as one tensor, padded to the longest."""
         dtype, rest = wide_type(leaves), leaves[0].shape[1:]
-        if not leaves[0].ndim:
+        if not any(leaf.ndim for leaf in leaves):
             return torch.from_numpy(np.stack(leaves, dtype=dtype))
         for sample, leaf in zip(names, leaves, strict=True):
             if not leaf.ndim or leaf.shape[1:] != rest:
@@ -109,8 +109,8 @@ def wide_type(leaves: Sequence[NDArray[Any]]) -> np.dtype[Any]:
 
     An empty list, which is an array of floats, does not count beside others.
     """
-    kind = np.result_type(*({leaf.dtype for leaf in leaves if leaf.size} or {leaves[0].dtype})).kind
-    return np.dtype({"f": np.float32, "b": np.bool_}.get(kind, np.int64))
+    kinds = {leaf.dtype.kind for leaf in leaves if leaf.size} or {leaves[0].dtype.kind}
+    return np.dtype(np.float32 if "f" in kinds else np.bool_ if kinds == {"b"} else np.int64)
 
 
 def widen(values: Tensor) -> Tensor:

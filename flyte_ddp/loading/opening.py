@@ -20,8 +20,10 @@ from flyte_ddp.datasets.prepared import (
     order_test_split,
     order_training,
 )
+from flyte_ddp.errors import UserError
 from flyte_ddp.hardware import Hardware
 from flyte_ddp.loading.arrays import open_array_source
+from flyte_ddp.loading.collate import STACKED
 from flyte_ddp.loading.encoded import BadSamples, EncodedImages, ImageReader
 from flyte_ddp.loading.opening_plain import open_plain_splits
 from flyte_ddp.loading.own_encoded import EncodedSamples
@@ -128,6 +130,8 @@ def open_array_splits(
 
     Copies all arrays to the device if it is a GPU; with own augmentation too, as validation reads the training arrays.
     """
+    if hp.collate != STACKED:
+        raise UserError(f"collate={hp.collate!r}: dataset={hp.dataset!r} has images, which have one size; leave it out")
     _, own = import_own_loading(hp)
     images = open_array_source(device, data.train_images, data.train_labels, "none" if own else hp.augment, hp.seed)
     test_images = open_array_source(device, data.test_images, data.test_labels)

@@ -1,19 +1,18 @@
 """Open the splits of data sets whose samples are no images."""
 
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets.on_demand_set import OnDemandSet
 from flyte_ddp.datasets.prepared import PlainSet, order_test_split
-from flyte_ddp.datasets.sample_arrays import Ragged, SampleArrays, read_sample, require_identifiers
+from flyte_ddp.datasets.sample_arrays import Ragged, SampleArrays, require_identifiers
 from flyte_ddp.errors import UserError
-from flyte_ddp.leaves import Leaves, form_of, map_leaves, name_leaves, restore_leaves
+from flyte_ddp.leaves import Leaves, form_of, name_leaves
 from flyte_ddp.loading.collate import PADDED, STACKED
 from flyte_ddp.loading.own_items import ArrayItems, ItemLoader, Items, OnDemandItems
 from flyte_ddp.loading.own_samples import import_own_loading
@@ -21,8 +20,11 @@ from flyte_ddp.loading.sample_arrays import open_array_batches
 from flyte_ddp.loading.seeding import keep_random_state
 from flyte_ddp.loading.split import ImageSource, Split, Splits, TargetKind
 from flyte_ddp.loading.workers import ItemBatches, make_pool
-from flyte_ddp.models.inputs import LeavesSpec, describe_leaves
+from flyte_ddp.models.inputs import LeafSpec, LeavesSpec
 from flyte_ddp.order.sampling import Order
+
+LOOKED_AT = 16
+OTHER = LeafSpec((), "other")
 
 
 class PlainFacts(NamedTuple):
@@ -39,15 +41,16 @@ def open_plain_splits(
     """Return the splits of samples that are no images.
 
     Arrays are stacked or padded by the rank, and copied to the device if it is a GPU. ``workers`` processes load what
-    needs the user's own code: items on demand, and batches with an ``augment`` or a ``collate`` of his. Of items on
-    demand, and with his ``collate``, reads one or two training samples here. Raises UserError if samples have different
+    needs the user's own code: items on demand, and batches with an own ``augment`` or ``collate``. Of items on demand,
+    and with an own ``collate``, reads up to 16 training samples here. Raises UserError if samples have different
     lengths and ``collate`` is "stacked", for names of inputs that are no identifiers, and for ``mixup`` of inputs that
     are not all floats of one shape.
     """
     _, augment = import_own_loading(hp)
     items = open_items(data)
     facts = describe_plain_set(data, "train", orders["training"], hp.collate, hp.seed)
-    if hp.mixup and (hp.collate == PADDED or any(leaf.dtype != "float" for _, leaf in facts.inputs.leaves)):
+    mixed = all(leaf.dtype == "float" and None not in leaf.shape for _, leaf in facts.inputs.leaves)
+    if hp.mixup and (hp.collate == PADDED or not mixed):
         inputs = facts.inputs.describe() + (", padded" if hp.collate == PADDED else "")
         raise UserError(
             f"mixup={hp.mixup:g}: the inputs are {inputs}, and only floats of one shape can be mixed; set mixup=0"
@@ -105,67 +108,73 @@ def open_plain_test_split(
 def describe_plain_set(data: PlainSet, side: str, order: Order, collate: str, seed: int) -> PlainFacts:
     """Return the facts of a data set.
 
-    With a ``collate`` of the user's own they are of the batch that it makes of the first one or two samples of
-    ``order``, which are of the ``side`` "train" or "test"; of a set on demand they are of the first sample. Raises the
-    errors of loading these samples, UserError for arrays of samples of different lengths if ``collate`` is "stacked",
-    and for names of inputs that are no identifiers.
+    Of arrays they are known. Of a set on demand, and with a ``collate`` of the user's own, they are of LOOKED_AT (16)
+    samples of ``order``, which are of the ``side`` "train" or "test". Raises the errors of loading these samples, and
+    UserError for samples of different lengths if ``collate`` is "stacked", and names of inputs that are no identifiers.
     """
     if isinstance(data, SampleArrays) and ":" not in collate:
-        sample = read_sample(data.train_inputs, data.train_targets, 0)
-        inputs, targets = (map_leaves(np.asarray, leaves) for leaves in sample)
-        ragged = find_ragged_leaves(data.train_inputs), find_ragged_leaves(data.train_targets)
-        for kind, leaves in zip(("inputs", "targets"), ragged, strict=True):
-            if collate == STACKED and any(leaves.values()):
-                raise UserError(
-                    f"collate='stacked': the {kind} of dataset={data.name!r} have different lengths; set 'padded', or "
-                    "a function of your own"
-                )
+        inputs, targets = describe_arrays(data.train_inputs), describe_arrays(data.train_targets)
     else:
-        first, used = (order.samples(slice(0, 2)), collate) if ":" in collate else (order.samples(slice(0, 1)), STACKED)
-        loader = ItemLoader(open_items(data)[side], side, used, seed)
+        loader = ItemLoader(open_items(data)[side], side, collate if ":" in collate else STACKED, seed)
+        places = np.unique(np.linspace(0, len(order) - 1, LOOKED_AT, dtype=np.int64)).tolist()
+        samples = [int(order.samples(slice(place, place + 1))[0]) for place in places]
         with keep_random_state():
-            batch = loader.load_items(first.tolist(), None)
-        require_identifiers(f"dataset={data.name!r}: inputs", batch[0])
-        inputs, targets = (
-            restore_leaves(
-                form_of(leaves), {name: leave_out_samples(leaf) for name, leaf in name_leaves(leaves).items()}
+            alone = [loader.load_items([sample], None) for sample in samples]
+        require_identifiers(f"dataset={data.name!r}: inputs", alone[0][0])
+        inputs, targets = (join_specs([describe_batch(batch[part]) for batch in alone]) for part in (0, 1))
+    for kind, spec in (("inputs", inputs), ("targets", targets)):
+        if collate == STACKED and any(None in leaf.shape for _, leaf in spec.leaves):
+            raise UserError(
+                f"collate='stacked': the {kind} of dataset={data.name!r} have different lengths; set 'padded', or a "
+                "function of your own"
             )
-            for leaves in batch
+    with_lengths = [name for name, leaf in inputs.leaves if leaf.shape]
+    ragged = (name for name, leaf in inputs.leaves if leaf.shape[:1] == (None,))
+    masked = next(ragged, next(iter(with_lengths), None))
+    return PlainFacts(inputs, describe_target(targets), masked if collate == PADDED else None)
+
+
+def describe_arrays(leaves: Leaves) -> LeavesSpec:
+    """Return the spec of a sample of arrays and ragged leaves."""
+    named = {
+        name: LeafSpec(
+            (None, *leaf.values.shape[1:]) if isinstance(leaf, Ragged) else leaf.shape[1:],
+            {"f": "float", "b": "bool"}.get(leaf.dtype.kind, "int64"),
         )
-        # Floats that the user's own collate returns as targets are taken for as many numbers in each sample.
-        ragged = (
-            {name: collate != STACKED and leaf.ndim > 0 for name, leaf in name_leaves(inputs).items()},
-            {
-                name: leaf.ndim > 0 and (collate == PADDED or (":" in collate and leaf.dtype.kind == "i"))
-                for name, leaf in name_leaves(targets).items()
-            },
+        for name, leaf in name_leaves(leaves).items()
+    }
+    return LeavesSpec(form_of(leaves), (*named.items(),))
+
+
+def describe_batch(leaves: Leaves) -> LeavesSpec:
+    """Return the spec of the samples of a batch; a leaf that is no tensor is of type "other"."""
+    named = {
+        name: LeafSpec(
+            tuple(leaf.shape[1:]),
+            "float" if leaf.is_floating_point() else "bool" if leaf.dtype == torch.bool else "int64",
         )
-    with_lengths = [name for name, leaf in name_leaves(inputs).items() if leaf.ndim]
-    masked = next((name for name in with_lengths if ragged[0][name]), next(iter(with_lengths), None))
-    spec = describe_leaves(inputs, ragged[0])
-    return PlainFacts(spec, describe_target(targets, ragged[1]), masked if collate == PADDED else None)
+        if isinstance(leaf, Tensor)
+        else OTHER
+        for name, leaf in name_leaves(leaves).items()
+    }
+    return LeavesSpec(form_of(leaves), (*named.items(),))
 
 
-def find_ragged_leaves(leaves: Leaves) -> dict[str, bool]:
-    """Return whether each leaf of a data set of arrays is ragged, by its name."""
-    return {name: isinstance(leaf, Ragged) for name, leaf in name_leaves(leaves).items()}
+def join_specs(specs: Sequence[LeavesSpec]) -> LeavesSpec:
+    """Return the spec of all samples, given those of some: a size that differs is None."""
+    joined = dict[str, LeafSpec]()
+    for name, first in specs[0].leaves:
+        found = [leaf for spec in specs for other, leaf in spec.leaves if other == name]
+        sizes = [{*each} for each in zip(*(leaf.shape for leaf in found), strict=False)]
+        dtype = "float" if any(leaf.dtype == "float" for leaf in found) else first.dtype
+        joined[name] = LeafSpec(tuple(next(iter(each)) if len(each) == 1 else None for each in sizes), dtype)
+    return LeavesSpec(specs[0].form, (*joined.items(),))
 
 
-def leave_out_samples(leaf: Any) -> NDArray[Any]:
-    """Return an array, of any values, of type and shape of one sample of a batch's leaf; of an object for no tensor."""
-    if not isinstance(leaf, Tensor):
-        return np.empty((), np.object_)
-    kind = np.float32 if leaf.is_floating_point() else np.bool_ if leaf.dtype == torch.bool else np.int64
-    return np.empty(tuple(leaf.shape[1:]), kind)
-
-
-def describe_target(targets: Leaves, ragged: Mapping[str, bool]) -> TargetKind | None:
-    """Return the kind of all targets, given one sample's; None unless it is a single leaf of numbers.
-
-    Of targets of different lengths the kind has the shape of one.
-    """
-    if not isinstance(targets, np.ndarray) or targets.dtype.kind == "O":
+def describe_target(targets: LeavesSpec) -> TargetKind | None:
+    """Return the kind of all targets; None unless they are a single leaf of numbers."""
+    [(_, leaf)] = targets.leaves if targets.form == "leaf" else [("", OTHER)]
+    if leaf.dtype == OTHER.dtype:
         return None
-    whole = targets.dtype.kind in "iu"
-    dtype = np.dtype(np.int64 if whole else np.bool_ if targets.dtype.kind == "b" else np.float32)
-    return TargetKind(dtype, targets.shape, varies=any(ragged.values()))
+    dtype = np.dtype({"float": np.float32, "bool": np.bool_}.get(leaf.dtype, np.int64))
+    return TargetKind(dtype, tuple(1 if size is None else size for size in leaf.shape), varies=None in leaf.shape)

@@ -48,8 +48,8 @@ from flyte_ddp.process import spawn_context
 
 POSSIBLE = sys.platform == "linux"
 END_SECONDS = 5.0  # that a killed process may take to end
-# Samples of one task at most. A task must fit into the buffers of a pipe, and so must the names that answer it: else
-# rank and process might wait for each other for ever.
+# Samples of one task of images at most. A task or its answer must fit into the buffers of a pipe: else both sides might
+# wait for each other for ever. The answer has names; that of a whole batch is short.
 MOST_SAMPLES = 256
 
 

@@ -1,7 +1,7 @@
 """What a model gets: images of one size, or any leaves; and how a batch becomes that."""
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from flyte_ddp.errors import UserError
-from flyte_ddp.leaves import Leaves, call_with_leaves, describe_form, form_of, name_leaves, restore_leaves
+from flyte_ddp.leaves import Leaves, call_with_leaves, describe_form, name_leaves, restore_leaves
 from flyte_ddp.models.images import InputSpec, prepare_images
 
 
@@ -33,6 +33,17 @@ class LeavesSpec:
         """Return the shape of a sample's leaf, or a tuple or dict of the shapes of its leaves."""
         return restore_leaves(self.form, {name: leaf.shape for name, leaf in self.leaves})
 
+    def takes(self, found: "LeavesSpec") -> bool:
+        """Return whether samples of the spec ``found`` are such inputs; a size that is None fits all."""
+        if (self.form, [name for name, _ in self.leaves]) != (found.form, [name for name, _ in found.leaves]):
+            return False
+        pairs = [(own, other) for (_, own), (_, other) in zip(self.leaves, found.leaves, strict=True)]
+        return all(
+            (own.dtype, len(own.shape)) == (other.dtype, len(other.shape))
+            and all(a == b or None in (a, b) for a, b in zip(own.shape, other.shape, strict=True))
+            for own, other in pairs
+        )
+
     def describe(self) -> str:
         """Return the leaves as text, such as "float [50]" or "tokens int64 [?], mask bool [?]"."""
         texts = (
@@ -43,16 +54,6 @@ class LeavesSpec:
 
 
 ModelInput: TypeAlias = InputSpec | LeavesSpec
-
-
-def describe_leaves(inputs: Leaves, ragged: Mapping[str, bool]) -> LeavesSpec:
-    """Return the spec of inputs, given one sample's arrays; ``ragged``: whether the lengths of each leaf differ."""
-    leaves = []
-    for name, leaf in name_leaves(inputs).items():
-        shape: tuple[int | None, ...] = (None, *leaf.shape[1:]) if ragged[name] else tuple(leaf.shape)
-        kind = {"f": "float", "b": "bool", "O": "other"}.get(leaf.dtype.kind, "int64")
-        leaves.append((name, LeafSpec(shape, kind)))
-    return LeavesSpec(form_of(inputs), tuple(leaves))
 
 
 def prepare_inputs(

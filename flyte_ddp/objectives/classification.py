@@ -43,6 +43,12 @@ class Classification(Objective):
                 f"objective='classification': the targets are {targets.dtype} {list(targets.shape)}; must be a class "
                 "number for each sample; choose another objective"
             )
+        wrong = np.flatnonzero((targets < 0) | (targets >= self.outputs))
+        if len(wrong):
+            raise UserError(
+                f"objective='classification': the class of row {wrong[0]} is {targets[wrong[0]]}: must be "
+                f"0..{self.outputs - 1} with {self.outputs} classes"
+            )
 
     def check_outputs(self, model: str, outputs: Any, targets: Tensor) -> None:
         """Raise UserError unless the outputs are logits [n, classes]."""

@@ -9,12 +9,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
+from flyte_ddp.catalog import IGNORED_TOKEN
 from flyte_ddp.errors import UserError
 from flyte_ddp.objectives.objective import HIGHER, LOWER, Columns, Facts, Objective, mean_losses, require_outputs
 from flyte_ddp.objectives.table_columns import TableColumns
 from flyte_ddp.sections import Histogram, Section
 
-IGNORED_TOKEN = -100  # a target that does not count, as in torch's cross-entropy
 LONGEST_TEXT = 200  # characters of a prediction in a table
 BINS = 30
 

@@ -27,7 +27,6 @@ from flyte_ddp.models.inputs import ModelInput
 from flyte_ddp.objectives.table_columns import TableColumns, describe_samples, merge_columns
 from flyte_ddp.predict.mask_files import MaskFolder
 from flyte_ddp.predict.prediction_batches import (
-    BATCH_SIZE,
     Batch,
     SavedModel,
     find_images,
@@ -48,7 +47,7 @@ def write_prediction_table(
     images: Path | None,
     dataset: Path | None,
     output: Path,
-    batch_size: int = BATCH_SIZE,
+    batch_size: int | None = None,
     bad_samples: int | None = None,
     settings: Settings | None = None,
 ) -> Path:
@@ -73,7 +72,7 @@ def write_prediction_table(
     """
     if (images is None) == (dataset is None):
         raise UserError(f"images={images}, dataset={dataset}: give exactly one of the two")
-    if batch_size < 1:
+    if batch_size is not None and batch_size < 1:
         raise UserError(f"batch_size={batch_size}: must be at least 1")
     if bad_samples is not None and bad_samples < 0:
         raise UserError(f"bad_samples={bad_samples}: must be at least 0")
@@ -86,7 +85,7 @@ def write_prediction_table(
         if others:
             left_out = f"{format_count(sum(others.values()), 'file')} left out, as no images: {join_kinds(others)}"
             progress.print_note(f"images={images}: {left_out}")
-        batches = read_folder_batches(model, images, paths, batch_size, bad)
+        batches = read_folder_batches(model, images, paths, batch_size or model.batch_size, bad)
     elif dataset is not None:
         batches = read_test_split(model, open_prepared(dataset), batch_size, bad)
     first, header = FirstPredictions(model.classes), list[str]()

@@ -56,6 +56,12 @@ class SavedModel:
         trained_with = int(self.sidecar.get("hyperparameters", {}).get("bad_samples", 0))
         self.bad_samples = trained_with if bad_samples is None else bad_samples
 
+    @property
+    def batch_size(self) -> int:
+        """Samples that are predicted at a time: 500 images; of other inputs, which may be large, as in the training."""
+        evaluated = int(self.sidecar.get("hyperparameters", {}).get("test_batch_size", BATCH_SIZE))
+        return evaluated if isinstance(self.spec, LeavesSpec) else BATCH_SIZE
+
     def describe_input(self) -> str:
         """Return channels, height and width of images, such as 3 x 224 x 224; other leaves as text."""
         if isinstance(self.spec, LeavesSpec):
@@ -143,13 +149,14 @@ def read_pixels(path: Path, spec: InputSpec, bad: BadSamples, *, middle: bool) -
 
 
 def read_test_split(
-    model: SavedModel, data: PreparedSet, batch_size: int = BATCH_SIZE, bad: BadSamples | None = None
+    model: SavedModel, data: PreparedSet, batch_size: int | None = None, bad: BadSamples | None = None
 ) -> Generator[Batch, None, None]:
     """Read the test split of a prepared data set, and return it as an iterator of batches of the model's inputs.
 
     Downloads remote shards into the cache. Undecodable images count for the size of a batch, and are recorded in
     ``bad`` (None: up to ``model.bad_samples``). Raises UserError for more, or images that the model does not take.
     """
+    batch_size = model.batch_size if batch_size is None else batch_size
     if isinstance(data, ImageArrays):
         return read_array_batches(model, data, batch_size)
     if not isinstance(data, EncodedSet):
@@ -199,7 +206,7 @@ def read_plain_batches(model: SavedModel, data: PlainSet, batch_size: int) -> Ge
     collate = str(settings.get("collate", STACKED))
     threads = model.settings.loader_threads or count_cores()
     split, facts = open_plain_test_split(data, collate, int(settings.get("seed", 0)), model.device, threads)
-    if facts.inputs != model.spec:
+    if not isinstance(model.spec, LeavesSpec) or not model.spec.takes(facts.inputs):
         raise UserError(
             f"data set {data.name!r} has {facts.inputs.describe()}: the model takes {model.describe_input()}; predict "
             "the data set that it was trained on, or one like it"
@@ -211,9 +218,16 @@ def read_plain_batches(model: SavedModel, data: PlainSet, batch_size: int) -> Ge
     with closing(split.source):
         for place, (inputs, targets, _) in split.load_evaluation_batches(batch_size, 0, 1):
             ids = [str(index) for index in range(place.start, place.stop)]
-            truths = [data.classes[label] for label in targets.tolist()] if has_classes else None
+            truths = [name_class(data, label) for label in targets.tolist()] if has_classes else None
             prepared = prepare_inputs(inputs, model.spec)
             yield Batch(ids, truths, [True] * len(ids), prepared, None if has_classes else targets)
+
+
+def name_class(data: PlainSet, label: int) -> str:
+    """Return the name of a class number; UserError for a number without a name."""
+    if not 0 <= label < len(data.classes):
+        raise UserError(f"data set {data.name!r} has the class {label}: must be 0..{len(data.classes) - 1}")
+    return data.classes[label]
 
 
 def read_encoded_batches(

@@ -24,6 +24,7 @@ from flyte_ddp.datasets.sample_arrays import Ragged, SampleArrays
 from flyte_ddp.errors import UserError, unknown_name_error
 from flyte_ddp.hardware import Hardware
 from flyte_ddp.leaves import Leaves, call_with_leaves
+from flyte_ddp.loading.collate import widen
 from flyte_ddp.loading.opening import open_splits
 from flyte_ddp.loading.split import TargetKind
 from flyte_ddp.loading.workers import ItemBatches, WorkerImages
@@ -222,6 +223,7 @@ class TrainingState:
             self.average.update_parameters(self.model)
 
 
+TRIED_TOKENS = 10_000  # of texts, whose weights an own objective is asked for before training
 NO_KIND = TargetKind(np.dtype(object), ())  # of targets that are several leaves, or none
 
 
@@ -247,8 +249,14 @@ def open_objective(
     classes = resolve_class_names(named, hp, of_numbers=of_numbers)
     counted = hp.class_weights == "balanced" and (targets is None or isinstance(data, PlainSet))
     counts = count_training_classes(data, training, len(classes)) if counted else ()
-    shape = () if kind.varies else kind.shape
-    stored_targets = list_stored_targets(data)
+    if kind.varies and hp.objective in catalog.OBJECTIVES and hp.objective != "language":
+        raise UserError(
+            f"objective={hp.objective!r}: the targets of dataset={hp.dataset!r} have different lengths; take language, "
+            "or an objective of your own"
+        )
+    # What is not one number for each sample, of a known shape, is no class, whose shape is ().
+    shape = (1,) if kind.varies or kind is NO_KIND else kind.shape
+    stored_targets = [] if ":" in hp.collate else list_stored_targets(data)
     # Shorter targets are padded with NaN, and own code may return it.
     made = kind.varies or any(":" in code for code in (hp.sample, hp.augment, hp.collate))
     no_nan = bool(stored_targets) and not made and not any(np.isnan(stored).any() for stored in stored_targets)
@@ -260,9 +268,11 @@ def open_objective(
     for stored in stored_targets:
         objective.check_targets(stored)
         if ":" in hp.objective:  # what a user's function gives for them; built-in ones have been tested
-            for rows in np.array_split(stored, -(-len(stored) // hp.test_batch_size)):
-                require_weights(objective.weights(torch.tensor(rows)), len(rows))
-    if not isinstance(data, (ImageArrays, SampleArrays)) and kind is not NO_KIND:
+            tried = stored[:, :TRIED_TOKENS] if kind.varies else stored
+            for rows in np.array_split(tried, -(-len(tried) // hp.test_batch_size)):
+                batch = torch.tensor(rows) if isinstance(data, ImageArrays) else widen(torch.tensor(rows))
+                require_weights(objective.weights(batch), len(rows))
+    if not stored_targets and kind is not NO_KIND:
         objective.check_targets(np.zeros((1, *kind.shape), kind.dtype))
     if hp.select_by not in ("loss", *objective.measures):
         raise unknown_name_error("select_by", hp.select_by, ["loss", *objective.measures])

@@ -12,12 +12,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from flyte_ddp.catalog import IGNORED_TOKEN
 from flyte_ddp.datasets.on_demand_set import OnDemandSet
 from flyte_ddp.datasets.prepared import PlainSet
 from flyte_ddp.datasets.sample_arrays import Ragged, SampleArrays
 from flyte_ddp.errors import UserError
 from flyte_ddp.leaves import Leaves, name_leaves
-from flyte_ddp.loading.collate import IGNORED_TOKEN, STACKED
+from flyte_ddp.loading.collate import STACKED
 from flyte_ddp.loading.facts import FEW
 from flyte_ddp.loading.opening_plain import open_items
 from flyte_ddp.loading.own_items import ItemLoader, Items
@@ -140,8 +141,8 @@ def add_split(profile: DataProfile, side: str, parts: Iterator[Measured]) -> Fou
     name, labels, digests = NAMES[side], list[NDArray[np.int64]](), list[NDArray[np.int64]]()
     counts = profile.training if side == "train" else profile.test
     for part in parts:
-        labels.append(part.labels)
-        digests.append(part.digests)
+        labels.append(part.labels.copy())  # what comes from a loader process keeps the memory of its batch in use
+        digests.append(part.digests.copy())
         counts.samples += len(part.labels)
         for statistic, counted in {"": part.targets, **part.leaves}.items():
             total = counts.leaves.setdefault(statistic, {}) if statistic else counts.labels

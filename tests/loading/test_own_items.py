@@ -21,7 +21,7 @@ from flyte_ddp.loading.opening_plain import describe_plain_set, open_items
 from flyte_ddp.loading.own_items import ItemLoader
 from flyte_ddp.loading.own_samples import OwnCodeError, OwnFunction
 from flyte_ddp.loading.sample_arrays import open_array_batches
-from flyte_ddp.loading.split import Batch
+from flyte_ddp.loading.split import Batch, TargetKind
 from flyte_ddp.loading.workers import ItemBatches, LoaderPool
 from flyte_ddp.order.sampling import ListedOrder, take_slice
 
@@ -365,12 +365,13 @@ def test_a_set_on_demand_is_sent_without_its_items() -> None:
 
 
 def test_facts_of_sets_on_demand() -> None:
-    for collate, shape, masked in (("stacked", (1,), None), ("padded", (None,), "drawn")):
-        facts = describe_plain_set(set_of("drawing"), "train", ORDER, collate, 0)
-        leaves = dict(facts.inputs.leaves)
-        assert (leaves["tokens"].shape, leaves["row"].shape, facts.masked) == (shape, (), masked)
-        assert facts.targets is not None
-        assert (facts.targets.dtype, facts.targets.shape) == (np.int64, ())
+    """What differs between samples has no size; the mask is of the first such input."""
+    facts = describe_plain_set(set_of("drawing"), "train", ORDER, "padded", 0)
+    leaves = dict(facts.inputs.leaves)
+    assert (leaves["tokens"].shape, leaves["row"].shape, facts.masked) == ((None,), (), "tokens")
+    assert facts.targets == TargetKind(np.dtype(np.int64), ())
+    with pytest.raises(UserError, match="the inputs of dataset='item_sets:drawing' have different lengths"):
+        describe_plain_set(set_of("drawing"), "train", ORDER, "stacked", 0)
 
 
 def test_names_that_are_no_identifiers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
