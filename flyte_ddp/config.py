@@ -18,6 +18,7 @@ from flyte_ddp.checked_fields import OWN_CODE, CheckedFields, setting, short_rep
 from flyte_ddp.errors import UserError, unknown_name_error
 from flyte_ddp.torchvision_weights import find_weights
 
+TORCHS = "write a function of your own that returns it, or what it computes, and name that (docs/own-code.md)"
 OPTIONS_OF = ("model", "objective")  # hyperparameters that name callables which take options
 
 
@@ -291,6 +292,10 @@ class Hyperparameters(CheckedFields, called="hyperparameter"):
             raise unknown_name_error("model", self.model, [*catalog.MODELS, OWN_CODE])
         if self.objective in catalog.OBJECTIVES:
             refuse_unused_settings(self, catalog.OBJECTIVES[self.objective])
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.metadata["own"] and ":" in value and value.partition(":")[0].partition(".")[0] == "torch":
+                raise UserError(f"{field.name}={value!r}: is torch's own, and is called in another way here; {TORCHS}")
         self.parse_options()
         check_class_weights(self.class_weights)
         check_fields_together(self)

@@ -48,7 +48,8 @@ class Regression(Objective):
         super().__init__(facts)
         if loss not in LOSSES:
             raise unknown_name_error("loss", loss, [*LOSSES])
-        self.loss, self.loss_unit = loss, UNITS[loss]
+        own = overrides(self, Regression, "losses")
+        self.loss, self.loss_unit = loss, Objective.loss_unit if own else UNITS[loss]
 
     @property
     def outputs(self) -> int:
@@ -60,7 +61,7 @@ class Regression(Objective):
         if targets.ndim not in (1, 2) or targets.dtype.kind != "f":
             raise UserError(
                 f"objective='regression': the targets are {targets.dtype} {list(targets.shape)}; must be float "
-                "[samples] or [samples, numbers]; choose another objective"
+                "[samples] or [samples, numbers]; convert them (astype('float32')), or choose another objective"
             )
         if np.isinf(targets).any():
             raise UserError("objective='regression': a target is infinite; must be a number, or NaN for unknown")

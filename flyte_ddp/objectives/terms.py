@@ -32,7 +32,10 @@ def pair_terms(losses: Terms, weights: Terms | None, samples: int) -> dict[str, 
         shape = torch.Size([samples]) if weight is None else weight.shape
         if each.dim() and each.shape != shape:
             rule = f"{list(shape)}, " + ("one for each sample" if weight is None else "as the weights are")
-            raise UserError(f"the objective's losses have shape {list(each.shape)}: must be {rule}; do not reduce them")
+            fix = "do not reduce them"
+            if tuple(each.shape) == (samples, samples):
+                fix = "outputs [n, 1] and targets [n] make a table together: use outputs[:, 0]"
+            raise UserError(f"the objective's losses have shape {list(each.shape)}: must be {rule}; {fix}")
     return pairs
 
 

@@ -24,6 +24,7 @@ from flyte_ddp.loading.facts import join_few
 from flyte_ddp.models.artifacts import read_model_json
 from flyte_ddp.models.images import InputSpec
 from flyte_ddp.models.inputs import ModelInput
+from flyte_ddp.objectives.objective import list_floats
 from flyte_ddp.objectives.table_columns import TableColumns, describe_samples, merge_columns
 from flyte_ddp.predict.mask_files import MaskFolder
 from flyte_ddp.predict.prediction_batches import (
@@ -88,7 +89,7 @@ def write_prediction_table(
         batches = read_folder_batches(model, images, paths, batch_size or model.batch_size, bad)
     elif dataset is not None:
         batches = read_test_split(model, open_prepared(dataset), batch_size, bad)
-    first, header = FirstPredictions(model.classes), list[str]()
+    first, header, undefined = FirstPredictions(model.classes), list[str](), list[str]()
     with (
         replace_file(output) as file,
         MaskFolder(mask_folder(output), len(model.classes)) as masks,
@@ -97,6 +98,7 @@ def write_prediction_table(
         table = csv.writer(codecs.getwriter("utf-8")(file, "surrogateescape"), lineterminator="\n")
         for batch in batches:
             answers = answer_batch(batch, model, masks, header)
+            undefined += answers.undefined
             if not header:
                 header = ["id", *answers.columns]
                 table.writerow(header)
@@ -105,15 +107,23 @@ def write_prediction_table(
             shown, are_classes = show_inputs(batch.inputs, model.spec), batch.truths is not None
             first.add_batch(shown, answers.pictures, samples=len(batch.ids), are_classes=are_classes)
     write_html(output.with_suffix(".html"), first.render_page(output.stem))
-    if bad.names:
-        listed = join_few(f"{name} ({reason})" for name, reason in bad.names.items())
-        progress.print_note(f"no prediction for {len(bad.names):,} image(s), which cannot be decoded: {listed}")
+    print_samples_without_prediction(progress, undefined, bad)
     return output
 
 
 def show_inputs(inputs: Leaves, spec: ModelInput) -> Iterable[NDArray[np.uint8] | None]:
     """Return the images of inputs; None without end if they are none."""
     return images_from_inputs(inputs, spec) if isinstance(spec, InputSpec) else repeat(None)
+
+
+def print_samples_without_prediction(progress: Progress, undefined: Sequence[str], bad: BadSamples) -> None:
+    """Print the ids of samples whose outputs are NaN, and of images that cannot be decoded, if there are any."""
+    if undefined:
+        said = f"the outputs of {format_count(len(undefined), 'sample')} are NaN: no prediction for"
+        progress.print_note(f"{said} {join_few(undefined)}; look at their inputs")
+    if bad.names:
+        listed = join_few(f"{name} ({reason})" for name, reason in bad.names.items())
+        progress.print_note(f"no prediction for {len(bad.names):,} image(s), which cannot be decoded: {listed}")
 
 
 def images_from_inputs(inputs: Tensor, spec: InputSpec) -> Iterator[NDArray[np.uint8]]:
@@ -139,6 +149,7 @@ class Answers(NamedTuple):
 
     columns: TableColumns  # of the table, without the id; empty texts where a sample cannot be decoded
     pictures: Sequence[Picture]  # of the decoded samples, without their images
+    undefined: Sequence[str] = ()  # ids of the samples with NaN among their outputs; they have no prediction
 
 
 def answer_batch(batch: Batch, model: SavedModel, masks: MaskFolder, header: Sequence[str]) -> Answers:
@@ -158,16 +169,8 @@ def answer_batch(batch: Batch, model: SavedModel, masks: MaskFolder, header: Seq
     if not samples:  # a model gets no empty batch: to learn the names of the columns it gets a black image
         inputs, samples = inputs.new_zeros(1, *inputs.shape[1:]), 1
     outputs = model.compute_outputs(inputs)
-    given = model.objective.answers(outputs)
-    where = f"objective={model.sidecar.get('objective', 'classification')!r}"
-    if not given:
-        raise UserError(f"{where}: has no columns for a table of predictions; override its method answers")
-    for name, values in given.items():
-        if len(values) != samples:
-            raise UserError(
-                f"{where}: answers returned {len(values)} values in column {name!r}: must be one for each of the "
-                f"{samples} samples"
-            )
+    undefined = find_undefined_rows(outputs, samples)
+    given = find_answers(model, outputs, undefined)
     found = {name: iter(values) for name, values in given.items()}
     answers: TableColumns = {
         name: [next(values) if decoded else "" for decoded in batch.decoded] for name, values in found.items()
@@ -187,7 +190,36 @@ def answer_batch(batch: Batch, model: SavedModel, masks: MaskFolder, header: Seq
         Picture(batch.ids[place], None, texts[0][place], texts[1][place], scores[place], masks=shown.get(place, ()))
         for place in decoded
     ]
-    return Answers(columns, pictures)
+    return Answers(columns, pictures, [batch.ids[place] for place, bad in zip(decoded, undefined, strict=False) if bad])
+
+
+def find_answers(model: SavedModel, outputs: Any, undefined: NDArray[np.bool_]) -> dict[str, Sequence[Any]]:
+    """Return the objective's answers of a batch by column; no texts of samples that are ``undefined`` [n].
+
+    Raises UserError if an own objective has no columns for a table, or not a value for each sample.
+    """
+    given, samples = {**model.objective.answers(outputs)}, len(undefined)
+    where = f"objective={model.sidecar.get('objective', 'classification')!r}"
+    if not given:
+        raise UserError(f"{where}: has no columns for a table of predictions; override its method answers")
+    for name, values in given.items():
+        if len(values) != samples:
+            raise UserError(
+                f"{where}: answers returned {len(values)} values in column {name!r}: must be one for each of the "
+                f"{samples} samples"
+            )
+        if undefined.any() and isinstance(values[0], str):  # the likeliest class of NaN is the first: nobody said so
+            given[name] = ["" if bad else value for bad, value in zip(undefined, values, strict=True)]
+    return given
+
+
+def find_undefined_rows(outputs: Any, samples: int) -> NDArray[np.bool_]:
+    """Return whether each of the samples has NaN among its outputs, [samples]."""
+    found = np.zeros(samples, dtype=np.bool_)
+    for tensor in list_floats(outputs):
+        if tensor.shape[:1] == (samples,):
+            found |= tensor.isnan().reshape(samples, -1).any(dim=1).cpu().numpy()
+    return found
 
 
 def format_cell(column: str, value: Any) -> str:

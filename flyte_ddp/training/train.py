@@ -9,13 +9,14 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 
 from flyte_ddp.catalog import encoded_kind
 from flyte_ddp.datasets import open_prepared
 from flyte_ddp.errors import UserError
 from flyte_ddp.launch.supervise.rank import Rank
-from flyte_ddp.leaves import Leaves, call_with_leaves
+from flyte_ddp.leaves import Leaves, call_with_leaves, name_leaves
 from flyte_ddp.loading.facts import refuse_too_many_bad_samples
 from flyte_ddp.loading.split import PICTURES_COMPARED, describe_equal_pictures
 from flyte_ddp.models.images import InputSpec
@@ -201,11 +202,29 @@ def compute_outputs(
 
 
 def repeat_forward(state: TrainingState, batch: sampling.Indices, step: int) -> None:
-    """Load a step's samples and repeat its forward passes, for modules' hooks. Call it inside ``torch.no_grad()``."""
+    """Load a step's samples and repeat its forward passes, for modules' hooks. Call it inside ``torch.no_grad()``.
+
+    Raises UserError, which names the sample, if an input is not finite, or for an own objective a target.
+    """
     for part in list_parts(state, batch, step):
         loaded = load_part(state, part)
+        require_finite("input", loaded.inputs[0], part.samples)
+        if ":" in state.hp.objective:  # of built-in ones a target may be NaN: unknown
+            require_finite("target", loaded.targets[0][0], part.samples)
         inputs = loaded.prepare_inputs(state.prepare_inputs)
         compute_outputs(state, partial(call_with_leaves, state.model), inputs, loaded.targets[0][0], part)
+
+
+def require_finite(kind: str, leaves: Leaves, samples: sampling.Indices) -> None:
+    """Raise UserError for a floating-point leaf, an "input" or "target", of which a sample is NaN or infinite."""
+    for name, leaf in name_leaves(leaves).items():
+        if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.shape[:1] == (len(samples),):
+            bad = ~leaf.isfinite().reshape(len(samples), -1).all(dim=1)
+            if bool(bad.any()):
+                raise UserError(
+                    f"the loss is not finite, nor is the {kind} {f'{name!r} ' if name else ''}of training sample "
+                    f"{samples[int(bad.int().argmax())]}: replace what is missing in the data set"
+                )
 
 
 def apply_gradients(state: TrainingState) -> None:

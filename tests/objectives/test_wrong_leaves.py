@@ -174,12 +174,32 @@ CASES: dict[str, tuple[Callable[[], SampleArrays], dict[str, Any], str]] = {
         {"objective": "leaf_tasks:LargeCountMore", "model": "leaf_tasks:Follower", "mixup": 0.3},
         r"mixup=0.3: the inputs are float \[\? x 2\], padded, and only floats of one shape can be mixed",
     ),
+    "a missing number": (
+        lambda: with_missing(tasks.table("")),
+        TABLE,
+        r"the loss is not finite, nor is the input 'numbers' of training sample \d+: replace what is missing",
+    ),
+    "a table of losses": (
+        lambda: tasks.table(""),
+        {**TABLE, "objective": f"{OWN}table_of_losses"},
+        r"losses have shape \[8, 8\]: must be \[8\], one for each sample; .* use outputs\[:, 0\]",
+    ),
     "a model of images": (
         lambda: tasks.table(""),
         {**TABLE, "model": "resnet18"},
         "model='resnet18': takes images",
     ),
 }
+
+
+def with_missing(data: SampleArrays) -> SampleArrays:
+    """The same with NaN in all training samples, as most would be missing by chance."""
+    numbers = np.full_like(data.train_inputs["numbers"], np.nan)
+    return replace(data, train_inputs={**data.train_inputs, "numbers": numbers})
+
+
+def table_of_losses(outputs: Tensor, targets: Tensor) -> Tensor:
+    return (outputs.reshape(-1, 1) - targets).abs()
 
 
 @pytest.mark.parametrize("kind", CASES)

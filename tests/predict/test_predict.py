@@ -2,11 +2,13 @@
 
 import csv
 import json
+import math
 import os
 import re
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,7 +23,8 @@ from flyte_ddp.errors import UserError
 from flyte_ddp.loading.encoded import BadSamples
 from flyte_ddp.models import artifacts
 from flyte_ddp.models.images import InputSpec
-from flyte_ddp.predict.predict import write_prediction_table
+from flyte_ddp.objectives import Classification, Facts
+from flyte_ddp.predict.predict import find_answers, find_undefined_rows, write_prediction_table
 from flyte_ddp.predict.prediction_batches import SavedModel, find_images, read_folder_batches
 from flyte_ddp.settings import Settings
 
@@ -305,3 +308,14 @@ def test_channels_that_the_model_does_not_take_are_refused(grey_model, folder: P
     four = save(tmp_path / "four", InputSpec(channels=4, height=16, width=16, mean=(0.5,) * 4, std=(0.5,) * 4))
     with pytest.raises(UserError, match="the model takes 4 channels: image files have 1 or 3"):
         predict(four, images=folder)
+
+
+def test_outputs_that_are_no_numbers_are_no_answer() -> None:
+    """The likeliest class of NaN would be the first one."""
+    outputs = torch.tensor([[1.0, 2.0], [torch.nan, 0.0], [3.0, 1.0]])
+    undefined = find_undefined_rows(outputs, 3)
+    assert undefined.tolist() == [False, True, False]
+    model = SimpleNamespace(objective=Classification(Facts(("a", "b"))), sidecar={})
+    answers = find_answers(model, outputs, undefined)
+    assert answers["prediction"] == ["b", "", "a"]
+    assert math.isnan(answers["score"][1])
