@@ -48,9 +48,13 @@ class OnDemandItems:
     def opened(self) -> tuple[Any, list[Any]]:
         """The user's map-style data set, and its transforms that must be seeded; made at the first use."""
         samples = getattr(self.data.sets, self.side)
-        attributes = getattr(samples, "__dict__", {}).values()
-        seeded = [each for each in attributes if callable(getattr(each, "set_random_seed", None))]
-        return samples, [*find_seeded_transforms(type(samples).__getitem__), *seeded]
+        wrapped, seeded = samples, list[Any]()
+        while wrapped is not None:
+            attributes = getattr(wrapped, "__dict__", {}).values()
+            seeded += find_seeded_transforms(type(wrapped).__getitem__)
+            seeded += [each for each in attributes if callable(getattr(each, "set_random_seed", None))]
+            wrapped = getattr(wrapped, "dataset", None)  # of torch's Subset
+        return samples, seeded
 
     def read_item(self, sample: int, seed: int, epoch: int | None) -> tuple[Leaves, Leaves]:
         """Return inputs and targets of an item. Seeds the random generators for the sample and the epoch.

@@ -12,6 +12,7 @@ import own_loading
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import Subset
 
 from flyte_ddp import on_demand
 from flyte_ddp.datasets.on_demand_set import OnDemand
@@ -46,6 +47,19 @@ class Drawing:
 
 def drawing(source: str) -> OnDemand:
     return on_demand(Drawing(40), Drawing(9), classes="abc")
+
+
+def wrapped(source: str) -> OnDemand:
+    """The same in torch's Subset, whose transform must be found all the same."""
+    sets = drawing(source)
+    return on_demand(Subset(sets.train, range(40)), sets.test, classes="abc")
+
+
+def shuffled(source: str) -> OnDemand:
+    """Sides that are drawn, as by scikit-learn's train_test_split without a seed."""
+    rows = [(number, int(torch.randint(9, ()))) for number in np.random.permutation(49).tolist()]  # noqa: NPY002
+    random.shuffle(rows)
+    return on_demand(rows[:40], rows[40:], classes="abc")
 
 
 class FailingAt(Drawing):

@@ -1,6 +1,7 @@
 """Items of users' sets in loader processes: draws, own augmentation and collate, memory, mistakes."""
 
 import pickle
+import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,7 @@ def loader_of(collate: str, augment: str = "", data: Any = None) -> ItemLoader:
 
 DRAWING = {
     "padded": lambda: loader_of("padded"),
+    "wrapped": lambda: loader_of("padded", data=set_of("wrapped")),
     "augmented": lambda: loader_of("padded", "add_noise"),
     "collated": lambda: loader_of("collate", "add_noise"),
     "arrays": lambda: loader_of("padded", "add_noise", TABLE),
@@ -105,7 +107,18 @@ def test_draws_depend_on_the_sample_and_the_epoch_alone() -> None:
         if name != "arrays" or epoch is not None:  # which draw in augmentation alone
             assert all(len({*column}) > 35 for column in columns[:3]), "other ones for each sample"
             assert epoch == 0 or all(found[row][0] != expected[name, 0][row][0] or epoch is None for row in found)
+    assert expected["padded", 0] == expected["wrapped", 0]
     assert expected["padded", 0] != expected["padded", 1] != expected["augmented", 1]
+
+
+def test_each_process_makes_the_same_sets() -> None:
+    """Else samples of the test side would be trained on in another process."""
+    before = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()  # noqa: NPY002
+    one, other = (set_of("shuffled").sets for _ in range(2))
+    assert (one.train, one.test) == (other.train, other.test)
+    assert sorted(row for row, _ in one.train + one.test) == [*range(49)]
+    after = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()  # noqa: NPY002
+    assert before == after, "the process's own generators are as they were"
 
 
 def test_the_ranks_own_generators_go_on_as_if_nothing_had_been_loaded() -> None:
