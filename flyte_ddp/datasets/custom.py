@@ -9,7 +9,7 @@ import numpy as np
 
 from flyte_ddp.datasets.identity import content_identity, digest_lines
 from flyte_ddp.datasets.images import ARRAYS, ImageArrays, Images, Targets, convert_weights, image_arrays
-from flyte_ddp.datasets.on_demand_set import OnDemand, OnDemandSet, split_item
+from flyte_ddp.datasets.on_demand_set import OnDemand, OnDemandSet, call_seeded, split_item
 from flyte_ddp.datasets.sample_arrays import SampleArrays, arrays
 from flyte_ddp.errors import UserError
 from flyte_ddp.leaves import Leaves, form_of, group_leaves, restore_leaves
@@ -47,7 +47,7 @@ class CustomSet:
         not caught. Ignores ``workspace``.
         """
         del workspace  # the user's code chooses its own place for downloads
-        result = load_callable(self.spec)(source)
+        result = call_seeded(load_callable(self.spec), source)
         called = f"{self.spec}({source!r})"
         if isinstance(result, OnDemand):
             samples, weights = (len(result.train), len(result.test)), getattr(result.train, "sample_weights", None)

@@ -1,7 +1,7 @@
 """Data sets that stay where they are: each sample is read by the user's own code when a batch needs it."""
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -51,21 +51,8 @@ class OnDemandSet:
 
     @cached_property
     def sets(self) -> OnDemand:
-        """What the user's function returns; calls it at the first use in this process. UserError for another length.
-
-        Seeds the random generators for the call, so that all processes get the same sets, and restores them.
-        """
-        import torch  # here, as a process that prepares data does without it
-
-        function = load_callable(self.name)
-        of_python, of_numpy = random.getstate(), np.random.get_state()  # noqa: NPY002
-        with torch.random.fork_rng(devices=[]):
-            random.seed(0)
-            np.random.seed(0)  # noqa: NPY002
-            torch.manual_seed(0)
-            found = function(self.source)
-        random.setstate(of_python)
-        np.random.set_state(of_numpy)  # noqa: NPY002
+        """What the user's function returns; calls it at the first use in this process. UserError for another length."""
+        found = call_seeded(load_callable(self.name), self.source)
         if not isinstance(found, OnDemand):
             raise UserError(f"dataset={self.name!r}: returned {type(found).__name__} now, and on_demand(...) before")
         lengths = len(found.train), len(found.test)
@@ -79,6 +66,24 @@ class OnDemandSet:
 
     def __reduce__(self) -> tuple[Any, ...]:  # without the user's sets, which each process makes for itself
         return OnDemandSet, tuple(getattr(self, name) for name in self.__dataclass_fields__)
+
+
+def call_seeded(function: Callable[[str], Any], source: str) -> Any:
+    """Return what a user's function returns for ``source``, in every process the same if it draws random numbers.
+
+    Seeds the global generators of Python, NumPy and torch for the call, and restores them. Imports torch.
+    """
+    import torch
+
+    of_python, of_numpy = random.getstate(), np.random.get_state()  # noqa: NPY002
+    with torch.random.fork_rng(devices=[]):
+        random.seed(0)
+        np.random.seed(0)  # noqa: NPY002
+        torch.manual_seed(0)
+        found = function(source)
+    random.setstate(of_python)
+    np.random.set_state(of_numpy)  # noqa: NPY002
+    return found
 
 
 def on_demand(train: Any, test: Any, *, classes: Sequence[str] = ()) -> OnDemand:
