@@ -63,10 +63,10 @@ def shuffled(source: str) -> OnDemand:
 
 
 class FailingAt(Drawing):
-    """Has no item 17, as long as the marker is missing."""
+    """Has no item 19, which the rank does not look at before training, as long as the marker is missing."""
 
     def __getitem__(self, number: int) -> Any:
-        if number == 17 and goes_wrong():
+        if number == 19 and goes_wrong():
             raise IndexError("the set's own words")
         return super().__getitem__(number)
 
@@ -126,13 +126,13 @@ def fail_to_collate(samples: Samples) -> Any:
 
 
 def killed(samples: Samples) -> Any:
-    if any(inputs["row"] == 17 for inputs, _ in samples):
+    if len(samples) > 1 and any(inputs["row"] == 17 for inputs, _ in samples):  # not alone, as the rank looks at it
         os.kill(os.getpid(), signal.SIGKILL)
     return collate(samples)
 
 
 def out_of_memory(samples: Samples) -> Any:
-    if any(inputs["row"] == 17 for inputs, _ in samples):
+    if len(samples) > 1 and any(inputs["row"] == 17 for inputs, _ in samples):
         raise MemoryError
     return collate(samples)
 
@@ -172,5 +172,5 @@ class SmallEmbedding(Model):
         self.embed = nn.Embedding(20, 3)
 
 
-def item_17_in_the_second_epoch(samples: np.ndarray, seed: int, epoch: int) -> np.ndarray:
-    return np.append(samples[samples != 17][:20], 17 if epoch else 0)
+def item_19_in_the_second_epoch(samples: np.ndarray, seed: int, epoch: int) -> np.ndarray:
+    return np.append(samples[samples != 19][:20], 19 if epoch else 0)

@@ -90,11 +90,11 @@ def test_results_do_not_depend_on_ranks_processes_and_interruptions(
 @pytest.mark.slow
 def test_an_item_that_fails_is_told_and_the_run_can_be_resumed(marker: Path, tmp_path: Path) -> None:
     """In the second epoch, as the first does not draw it; once it is there, the result is as if nothing had been."""
-    own = {"dataset": "item_sets:failing", "sampling": "item_sets:item_17_in_the_second_epoch"}
+    own = {"dataset": "item_sets:failing", "sampling": "item_sets:item_19_in_the_second_epoch"}
     hp = replace(HP, num_ranks=1, validation_fraction=0.0, **own)
     undisturbed = train(hp, tmp_path / "undisturbed")
     marker.unlink()
-    words = "OwnCodeError: dataset='item_sets:failing': train sample 17: IndexError: the set's own words"
+    words = "OwnCodeError: dataset='item_sets:failing': train sample 19: IndexError: the set's own words"
     with pytest.raises(RankError, match=words):
         train(hp, tmp_path / "cut", checkpoint_seconds=0.001)
     marker.touch()
@@ -176,7 +176,7 @@ def test_predictions_are_in_the_order_of_the_set(tmp_path: Path) -> None:
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "different lengths": (
         STACKED,
-        r"the inputs 'tokens' of train sample .*set collate='padded', or a function",
+        r"collate='stacked': the inputs of dataset='item_sets:drawing' have different lengths; set 'padded'",
     ),
     "a part of the inputs": (
         {"model": "item_sets:Deaf"},

@@ -319,8 +319,8 @@ def test_mistakes_are_told_with_the_samples(pool: LoaderPool) -> None:
             if name == "fail_to_collate":
                 assert "in fail_to_collate\n    raise KeyError" in str(raised.value.__cause__) or source.pool is None
     for source in both_ways(pool, "failing"):
-        with pytest.raises(OwnCodeError, match="'item_sets:failing': train sample 17: IndexError: the set's own words"):
-            source.load_batch(np.array([16, 17]), 0)
+        with pytest.raises(OwnCodeError, match="'item_sets:failing': train sample 19: IndexError: the set's own words"):
+            source.load_batch(np.array([16, 19]), 0)
     for source in both_ways(pool, "changing"):
         with pytest.raises(UserError, match="has 39 and 9 samples now, and had 40 and 9 samples when it was prepared"):
             source.load_batch(np.array([16, 17]), 0)
