@@ -22,7 +22,8 @@ from torchvision.transforms import v2
 from benchmarks.measuring import Options, Result, Target, interleaved
 from benchmarks.running import run_python
 from flyte_ddp.loading.own_samples import ArraySamples, OwnFunction
-from flyte_ddp.loading.workers import LoaderPool, WorkerImages
+from flyte_ddp.loading.worker_sources import WorkerImages
+from flyte_ddp.loading.workers import LoaderPool
 from flyte_ddp.lookahead import start_ahead
 
 WORKERS, EPOCHS, AHEAD = 2, 3, 2

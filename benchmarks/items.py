@@ -22,7 +22,8 @@ from benchmarks.measuring import Options, Result, Target, interleaved
 from benchmarks.running import run_python
 from flyte_ddp.datasets.on_demand_set import OnDemand, OnDemandSet, on_demand
 from flyte_ddp.loading.own_items import ItemLoader, OnDemandItems
-from flyte_ddp.loading.workers import ItemBatches, LoaderPool
+from flyte_ddp.loading.worker_sources import ItemBatches
+from flyte_ddp.loading.workers import LoaderPool
 from flyte_ddp.lookahead import start_ahead
 
 WORKERS, BATCH, EPOCHS = 2, 64, 3

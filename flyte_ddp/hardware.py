@@ -9,7 +9,8 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from flyte_ddp import catalog
-from flyte_ddp.config import Hyperparameters, check_batch_size
+from flyte_ddp.config import Hyperparameters
+from flyte_ddp.contradictions import check_batch_size
 from flyte_ddp.errors import UserError
 from flyte_ddp.machine import Bf16, Capacity, Request, choose_local_device_type, detect_capacity
 from flyte_ddp.settings import REQUESTED_GPUS

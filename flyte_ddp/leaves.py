@@ -6,6 +6,8 @@ A list is a leaf, too, such as the tokens of a text.
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from numpy.typing import NDArray
+
 from flyte_ddp.errors import UserError
 
 Leaves = Any
@@ -67,8 +69,15 @@ def describe_form(leaves: Leaves) -> str:
     return {"none": "None", "leaf": "one array"}.get(form) or f"a tuple of {len(leaves)}"
 
 
+def require_numbers(what: str, array: NDArray[Any], fix: str) -> None:
+    """Raise UserError unless an array holds truth values, whole numbers or floats; ``what`` names it in the error."""
+    if array.dtype.kind not in "biuf":
+        got = {"O": "objects", "U": "texts", "S": "bytes"}.get(array.dtype.kind, str(array.dtype))
+        raise UserError(f"{what}: must be numbers or truth values, got {got}; {fix}")
+
+
 def call_with_leaves(function: Callable[..., Any], leaves: Leaves) -> Any:
     """Call a function, such as a model, with a leaf, the leaves of a tuple, or those of a dict as keyword arguments."""
     if isinstance(leaves, Mapping):
         return function(**leaves)
-    return function(*leaves) if isinstance(leaves, (tuple, list)) else function(leaves)
+    return function(*leaves) if isinstance(leaves, tuple) else function(leaves)

@@ -13,7 +13,7 @@ from flyte_ddp.code_digest import DECIDING, library_digest, list_python_files, p
 
 LIBRARY = ROOT / "flyte_ddp"
 DECIDES_NOTHING = {  # files that are imported by those that decide
-    "checked_fields config": "values of hyperparameters are in the key themselves",
+    "checked_fields config contradictions": "values of hyperparameters are in the key themselves",
     "settings": "what does not change a run's result",
     "clock errors formatting json_lines progress results sections": "what is told, and how",
     "credentials files lookahead process": "how files, processes and threads are treated, not what they give",

@@ -24,7 +24,7 @@ from flyte_ddp.datasets.images import (
     write_json,
 )
 from flyte_ddp.errors import UserError
-from flyte_ddp.leaves import Leaves, describe_form, form_of, map_leaves, name_leaves, restore_leaves
+from flyte_ddp.leaves import Leaves, describe_form, form_of, map_leaves, name_leaves, require_numbers, restore_leaves
 
 LEAVES = "leaves"  # key in DESCRIPTION of the forms of inputs and targets
 PARTS = ("train_inputs", "train_targets", "test_inputs", "test_targets")
@@ -152,7 +152,7 @@ def convert_leaf(name: str, values: Any) -> NDArray[Any] | Ragged:
             raise
         # Of arrays of different shapes.
         return convert_ragged(name, [to_array(f"{name}[{place}]", value) for place, value in enumerate(values)])
-    require_numbers(name, array)
+    require_numbers(name, array, "give numbers for them, or a list of arrays of different lengths")
     if not array.ndim or not len(array):
         raise UserError(f"{name}: must be an array [samples, ...] with at least one sample, got {list(array.shape)}")
     return np.ascontiguousarray(store_values(name, array))
@@ -161,7 +161,7 @@ def convert_leaf(name: str, values: Any) -> NDArray[Any] | Ragged:
 def convert_ragged(name: str, samples: Sequence[NDArray[Any]]) -> Ragged:
     """Return arrays [length, ...] as Ragged; UserError, with ``name`` in its text, for other differences of shape."""
     for place, sample in enumerate(samples):
-        require_numbers(f"{name}[{place}]", sample)
+        require_numbers(f"{name}[{place}]", sample, "give numbers for them")
         if not sample.ndim or sample.shape[1:] != samples[0].shape[1:]:
             raise UserError(
                 f"{name}: sample {place} has shape {list(sample.shape)} and sample 0 has {list(samples[0].shape)}; "
@@ -170,14 +170,6 @@ def convert_ragged(name: str, samples: Sequence[NDArray[Any]]) -> Ragged:
     # An empty list is an array of floats, and must not make floats of the others' whole numbers.
     values = np.concatenate([sample for sample in samples if len(sample)] or samples)
     return Ragged(store_values(name, values), np.cumsum([*map(len, samples)], dtype=np.int64))
-
-
-def require_numbers(name: str, array: NDArray[Any]) -> None:
-    """Raise UserError, with ``name`` in its text, unless an array holds truth values, whole numbers or floats."""
-    if array.dtype.kind not in "biuf":
-        what = {"O": "objects", "U": "texts", "S": "bytes"}.get(array.dtype.kind, str(array.dtype))
-        fix = "numbers for them" + (", or a list of arrays of different lengths" if array.dtype.kind == "O" else "")
-        raise UserError(f"{name}: must be numbers or truth values, got {what}; give {fix}")
 
 
 def store_values(name: str, values: NDArray[Any]) -> NDArray[Any]:

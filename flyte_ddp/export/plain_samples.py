@@ -17,7 +17,7 @@ from flyte_ddp.export.graphs import ONNX, NotExportedError, write_graphs
 from flyte_ddp.export.onnx_process import OnnxProcess
 from flyte_ddp.export.served import ServedLeaves
 from flyte_ddp.leaves import Leaves, form_of
-from flyte_ddp.loading.collate import MASK, PADDED, STACKED, widen
+from flyte_ddp.loading.collate import MASK, PADDED, STACKED, widen_type
 from flyte_ddp.loading.opening_plain import open_plain_test_split
 from flyte_ddp.machine import count_cores
 from flyte_ddp.models.inputs import LeavesSpec
@@ -54,7 +54,7 @@ def export_plain_model(
         samples = test.order.samples(slice(0, EXAMPLE))
         inputs = test.load_batch(samples).inputs
         example = name_batch(inputs)
-        served = ServedLeaves(model, "tuple" if isinstance(inputs, list) else form_of(inputs)).eval()
+        served = ServedLeaves(model, form_of(inputs)).eval()
         with torch.no_grad():
             outputs = served(example)
         if not outputs:
@@ -87,14 +87,14 @@ def name_inputs(inputs: Leaves, spec: LeavesSpec, collate: str) -> dict[str, Ten
     if isinstance(inputs, Mapping):
         named = dict(inputs)
     else:
-        leaves = [*inputs] if isinstance(inputs, (tuple, list)) else [inputs]
+        leaves = [*inputs] if isinstance(inputs, tuple) else [inputs]
         masked = collate == PADDED and len(leaves) > len(spec.leaves)
         count = len(leaves) - masked
         names = ["inputs"] if count == 1 else [f"inputs_{place}" for place in range(count)]
         named = dict(zip([*names, *[MASK] * masked], leaves, strict=True))
     if not all(isinstance(leaf, Tensor) for leaf in named.values()):
         raise NotExportedError("its inputs are no tensor, and no tuple or dict of tensors")
-    return {name: widen(leaf) for name, leaf in named.items()}
+    return {name: widen_type(leaf) for name, leaf in named.items()}
 
 
 def choose_sizes(named: Named, spec: LeavesSpec, collate: str, samples: int) -> dict[str, dict[int, Any]]:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flyte_ddp.catalog import IGNORED_TOKEN
 from flyte_ddp.errors import UserError
-from flyte_ddp.leaves import Leaves, form_of, group_leaves, restore_leaves
+from flyte_ddp.leaves import Leaves, form_of, group_leaves, require_numbers, restore_leaves
 
 STACKED, PADDED = "stacked", "padded"  # values of the hyperparameter ``collate``
 MASK = "mask"  # name of the leaf that says where a padded input has values
@@ -25,7 +25,7 @@ def stack_samples(samples: Samples, names: Sequence[str]) -> tuple[Leaves, Leave
     :func:`convert_leaf`.
     """
 
-    def stack(name: str, leaves: Sequence[NDArray[Any]], kind: str) -> Tensor:
+    def stack_leaf(name: str, leaves: Sequence[NDArray[Any]], kind: str) -> Tensor:
         """Return a leaf of all samples as one tensor."""
         shape = leaves[0].shape
         for sample, leaf in zip(names, leaves, strict=True):
@@ -36,7 +36,7 @@ def stack_samples(samples: Samples, names: Sequence[str]) -> tuple[Leaves, Leave
                 )
         return torch.from_numpy(np.stack(leaves, dtype=wide_type(leaves)))
 
-    inputs, targets = (combine(stack, [sample[side] for sample in samples], side, names) for side in (0, 1))
+    inputs, targets = (combine_leaves(stack_leaf, [sample[side] for sample in samples], side, names) for side in (0, 1))
     return inputs, targets
 
 
@@ -49,7 +49,7 @@ def pad_samples(samples: Samples, names: Sequence[str], masked: str | None) -> t
     """
     masks = list[Tensor]()
 
-    def pad(name: str, leaves: Sequence[NDArray[Any]], kind: str) -> Tensor:
+    def pad_leaf(name: str, leaves: Sequence[NDArray[Any]], kind: str) -> Tensor:
         """Return a leaf of all samples as one tensor, padded to the longest."""
         dtype, rest = wide_type(leaves), leaves[0].shape[1:]
         if not any(leaf.ndim for leaf in leaves):
@@ -68,11 +68,11 @@ def pad_samples(samples: Samples, names: Sequence[str], masked: str | None) -> t
             masks.append(torch.from_numpy(np.arange(lengths.max()) < lengths[:, np.newaxis]))
         return torch.from_numpy(filled)
 
-    inputs, targets = (combine(pad, [sample[side] for sample in samples], side, names) for side in (0, 1))
+    inputs, targets = (combine_leaves(pad_leaf, [sample[side] for sample in samples], side, names) for side in (0, 1))
     return add_mask(inputs, masks[0]) if masks else inputs, targets
 
 
-def combine(function: Any, leaves: Sequence[Leaves], side: int, names: Sequence[str]) -> Leaves:
+def combine_leaves(function: Any, leaves: Sequence[Leaves], side: int, names: Sequence[str]) -> Leaves:
     """Return leaves of the first sample's form, each made by ``function`` out of that leaf of all samples.
 
     ``side`` is 0 for inputs and 1 for targets. Raises UserError if a sample has another form than the first.
@@ -90,12 +90,7 @@ def convert_leaf(kind: str, leaf: Any, sample: str) -> NDArray[Any]:
         array = np.asarray(leaf)
     except (TypeError, ValueError, RuntimeError) as error:  # torch raises a RuntimeError for a tensor with gradients
         raise UserError(f"the {kind} of {sample} are no array: {error}") from None
-    if array.dtype.kind not in "biuf":
-        what = {"O": "objects", "U": "texts", "S": "bytes"}.get(array.dtype.kind, str(array.dtype))
-        raise UserError(
-            f"the {kind} of {sample} are {what}: must be numbers or truth values; convert them, or set a collate of "
-            "your own"
-        )
+    require_numbers(f"the {kind} of {sample}", array, "convert them, or set a collate of your own")
     return array
 
 
@@ -113,7 +108,7 @@ def wide_type(leaves: Sequence[NDArray[Any]]) -> np.dtype[Any]:
     return np.dtype(np.float32 if "f" in kinds else np.bool_ if kinds == {"b"} else np.int64)
 
 
-def widen(values: Tensor) -> Tensor:
+def widen_type(values: Tensor) -> Tensor:
     """Return whole numbers as int64, floats as fp32, and truth values unchanged."""
     if values.is_floating_point():
         return values.float()

@@ -31,7 +31,8 @@ from flyte_ddp.loading.own_samples import ArraySamples, OwnFunction, import_own_
 from flyte_ddp.loading.readers import FileMembers, FileReader, ShardImages, ShardMembers
 from flyte_ddp.loading.split import ImageSource, Split, Splits
 from flyte_ddp.loading.streams import RankStream, StreamImages, StreamOrder
-from flyte_ddp.loading.workers import WorkerImages, make_pool
+from flyte_ddp.loading.worker_sources import WorkerImages
+from flyte_ddp.loading.workers import make_pool
 from flyte_ddp.machine import count_cores
 from flyte_ddp.models.images import EVALUATION_SHARE, InputSpec
 from flyte_ddp.order.sampling import Order

@@ -19,7 +19,8 @@ from flyte_ddp.loading.own_samples import import_own_loading
 from flyte_ddp.loading.sample_arrays import open_array_batches
 from flyte_ddp.loading.seeding import keep_random_state
 from flyte_ddp.loading.split import ImageSource, Split, Splits, TargetKind
-from flyte_ddp.loading.workers import ItemBatches, make_pool
+from flyte_ddp.loading.worker_sources import ItemBatches
+from flyte_ddp.loading.workers import make_pool
 from flyte_ddp.models.inputs import LeafSpec, LeavesSpec
 from flyte_ddp.order.sampling import Order
 

@@ -117,8 +117,9 @@ class ItemLoader:
         """
         own.load()
         seed_for(own.setting, self.seed, epoch or 0, samples[0], own.transforms)
-        # A mapping of another kind, such as a tokenizer's, becomes a dict, in which tensors are found.
-        inputs, targets = (map_leaves(lambda leaf: leaf, side) for side in own.call_pair(where, loaded))
+        # A mapping of another kind, such as a tokenizer's, becomes a dict, in which tensors are found, a list a tuple.
+        returned = (tuple(side) if isinstance(side, list) else side for side in own.call_pair(where, loaded))
+        inputs, targets = (map_leaves(lambda leaf: leaf, side) for side in returned)
         if not any(isinstance(value, Tensor) for value in tree_leaves(inputs)):
             raise UserError(f"{own} returned inputs without a tensor for {where}; return what the model gets")
         if isinstance(targets, Tensor) and targets.shape[:1] != (len(samples),):

@@ -183,10 +183,11 @@ def kind_of_targets(own: OwnFunction, target: NDArray[Any], classes: int, where:
 
 
 def import_own_loading(hp: Hyperparameters) -> tuple[OwnFunction | None, OwnFunction | None]:
-    """Import and return the user's functions that ``sample`` and ``augment`` name; None for each that names none.
+    """Import the user's functions that the hyperparameters ``sample`` and ``augment`` name, and return them.
 
-    Makes the object of a class. Leaves the random generators as they were. Raises UserError if one cannot be imported,
-    so that a mistake is known before training, and the report can name files that the function's module imports.
+    Returns None in place of a function that no hyperparameter names. Makes the object of a class. Leaves the random
+    generators as they were. Raises UserError if one cannot be imported, so that a mistake is known before training, and
+    the report can name files that the function's module imports.
     """
     named = ("sample", hp.sample), ("augment", hp.augment)
     decode, augment = (OwnFunction(setting, spec) if ":" in spec else None for setting, spec in named)

@@ -12,7 +12,7 @@ from torch import Tensor
 from flyte_ddp.datasets.sample_arrays import Ragged
 from flyte_ddp.device_copy import copy_to_device
 from flyte_ddp.leaves import Leaves, form_of, map_leaves, name_leaves, restore_leaves
-from flyte_ddp.loading.collate import add_mask, padding_of, widen
+from flyte_ddp.loading.collate import add_mask, padding_of, widen_type
 from flyte_ddp.loading.split import Batch, ImageSource
 from flyte_ddp.order.sampling import Indices
 
@@ -32,7 +32,7 @@ class LoadedLeaf:
         device = self.values.device
         if self.ends is None:
             rows = copy_to_device(torch.from_numpy(samples), device)
-            return widen(self.values.index_select(0, rows)), None  # much faster than ``values[rows]`` on a CPU
+            return widen_type(self.values.index_select(0, rows)), None  # much faster than ``values[rows]`` on a CPU
         numbers = samples.astype(np.int64)
         ends = self.ends[numbers]
         starts = np.where(numbers > 0, self.ends[numbers - 1], 0)
@@ -42,7 +42,7 @@ class LoadedLeaf:
             copy_to_device(torch.from_numpy(values), device)
             for values in (np.where(filled, starts[:, None] + places, 0), filled)
         )
-        taken = widen(self.values.index_select(0, rows.flatten()).view(*rows.shape, *self.values.shape[1:]))
+        taken = widen_type(self.values.index_select(0, rows.flatten()).view(*rows.shape, *self.values.shape[1:]))
         hidden = ~mask.view(*mask.shape, *[1] * (taken.dim() - 2))
         dtype_kind = "f" if taken.is_floating_point() else "b" if taken.dtype == torch.bool else "i"
         return taken.masked_fill(hidden, padding_of(dtype_kind, kind)), mask

@@ -11,7 +11,7 @@ import pickle
 import signal
 import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import connection
@@ -20,30 +20,19 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
-from torch.utils._pytree import tree_map
 
-from flyte_ddp.device_copy import copy_to_device
-from flyte_ddp.errors import UserError
-from flyte_ddp.loading.batch_memory import BatchMemory, Layout, read_tree
-from flyte_ddp.loading.facts import Facts
+from flyte_ddp.loading.batch_memory import BatchMemory
 from flyte_ddp.loading.loader_process import (
     NAME,
     BatchTask,
     Collated,
     Loaded,
     Task,
-    common_shape,
-    load_into,
     run_loader_server,
 )
 from flyte_ddp.loading.own_items import ItemLoader
 from flyte_ddp.loading.own_samples import SampleLoader
-from flyte_ddp.loading.seeding import keep_random_state
-from flyte_ddp.loading.split import Batch, ImageSource
-from flyte_ddp.order.sampling import Indices
 from flyte_ddp.process import spawn_context
 
 POSSIBLE = sys.platform == "linux"
@@ -210,147 +199,3 @@ def pickle_with_mapped_files(value: Any) -> bytes:
     buffer = io.BytesIO()
     MappingPickler(buffer, pickle.HIGHEST_PROTOCOL).dump(value)
     return buffer.getvalue()
-
-
-class WorkerImages(ImageSource):
-    """Source of samples that loader processes load; without a pool the rank loads them itself."""
-
-    # Raises UserError for targets [n, ...] that the objective does not take; None: they are not checked.
-    check_targets: Callable[[NDArray[Any]], None] | None = None
-    batches_ahead = 2  # enough to keep the processes busy while load_batch() waits for a batch
-
-    def __init__(self, loader: SampleLoader, pool: LoaderPool | None, device: torch.device) -> None:
-        self.loader, self.pool, self.device = loader, pool, device
-        self.prefetch_files = loader.prefetch_files
-        # Memory, shape and tasks of batches that processes are filling, by epoch and samples.
-        self.pending: dict[tuple[int | None, bytes], tuple[NDArray[np.uint8], Layout, list[int]]] = {}
-
-    def prefetch_batch(self, samples: Indices, epoch: int | None) -> None:
-        """Start to load these samples in the processes, unless they are already being loaded."""
-        key = (epoch, samples.tobytes())
-        if self.pool is not None and key not in self.pending:
-            self.pending[key] = self.submit_batch(self.pool, samples, epoch)
-
-    def load_batch(self, samples: Indices, epoch: int | None) -> Batch:
-        """Return these samples on the device, augmented for an ``epoch`` of training, not for None.
-
-        Starts to load the samples unless :meth:`prefetch_batch` has, and waits for the processes without a timeout.
-        Raises the first error of a process, with the text of its traceback as cause; RuntimeError if one has ended.
-        """
-        if self.pool is None:
-            layout = self.layout(samples)
-            memory = np.empty(layout.size, np.uint8)
-            task = Task(0, samples.tolist(), epoch, 0, layout, "")
-            with keep_random_state():
-                loaded = [load_into(memory, self.loader, task)]
-        else:
-            self.prefetch_batch(samples, epoch)
-            memory, layout, tasks = self.pending.pop((epoch, samples.tobytes()))
-            loaded = [self.pool.wait_for(task) for task in tasks]
-            for each in loaded:
-                if each.report is not None:
-                    self.loader.add_report(each.report)
-            self.loader.skip_read(samples)
-        images = layout.images(memory, common_shape([each.shape for each in loaded] or self.loader.sizes[:1]))
-        targets = layout.targets(memory)
-        if self.check_targets is not None:
-            names = [name for each in loaded for name in each.names]
-            named = [name or str(sample) for sample, name in zip(samples.tolist(), names, strict=True)]
-            check_each_target(self.check_targets, targets, named)
-        inputs, labels = (copy_to_device(torch.from_numpy(values), self.device) for values in (images, targets))
-        return Batch(inputs, labels, [name for each in loaded for name in each.names if name])
-
-    def layout(self, samples: Indices) -> Layout:
-        """Return the layout of a batch of these samples."""
-        kind = self.loader.targets
-        return Layout(len(samples), max(int(np.prod(size)) for size in self.loader.sizes), kind.dtype, kind.shape)
-
-    def submit_batch(
-        self, pool: LoaderPool, samples: Indices, epoch: int | None
-    ) -> tuple[NDArray[np.uint8], Layout, list[int]]:
-        """Give each process two tasks, more for many samples; return the memory, its layout, and the tasks' numbers."""
-        layout, number = self.layout(samples), pool.loaders.index(self.loader)
-        free = pool.take_memory()
-        memory = pool.map_memory(free, layout.size)
-        size = max(1, min(-(-len(samples) // (2 * pool.number)), MOST_SAMPLES))
-        tasks = [
-            pool.submit(Task(number, samples[start : start + size].tolist(), epoch, start, layout, free.path))
-            for start in range(0, len(samples), size)
-        ]
-        return memory, layout, tasks
-
-    def facts(self) -> Facts:
-        """Return facts about the loading for the report."""
-        return self.loader.facts()
-
-    def close(self) -> None:
-        """End the processes, also those of other sources of the same pool, and close files."""
-        self.pending = {}
-        if self.pool is not None:
-            self.pool.close()
-        self.loader.close()
-
-
-class ItemBatches(ImageSource):
-    """Source of batches of items, each loaded by one loader process; without a pool the rank loads them itself."""
-
-    # Raises UserError for targets [n, ...] that the objective does not take; None: they are not checked.
-    check_targets: Callable[[NDArray[Any]], None] | None = None
-
-    def __init__(self, loader: ItemLoader, pool: LoaderPool | None, device: torch.device) -> None:
-        self.loader, self.pool, self.device = loader, pool, device
-        self.batches_ahead = 2 * pool.number if pool else 0  # each process finds its next task when it has done one
-        # Memory and task of batches that processes are loading, by epoch and samples.
-        self.pending: dict[tuple[int | None, bytes], tuple[BatchMemory, int]] = {}
-
-    def prefetch_batch(self, samples: Indices, epoch: int | None) -> None:
-        """Start to load these samples in a process, unless they are already being loaded."""
-        key = (epoch, samples.tobytes())
-        if self.pool is not None and key not in self.pending:
-            memory = self.pool.take_memory()
-            task = BatchTask(self.pool.loaders.index(self.loader), samples.tolist(), epoch, memory.path)
-            self.pending[key] = memory, self.pool.submit(task)
-
-    def load_batch(self, samples: Indices, epoch: int | None) -> Batch:
-        """Return these samples on the device, augmented for an ``epoch`` of training, not for None.
-
-        Starts to load the samples unless :meth:`prefetch_batch` has, and waits for the process without a timeout.
-        Raises the first error of a process, with the text of its traceback as cause; RuntimeError if one has ended.
-        """
-        if self.pool is None:
-            with keep_random_state():
-                inputs, targets = self.loader.load_items(samples.tolist(), epoch)
-        else:
-            self.prefetch_batch(samples, epoch)
-            memory, task = self.pending.pop((epoch, samples.tobytes()))
-            collated = self.pool.wait_for(task)
-            inputs, targets = read_tree(self.pool.map_memory(memory, collated.end), collated)
-        if self.check_targets is not None and isinstance(targets, (np.ndarray, Tensor)):
-            names = [f"{self.loader.side} {sample}" for sample in samples.tolist()]
-            check_each_target(self.check_targets, np.asarray(targets), names)
-        return Batch(*tree_map(self.put_on_device, (inputs, targets)))
-
-    def put_on_device(self, value: Any) -> Any:
-        """Return an array or tensor as a tensor on the device, and another value unchanged."""
-        if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
-            value = torch.from_numpy(value)
-        return copy_to_device(value, self.device) if isinstance(value, Tensor) else value
-
-    def close(self) -> None:
-        """End the processes, also those of other sources of the same pool."""
-        self.pending = {}
-        if self.pool is not None:
-            self.pool.close()
-
-
-def check_each_target(check: Callable[[NDArray[Any]], None], targets: NDArray[Any], names: Sequence[str]) -> None:
-    """Call ``check`` with all targets [n, ...] of a batch; raise UserError, which names the sample, for a wrong one."""
-    try:
-        check(targets)
-    except UserError:
-        for place, name in enumerate(names):
-            try:
-                check(targets[place : place + 1])
-            except UserError as error:
-                raise UserError(f"the target that own code made of sample {name!r}: {error}") from None
-        raise

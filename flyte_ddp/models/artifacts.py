@@ -134,7 +134,7 @@ def describe_model_input(spec: ModelInput, crop: str) -> dict[str, Any]:
     ``crop`` is ``middle`` if only the middle square of an image is used; empty if all of the image is.
     """
     if isinstance(spec, LeavesSpec):
-        return {"form": spec.form, "leaves": {name: leaf._asdict() for name, leaf in spec.leaves}}
+        return spec.to_dict()
     middle = crop == MIDDLE
     return {
         **asdict(spec),

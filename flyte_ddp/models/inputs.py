@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_map
 from flyte_ddp.errors import UserError
 from flyte_ddp.leaves import Leaves, call_with_leaves, describe_form, name_leaves, restore_leaves
 from flyte_ddp.models.images import InputSpec, prepare_images
+from flyte_ddp.models.input_text import describe_input
 
 
 class LeafSpec(NamedTuple):
@@ -46,11 +47,11 @@ class LeavesSpec:
 
     def describe(self) -> str:
         """Return the leaves as text, such as "float [50]" or "tokens int64 [?], mask bool [?]"."""
-        texts = (
-            f"{name} {leaf.dtype} [{' x '.join('?' if size is None else str(size) for size in leaf.shape)}]".strip()
-            for name, leaf in self.leaves
-        )
-        return ", ".join(texts)
+        return describe_input(self.to_dict())
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what the sidecar says of such an input."""
+        return {"form": self.form, "leaves": {name: leaf._asdict() for name, leaf in self.leaves}}
 
 
 ModelInput: TypeAlias = InputSpec | LeavesSpec

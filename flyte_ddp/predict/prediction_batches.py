@@ -27,6 +27,7 @@ from flyte_ddp.loading.split import ImageSource
 from flyte_ddp.machine import count_cores
 from flyte_ddp.models import artifacts
 from flyte_ddp.models.images import InputSpec, prepare_images
+from flyte_ddp.models.input_text import describe_input
 from flyte_ddp.models.inputs import LeavesSpec, prepare_inputs
 from flyte_ddp.objectives.objective import convert_outputs
 from flyte_ddp.objectives.own import objective_of_sidecar
@@ -63,15 +64,13 @@ class SavedModel:
         return evaluated if isinstance(self.spec, LeavesSpec) else BATCH_SIZE
 
     def describe_input(self) -> str:
-        """Return channels, height and width of images, such as 3 x 224 x 224; other leaves as text."""
-        if isinstance(self.spec, LeavesSpec):
-            return self.spec.describe()
-        return f"{self.spec.channels} x {self.spec.height} x {self.spec.width}"
+        """Return the model's input as text, as :func:`flyte_ddp.models.input_text.describe_input` does."""
+        return describe_input(self.sidecar["input"])
 
     def require_images(self) -> InputSpec:
         """Return the model's input; raise UserError if the model does not take images."""
         if isinstance(self.spec, LeavesSpec):
-            raise UserError(f"the model takes {self.spec.describe()}, no images; give a data set of such samples")
+            raise UserError(f"the model takes {self.describe_input()}, no images; give a data set of such samples")
         return self.spec
 
     def compute_outputs(self, inputs: Leaves) -> Any:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from flyte_ddp.errors import UserError
+from flyte_ddp.models.input_text import describe_input
 from flyte_ddp.release.registry import DAMAGED, Registry, content_digest
 
 WEIGHTS, SIDECAR, MANIFEST = "model.pt", "model.json", "manifest.json"
@@ -42,17 +43,6 @@ def read_task(sidecar: Mapping[str, Any]) -> dict[str, Any]:
         "classes": sidecar["classes"],
         "input": describe_input(sidecar["input"]),
     }
-
-
-def describe_input(takes: Mapping[str, Any]) -> str:
-    """Return ``input`` of a sidecar as text: "3 x 224 x 224" for images, else each leaf, such as "tokens int64 [?]"."""
-    if "leaves" not in takes:
-        return f"{takes['channels']} x {takes['height']} x {takes['width']}"
-    texts = []
-    for name, leaf in takes["leaves"].items():
-        shape = " x ".join("?" if size is None else str(size) for size in leaf["shape"])
-        texts.append(f"{name} {leaf['dtype']} [{shape}]".strip())
-    return ", ".join(texts)
 
 
 def write_version(registry: Registry, files: Mapping[str, Path | bytes]) -> Version:

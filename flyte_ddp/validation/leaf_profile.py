@@ -24,7 +24,8 @@ from flyte_ddp.loading.opening_plain import open_items
 from flyte_ddp.loading.own_items import ItemLoader, Items
 from flyte_ddp.loading.seeding import keep_random_state
 from flyte_ddp.loading.split import Split
-from flyte_ddp.loading.workers import ItemBatches, make_pool
+from flyte_ddp.loading.worker_sources import ItemBatches
+from flyte_ddp.loading.workers import make_pool
 from flyte_ddp.machine import count_cores
 from flyte_ddp.order.sampling import Indices, ListedOrder
 from flyte_ddp.settings import Settings

@@ -23,7 +23,8 @@ from flyte_ddp.loading.own_items import ItemLoader
 from flyte_ddp.loading.own_samples import OwnCodeError, OwnFunction
 from flyte_ddp.loading.sample_arrays import open_array_batches
 from flyte_ddp.loading.split import Batch, TargetKind
-from flyte_ddp.loading.workers import ItemBatches, LoaderPool
+from flyte_ddp.loading.worker_sources import ItemBatches
+from flyte_ddp.loading.workers import LoaderPool
 from flyte_ddp.order.sampling import ListedOrder, take_slice
 
 CPU = torch.device("cpu")
@@ -235,9 +236,13 @@ FAILING: dict[str, tuple[list[Any], str, str]] = {
     "a text": (
         [ONE, ("text", 0)],
         "stacked",
-        "the inputs of train sample 1 are texts: must be numbers or truth values; convert them, or set a collate",
+        "the inputs of train sample 1: must be numbers or truth values, got texts; convert them, or set a collate",
     ),
-    "an object": ([ONE, (object(), 0)], "padded", "the inputs of train sample 1 are objects: must be numbers"),
+    "an object": (
+        [ONE, (object(), 0)],
+        "padded",
+        "the inputs of train sample 1: must be numbers or truth values, got objects",
+    ),
     "lists in lists": (
         [ONE, ([[1], [1, 2]], 0)],
         "padded",

@@ -16,7 +16,8 @@ from flyte_ddp.errors import UserError
 from flyte_ddp.loading import seeding
 from flyte_ddp.loading.arrays import open_array_source
 from flyte_ddp.loading.own_samples import ArraySamples, OwnCodeError, OwnFunction
-from flyte_ddp.loading.workers import LoaderPool, WorkerImages, pickle_with_mapped_files
+from flyte_ddp.loading.worker_sources import WorkerImages
+from flyte_ddp.loading.workers import LoaderPool, pickle_with_mapped_files
 from flyte_ddp.order.sampling import take_slice
 
 CPU = torch.device("cpu")

@@ -1,0 +1,15 @@
+"""A model's input in words, from its sidecar. Needs no torch."""
+
+from collections.abc import Mapping
+from typing import Any
+
+
+def describe_input(takes: Mapping[str, Any]) -> str:
+    """Return ``input`` of a sidecar as text: "3 x 224 x 224" for images, else each leaf, such as "tokens int64 [?]"."""
+    if "leaves" not in takes:
+        return f"{takes['channels']} x {takes['height']} x {takes['width']}"
+    texts = []
+    for name, leaf in takes["leaves"].items():
+        shape = " x ".join("?" if size is None else str(size) for size in leaf["shape"])
+        texts.append(f"{name} {leaf['dtype']} [{shape}]".strip())
+    return ", ".join(texts)
