@@ -26,16 +26,25 @@ OWN_CODE = "package.module:callable"  # the form of a name of users' own code
 
 
 def setting(
-    default: Any, doc: str, *, choices: tuple[str, ...] | None = None, own: bool = False, **bounds: float
+    default: Any,
+    doc: str,
+    *,
+    choices: tuple[str, ...] | None = None,
+    own: bool = False,
+    json: bool = False,
+    **bounds: float,
 ) -> Any:
     """Return a dataclass field with a default, a help text, and the values that :func:`check_value` accepts for it.
 
     ``own``: the field may also name a user's own ``package.module:callable``, beside its ``choices`` if it has any.
+    ``json``: the field is the text of a JSON object, and takes the object itself, whose text it then is.
     ``bounds`` of a number are any of at_least, at_most (2**53 by default for whole numbers), above and below.
     """
     if type(default) is int:
         bounds.setdefault("at_most", LARGEST_INT)
-    return dataclasses.field(default=default, metadata={"doc": doc, "choices": choices, "own": own, **bounds})
+    return dataclasses.field(
+        default=default, metadata={"doc": doc, "choices": choices, "own": own, "json": json, **bounds}
+    )
 
 
 class CheckedFields(DataClassJsonMixin):
@@ -105,12 +114,16 @@ class CheckedFields(DataClassJsonMixin):
 def check_value(field: "dataclasses.Field[Any]", value: Any) -> Any:
     """Return a value in its field's type; in an int field 3.0 becomes 3, because the console's form has only doubles.
 
+    A JSON object becomes its text, with sorted keys, where the field may be one.
+
     Raises UserError for a value of another type, NaN, infinity, a number out of range, a text that is not UTF-8 or is
     none of the choices (where own code is allowed, any text with a colon is one), and an address with a user name or a
     password.
     """
     rule = field.metadata
     kind: Any = field.type
+    if rule["json"] and isinstance(value, Mapping):
+        value = json.dumps(value, sort_keys=True)
     if kind is bool or kind is str:
         fits = isinstance(value, kind)
     else:

@@ -125,8 +125,10 @@ class Hyperparameters(CheckedFields, called="hyperparameter"):
     )
     options: str = setting(
         "",
-        'Options of the model and the objective, as JSON: `{"model": {"width": 128}, "objective": {"loss": "huber"}}`. '
-        "Regression has `loss`: mse, l1 or huber; your own callables get theirs as keyword arguments.",
+        "Options of the model and the objective, a JSON object or its text: "
+        '`{"model": {"width": 128}, "objective": {"loss": "huber"}}`. Regression has `loss`: mse, l1 or huber; your '
+        "own callables get theirs as keyword arguments.",
+        json=True,
     )
     class_weights: str = setting(
         "",

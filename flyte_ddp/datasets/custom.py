@@ -44,7 +44,7 @@ class CustomSet:
 
         Puts the working directory first on ``sys.path``; shows progress on stderr. Raises a UserError for a missing
         callable, an ImportError or SyntaxError of the import, or a wrong result; other errors of the user's code are
-        not caught. Ignores ``workspace``.
+        not caught. Of a set on demand reads the first training sample. Ignores ``workspace``.
         """
         del workspace  # the user's code chooses its own place for downloads
         result = call_seeded(load_callable(self.spec), source)
@@ -54,7 +54,8 @@ class CustomSet:
             weights = None if weights is None else convert_weights(weights, samples[0])
             content = [*map(str, samples), *result.classes, *([] if weights is None else map(str, weights.tolist()))]
             digest = digest_lines([self.fingerprint(source), *content])
-            return OnDemandSet(self.spec, source, *samples, result.classes, digest, weights), called
+            pictures = has_images("training set", result.train)
+            return OnDemandSet(self.spec, source, *samples, result.classes, digest, weights, pictures), called
         return arrays_from_result(self.spec, result, progress), called
 
 
@@ -155,7 +156,7 @@ def read_map_style_set(set_name: str, samples: Any, progress: Progress) -> tuple
     images, labels = np.empty((0,), dtype=np.uint8), list[Targets]()
     with progress.track(set_name, count, "images") as advance:
         for index in range(count):
-            image, label = convert_sample(set_name, index, samples[index])
+            image, label = convert_sample(f"{set_name}: item {index}", samples[index])
             if index == 0:
                 images = np.empty((count, *image.shape), dtype=np.uint8)
             if image.shape != images.shape[1:]:
@@ -184,25 +185,26 @@ def map_style_length(set_name: str, samples: Any) -> int:
         raise UserError(f"{set_name}: a {kind} has no len(); it must be a map-style data set") from None
 
 
-def convert_sample(set_name: str, index: int, item: Any) -> tuple[Images, Targets]:
+def convert_sample(where: str, item: Any) -> tuple[Images, Targets]:
     """Convert an item (image, label) of a map-style data set; return pixels uint8 [H, W, C], and the label as an array.
 
-    PIL images become 8-bit grey or RGB, white where transparent. Raises a UserError if item ``index`` has another type.
+    PIL images become 8-bit grey or RGB, white where transparent. Raises a UserError that begins with ``where``, the
+    item's name, if it is something else.
     """
     try:
         image, given = item
         label = np.asarray(given)
     except (TypeError, ValueError) as error:
-        raise UserError(f"{set_name}: item {index} must be an image and a label: {error}") from error
+        raise UserError(f"{where} must be an image and a label: {error}") from error
     if label.dtype.kind not in "biuf":
-        raise UserError(f"{set_name}: item {index}: its label is a {type(given).__name__}; must be a number or numbers")
+        raise UserError(f"{where}: its label is a {type(given).__name__}; must be a number or numbers")
     try:
         pixels = picture_to_pixels(image)
     except ValueError as error:
-        raise UserError(f"{set_name}: image {index} cannot be converted to 8 bits: {error}") from None
+        raise UserError(f"{where}: its image cannot be converted to 8 bits: {error}") from None
     if pixels.dtype != np.uint8 or pixels.ndim not in (2, 3):
         raise UserError(
-            f"{set_name}: image {index} is {pixels.dtype} {list(pixels.shape)}; must be a PIL image or uint8: "
-            "leave out transforms such as ToTensor and Normalize, training does that itself"
+            f"{where}: its image is {pixels.dtype} {list(pixels.shape)}; must be a PIL image or uint8: leave out "
+            "transforms such as ToTensor and Normalize, training does that itself"
         )
     return pixels[..., np.newaxis] if pixels.ndim == 2 else pixels, label

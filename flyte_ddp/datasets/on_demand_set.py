@@ -26,6 +26,7 @@ from flyte_ddp.leaves import Leaves
 from flyte_ddp.user_code import load_callable
 
 ON_DEMAND = "on_demand"  # key in DESCRIPTION of the numbers of samples
+PICTURES = "pictures"  # key in DESCRIPTION, true of a set of pictures
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,6 +49,7 @@ class OnDemandSet:
     classes: tuple[str, ...]
     digest: str
     sample_weights: NDArray[np.float64] | None = None  # [N], with which training may draw the training samples
+    pictures: bool = False  # whether the inputs of the first training sample, and so of all, are a picture
 
     @cached_property
     def sets(self) -> OnDemand:
@@ -91,10 +93,11 @@ def on_demand(train: Any, test: Any, *, classes: Sequence[str] = ()) -> OnDemand
 
     ``train`` and ``test`` are map-style data sets: ``len(set)``, and ``set[i]`` for i in 0..len-1 is (inputs, targets),
     or a dict with its targets as ``labels``. Inputs and targets are arrays, numbers or CPU tensors, or tuples or dicts
-    of them, of equal shapes unless ``collate`` pads. Loader processes read the samples. Each calls the callable for
-    itself, and seeds the random generators before each sample: its draws depend on seed, epoch and sample alone. An
-    attribute ``sample_weights`` of ``train`` is for ``sampling`` "weighted". Raises UserError for sets without a length
-    or without a sample.
+    of them, of equal shapes unless ``collate`` pads. If the first training sample's inputs are a picture (a PIL image,
+    or uint8 [H, W], [H, W, C] or a tensor [C, H, W]), all must be pictures of one size. Loader processes read the
+    samples. Each calls the callable for itself, and seeds the random generators before each sample: its draws depend on
+    seed, epoch and sample alone. An attribute ``sample_weights`` of ``train`` is for ``sampling`` "weighted". Raises
+    UserError for sets without a length or without a sample.
     """
     for name, samples in (("train", train), ("test", test)):
         if not hasattr(samples, "__len__") or not hasattr(samples, "__getitem__"):
@@ -125,6 +128,7 @@ def write_on_demand(data: OnDemandSet, folder: Path, origin: Mapping[str, str]) 
         "digest": data.digest,
         TEST_DIGEST: data.digest,
         **({"weighted": True} if data.sample_weights is not None else {}),
+        PICTURES: data.pictures,
         **origin,
     }
     write_json(folder / DESCRIPTION, description, indent=1)
@@ -140,4 +144,5 @@ def open_on_demand(folder: Path) -> OnDemandSet:
         weights = np.load(folder / WEIGHTS, mmap_mode="r") if description.get("weighted") else None
     train, test = description[ON_DEMAND]
     name, source, digest = (description[key] for key in ("name", "data_source", "digest"))
-    return OnDemandSet(name, source, train, test, tuple(description["classes"]), digest, weights)
+    classes = tuple(description["classes"])
+    return OnDemandSet(name, source, train, test, classes, digest, weights, description[PICTURES])

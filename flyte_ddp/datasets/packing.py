@@ -105,7 +105,7 @@ def pack_images(samples: Any, folder: Path, *, classes: Sequence[str] = (), **op
         """
         try:
             with one_at_a_time:
-                pixels, label = convert_sample(what, number, samples[number])
+                pixels, label = convert_sample(f"{what}: item {number}", samples[number])
         except OSError as error:
             raise UserError(f"{what}: sample {number} cannot be read ({error})") from error
         if label.ndim or label.dtype.kind not in "iu":

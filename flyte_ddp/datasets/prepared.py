@@ -3,7 +3,7 @@
 import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeGuard
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,7 +23,7 @@ from flyte_ddp.shards.index import ShardIndex
 from flyte_ddp.shards.planning import sufficient_cache_bytes
 from flyte_ddp.user_code import load_callable
 
-PlainSet: TypeAlias = SampleArrays | OnDemandSet  # whose samples are no images
+PlainSet: TypeAlias = SampleArrays | OnDemandSet  # whose samples are any leaves; those on demand may be pictures
 PreparedSet: TypeAlias = ImageArrays | PlainSet | EncodedSet
 SampleOrder = ListedOrder | ShardOrder  # samples of a stream have no numbers, so StreamOrder is not one of these
 
@@ -127,8 +127,8 @@ def check_prepared_set(
     data = open_prepared(folder)
     targets = find_training_targets(data)
     of_numbers = targets is not None and targets.dtype.kind == "f"  # or several labels
+    refuse_unfit_settings(data, hp)
     if isinstance(data, PlainSet):
-        refuse_image_settings(data, hp)
         of_numbers = of_numbers or hp.objective not in ("classification", "segmentation", "language")
     # What the user's own function will return is known only when it is called, which ranks do.
     resolve_class_names(data.classes, hp, of_numbers=of_numbers or bool(hp.sample))
@@ -212,11 +212,21 @@ def find_training_targets(data: PreparedSet) -> NDArray[Any] | None:
     return targets if isinstance(targets, np.ndarray) else None
 
 
-def refuse_image_settings(data: PlainSet, hp: Hyperparameters) -> None:
-    """Raise a UserError for a model or a setting that takes images, as the samples of the data set are none."""
+def has_pictures(data: PreparedSet) -> TypeGuard[OnDemandSet]:
+    """Return whether the samples of a data set are pictures that the user's own code reads on demand."""
+    return isinstance(data, OnDemandSet) and data.pictures
+
+
+def refuse_unfit_settings(data: PreparedSet, hp: Hyperparameters) -> None:
+    """Raise a UserError for a model or a setting that takes images if samples are none, for ``collate`` if they are."""
+    if not isinstance(data, PlainSet) or has_pictures(data):
+        if hp.collate != "stacked":
+            what = f"dataset={data.name!r} has images, which have one size"
+            raise UserError(f"collate={hp.collate!r}: {what}; leave it out")
+        return
     what = f"dataset={data.name!r} has samples that are no images"
     if ":" not in hp.model:
-        images = "return a pair of sets of PIL images or uint8 arrays, without on_demand, ToTensor and Normalize"
+        images = "return sets of PIL images or uint8 arrays, without ToTensor and Normalize"
         raise UserError(f"model={hp.model!r}: takes images, and {what}; name a model of your own, or {images}")
     if hp.image_size:
         raise UserError(f"image_size={hp.image_size}: {what}; leave it 0")

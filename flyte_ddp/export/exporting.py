@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from flyte_ddp.datasets.encoded_set import EncodedSet
 from flyte_ddp.datasets.images import ImageArrays
-from flyte_ddp.datasets.prepared import PlainSet, PreparedSet, order_test_split
+from flyte_ddp.datasets.prepared import PlainSet, PreparedSet, has_pictures, order_test_split
 from flyte_ddp.errors import UnreachableError
 from flyte_ddp.export.comparison import BATCH_SIZES, GOLDEN_BYTES, TOLERANCE, Comparison, choose_requests
 from flyte_ddp.export.graphs import ONNX, NotExportedError, write_graphs
@@ -25,6 +25,8 @@ from flyte_ddp.loading.cropping import crop_to_square
 from flyte_ddp.loading.decoding import DecodingError, Pixels
 from flyte_ddp.loading.encoded import Encoded, decode_or_refetch, map_samples
 from flyte_ddp.loading.opening import open_image_reader
+from flyte_ddp.loading.opening_plain import open_items
+from flyte_ddp.loading.seeding import keep_random_state
 from flyte_ddp.machine import count_cores
 from flyte_ddp.models import artifacts
 from flyte_ddp.settings import Settings
@@ -69,14 +71,15 @@ def export_model(
         made = Path(name)
         try:
             loaded, sidecar = artifacts.load_model(*model)
-            if isinstance(split, PlainSet):
+            if isinstance(split, PlainSet) and not has_pictures(split):
                 found, golden = export_plain_model(loaded, sidecar, split, made, settings)
             else:
                 served = ServedModel(loaded, sidecar).eval()
                 write_onnx_and_pt2(served, made)
                 of_classes = bool(sidecar["classes"]) and not sidecar.get("target_shape")
                 found = Comparison(TOLERANCE[device] * logits.spread, of_classes)
-                images = read_test_images(split, served.channels, settings)
+                seed = int(sidecar.get("hyperparameters", {}).get("seed", 0))
+                images = read_test_images(split, served.channels, settings, seed)
                 golden = compare_logits(made / ONNX, served, images, logits, found)
             if found.passed:
                 np.savez_compressed(made / GOLDEN, **golden)
@@ -136,15 +139,23 @@ def compare_logits(
     return {**golden, "logits": np.stack(golden_logits), "tolerance": np.float64(found.tolerance)}
 
 
-def read_test_images(data: PreparedSet, channels: int, settings: Settings) -> Iterator[Image]:
+def read_test_images(data: PreparedSet, channels: int, settings: Settings, seed: int = 0) -> Iterator[Image]:
     """Yield the images of the test split that can be decoded, uint8 [H, W, channels], in the split's order.
 
     Images are neither cropped nor resized; grey ones become RGB if ``channels`` is 3. Encoded images are read and
-    decoded by threads; remote shards are downloaded into the cache. Raises UserError if the data cannot be read.
+    decoded by threads; remote shards are downloaded into the cache. Pictures on demand are read in this process, whose
+    random generators are seeded by ``seed`` for that. Raises UserError if the data cannot be read.
     """
     if isinstance(data, ImageArrays):
         for image in data.test_images:
             yield np.repeat(image, channels // image.shape[2], axis=2)
+        return
+    if has_pictures(data):
+        items = open_items(data)["test"]
+        for sample in range(data.test_samples):
+            with keep_random_state():
+                pixels, _ = items.read_item(sample, seed, None)
+            yield np.repeat(pixels, channels // pixels.shape[2], axis=2)
         return
     assert isinstance(data, EncodedSet)  # others are not exported
     order = order_test_split(data)

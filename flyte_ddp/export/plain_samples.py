@@ -48,8 +48,9 @@ def export_plain_model(
     hyperparameters = sidecar.get("hyperparameters", {})
     collate, seed = str(hyperparameters.get("collate", STACKED)), int(hyperparameters.get("seed", 0))
     threads = settings.loader_threads or count_cores()
-    test, facts = open_plain_test_split(data, collate, seed, torch.device("cpu"), threads)
-    name_batch = partial(name_inputs, spec=facts.inputs, collate=collate)
+    test, spec, _ = open_plain_test_split(data, collate, seed, torch.device("cpu"), threads)
+    assert isinstance(spec, LeavesSpec)  # pictures are exported as those of arrays are
+    name_batch = partial(name_inputs, spec=spec, collate=collate)
     with closing(test.source):
         samples = test.order.samples(slice(0, EXAMPLE))
         inputs = test.load_batch(samples).inputs
@@ -59,7 +60,7 @@ def export_plain_model(
             outputs = served(example)
         if not outputs:
             raise NotExportedError("its outputs hold no tensor of floats by name")
-        sizes = choose_sizes(example, facts.inputs, collate, len(samples))
+        sizes = choose_sizes(example, spec, collate, len(samples))
         write_graphs(served, example, sizes, folder, inputs=[*example], outputs=[*outputs])
         of_classes = len(outputs) == 1 and isinstance(objective_of_sidecar(sidecar), Classification)
         found = {name: Comparison(of_classes=of_classes) for name in outputs}

@@ -32,11 +32,21 @@ class ArrayImages(ImageSource):
         # Much faster than ``images[rows]`` on a CPU.
         images, targets = (values.index_select(0, rows) for values in (self.images, self.targets))
         if epoch is not None:
-            augment = partial(augment_images, kind=self.augment, seed=self.seed, epoch=epoch, samples=samples)
-            images = augment(images)
-            if targets.dim() == 3:  # masks, which move with their images
-                targets = augment(targets[..., None], fill=IGNORED)[..., 0]
+            images, targets = augment_batch(images, targets, samples, kind=self.augment, seed=self.seed, epoch=epoch)
         return Batch(images, targets)
+
+
+def augment_batch(
+    images: Tensor, targets: Tensor, samples: Indices, *, kind: str, seed: int, epoch: int
+) -> tuple[Tensor, Tensor]:
+    """Return images [n, H, W, C], and masks [n, H, W] with them, as :func:`augment_images` does; other targets as are.
+
+    What a mask does not cover becomes 255, an ignored pixel.
+    """
+    augment = partial(augment_images, kind=kind, seed=seed, epoch=epoch, samples=samples)
+    if targets.dim() == 3:
+        targets = augment(targets[..., None], fill=IGNORED)[..., 0]
+    return augment(images), targets
 
 
 def open_array_source(

@@ -20,16 +20,16 @@ from flyte_ddp.datasets.prepared import (
     order_test_split,
     order_training,
 )
-from flyte_ddp.errors import UserError
 from flyte_ddp.hardware import Hardware
 from flyte_ddp.loading.arrays import open_array_source
-from flyte_ddp.loading.collate import STACKED
 from flyte_ddp.loading.encoded import BadSamples, EncodedImages, ImageReader
 from flyte_ddp.loading.opening_plain import open_plain_splits
 from flyte_ddp.loading.own_encoded import EncodedSamples
-from flyte_ddp.loading.own_samples import ArraySamples, OwnFunction, import_own_loading
+from flyte_ddp.loading.own_images import ItemImages
+from flyte_ddp.loading.own_items import ArrayItems
+from flyte_ddp.loading.own_samples import OwnFunction, import_own_loading
 from flyte_ddp.loading.readers import FileMembers, FileReader, ShardImages, ShardMembers
-from flyte_ddp.loading.split import ImageSource, Split, Splits
+from flyte_ddp.loading.split import ImageSource, Split, Splits, TargetKind
 from flyte_ddp.loading.streams import RankStream, StreamImages, StreamOrder
 from flyte_ddp.loading.worker_sources import WorkerImages
 from flyte_ddp.loading.workers import make_pool
@@ -131,8 +131,6 @@ def open_array_splits(
 
     Copies all arrays to the device if it is a GPU; with own augmentation too, as validation reads the training arrays.
     """
-    if hp.collate != STACKED:
-        raise UserError(f"collate={hp.collate!r}: dataset={hp.dataset!r} has images, which have one size; leave it out")
     _, own = import_own_loading(hp)
     images = open_array_source(device, data.train_images, data.train_labels, "none" if own else hp.augment, hp.seed)
     test_images = open_array_source(device, data.test_images, data.test_labels)
@@ -140,8 +138,15 @@ def open_array_splits(
     inputs = InputSpec(channels, height, width, data.mean, data.std)
     training, validation = (Split(images, orders[split]) for split in ("training", "validation"))
     if own:
-        sizes = {"classes": len(data.classes), "image_size": hp.image_size}
-        loader = ArraySamples(data.train_images, data.train_labels, own, seed=hp.seed, **sizes)
+        loader = ItemImages(
+            ArrayItems(data.train_images, data.train_labels),
+            data.name,
+            size=data.train_images.shape[1:],
+            targets=TargetKind(data.train_labels.dtype, data.train_labels.shape[1:], len(data.classes)),
+            seed=hp.seed,
+            augment=own,
+            image_size=hp.image_size,
+        )
         training = Split(WorkerImages(loader, make_pool([loader], workers), device), orders["training"])
     return Splits(training, validation, Split(test_images, orders["test"]), inputs)
 

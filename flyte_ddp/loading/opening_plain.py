@@ -1,7 +1,8 @@
-"""Open the splits of data sets whose samples are no images."""
+"""Open the splits of data sets of any leaves, and of pictures that the user's own code reads on demand."""
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from statistics import fmean
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -9,20 +10,23 @@ from torch import Tensor
 
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets.on_demand_set import OnDemandSet
-from flyte_ddp.datasets.prepared import PlainSet, order_test_split
+from flyte_ddp.datasets.prepared import PlainSet, has_pictures, order_test_split
 from flyte_ddp.datasets.sample_arrays import Ragged, SampleArrays, require_identifiers
 from flyte_ddp.errors import UserError
 from flyte_ddp.leaves import Leaves, form_of, name_leaves
 from flyte_ddp.loading.collate import PADDED, STACKED
+from flyte_ddp.loading.own_images import ItemImages
 from flyte_ddp.loading.own_items import ArrayItems, ItemLoader, Items, OnDemandItems
-from flyte_ddp.loading.own_samples import import_own_loading
+from flyte_ddp.loading.own_samples import import_own_loading, kind_of_targets
 from flyte_ddp.loading.sample_arrays import open_array_batches
 from flyte_ddp.loading.seeding import keep_random_state
 from flyte_ddp.loading.split import ImageSource, Split, Splits, TargetKind
-from flyte_ddp.loading.worker_sources import ItemBatches
+from flyte_ddp.loading.worker_sources import ItemBatches, WorkerImages
 from flyte_ddp.loading.workers import make_pool
-from flyte_ddp.models.inputs import LeafSpec, LeavesSpec
+from flyte_ddp.models.images import InputSpec
+from flyte_ddp.models.inputs import LeafSpec, LeavesSpec, ModelInput
 from flyte_ddp.order.sampling import Order
+from flyte_ddp.torchvision_weights import IMAGENET
 
 LOOKED_AT = 16
 OTHER = LeafSpec((), "other")
@@ -39,14 +43,16 @@ class PlainFacts(NamedTuple):
 def open_plain_splits(
     data: PlainSet, orders: Mapping[str, Order], hp: Hyperparameters, device: torch.device, workers: int
 ) -> Splits:
-    """Return the splits of samples that are no images.
+    """Return the splits of samples of any leaves.
 
-    Arrays are stacked or padded by the rank, and copied to the device if it is a GPU. ``workers`` processes load what
-    needs the user's own code: items on demand, and batches with an own ``augment`` or ``collate``. Of items on demand,
-    and with an own ``collate``, reads up to 16 training samples here. Raises UserError if samples have different
-    lengths and ``collate`` is "stacked", for names of inputs that are no identifiers, and for ``mixup`` of inputs that
-    are not all floats of one shape.
+    Of pictures on demand see :func:`open_picture_splits`. Arrays are stacked or padded by the rank, and copied to the
+    device if it is a GPU. ``workers`` processes load what needs the user's own code: items on demand, and batches with
+    an own ``augment`` or ``collate``. Of items on demand, and with an own ``collate``, reads up to 16 training samples
+    here. Raises UserError if samples have different lengths and ``collate`` is "stacked", for names of inputs that are
+    no identifiers, and for ``mixup`` of inputs that are not all floats of one shape.
     """
+    if has_pictures(data):
+        return open_picture_splits(data, orders, hp, device, workers)
     _, augment = import_own_loading(hp)
     items = open_items(data)
     facts = describe_plain_set(data, "train", orders["training"], hp.collate, hp.seed)
@@ -80,6 +86,58 @@ def open_plain_splits(
     )
 
 
+def open_picture_splits(
+    data: OnDemandSet, orders: Mapping[str, Order], hp: Hyperparameters, device: torch.device, workers: int
+) -> Splits:
+    """Return the splits of pictures that ``workers`` processes read; reads the first training sample here.
+
+    Raises the errors of :meth:`flyte_ddp.loading.own_images.ItemImages.load_sample`.
+    """
+    _, augment = import_own_loading(hp)
+    inputs, targets = describe_pictures(data, "train", orders["training"], hp.seed, hp.num_classes)
+    own_augment = {"train": augment, "test": None}
+    loaders = {
+        side: make_picture_loader(data, side, inputs, targets, hp.seed, augment=own, image_size=hp.image_size)
+        for side, own in own_augment.items()
+    }
+    pool = make_pool([*loaders.values()], workers)
+    crop = "none" if augment else hp.augment
+    train, test = (WorkerImages(loader, pool, device, crop, hp.seed) for loader in loaders.values())
+    return Splits(
+        Split(train, orders["training"]),
+        Split(train, orders["validation"]),
+        Split(test, orders["test"]),
+        inputs,
+        targets,
+    )
+
+
+def make_picture_loader(
+    data: OnDemandSet, side: str, inputs: InputSpec, targets: TargetKind, seed: int, **augmentation: Any
+) -> ItemImages:
+    """Return the loader of one side, "train" or "test", of pictures on demand."""
+    size = inputs.height, inputs.width, inputs.channels
+    name = f"dataset={data.name!r}: {side}"
+    return ItemImages(open_items(data)[side], name, size=size, targets=targets, seed=seed, **augmentation)
+
+
+def describe_pictures(
+    data: OnDemandSet, side: str, order: Order, seed: int, num_classes: int
+) -> tuple[InputSpec, TargetKind]:
+    """Return size and normalisation of pictures on demand, and the kind of their targets, given the first of an order.
+
+    Mean and deviation are ImageNet's, for other than three channels the mean of its channels', because those of the
+    data set would need all pictures. Raises the errors of reading.
+    """
+    first = int(order.samples(slice(0, 1))[0])
+    with keep_random_state():
+        pixels, target = open_items(data)[side].read_item(first, seed, None)
+    height, width, channels = pixels.shape
+    mean, std = (each if channels == 3 else (round(fmean(each), 3),) * channels for each in IMAGENET)
+    kind = kind_of_targets(f"dataset={data.name!r}", target, len(data.classes) or num_classes, f"{side} sample {first}")
+    return InputSpec(channels, height, width, mean, std), kind
+
+
 def open_items(data: PlainSet) -> dict[str, Items]:
     """Return the items of the two sides of a data set, "train" and "test"."""
     if isinstance(data, OnDemandSet):
@@ -92,18 +150,23 @@ def open_items(data: PlainSet) -> dict[str, Items]:
 
 def open_plain_test_split(
     data: PlainSet, collate: str, seed: int, device: torch.device, workers: int
-) -> tuple[Split, PlainFacts]:
-    """Open the test split alone; return it, and the facts of its samples.
+) -> tuple[Split, ModelInput, TargetKind | None]:
+    """Open the test split alone; return it, what its inputs are, and the kind of its targets if they are one leaf.
 
     ``collate`` and ``seed`` are the hyperparameters of the model that gets the samples. Raises the errors of
     :func:`open_plain_splits`.
     """
     items, order = open_items(data)["test"], order_test_split(data)
+    if has_pictures(data):
+        inputs, targets = describe_pictures(data, "test", order, seed, 0)
+        loader = make_picture_loader(data, "test", inputs, targets, seed)
+        return Split(WorkerImages(loader, make_pool([loader], workers), device), order), inputs, targets
     facts = describe_plain_set(data, "test", order, collate, seed)
     if isinstance(data, SampleArrays) and ":" not in collate:
-        return Split(open_array_batches(device, data.test_inputs, data.test_targets, facts.masked), order), facts
-    loader = ItemLoader(items, "test", collate, seed, masked=facts.masked)
-    return Split(ItemBatches(loader, make_pool([loader], workers), device), order), facts
+        arrays = open_array_batches(device, data.test_inputs, data.test_targets, facts.masked)
+        return Split(arrays, order), facts.inputs, facts.targets
+    own = ItemLoader(items, "test", collate, seed, masked=facts.masked)
+    return Split(ItemBatches(own, make_pool([own], workers), device), order), facts.inputs, facts.targets
 
 
 def describe_plain_set(data: PlainSet, side: str, order: Order, collate: str, seed: int) -> PlainFacts:

@@ -8,6 +8,7 @@ import numpy as np
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from flyte_ddp.datasets.custom import convert_sample
 from flyte_ddp.datasets.on_demand_set import OnDemandSet, split_item
 from flyte_ddp.datasets.sample_arrays import read_sample
 from flyte_ddp.errors import UserError
@@ -59,8 +60,9 @@ class OnDemandItems:
     def read_item(self, sample: int, seed: int, epoch: int | None) -> tuple[Leaves, Leaves]:
         """Return inputs and targets of an item. Seeds the random generators for the sample and the epoch.
 
-        Raises OwnCodeError, which names the sample, whose cause is the user's exception, if his code raises one;
-        UserError for an item that is no pair.
+        A picture is returned as uint8 [H, W, C], and its target as an array. Raises OwnCodeError, which names the
+        sample, whose cause is the user's exception, if his code raises one; UserError for an item that is no pair, or
+        among pictures no picture with numbers.
         """
         samples, transforms = self.opened
         where = f"dataset={self.data.name!r}: {self.side} sample {sample}"
@@ -70,9 +72,10 @@ class OnDemandItems:
         except Exception as error:
             raise OwnCodeError(f"{where}: {type(error).__name__}: {error}") from error
         try:
-            return split_item(item)
+            pair = split_item(item)
         except ValueError as error:
             raise UserError(f"{where} {error}") from None
+        return convert_sample(where, pair) if self.data.pictures else pair
 
 
 class ItemLoader:

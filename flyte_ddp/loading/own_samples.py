@@ -145,8 +145,8 @@ def augment_sample(own: OwnFunction, loaded: Sample, draws: tuple[int, int, int]
     return Sample(changed.image, changed.target, loaded.name)
 
 
-def convert_target(own: OwnFunction, target: NDArray[Any], kind: TargetKind, where: str) -> NDArray[Any]:
-    """Return a target that the user's function returned; UserError if it does not fit the data set's.
+def convert_target(own: object, target: NDArray[Any], kind: TargetKind, where: str) -> NDArray[Any]:
+    """Return a target that the user's code ``own`` returned; UserError if it does not fit the data set's.
 
     It must have the shape of the others; whole numbers may become floats, but not the reverse, and must be classes.
     """
@@ -167,10 +167,11 @@ def convert_target(own: OwnFunction, target: NDArray[Any], kind: TargetKind, whe
     return target
 
 
-def kind_of_targets(own: OwnFunction, target: NDArray[Any], classes: int, where: str) -> TargetKind:
+def kind_of_targets(own: object, target: NDArray[Any], classes: int, where: str) -> TargetKind:
     """Return the kind of all targets, given the first: a class int64 [], a mask, or float32 [] or [n].
 
-    A mask is of whole numbers, [H, W] or more, uint8 or int64. Raises UserError for what is no numbers.
+    A mask is of whole numbers, [H, W] or more, uint8 or int64. Raises UserError for what is no numbers; ``own`` is the
+    user's code that has returned the target.
     """
     if target.dtype.kind not in "biuf":
         raise UserError(
@@ -196,39 +197,3 @@ def import_own_loading(hp: Hyperparameters) -> tuple[OwnFunction | None, OwnFunc
             if own is not None:
                 own.load()
     return decode, augment
-
-
-class ArraySamples(SampleLoader):
-    """Samples of arrays, augmented by a user's own function."""
-
-    def __init__(
-        self,
-        images: NDArray[np.uint8],
-        targets: NDArray[Any],
-        augment: OwnFunction,
-        *,
-        seed: int,
-        classes: int,
-        image_size: int,
-    ) -> None:
-        """Keep the arrays [N, H, W, C] and [N, ...]; ``image_size`` is the hyperparameter, or 0."""
-        self.images, self.labels, self.augment, self.seed = images, targets, augment, seed
-        self.targets = TargetKind(targets.dtype, targets.shape[1:], classes)
-        stored = images.shape[1:]
-        self.sizes = (stored, *([(image_size, image_size, stored[2])] if image_size else ()))
-
-    def load_sample(self, sample: int, epoch: int | None) -> Sample:
-        """Return the sample of that row, augmented for an ``epoch`` of training.
-
-        Raises OwnCodeError or UserError, which name the sample, if the user's function fails or returns what does not
-        fit.
-        """
-        loaded = Sample(self.images[sample], self.labels[sample, ...], "")
-        if epoch is None:
-            return loaded
-        where = f"sample {sample}"
-        image, target, name = augment_sample(self.augment, loaded, (self.seed, epoch, sample), where)
-        if image.shape not in self.sizes:
-            sizes = " or ".join(str(list(size)) for size in self.sizes)
-            raise UserError(f"{self.augment} returned {list(image.shape)} as the image of {where}: must be {sizes}")
-        return Sample(image, convert_target(self.augment, target, self.targets, where), name)

@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_map
 
 from flyte_ddp.device_copy import copy_to_device
 from flyte_ddp.errors import UserError
+from flyte_ddp.loading.arrays import augment_batch
 from flyte_ddp.loading.batch_memory import BatchMemory, Layout, read_tree
 from flyte_ddp.loading.facts import Facts
 from flyte_ddp.loading.loader_process import BatchTask, Task, common_shape, load_into
@@ -60,9 +61,13 @@ class WorkerImages(WorkerSource):
 
     batches_ahead = 2  # enough to keep the processes busy while load_batch() waits for a batch
 
-    def __init__(self, loader: SampleLoader, pool: LoaderPool | None, device: torch.device) -> None:
+    def __init__(
+        self, loader: SampleLoader, pool: LoaderPool | None, device: torch.device, crop: str = "none", seed: int = 0
+    ) -> None:
+        """``crop`` (none, crop or crop_flip) is done to batches of training, with random numbers by ``seed``."""
         super().__init__(loader, pool, device)
         self.loader: SampleLoader = loader
+        self.crop, self.seed = crop, seed
         self.prefetch_files = loader.prefetch_files
 
     def load_batch(self, samples: Indices, epoch: int | None) -> Batch:
@@ -91,6 +96,8 @@ class WorkerImages(WorkerSource):
             named = [name or str(sample) for sample, name in zip(samples.tolist(), names, strict=True)]
             check_each_target(self.check_targets, targets, named)
         inputs, labels = (copy_to_device(torch.from_numpy(values), self.device) for values in (images, targets))
+        if epoch is not None:
+            inputs, labels = augment_batch(inputs, labels, samples, kind=self.crop, seed=self.seed, epoch=epoch)
         return Batch(inputs, labels, [name for each in loaded for name in each.names if name])
 
     def layout(self, samples: Indices) -> Layout:

@@ -61,7 +61,7 @@ def build_model(
         if not isinstance(model, nn.Module):
             raise UserError(f"model {name!r} returned a {type(model).__name__}: it must return a torch.nn.Module")
         return model
-    assert isinstance(spec, InputSpec)  # as flyte_ddp.datasets.prepared.refuse_image_settings has checked
+    assert isinstance(spec, InputSpec)  # as flyte_ddp.datasets.prepared.refuse_unfit_settings has checked
     if name in SMALL_MODELS:
         if options:
             raise UserError(f"options of model {name!r}: takes none, got {', '.join(options)}; leave them out")

@@ -73,6 +73,16 @@ class SavedModel:
             raise UserError(f"the model takes {self.describe_input()}, no images; give a data set of such samples")
         return self.spec
 
+    def require_channels(self, dataset: str, channels: int) -> InputSpec:
+        """Return the model's input; UserError if it takes no images, or not a data set's images of so many channels."""
+        spec = self.require_images()
+        if channels not in (1, spec.channels):
+            raise UserError(
+                f"data set {dataset!r} has {channels} channels: the model takes {spec.channels}; "
+                "predict the data set that it was trained on, or one like it"
+            )
+        return spec
+
     def compute_outputs(self, inputs: Leaves) -> Any:
         """Run the model without gradients on a batch of at least one; return its outputs, fp32 or more."""
         with torch.no_grad():
@@ -168,12 +178,7 @@ def read_array_batches(model: SavedModel, arrays: ImageArrays, batch_size: int) 
 
     Raises UserError if the model takes other channels, or its labels or classes of pixels have other names.
     """
-    channels, spec = arrays.test_images.shape[3], model.require_images()
-    if channels not in (1, spec.channels):
-        raise UserError(
-            f"data set {arrays.name!r} has {channels} channels: the model takes {spec.channels}; "
-            "predict the data set that it was trained on, or one like it"
-        )
+    spec = model.require_channels(arrays.name, arrays.test_images.shape[3])
     has_classes = arrays.test_labels.ndim == 1 and arrays.test_labels.dtype.kind in "iu"
     if not has_classes:
         require_same_names(model, arrays.name, arrays.classes)
@@ -196,21 +201,22 @@ def require_same_names(model: SavedModel, dataset: str, names: Sequence[str]) ->
 
 
 def read_plain_batches(model: SavedModel, data: PlainSet, batch_size: int) -> Generator[Batch, None, None]:
-    """Yield the test split of samples that are no images in batches; ids are indices.
+    """Yield the test split of any leaves, or of pictures on demand, in batches; ids are indices.
 
-    The samples are collated as in the training. Loader processes of the user's own code end with the generator. Raises
+    Leaves are collated as in the training. Loader processes of the user's own code end with the generator. Raises
     UserError if the model takes other inputs, or targets that are no class numbers have other names.
     """
     settings = model.sidecar.get("hyperparameters", {})
     collate = str(settings.get("collate", STACKED))
     threads = model.settings.loader_threads or count_cores()
-    split, facts = open_plain_test_split(data, collate, int(settings.get("seed", 0)), model.device, threads)
-    if not isinstance(model.spec, LeavesSpec) or not model.spec.takes(facts.inputs):
+    split, found, kind = open_plain_test_split(data, collate, int(settings.get("seed", 0)), model.device, threads)
+    if isinstance(found, InputSpec):
+        model.require_channels(data.name, found.channels)
+    elif not isinstance(model.spec, LeavesSpec) or not model.spec.takes(found):
         raise UserError(
-            f"data set {data.name!r} has {facts.inputs.describe()}: the model takes {model.describe_input()}; predict "
+            f"data set {data.name!r} has {found.describe()}: the model takes {model.describe_input()}; predict "
             "the data set that it was trained on, or one like it"
         )
-    kind = facts.targets
     has_classes = kind is not None and not kind.shape and kind.dtype.kind == "i" and bool(data.classes)
     if not has_classes:
         require_same_names(model, data.name, data.classes)

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from flyte_ddp.catalog import IGNORED_TOKEN
+from flyte_ddp.catalog import IGNORED, IGNORED_TOKEN
 from flyte_ddp.datasets.on_demand_set import OnDemandSet
 from flyte_ddp.datasets.prepared import PlainSet
 from flyte_ddp.datasets.sample_arrays import Ragged, SampleArrays
@@ -29,7 +29,7 @@ from flyte_ddp.loading.workers import make_pool
 from flyte_ddp.machine import count_cores
 from flyte_ddp.order.sampling import Indices, ListedOrder
 from flyte_ddp.settings import Settings
-from flyte_ddp.validation.profile import CLASSES, LABELS, NUMBERS, OTHERS, TOKENS, DataProfile
+from flyte_ddp.validation.profile import CLASSES, LABELS, MASKS, NUMBERS, OTHERS, TOKENS, DataProfile
 from flyte_ddp.validation.ranges import count_ranges
 
 ROWS, ROW_BYTES = 4096, 2**24  # of arrays that are measured at a time, at most
@@ -91,7 +91,7 @@ def measure_plain_set(data: PlainSet, profile: DataProfile, settings: Settings) 
     with keep_random_state():
         _, targets = items["train"].read_item(0, 0, None)
     alone = {name: leaf[np.newaxis] for name, leaf in to_arrays(targets).items()}
-    profile.targets = kind_of_targets(alone.get("", alone), data.classes)
+    profile.targets = kind_of_targets(alone.get("", alone), data.classes, of_pictures=data.pictures)
     loaders = [ItemMeasurer(items[side], side, profile.targets, len(data.classes)) for side in NAMES]
     pool = make_pool(loaders, settings.loader_threads or count_cores())
     batches = [ItemBatches(loader, pool, torch.device("cpu")) for loader in loaders]
@@ -171,18 +171,23 @@ def to_arrays(leaves: Leaves) -> dict[str, NDArray[Any]]:
     return found
 
 
-def kind_of_targets(targets: Leaves, classes: Sequence[str]) -> str:
-    """Return what a target is: CLASSES, LABELS, NUMBERS, TOKENS, or OTHERS for several leaves, texts or objects.
+def kind_of_targets(targets: Leaves, classes: Sequence[str], *, of_pictures: bool = False) -> str:
+    """Return what a target is: CLASSES, LABELS, MASKS, NUMBERS, TOKENS, or OTHERS for several leaves, texts or objects.
 
     ``targets`` are the leaf of all samples, or of some. Floats [n, k] are LABELS if all are 0, 1 or NaN, and there is a
     class for each, or none has a name.
     """
     if not isinstance(targets, (np.ndarray, Ragged)) or targets.dtype.kind not in "biuf":
         return OTHERS
-    if isinstance(targets, Ragged) or (targets.ndim > 1 and targets.dtype.kind in "iu"):
-        return NUMBERS if targets.dtype.kind == "f" else TOKENS
-    if targets.dtype.kind in "iu":
-        return CLASSES
+    whole = targets.dtype.kind in "iu"
+    if isinstance(targets, Ragged):
+        return TOKENS if whole else NUMBERS
+    if targets.ndim == 1:
+        return CLASSES if whole else NUMBERS
+    if of_pictures and targets.ndim > 2:
+        return MASKS
+    if whole and not of_pictures:  # of pictures, whole numbers in a row are labels
+        return TOKENS
     labels = targets.ndim == 2 and np.isin(np.nan_to_num(targets), (0, 1)).all()
     return LABELS if labels and len(classes) in (0, targets.shape[1]) else NUMBERS
 
@@ -292,12 +297,14 @@ def digest_samples(samples: int, leaves: Sequence[Values]) -> NDArray[np.int64]:
 
 
 def count_targets(values: Values, kind: str) -> Counter[str]:
-    """Return how many samples count for each class, label, or range of numbers or tokens, as ``kind`` says.
+    """Return how many samples count for each class, label, class of pixels, or range of numbers or tokens, by ``kind``.
 
     Of several numbers the first counts; a text counts for each range that its tokens are in.
     """
     if kind == CLASSES:
         return Counter(map(str, np.array(values).tolist()))
+    if kind == MASKS:
+        return Counter(str(label) for mask in values for label in np.setdiff1d(mask, [IGNORED]).tolist())
     if kind == LABELS:
         ones = (np.stack([*values]) == 1).sum(0)
         return Counter({str(label): number for label, number in enumerate(ones.tolist()) if number})

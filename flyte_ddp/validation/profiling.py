@@ -26,7 +26,7 @@ from flyte_ddp.machine import count_cores
 from flyte_ddp.order.sampling import Indices
 from flyte_ddp.settings import Settings
 from flyte_ddp.shards.index import ShardIndex
-from flyte_ddp.validation.leaf_profile import Found, measure_plain_set
+from flyte_ddp.validation.leaf_profile import Found, kind_of_targets, measure_plain_set
 from flyte_ddp.validation.profile import CLASSES, LABELS, MASKS, NUMBERS, OTHERS, TOKENS, DataProfile, SplitProfile
 from flyte_ddp.validation.ranges import describe_range
 
@@ -64,7 +64,7 @@ def compute_profile(folder: Path, settings: Settings | None = None) -> DataProfi
     if isinstance(data, PlainSet):
         training, test = measure_plain_set(data, profile, settings)
     else:
-        profile.targets = target_kind(data)
+        profile.targets = kind_of_image_targets(data)
         training, test = [add_split_to_profile(data, split, profile, settings) for split in SPLITS]
     numbers, labels, digests = (np.concatenate(pair) for pair in zip(training, test, strict=True))
     in_test = np.arange(len(numbers)) >= len(training[0])
@@ -148,7 +148,7 @@ def measure_samples(
     if isinstance(data, ImageArrays):
         tests, training = (data.test_images, data.test_labels), (data.train_images, data.train_labels)
         pixels, labels = tests if split == "test" else training
-        mode, kind = MODES.get(pixels.shape[3], f"{pixels.shape[3]} channels"), target_kind(data)
+        mode, kind = MODES.get(pixels.shape[3], f"{pixels.shape[3]} channels"), kind_of_image_targets(data)
         for number in numbers.tolist():
             label, counted = describe_target(labels[number], kind)
             facts = measure_pixels(f"{split} sample {number}", label, mode, pixels[number])
@@ -169,14 +169,11 @@ def measure_samples(
         yield from map_samples(source, numbers, settings.loader_threads or count_cores(), decode_and_measure, AHEAD)
 
 
-def target_kind(data: PreparedSet) -> str:
-    """Return what a sample's target is: CLASSES, LABELS, MASKS or NUMBERS."""
-    if not isinstance(data, ImageArrays) or (data.train_labels.ndim == 1 and data.train_labels.dtype.kind != "f"):
+def kind_of_image_targets(data: PreparedSet) -> str:
+    """Return what a target of images in arrays or encoded images is: CLASSES, LABELS, MASKS or NUMBERS."""
+    if not isinstance(data, ImageArrays):
         return CLASSES
-    if data.train_labels.ndim == 3:
-        return MASKS
-    labels = data.train_labels.ndim == 2 and np.isin(np.nan_to_num(data.train_labels), (0, 1)).all()
-    return LABELS if labels else NUMBERS
+    return kind_of_targets(data.train_labels, data.classes, of_pictures=True)
 
 
 def describe_target(target: NDArray[Any], kind: str) -> tuple[int, tuple[str, ...]]:

@@ -101,6 +101,7 @@ BAD: dict[str, tuple[Values, tuple[str, ...]]] = {
     "options that are no JSON": ({"options": "{width: 3}"}, ("options='{width: 3}'", "is not JSON", "column 2")),
     "options that are a list": ({"options": "[1]"}, ("options='[1]'", "JSON object of objects by hyperparameter")),
     "option without a name": ({"options": '{"model": 3}'}, ("JSON object of objects by hyperparameter",)),
+    "options without a name": ({"options": {"model": "x"}}, ("JSON object of objects by hyperparameter",)),
     "options of a misspelt field": ({"options": '{"modell": {}}'}, ("options of 'modell'", "did you mean 'model'")),
     "unknown keep": ({"keep": "first"}, ("keep 'first'", "best, ema, last")),
     "unknown strategy": ({"strategy": "ring"}, ("strategy 'ring'", "auto, ddp, hooks, shared_memory")),
@@ -167,6 +168,10 @@ GOOD: dict[str, tuple[Values, Values]] = {  # given, and as it must arrive
         },
     )
     * 2,
+    "options as an object": (
+        {"objective": "losses:Focal", "options": {"objective": {"kind": "hard"}, "model": {"bias": True}}},
+        {"objective": "losses:Focal", "options": '{"model": {"bias": true}, "objective": {"kind": "hard"}}'},
+    ),
     "bool": ({"nesterov": False, "compile": True, "deterministic": True},) * 2,
     **{path.stem: (json.loads(path.read_text()),) * 2 for path in PRESETS},
     **{

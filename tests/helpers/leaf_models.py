@@ -147,7 +147,7 @@ def save_untrained(
     """Return a model with new weights and the paths of its model.pt and model.json."""
     torch.manual_seed(0)
     module = model().eval()
-    split, facts = open_plain_test_split(data, collate, 0, torch.device("cpu"), 0)
+    split, spec, _ = open_plain_test_split(data, collate, 0, torch.device("cpu"), 0)
     split.source.close()
     sidecar = {
         "model": f"leaf_models:{model.__name__}",
@@ -155,7 +155,7 @@ def save_untrained(
         "classes": list(data.classes),
         "outputs": 3,
         "target_shape": [] if data.classes else [1],
-        "input": describe_model_input(facts.inputs, ""),
+        "input": describe_model_input(spec, ""),
         "hyperparameters": {"collate": collate},
     }
     return module, save_model(folder, module.state_dict(), sidecar)

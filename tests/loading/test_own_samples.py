@@ -15,7 +15,10 @@ from cli import HELPERS, ROOT
 from flyte_ddp.errors import UserError
 from flyte_ddp.loading import seeding
 from flyte_ddp.loading.arrays import open_array_source
-from flyte_ddp.loading.own_samples import ArraySamples, OwnCodeError, OwnFunction
+from flyte_ddp.loading.own_images import ItemImages
+from flyte_ddp.loading.own_items import ArrayItems
+from flyte_ddp.loading.own_samples import OwnCodeError, OwnFunction
+from flyte_ddp.loading.split import TargetKind
 from flyte_ddp.loading.worker_sources import WorkerImages
 from flyte_ddp.loading.workers import LoaderPool, pickle_with_mapped_files
 from flyte_ddp.order.sampling import take_slice
@@ -45,15 +48,23 @@ def arrays(samples: int = 40, channels: int = 1) -> tuple[np.ndarray, np.ndarray
     return random.integers(0, 256, (samples, 8, 8, channels), dtype=np.uint8), np.arange(samples) % 10
 
 
-def loader_of(name: str, targets: np.ndarray | None = None, **sizes: Any) -> ArraySamples:
+def array_images(
+    images: np.ndarray, targets: np.ndarray, own: OwnFunction, *, seed: int, classes: int, image_size: int
+) -> ItemImages:
+    kind = TargetKind(targets.dtype, targets.shape[1:], classes)
+    items, size = ArrayItems(images, targets), images.shape[1:]
+    return ItemImages(items, "mine", size=size, targets=kind, seed=seed, augment=own, image_size=image_size)
+
+
+def loader_of(name: str, targets: np.ndarray | None = None, **sizes: Any) -> ItemImages:
     images, classes = arrays()
     own = OwnFunction("augment", f"own_loading:{name}")
-    return ArraySamples(
+    return array_images(
         images, classes if targets is None else targets, own, **{"seed": 5, "classes": 10, "image_size": 0, **sizes}
     )
 
 
-def two_epochs(loader: ArraySamples, pool: LoaderPool | None, ranks: int) -> torch.Tensor:
+def two_epochs(loader: ItemImages, pool: LoaderPool | None, ranks: int) -> torch.Tensor:
     """Return the images of two epochs in batches of 16, each of which the ranks share."""
     source, order, found = WorkerImages(loader, pool, CPU), np.random.default_rng(1).permutation(40), []
     for epoch in range(2):
@@ -145,7 +156,7 @@ def test_arrays_may_become_images_of_the_models_size() -> None:
     own = OwnFunction("augment", "own_loading:torchvision_pipeline")  # to 8 x 8
     large = np.random.default_rng(0).integers(0, 256, (4, 12, 12, 3), dtype=np.uint8)
     for size in (8, 0):
-        source = WorkerImages(ArraySamples(large, np.arange(4), own, seed=1, classes=4, image_size=size), None, CPU)
+        source = WorkerImages(array_images(large, np.arange(4), own, seed=1, classes=4, image_size=size), None, CPU)
         if size:
             assert source.load_batch(np.arange(4), 0).inputs.shape == (4, 8, 8, 3)
         else:
@@ -188,10 +199,10 @@ def test_arrays_in_files_are_sent_by_their_names(tmp_path: Path) -> None:
     images, classes = arrays(4000)
     np.save(tmp_path / "images.npy", images)
     mapped = np.load(tmp_path / "images.npy", mmap_mode="r")
-    loader = ArraySamples(mapped, classes, OwnFunction("augment", "a:b"), seed=1, classes=10, image_size=0)
+    loader = array_images(mapped, classes, OwnFunction("augment", "a:b"), seed=1, classes=10, image_size=0)
     content = pickle_with_mapped_files(loader)
     assert len(content) < len(pickle.dumps(classes)) + 2000
-    assert np.array_equal(pickle.loads(content).images, images)
+    assert np.array_equal(pickle.loads(content).items.inputs, images)
     assert np.array_equal(pickle.loads(pickle_with_mapped_files(mapped[5:9])), images[5:9])
 
 
@@ -210,7 +221,7 @@ def test_the_document_s_pipelines(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
     def augmented(name: str, targets: np.ndarray, size: int = 0) -> tuple[np.ndarray, np.ndarray]:
         own = OwnFunction("augment", f"augmentations:{name}")
-        loader = ArraySamples(colours, targets, own, seed=1, classes=2, image_size=size)
+        loader = array_images(colours, targets, own, seed=1, classes=2, image_size=size)
         found, again = (WorkerImages(loader, None, CPU).load_batch(np.arange(40), 0) for _ in range(2))
         assert torch.equal(found.inputs, again.inputs)
         return found.inputs.numpy(), found.targets.numpy()

@@ -1,0 +1,209 @@
+"""Pictures that the user's own code reads on demand: batches, trainings, and what is made of their models."""
+
+import csv
+import importlib
+import io
+import sys
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import picture_sets
+import pytest
+import torch
+from cli import ROOT
+from encoded_runs import losses, quiet, weights
+from export_checks import check_without_torch
+from picture_sets import SIDE
+from s3_server import s3_server
+from surroundings import set_variables
+from tars import shard_bytes
+from training_runs import train_in
+
+from flyte_ddp import arrays
+from flyte_ddp.config import Hyperparameters
+from flyte_ddp.datasets import fetch, open_prepared
+from flyte_ddp.errors import RankError, UserError
+from flyte_ddp.export.exporting import TorchLogits, export_model
+from flyte_ddp.hardware import detect_hardware
+from flyte_ddp.json_lines import read_records
+from flyte_ddp.loading.opening import open_splits
+from flyte_ddp.predict.predict import write_prediction_table
+from flyte_ddp.predict.prediction_batches import SavedModel
+from flyte_ddp.release.evaluation import compute_outputs_of_split, evaluate_split
+from flyte_ddp.shards.scanning import create_index
+from flyte_ddp.validation.profiling import compute_profile
+
+pytestmark = pytest.mark.usefixtures("user_models")
+
+HP = Hyperparameters(
+    dataset="picture_sets:on_demand_classes", model="picture_sets:Model", epochs=2, batch_size=8, num_ranks=1,
+    precision="fp64", log_interval=1, learning_rate=0.05, schedule="constant", validation_fraction=0.2,
+)  # fmt: skip
+OBJECTIVES = {"classes": "classification", "labels": "multilabel", "masks": "segmentation"}
+
+
+def import_printed(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """Write a module that the document prints into the folder, which becomes the working directory; import it."""
+    printed = (ROOT / "docs/own-code.md").read_text().partition(f"# {name}.py")[2]
+    (folder / f"{name}.py").write_text(printed.partition("\n")[2].partition("```")[0].replace("/tmp", str(folder)))
+    monkeypatch.chdir(folder)
+    monkeypatch.syspath_prepend(str(folder))
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    return importlib.import_module(name)
+
+
+def prepare(name: str, folder: Path, source: str = "") -> Path:
+    return fetch(f"picture_sets:{name}", source, folder / name, progress="off")
+
+
+def load_all(name: str, hp: Hyperparameters, folder: Path) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return the batches of two epochs, of the validation and of the test split."""
+    data = open_prepared(prepare(name, folder))
+    splits = open_splits(data, hp, detect_hardware(hp), torch.device("cpu"), quiet(folder, loader_threads=2))
+    with closing(splits):
+        training = [
+            splits.training.load_batch(samples, epoch)
+            for epoch in range(2)
+            for samples in splits.training.order.batches(epoch, 8)
+        ]
+        others = [
+            batch for split in (splits.validation, splits.test) for _, batch in split.load_evaluation_batches(5, 0, 1)
+        ]
+        return [(batch.inputs, batch.targets) for batch in training + others]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "augment"), [("classes", "crop_flip"), ("labels", "none"), ("masks", "crop")])
+def test_batches_are_those_of_the_same_pictures_in_arrays(kind: str, augment: str, tmp_path: Path) -> None:
+    hp = replace(HP, augment=augment, objective=OBJECTIVES[kind])
+    read = load_all(f"on_demand_{kind}", hp, tmp_path)
+    stored = load_all(f"in_arrays_{kind}", hp, tmp_path)
+    assert len(read) == len(stored) == 2 * 3 + 2 + 3
+    for (images, targets), (expected, their_targets) in zip(read, stored, strict=True):
+        assert images.dtype == torch.uint8
+        assert torch.equal(images, expected)
+        assert targets.dtype == their_targets.dtype
+        assert torch.equal(targets.nan_to_num(-1.0), their_targets.nan_to_num(-1.0))
+
+
+@pytest.mark.slow
+def test_photos_with_several_labels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The document's, trained on one and two ranks alike by a model of torchvision's, predicted and exported."""
+    photos, source = import_printed("photos", tmp_path, monkeypatch), tmp_path / "files"
+    source.mkdir()
+    picture_sets.write_photos(source)
+    hp = replace(
+        HP, dataset="photos:photos", data_source=str(source), objective="multilabel", image_size=32,
+        model="mobilenet_v3_small", augment="crop_flip", learning_rate=0.01,
+    )  # fmt: skip
+    data = fetch(hp.dataset, str(source), tmp_path / "data", progress="off")
+    one, two = (train_in(tmp_path / str(ranks), replace(hp, num_ranks=ranks), data) for ranks in (1, 2))
+    assert losses(one) == pytest.approx(losses(two), abs=1e-9)
+    for name, value in weights(one).items():
+        torch.testing.assert_close(value, weights(two)[name], rtol=0, atol=1e-9)
+
+    table = write_prediction_table(
+        one.model, one.sidecar, images=None, dataset=data, output=tmp_path / "table.csv", settings=quiet(tmp_path)
+    )
+    rows = [*csv.DictReader(table.read_text().splitlines())]
+    assert [row["id"] for row in rows] == [*map(str, range(20))]
+    tests = photos.Photos(source, "test")
+    truths = np.stack([tests[number][1] for number in range(20)])
+
+    model, split = SavedModel(one.model, one.sidecar, quiet(tmp_path)), open_prepared(data)
+    evaluated = evaluate_split(model, split)
+    assert np.array_equal(evaluated.columns["truth"], truths)
+    recorded = [record for record in read_records(one.metrics) if record["kind"] == "evaluation"][-1]
+    assert evaluated.measures["f1"] == pytest.approx(recorded["test_f1"], abs=1e-3), recorded
+
+    exports = tmp_path / "exports"
+    exports.mkdir()
+    outputs = np.stack([*compute_outputs_of_split(model, split)])
+    logits = TorchLogits([*outputs], len(outputs), float(np.ptp(outputs)))
+    assert export_model((one.model, one.sidecar), split, logits, exports, settings=quiet(tmp_path)).passed
+    assert check_without_torch(exports).returncode == 0
+
+    profile = compute_profile(data, quiet(tmp_path, loader_threads=2))
+    assert profile.targets == "labels"
+    assert profile.test.labels == {str(place): int(total) for place, total in enumerate(truths.sum(0))}
+    assert profile.training.leaves["types of inputs"] == {"uint8 [? x 224 x 3]": 40}
+
+
+@pytest.mark.slow
+def test_the_network_gets_normalised_pictures(tmp_path: Path) -> None:
+    """Logits of the saved model, given each test picture by Pillow, NumPy and ImageNet's mean and deviation."""
+    data = prepare("on_demand_classes", tmp_path)
+    result = train_in(tmp_path / "run", HP, data)
+    table = write_prediction_table(
+        result.model, result.sidecar, images=None, dataset=data, output=tmp_path / "table.csv", settings=quiet(tmp_path)
+    )
+    model = picture_sets.Model(3, (3, SIDE, SIDE + 2))
+    model.load_state_dict(weights(result))
+    pixels = np.stack([picture_sets.draw_pixels(number) for number in range(30, 41)]) / 255
+    normal = (pixels - [0.485, 0.456, 0.406]) / [0.229, 0.224, 0.225]
+    logits = model.float()(torch.tensor(normal.transpose(0, 3, 1, 2), dtype=torch.float32))
+    rows = [*csv.DictReader(table.read_text().splitlines())]
+    assert [row["prediction"] for row in rows] == ["abc"[label] for label in logits.argmax(1)]
+    assert [row["truth"] for row in rows] == ["abc"[number % 3] for number in range(30, 41)]
+
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "another_size": (
+        {},
+        r"dataset='.*:another_size': train returned \[15, 18, 3\] as the image of sample \d+: must be",
+    ),
+    "another_mode": ({}, r"train returned \[16, 18, 1\] as the image of sample \d+: must be \[16, 18, 3\]"),
+    "floats": ({}, r"train sample \d+: its image is float64 \[16, 18, 3\]; must be a PIL image or uint8: leave out"),
+    "another_class": ({}, r"train returned 3 as the target of sample \d+: must be 0..2 with 3 classes"),
+    "no_number": ({}, r"train sample \d+: its label is a str; must be a number or numbers"),
+    "labels_for_a_class": ({}, r"train returned int64 \[2\] as the target of sample \d+: must be int64 \[\]"),
+    "on_demand_classes": ({"collate": "padded"}, "collate='padded': dataset=.* has images, which have one size"),
+    "on_demand_labels": ({}, r"must be a class number for each sample; choose another objective"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_pictures_and_settings_are_told(name: str, tmp_path: Path) -> None:
+    changes, words = WRONG[name]
+    with pytest.raises((UserError, RankError), match=words):
+        train_in(tmp_path / "run", replace(HP, **changes, seed=1), prepare(name, tmp_path))
+
+
+def npy(values: Any) -> bytes:
+    content = io.BytesIO()
+    np.save(content, values)
+    return content.getvalue()
+
+
+@pytest.mark.slow
+def test_signals_in_shards_of_s3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The document's samples that are no images, on two ranks, beside the same ones in arrays on one."""
+    signals = import_printed("signals", tmp_path, monkeypatch)
+    values, labels = np.random.default_rng(0).normal(size=(40, 6)), np.arange(40) % 2
+    samples = {f"{number}": {".npy": npy(values[number]), ".cls": b"%d" % labels[number]} for number in range(40)}
+    rows = [*samples.items()]
+    bucket = tmp_path / "served/bucket"
+    bucket.mkdir(parents=True)
+    for name, parts in (("train", (rows[:12], rows[12:30])), ("test", (rows[30:],))):
+        paths = [bucket / f"{name}-{number}.tar" for number in range(len(parts))]
+        for path, part in zip(paths, parts, strict=True):
+            path.write_bytes(shard_bytes(dict(part)))
+        create_index([*map(str, paths)], bucket / f"{name}.json", progress="off")
+    (tmp_path / "in_memory.py").write_text("data = None\n")
+    stored = importlib.import_module("in_memory")
+    stored.data = lambda _: arrays((values[:30], labels[:30]), (values[30:], labels[30:]), classes=["quiet", "loud"])
+    hp = replace(HP, model="picture_sets:Linear")
+    with s3_server(tmp_path / "served") as server:
+        set_variables(server.aws_environment(), monkeypatch)
+        read = replace(hp, dataset="signals:signals", data_source="s3://bucket", num_ranks=2)
+        ours = train_in(tmp_path / "two", read, fetch(read.dataset, read.data_source, tmp_path / "1", progress="off"))
+    hp = replace(hp, dataset="in_memory:data")
+    expected = train_in(tmp_path / "one", hp, fetch(hp.dataset, "", tmp_path / "2", progress="off"))
+    assert losses(ours) == pytest.approx(losses(expected), abs=1e-9)
+    assert [*(tmp_path / "signals").glob("**/*.tar")], "the printed folder of the cache"
+    assert signals.signals
