@@ -1,6 +1,7 @@
 """One or several numbers for each sample: squared, absolute or Huber's loss; RMSE, MAE, R2."""
 
 from collections.abc import Callable, Mapping
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -73,7 +74,7 @@ class Regression(Objective):
             expected = (len(targets), 1)
         require_outputs(model, outputs, expected, "(samples, numbers)", "size its last layer by num_classes")
 
-    @property
+    @cached_property
     def has_weights(self) -> bool:
         """Whether a number may be unknown; also where a subclass has weights or losses of its own."""
         return not self.facts.no_nan_targets or overrides(self, Regression, "weights", "losses")

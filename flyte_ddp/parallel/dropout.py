@@ -44,6 +44,7 @@ def make_dropout_rank_independent(model: nn.Module, this_pass: TrainingPass) -> 
         function = getattr(getattr(module, "forward", None), "__func__", None)
         if function in replaced and getattr(module, "mode", "row") == "row":
             module.forward = MethodType(forward, module)
+            this_pass.has_dropout = True
 
 
 def drop_values(layer: nn.Module, values: Tensor, states: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flyte_ddp.device_copy import copy_to_device
 from flyte_ddp.errors import UserError
-from flyte_ddp.order.augmentation import sample_bits
+from flyte_ddp.order.augmentation import bits_of_one_sample, sample_bits
 from flyte_ddp.order.sampling import Indices
 
 # SplitMix64's increment and its two factors, as the int64 with the same bits.
@@ -23,8 +23,10 @@ class TrainingPass:
 
     def __init__(self, *, may_draw: bool = True) -> None:
         """Begin with no samples. If the model never draws random numbers (``may_draw`` False), nothing is seeded."""
-        self.may_draw = may_draw  # seeding takes tens of microseconds a pass
+        self.may_draw = may_draw  # seeding takes ten microseconds a pass
+        self.has_dropout = False  # whether layers call begin_call, so that they need keys
         self.keys = torch.zeros(0, dtype=torch.int64)
+        self.device = self.keys.device
         self.has_samples = True
         self.model_draws = False
         self.number_of_calls = torch.zeros((), dtype=torch.int64)  # of dropout layers in this pass
@@ -45,16 +47,19 @@ class TrainingPass:
         self.has_samples = has_samples
         if not self.may_draw:
             return
-        # Not augmentation's seed: dropout would be correlated with the augmentation of the same sample.
-        bits = sample_bits(seed + 2**32, epoch, samples)
-        self.keys = copy_to_device(torch.from_numpy(bits.view(np.int64)), device)
-        self.number_of_calls = torch.zeros((), dtype=torch.int64)
-        self.calls = {}
+        seed += 2**32  # not augmentation's: dropout would be correlated with the augmentation of the same sample
+        self.device = device
+        if self.has_dropout:
+            bits = sample_bits(seed, epoch, samples)
+            self.keys = copy_to_device(torch.from_numpy(bits.view(np.int64)), device)
+            self.number_of_calls = torch.zeros((), dtype=torch.int64)
+            self.calls = {}
         self.forward_done = False
+        first = bits_of_one_sample(seed, epoch, int(samples[0]))
         for generators in (self.generators, self.reference):
-            generators.seed_each(int(bits[0]))
+            generators.seed_each(first)
         if device.type == "cuda":
-            torch.cuda.manual_seed(int(bits[0]))
+            torch.cuda.manual_seed(first)
 
     def finish_forward(self) -> None:
         """Record that the forward pass is done: a compiled block that is run again now is refused."""
@@ -68,8 +73,7 @@ class TrainingPass:
         """
         if not self.may_draw or self.model_draws:
             return
-        device = self.keys.device
-        on_gpu = device.type == "cuda" and torch.cuda.default_generators[device.index].get_offset() > 0
+        on_gpu = self.device.type == "cuda" and torch.cuda.default_generators[self.device.index].get_offset() > 0
         self.model_draws = on_gpu or self.generators.draw_from_each() != self.reference.draw_from_each()
 
     def begin_call(self) -> Tensor:

@@ -22,7 +22,7 @@ ONE_CYCLE_RISE = 0.25  # share of the run during which one_cycle rises
 PHOTO_CLIP_NORM = 1.0
 NORMALISATION = (_NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)  # the first: BatchNorm and InstanceNorm
 STEPS_CHECKED = 1000  # of an own schedule, before the first step
-DECORATED_METHODS = ("add_param_group", "zero_grad", "state_dict", "load_state_dict", "step")
+DECORATED_METHODS = ("add_param_group", "state_dict", "load_state_dict", "step")
 
 # Maps the share of the run that is done, 0 to 1, to a factor of the learning rate.
 SCHEDULES: dict[str, Callable[[float], float]] = {
@@ -97,11 +97,19 @@ def parameters_without_decay(model: nn.Module) -> set[nn.Parameter]:
 def strip_compiler_decorators(optimizer_class: type[Kind]) -> type[Kind]:
     """Return a subclass of torch's optimiser whose methods do not import torch's compiler: the import takes a second.
 
-    Removes the decorators of DECORATED_METHODS; ``step`` gets ``torch.no_grad`` again.
+    Removes the decorators of DECORATED_METHODS; ``step`` gets ``torch.no_grad`` again. ``zero_grad`` is a loop alone.
     """
     methods = {name: inspect.unwrap(getattr(optimizer_class, name)) for name in DECORATED_METHODS}
     methods["step"] = torch.no_grad()(methods["step"])
+    methods["zero_grad"] = remove_gradients
     return cast("type[Kind]", type(optimizer_class.__name__, (optimizer_class,), methods))
+
+
+def remove_gradients(optimizer: torch.optim.Optimizer, set_to_none: bool = True) -> None:  # noqa: ARG001
+    """Set the gradient of each parameter of an optimiser to None."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = None
 
 
 def gradient_clip_norm(hp: Hyperparameters) -> float:

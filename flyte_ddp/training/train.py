@@ -156,8 +156,11 @@ def compute_gradients(state: TrainingState, batch: sampling.Indices) -> StepSums
             # Times the number of ranks, because gradients are averaged over ranks. Divided by the weight of the global
             # batch, without weights its real size, so that a smaller last batch is exact, too. A factor of the gradient
             # costs less than one of the loss, whose arithmetic autograd would record.
-            factor = (torch.ones_like(loss) / divisor).to(loss.dtype) * world_size()
-            loss.backward(factor)  # type: ignore[no-untyped-call]
+            if isinstance(divisor, int):
+                factor = torch.full_like(loss, 1 / divisor)
+            else:
+                factor = (torch.ones_like(loss) / divisor).to(loss.dtype)
+            loss.backward(factor * world_size())  # type: ignore[no-untyped-call]
             state.this_pass.finish_pass()
         loss_sum += loss.detach()
     with state.clock("communication"):

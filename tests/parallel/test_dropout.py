@@ -13,6 +13,7 @@ from torchvision.ops import StochasticDepth
 
 from flyte_ddp.errors import UserError
 from flyte_ddp.parallel import dropout
+from flyte_ddp.order.augmentation import bits_of_one_sample, sample_bits
 from flyte_ddp.parallel.dropout import draw_mask, make_dropout_rank_independent
 from flyte_ddp.parallel.training_pass import GOLDEN, TrainingPass, mix_bits
 
@@ -301,3 +302,11 @@ def test_a_compiled_block_in_a_checkpoint_is_refused(use_reentrant: bool) -> Non
     this_pass.finish_forward()
     with pytest.raises(UserError, match="in compiled code that the backward pass runs again"):
         loss.backward()
+
+
+def test_bits_of_one_sample_are_those_of_many() -> None:
+    samples = np.array([0, 1, 7, 2**31 - 1, 2**40])
+    for seed, epoch in ((0, 0), (3, 5), (2**32 + 2**31, 99_999)):
+        assert sample_bits(seed, epoch, samples).tolist() == [
+            bits_of_one_sample(seed, epoch, sample) for sample in samples.tolist()
+        ]
