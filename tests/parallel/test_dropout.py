@@ -12,8 +12,8 @@ from torch.utils.checkpoint import checkpoint
 from torchvision.ops import StochasticDepth
 
 from flyte_ddp.errors import UserError
-from flyte_ddp.parallel import dropout
 from flyte_ddp.order.augmentation import bits_of_one_sample, sample_bits
+from flyte_ddp.parallel import dropout
 from flyte_ddp.parallel.dropout import draw_mask, make_dropout_rank_independent
 from flyte_ddp.parallel.training_pass import GOLDEN, TrainingPass, mix_bits
 

@@ -199,5 +199,7 @@ def test_the_host_does_not_wait_for_the_device_to_copy_a_batch(monkeypatch: pyte
         for source in (ArrayImages(images, labels, augment="crop_flip"), stream):
             batch = source.load_batch(samples, 0)
             assert (batch.inputs.device, batch.targets.device) == (META, META)
-        TrainingPass().begin_pass(0, 0, samples, META)
+        this_pass = TrainingPass()
+        this_pass.has_dropout = True
+        this_pass.begin_pass(0, 0, samples, META)
     assert copies.found == [(True, True)] * 6  # rows; places of two axes; images and targets; keys

@@ -115,6 +115,7 @@ def test_the_host_prepares_a_batch_while_the_device_is_busy() -> None:
         augment="crop_flip",
     )
     samples, this_pass = np.arange(100), TrainingPass()
+    this_pass.has_dropout = True
 
     def prepare() -> float:
         begin = time.monotonic()
