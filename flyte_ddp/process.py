@@ -21,6 +21,7 @@ from typing import Any
 
 # linux/prctl.h
 PR_SET_PDEATHSIG, PR_SET_NAME, PR_SET_CHILD_SUBREAPER, PR_GET_CHILD_SUBREAPER = 1, 15, 36, 37
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_MMAP_MAX = -1, -3, -4  # from glibc's malloc.h
 SIGNALS = (signal.SIGTERM, signal.SIGINT)  # that ask a run to stop
 KILL_SECONDS = 5.0  # how long to wait for killed processes; one that is blocked in the kernel stays
 POLL_SECONDS = 0.005
@@ -30,6 +31,13 @@ def prctl(option: int, argument: Any) -> None:
     """Call Linux's prctl without checking its result; do nothing on other systems."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(option, argument)
+
+
+def set_malloc_option(option: int, value: int) -> None:
+    """Call glibc's mallopt for this process; do nothing with another C library."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    if mallopt is not None:
+        mallopt(option, value)
 
 
 def die_with_parent(number: signal.Signals = signal.SIGKILL) -> None:

@@ -23,10 +23,17 @@ from flyte_ddp.errors import UserError
 from flyte_ddp.loading.batch_memory import Layout, open_memory, write_tree
 from flyte_ddp.loading.own_items import ItemLoader
 from flyte_ddp.loading.own_samples import SampleLoader
-from flyte_ddp.process import die_with_parent, set_process_name
+from flyte_ddp.process import (
+    M_MMAP_THRESHOLD,
+    M_TRIM_THRESHOLD,
+    die_with_parent,
+    set_malloc_option,
+    set_process_name,
+)
 
 NAME = "loader process"
 MOST_CHARACTERS = 20_000  # of a traceback
+KEPT_BLOCK_BYTES, KEPT_BYTES = 2**25, 2**27  # of freed memory; the first is the most that glibc allows
 
 
 class Task(NamedTuple):
@@ -107,9 +114,12 @@ def run_loader_server(pipes: Sequence[Connection], exits: Connection) -> None:
 def run_loader_process(pipe: Connection) -> None:
     """Load the samples of each task that comes by the pipe, after the pickled loaders, and answer, until the rank ends.
 
-    The end of the rank is the end of the pipe. Uses one thread of torch.
+    The end of the rank is the end of the pipe. Uses one thread of torch. Keeps up to 128 MiB of freed memory.
     """
     torch.set_num_threads(1)
+    # What an item frees the next one allocates again, without page faults; large blocks still go back to the kernel.
+    set_malloc_option(M_MMAP_THRESHOLD, KEPT_BLOCK_BYTES)
+    set_malloc_option(M_TRIM_THRESHOLD, KEPT_BYTES)
     loaders: Sequence[Any] | None = None
     memories = dict[str, mmap.mmap]()
     with suppress(EOFError, OSError):  # the rank has ended

@@ -134,13 +134,16 @@ class ItemLoader:
 
     def load_item(self, sample: int, epoch: int | None, name: str) -> tuple[Leaves, Leaves]:
         """Return inputs and targets of a sample; seeds this process's random generators for it."""
-        # Copies: what the user's code changes in place would stay changed in a set that holds its samples in memory.
-        inputs, targets = (map_leaves(copy_leaf, side) for side in self.items.read_item(sample, self.seed, epoch))
-        if self.augment is None or epoch is None:
+        inputs, targets = self.items.read_item(sample, self.seed, epoch)
+        augment = self.augment if epoch is not None else None
+        if augment is not None or self.own_collate is not None:
+            # What the user's code changes in place would stay changed in a set that holds its samples in memory.
+            inputs, targets = (map_leaves(copy_leaf, side) for side in (inputs, targets))
+        if augment is None or epoch is None:
             return inputs, targets
-        self.augment.load()
-        seed_for(self.augment.setting, self.seed, epoch, sample, self.augment.transforms)
-        return self.augment.call_pair(name, inputs, targets)
+        augment.load()
+        seed_for(augment.setting, self.seed, epoch, sample, augment.transforms)
+        return augment.call_pair(name, inputs, targets)
 
 
 def copy_leaf(leaf: Any) -> Any:

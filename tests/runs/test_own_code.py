@@ -28,9 +28,17 @@ def make(source):
     images = np.full((8, 8, 8), {number}, np.uint8)
     return image_arrays(images, [0, 1] * 4, images, [0, 1] * 4, ["a", "b"])
 """
+ROWS = """
+import numpy as np
+from flyte_ddp import arrays
+
+def make(source):
+    side = np.full((8, 3), {number} / 2), [0, 1] * 4
+    return arrays(side, side)
+"""
 BESIDE: dict[str, dict[str, Any]] = {  # what must be set beside a field
     "sample": {"dataset": "image_folder:photos"},
-    "collate": {"dataset": "own_collate:make"},
+    "collate": {"dataset": "own_collate:make", "model": "own_collate:make"},
 }
 
 
@@ -58,7 +66,7 @@ def test_a_change_of_own_code_is_another_run_and_is_sent(
 
     for number in (1, 22):
         monkeypatch.delitem(sys.modules, module, raising=False)
-        Path(f"{module}.py").write_text(TEXT.format(number=number))
+        Path(f"{module}.py").write_text((ROWS if field == "collate" else TEXT).format(number=number))
         data = (
             fetch(hp.dataset, "", tmp_path / f"data-{number}", progress="off")
             if hp.dataset == f"{module}:make"
@@ -81,9 +89,7 @@ def test_own_code_is_named_once_and_in_the_order_of_the_fields() -> None:
 
 def test_a_missing_module_is_named_before_anything_starts(digits: Path, tmp_path: Path) -> None:
     for field in OWN:
-        if field != "dataset":
-            missing = "not_there.at_all:make"
-            beside = BESIDE.get(field, {}) if field != "collate" else {"dataset": missing}
-            hp = Hyperparameters(**{field: missing, **beside})
+        if field not in ("dataset", "collate"):  # digits are images, which have no collate
+            hp = Hyperparameters(**{field: "not_there.at_all:make", **BESIDE.get(field, {})})
             with pytest.raises(UserError, match="no module named 'not_there'"):
                 run_training(hp, digits, tmp_path / "run", QUIET)

@@ -1,10 +1,8 @@
 """A rank as the function of its work sees it, and what every rank does before and after it under any launcher."""
 
-import ctypes
 import faulthandler
 import os
 import random
-import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,11 +20,11 @@ from flyte_ddp.launch.supervise.rank_process import Link, RankInfo, SaveFunction
 from flyte_ddp.parallel import distributed
 from flyte_ddp.parallel.distributed import patch_collective_wait, translate_collective_errors
 from flyte_ddp.parallel.hang_watch import in_collective, watch_collectives
+from flyte_ddp.process import M_MMAP_MAX, M_TRIM_THRESHOLD, set_malloc_option
 from flyte_ddp.runs.work import Work
 
 FINISHED = "flyte-ddp finished"  # in the ranks' common store
 NO_LIMIT = timedelta(days=365)
-M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # options of mallopt, from glibc's malloc.h
 
 
 class Rank:
@@ -164,10 +162,8 @@ def keep_freed_memory(keep: bool = True) -> None:
     Otherwise glibc returns it to the kernel, and each step has page faults, which are slow in virtual machines. Does
     nothing with another C library.
     """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
-    if mallopt is not None:
-        mallopt(M_MMAP_MAX, 0 if keep else 65536)  # number of mappings
-        mallopt(M_TRIM_THRESHOLD, 2**31 - 1 if keep else 128 * 1024)  # bytes
+    set_malloc_option(M_MMAP_MAX, 0 if keep else 65536)  # number of mappings
+    set_malloc_option(M_TRIM_THRESHOLD, 2**31 - 1 if keep else 128 * 1024)  # bytes
 
 
 @contextmanager
