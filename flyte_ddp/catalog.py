@@ -58,6 +58,7 @@ TORCHVISION_MODELS: dict[str, int] = {
     for model in TORCHVISION_CLASSIFIERS
 }
 MODELS: tuple[str, ...] = (*SMALL_MODELS, *TORCHVISION_MODELS)
+MODELS_PAGE = "https://docs.pytorch.org/vision/stable/models.html"  # lists torchvision's
 
 
 def encoded_kind(dataset: str) -> str:

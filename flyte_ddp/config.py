@@ -72,8 +72,9 @@ class Hyperparameters(CheckedFields, called="hyperparameter"):
     )
     bad_samples: int = setting(
         0,
-        "How many images, over all ranks, may be impossible to decode. Each is replaced by the next image of its shard "
-        "that can be decoded. A stream leaves them out, and allows as many for each worker.",
+        "For shards, streams and image folders: how many images, over all ranks, may be impossible to decode. Each is "
+        "replaced by the next image of its shard that can be decoded. A stream leaves them out, and allows as many for "
+        "each worker.",
         at_least=0,
     )
     validation_fraction: float = setting(
@@ -289,7 +290,7 @@ class Hyperparameters(CheckedFields, called="hyperparameter"):
                 "other data sets than shards, streams and image folders have a test set of their own"
             )
         if ":" not in self.model and self.model not in catalog.MODELS:
-            raise unknown_name_error("model", self.model, [*catalog.MODELS, OWN_CODE])
+            raise unknown_name_error("model", self.model, [*catalog.MODELS, OWN_CODE], catalog.MODELS_PAGE)
         if self.objective in catalog.OBJECTIVES:
             refuse_unused_settings(self, catalog.OBJECTIVES[self.objective])
         self.parse_options()
@@ -313,7 +314,10 @@ class Hyperparameters(CheckedFields, called="hyperparameter"):
         except ValueError as error:
             raise UserError(f"options={short_repr(self.options)}: is not JSON ({error})") from None
         if not isinstance(found, dict) or not all(isinstance(each, dict) for each in found.values()):
-            raise UserError(f"options={short_repr(self.options)}: must be a JSON object of objects by hyperparameter")
+            raise UserError(
+                f"options={short_repr(self.options)}: must be a JSON object of objects by hyperparameter, "
+                'such as {"model": {"width": 128}}'
+            )
         for name in found:
             if name not in OPTIONS_OF:
                 raise unknown_name_error("options of", name, OPTIONS_OF)

@@ -128,7 +128,7 @@ def unknown_name_error(
     Of more than 12 choices it lists at most 6, and refers to the document ``page``.
     """
     names = sorted(choices)
-    near = difflib.get_close_matches(name, names, n=6, cutoff=0.5)
+    near = [name.lower()] if name.lower() in names else difflib.get_close_matches(name, names, n=6, cutoff=0.5)
     hint = f"did you mean {near[0]!r}? " if near else ""
     if len(names) > LONGEST_LIST:
         names = [*(near or names[:6]), f"... ({len(names)} in all, listed in {page})"]

@@ -47,13 +47,12 @@ def require_options(
 ) -> None:
     """Raise UserError if a callable does not take these options as keyword arguments, beside the other arguments.
 
-    ``what`` names the callable in the error. Without options checks nothing: the call itself will tell.
+    ``what`` names the callable in the error.
     """
-    if options:
-        try:
-            inspect.signature(function).bind(*positional, **keywords, **options)
-        except TypeError as error:
-            raise UserError(f"options of {what}: {error}; correct the options, or the callable") from None
+    try:
+        inspect.signature(function).bind(*positional, **keywords, **options)
+    except TypeError as error:
+        raise UserError(f"options of {what}: {error}; correct the options, or the callable") from None
 
 
 def select_arguments(function: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[str, Any]:

@@ -177,12 +177,12 @@ def read_map_style_set(set_name: str, samples: Any, progress: Progress) -> tuple
 
 
 def map_style_length(set_name: str, samples: Any) -> int:
-    """Return ``len(samples)``. Raises a UserError if it has no length; ``set_name`` names the data set in the error."""
-    try:
-        return len(samples)
-    except TypeError:
-        kind = type(samples).__name__
-        raise UserError(f"{set_name}: a {kind} has no len(); it must be a map-style data set") from None
+    """Return ``len(samples)``. Raises a UserError, which names ``set_name``, if it has no length or no items."""
+    kind = type(samples).__name__
+    for method, missing in (("__len__", "len()"), ("__getitem__", "[number]")):
+        if not hasattr(samples, method):
+            raise UserError(f"{set_name}: a {kind} has no {missing}; it must be a map-style data set")
+    return len(samples)
 
 
 def convert_sample(where: str, item: Any) -> tuple[Images, Targets]:

@@ -218,7 +218,13 @@ def has_pictures(data: PreparedSet) -> TypeGuard[OnDemandSet]:
 
 
 def refuse_unfit_settings(data: PreparedSet, hp: Hyperparameters) -> None:
-    """Raise a UserError for a model or a setting that takes images if samples are none, for ``collate`` if they are."""
+    """Raise a UserError for a model or a setting that takes images if samples are none, for ``collate`` if they are.
+
+    Also for ``bad_samples`` with a plain set, whose own code reads its samples.
+    """
+    if isinstance(data, PlainSet) and hp.bad_samples:
+        what = f"dataset={data.name!r} reads its samples itself"
+        raise UserError(f"bad_samples={hp.bad_samples}: {what}; leave it 0, and leave out what cannot be read")
     if not isinstance(data, PlainSet) or has_pictures(data):
         if hp.collate != "stacked":
             what = f"dataset={data.name!r} has images, which have one size"

@@ -249,7 +249,12 @@ def name_class_numbers(parts: dict[str, Leaves]) -> tuple[str, ...]:
     targets = [parts[f"{side}_targets"] for side in ("train", "test")]
     if not all(isinstance(each, np.ndarray) and each.ndim == 1 and each.dtype.kind in "iu" for each in targets):
         return ()
-    largest = max(int(each.max()) for each in targets)
+    smallest, largest = (int(find(map(find, targets))) for find in (min, max))
+    if smallest < 0:
+        raise UserError(
+            f"targets: whole numbers are classes, from 0 on, and one is {smallest}; give numbers to predict as floats, "
+            "and classes as 0, 1, 2, ..."
+        )
     if largest >= MOST_CLASSES:
         raise UserError(
             f"targets: the whole number {largest} would be a class, and there may be {MOST_CLASSES:,}; give numbers to "

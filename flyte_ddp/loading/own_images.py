@@ -43,5 +43,8 @@ class ItemImages(SampleLoader):
             loaded = augment_sample(self.augment, loaded, (self.seed, epoch, sample), where)
         if loaded.image.shape not in self.sizes:
             sizes = " or ".join(str(list(size)) for size in self.sizes)
-            raise UserError(f"{own} returned {list(loaded.image.shape)} as the image of {where}: must be {sizes}")
+            raise UserError(
+                f"{own} returned {list(loaded.image.shape)} as the image of {where}: must be {sizes}; give all "
+                "images one size and one mode, such as by resize and convert('RGB')"
+            )
         return Sample(loaded.image, convert_target(own, loaded.target, self.targets, where), "")

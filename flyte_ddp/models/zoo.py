@@ -54,6 +54,8 @@ def build_model(
     """
     if ":" in name:
         own = load_callable(name)
+        if isinstance(own, nn.Module):
+            raise UserError(f"model {name!r} is a model already: name a function that returns a new one, or its class")
         shape = (spec.channels, spec.height, spec.width) if isinstance(spec, InputSpec) else spec.shapes()
         given = select_arguments(own, {"num_classes": num_classes, "input_shape": shape})
         require_options(f"model {name!r}", own, options, **given)
@@ -72,7 +74,7 @@ def build_model(
 def build_torchvision_model(name: str, num_classes: int, spec: InputSpec, options: Mapping[str, Any]) -> nn.Module:
     """Return torchvision's model with new weights; UserError for an unknown name, or options that it does not take."""
     if name not in catalog.TORCHVISION_MODELS:
-        raise unknown_name_error("model", name, catalog.MODELS)
+        raise unknown_name_error("model", name, catalog.MODELS, catalog.MODELS_PAGE)
     from torchvision import models
 
     given: dict[str, Any] = {"weights": None, "num_classes": num_classes}

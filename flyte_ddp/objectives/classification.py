@@ -41,7 +41,8 @@ class Classification(Objective):
         if targets.ndim != 1 or targets.dtype.kind not in "iu":
             raise UserError(
                 f"objective='classification': the targets are {targets.dtype} {list(targets.shape)}; must be a class "
-                "number for each sample; choose another objective"
+                "number for each sample; choose another objective, or convert them (astype(int); a column: "
+                "ravel(); one-hot: argmax(1))"
             )
         wrong = np.flatnonzero((targets < 0) | (targets >= self.outputs))
         if len(wrong):

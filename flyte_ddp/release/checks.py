@@ -90,15 +90,17 @@ def check_above_constant(challenger: Evaluation, alpha: float) -> Check:
         share = float(columns["truth"].long().bincount().max()) / challenger.samples
         p = statistics.binomial_p_value(int(challenger.correct.sum()), challenger.samples, share)
         name = "better than the most frequent class"
-        reason = f"naming the most frequent class is right in {format_percent(share)}, which it hardly beats"
+        right = format_percent(float(challenger.correct.mean()))
+        reason = f"naming the most frequent class is right in {format_percent(share)}, and it in {right}"
     else:
         name, constant = "better than the best constant answer", objective.constant_loss(columns)
         if constant is None:
             reason = "the best constant answer is not known, so that it was not compared with it"
             return Check(name, True, "that is not known", "", reason)
-        weight = columns.get("weight", 1.0)
+        weight = columns.get("weight", columns["loss"].new_ones(challenger.samples))
         p = sign_flip_p_value((constant * weight - columns["loss"]).numpy())
-        reason = f"the best constant answer has a loss of {constant:.4g}, which it hardly beats"
+        loss = (columns["loss"].sum() / weight.sum()).item()
+        reason = f"the best constant answer has a loss of {constant:.4g}, and it has {loss:.4g}"
     return Check(name, p <= alpha, f"p = {p:.3g}", f"p at most {alpha:.3g}", "" if p <= alpha else reason)
 
 

@@ -207,7 +207,7 @@ def index_shards(
         file.write(index_json(index, str(output.parent), tables.name, packed=packed))
     if unfit:
         counted = f"{unfit:,} of {format_count(len(index), 'sample')}"
-        Progress(progress).print_note(f"warning: {counted} cannot be trained on: {reason}")
+        Progress(progress).print_note(f"warning: {counted} cannot be trained on without code of yours: {reason}")
     return index
 
 

@@ -104,6 +104,7 @@ def test_class_names_are_those_of_the_training_set_or_numbers(classes: Any, expe
     ("train", "said"),
     [
         (iter([]), r"training set: a list_iterator has no len\(\)"),
+        ({1, 2}, r"training set: a set has no \[number\]; it must be a map-style data set"),
         ([], "training set: is empty"),
         ([(GREY, 0), (GREY[1:], 0)], "image 1 is 8x11x1 and image 0 is 9x11x1.*one size"),
         ([(Image.new("I", (4, 4)), 0)], "cannot be converted to 8 bits: its pixels are 32-bit or signed"),

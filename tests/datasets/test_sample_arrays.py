@@ -260,7 +260,7 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "a negative class": (
         lambda: arrays(pair(NUMBERS), pair(NUMBERS, CLASSES - 1)),
-        "test_targets: label -1 of sample 0 is not one of the 2 classes",
+        "targets: whole numbers are classes, from 0 on, and one is -1; give numbers to predict as floats",
     ),
     "numbers in place of classes": (
         lambda: arrays(pair(NUMBERS, CLASSES * 10**9), pair(NUMBERS)),

@@ -68,7 +68,7 @@ BAD: dict[str, tuple[Values, tuple[str, ...]]] = {
     "huge float for int": ({"max_steps": 1e300}, ("max_steps=", "at most 9007199254740992")),
     "unknown dataset": ({"dataset": "imagenet"}, ("dataset 'imagenet'", "digits", "fashion_mnist", "package.module")),
     "misspelt dataset": ({"dataset": "fashion-mnist"}, ("'fashion-mnist'", "did you mean 'fashion_mnist'")),
-    "unknown model": ({"model": "my_net"}, ("model 'my_net'", "choose one of", "docs/hyperparameters.md")),
+    "unknown model": ({"model": "my_net"}, ("model 'my_net'", "choose one of", "vision/stable/models.html")),
     "misspelt model": ({"model": "resnet_18"}, ("'resnet_18'", "did you mean 'resnet18'")),
     "unknown optimizer": ({"optimizer": "SGD"}, ("optimizer 'SGD'", "adam, adamw, package.module:callable, sgd")),
     "torch's optimizer": ({"optimizer": "torch.optim:AdamW"}, ("'torch.optim:AdamW'", "write a function of your own")),
@@ -81,6 +81,7 @@ BAD: dict[str, tuple[Values, tuple[str, ...]]] = {
         {"objective": "ranking"},
         ("objective 'ranking'", "classification, language", "callable"),
     ),
+    "capital letter": ({"optimizer": "adamW"}, ("optimizer 'adamW'", "did you mean 'adamw'?")),
     "misspelt objective": ({"objective": "regresion"}, ("'regresion'", "did you mean 'regression'")),
     "smoothing of numbers": (
         {"objective": "regression", "label_smoothing": 0.1},

@@ -162,6 +162,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "no_number": ({}, r"train sample \d+: its label is a str; must be a number or numbers"),
     "labels_for_a_class": ({}, r"train returned int64 \[2\] as the target of sample \d+: must be int64 \[\]"),
     "on_demand_classes": ({"collate": "padded"}, "collate='padded': dataset=.* has images, which have one size"),
+    "on_demand_masks": ({"bad_samples": 1}, "bad_samples=1: dataset=.* reads its samples itself; leave it 0"),
     "on_demand_labels": ({}, r"must be a class number for each sample; choose another objective"),
 }
 

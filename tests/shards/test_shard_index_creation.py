@@ -283,7 +283,7 @@ def test_what_training_refuses_is_said_when_the_index_is_made(samples: Samples, 
     output = tmp_path / "index.json"
     create_index([str(first), str(second)], output, progress="lines")
     [warning] = [line for line in capsys.readouterr().err.splitlines() if "warning" in line]
-    assert f"warning: 1 of {len(GOOD) + 1} samples cannot be trained on: {said}{NAMES}" in warning
+    assert f"warning: 1 of {len(GOOD) + 1} samples cannot be trained on without code of yours: {said}{NAMES}" in warning
     assert [line for line in verify_index(str(output), decode=True, progress="off") if line.startswith(said + NAMES)]
     assert not [line for line in verify_index(str(output), progress="off") if "training" in line]
     # The first sample is looked at again where no other command was asked.

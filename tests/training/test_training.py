@@ -136,6 +136,8 @@ def test_the_report_says_where_the_number_of_ranks_matters(
         (replace(EXPLODING, momentum=0.0, nesterov=False, max_steps=3, keep="best"), "loss is (nan|inf).*step 3"),
         (replace(BASE, model="user_models:twelve_classes"), r"returned \(\d+, 12\).*\(\d+, 10\)"),
         (replace(BASE, model="user_models:not_a_module"), "returned a str: it must return a torch.nn.Module"),
+        (replace(BASE, model="user_models:made"), "is a model already: name a function that returns a new one"),
+        (replace(BASE, model="user_models:needs_width"), "options of model .*: missing a required argument: 'width'"),
     ],
 )
 def test_a_users_mistake_ends_in_one_error_and_no_result(
