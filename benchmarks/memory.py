@@ -19,7 +19,6 @@ from torch import nn
 from benchmarks.measuring import Options, Result, Target, interleaved
 from benchmarks.running import memory_of, pss, run_library, write_data
 from flyte_ddp.datasets import ImageArrays
-from flyte_ddp.datasets.images import total_bytes
 
 BATCH_SIZE = 1024
 SHAPE = (32, 32, 3)
@@ -41,7 +40,7 @@ def measure(options: Options) -> Result:
         "large": write_data(options.folder / "large", synthetic(samples)),
         "tiny": write_data(options.folder / "tiny", synthetic(4 * BATCH_SIZE)),
     }
-    size = total_bytes(synthetic(samples))
+    size = sum(array.nbytes for array in synthetic(samples).list_arrays().values())
     result = Result(
         settings={"samples": samples, "data_mb": round(size / 1e6), "batch_size": BATCH_SIZE, "steps": steps}
     )

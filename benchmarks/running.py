@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from flyte_ddp.datasets import ImageArrays, fetch, open_arrays
-from flyte_ddp.datasets.images import write_arrays
+from flyte_ddp.datasets.prepared_folder import write_prepared_set
 from flyte_ddp.process import list_living_trees
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -192,5 +192,5 @@ def fashion_mnist(folder: Path, samples: int = 0) -> Path:
 def write_data(folder: Path, arrays: ImageArrays) -> Path:
     """Writes a prepared data set by hand."""
     folder.mkdir(parents=True)
-    write_arrays(arrays, folder, {"source": "made for a benchmark"})
+    write_prepared_set(arrays, folder, {"source": "made for a benchmark"})
     return folder

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flyte_ddp.config import Hyperparameters
-from flyte_ddp.datasets.images import read_description
 from flyte_ddp.datasets.prepared import check_prepared_set
+from flyte_ddp.datasets.prepared_folder import read_description
 from flyte_ddp.hardware import Hardware, detect_hardware
 from flyte_ddp.launch import single, spawn
 from flyte_ddp.models import initial_weights

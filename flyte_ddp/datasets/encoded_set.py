@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flyte_ddp.catalog import encoded_kind
-from flyte_ddp.datasets import images
+from flyte_ddp.datasets import prepared_folder
 from flyte_ddp.datasets.identity import digest_lines
 from flyte_ddp.datasets.image_folder import ImageList, list_images
 from flyte_ddp.errors import UserError
@@ -77,27 +77,27 @@ def prepare_encoded_set(dataset: str, test_dataset: str, folder: Path, *, decode
                 refuse_unfit_samples(source)
             parts = [[part.name, part.weight] for part in source.parts]
             content = {"name": source.name, "parts": parts, "shards": source.shards}
-            images.write_json(folder / f"{split}.json", content)
+            prepared_folder.write_json(folder / f"{split}.json", content)
         elif source is not None:
             names = [name.encode("utf-8", "surrogateescape") for name in source.names]
             columns = {column: getattr(source, column) for column in COLUMNS}
             columns["names"] = np.frombuffer(b"".join(names), np.uint8)
             columns["name_ends"] = np.cumsum([*map(len, names)], dtype=np.int64)
             for column, values in columns.items():
-                images.write_array(folder / f"{split}_{column}.npy", values)
+                prepared_folder.write_array(folder / f"{split}_{column}.npy", values)
             left_out[split] = source.left_out
     test_part = "a tenth" if data.test is None else "all"
     description = {
-        **images.FORMAT,
+        **prepared_folder.FORMAT,
         "name": data.name,
         "classes": data.classes,
         "digest": data.digest,
-        images.TEST_DIGEST: digest_lines([data.test_source.digest, test_part, *data.classes]),
+        prepared_folder.TEST_DIGEST: digest_lines([data.test_source.digest, test_part, *data.classes]),
         "left_out": left_out,
         "data_source": "",
         "test_dataset": test_dataset,
     }
-    images.write_json(folder / images.DESCRIPTION, description, indent=1)
+    prepared_folder.write_json(folder / prepared_folder.DESCRIPTION, description, indent=1)
 
 
 def open_encoded_set(folder: Path) -> EncodedSet:
@@ -124,8 +124,8 @@ def open_encoded_set(folder: Path) -> EncodedSet:
         address = dataset.partition(":")[2]
         return ImageList(address, classes, NameList(names, ends), labels, sizes, tags, left_out[split])
 
-    described = images.read_description(folder)
-    with images.translate_damage_to_user_error(folder):
+    described = prepared_folder.read_description(folder)
+    with prepared_folder.translate_damage_to_user_error(folder):
         classes, tests, left_out = tuple(described["classes"]), described["test_dataset"], described["left_out"]
         train = open_split_source(described["name"], "train")
         test = open_split_source(tests, "test") if tests else None

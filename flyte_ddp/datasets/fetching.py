@@ -7,15 +7,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from flyte_ddp.catalog import DATASET_FORMS, encoded_kind
-from flyte_ddp.datasets import sample_arrays
-from flyte_ddp.datasets.custom import CustomData, CustomSet
+from flyte_ddp.datasets.custom import CustomSet
 from flyte_ddp.datasets.encoded_set import prepare_encoded_set, read_encoded_set
 from flyte_ddp.datasets.identity import digest_lines
-from flyte_ddp.datasets.images import FORMAT, read_description, total_bytes, write_arrays
-from flyte_ddp.datasets.on_demand_set import OnDemandSet, write_on_demand
 from flyte_ddp.datasets.prepared import open_prepared
+from flyte_ddp.datasets.prepared_folder import FORMAT, read_description, write_prepared_set
 from flyte_ddp.datasets.published import DATASETS, PublishedSet
-from flyte_ddp.datasets.sample_arrays import SampleArrays, write_sample_arrays
 from flyte_ddp.errors import UserError, unknown_name_error
 from flyte_ddp.files import DISK_FULL
 from flyte_ddp.progress import MODES, Progress, format_size
@@ -99,8 +96,9 @@ def fetch(
                 prepare_encoded_set(dataset, test_dataset, workspace, decoded_by_user=bool(sample))
             else:
                 data, called = definition.load(source, workspace, Progress(progress))
-                needed = f"{dataset} needs {format_size(count_bytes(data))}, "
-                write_data_set(data, workspace, {"source": called, **requested})
+                size = sum(array.nbytes for array in data.list_arrays().values())
+                needed = f"{dataset} needs {format_size(size)}, "
+                write_prepared_set(data, workspace, {"source": called, **requested})
         except OSError as error:
             if error.errno not in DISK_FULL:
                 raise
@@ -119,23 +117,6 @@ def fetch(
                     folder.rename(damaged / folder.name)
                     workspace.rename(folder)
     return folder
-
-
-def count_bytes(data: CustomData) -> int:
-    """Return the disk space in bytes that the prepared folder of a data set needs; 0 if it stays where it is."""
-    if isinstance(data, OnDemandSet):
-        return 0
-    return sample_arrays.count_bytes(data) if isinstance(data, SampleArrays) else total_bytes(data)
-
-
-def write_data_set(data: CustomData, folder: Path, origin: dict[str, str]) -> None:
-    """Write a data set into an existing folder, with the entries of ``origin``. Raises an OSError if that fails."""
-    if isinstance(data, OnDemandSet):
-        write_on_demand(data, folder, origin)
-    elif isinstance(data, SampleArrays):
-        write_sample_arrays(data, folder, origin)
-    else:
-        write_arrays(data, folder, origin)
 
 
 def holds_usable_set(folder: Path, dataset: str, requested: dict[str, str]) -> bool:

@@ -1,10 +1,7 @@
-"""Data sets of arrays of images and labels: check them, write them into a folder, and open the folder memory-mapped."""
+"""Data sets of arrays of images and labels: check the arrays, and open a prepared folder of them."""
 
-import hashlib
-import json
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,22 +10,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flyte_ddp.class_names import normalize_class_names
+from flyte_ddp.datasets.prepared_folder import StoredSet, open_folder, read_array
 from flyte_ddp.errors import UserError
-from flyte_ddp.files import atomic_write
 
 Images = NDArray[np.uint8]
 Targets = NDArray[Any]
 
 ARRAYS = ("train_images", "train_labels", "test_images", "test_labels")
-WEIGHTS = "train_weights.npy"  # file of ``sample_weights``, in the folders of sets that have them
-DESCRIPTION = "dataset.json"
-TEST_DIGEST = "test_digest"  # key in DESCRIPTION of the SHA-256 of the test split alone
-FORMAT = {"format": 2}  # version of prepared folders; raise it when the same source is prepared to other content
 CHUNK_BYTES = 4 << 20  # images are counted in chunks of this size: np.bincount takes eight times their memory
 
 
 @dataclass(frozen=True, eq=False)
-class ImageArrays:
+class ImageArrays(StoredSet):
     """A classification data set as arrays, made by :func:`image_arrays` or opened by :func:`open_arrays`.
 
     Only :func:`open_arrays` sets ``mean``, ``std`` and ``digest``.
@@ -42,8 +35,8 @@ class ImageArrays:
     classes: tuple[str, ...]
     mean: tuple[float, ...] = ()  # of each channel of the training images, scaled to 0..1
     std: tuple[float, ...] = ()
-    digest: str = ""  # SHA-256 (hex) of the four arrays, ``classes`` and ``sample_weights``
-    sample_weights: NDArray[np.float64] | None = None  # [N], with which training may draw the training images
+    digest: str = ""
+    sample_weights: NDArray[np.float64] | None = None
 
     @property
     def train_samples(self) -> int:
@@ -54,6 +47,15 @@ class ImageArrays:
     def test_samples(self) -> int:
         """The number of test images."""
         return len(self.test_images)
+
+    def list_arrays(self) -> dict[str, NDArray[Any]]:
+        """Return the four arrays by name."""
+        return {name: getattr(self, name) for name in ARRAYS}
+
+    def describe_content(self) -> dict[str, Any]:
+        """Return mean and standard deviation of the training images."""
+        mean, std = channel_mean_and_std(self.train_images)
+        return {"mean": mean, "std": std}
 
 
 def image_arrays(
@@ -95,7 +97,7 @@ def image_arrays(
     return ImageArrays(name, images[0], labels[0], images[1], labels[1], names, sample_weights=weights)
 
 
-def to_array(name: str, values: Any) -> NDArray[Any]:
+def require_array(name: str, values: Any) -> NDArray[Any]:
     """Return ``values`` as an array; UserError, with ``name`` in its text, for ragged lists or a tensor on a GPU."""
     try:
         return np.asarray(values)
@@ -109,7 +111,7 @@ def convert_images(name: str, values: Any) -> Images:
     Raises UserError, with ``name`` in its text, for another type than uint8, not 3 or 4 dimensions, a dimension of 0,
     or what looks like [N, C, H, W]: a second dimension of 1 or 3, a last one above 4.
     """
-    images = to_array(name, values)
+    images = require_array(name, values)
     if images.dtype != np.uint8:
         raise UserError(f"{name}: must be uint8 with values 0..255, got {images.dtype}; scale and convert them")
     if images.ndim == 3:
@@ -127,7 +129,7 @@ def convert_targets(name: str, values: Any, images: Images, classes: int) -> Tar
     Whole numbers and truth values [N, d] become float32. Copies only to convert. Raises UserError, with ``name`` in its
     text, for another type or shape, and for class numbers [N] that are not in 0..classes-1.
     """
-    targets, samples = to_array(name, values), len(images)
+    targets, samples = require_array(name, values), len(images)
     if targets.dtype.kind not in "biuf":
         raise UserError(f"{name}: must be numbers, got {targets.dtype}")
     if targets.ndim == 3 and targets.dtype.kind in "iu":
@@ -149,18 +151,23 @@ def convert_targets(name: str, values: Any, images: Images, classes: int) -> Tar
         )
     if not classes:
         raise UserError("classes=(): there must be a name for each class; numbers to predict must be float")
+    require_class_numbers(name, targets, classes)
+    return np.ascontiguousarray(targets, dtype=np.int64)
+
+
+def require_class_numbers(name: str, targets: Targets, classes: int) -> None:
+    """Raise UserError, with ``name`` in its text, for class numbers [N] that are not in 0..classes-1."""
     wrong = np.flatnonzero((targets < 0) | (targets >= classes))
     if len(wrong):
         raise UserError(
             f"{name}: label {targets[wrong[0]]} of sample {wrong[0]} is not one of the {classes} classes: "
             f"must be 0..{classes - 1}"
         )
-    return np.ascontiguousarray(targets, dtype=np.int64)
 
 
 def convert_weights(values: Any, samples: int) -> NDArray[np.float64]:
     """Return ``values`` as weights float64 [samples]; UserError unless all are finite and >= 0, and one is above 0."""
-    weights = to_array("sample_weights", values)
+    weights = require_array("sample_weights", values)
     if weights.dtype.kind not in "fiu":
         raise UserError(f"sample_weights: must be numbers, got {weights.dtype}")
     if weights.shape != (samples,):
@@ -195,95 +202,13 @@ def channel_mean_and_std(images: Images) -> tuple[tuple[float, ...], tuple[float
     return tuple(mean), tuple(std)
 
 
-def arrays_sha256(arrays: ImageArrays, names: Sequence[str] = ()) -> str:
-    """Return the SHA-256 (hex) of the class names, and of type, shape and values of the arrays called ``names``.
-
-    Without ``names`` these are all arrays, with ``sample_weights`` if there are any.
-    """
-    digest = hashlib.sha256(json.dumps(arrays.classes).encode())
-    for name in names or (*ARRAYS, *(("sample_weights",) if arrays.sample_weights is not None else ())):
-        array = getattr(arrays, name)
-        digest.update(f"\n{name} {array.dtype.str} {array.shape}\n".encode())
-        digest.update(array.reshape(-1).data)
-    return digest.hexdigest()
-
-
-def write_arrays(arrays: ImageArrays, folder: Path, origin: dict[str, str]) -> None:
-    """Write a data set into an existing folder: one ``.npy`` file for each array, then ``dataset.json``.
-
-    Replaces files of these names. ``dataset.json`` holds name, classes, mean, standard deviation, digests and the
-    entries of ``origin``. Raises an OSError if a file cannot be written; errno ENOSPC if the disk is full.
-    """
-    for name in ARRAYS:
-        write_array(folder / f"{name}.npy", getattr(arrays, name))
-    if arrays.sample_weights is not None:
-        write_array(folder / WEIGHTS, arrays.sample_weights)
-    mean, std = channel_mean_and_std(arrays.train_images)
-    description = {
-        **FORMAT,
-        "name": arrays.name,
-        "classes": arrays.classes,
-        "mean": mean,
-        "std": std,
-        "digest": arrays_sha256(arrays),
-        TEST_DIGEST: arrays_sha256(arrays, ARRAYS[2:]),
-        **({"weighted": True} if arrays.sample_weights is not None else {}),
-        **origin,
-    }
-    write_json(folder / DESCRIPTION, description, indent=1)
-
-
-def write_json(path: Path, content: Any, indent: int | None = None) -> None:
-    """Write ``content`` to ``path`` as JSON. Replaces the file atomically."""
-    with atomic_write(path) as file:
-        file.write(json.dumps(content, indent=indent).encode())  # json.dump encodes in Python, which is slow
-
-
-def write_array(path: Path, array: NDArray[Any]) -> None:
-    """Write an array in C order as a ``.npy`` file. Replaces the file atomically."""
-    with atomic_write(path) as file:  # numpy.save's error for a full disk has no errno
-        np.lib.format.write_array_header_1_0(file, np.lib.format.header_data_from_array_1_0(array))
-        file.write(array.data)
-
-
 def open_arrays(folder: Path) -> ImageArrays:
     """Open a prepared folder of arrays, and return its :class:`ImageArrays`.
 
-    The arrays are memory-mapped and read-only, so all processes share one copy in memory. Raises a UserError if the
-    folder is not a prepared data set, or a file in it is missing or truncated.
+    The arrays are memory-mapped. Raises a UserError if the folder is not a prepared data set, or a file in it is
+    missing or truncated.
     """
-    description = read_description(folder)
-    with translate_damage_to_user_error(folder):
-        parts: dict[str, Any] = {key: description[key] for key in ("name", "digest")}
-        parts |= {key: tuple(description[key]) for key in ("classes", "mean", "std")}
-        parts |= {name: np.load(folder / f"{name}.npy", mmap_mode="r") for name in ARRAYS}
-        if description.get("weighted"):
-            parts["sample_weights"] = np.load(folder / WEIGHTS, mmap_mode="r")
-        return ImageArrays(**parts)
-
-
-def read_description(folder: Path) -> dict[str, Any]:
-    """Return the content of ``dataset.json`` in a prepared folder. Raises a UserError if it is missing or damaged."""
-    if not (folder / DESCRIPTION).exists():
-        raise UserError(f"{folder}: is not a prepared data set, there is no {DESCRIPTION} in it; fetch one there")
-    with translate_damage_to_user_error(folder):
-        return dict(json.loads((folder / DESCRIPTION).read_bytes()))
-
-
-@contextmanager
-def translate_damage_to_user_error(folder: Path) -> Iterator[None]:
-    """Raise a UserError in place of an OSError, EOFError, ValueError, KeyError or TypeError of the block.
-
-    The error says that the prepared ``folder`` is damaged, and advises to delete it and to fetch it again.
-    """
-    try:
-        yield
-    except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
-        raise UserError(
-            f"{folder}: the prepared data set is damaged ({error}); delete the folder and fetch it again"
-        ) from error
-
-
-def total_bytes(arrays: ImageArrays) -> int:
-    """Return the size of the four arrays in bytes, about the disk space of the prepared folder."""
-    return sum(getattr(arrays, name).nbytes for name in ARRAYS)
+    with open_folder(folder) as (description, fields):
+        fields |= {key: tuple(description[key]) for key in ("mean", "std")}
+        fields |= {name: read_array(folder, f"{name}.npy") for name in ARRAYS}
+        return ImageArrays(**fields)

@@ -11,22 +11,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flyte_ddp.class_names import normalize_class_names
-from flyte_ddp.datasets.images import (
-    DESCRIPTION,
-    FORMAT,
-    TEST_DIGEST,
-    WEIGHTS,
-    read_description,
-    translate_damage_to_user_error,
-    write_array,
-    write_json,
-)
+from flyte_ddp.datasets.prepared_folder import StoredSet, open_folder
 from flyte_ddp.errors import UserError
 from flyte_ddp.leaves import Leaves
 from flyte_ddp.user_code import load_callable
 
-ON_DEMAND = "on_demand"  # key in DESCRIPTION of the numbers of samples
-PICTURES = "pictures"  # key in DESCRIPTION, true of a set of pictures
+ON_DEMAND = "on_demand"  # key in the description of the numbers of samples
+PICTURES = "pictures"  # key in the description, true of a set of pictures
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,7 +30,7 @@ class OnDemand:
 
 
 @dataclass(frozen=True, eq=False)
-class OnDemandSet:
+class OnDemandSet(StoredSet):
     """A prepared data set whose folder holds the description alone: each process calls the user's function again."""
 
     name: str  # the ``package.module:callable``
@@ -48,7 +39,7 @@ class OnDemandSet:
     test_samples: int
     classes: tuple[str, ...]
     digest: str
-    sample_weights: NDArray[np.float64] | None = None  # [N], with which training may draw the training samples
+    sample_weights: NDArray[np.float64] | None = None
     pictures: bool = False  # whether the inputs of the first training sample, and so of all, are a picture
 
     @cached_property
@@ -65,6 +56,10 @@ class OnDemandSet:
                 "prepared; it must not change"
             )
         return found
+
+    def describe_content(self) -> dict[str, Any]:
+        """Return the numbers of samples, and whether they are pictures."""
+        return {ON_DEMAND: [self.train_samples, self.test_samples], PICTURES: self.pictures}
 
     def __reduce__(self) -> tuple[Any, ...]:  # without the user's sets, which each process makes for itself
         return OnDemandSet, tuple(getattr(self, name) for name in self.__dataclass_fields__)
@@ -116,33 +111,17 @@ def split_item(item: Any) -> tuple[Leaves, Leaves]:
     raise ValueError(f"is a {type(item).__name__}: must be a pair (inputs, targets), or a dict with labels")
 
 
-def write_on_demand(data: OnDemandSet, folder: Path, origin: Mapping[str, str]) -> None:
-    """Write the description of a data set into an existing folder, with the entries of ``origin``; and any weights."""
-    if data.sample_weights is not None:
-        write_array(folder / WEIGHTS, data.sample_weights)
-    description = {
-        **FORMAT,
-        "name": data.name,
-        "classes": data.classes,
-        ON_DEMAND: [data.train_samples, data.test_samples],
-        "digest": data.digest,
-        TEST_DIGEST: data.digest,
-        **({"weighted": True} if data.sample_weights is not None else {}),
-        PICTURES: data.pictures,
-        **origin,
-    }
-    write_json(folder / DESCRIPTION, description, indent=1)
-
-
 def open_on_demand(folder: Path) -> OnDemandSet:
-    """Open a folder that :func:`write_on_demand` has written; does not call the user's function yet.
+    """Open a prepared folder of such a set; does not call the user's function yet.
 
     Raises a UserError if the file of its weights is missing or truncated.
     """
-    description = read_description(folder)
-    with translate_damage_to_user_error(folder):
-        weights = np.load(folder / WEIGHTS, mmap_mode="r") if description.get("weighted") else None
-    train, test = description[ON_DEMAND]
-    name, source, digest = (description[key] for key in ("name", "data_source", "digest"))
-    classes = tuple(description["classes"])
-    return OnDemandSet(name, source, train, test, classes, digest, weights, description[PICTURES])
+    with open_folder(folder) as (description, fields):
+        train, test = description[ON_DEMAND]
+        return OnDemandSet(
+            source=description["data_source"],
+            train_samples=train,
+            test_samples=test,
+            pictures=description[PICTURES],
+            **fields,
+        )

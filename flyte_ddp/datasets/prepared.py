@@ -12,8 +12,9 @@ from flyte_ddp.catalog import encoded_kind
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets.encoded_set import EncodedSet, open_encoded_set
 from flyte_ddp.datasets.image_folder import ImageList
-from flyte_ddp.datasets.images import ImageArrays, open_arrays, read_description
+from flyte_ddp.datasets.images import ImageArrays, open_arrays
 from flyte_ddp.datasets.on_demand_set import ON_DEMAND, OnDemandSet, open_on_demand
+from flyte_ddp.datasets.prepared_folder import read_description
 from flyte_ddp.datasets.sample_arrays import LEAVES, SampleArrays, open_sample_arrays
 from flyte_ddp.errors import UserError
 from flyte_ddp.order.sampling import TEST, ListedOrder, Order, split_indices

@@ -1,8 +1,6 @@
 """Data sets of arrays that are no images: one or more leaves of inputs and targets, of equal or different lengths."""
 
-import hashlib
-import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,22 +9,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flyte_ddp.class_names import normalize_class_names
-from flyte_ddp.datasets.images import (
-    DESCRIPTION,
-    FORMAT,
-    TEST_DIGEST,
-    WEIGHTS,
-    convert_weights,
-    read_description,
-    to_array,
-    translate_damage_to_user_error,
-    write_array,
-    write_json,
-)
+from flyte_ddp.datasets.images import convert_weights, require_array, require_class_numbers
+from flyte_ddp.datasets.prepared_folder import StoredSet, open_folder, read_array
 from flyte_ddp.errors import UserError
-from flyte_ddp.leaves import Leaves, describe_form, form_of, map_leaves, name_leaves, require_numbers, restore_leaves
+from flyte_ddp.leaves import Leaves, describe_form, form_of, name_leaves, require_numbers, restore_leaves
 
-LEAVES = "leaves"  # key in DESCRIPTION of the forms of inputs and targets
+LEAVES = "leaves"  # key in the description of the forms of inputs and targets
 PARTS = ("train_inputs", "train_targets", "test_inputs", "test_targets")
 MOST_CLASSES = 1_000_000  # as the hyperparameter num_classes allows
 # Types that torch does not compute with, and those that they become.
@@ -52,13 +40,18 @@ class Ragged:
         return self.values.dtype
 
     @property
+    def shape(self) -> tuple[int | None, ...]:
+        """The number of samples, None for their lengths, and the other dimensions."""
+        return (len(self.ends), None, *self.values.shape[1:])
+
+    @property
     def nbytes(self) -> int:
         """The size in bytes."""
         return self.values.nbytes + self.ends.nbytes
 
 
 @dataclass(frozen=True, eq=False)
-class SampleArrays:
+class SampleArrays(StoredSet):
     """A data set of arrays, made by :func:`arrays` or opened by :func:`open_sample_arrays`, which sets ``digest``.
 
     Inputs and targets are leaves: an array [N, ...] or a :class:`Ragged`, or a tuple or dict of them.
@@ -70,8 +63,8 @@ class SampleArrays:
     test_inputs: Leaves
     test_targets: Leaves
     classes: tuple[str, ...] = ()
-    digest: str = ""  # SHA-256 (hex) of all arrays, ``classes`` and ``sample_weights``
-    sample_weights: NDArray[np.float64] | None = None  # [N], with which training may draw the training samples
+    digest: str = ""
+    sample_weights: NDArray[np.float64] | None = None
 
     @property
     def train_samples(self) -> int:
@@ -82,6 +75,26 @@ class SampleArrays:
     def test_samples(self) -> int:
         """The number of test samples."""
         return len(next(iter(name_leaves(self.test_inputs).values())))
+
+    def list_arrays(self) -> dict[str, NDArray[Any]]:
+        """Return the arrays by their files' names: of a leaf ``train_inputs.NAME``, of a ragged one also its ends."""
+        arrays = dict[str, NDArray[Any]]()
+        for part in PARTS:
+            for name, leaf in name_leaves(getattr(self, part)).items():
+                file = f"{part}.{name}" if name else part
+                arrays |= {file: leaf.values, f"{file}.ends": leaf.ends} if isinstance(leaf, Ragged) else {file: leaf}
+        return arrays
+
+    def describe_content(self) -> dict[str, Any]:
+        """Return the forms of inputs and targets."""
+        forms = {
+            kind: {
+                "form": form_of(leaves),
+                "ragged": {name: isinstance(leaf, Ragged) for name, leaf in name_leaves(leaves).items()},
+            }
+            for kind, leaves in (("inputs", self.train_inputs), ("targets", self.train_targets))
+        }
+        return {LEAVES: forms}
 
 
 def arrays(
@@ -106,7 +119,7 @@ def arrays(
         if not isinstance(pair, (tuple, list)) or len(pair) != 2:
             raise UserError(f"{side}: must be a pair (inputs, targets), got {type(pair).__name__}")
         for kind, leaves in zip(("inputs", "targets"), pair, strict=True):
-            parts[f"{side}_{kind}"] = convert_leaves(f"{side}_{kind}", leaves)
+            parts[f"{side}_{kind}"] = store_leaves(f"{side}_{kind}", leaves)
         if parts[f"{side}_inputs"] is None:
             raise UserError(f"{side}_inputs: are None; give at least one array")
         require_one_length(side, parts[f"{side}_inputs"], parts[f"{side}_targets"])
@@ -115,22 +128,23 @@ def arrays(
     names = normalize_class_names("classes", classes) or name_class_numbers(parts)
     if names:
         for side in ("train", "test"):
-            require_class_numbers(f"{side}_targets", parts[f"{side}_targets"], len(names))
+            if is_class_numbers(targets := parts[f"{side}_targets"]):
+                require_class_numbers(f"{side}_targets", targets, len(names))
     found = SampleArrays(name, **parts, classes=names)
     if sample_weights is None:
         return found
     return replace(found, sample_weights=convert_weights(sample_weights, found.train_samples))
 
 
-def convert_leaves(name: str, leaves: Any) -> Leaves:
+def store_leaves(name: str, leaves: Any) -> Leaves:
     """Return leaves as arrays and :class:`Ragged`; ``name`` names them in errors, which are those of :func:`arrays`."""
     require_identifiers(name, leaves)
     if form_of(leaves) == "dict" or isinstance(leaves, tuple):
         if not leaves:
             raise UserError(f"{name}: has no array; give at least one")
-        named = {key: convert_leaf(f"{name}[{key!r}]", leaf) for key, leaf in name_leaves(leaves).items()}
+        named = {key: store_leaf(f"{name}[{key!r}]", leaf) for key, leaf in name_leaves(leaves).items()}
         return restore_leaves(form_of(leaves), named)
-    return None if leaves is None else convert_leaf(name, leaves)
+    return None if leaves is None else store_leaf(name, leaves)
 
 
 def require_identifiers(name: str, leaves: Leaves) -> None:
@@ -140,25 +154,25 @@ def require_identifiers(name: str, leaves: Leaves) -> None:
             raise UserError(f"{name}: the name {key!r} must be a Python identifier: the model is called with it")
 
 
-def convert_leaf(name: str, values: Any) -> NDArray[Any] | Ragged:
+def store_leaf(name: str, values: Any) -> NDArray[Any] | Ragged:
     """Return values of N samples as an array [N, ...] in C order, or a list of arrays of different lengths as Ragged.
 
     Floats become float32. UserError, with ``name`` in its text, for objects, texts and what is no array.
     """
     try:
-        array = to_array(name, values)
+        array = require_array(name, values)
     except UserError:
         if not isinstance(values, list):
             raise
         # Of arrays of different shapes.
-        return convert_ragged(name, [to_array(f"{name}[{place}]", value) for place, value in enumerate(values)])
+        return store_ragged(name, [require_array(f"{name}[{place}]", value) for place, value in enumerate(values)])
     require_numbers(name, array, "give numbers for them, or a list of arrays of different lengths")
     if not array.ndim or not len(array):
         raise UserError(f"{name}: must be an array [samples, ...] with at least one sample, got {list(array.shape)}")
     return np.ascontiguousarray(store_values(name, array))
 
 
-def convert_ragged(name: str, samples: Sequence[NDArray[Any]]) -> Ragged:
+def store_ragged(name: str, samples: Sequence[NDArray[Any]]) -> Ragged:
     """Return arrays [length, ...] as Ragged; UserError, with ``name`` in its text, for other differences of shape."""
     for place, sample in enumerate(samples):
         require_numbers(f"{name}[{place}]", sample, "give numbers for them")
@@ -211,19 +225,20 @@ def unify_sides(kind: str, train: Leaves, test: Leaves) -> dict[str, Leaves]:
     unified: tuple[dict[str, Any], dict[str, Any]] = ({}, {})
     for name, pair in zip(named[0], zip(named[0].values(), named[1].values(), strict=True), strict=True):
         ragged = any(isinstance(leaf, Ragged) for leaf in pair)
-        leaves = [make_ragged(leaf) if ragged and not isinstance(leaf, Ragged) else leaf for leaf in pair]
-        shapes = [(leaf.values if isinstance(leaf, Ragged) else leaf).shape[1:] for leaf in leaves]
-        kinds = [leaf.dtype.kind.replace("u", "i") for leaf in leaves]
+        shapes = [("?", *leaf.shape[2:]) if ragged and leaf.shape[1:] else leaf.shape[1:] for leaf in pair]
+        kinds = [leaf.dtype.kind.replace("u", "i") for leaf in pair]
         if shapes[0] != shapes[1] or kinds[0] != kinds[1]:
-            described = (f"{leaf.dtype} {list(shape)}" for leaf, shape in zip(leaves, shapes, strict=True))
+            described = (
+                f"{leaf.dtype} [{', '.join(map(str, shape))}]" for leaf, shape in zip(pair, shapes, strict=True)
+            )
             where = f"{kind}{f'[{name!r}]' if name else ''}"
             raise UserError(
                 f"a sample of train_{where} is {next(described)}, and of test_{where} {next(described)}: both must "
                 "have one type and shape"
             )
-        common = stored_type(np.result_type(*(leaf.dtype for leaf in leaves)))
-        for side, leaf in zip(unified, leaves, strict=True):
-            side[name] = convert_type(leaf, common)
+        common = stored_type(np.result_type(*(leaf.dtype for leaf in pair)))
+        for side, leaf in zip(unified, pair, strict=True):
+            side[name] = convert_type(make_ragged(leaf) if ragged else leaf, common)
     return {
         f"{side}_{kind}": restore_leaves(form_of(train), leaves)
         for side, leaves in zip(("train", "test"), unified, strict=True)
@@ -237,17 +252,22 @@ def convert_type(leaf: NDArray[Any] | Ragged, dtype: np.dtype[Any]) -> NDArray[A
     return leaf.astype(dtype, copy=False)
 
 
-def make_ragged(leaf: NDArray[Any]) -> Ragged:
-    """Return an array [N, length, ...] as Ragged samples of one length."""
-    if leaf.ndim < 2:
-        return Ragged(leaf[:0], np.zeros(len(leaf), np.int64))  # numbers beside lists: unify_sides refuses the shapes
+def make_ragged(leaf: NDArray[Any] | Ragged) -> Ragged:
+    """Return an array [N, length, ...] as Ragged samples of one length; a Ragged unchanged."""
+    if isinstance(leaf, Ragged):
+        return leaf
     return Ragged(leaf.reshape(-1, *leaf.shape[2:]), np.arange(1, len(leaf) + 1, dtype=np.int64) * leaf.shape[1])
+
+
+def is_class_numbers(targets: Leaves) -> bool:
+    """Return whether targets are whole numbers [N]."""
+    return isinstance(targets, np.ndarray) and targets.ndim == 1 and targets.dtype.kind in "iu"
 
 
 def name_class_numbers(parts: dict[str, Leaves]) -> tuple[str, ...]:
     """Return "0", "1", ... up to the largest class number if the targets are class numbers [N]; else ()."""
     targets = [parts[f"{side}_targets"] for side in ("train", "test")]
-    if not all(isinstance(each, np.ndarray) and each.ndim == 1 and each.dtype.kind in "iu" for each in targets):
+    if not all(map(is_class_numbers, targets)):
         return ()
     smallest, largest = (int(find(map(find, targets))) for find in (min, max))
     if smallest < 0:
@@ -263,108 +283,17 @@ def name_class_numbers(parts: dict[str, Leaves]) -> tuple[str, ...]:
     return tuple(map(str, range(largest + 1)))
 
 
-def require_class_numbers(name: str, targets: Leaves, classes: int) -> None:
-    """Raise UserError, with ``name`` in its text, for class numbers [N] that are not in 0..classes-1."""
-    if isinstance(targets, np.ndarray) and targets.ndim == 1 and targets.dtype.kind in "iu":
-        wrong = np.flatnonzero((targets < 0) | (targets >= classes))
-        if len(wrong):
-            raise UserError(
-                f"{name}: label {targets[wrong[0]]} of sample {wrong[0]} is not one of the {classes} classes: must be "
-                f"0..{classes - 1}"
-            )
-
-
-def list_files(part: str, leaves: Leaves) -> Iterator[tuple[str, NDArray[Any]]]:
-    """Yield the arrays of a part of a data set, such as "train_inputs", each with its file's name without ``.npy``."""
-    for name, leaf in name_leaves(leaves).items():
-        file = f"{part}.{name}" if name else part
-        if isinstance(leaf, Ragged):
-            yield file, leaf.values
-            yield f"{file}.ends", leaf.ends
-        else:
-            yield file, leaf
-
-
-def sample_arrays_sha256(data: SampleArrays, parts: Iterable[str] = PARTS) -> str:
-    """Return the SHA-256 (hex) of the class names, and of the names, types, shapes and values of these parts' arrays.
-
-    Of all parts also of ``sample_weights``.
-    """
-    digest = hashlib.sha256(json.dumps(data.classes).encode())
-    files = [file for part in parts for file in list_files(part, getattr(data, part))]
-    if data.sample_weights is not None and parts is PARTS:
-        files.append(("sample_weights", data.sample_weights))
-    for name, array in files:
-        digest.update(f"\n{name} {array.dtype.str} {array.shape}\n".encode())
-        digest.update(array.reshape(-1).data)
-    return digest.hexdigest()
-
-
-def write_sample_arrays(data: SampleArrays, folder: Path, origin: dict[str, str]) -> None:
-    """Write a data set into an existing folder: one ``.npy`` file for each array, then ``dataset.json``.
-
-    Replaces files of these names. ``origin`` are more entries of ``dataset.json``. Raises an OSError if a file cannot
-    be written.
-    """
-    for part in PARTS:
-        for file, array in list_files(part, getattr(data, part)):
-            write_array(folder / f"{file}.npy", array)
-    if data.sample_weights is not None:
-        write_array(folder / WEIGHTS, data.sample_weights)
-    forms = {
-        kind: {
-            "form": form_of(leaves),
-            "ragged": {name: isinstance(leaf, Ragged) for name, leaf in name_leaves(leaves).items()},
-        }
-        for kind, leaves in (("inputs", data.train_inputs), ("targets", data.train_targets))
-    }
-    description = {
-        **FORMAT,
-        "name": data.name,
-        "classes": data.classes,
-        LEAVES: forms,
-        "digest": sample_arrays_sha256(data),
-        TEST_DIGEST: sample_arrays_sha256(data, PARTS[2:]),
-        **({"weighted": True} if data.sample_weights is not None else {}),
-        **origin,
-    }
-    write_json(folder / DESCRIPTION, description, indent=1)
-
-
 def open_sample_arrays(folder: Path) -> SampleArrays:
-    """Open a folder that :func:`write_sample_arrays` has written; its arrays are memory-mapped and read-only.
+    """Open a prepared folder of such arrays, which are memory-mapped and read-only.
 
     Raises a UserError if a file in it is missing or truncated.
     """
-    description = read_description(folder)
-
-    def read_array(file: str) -> NDArray[Any]:
-        """Return the array in a file, memory-mapped."""
-        array: NDArray[Any] = np.load(folder / f"{file}.npy", mmap_mode="r")
-        return array
-
-    def read_part(part: str) -> Leaves:
-        """Return the leaves of a part, such as "train_inputs"."""
-        kind = description[LEAVES][part.rpartition("_")[2]]
-        named = dict[str, Any]()
-        for name, ragged in kind["ragged"].items():
-            file = f"{part}.{name}" if name else part
-            named[name] = Ragged(read_array(file), read_array(f"{file}.ends")) if ragged else read_array(file)
-        return restore_leaves(kind["form"], named)
-
-    with translate_damage_to_user_error(folder):
-        parts = {part: read_part(part) for part in PARTS}
-        weights = np.load(folder / WEIGHTS, mmap_mode="r") if description.get("weighted") else None
-        about = {key: description[key] for key in ("name", "digest")}
-        return SampleArrays(**about, **parts, classes=tuple(description["classes"]), sample_weights=weights)
-
-
-def count_bytes(data: SampleArrays) -> int:
-    """Return the size of all arrays in bytes, about the disk space of the prepared folder."""
-    return sum(array.nbytes for part in PARTS for _, array in list_files(part, getattr(data, part)))
-
-
-def read_sample(inputs: Leaves, targets: Leaves, sample: int) -> tuple[Leaves, Leaves]:
-    """Return the inputs and targets of one sample: views of the arrays, and numbers."""
-    one = [map_leaves(lambda leaf: leaf[sample], leaves) for leaves in (inputs, targets)]
-    return one[0], one[1]
+    with open_folder(folder) as (description, fields):
+        for part in PARTS:
+            kind, named = description[LEAVES][part.rpartition("_")[2]], dict[str, Any]()
+            for name, ragged in kind["ragged"].items():
+                file = f"{part}.{name}" if name else part
+                values = read_array(folder, f"{file}.npy")
+                named[name] = Ragged(values, read_array(folder, f"{file}.ends.npy")) if ragged else values
+            fields[part] = restore_leaves(kind["form"], named)
+        return SampleArrays(**fields)

@@ -10,7 +10,6 @@ from torch.utils._pytree import tree_leaves
 
 from flyte_ddp.datasets.custom import convert_sample
 from flyte_ddp.datasets.on_demand_set import OnDemandSet, split_item
-from flyte_ddp.datasets.sample_arrays import read_sample
 from flyte_ddp.errors import UserError
 from flyte_ddp.leaves import Leaves, map_leaves
 from flyte_ddp.loading.collate import PADDED, Samples, pad_samples, stack_samples
@@ -32,8 +31,9 @@ class ArrayItems:
         self.inputs, self.targets = inputs, targets
 
     def read_item(self, sample: int, seed: int, epoch: int | None) -> tuple[Leaves, Leaves]:  # noqa: ARG002
-        """Return the inputs and targets of a row of the arrays."""
-        return read_sample(self.inputs, self.targets, sample)
+        """Return the inputs and targets of a row of the arrays: views of them, and numbers."""
+        inputs, targets = (map_leaves(lambda leaf: leaf[sample], leaves) for leaves in (self.inputs, self.targets))
+        return inputs, targets
 
 
 class OnDemandItems:

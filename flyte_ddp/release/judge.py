@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from flyte_ddp.datasets.images import TEST_DIGEST, read_description
 from flyte_ddp.datasets.prepared import PreparedSet, open_prepared
+from flyte_ddp.datasets.prepared_folder import TEST_DIGEST, read_description
 from flyte_ddp.errors import UnreachableError, UserError
 from flyte_ddp.export.comparison import Comparison
 from flyte_ddp.export.exporting import TorchLogits, export_model

@@ -8,7 +8,7 @@ from pathlib import Path
 from flyte_ddp.catalog import encoded_kind
 from flyte_ddp.datasets import fetch, open_prepared
 from flyte_ddp.datasets.identity import digest_lines
-from flyte_ddp.datasets.images import read_description
+from flyte_ddp.datasets.prepared_folder import read_description
 from flyte_ddp.errors import UserError
 from flyte_ddp.files import hold_lock
 from flyte_ddp.runs.work import Work

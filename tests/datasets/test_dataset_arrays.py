@@ -16,7 +16,8 @@ from hypothesis.extra.numpy import arrays as numpy_arrays
 
 from flyte_ddp.datasets import ImageArrays, image_arrays, open_arrays
 from flyte_ddp.datasets import images as module
-from flyte_ddp.datasets.images import arrays_sha256, channel_mean_and_std, write_arrays
+from flyte_ddp.datasets.images import channel_mean_and_std
+from flyte_ddp.datasets.prepared_folder import arrays_sha256, write_prepared_set
 from flyte_ddp.errors import UserError
 
 
@@ -74,7 +75,7 @@ def test_tensors_lists_and_grey_images_are_taken() -> None:
 
 def test_written_arrays_are_opened_unchanged(tmp_path: Path) -> None:
     made = image_arrays(**small(), name="flowers")
-    write_arrays(made, tmp_path, {"source": "a field"})
+    write_prepared_set(made, tmp_path, {"source": "a field"})
     opened = open_arrays(tmp_path)
     for name in module.ARRAYS:
         array = getattr(opened, name)
@@ -118,7 +119,7 @@ def test_the_digests_change_with_any_part_and_that_of_the_test_split_with_its_ow
     made = image_arrays(**small())
 
     def both(arrays: ImageArrays) -> tuple[str, str]:
-        return arrays_sha256(arrays), arrays_sha256(arrays, module.ARRAYS[2:])
+        return arrays_sha256(arrays), arrays_sha256(arrays, "test_")
 
     assert both(made) == both(dataclasses.replace(made, name="renamed")), "a name is not content"
     found = {both(made)}
@@ -135,7 +136,7 @@ def test_the_digests_change_with_any_part_and_that_of_the_test_split_with_its_ow
 
 @pytest.mark.parametrize("key", ["dataset.json", "cut json", '"digest"'])
 def test_a_damaged_description_is_an_error(tmp_path: Path, key: str) -> None:
-    write_arrays(image_arrays(**small()), tmp_path, {})
+    write_prepared_set(image_arrays(**small()), tmp_path, {})
     description = tmp_path / "dataset.json"
     text = description.read_text()
     description.write_text(text[:-5] if key == "cut json" else text.replace(key, '"other"'))

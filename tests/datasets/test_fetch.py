@@ -111,7 +111,7 @@ def test_ctrl_c_and_a_folder_that_cannot_be_made_leave_nothing(tmp_path: Path, m
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(fetching, "write_arrays", interrupted)
+    monkeypatch.setattr(fetching, "write_prepared_set", interrupted)
     with pytest.raises(KeyboardInterrupt):
         fetch("digits", "", tmp_path / "data", progress="off")
     assert leftovers(tmp_path) == []

@@ -16,17 +16,12 @@ from flyte_ddp import arrays
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import fetch, open_prepared
 from flyte_ddp.datasets.custom import arrays_from_result
-from flyte_ddp.datasets.images import read_description
 from flyte_ddp.datasets.prepared import check_prepared_set, count_training_classes, order_splits, order_training
-from flyte_ddp.datasets.sample_arrays import (
-    SampleArrays,
-    open_sample_arrays,
-    read_sample,
-    sample_arrays_sha256,
-    write_sample_arrays,
-)
+from flyte_ddp.datasets.prepared_folder import arrays_sha256, read_description, write_prepared_set
+from flyte_ddp.datasets.sample_arrays import SampleArrays, open_sample_arrays
 from flyte_ddp.errors import UserError
 from flyte_ddp.leaves import form_of, map_leaves, name_leaves
+from flyte_ddp.loading.own_items import ArrayItems
 from flyte_ddp.objectives import Facts
 from flyte_ddp.objectives.objective import class_weights_of
 from flyte_ddp.order.sampling import ListedOrder
@@ -72,7 +67,7 @@ LEAVES: dict[str, tuple[Any, Any, str]] = {
 def keep(data: SampleArrays, folder: Path) -> SampleArrays:
     """Write a data set, and open what was written."""
     folder.mkdir()
-    write_sample_arrays(data, folder, {})
+    write_prepared_set(data, folder, {})
     return open_sample_arrays(folder)
 
 
@@ -96,7 +91,7 @@ def test_forms_of_inputs_and_targets_are_kept(tmp_path: Path) -> None:
     ):
         kept = keep(arrays((inputs, targets), (inputs, targets)), tmp_path / str(number))
         for sample in range(N):
-            found = read_sample(kept.test_inputs, kept.test_targets, sample)
+            found = ArrayItems(kept.test_inputs, kept.test_targets).read_item(sample, 0, None)
             for leaves, given in zip(found, (inputs, targets), strict=True):
                 assert form_of(leaves) == form_of(given)
                 assert [*name_leaves(leaves)] == [*name_leaves(given)]
@@ -119,7 +114,7 @@ def test_the_digest_changes_with_everything_that_it_covers(tmp_path: Path) -> No
         data = arrays(*(parts if side == "train" else parts[::-1]), **about)
         folder = tmp_path / f"{len([*tmp_path.iterdir()])}"
         kept = keep(data, folder)
-        assert kept.digest == sample_arrays_sha256(kept) == sample_arrays_sha256(data)
+        assert kept.digest == arrays_sha256(kept) == arrays_sha256(data)
         return kept.digest, str(read_description(folder)["test_digest"])
 
     other_numbers = NUMBERS.copy()
@@ -146,7 +141,7 @@ def test_pairs_of_sets_of_items_are_kept_as_arrays(tmp_path: Path, monkeypatch: 
     folder = fetch("leaf_tasks:reviews_as_sets", "", tmp_path / "data", progress="off")
     found = open_prepared(folder)
     assert isinstance(found, SampleArrays)
-    assert found.digest == sample_arrays_sha256(expected)
+    assert found.digest == arrays_sha256(expected)
     assert (found.name, found.classes) == ("leaf_tasks:reviews_as_sets", ("0", "1", "2"))
 
 
@@ -249,6 +244,10 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     "another shape": (
         lambda: arrays(pair(NUMBERS), pair(NUMBERS[:, :2])),
         r"a sample of train_inputs is float32 \[3\], and of test_inputs float32 \[2\]: both must have one type and",
+    ),
+    "numbers beside lists": (
+        lambda: arrays(pair(TOKENS), pair(CLASSES)),
+        r"a sample of train_inputs is int64 \[\?\], and of test_inputs int64 \[\]: both must have one type and shape",
     ),
     "another kind of number": (
         lambda: arrays(pair(NUMBERS), pair(NUMBERS.astype(int))),

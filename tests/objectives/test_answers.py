@@ -21,7 +21,7 @@ from training_runs import QUIET, train_in
 
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import ImageArrays, open_arrays
-from flyte_ddp.datasets.images import write_arrays
+from flyte_ddp.datasets.prepared_folder import write_prepared_set
 from flyte_ddp.errors import UserError
 from flyte_ddp.json_lines import read_records
 from flyte_ddp.models.artifacts import load_model
@@ -74,7 +74,7 @@ class Finished(NamedTuple):
 
 def finish(arrays: ImageArrays, folder: Path, given: dict[str, Any]) -> Finished:
     (folder / "data").mkdir(parents=True)
-    write_arrays(arrays, folder / "data", {"source": "a test"})
+    write_prepared_set(arrays, folder / "data", {"source": "a test"})
     opened = open_arrays(folder / "data")
     common: dict[str, Any] = {"epochs": 3, "batch_size": 8, "num_ranks": 1, "precision": "fp32", "learning_rate": 0.02}
     hp = Hyperparameters(**common, dataset=arrays.name or "objective_tasks:labels", log_interval=1, **given)
@@ -347,7 +347,7 @@ def test_a_measure_that_is_not_defined_is_a_dash_and_null(tmp_path: Path, capfd)
         labels[labels == 1] = 0
     given = {**FLAT, "objective": "multilabel", "keep": "best", "select_by": "f1"}
     (tmp_path / "data").mkdir()
-    write_arrays(arrays, tmp_path / "data", {"source": "a test"})
+    write_prepared_set(arrays, tmp_path / "data", {"source": "a test"})
     hp = Hyperparameters(epochs=2, batch_size=8, num_ranks=1, dataset="objective_tasks:labels", **given)
     result = train_in(tmp_path / "run", hp, tmp_path / "data", progress="lines")
     assert all(map(math.isnan, (result.test_accuracy, *result.epoch_accuracies, result.measures["auroc"])))

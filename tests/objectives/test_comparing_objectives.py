@@ -18,7 +18,7 @@ from training_runs import train_in
 from flyte_ddp import across_ranks
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import open_prepared
-from flyte_ddp.datasets.sample_arrays import write_sample_arrays
+from flyte_ddp.datasets.prepared_folder import write_prepared_set
 from flyte_ddp.errors import UserError
 from flyte_ddp.hardware import detect_hardware
 from flyte_ddp.objectives import Objective
@@ -134,7 +134,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, 
     folder = tmp_path_factory.mktemp("pairs")
     for name in ("pairs", "two_terms"):
         (folder / name).mkdir()
-        write_sample_arrays(getattr(tasks, name)(""), folder / name, {})
+        write_prepared_set(getattr(tasks, name)(""), folder / name, {})
     return folder, {name: (plain_pairs if "pairs" in name else plain_terms)(hp) for name, hp in CASES.items()}
 
 
@@ -270,5 +270,5 @@ def test_wrong_terms_are_refused(objective: str, words: str, tmp_path: Path) -> 
 
 def train(folder: Path, hp: Hyperparameters) -> None:
     (folder / "data").mkdir()
-    write_sample_arrays(getattr(tasks, hp.dataset.partition(":")[2])(""), folder / "data", {})
+    write_prepared_set(getattr(tasks, hp.dataset.partition(":")[2])(""), folder / "data", {})
     train_in(folder / "run", hp, folder / "data")

@@ -18,8 +18,9 @@ from torch.nn import functional
 
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import open_prepared
-from flyte_ddp.datasets.on_demand_set import OnDemandSet, write_on_demand
-from flyte_ddp.datasets.sample_arrays import Ragged, SampleArrays, write_sample_arrays
+from flyte_ddp.datasets.on_demand_set import OnDemandSet
+from flyte_ddp.datasets.prepared_folder import write_prepared_set
+from flyte_ddp.datasets.sample_arrays import Ragged, SampleArrays
 from flyte_ddp.hardware import detect_hardware
 from flyte_ddp.loading import workers
 from flyte_ddp.parallel.distributed import rank, world_size
@@ -202,9 +203,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / name).mkdir()
         if name.endswith("on_demand"):
             data = OnDemandSet(f"leaf_tasks:{name}", "", tasks.TRAIN, tasks.TEST, ("low", "middle", "high"), "")
-            write_on_demand(data, folder / name, {"data_source": ""})
+            write_prepared_set(data, folder / name, {"data_source": ""})
         else:
-            write_sample_arrays(getattr(tasks, name)(""), folder / name, {})
+            write_prepared_set(getattr(tasks, name)(""), folder / name, {})
     return folder
 
 

@@ -19,7 +19,7 @@ from training_runs import train_in
 
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import ImageArrays, open_arrays
-from flyte_ddp.datasets.images import write_arrays
+from flyte_ddp.datasets.prepared_folder import write_prepared_set
 from flyte_ddp.hardware import detect_hardware
 from flyte_ddp.models import zoo
 from flyte_ddp.models.images import InputSpec
@@ -182,7 +182,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, 
         patch.chdir(HELPERS)
         for name in {data for data, *_ in CASES.values()}:
             (folder / name).mkdir()
-            write_arrays(getattr(tasks, name)(""), folder / name, {})
+            write_prepared_set(getattr(tasks, name)(""), folder / name, {})
         return folder, {name: plain_loop(hp, open_arrays(folder / data), loss) for name, data, hp, loss in cases()}
 
 
@@ -216,7 +216,7 @@ def test_a_step_exchanges_one_number_for_weights_and_none_without(
 ) -> None:
     """pytorch/torchtitan#2850, #4099: counting the targets of a step costs exchanges, or waits for the device."""
     data, values, _ = CASES[name]
-    write_arrays(getattr(tasks, data)(""), tmp_path, {})
+    write_prepared_set(getattr(tasks, data)(""), tmp_path, {})
     hp = replace(BASE, num_ranks=1, accumulation_steps=3, batch_size=9, **values)
     state = TrainingState(hp, detect_hardware(hp), open_arrays(tmp_path), None)
     exchanged: list[Tensor] = []
@@ -230,6 +230,6 @@ def test_outputs_in_a_dataclass_come_through_a_whole_run(tmp_path: Path) -> None
     """In bf16, which losses and measures must not see, and to the check of the saved model, which compares outputs."""
     (tmp_path / "data").mkdir()
     data, values, _ = CASES["outputs in a dataclass"]
-    write_arrays(getattr(tasks, data)(""), tmp_path / "data", {})
+    write_prepared_set(getattr(tasks, data)(""), tmp_path / "data", {})
     hp = replace(BASE, num_ranks=1, precision="bf16", **values)
     assert train_in(tmp_path / "run", hp, tmp_path / "data").model.exists()

@@ -12,7 +12,7 @@ import torch
 from training_runs import train_in
 
 from flyte_ddp.config import Hyperparameters
-from flyte_ddp.datasets.images import write_arrays
+from flyte_ddp.datasets.prepared_folder import write_prepared_set
 from flyte_ddp.errors import RankError
 from flyte_ddp.json_lines import read_records
 from flyte_ddp.run import Result
@@ -38,7 +38,7 @@ def train(hp: Hyperparameters, folder: Path) -> Result:
     if not data.exists():
         data.mkdir()
         arrays = getattr(tasks, hp.dataset.partition(":")[2])("")
-        write_arrays(replace(arrays, name=hp.dataset), data, {})
+        write_prepared_set(replace(arrays, name=hp.dataset), data, {})
     return train_in(folder, hp, data)
 
 

@@ -14,7 +14,8 @@ from training_runs import train_in
 
 from flyte_ddp import arrays
 from flyte_ddp.config import Hyperparameters
-from flyte_ddp.datasets.sample_arrays import Ragged, SampleArrays, write_sample_arrays
+from flyte_ddp.datasets.prepared_folder import write_prepared_set
+from flyte_ddp.datasets.sample_arrays import Ragged, SampleArrays
 from flyte_ddp.errors import UserError
 
 OWN = "test_wrong_leaves:"
@@ -27,7 +28,7 @@ pytestmark = pytest.mark.usefixtures("user_models")
 
 def refuse(folder: Path, data: SampleArrays, words: str, **changes: Any) -> None:
     (folder / "data").mkdir()
-    write_sample_arrays(replace(data, name="own:data"), folder / "data", {})
+    write_prepared_set(replace(data, name="own:data"), folder / "data", {})
     with pytest.raises(UserError, match=words) as caught:
         train_in(folder / "run", replace(HP, **changes), folder / "data")
     assert len(caught.value.message) < 350
@@ -220,14 +221,14 @@ def test_inputs_may_have_tokens_that_are_no_targets(tmp_path: Path) -> None:
     """The vocabulary of the inputs is the model's own."""
     (tmp_path / "data").mkdir()
     data = with_token(tasks.texts(""), "train_inputs", tasks.TOKENS)
-    write_sample_arrays(replace(data, name="own:data"), tmp_path / "data", {})
+    write_prepared_set(replace(data, name="own:data"), tmp_path / "data", {})
     assert train_in(tmp_path / "run", replace(HP, model=f"{OWN}MoreTokens"), tmp_path / "data").model.exists()
 
 
 def test_mixup_of_a_table_of_floats(tmp_path: Path) -> None:
     """Of one input, or of several in a tuple."""
     (tmp_path / "data").mkdir()
-    write_sample_arrays(replace(tasks.pairs(""), name="own:data"), tmp_path / "data", {})
+    write_prepared_set(replace(tasks.pairs(""), name="own:data"), tmp_path / "data", {})
     assert train_in(tmp_path / "run", replace(HP, **PAIRS, mixup=0.3), tmp_path / "data").model.exists()
 
 
@@ -236,6 +237,6 @@ def test_a_step_without_any_target_is_no_mistake(tmp_path: Path) -> None:
     tokens = np.zeros((20, 4), np.int64)
     data = arrays((tokens, tokens - 100), (tokens, tokens - 100), classes="abcdefg", name="own:data")
     (tmp_path / "data").mkdir()
-    write_sample_arrays(data, tmp_path / "data", {})
+    write_prepared_set(data, tmp_path / "data", {})
     result = train_in(tmp_path / "run", replace(HP, collate="stacked"), tmp_path / "data")
     assert all(value.isfinite().all() for value in torch.load(result.model, weights_only=True).values())

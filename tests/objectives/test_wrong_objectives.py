@@ -16,7 +16,7 @@ from training_runs import train_in
 
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import ImageArrays, image_arrays
-from flyte_ddp.datasets.images import write_arrays
+from flyte_ddp.datasets.prepared_folder import write_prepared_set
 from flyte_ddp.errors import UserError
 from flyte_ddp.json_lines import read_records
 from flyte_ddp.objectives import HIGHER, Classification, Facts, Objective
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.usefixtures("user_models")
 
 def train(folder: Path, arrays: ImageArrays, **changes: Any) -> Result:
     (folder / "data").mkdir()
-    write_arrays(replace(arrays, name="own:data"), folder / "data", {})
+    write_prepared_set(replace(arrays, name="own:data"), folder / "data", {})
     return train_in(folder / "run", replace(HP, dataset="own:data", **changes), folder / "data")
 
 

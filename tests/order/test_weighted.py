@@ -15,8 +15,8 @@ from training_runs import Train, cut_off, train_in
 
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import fetch, image_arrays, open_arrays, open_prepared
-from flyte_ddp.datasets.images import arrays_sha256, write_arrays
 from flyte_ddp.datasets.prepared import check_prepared_set, count_training_classes, order_splits, order_training
+from flyte_ddp.datasets.prepared_folder import arrays_sha256, write_prepared_set
 from flyte_ddp.errors import UserError
 from flyte_ddp.json_lines import read_records
 from flyte_ddp.order.sampling import Indices, ListedOrder
@@ -38,7 +38,7 @@ def weighted_digits(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> P
     weights = np.where(labels == 9, 20.0, 1.0) * (labels > 0)
     folder = tmp_path_factory.mktemp("data") / "weighted"
     folder.mkdir()
-    write_arrays(replace(arrays, sample_weights=weights), folder, {"source": "a test"})
+    write_prepared_set(replace(arrays, sample_weights=weights), folder, {"source": "a test"})
     return folder
 
 
@@ -232,7 +232,7 @@ def test_weights_count_in_the_digest_of_sets_that_have_them_alone(tmp_path: Path
     assert len({arrays_sha256(each) for each in made}) == 3
     for number, each in enumerate(made):
         (folder := tmp_path / str(number)).mkdir()
-        write_arrays(each, folder, {})
+        write_prepared_set(each, folder, {})
         opened = open_arrays(folder)
         assert opened.digest == arrays_sha256(each) == arrays_sha256(opened)
         assert (opened.sample_weights is None) == (number == 0) != (folder / "train_weights.npy").exists()

@@ -18,7 +18,8 @@ from cli import ROOT
 from PIL import Image
 
 from flyte_ddp.datasets.image_folder import list_images
-from flyte_ddp.datasets.images import image_arrays, write_arrays
+from flyte_ddp.datasets.images import image_arrays
+from flyte_ddp.datasets.prepared_folder import write_prepared_set
 from flyte_ddp.errors import UserError
 from flyte_ddp.loading.encoded import BadSamples
 from flyte_ddp.models import artifacts
@@ -112,7 +113,7 @@ def folder(tmp_path: Path) -> Path:
 def write_dataset(folder: Path, channels: int, count: int = 23) -> Path:
     folder.mkdir()
     arrays = [blocks(count, channels), np.arange(count) % 3] * 2
-    write_arrays(image_arrays(*arrays, CLASSES, name="noise"), folder, {"source": "a test"})
+    write_prepared_set(image_arrays(*arrays, CLASSES, name="noise"), folder, {"source": "a test"})
     return folder
 
 

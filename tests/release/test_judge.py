@@ -19,8 +19,8 @@ from training_runs import train_in
 
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import fetch, image_arrays, open_arrays
-from flyte_ddp.datasets.images import write_arrays
 from flyte_ddp.datasets.prepared import PreparedSet
+from flyte_ddp.datasets.prepared_folder import write_prepared_set
 from flyte_ddp.errors import UnreachableError, UserError, install_hint
 from flyte_ddp.models.artifacts import save_model
 from flyte_ddp.predict.predict import write_prediction_table
@@ -76,7 +76,7 @@ class Gate:
         found, folder = open_arrays(self.digits), self.folder / name
         arrays = found.train_images, found.train_labels, found.test_images[chosen], found.test_labels[chosen]
         folder.mkdir()
-        write_arrays(image_arrays(*arrays, classes or found.classes, name="digits"), folder, {})
+        write_prepared_set(image_arrays(*arrays, classes or found.classes, name="digits"), folder, {})
         return folder
 
 

@@ -13,7 +13,7 @@ from training_runs import train_in
 
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import open_arrays
-from flyte_ddp.datasets.images import write_arrays
+from flyte_ddp.datasets.prepared_folder import write_prepared_set
 from flyte_ddp.errors import UserError
 from flyte_ddp.formatting import name_measure
 from flyte_ddp.predict.prediction_batches import SavedModel
@@ -50,7 +50,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Result
         patch.chdir(HELPERS)
         for name, values in CASES.items():
             (folder / name).mkdir()
-            write_arrays(getattr(gate_tasks, name)(""), folder / name, {})
+            write_prepared_set(getattr(gate_tasks, name)(""), folder / name, {})
             hp = Hyperparameters(dataset=f"gate_tasks:{name}", num_ranks=1, learning_rate=0.02, **values)
             weak, good = (replace(hp, epochs=epochs) for epochs in EPOCHS[name])
             found[name] = {

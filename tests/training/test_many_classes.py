@@ -8,7 +8,7 @@ from training_runs import QUIET, train_in
 
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import image_arrays
-from flyte_ddp.datasets.images import write_arrays
+from flyte_ddp.datasets.prepared_folder import write_prepared_set
 from flyte_ddp.release.judge import judge_challenger
 from flyte_ddp.release.page import write_page
 from flyte_ddp.release.policy import Policy
@@ -23,7 +23,7 @@ def test_nothing_holds_the_square_of_the_classes(tmp_path: Path) -> None:
     images = np.random.default_rng(0).integers(0, 256, (len(labels), 8, 8, 1), dtype=np.uint8)
     arrays = image_arrays(images, labels, images, labels, classes=[f"class {k}" for k in range(CLASSES)], name="many")
     (tmp_path / "data").mkdir()
-    write_arrays(arrays, tmp_path / "data", {"source": "made for a test"})
+    write_prepared_set(arrays, tmp_path / "data", {"source": "made for a test"})
     hp = Hyperparameters(dataset="many:classes", epochs=1, max_steps=2, num_ranks=1)
     result = train_in(tmp_path / "run", hp, tmp_path / "data", checkpoint_seconds=0.0)
     square = CLASSES**2

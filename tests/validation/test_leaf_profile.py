@@ -11,7 +11,8 @@ from encoded_runs import quiet
 
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import arrays, fetch
-from flyte_ddp.datasets.sample_arrays import SampleArrays, write_sample_arrays
+from flyte_ddp.datasets.prepared_folder import write_prepared_set
+from flyte_ddp.datasets.sample_arrays import SampleArrays
 from flyte_ddp.errors import UserError
 from flyte_ddp.validation.profile import DataProfile, render_profile
 from flyte_ddp.validation.profiling import check_profile, compute_profile, describe_differences
@@ -23,7 +24,7 @@ HP = Hyperparameters(dataset="tables:own")
 
 def profile_of(data: SampleArrays, folder: Path) -> DataProfile:
     folder.mkdir()
-    write_sample_arrays(data, folder, {})
+    write_prepared_set(data, folder, {})
     found = compute_profile(folder)
     assert DataProfile.from_json(found.to_json()) == found
     return found

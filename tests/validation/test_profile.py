@@ -13,7 +13,8 @@ from PIL import Image
 from tars import shard_bytes
 
 from flyte_ddp.datasets import fetch
-from flyte_ddp.datasets.images import image_arrays, open_arrays, write_arrays
+from flyte_ddp.datasets.images import image_arrays, open_arrays
+from flyte_ddp.datasets.prepared_folder import write_prepared_set
 from flyte_ddp.validation.profile import DataProfile
 from flyte_ddp.validation.profiling import compute_profile
 
@@ -41,7 +42,7 @@ def test_equal_pixels_among_arrays(tmp_path: Path) -> None:
     labels = np.array([0, 0, 1, 0, 1, 1, 0, 0, 0])
     (tmp_path / "data").mkdir()
     arrays = image_arrays(images[:6], labels[:6], images[6:], labels[6:], classes=("a", "b"), name="digits")
-    write_arrays(arrays, tmp_path / "data", {})
+    write_prepared_set(arrays, tmp_path / "data", {})
     found = compute_profile(tmp_path / "data")
     assert found.duplicates == 2
     assert sorted(found.duplicated) == [f"test sample {number} and training sample {number}" for number in (1, 2)]
@@ -125,7 +126,7 @@ def test_other_targets_than_classes(tmp_path: Path) -> None:
     for name, (targets, classes) in {"l": (labels, "ab"), "m": (masks, "ab"), "n": (numbers, "")}.items():
         (tmp_path / name).mkdir()
         arrays = image_arrays(images[:4], targets[:4], images[4:], targets[4:], classes=[*classes], name="own")
-        write_arrays(arrays, tmp_path / name, {})
+        write_prepared_set(arrays, tmp_path / name, {})
         found[name] = compute_profile(tmp_path / name)
         assert DataProfile.from_json(found[name].to_json()) == found[name]
         assert found[name].duplicates == 1

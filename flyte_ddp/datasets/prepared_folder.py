@@ -1,0 +1,129 @@
+"""The folder of a prepared data set: its arrays, and ``dataset.json``, the description that says what it holds."""
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flyte_ddp.errors import UserError
+from flyte_ddp.files import atomic_write
+
+WEIGHTS = "train_weights.npy"  # file of ``sample_weights``, in the folders of sets that have them
+DESCRIPTION = "dataset.json"
+TEST_DIGEST = "test_digest"  # key in DESCRIPTION of the SHA-256 of the test split alone
+FORMAT = {"format": 2}  # version of prepared folders; raise it when the same source is prepared to other content
+
+
+class StoredSet:
+    """Base class of data sets whose folder holds what they know of themselves."""
+
+    name: str
+    classes: tuple[str, ...]
+    digest: str  # SHA-256 (hex) of all arrays, ``classes`` and ``sample_weights``; set where the folder is opened
+    sample_weights: NDArray[np.float64] | None  # [N], with which training may draw the training samples
+
+    def list_arrays(self) -> dict[str, NDArray[Any]]:
+        """Return the arrays by their files' names without ``.npy``; none by default: the samples stay elsewhere."""
+        return {}
+
+    def describe_content(self) -> dict[str, Any]:
+        """Return the entries of ``dataset.json`` that only sets of this class have."""
+        raise NotImplementedError
+
+
+def arrays_sha256(data: StoredSet, start: str = "") -> str:
+    """Return the SHA-256 (hex) of the class names, and of name, type, shape and values of each array.
+
+    With ``start`` only of arrays whose names begin with it, without it of ``sample_weights``, too.
+    """
+    digest = hashlib.sha256(json.dumps(data.classes).encode())
+    named = {name: array for name, array in data.list_arrays().items() if name.startswith(start)}
+    if data.sample_weights is not None and not start:
+        named["sample_weights"] = data.sample_weights
+    for name, array in named.items():
+        digest.update(f"\n{name} {array.dtype.str} {array.shape}\n".encode())
+        digest.update(array.reshape(-1).data)
+    return digest.hexdigest()
+
+
+def write_prepared_set(data: StoredSet, folder: Path, origin: Mapping[str, str]) -> None:
+    """Write a data set into an existing folder: one ``.npy`` file for each array, then ``dataset.json``.
+
+    Replaces files of these names. ``origin`` are more entries of ``dataset.json``. Raises an OSError if a file cannot
+    be written; errno ENOSPC if the disk is full.
+    """
+    arrays = data.list_arrays()
+    for name, array in arrays.items():
+        write_array(folder / f"{name}.npy", array)
+    if data.sample_weights is not None:
+        write_array(folder / WEIGHTS, data.sample_weights)
+    description = {
+        **FORMAT,
+        "name": data.name,
+        "classes": data.classes,
+        **data.describe_content(),
+        "digest": arrays_sha256(data) if arrays else data.digest,
+        TEST_DIGEST: arrays_sha256(data, "test_") if arrays else data.digest,
+        **({"weighted": True} if data.sample_weights is not None else {}),
+        **origin,
+    }
+    write_json(folder / DESCRIPTION, description, indent=1)
+
+
+def write_json(path: Path, content: Any, indent: int | None = None) -> None:
+    """Write ``content`` to ``path`` as JSON. Replaces the file atomically."""
+    with atomic_write(path) as file:
+        file.write(json.dumps(content, indent=indent).encode())  # json.dump encodes in Python, which is slow
+
+
+def write_array(path: Path, array: NDArray[Any]) -> None:
+    """Write an array in C order as a ``.npy`` file. Replaces the file atomically."""
+    with atomic_write(path) as file:  # numpy.save's error for a full disk has no errno
+        np.lib.format.write_array_header_1_0(file, np.lib.format.header_data_from_array_1_0(array))
+        file.write(array.data)
+
+
+def read_description(folder: Path) -> dict[str, Any]:
+    """Return the content of ``dataset.json`` in a prepared folder. Raises a UserError if it is missing or damaged."""
+    if not (folder / DESCRIPTION).exists():
+        raise UserError(f"{folder}: is not a prepared data set, there is no {DESCRIPTION} in it; fetch one there")
+    with translate_damage_to_user_error(folder):
+        return dict(json.loads((folder / DESCRIPTION).read_bytes()))
+
+
+@contextmanager
+def open_folder(folder: Path) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    """Yield the description in a prepared folder, and the fields that all classes of :class:`StoredSet` have.
+
+    Raises a UserError in place of the block's errors, as :func:`translate_damage_to_user_error` does.
+    """
+    description = read_description(folder)
+    with translate_damage_to_user_error(folder):
+        weights = read_array(folder, WEIGHTS) if description.get("weighted") else None
+        fields = {"name": description["name"], "digest": description["digest"], "sample_weights": weights}
+        yield description, fields | {"classes": tuple(description["classes"])}
+
+
+def read_array(folder: Path, name: str) -> NDArray[Any]:
+    """Return the array of a ``.npy`` file, memory-mapped and read-only, so that all processes share one copy."""
+    array: NDArray[Any] = np.load(folder / name, mmap_mode="r")
+    return array
+
+
+@contextmanager
+def translate_damage_to_user_error(folder: Path) -> Iterator[None]:
+    """Raise a UserError in place of an OSError, EOFError, ValueError, KeyError or TypeError of the block.
+
+    The error says that the prepared ``folder`` is damaged, and advises to delete it and to fetch it again.
+    """
+    try:
+        yield
+    except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
+        raise UserError(
+            f"{folder}: the prepared data set is damaged ({error}); delete the folder and fetch it again"
+        ) from error
