@@ -24,7 +24,7 @@ from benchmarks.running import run_python
 from flyte_ddp.loading.own_images import ItemImages
 from flyte_ddp.loading.own_items import ArrayItems
 from flyte_ddp.loading.own_samples import OwnFunction
-from flyte_ddp.loading.split import TargetKind
+from flyte_ddp.loading.split import TargetSpec
 from flyte_ddp.loading.worker_sources import WorkerImages
 from flyte_ddp.loading.workers import LoaderPool
 from flyte_ddp.lookahead import start_ahead
@@ -80,7 +80,7 @@ def measure(options: Options) -> Result:
 def our_epochs(images: NDArray[np.uint8], batch_size: int) -> Callable[[int], Iterator[Tensor]]:
     """Return a function that yields the batches of an epoch."""
     own = OwnFunction("augment", "benchmarks.augmentations:augment")
-    items, targets = ArrayItems(images, np.arange(len(images)) % 10), TargetKind(np.dtype(np.int64), (), 10)
+    items, targets = ArrayItems(images, np.arange(len(images)) % 10), TargetSpec(np.dtype(np.int64), (), 10)
     loader = ItemImages(items, "generated", size=images.shape[1:], targets=targets, seed=0, augment=own)
     source = WorkerImages(loader, LoaderPool([loader], WORKERS), torch.device("cpu"))
 

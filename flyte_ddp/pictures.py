@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from flyte_ddp.errors import UserError
+
 if TYPE_CHECKING:
     from PIL import Image
 
@@ -56,6 +58,21 @@ def picture_to_pixels(image: Any) -> NDArray[Any]:
         image = image.convert("L" if image.mode in ("1", "L") else "RGB")
     pixels = np.asarray(image)
     return pixels.transpose(1, 2, 0) if hasattr(image, "permute") and pixels.ndim == 3 else pixels
+
+
+def require_pixels(what: str, image: Any) -> NDArray[np.uint8]:
+    """Return a picture of :func:`picture_to_pixels` as uint8 [H, W, C]; UserError about ``what`` if it is none."""
+    try:
+        pixels = picture_to_pixels(image)
+    except ValueError as error:
+        raise UserError(f"{what} cannot be converted to 8 bits: {error}") from None
+    if pixels.dtype != np.uint8 or pixels.ndim not in (2, 3) or 0 in pixels.shape:
+        raise UserError(
+            f"{what} is {pixels.dtype} {list(pixels.shape)}; must be a PIL image or uint8, an array [height, width, "
+            "channels] or a tensor [channels, height, width]: leave out transforms such as ToTensor and Normalize, "
+            "which training does itself"
+        )
+    return pixels[..., np.newaxis] if pixels.ndim == 2 else pixels
 
 
 def scale_transparent_colour(image: Image.Image) -> None:

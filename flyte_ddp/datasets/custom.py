@@ -13,7 +13,7 @@ from flyte_ddp.datasets.on_demand_set import OnDemand, OnDemandSet, call_seeded,
 from flyte_ddp.datasets.sample_arrays import SampleArrays, arrays
 from flyte_ddp.errors import UserError
 from flyte_ddp.leaves import Leaves, form_of, group_leaves, restore_leaves
-from flyte_ddp.pictures import picture_to_pixels
+from flyte_ddp.pictures import require_pixels
 from flyte_ddp.progress import Progress
 from flyte_ddp.user_code import load_callable
 from flyte_ddp.user_source import user_source_digest
@@ -105,12 +105,8 @@ def arrays_from_result(spec: str, result: Any, progress: Progress) -> ImageArray
 
 
 def has_images(set_name: str, samples: Any) -> bool:
-    """Return whether the first item of a map-style data set is a pair whose first part is a picture.
-
-    Raises a UserError for a set without a length or without an item.
-    """
-    if not map_style_length(set_name, samples):
-        raise UserError(f"{set_name}: is empty")
+    """Return whether the first item of a map-style data set is a pair with a picture; UserError for no set or item."""
+    require_samples(set_name, samples)
     item = samples[0]
     if not isinstance(item, (tuple, list)) or len(item) != 2:
         return False
@@ -123,9 +119,7 @@ def read_leaves(set_name: str, samples: Any, progress: Progress) -> tuple[Leaves
 
     Raises a UserError if the set has no length or is empty, or an item has another form than the first.
     """
-    count = map_style_length(set_name, samples)
-    if not count:
-        raise UserError(f"{set_name}: is empty")
+    count = require_samples(set_name, samples)
     pairs = list[tuple[Leaves, Leaves]]()
     with progress.track(set_name, count, "samples") as advance:
         for index in range(count):
@@ -150,9 +144,7 @@ def read_map_style_set(set_name: str, samples: Any, progress: Progress) -> tuple
     Raises a UserError if the set has no length or is empty, an item is no image with a label, or an image or label has
     another shape than the first. ``set_name`` names the set in errors and in the displayed progress.
     """
-    count = map_style_length(set_name, samples)
-    if count == 0:
-        raise UserError(f"{set_name}: is empty")
+    count = require_samples(set_name, samples)
     images, labels = np.empty((0,), dtype=np.uint8), list[Targets]()
     with progress.track(set_name, count, "images") as advance:
         for index in range(count):
@@ -176,12 +168,14 @@ def read_map_style_set(set_name: str, samples: Any, progress: Progress) -> tuple
     return images, np.stack(labels)
 
 
-def map_style_length(set_name: str, samples: Any) -> int:
-    """Return ``len(samples)``. Raises a UserError, which names ``set_name``, if it has no length or no items."""
+def require_samples(set_name: str, samples: Any) -> int:
+    """Return ``len(samples)``. Raises a UserError, which names the set, if it has no length or no items, or is empty."""
     kind = type(samples).__name__
-    for method, missing in (("__len__", "len()"), ("__getitem__", "[number]")):
+    for method, missing in (("__len__", "len()"), ("__getitem__", "[i]")):
         if not hasattr(samples, method):
             raise UserError(f"{set_name}: a {kind} has no {missing}; it must be a map-style data set")
+    if not len(samples):
+        raise UserError(f"{set_name}: is empty")
     return len(samples)
 
 
@@ -198,13 +192,4 @@ def convert_sample(where: str, item: Any) -> tuple[Images, Targets]:
         raise UserError(f"{where} must be an image and a label: {error}") from error
     if label.dtype.kind not in "biuf":
         raise UserError(f"{where}: its label is a {type(given).__name__}; must be a number or numbers")
-    try:
-        pixels = picture_to_pixels(image)
-    except ValueError as error:
-        raise UserError(f"{where}: its image cannot be converted to 8 bits: {error}") from None
-    if pixels.dtype != np.uint8 or pixels.ndim not in (2, 3):
-        raise UserError(
-            f"{where}: its image is {pixels.dtype} {list(pixels.shape)}; must be a PIL image or uint8: leave out "
-            "transforms such as ToTensor and Normalize, training does that itself"
-        )
-    return pixels[..., np.newaxis] if pixels.ndim == 2 else pixels, label
+    return require_pixels(f"{where}: its image", image), label

@@ -14,6 +14,7 @@ from flyte_ddp.class_names import normalize_class_names
 from flyte_ddp.datasets.prepared_folder import StoredSet, open_folder
 from flyte_ddp.errors import UserError
 from flyte_ddp.leaves import Leaves
+from flyte_ddp.order.random_state import keep_random_state
 from flyte_ddp.user_code import load_callable
 
 ON_DEMAND = "on_demand"  # key in the description of the numbers of samples
@@ -72,15 +73,11 @@ def call_seeded(function: Callable[[str], Any], source: str) -> Any:
     """
     import torch
 
-    of_python, of_numpy = random.getstate(), np.random.get_state()  # noqa: NPY002
-    with torch.random.fork_rng(devices=[]):
+    with keep_random_state():
         random.seed(0)
         np.random.seed(0)  # noqa: NPY002
         torch.manual_seed(0)
-        found = function(source)
-    random.setstate(of_python)
-    np.random.set_state(of_numpy)  # noqa: NPY002
-    return found
+        return function(source)
 
 
 def on_demand(train: Any, test: Any, *, classes: Sequence[str] = ()) -> OnDemand:

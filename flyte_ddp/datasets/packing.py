@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from flyte_ddp import catalog
-from flyte_ddp.datasets.custom import convert_sample, map_style_length
+from flyte_ddp.datasets.custom import convert_sample, require_samples
 from flyte_ddp.datasets.fetching import fetch
 from flyte_ddp.datasets.image_folder import list_images
 from flyte_ddp.datasets.images import open_arrays
@@ -94,7 +94,7 @@ def pack_images(samples: Any, folder: Path, *, classes: Sequence[str] = (), **op
     from PIL import Image
 
     what = f"{type(samples).__name__} to pack"
-    count = map_style_length(what, samples)
+    count = require_samples(what, samples)
     width = len(str(count - 1))
     one_at_a_time = threading.Lock()  # the user's data set need not be thread-safe
 

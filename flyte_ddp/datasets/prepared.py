@@ -24,8 +24,8 @@ from flyte_ddp.shards.index import ShardIndex
 from flyte_ddp.shards.planning import sufficient_cache_bytes
 from flyte_ddp.user_code import load_callable
 
-PlainSet: TypeAlias = SampleArrays | OnDemandSet  # whose samples are any leaves; those on demand may be pictures
-PreparedSet: TypeAlias = ImageArrays | PlainSet | EncodedSet
+ItemSet: TypeAlias = SampleArrays | OnDemandSet  # whose samples are any leaves; those on demand may be pictures
+PreparedSet: TypeAlias = ImageArrays | ItemSet | EncodedSet
 SampleOrder = ListedOrder | ShardOrder  # samples of a stream have no numbers, so StreamOrder is not one of these
 
 
@@ -129,7 +129,7 @@ def check_prepared_set(
     targets = find_training_targets(data)
     of_numbers = targets is not None and targets.dtype.kind == "f"  # or several labels
     refuse_unfit_settings(data, hp)
-    if isinstance(data, PlainSet):
+    if isinstance(data, ItemSet):
         of_numbers = of_numbers or hp.objective not in ("classification", "segmentation", "language")
     # What the user's own function will return is known only when it is called, which ranks do.
     resolve_class_names(data.classes, hp, of_numbers=of_numbers or bool(hp.sample))
@@ -221,12 +221,12 @@ def has_pictures(data: PreparedSet) -> TypeGuard[OnDemandSet]:
 def refuse_unfit_settings(data: PreparedSet, hp: Hyperparameters) -> None:
     """Raise a UserError for a model or a setting that takes images if samples are none, for ``collate`` if they are.
 
-    Also for ``bad_samples`` with a plain set, whose own code reads its samples.
+    Also for ``bad_samples`` with a set of items, which own code reads.
     """
-    if isinstance(data, PlainSet) and hp.bad_samples:
+    if isinstance(data, ItemSet) and hp.bad_samples:
         what = f"dataset={data.name!r} reads its samples itself"
         raise UserError(f"bad_samples={hp.bad_samples}: {what}; leave it 0, and leave out what cannot be read")
-    if not isinstance(data, PlainSet) or has_pictures(data):
+    if not isinstance(data, ItemSet) or has_pictures(data):
         if hp.collate != "stacked":
             what = f"dataset={data.name!r} has images, which have one size"
             raise UserError(f"collate={hp.collate!r}: {what}; leave it out")

@@ -238,18 +238,15 @@ def unify_sides(kind: str, train: Leaves, test: Leaves) -> dict[str, Leaves]:
             )
         common = stored_type(np.result_type(*(leaf.dtype for leaf in pair)))
         for side, leaf in zip(unified, pair, strict=True):
-            side[name] = convert_type(make_ragged(leaf) if ragged else leaf, common)
+            if ragged:
+                whole = make_ragged(leaf)
+                side[name] = Ragged(whole.values.astype(common, copy=False), whole.ends)
+            else:
+                side[name] = leaf.astype(common, copy=False)
     return {
         f"{side}_{kind}": restore_leaves(form_of(train), leaves)
         for side, leaves in zip(("train", "test"), unified, strict=True)
     }
-
-
-def convert_type(leaf: NDArray[Any] | Ragged, dtype: np.dtype[Any]) -> NDArray[Any] | Ragged:
-    """Return a leaf whose values have a type; the same arrays if they have it."""
-    if isinstance(leaf, Ragged):
-        return Ragged(leaf.values.astype(dtype, copy=False), leaf.ends)
-    return leaf.astype(dtype, copy=False)
 
 
 def make_ragged(leaf: NDArray[Any] | Ragged) -> Ragged:

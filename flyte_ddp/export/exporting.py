@@ -14,21 +14,21 @@ from numpy.typing import NDArray
 
 from flyte_ddp.datasets.encoded_set import EncodedSet
 from flyte_ddp.datasets.images import ImageArrays
-from flyte_ddp.datasets.prepared import PlainSet, PreparedSet, has_pictures, order_test_split
+from flyte_ddp.datasets.prepared import ItemSet, PreparedSet, has_pictures, order_test_split
 from flyte_ddp.errors import UnreachableError
 from flyte_ddp.export.comparison import BATCH_SIZES, GOLDEN_BYTES, TOLERANCE, Comparison, choose_requests
+from flyte_ddp.export.exporting_leaves import export_leaves_model
 from flyte_ddp.export.graphs import ONNX, NotExportedError, write_graphs
 from flyte_ddp.export.onnx_process import OnnxProcess
-from flyte_ddp.export.plain_samples import export_plain_model
 from flyte_ddp.export.served import ServedModel
 from flyte_ddp.loading.cropping import crop_to_square
 from flyte_ddp.loading.decoding import DecodingError, Pixels
 from flyte_ddp.loading.encoded import Encoded, decode_or_refetch, map_samples
 from flyte_ddp.loading.opening import open_image_reader
-from flyte_ddp.loading.opening_plain import open_items
-from flyte_ddp.loading.seeding import keep_random_state
+from flyte_ddp.loading.opening_items import open_items
 from flyte_ddp.machine import count_cores
 from flyte_ddp.models import artifacts
+from flyte_ddp.order.random_state import keep_random_state
 from flyte_ddp.settings import Settings
 
 GOLDEN, CHECK = "golden.npz", "serve_check.py"
@@ -63,7 +63,7 @@ def export_model(
     Reads the whole test split, downloading shards into the cache of ``settings``. Runs the ONNX in a new process.
     Silences torch's loggers, warnings and sys.stderr of this process while the exporters run. ``device``, cpu or cuda,
     is where torch computed its logits; it decides the tolerance. For inputs that are no images see
-    :func:`export_plain_model`. Raises UnreachableError if the storage of the test
+    :func:`export_leaves_model`. Raises UnreachableError if the storage of the test
     split does not answer; NotExportedError if the extra ``export`` is not installed, or after any other exception.
     """
     settings = settings or Settings()
@@ -71,8 +71,8 @@ def export_model(
         made = Path(name)
         try:
             loaded, sidecar = artifacts.load_model(*model)
-            if isinstance(split, PlainSet) and not has_pictures(split):
-                found, golden = export_plain_model(loaded, sidecar, split, made, settings)
+            if isinstance(split, ItemSet) and not has_pictures(split):
+                found, golden = export_leaves_model(loaded, sidecar, split, made, settings)
             else:
                 served = ServedModel(loaded, sidecar).eval()
                 write_onnx_and_pt2(served, made)
@@ -146,11 +146,7 @@ def read_test_images(data: PreparedSet, channels: int, settings: Settings, seed:
     decoded by threads; remote shards are downloaded into the cache. Pictures on demand are read in this process, whose
     random generators are seeded by ``seed`` for that. Raises UserError if the data cannot be read.
     """
-    if isinstance(data, ImageArrays):
-        for image in data.test_images:
-            yield np.repeat(image, channels // image.shape[2], axis=2)
-        return
-    if has_pictures(data):
+    if isinstance(data, ImageArrays) or has_pictures(data):
         items = open_items(data)["test"]
         for sample in range(data.test_samples):
             with keep_random_state():

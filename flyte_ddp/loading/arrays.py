@@ -11,14 +11,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from flyte_ddp.catalog import IGNORED
+from flyte_ddp.datasets.sample_arrays import Ragged
 from flyte_ddp.device_copy import copy_to_device
-from flyte_ddp.loading.split import Batch, ImageSource
+from flyte_ddp.leaves import Leaves, form_of, map_leaves, name_leaves, restore_leaves
+from flyte_ddp.loading.collate import add_mask, padding_of, widen_type
+from flyte_ddp.loading.split import Batch, BatchSource
 from flyte_ddp.order.augmentation import augment_images
 from flyte_ddp.order.sampling import Indices
 
 
 @dataclass(frozen=True)
-class ArrayImages(ImageSource):
+class ArrayImages(BatchSource):
     """Source of images in arrays: batches are copied from tensors that are on the device."""
 
     images: Tensor  # uint8 [N, H, W, C]
@@ -49,15 +52,83 @@ def augment_batch(
     return augment(images), targets
 
 
-def open_array_source(
+@dataclass(frozen=True)
+class LoadedLeaf:
+    """A leaf of all samples on the device; if it is ragged, with the ends of the samples on the host."""
+
+    values: Tensor  # [N, ...]; of a ragged leaf [sum of the lengths, ...]
+    ends: NDArray[np.int64] | None = None  # [N]
+
+    def take_rows(self, samples: Indices, kind: str) -> tuple[Tensor, Tensor | None]:
+        """Return the leaf of these samples as a tensor [n, ...], padded if it is ragged, and where it has values.
+
+        That is bool [n, longest]; None of a leaf that is not ragged. ``kind`` is inputs or targets.
+        """
+        device = self.values.device
+        if self.ends is None:
+            rows = copy_to_device(torch.from_numpy(samples), device)
+            return widen_type(self.values.index_select(0, rows)), None  # much faster than ``values[rows]`` on a CPU
+        numbers = samples.astype(np.int64)
+        ends = self.ends[numbers]
+        starts = np.where(numbers > 0, self.ends[numbers - 1], 0)
+        places = np.arange(int((ends - starts).max(initial=0)))
+        filled = places < (ends - starts)[:, None]
+        rows, mask = (
+            copy_to_device(torch.from_numpy(values), device)
+            for values in (np.where(filled, starts[:, None] + places, 0), filled)
+        )
+        taken = widen_type(self.values.index_select(0, rows.flatten()).view(*rows.shape, *self.values.shape[1:]))
+        hidden = ~mask.view(*mask.shape, *[1] * (taken.dim() - 2))
+        dtype_kind = "f" if taken.is_floating_point() else "b" if taken.dtype == torch.bool else "i"
+        return taken.masked_fill(hidden, padding_of(dtype_kind, kind)), mask
+
+
+@dataclass(frozen=True)
+class ArrayBatches(BatchSource):
+    """Source of batches of arrays: copied from tensors that are on the device."""
+
+    inputs: Leaves  # of LoadedLeaf
+    targets: Leaves
+    masked: str | None = None  # name of the input whose mask the model also gets
+
+    def load_batch(self, samples: Indices, epoch: int | None = None) -> Batch:  # noqa: ARG002
+        """Return a batch of these rows of the arrays, on the arrays' device, with the mask of ``masked``."""
+        found = {name: leaf.take_rows(samples, "inputs") for name, leaf in name_leaves(self.inputs).items()}
+        inputs = restore_leaves(form_of(self.inputs), {name: values for name, (values, _) in found.items()})
+        if self.masked is not None:
+            values, mask = found[self.masked]
+            all_there = torch.ones(values.shape[:2], dtype=torch.bool, device=values.device)
+            inputs = add_mask(inputs, all_there if mask is None else mask)
+        return Batch(inputs, map_leaves(lambda leaf: leaf.take_rows(samples, "targets")[0], self.targets))
+
+
+def open_array_images(
     device: torch.device, images: NDArray[np.uint8], targets: NDArray[Any], augment: str = "none", seed: int = 0
 ) -> ArrayImages:
     """Return an ArrayImages of these arrays; on a GPU it holds a copy on ``device``, on a CPU the arrays themselves.
 
-    ``augment`` is the kind of augmentation (none, crop or crop_flip), ``seed`` the seed of its random numbers. Hides
-    warnings of this process meanwhile.
+    ``augment`` is the kind of augmentation (none, crop or crop_flip), ``seed`` the seed of its random numbers.
     """
+    return ArrayImages(to_device(images, device), to_device(targets, device), augment, seed)
+
+
+def open_array_batches(device: torch.device, inputs: Leaves, targets: Leaves, masked: str | None) -> ArrayBatches:
+    """Return an ArrayBatches of these arrays; on a GPU it holds copies on ``device``, on a CPU the arrays themselves.
+
+    ``masked`` names the input whose mask the model also gets; None: it gets none.
+    """
+
+    def load_leaf(leaf: Any) -> LoadedLeaf:
+        """Return a leaf on the device."""
+        if isinstance(leaf, Ragged):
+            return LoadedLeaf(to_device(leaf.values, device), np.asarray(leaf.ends))
+        return LoadedLeaf(to_device(leaf, device))
+
+    return ArrayBatches(map_leaves(load_leaf, inputs), map_leaves(load_leaf, targets), masked)
+
+
+def to_device(array: NDArray[Any], device: torch.device) -> Tensor:
+    """Return an array as a tensor, on a CPU with the same memory. Hides warnings of this process meanwhile."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's, that mapped memory may not be written to, which nothing does
-        on_device = [torch.from_numpy(stored).to(device) for stored in (images, targets)]
-    return ArrayImages(on_device[0], on_device[1], augment, seed)
+        return torch.from_numpy(array).to(device)

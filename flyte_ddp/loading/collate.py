@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from flyte_ddp.catalog import IGNORED_TOKEN
+from flyte_ddp.datasets.images import require_array
 from flyte_ddp.errors import UserError
 from flyte_ddp.leaves import Leaves, form_of, group_leaves, require_numbers, restore_leaves
 
@@ -21,8 +22,8 @@ Samples = Sequence[tuple[Leaves, Leaves]]
 def stack_samples(samples: Samples, names: Sequence[str]) -> tuple[Leaves, Leaves]:
     """Return inputs and targets of samples as one batch: each leaf a tensor [n, ...].
 
-    ``names`` are the samples' names in errors. Raises UserError for leaves of different shapes, and those of
-    :func:`convert_leaf`.
+    ``names`` are the samples' names in errors. Raises UserError for leaves of different shapes or forms,
+    and what is no number.
     """
 
     def stack_leaf(name: str, leaves: Sequence[NDArray[Any]], kind: str) -> Tensor:
@@ -79,19 +80,12 @@ def combine_leaves(function: Any, leaves: Sequence[Leaves], side: int, names: Se
     """
     kind, made = ("inputs", "targets")[side], dict[str, Tensor]()
     for name, values in group_leaves(kind, leaves, names).items():
-        arrays = [convert_leaf(kind, leaf, sample) for leaf, sample in zip(values, names, strict=True)]
+        arrays = list[NDArray[Any]]()
+        for leaf, sample in zip(values, names, strict=True):
+            arrays.append(require_array(f"the {kind} of {sample}", leaf))
+            require_numbers(f"the {kind} of {sample}", arrays[-1], "convert them, or set a collate of your own")
         made[name] = function(name, arrays, kind)
     return restore_leaves(form_of(leaves[0]), made)
-
-
-def convert_leaf(kind: str, leaf: Any, sample: str) -> NDArray[Any]:
-    """Return a leaf of a sample as an array of truth values, whole numbers or floats; UserError for anything else."""
-    try:
-        array = np.asarray(leaf)
-    except (TypeError, ValueError, RuntimeError) as error:  # torch raises a RuntimeError for a tensor with gradients
-        raise UserError(f"the {kind} of {sample} are no array: {error}") from None
-    require_numbers(f"the {kind} of {sample}", array, "convert them, or set a collate of your own")
-    return array
 
 
 def describe_leaf(kind: str, name: str) -> str:

@@ -16,7 +16,7 @@ from flyte_ddp.errors import UserError
 from flyte_ddp.loading import cropping
 from flyte_ddp.loading.decoding import DecodingError, Pixels, choose_decoder, decode_image, decode_with_torchcodec
 from flyte_ddp.loading.facts import Facts
-from flyte_ddp.loading.split import Batch, ImageSource
+from flyte_ddp.loading.split import Batch, BatchSource
 from flyte_ddp.lookahead import map_in_threads
 from flyte_ddp.models.images import EVALUATION_SHARE
 from flyte_ddp.order.sampling import Indices
@@ -139,7 +139,7 @@ class SubstitutingReader:
 
 
 @dataclass(eq=False)
-class EncodedImages(SubstitutingReader, ImageSource):
+class EncodedImages(SubstitutingReader, BatchSource):
     """Source of encoded images: decodes, crops and, for training, augments them in threads."""
 
     reader: ImageReader

@@ -21,7 +21,6 @@ from torch.utils._pytree import tree_map
 
 from flyte_ddp.errors import UserError
 from flyte_ddp.loading.batch_memory import Layout, open_memory, write_tree
-from flyte_ddp.loading.own_items import ItemLoader
 from flyte_ddp.loading.own_samples import SampleLoader
 from flyte_ddp.process import (
     M_MMAP_THRESHOLD,
@@ -51,22 +50,22 @@ class Task(NamedTuple):
         return load_into(open_memory(opened, self.path, self.layout.size), loader, self)
 
 
-class BatchTask(NamedTuple):
-    """A batch that one process loads and collates."""
+class Call(NamedTuple):
+    """A call of a loader's method by one process, which writes the result into memory."""
 
-    loader: int  # number of the ItemLoader
-    samples: list[int]
-    epoch: int | None
-    path: str  # of the batch's memory, which may grow
+    loader: int  # its number
+    method: str
+    arguments: tuple[Any, ...]
+    path: str  # of the memory, which may grow
 
-    def run(self, loader: ItemLoader, opened: dict[str, mmap.mmap]) -> Collated:
-        """Load the batch, write its tensors into the memory, and return the answer."""
-        batch = loader.load_items(self.samples, self.epoch)
-        return Collated(*write_tree(opened, self.path, tree_map(to_array, batch)))
+    def run(self, loader: Any, opened: dict[str, mmap.mmap]) -> Written:
+        """Call the method, write its result with its tensors into the memory, and return the answer."""
+        result = getattr(loader, self.method)(*self.arguments)
+        return Written(*write_tree(opened, self.path, tree_map(tensor_to_array, result)))
 
 
-class Collated(NamedTuple):
-    """What a process answers after a batch: its place, for :func:`flyte_ddp.loading.batch_memory.read_tree`."""
+class Written(NamedTuple):
+    """What a process answers after a call: where the result is in the memory, for ``batch_memory.read_tree``."""
 
     start: int
     end: int
@@ -136,7 +135,7 @@ def run_loader_process(pipe: Connection) -> None:
             pipe.send((number, answer))
 
 
-def to_array(value: Any) -> Any:
+def tensor_to_array(value: Any) -> Any:
     """Return a tensor that NumPy has a type for as an array with the same memory; another value unchanged."""
     return value.numpy() if isinstance(value, Tensor) and value.dtype != torch.bfloat16 else value
 

@@ -1,6 +1,6 @@
 """Open the splits that a rank trains on, validates with and tests on."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
@@ -15,27 +15,24 @@ from flyte_ddp.datasets.images import ImageArrays
 from flyte_ddp.datasets.prepared import (
     PreparedSet,
     SampleOrder,
+    has_pictures,
     no_samples_error,
     order_splits,
     order_test_split,
     order_training,
 )
 from flyte_ddp.hardware import Hardware
-from flyte_ddp.loading.arrays import open_array_source
 from flyte_ddp.loading.encoded import BadSamples, EncodedImages, ImageReader
-from flyte_ddp.loading.opening_plain import open_plain_splits
+from flyte_ddp.loading.opening_items import open_image_splits, open_leaf_splits
 from flyte_ddp.loading.own_encoded import EncodedSamples
-from flyte_ddp.loading.own_images import ItemImages
-from flyte_ddp.loading.own_items import ArrayItems
 from flyte_ddp.loading.own_samples import OwnFunction, import_own_loading
 from flyte_ddp.loading.readers import FileMembers, FileReader, ShardImages, ShardMembers
-from flyte_ddp.loading.split import ImageSource, Split, Splits, TargetKind
+from flyte_ddp.loading.split import BatchSource, Split, Splits, TargetSpec, make_splits
 from flyte_ddp.loading.streams import RankStream, StreamImages, StreamOrder
 from flyte_ddp.loading.worker_sources import WorkerImages
 from flyte_ddp.loading.workers import make_pool
 from flyte_ddp.machine import count_cores
 from flyte_ddp.models.images import EVALUATION_SHARE, InputSpec
-from flyte_ddp.order.sampling import Order
 from flyte_ddp.order.shard_order import ShardOrder, count_rank_streams
 from flyte_ddp.parallel.distributed import rank, world_size
 from flyte_ddp.settings import Settings
@@ -59,11 +56,11 @@ def open_splits(
     )
     orders["training"] = order_training(data, orders["training"], hp.sampling)
     threads = settings.loader_threads or hardware.threads
-    if isinstance(data, ImageArrays):
-        return open_array_splits(data, orders, hp, device, threads)
-    if not isinstance(data, EncodedSet):
-        return open_plain_splits(data, orders, hp, device, threads)
-    return open_encoded_splits(data, orders, hp, device, threads=threads, settings=settings)
+    if isinstance(data, EncodedSet):
+        return open_encoded_splits(data, orders, hp, device, threads=threads, settings=settings)
+    if isinstance(data, ImageArrays) or has_pictures(data):
+        return open_image_splits(data, orders, hp, device, threads)
+    return open_leaf_splits(data, orders, hp, device, threads)
 
 
 def open_encoded_splits(
@@ -89,29 +86,23 @@ def open_encoded_splits(
     bad, crop = BadSamples(hp.bad_samples), "none" if augment else hp.augment
     options: dict[str, Any] = {"size": side, "share": share, "crop": crop, "seed": hp.seed, "classes": classes}
     in_train = [order for split, order in orders.items() if split != "test" or data.test is None]
-    sources: dict[str, ImageSource] = {}
-    loaders: dict[str, EncodedSamples] = {}  # of what loader processes do
+    direct, loaders = dict[str, BatchSource](), dict[str, EncodedSamples]()
+    targets = TargetSpec(np.dtype(np.int64), (), classes)
     for part, source, of in (("train", data.train, in_train), ("test", data.test, [orders["test"]])):
         if source is not None:
             if not decode:
                 reader = open_image_reader(source, settings, streams)
-                sources[part] = EncodedImages(reader, orders=of, bad=bad, threads=threads, device=device, **options)
+                direct[part] = EncodedImages(reader, orders=of, bad=bad, threads=threads, device=device, **options)
             if decode or (augment and part == "train"):
                 reader = open_image_reader(source, settings, streams, members=decode is not None)
                 loaders[part] = EncodedSamples(reader, of, bad, decode=decode, augment=augment, **options)
-    if loaders:
-        pool = make_pool([*loaders.values()], threads)
-        own: dict[str, ImageSource] = {part: WorkerImages(loader, pool, device) for part, loader in loaders.items()}
-        targets = loaders["train"].find_kind_of_targets(orders["training"]) if decode else None
+    if decode:
+        targets = loaders["train"].find_target_spec(orders["training"])
         for loader in loaders.values():
-            loader.targets = targets or loader.targets
-        sources = {**own, **sources}  # built-in decoding of what is not augmented stays in threads
-        training = own["train"]
-    else:
-        targets, training = None, sources["train"]
-    inputs = InputSpec(3, side, side, data.mean, data.std)
-    tests = Split(sources.get("test", sources["train"]), orders["test"])
-    validation = Split(sources["train"], orders["validation"])
+            loader.targets = targets
+    pool = make_pool([*loaders.values()], threads)
+    by_processes = {part: WorkerImages(loader, pool, device) for part, loader in loaders.items()}
+    splits = make_splits(orders, direct, by_processes, InputSpec(3, side, side, data.mean, data.std), targets)
     if encoded_kind(hp.dataset) == "stream":
         assert isinstance(data.train, ShardIndex)
         assert isinstance(orders["training"], ShardOrder)
@@ -120,38 +111,11 @@ def open_encoded_splits(
         cache = ShardCache(settings.cache_folder, settings.cache_bytes)
         stream = RankStream(ours, cache, hp, rank(), workers=threads, size=side, share=share, classes=classes)
         samples = max(1, len(orders["training"]) // hp.batch_size) * hp.batch_size
-        return Splits(Split(StreamImages(stream, device), StreamOrder(samples)), validation, tests, inputs)
-    return Splits(Split(training, orders["training"]), validation, tests, inputs, targets)
+        return replace(splits, training=Split(StreamImages(stream, device), StreamOrder(samples)))
+    return splits
 
 
-def open_array_splits(
-    data: ImageArrays, orders: Mapping[str, Order], hp: Hyperparameters, device: torch.device, workers: int
-) -> Splits:
-    """Return the splits of arrays. With an ``augment`` of the user's own, ``workers`` processes load those to train on.
-
-    Copies all arrays to the device if it is a GPU; with own augmentation too, as validation reads the training arrays.
-    """
-    _, own = import_own_loading(hp)
-    images = open_array_source(device, data.train_images, data.train_labels, "none" if own else hp.augment, hp.seed)
-    test_images = open_array_source(device, data.test_images, data.test_labels)
-    _, height, width, channels = data.train_images.shape
-    inputs = InputSpec(channels, height, width, data.mean, data.std)
-    training, validation = (Split(images, orders[split]) for split in ("training", "validation"))
-    if own:
-        loader = ItemImages(
-            ArrayItems(data.train_images, data.train_labels),
-            data.name,
-            size=data.train_images.shape[1:],
-            targets=TargetKind(data.train_labels.dtype, data.train_labels.shape[1:], len(data.classes)),
-            seed=hp.seed,
-            augment=own,
-            image_size=hp.image_size,
-        )
-        training = Split(WorkerImages(loader, make_pool([loader], workers), device), orders["training"])
-    return Splits(training, validation, Split(test_images, orders["test"]), inputs)
-
-
-def open_test_split(
+def open_encoded_test_split(
     data: EncodedSet,
     spec: InputSpec,
     classes: int,
@@ -177,7 +141,7 @@ def open_test_split(
         own: dict[str, Any] = {"decode": OwnFunction("sample", sample), "augment": None, "crop": "none", "seed": 0}
         reader = open_image_reader(data.test_source, settings, members=True)
         loader = EncodedSamples(reader, [order], bad, **own, **options)
-        loader.targets = loader.find_kind_of_targets(order)
+        loader.targets = loader.find_target_spec(order)
         return Split(WorkerImages(loader, make_pool([loader], threads), device), order), loader.replaced
     reader = open_image_reader(data.test_source, settings)
     images = EncodedImages(reader, orders=[order], bad=bad, threads=threads, device=device, **options)

@@ -28,10 +28,10 @@ from flyte_ddp.loading.own_samples import (
     SampleLoader,
     augment_sample,
     convert_target,
-    kind_of_targets,
+    target_spec,
 )
-from flyte_ddp.loading.seeding import keep_random_state, seed_for
-from flyte_ddp.loading.split import TargetKind
+from flyte_ddp.loading.split import TargetSpec
+from flyte_ddp.order.random_state import keep_random_state
 from flyte_ddp.order.sampling import Indices, Order
 
 
@@ -60,7 +60,7 @@ class EncodedSamples(SubstitutingReader, SampleLoader):
         self.reader, self.orders, self.bad = reader, orders, bad
         self.decode, self.augment, self.crop, self.seed, self.classes = decode, augment, crop, seed, classes
         self.sizes, self.share = ((size, size, 3),), share
-        self.targets = TargetKind(np.dtype(np.int64), (), classes)
+        self.targets = TargetSpec(np.dtype(np.int64), (), classes)
         self.prefetch_files = reader.prefetch_files if reader.fetches_files else None
         self.replaced = set()
         self.epoch = 0  # for which a sample is loaded, by which the draws of ``decode`` are seeded
@@ -75,7 +75,7 @@ class EncodedSamples(SubstitutingReader, SampleLoader):
         """Return the numbers of bad and of replaced samples, and how often each shard was fetched by this process."""
         return len(self.bad.names), len(self.replaced), Counter(self.reader.fetch_counts())
 
-    def find_kind_of_targets(self, order: Order) -> TargetKind:
+    def find_target_spec(self, order: Order) -> TargetSpec:
         """Return the kind of all targets: that of the first sample of an order, which this process decodes."""
         assert self.decode is not None
         first = int(order.samples(slice(0, 1))[0])
@@ -83,7 +83,7 @@ class EncodedSamples(SubstitutingReader, SampleLoader):
             image, target, name = self.load_image_or_substitute(first, self.reader.read_sample(first))
         where = f"sample {name!r}"
         _, target = self.fit_to_square(image, target, first, None, where)
-        return kind_of_targets(self.decode, target, self.classes, where)
+        return target_spec(self.decode, target, self.classes, where)
 
     def load_sample(self, sample: int, epoch: int | None) -> Sample:
         """Return a sample as a square, augmented for an ``epoch`` of training.
@@ -117,8 +117,7 @@ class EncodedSamples(SubstitutingReader, SampleLoader):
 
             Seeds the random generators for the sample and the epoch.
             """
-            own.load()
-            seed_for(own.setting, self.seed, self.epoch, sample, own.transforms)
+            own.seed(self.seed, self.epoch, sample)
             try:
                 return own.call(read.name, dict(read.members or {}))
             except OwnCodeError as error:

@@ -5,7 +5,7 @@ import numpy as np
 from flyte_ddp.errors import UserError
 from flyte_ddp.loading.own_items import Items
 from flyte_ddp.loading.own_samples import OwnFunction, Sample, SampleLoader, augment_sample, convert_target
-from flyte_ddp.loading.split import TargetKind
+from flyte_ddp.loading.split import TargetSpec
 
 
 class ItemImages(SampleLoader):
@@ -17,7 +17,7 @@ class ItemImages(SampleLoader):
         name: str,
         *,
         size: tuple[int, ...],
-        targets: TargetKind,
+        targets: TargetSpec,
         seed: int,
         augment: OwnFunction | None = None,
         image_size: int = 0,

@@ -118,8 +118,7 @@ class ItemLoader:
         Raises the errors of :meth:`OwnFunction.call_pair`, and UserError for inputs without a tensor, or a tensor of
         targets that has not a row for each sample. ``where`` names the samples in errors.
         """
-        own.load()
-        seed_for(own.setting, self.seed, epoch or 0, samples[0], own.transforms)
+        own.seed(self.seed, epoch or 0, samples[0])
         # A mapping of another kind, such as a tokenizer's, becomes a dict, in which tensors are found, a list a tuple.
         returned = (tuple(side) if isinstance(side, list) else side for side in own.call_pair(where, loaded))
         inputs, targets = (map_leaves(lambda leaf: leaf, side) for side in returned)
@@ -141,8 +140,7 @@ class ItemLoader:
             inputs, targets = (map_leaves(copy_leaf, side) for side in (inputs, targets))
         if augment is None or epoch is None:
             return inputs, targets
-        augment.load()
-        seed_for(augment.setting, self.seed, epoch, sample, augment.transforms)
+        augment.seed(self.seed, epoch, sample)
         return augment.call_pair(name, inputs, targets)
 
 

@@ -15,10 +15,11 @@ from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import UserError
 from flyte_ddp.loading.decoding import Pixels
 from flyte_ddp.loading.facts import Facts
-from flyte_ddp.loading.seeding import find_seeded_transforms, keep_random_state, seed_for
-from flyte_ddp.loading.split import TargetKind
+from flyte_ddp.loading.seeding import find_seeded_transforms, seed_for
+from flyte_ddp.loading.split import TargetSpec
+from flyte_ddp.order.random_state import keep_random_state
 from flyte_ddp.order.sampling import Indices
-from flyte_ddp.pictures import picture_to_pixels
+from flyte_ddp.pictures import require_pixels
 from flyte_ddp.user_code import load_callable
 
 
@@ -37,9 +38,9 @@ class Sample(NamedTuple):
 class SampleLoader:
     """Base class of what loads single samples, in one process. It can be pickled before it is first used."""
 
-    targets: TargetKind
+    targets: TargetSpec
     sizes: tuple[tuple[int, ...], ...]  # the shapes [H, W, C] that images may have, those of a batch all the same
-    prefetch_files: Callable[[Indices], None] | None = None  # as of an ImageSource
+    prefetch_files: Callable[[Indices], None] | None = None  # as of an BatchSource
 
     def load_sample(self, sample: int, epoch: int | None) -> Sample:
         """Return a sample by its number, augmented for an ``epoch`` of training, not for None."""
@@ -87,6 +88,11 @@ class OwnFunction:
             self.function, self.transforms = found, find_seeded_transforms(found)
         return self.function
 
+    def seed(self, seed: int, epoch: int, sample: int) -> None:
+        """Import the function, and seed this process's generators, and its transforms, for a sample in an epoch."""
+        self.load()
+        seed_for(self.setting, seed, epoch, sample, self.transforms)
+
     def call_pair(self, name: str, *arguments: Any, returns: str = "(inputs, targets)") -> tuple[Any, Any]:
         """Call the function for ``name``, which is a sample or several, and return the pair that it returns.
 
@@ -108,24 +114,7 @@ class OwnFunction:
         Raises the errors of :meth:`call_pair`, and UserError if the first part of the pair is no image.
         """
         image, target = self.call_pair(name, *arguments, returns="(image, target)")
-        return Sample(self.convert_image(name, image), np.asarray(target), name)
-
-    def convert_image(self, name: str, image: Any) -> Pixels:
-        """Return what the function returned as an image, as uint8 [H, W, C]; UserError if it is no such thing.
-
-        It may be a PIL image, which becomes grey or RGB, an array [H, W] or [H, W, C], or a tensor [C, H, W].
-        """
-        try:
-            pixels = picture_to_pixels(image)
-        except ValueError as error:
-            raise UserError(f"{self}: the image of {name} cannot be converted to 8 bits: {error}") from None
-        if pixels.dtype != np.uint8 or pixels.ndim not in (2, 3) or 0 in pixels.shape:
-            raise UserError(
-                f"{self} returned {pixels.dtype} {list(pixels.shape)} as the image of {name}: must be uint8 [height, "
-                "width, channels], a uint8 tensor [channels, height, width] or a PIL image; leave out conversions to "
-                "floats and normalisation, which come later"
-            )
-        return pixels[..., np.newaxis] if pixels.ndim == 2 else pixels
+        return Sample(require_pixels(f"{self}: the image of {name}", image), np.asarray(target), name)
 
     def __str__(self) -> str:
         return f"{self.setting}={self.spec!r}"
@@ -137,15 +126,14 @@ def augment_sample(own: OwnFunction, loaded: Sample, draws: tuple[int, int, int]
     Seeds this process's random generators by ``draws``: seed, epoch and number of the sample. ``where`` names the
     sample in errors, which are those of :meth:`OwnFunction.call`.
     """
-    own.load()
-    seed_for(own.setting, *draws, own.transforms)
+    own.seed(*draws)
     # Copies: the arrays are read-only, and the same for all processes.
     target = np.array(loaded.target) if loaded.target.ndim else loaded.target.item()
     changed = own.call(where, np.array(loaded.image), target)
     return Sample(changed.image, changed.target, loaded.name)
 
 
-def convert_target(own: object, target: NDArray[Any], kind: TargetKind, where: str) -> NDArray[Any]:
+def convert_target(own: object, target: NDArray[Any], kind: TargetSpec, where: str) -> NDArray[Any]:
     """Return a target that the user's code ``own`` returned; UserError if it does not fit the data set's.
 
     It must have the shape of the others; whole numbers may become floats, but not the reverse, and must be classes.
@@ -167,7 +155,7 @@ def convert_target(own: object, target: NDArray[Any], kind: TargetKind, where: s
     return target
 
 
-def kind_of_targets(own: object, target: NDArray[Any], classes: int, where: str) -> TargetKind:
+def target_spec(own: object, target: NDArray[Any], classes: int, where: str) -> TargetSpec:
     """Return the kind of all targets, given the first: a class int64 [], a mask, or float32 [] or [n].
 
     A mask is of whole numbers, [H, W] or more, uint8 or int64. Raises UserError for what is no numbers; ``own`` is the
@@ -179,8 +167,8 @@ def kind_of_targets(own: object, target: NDArray[Any], classes: int, where: str)
         )
     whole = target.dtype.kind in "biu" and target.ndim != 1
     if target.ndim > 1 and target.dtype == np.uint8:
-        return TargetKind(target.dtype, target.shape, classes)
-    return TargetKind(np.dtype(np.int64 if whole else np.float32), target.shape, classes if whole else 0)
+        return TargetSpec(target.dtype, target.shape, classes)
+    return TargetSpec(np.dtype(np.int64 if whole else np.float32), target.shape, classes if whole else 0)
 
 
 def import_own_loading(hp: Hyperparameters) -> tuple[OwnFunction | None, OwnFunction | None]:

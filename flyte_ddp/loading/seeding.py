@@ -7,8 +7,7 @@ import hashlib
 import inspect
 import random
 import struct
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -50,15 +49,3 @@ def find_seeded_transforms(own: Callable[..., Any]) -> list[Any]:
         found += [cell.cell_contents for cell in function.__closure__ or ()]
     seeded = (each for each in found if callable(getattr(each, "set_random_seed", None)) and not isinstance(each, type))
     return list({id(each): each for each in seeded}.values())
-
-
-@contextmanager
-def keep_random_state() -> Iterator[None]:
-    """Restore, after the block, the state of the generators that :func:`seed_for` seeds; transforms are left."""
-    of_python, of_numpy, of_torch = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002
-    try:
-        yield
-    finally:
-        random.setstate(of_python)
-        np.random.set_state(of_numpy)  # noqa: NPY002
-        torch.set_rng_state(of_torch)

@@ -1,7 +1,7 @@
 """A rank's view of the splits: which samples a split has, the source that loads them as batches, what they show."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
@@ -27,7 +27,7 @@ class Batch(NamedTuple):
     names: Sequence[str] = ()  # keys of the samples in their data set; empty if they have none
 
 
-class TargetKind(NamedTuple):
+class TargetSpec(NamedTuple):
     """What all targets of a data set have in common."""
 
     dtype: np.dtype[Any]
@@ -36,8 +36,8 @@ class TargetKind(NamedTuple):
     varies: bool = False  # whether the first dimension has another length in each sample
 
 
-class ImageSource:
-    """Base class of sources that load batches of images. Optional hooks default to no-ops."""
+class BatchSource:
+    """Base class of sources that load batches. Optional hooks default to no-ops."""
 
     batches_ahead = 0  # how many batches to prefetch
     # Starts to fetch the files that hold samples, which will be loaded later; None: no whole files are fetched.
@@ -65,7 +65,7 @@ class ImageSource:
 class Split:
     """One split of a data set as this rank uses it: the order of the samples, and the source that loads them."""
 
-    source: ImageSource
+    source: BatchSource
     order: Order
 
     def __len__(self) -> int:
@@ -79,7 +79,7 @@ class Split:
         """Yield one share of the split's batches, unaugmented, each with its slice of the split's order.
 
         The batches are divided into ``parts`` shares of consecutive batches; ``part`` is the share's number, from 0.
-        Begins to load later batches before it yields one; raises the errors of :meth:`ImageSource.load_batch`.
+        Begins to load later batches before it yields one; raises the errors of :meth:`BatchSource.load_batch`.
         """
         numbers = take_slice(np.arange(-(-len(self) // batch_size)), part, parts).tolist()
         places = [slice(number * batch_size, min((number + 1) * batch_size, len(self))) for number in numbers]
@@ -118,16 +118,16 @@ class Split:
 
 @dataclass(frozen=True)
 class Splits:
-    """Training, validation and test split, what their inputs are, and the kind of their targets."""
+    """Training, validation and test split, and what their inputs and targets are."""
 
     training: Split
     validation: Split
     test: Split
     inputs: ModelInput  # images with the size, mean and std of the data set, or other leaves
-    targets: TargetKind | None = None  # only where a user's own function decodes samples
+    targets: TargetSpec | None  # None: they are several leaves, or none
 
     @property
-    def sources(self) -> list[ImageSource]:
+    def sources(self) -> list[BatchSource]:
         """The different sources of the three splits."""
         sources = (split.source for split in (self.training, self.validation, self.test))
         return list({id(source): source for source in sources}.values())
@@ -140,6 +140,28 @@ class Splits:
         """Stop the loading threads and processes, and close files."""
         for source in self.sources:
             source.close()
+
+
+def make_splits(
+    orders: Mapping[str, Order],
+    direct: Mapping[str, BatchSource],
+    by_processes: Mapping[str, BatchSource],
+    inputs: ModelInput,
+    targets: TargetSpec | None,
+) -> Splits:
+    """Return the splits, given their orders, and sources of "train" and "test"; without "test" it is a part of "train".
+
+    ``by_processes`` are sources with the user's own code, for training; evaluations use the ``direct`` ones, which are
+    without it, where there are such.
+    """
+    sources = {**by_processes, **direct}
+    return Splits(
+        Split(by_processes.get("train", sources["train"]), orders["training"]),
+        Split(sources["train"], orders["validation"]),
+        Split(sources.get("test", sources["train"]), orders["test"]),
+        inputs,
+        targets,
+    )
 
 
 def describe_equal_pictures(split: Split, samples: Indices) -> str:

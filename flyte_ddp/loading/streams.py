@@ -27,7 +27,7 @@ from flyte_ddp.loading import cropping
 from flyte_ddp.loading.decoding import DecodingError, Pixels
 from flyte_ddp.loading.encoded import BadSamples, Encoded, decode_checked_sample
 from flyte_ddp.loading.readers import ShardImages
-from flyte_ddp.loading.split import Batch, ImageSource
+from flyte_ddp.loading.split import Batch, BatchSource
 from flyte_ddp.lookahead import start_ahead
 from flyte_ddp.models.images import EVALUATION_SHARE
 from flyte_ddp.order.sampling import ORDER, Indices, Order, make_generator
@@ -78,7 +78,7 @@ class RankStream:
         return int(np.random.SeedSequence(words).generate_state(1)[0])
 
 
-class StreamImages(ImageSource):
+class StreamImages(BatchSource):
     """Source of a rank's stream: hands out samples as they come. Workers start at the first batch."""
 
     def __init__(self, stream: RankStream, device: torch.device) -> None:

@@ -12,24 +12,24 @@ from torch.utils._pytree import tree_map
 from flyte_ddp.device_copy import copy_to_device
 from flyte_ddp.errors import UserError
 from flyte_ddp.loading.arrays import augment_batch
-from flyte_ddp.loading.batch_memory import BatchMemory, Layout, read_tree
+from flyte_ddp.loading.batch_memory import BatchMemory, Layout
 from flyte_ddp.loading.facts import Facts
-from flyte_ddp.loading.loader_process import BatchTask, Task, common_shape, load_into
+from flyte_ddp.loading.loader_process import Task, common_shape, load_into
 from flyte_ddp.loading.own_items import ItemLoader
 from flyte_ddp.loading.own_samples import SampleLoader
-from flyte_ddp.loading.seeding import keep_random_state
-from flyte_ddp.loading.split import Batch, ImageSource
-from flyte_ddp.loading.workers import MOST_SAMPLES, Loader, LoaderPool
+from flyte_ddp.loading.split import Batch, BatchSource
+from flyte_ddp.loading.workers import MOST_SAMPLES, LoaderPool
+from flyte_ddp.order.random_state import keep_random_state
 from flyte_ddp.order.sampling import Indices
 
 
-class WorkerSource(ImageSource):
+class WorkerSource(BatchSource):
     """Base class of sources whose samples loader processes load; without a pool the rank loads them itself."""
 
     # Raises UserError for targets [n, ...] that the objective does not take; None: they are not checked.
     check_targets: Callable[[NDArray[Any]], None] | None = None
 
-    def __init__(self, loader: Loader, pool: LoaderPool | None, device: torch.device) -> None:
+    def __init__(self, loader: SampleLoader | ItemLoader, pool: LoaderPool | None, device: torch.device) -> None:
         self.loader, self.pool, self.device = loader, pool, device
         # What :meth:`submit_batch` has returned of batches that processes are loading, by epoch and samples.
         self.pending: dict[tuple[int | None, bytes], Any] = {}
@@ -138,24 +138,16 @@ class ItemBatches(WorkerSource):
         self.batches_ahead = 2 * pool.number if pool else 0  # each process finds its next task when it has done one
 
     def submit_batch(self, pool: LoaderPool, samples: Indices, epoch: int | None) -> tuple[BatchMemory, int]:
-        """Give the batch to a process; return the batch's memory and the task's number."""
-        memory = pool.take_memory()
-        task = BatchTask(pool.loaders.index(self.loader), samples.tolist(), epoch, memory.path)
-        return memory, pool.submit(task)
+        """Give the batch to a process; return what :meth:`LoaderPool.take_result` needs."""
+        return pool.submit_call(self.loader.load_items, samples.tolist(), epoch)
 
     def load_batch(self, samples: Indices, epoch: int | None) -> Batch:
-        """Return these samples on the device, augmented for an ``epoch`` of training, not for None.
-
-        Starts to load the samples unless :meth:`prefetch_batch` has, and waits for the process without a timeout.
-        Raises the first error of a process, with the text of its traceback as cause; RuntimeError if one has ended.
-        """
+        """Return these samples on the device; starts, waits and raises as :meth:`WorkerImages.load_batch` does."""
         if self.pool is None:
             with keep_random_state():
                 inputs, targets = self.loader.load_items(samples.tolist(), epoch)
         else:
-            memory, task = self.take_pending(samples, epoch)
-            collated = self.pool.wait_for(task)
-            inputs, targets = read_tree(self.pool.map_memory(memory, collated.end), collated)
+            inputs, targets = self.pool.take_result(self.take_pending(samples, epoch))
         if self.check_targets is not None and isinstance(targets, (np.ndarray, Tensor)):
             names = [f"{self.loader.side} {sample}" for sample in samples.tolist()]
             check_each_target(self.check_targets, np.asarray(targets), names)

@@ -11,7 +11,7 @@ import pickle
 import signal
 import sys
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import connection
@@ -22,17 +22,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from flyte_ddp.loading.batch_memory import BatchMemory
-from flyte_ddp.loading.loader_process import (
-    NAME,
-    BatchTask,
-    Collated,
-    Loaded,
-    Task,
-    run_loader_server,
-)
-from flyte_ddp.loading.own_items import ItemLoader
-from flyte_ddp.loading.own_samples import SampleLoader
+from flyte_ddp.loading.batch_memory import BatchMemory, read_tree
+from flyte_ddp.loading.loader_process import NAME, Call, Loaded, Task, Written, run_loader_server
+from flyte_ddp.lookahead import start_ahead
+from flyte_ddp.order.random_state import keep_random_state
 from flyte_ddp.process import spawn_context
 
 POSSIBLE = sys.platform == "linux"
@@ -58,13 +51,10 @@ class Worker:
     tasks: int = 0  # that it has been sent and has not answered
 
 
-Loader = SampleLoader | ItemLoader
-
-
 class LoaderPool:
     """Loader processes of one rank; they end with the rank, however that ends."""
 
-    def __init__(self, loaders: Sequence[Loader], workers: int) -> None:
+    def __init__(self, loaders: Sequence[Any], workers: int) -> None:
         """Start a process that imports torch and forks the loader processes, and do not wait for it.
 
         The loader processes get ``loaders``, by pickling, with the first task. One import of torch is enough for all of
@@ -94,7 +84,7 @@ class LoaderPool:
         for worker in self.workers.values():
             worker.pipe.send_bytes(content)
 
-    def submit(self, task: Task | BatchTask) -> int:
+    def submit(self, task: Task | Call) -> int:
         """Give a task to the process that has the fewest, and return the task's number.
 
         Raises RuntimeError if a process has ended.
@@ -111,6 +101,18 @@ class LoaderPool:
         worker.tasks += 1
         return number
 
+    def submit_call(self, method: Any, *arguments: Any) -> tuple[BatchMemory, int]:
+        """Let a process call a bound method of one of the loaders; return what :meth:`take_result` needs."""
+        memory = self.take_memory()
+        call = Call(self.loaders.index(method.__self__), method.__name__, arguments, memory.path)
+        return memory, self.submit(call)
+
+    def take_result(self, submitted: tuple[BatchMemory, int]) -> Any:
+        """Wait for a call, with the errors of :meth:`wait_for`; return its result, whose arrays keep memory in use."""
+        memory, number = submitted
+        written = self.wait_for(number)
+        return read_tree(self.map_memory(memory, written.end), written)
+
     def wait_for(self, number: int) -> Any:
         """Wait for a task, without a limit, and return what its process answered; raise the exception of the task.
 
@@ -119,7 +121,7 @@ class LoaderPool:
         while number not in self.answers:
             self.receive(wait=True)
         answer = self.answers.pop(number)
-        if isinstance(answer, (Loaded, Collated)):
+        if isinstance(answer, (Loaded, Written)):
             return answer
         error, text = answer
         raise error from RemoteTraceback(text)
@@ -179,9 +181,24 @@ def end_processes(server: BaseProcess, pipes: Sequence[Connection]) -> None:
         pipe.close()
 
 
-def make_pool(loaders: Sequence[Loader], workers: int) -> LoaderPool | None:
-    """Return a pool of loader processes; None where the rank must load its samples itself: not on Linux."""
-    return LoaderPool(loaders, workers) if POSSIBLE else None
+def make_pool(loaders: Sequence[Any], workers: int) -> LoaderPool | None:
+    """Return a pool of loader processes; None without loaders, and where the rank must load: not on Linux."""
+    return LoaderPool(loaders, workers) if POSSIBLE and loaders else None
+
+
+def call_for_each(pool: LoaderPool | None, method: Any, parts: Iterable[Any]) -> Iterator[Any]:
+    """Yield what a bound method of a loader returns for each of the parts, in order; processes compute two each ahead.
+
+    Without a pool this process computes it. Raises the errors of the method and of :meth:`LoaderPool.wait_for`.
+    """
+    if pool is None:
+        for part in parts:
+            with keep_random_state():
+                result = method(part)
+            yield result
+        return
+    submitted = start_ahead(lambda part: pool.submit_call(method, part), parts, 2 * pool.number)
+    yield from map(pool.take_result, submitted)
 
 
 class MappingPickler(pickle.Pickler):

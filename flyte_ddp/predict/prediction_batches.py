@@ -1,38 +1,36 @@
 """A saved model, and what it predicts, in batches: a folder of images, or the test split of a data set."""
 
 from collections import Counter
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from flyte_ddp.catalog import IGNORED
-from flyte_ddp.datasets import ImageArrays
 from flyte_ddp.datasets.encoded_set import EncodedSet
 from flyte_ddp.datasets.image_folder import SUFFIXES, file_kind, is_image, join_kinds, list_visible_files
-from flyte_ddp.datasets.prepared import PlainSet, PreparedSet
+from flyte_ddp.datasets.prepared import PreparedSet
 from flyte_ddp.errors import UserError
 from flyte_ddp.leaves import Leaves, call_with_leaves
 from flyte_ddp.loading import cropping
 from flyte_ddp.loading.collate import STACKED
 from flyte_ddp.loading.decoding import DecodingError, decode_image, decode_with_pillow
 from flyte_ddp.loading.encoded import BadSamples, EncodedImages
-from flyte_ddp.loading.opening import open_test_split
-from flyte_ddp.loading.opening_plain import open_plain_test_split
-from flyte_ddp.loading.split import ImageSource
+from flyte_ddp.loading.opening import open_encoded_test_split
+from flyte_ddp.loading.opening_items import open_item_test_split
 from flyte_ddp.machine import count_cores
 from flyte_ddp.models import artifacts
 from flyte_ddp.models.images import InputSpec, prepare_images
 from flyte_ddp.models.input_text import describe_input
-from flyte_ddp.models.inputs import LeavesSpec, prepare_inputs
+from flyte_ddp.models.inputs import LeavesSpec, ModelInput, prepare_inputs
 from flyte_ddp.objectives.objective import convert_outputs
 from flyte_ddp.objectives.own import objective_of_sidecar
 from flyte_ddp.settings import Settings
 
+WHOLE_NUMBERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 BATCH_SIZE = 500  # images in memory at a time, unless the caller says how many
 
 
@@ -73,15 +71,27 @@ class SavedModel:
             raise UserError(f"the model takes {self.describe_input()}, no images; give a data set of such samples")
         return self.spec
 
-    def require_channels(self, dataset: str, channels: int) -> InputSpec:
-        """Return the model's input; UserError if it takes no images, or not a data set's images of so many channels."""
+    def require_squares(self, dataset: str) -> InputSpec:
+        """Return the model's input; UserError if the model does not take squares in colour."""
         spec = self.require_images()
-        if channels not in (1, spec.channels):
+        if spec.channels != 3 or spec.height != spec.width:
             raise UserError(
-                f"data set {dataset!r} has {channels} channels: the model takes {spec.channels}; "
-                "predict the data set that it was trained on, or one like it"
+                f"dataset={dataset!r}: has colour images that become squares, and the model takes "
+                f"{self.describe_input()}; predict with a model that was trained on such images"
             )
         return spec
+
+    def require_inputs(self, dataset: str, found: ModelInput) -> None:
+        """Raise UserError unless the model takes inputs such as those that were found in a data set."""
+        fix = "predict the data set that it was trained on, or one like it"
+        if isinstance(found, InputSpec):
+            spec = self.require_images()
+            if found.channels not in (1, spec.channels):
+                what = f"{found.channels} channels: the model takes {spec.channels}"
+                raise UserError(f"data set {dataset!r} has {what}; {fix}")
+        elif not isinstance(self.spec, LeavesSpec) or not self.spec.takes(found):
+            what = f"{found.describe()}: the model takes {self.describe_input()}"
+            raise UserError(f"data set {dataset!r} has {what}; {fix}")
 
     def compute_outputs(self, inputs: Leaves) -> Any:
         """Run the model without gradients on a batch of at least one; return its outputs, fp32 or more."""
@@ -160,35 +170,49 @@ def read_pixels(path: Path, spec: InputSpec, bad: BadSamples, *, middle: bool) -
 def read_test_split(
     model: SavedModel, data: PreparedSet, batch_size: int | None = None, bad: BadSamples | None = None
 ) -> Generator[Batch, None, None]:
-    """Read the test split of a prepared data set, and return it as an iterator of batches of the model's inputs.
+    """Read the test split of a prepared data set, and yield it in batches of the model's inputs.
 
-    Downloads remote shards into the cache. Undecodable images count for the size of a batch, and are recorded in
-    ``bad`` (None: up to ``model.bad_samples``). Raises UserError for more, or images that the model does not take.
+    Ids are the keys of encoded images, and else the numbers of samples. If the user's own code decoded, read or
+    collated the samples of the training, it does so here. Threads and processes that load samples end with the
+    generator. Downloads remote shards into the cache. Undecodable images count for the size of a batch, and are
+    recorded in ``bad`` (None: up to ``model.bad_samples``). Raises UserError for more of them, inputs that the model
+    does not take, targets of other names than the model's, and the errors of loading.
     """
-    batch_size = model.batch_size if batch_size is None else batch_size
-    if isinstance(data, ImageArrays):
-        return read_array_batches(model, data, batch_size)
-    if not isinstance(data, EncodedSet):
-        return read_plain_batches(model, data, batch_size)
-    return read_encoded_batches(model, data, batch_size, BadSamples(model.bad_samples) if bad is None else bad)
-
-
-def read_array_batches(model: SavedModel, arrays: ImageArrays, batch_size: int) -> Generator[Batch, None, None]:
-    """Yield the test split of arrays in batches; ids are indices.
-
-    Raises UserError if the model takes other channels, or its labels or classes of pixels have other names.
-    """
-    spec = model.require_channels(arrays.name, arrays.test_images.shape[3])
-    has_classes = arrays.test_labels.ndim == 1 and arrays.test_labels.dtype.kind in "iu"
-    if not has_classes:
-        require_same_names(model, arrays.name, arrays.classes)
-    for start in range(0, len(arrays.test_images), batch_size):
-        pixels = torch.from_numpy(np.array(arrays.test_images[start : start + batch_size])).to(model.device)
-        targets = np.array(arrays.test_labels[start : start + batch_size])
-        ids = [str(index) for index in range(start, start + len(targets))]
-        truths = [arrays.classes[label] for label in targets] if has_classes else None
-        others = None if has_classes else torch.from_numpy(targets).to(model.device)
-        yield Batch(ids, truths, [True] * len(ids), prepare_images(pixels, spec), others)
+    trained, names = model.sidecar.get("hyperparameters", {}), [*data.classes]
+    replaced: Collection[int] = ()
+    if isinstance(data, EncodedSet):
+        names = names or model.classes
+        split, replaced = open_encoded_test_split(
+            data,
+            model.require_squares(data.name),
+            len(names),
+            BadSamples(model.bad_samples) if bad is None else bad,
+            sample=str(trained.get("sample", "")),
+            device=model.device,
+            settings=model.settings,
+        )
+    else:
+        collate, seed = str(trained.get("collate", STACKED)), int(trained.get("seed", 0))
+        threads = model.settings.loader_threads or count_cores()
+        split, found = open_item_test_split(data, collate, seed, model.device, threads)
+        model.require_inputs(data.name, found)
+    with closing(split.source) as source:
+        for place, (loaded, targets, keys) in split.load_evaluation_batches(batch_size or model.batch_size, 0, 1):
+            samples = split.order.samples(place).tolist()
+            decoded = [sample not in replaced for sample in samples]
+            truths, others = list[str](), targets
+            if names and isinstance(targets, Tensor) and targets.dim() == 1 and targets.dtype in WHOLE_NUMBERS:
+                truths, others = [name_class(data.name, label, names) for label in targets.tolist()], None
+            elif not isinstance(data, EncodedSet):  # whose classes may be folders, in place of what own code returns
+                require_same_names(model, data.name, names)
+            if not all(decoded):
+                loaded = loaded[torch.tensor(decoded)]  # noqa: PLW2901
+                others = None if truths else hide_targets(others, decoded)
+            for at, sample in enumerate(samples if truths else ()):
+                if not decoded[at]:  # the substitute's class; another one only the user's own code would find
+                    truths[at] = names[source.read_label(sample)] if isinstance(source, EncodedImages) else ""
+            ids, inputs = keys or [*map(str, samples)], prepare_inputs(loaded, model.spec)
+            yield Batch(ids, truths or None, decoded, inputs, others)
 
 
 def require_same_names(model: SavedModel, dataset: str, names: Sequence[str]) -> None:
@@ -200,82 +224,11 @@ def require_same_names(model: SavedModel, dataset: str, names: Sequence[str]) ->
         )
 
 
-def read_plain_batches(model: SavedModel, data: PlainSet, batch_size: int) -> Generator[Batch, None, None]:
-    """Yield the test split of any leaves, or of pictures on demand, in batches; ids are indices.
-
-    Leaves are collated as in the training. Loader processes of the user's own code end with the generator. Raises
-    UserError if the model takes other inputs, or targets that are no class numbers have other names.
-    """
-    settings = model.sidecar.get("hyperparameters", {})
-    collate = str(settings.get("collate", STACKED))
-    threads = model.settings.loader_threads or count_cores()
-    split, found, kind = open_plain_test_split(data, collate, int(settings.get("seed", 0)), model.device, threads)
-    if isinstance(found, InputSpec):
-        model.require_channels(data.name, found.channels)
-    elif not isinstance(model.spec, LeavesSpec) or not model.spec.takes(found):
-        raise UserError(
-            f"data set {data.name!r} has {found.describe()}: the model takes {model.describe_input()}; predict "
-            "the data set that it was trained on, or one like it"
-        )
-    has_classes = kind is not None and not kind.shape and kind.dtype.kind == "i" and bool(data.classes)
-    if not has_classes:
-        require_same_names(model, data.name, data.classes)
-    with closing(split.source):
-        for place, (inputs, targets, _) in split.load_evaluation_batches(batch_size, 0, 1):
-            ids = [str(index) for index in range(place.start, place.stop)]
-            truths = [name_class(data, label) for label in targets.tolist()] if has_classes else None
-            prepared = prepare_inputs(inputs, model.spec)
-            yield Batch(ids, truths, [True] * len(ids), prepared, None if has_classes else targets)
-
-
-def name_class(data: PlainSet, label: int) -> str:
+def name_class(dataset: str, label: int, names: Sequence[str]) -> str:
     """Return the name of a class number; UserError for a number without a name."""
-    if not 0 <= label < len(data.classes):
-        raise UserError(f"data set {data.name!r} has the class {label}: must be 0..{len(data.classes) - 1}")
-    return data.classes[label]
-
-
-def read_encoded_batches(
-    model: SavedModel, data: EncodedSet, batch_size: int, bad: BadSamples
-) -> Generator[Batch, None, None]:
-    """Read the test split of shards, or of a folder of images, and yield it in batches, cropped as in evaluations.
-
-    If the user's own code decoded the samples of the training, it decodes these, too. Starts decoding threads, or
-    loader processes, which end with the generator. Downloads remote shards into the cache. Records undecodable
-    images in ``bad``. Raises UserError for a model that does not take squares in colour, no samples, an unusable label
-    or shard, or more undecodable images than ``bad`` allows.
-    """
-    spec = model.require_images()
-    if spec.channels != 3 or spec.height != spec.width:
-        raise UserError(
-            f"dataset={data.name!r}: has colour images that become squares, and the model takes "
-            f"{model.describe_input()}; predict with a model that was trained on such images"
-        )
-    names = data.classes or model.classes
-    own = str(model.sidecar.get("hyperparameters", {}).get("sample", ""))
-    tests, replaced = open_test_split(
-        data, spec, len(names), bad, sample=own, device=model.device, settings=model.settings
-    )
-    images = tests.source
-    with closing(images):
-        for place, (pixels, targets, ids) in tests.load_evaluation_batches(batch_size, 0, 1):
-            samples = tests.order.samples(place).tolist()
-            decoded = [sample not in replaced for sample in samples]
-            truths, others = None, None
-            if targets.dim() > 1 or targets.is_floating_point():
-                others = hide_targets(targets, decoded)
-            else:
-                truths = [
-                    names[target] if good else name_class_of_undecoded(images, sample, names)
-                    for target, good, sample in zip(targets.tolist(), decoded, samples, strict=True)
-                ]
-            inputs = prepare_images(pixels[torch.tensor(decoded)], spec)
-            yield Batch(ids, truths, decoded, inputs, others)
-
-
-def name_class_of_undecoded(images: ImageSource, sample: int, names: Sequence[str]) -> str:
-    """Return the class of a sample whose image cannot be decoded; "" if the user's own code would have to find it."""
-    return names[images.read_label(sample)] if isinstance(images, EncodedImages) else ""
+    if not 0 <= label < len(names):
+        raise UserError(f"data set {dataset!r} has the class {label}: must be 0..{len(names) - 1}")
+    return names[label]
 
 
 def hide_targets(targets: Tensor, decoded: Sequence[bool]) -> Tensor:

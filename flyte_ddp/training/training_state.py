@@ -19,14 +19,14 @@ from flyte_ddp.catalog import encoded_kind
 from flyte_ddp.clock import make_clock
 from flyte_ddp.config import Hyperparameters, refuse_unused_settings
 from flyte_ddp.datasets.images import ImageArrays
-from flyte_ddp.datasets.prepared import PlainSet, PreparedSet, count_training_classes, resolve_class_names
+from flyte_ddp.datasets.prepared import PreparedSet, count_training_classes, resolve_class_names
 from flyte_ddp.datasets.sample_arrays import Ragged, SampleArrays
 from flyte_ddp.errors import UserError, unknown_name_error
 from flyte_ddp.hardware import Hardware
 from flyte_ddp.leaves import Leaves, call_with_leaves
 from flyte_ddp.loading.collate import widen_type
 from flyte_ddp.loading.opening import open_splits
-from flyte_ddp.loading.split import TargetKind
+from flyte_ddp.loading.split import TargetSpec
 from flyte_ddp.loading.worker_sources import WorkerSource
 from flyte_ddp.models import zoo
 from flyte_ddp.models.frozen_parts import freeze_parts, set_training_mode
@@ -226,38 +226,35 @@ class TrainingState:
 TRIED_TOKENS = 10_000  # of texts, whose weights an own objective is asked for before training
 
 
-def open_objective(
-    data: PreparedSet, hp: Hyperparameters, training: Order, targets: TargetKind | None = None
-) -> Objective:
+def open_objective(data: PreparedSet, hp: Hyperparameters, training: Order, targets: TargetSpec | None) -> Objective:
     """Return the objective of a training on a prepared data set, whose training samples are those of ``training``.
 
-    ``targets`` is what a user's own function makes of samples; None: what the data set has. Runs the user's code of an
-    own objective, and asks it for the weights of all targets. Raises UserError if the objective does not take the
+    ``targets`` is what all targets are; None: they are several leaves, or none. Runs the user's code of an own
+    objective, and asks it for the weights of all targets. Raises UserError if the objective does not take the
     targets, a setting or an option, gives wrong weights, or has no measure ``select_by``.
     """
-    kind = targets or kind_of_stored_targets(data)
-    if kind is None and ":" not in hp.objective:
+    if targets is None and ":" not in hp.objective:
         raise UserError(
             f"objective={hp.objective!r}: takes targets that are one array, and dataset={hp.dataset!r} has several, or "
             "none; name an objective of your own"
         )
     # Own objectives of no single class for each sample need no classes.
-    of_numbers = kind is None or kind.dtype.kind == "f" or (":" in hp.objective and bool(kind.shape))
+    of_numbers = targets is None or targets.dtype.kind == "f" or (":" in hp.objective and bool(targets.shape))
     # Folders are no classes of numbers that a user's function has found.
-    named = () if targets and of_numbers and encoded_kind(hp.dataset) == "image_folder" else data.classes
+    named = () if of_numbers and encoded_kind(hp.dataset) == "image_folder" else data.classes
     classes = resolve_class_names(named, hp, of_numbers=of_numbers)
-    counted = hp.class_weights == "balanced" and (targets is None or isinstance(data, PlainSet))
+    counted = hp.class_weights == "balanced" and not hp.sample
     counts = count_training_classes(data, training, len(classes)) if counted else ()
-    if kind is not None and kind.varies and hp.objective in catalog.OBJECTIVES and hp.objective != "language":
+    if targets is not None and targets.varies and hp.objective in catalog.OBJECTIVES and hp.objective != "language":
         raise UserError(
             f"objective={hp.objective!r}: the targets of dataset={hp.dataset!r} have different lengths; take language, "
             "or an objective of your own"
         )
     # What is not one number for each sample, of a known shape, is no class, whose shape is ().
-    shape = (1,) if kind is None or kind.varies else kind.shape
+    shape = (1,) if targets is None or targets.varies else targets.shape
     stored_targets = [] if ":" in hp.collate else list_stored_targets(data)
     # Shorter targets are padded with NaN, and own code may return it.
-    made = kind is None or kind.varies or any(":" in code for code in (hp.sample, hp.augment, hp.collate))
+    made = targets is None or targets.varies or any(":" in code for code in (hp.sample, hp.augment, hp.collate))
     no_nan = bool(stored_targets) and not made and not any(np.isnan(stored).any() for stored in stored_targets)
     facts = Facts(classes, shape, counts, hp.class_weights, hp.label_smoothing, no_nan_targets=no_nan)
     objective = make_objective(hp.objective, facts, hp.parse_options().get("objective", {}))
@@ -267,22 +264,15 @@ def open_objective(
     for stored in stored_targets:
         objective.check_targets(stored)
         if ":" in hp.objective:  # what a user's function gives for them; built-in ones have been tested
-            tried = stored[:, :TRIED_TOKENS] if kind is not None and kind.varies else stored
+            tried = stored[:, :TRIED_TOKENS] if targets is not None and targets.varies else stored
             for rows in np.array_split(tried, -(-len(tried) // hp.test_batch_size)):
                 batch = torch.tensor(rows) if isinstance(data, ImageArrays) else widen_type(torch.tensor(rows))
                 require_weights(objective.weights(batch), len(rows))
-    if not stored_targets and kind is not None:
-        objective.check_targets(np.zeros((1, *kind.shape), kind.dtype))
+    if not stored_targets and targets is not None:
+        objective.check_targets(np.zeros((1, *targets.shape), targets.dtype))
     if hp.select_by not in ("loss", *objective.measures):
         raise unknown_name_error("select_by", hp.select_by, ["loss", *objective.measures])
     return objective
-
-
-def kind_of_stored_targets(data: PreparedSet) -> TargetKind | None:
-    """Return the kind of targets: of an encoded set one class; None for targets that are several leaves, or none."""
-    if isinstance(data, ImageArrays):
-        return TargetKind(data.train_labels.dtype, data.train_labels.shape[1:])
-    return None if isinstance(data, PlainSet) else TargetKind(np.dtype(np.int64), ())
 
 
 def list_stored_targets(data: PreparedSet) -> list[NDArray[Any]]:

@@ -3,31 +3,26 @@
 import hashlib
 import pickle
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from flyte_ddp.catalog import IGNORED, IGNORED_TOKEN
-from flyte_ddp.datasets.on_demand_set import OnDemandSet
-from flyte_ddp.datasets.prepared import PlainSet
+from flyte_ddp.datasets.prepared import ItemSet
 from flyte_ddp.datasets.sample_arrays import Ragged, SampleArrays
 from flyte_ddp.errors import UserError
 from flyte_ddp.leaves import Leaves, name_leaves
-from flyte_ddp.loading.collate import STACKED
 from flyte_ddp.loading.facts import FEW
-from flyte_ddp.loading.opening_plain import open_items
-from flyte_ddp.loading.own_items import ItemLoader, Items
-from flyte_ddp.loading.seeding import keep_random_state
-from flyte_ddp.loading.split import Split
-from flyte_ddp.loading.worker_sources import ItemBatches
-from flyte_ddp.loading.workers import make_pool
+from flyte_ddp.loading.opening_items import open_items
+from flyte_ddp.loading.own_items import Items
+from flyte_ddp.loading.workers import call_for_each, make_pool
 from flyte_ddp.machine import count_cores
-from flyte_ddp.order.sampling import Indices, ListedOrder
+from flyte_ddp.order.random_state import keep_random_state
+from flyte_ddp.order.sampling import Indices
 from flyte_ddp.settings import Settings
 from flyte_ddp.validation.profile import CLASSES, LABELS, MASKS, NUMBERS, OTHERS, TOKENS, DataProfile
 from flyte_ddp.validation.ranges import count_ranges
@@ -39,87 +34,97 @@ LOOKED_TWICE = 8  # items of each split
 NAMES = {"train": "training", "test": "test"}
 
 Values = NDArray[Any] | list[NDArray[Any]]  # a leaf of n samples: [n, ...], or an array of each
-Found = tuple[Indices, NDArray[np.integer[Any]], NDArray[np.integer[Any]]]  # number, label, digest
+
+
+class Compared(NamedTuple):
+    """What samples of a split are compared by, [n] each."""
+
+    numbers: Indices
+    labels: NDArray[np.integer[Any]]  # class numbers; of other targets digests, equal for equal targets
+    digests: NDArray[np.integer[Any]]  # of the inputs, or pixels
 
 
 @dataclass
-class Measured:
-    """What was found in some samples."""
+class PartProfile:
+    """What was found in some samples of a split."""
 
-    labels: NDArray[np.int64]  # [n], the class number; of other targets a digest, equal for equal targets
-    digests: NDArray[np.int64]  # [n], of the inputs
+    labels: NDArray[np.int64]  # [n], as of Compared
+    digests: NDArray[np.int64]  # [n]
     targets: Counter[str]  # samples by what their targets count for
     leaves: dict[str, Counter[str]]  # by statistic: samples by their value of it
     labelled: dict[str, int]  # of class numbers and tokens that are none of the classes: a sample, by its number
     not_finite: dict[int, str]  # by the sample's number: the leaf that has NaN or infinity
 
 
-class ItemMeasurer(ItemLoader):
-    """Reads and measures items of one side, "train" or "test", in a loader process. It can be pickled."""
+@dataclass(frozen=True, eq=False)
+class ItemMeasurer:
+    """Reads and measures items of one side, "train" or "test", also in a loader process."""
 
-    def __init__(self, items: Items, side: str, kind: str, classes: int) -> None:
-        """``kind`` is what a target is, as in the profile; ``classes`` the number of classes that have names."""
-        super().__init__(items, side, STACKED, 0)
-        self.kind, self.classes = kind, classes
+    items: Items
+    side: str
+    kind: str  # what a target is, as in the profile
+    classes: int  # number of classes that have names
+    dimensions: list[dict[str, int]]  # of the leaves of inputs and targets of the first training sample
 
-    def load_items(self, samples: Sequence[int], epoch: int | None) -> tuple[Leaves, Leaves]:
-        """Return what is found in these samples, and None; raise the errors of reading."""
-        read = [self.items.read_item(sample, self.seed, epoch) for sample in samples]
-        sides = [[to_arrays(leaves) for leaves in part] for part in zip(*read, strict=True)]
-        form = [{name: leaf.ndim for name, leaf in part[0].items()} for part in sides]
-        for sample, *named in zip(samples, *sides, strict=True):
-            if (found := [{name: leaf.ndim for name, leaf in leaves.items()} for leaves in named]) != form:
+    def measure_items(self, samples: Sequence[int]) -> PartProfile:
+        """Return what is found in these samples; raise the errors of reading, and UserError for other leaves."""
+        read = [[name_arrays(side) for side in self.items.read_item(sample, 0, None)] for sample in samples]
+        for sample, pair in zip(samples, read, strict=True):
+            if (found := count_dimensions(pair)) != self.dimensions:
                 raise UserError(
-                    f"{NAMES[self.side]} sample {sample} has leaves of the dimensions {found}, and sample {samples[0]} "
-                    f"{form}; all must have the same"
+                    f"{NAMES[self.side]} sample {sample} has leaves of the dimensions {found}, and training sample 0 "
+                    f"{self.dimensions}; all must have the same"
                 )
-        inputs, targets = ({name: [each[name] for each in part] for name in part[0]} for part in sides)
-        return measure_samples(samples, inputs, targets, self.kind, self.classes), None
+        inputs, targets = (
+            {name: [pair[place][name] for pair in read] for name in named}
+            for place, named in enumerate(self.dimensions)
+        )
+        return measure_leaves(samples, inputs, targets, self.kind, self.classes)
 
 
-def measure_plain_set(data: PlainSet, profile: DataProfile, settings: Settings) -> list[Found]:
+def count_dimensions(pair: Sequence[Mapping[str, NDArray[Any]]]) -> list[dict[str, int]]:
+    """Return the number of dimensions of each leaf by its name, of inputs and of targets."""
+    return [{name: leaf.ndim for name, leaf in named.items()} for named in pair]
+
+
+def measure_item_set(data: ItemSet, profile: DataProfile, settings: Settings) -> list[Compared]:
     """Read all samples of training and test split, and add them to the profile's counts and examples.
 
-    Returns for each split three arrays [n]: number, label, and digest of the inputs. Items on demand are read in loader
-    processes, which end before it returns; then reads some of them a second time, in this process. Raises UserError if
-    these are not what they were, or an item has other leaves than another; OwnCodeError if the user's code fails.
+    Returns what the samples of each split are compared by. Items on demand are read in loader processes, which end
+    before it returns; then reads some of them a second time, in this process. Raises UserError if these are not what
+    they were, or an item has other leaves than another; OwnCodeError if the user's code fails.
     """
     if isinstance(data, SampleArrays):
         profile.targets = kind_of_targets(data.train_targets, data.classes)
         return [add_split(profile, side, measure_arrays(data, side, profile)) for side in NAMES]
     items = open_items(data)
     with keep_random_state():
-        _, targets = items["train"].read_item(0, 0, None)
-    alone = {name: leaf[np.newaxis] for name, leaf in to_arrays(targets).items()}
+        first = [name_arrays(leaves) for leaves in items["train"].read_item(0, 0, None)]
+    alone = {name: leaf[np.newaxis] for name, leaf in first[1].items()}
     profile.targets = kind_of_targets(alone.get("", alone), data.classes, of_pictures=data.pictures)
-    loaders = [ItemMeasurer(items[side], side, profile.targets, len(data.classes)) for side in NAMES]
-    pool = make_pool(loaders, settings.loader_threads or count_cores())
-    batches = [ItemBatches(loader, pool, torch.device("cpu")) for loader in loaders]
-    with closing(batches[0]):
-        found = [add_split(profile, source.loader.side, iterate_parts(source, data)) for source in batches]
-        for loader, (numbers, labels, digests) in zip(loaders, found, strict=True):
-            chosen = np.linspace(len(numbers) - 1, 0, min(len(numbers), LOOKED_TWICE), dtype=np.int64).tolist()
+    known = profile.targets, len(data.classes), count_dimensions(first)
+    measurers = [ItemMeasurer(items[side], side, *known) for side in NAMES]
+    pool, compared = make_pool(measurers, settings.loader_threads or count_cores()), list[Compared]()
+    with closing(pool) if pool else nullcontext():
+        for measurer, samples in zip(measurers, (data.train_samples, data.test_samples), strict=True):
+            parts = (range(start, min(start + ITEMS, samples)) for start in range(0, samples, ITEMS))
+            found = add_split(profile, measurer.side, call_for_each(pool, measurer.measure_items, parts))
+            compared.append(found)
+            chosen = np.linspace(samples - 1, 0, min(samples, LOOKED_TWICE), dtype=np.int64).tolist()
             with keep_random_state():
-                again, _ = loader.load_items(chosen, None)
-            changed = (again.labels != labels[chosen]) | (again.digests != digests[chosen])
+                again = measurer.measure_items(chosen)
+            changed = (again.labels != found.labels[chosen]) | (again.digests != found.digests[chosen])
             if changed.any():
+                name = f"{NAMES[measurer.side]} sample {chosen[changed.argmax()]}"
                 raise UserError(
-                    f"dataset={data.name!r}: {NAMES[loader.side]} sample {chosen[changed.argmax()]} has other content "
-                    "when it is read again, with the random generators seeded alike; it must depend on the sample's "
-                    "number alone: leave out generators of your own, shuffled lists of files, and the time"
+                    f"dataset={data.name!r}: {name} has other content when it is read again, with the random "
+                    "generators seeded alike; it must depend on the sample's number alone: leave out generators of "
+                    "your own, shuffled lists of files, and the time"
                 )
-    return found
+    return compared
 
 
-def iterate_parts(source: ItemBatches, data: OnDemandSet) -> Iterator[Measured]:
-    """Yield what loader processes find in all samples of one side of a data set."""
-    samples = data.train_samples if source.loader.side == "train" else data.test_samples
-    split = Split(source, ListedOrder(np.arange(samples)))
-    for _, batch in split.load_evaluation_batches(ITEMS, 0, 1):
-        yield batch.inputs
-
-
-def measure_arrays(data: SampleArrays, side: str, profile: DataProfile) -> Iterator[Measured]:
+def measure_arrays(data: SampleArrays, side: str, profile: DataProfile) -> Iterator[PartProfile]:
     """Yield what is found in the arrays of one side, of ROWS (4,096) samples at a time, or fewer if they are large."""
     inputs, targets = (name_leaves(getattr(data, f"{side}_{kind}")) for kind in ("inputs", "targets"))
     samples = data.train_samples if side == "train" else data.test_samples
@@ -134,11 +139,11 @@ def measure_arrays(data: SampleArrays, side: str, profile: DataProfile) -> Itera
             }
             for leaves in (inputs, targets)
         ]
-        yield measure_samples(numbers, parts[0], parts[1], profile.targets, len(profile.classes))
+        yield measure_leaves(numbers, parts[0], parts[1], profile.targets, len(profile.classes))
 
 
-def add_split(profile: DataProfile, side: str, parts: Iterator[Measured]) -> Found:
-    """Add the parts of a side's samples, in order, to the profile; return numbers, labels and digests, [n] each."""
+def add_split(profile: DataProfile, side: str, parts: Iterable[PartProfile]) -> Compared:
+    """Add the parts of a side's samples, in order, to the profile; return what they are compared by."""
     name, labels, digests = NAMES[side], list[NDArray[np.int64]](), list[NDArray[np.int64]]()
     counts = profile.training if side == "train" else profile.test
     for part in parts:
@@ -154,10 +159,10 @@ def add_split(profile: DataProfile, side: str, parts: Iterator[Measured]) -> Fou
         profile.not_finite += len(part.not_finite)
         examples = [f"{name} sample {sample} ({leaf})" for sample, leaf in part.not_finite.items()]
         profile.bad += examples[: FEW - len(profile.bad)]
-    return np.arange(counts.samples), np.concatenate(labels), np.concatenate(digests)
+    return Compared(np.arange(counts.samples), np.concatenate(labels), np.concatenate(digests))
 
 
-def to_arrays(leaves: Leaves) -> dict[str, NDArray[Any]]:
+def name_arrays(leaves: Leaves) -> dict[str, NDArray[Any]]:
     """Return leaves of one sample by name, as arrays. Objects, for a collate of the user's own, are in an array []."""
     found = dict[str, NDArray[Any]]()
     for name, leaf in name_leaves(leaves).items():
@@ -192,9 +197,9 @@ def kind_of_targets(targets: Leaves, classes: Sequence[str], *, of_pictures: boo
     return LABELS if labels and len(classes) in (0, targets.shape[1]) else NUMBERS
 
 
-def measure_samples(
+def measure_leaves(
     samples: Sequence[int], inputs: Mapping[str, Values], targets: Mapping[str, Values], kind: str, classes: int
-) -> Measured:
+) -> PartProfile:
     """Return what is found in one or more samples, whose leaves are given by name; ``samples`` are their numbers.
 
     Statistics of a leaf: types and shapes; lengths, by powers of two, where they may differ; of numbers the means of
@@ -222,7 +227,7 @@ def measure_samples(
             labels = np.array(values, np.int64)
         if kind in (CLASSES, TOKENS):
             labelled = find_unnamed(samples, values, classes)
-    return Measured(labels, digests, counted, leaves, labelled, not_finite)
+    return PartProfile(labels, digests, counted, leaves, labelled, not_finite)
 
 
 def has_numbers(values: Values) -> bool:

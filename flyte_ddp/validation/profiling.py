@@ -11,11 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.stats import chi2_contingency
 
-from flyte_ddp.catalog import IGNORED
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets.encoded_set import EncodedSet
 from flyte_ddp.datasets.images import ImageArrays
-from flyte_ddp.datasets.prepared import PlainSet, PreparedSet, open_prepared, order_test_split, resolve_class_names
+from flyte_ddp.datasets.prepared import ItemSet, PreparedSet, open_prepared, order_test_split, resolve_class_names
 from flyte_ddp.errors import UserError
 from flyte_ddp.formatting import format_count
 from flyte_ddp.loading.decoding import DecodingError, Pixels, open_with_pillow
@@ -26,9 +25,8 @@ from flyte_ddp.machine import count_cores
 from flyte_ddp.order.sampling import Indices
 from flyte_ddp.settings import Settings
 from flyte_ddp.shards.index import ShardIndex
-from flyte_ddp.validation.leaf_profile import Found, kind_of_targets, measure_plain_set
+from flyte_ddp.validation.leaf_profile import Compared, count_targets, digest_samples, kind_of_targets, measure_item_set
 from flyte_ddp.validation.profile import CLASSES, LABELS, MASKS, NUMBERS, OTHERS, TOKENS, DataProfile, SplitProfile
-from flyte_ddp.validation.ranges import describe_range
 
 BRIGHTNESSES = 16  # bins for an image's mean value, which is 0 to 255
 AHEAD = 512  # samples that are read or decoded at a time
@@ -43,13 +41,12 @@ class SampleFacts(NamedTuple):
     """What is counted of one sample."""
 
     name: str
-    label: int  # the class number; of other targets a digest, equal for equal targets
+    label: int  # the class number; 0 of other targets
     failure: str = ""  # why it cannot be decoded; the values below are then unset
     mode: str = ""
     size: int = 0  # largest power of two, as exponent, that height times width reaches
     brightness: int = 0  # bin of the mean value
     digest: int = 0  # 64 bits of shape and pixels; two of a million samples collide with probability 3e-8
-    counted: tuple[str, ...] = ()  # what the sample counts for in ``labels``; empty: its label
 
 
 def compute_profile(folder: Path, settings: Settings | None = None) -> DataProfile:
@@ -61,10 +58,11 @@ def compute_profile(folder: Path, settings: Settings | None = None) -> DataProfi
     """
     data, settings = open_prepared(folder), settings or Settings()
     profile = DataProfile([*data.classes], SplitProfile(), SplitProfile(), 0, 0, [], {}, [], [])
-    if isinstance(data, PlainSet):
-        training, test = measure_plain_set(data, profile, settings)
+    if isinstance(data, ItemSet):
+        training, test = measure_item_set(data, profile, settings)
     else:
-        profile.targets = kind_of_image_targets(data)
+        if isinstance(data, ImageArrays):
+            profile.targets = kind_of_targets(data.train_labels, data.classes, of_pictures=True)
         training, test = [add_split_to_profile(data, split, profile, settings) for split in SPLITS]
     numbers, labels, digests = (np.concatenate(pair) for pair in zip(training, test, strict=True))
     in_test = np.arange(len(numbers)) >= len(training[0])
@@ -77,9 +75,9 @@ def compute_profile(folder: Path, settings: Settings | None = None) -> DataProfi
     def read_name(place: int) -> str:
         """Return the name of a sample; of images, read it again for that."""
         split, number = SPLITS[int(in_test[place])], numbers[place : place + 1]
-        if isinstance(data, PlainSet):
+        if isinstance(data, ItemSet):
             return f"{split} sample {numbers[place]}"
-        with closing(measure_samples(data, split, number, settings)) as one:
+        with closing(measure_images(data, split, number, settings)) as one:
             return next(one).name
 
     for same in np.split(shared, starts[1:]) if len(shared) else []:
@@ -101,15 +99,15 @@ def compute_profile(folder: Path, settings: Settings | None = None) -> DataProfi
     return profile
 
 
-def add_split_to_profile(data: PreparedSet, split: str, profile: DataProfile, settings: Settings) -> Found:
+def add_split_to_profile(data: PreparedSet, split: str, profile: DataProfile, settings: Settings) -> Compared:
     """Read and decode all samples of a split, and add them to the profile's counts and examples.
 
-    Returns three arrays [n], of the samples that can be decoded: number, label, and digest of the pixels.
+    Returns what the samples that can be decoded are compared by.
     """
     numbers, counts = sample_numbers(data, split), getattr(profile, split)
     labels, digests = np.zeros(len(numbers), dtype=np.int64), np.zeros(len(numbers), dtype=np.uint64)
     good = np.zeros(len(numbers), dtype=np.bool_)
-    for place, sample in enumerate(measure_samples(data, split, numbers, settings)):
+    for place, sample in enumerate(measure_images(data, split, numbers, settings)):
         labels[place], digests[place], good[place] = sample.label, sample.digest, not sample.failure
         counts.samples += 1
         if profile.targets == CLASSES and not 0 <= sample.label < len(profile.classes):
@@ -119,11 +117,15 @@ def add_split_to_profile(data: PreparedSet, split: str, profile: DataProfile, se
             profile.bad += [f"{sample.name} ({sample.failure})"] if len(profile.bad) < FEW else []
             continue
         values = {"modes": sample.mode, "sizes": str(sample.size), "brightness": str(sample.brightness)}
-        of_label = sample.counted if profile.targets != CLASSES else (str(sample.label),)
-        for statistic, value in (*values.items(), *(("labels", each) for each in of_label)):
+        for statistic, value in values.items():
             counted = getattr(counts, statistic)
             counted[value] = counted.get(value, 0) + 1
-    return numbers[good], labels[good], digests[good]
+    targets: NDArray[Any] = labels[good]
+    if isinstance(data, ImageArrays) and profile.targets != CLASSES:
+        targets = data.test_labels if split == "test" else data.train_labels
+        labels = digest_samples(len(targets), [targets])
+    counts.labels = dict(count_targets(targets, profile.targets))
+    return Compared(numbers[good], labels[good], digests[good])
 
 
 def sample_numbers(data: PreparedSet, split: str) -> Indices:
@@ -138,7 +140,7 @@ def sample_numbers(data: PreparedSet, split: str) -> Indices:
     return np.setdiff1d(numbers, tests) if data.test is None else numbers
 
 
-def measure_samples(
+def measure_images(
     data: PreparedSet, split: str, numbers: Indices, settings: Settings
 ) -> Generator[SampleFacts, None, None]:
     """Read and decode the samples ``numbers`` of a split, encoded images in threads, and yield facts of each, in order.
@@ -148,11 +150,10 @@ def measure_samples(
     if isinstance(data, ImageArrays):
         tests, training = (data.test_images, data.test_labels), (data.train_images, data.train_labels)
         pixels, labels = tests if split == "test" else training
-        mode, kind = MODES.get(pixels.shape[3], f"{pixels.shape[3]} channels"), kind_of_image_targets(data)
+        mode = MODES.get(pixels.shape[3], f"{pixels.shape[3]} channels")
         for number in numbers.tolist():
-            label, counted = describe_target(labels[number], kind)
-            facts = measure_pixels(f"{split} sample {number}", label, mode, pixels[number])
-            yield facts._replace(counted=counted)
+            label = int(labels[number]) if labels.ndim == 1 and labels.dtype.kind in "iu" else 0
+            yield measure_pixels(f"{split} sample {number}", label, mode, pixels[number])
         return
 
     def decode_and_measure(number: int, encoded: Encoded) -> SampleFacts:
@@ -167,30 +168,6 @@ def measure_samples(
     assert isinstance(data, EncodedSet)
     with closing(open_image_reader(data.test_source if split == "test" else data.train, settings)) as source:
         yield from map_samples(source, numbers, settings.loader_threads or count_cores(), decode_and_measure, AHEAD)
-
-
-def kind_of_image_targets(data: PreparedSet) -> str:
-    """Return what a target of images in arrays or encoded images is: CLASSES, LABELS, MASKS or NUMBERS."""
-    if not isinstance(data, ImageArrays):
-        return CLASSES
-    return kind_of_targets(data.train_labels, data.classes, of_pictures=True)
-
-
-def describe_target(target: NDArray[Any], kind: str) -> tuple[int, tuple[str, ...]]:
-    """Return the class number of a target, or a digest of another target; and what the target counts for.
-
-    ``kind`` is CLASSES, LABELS, MASKS or NUMBERS. A mask counts for the classes of its pixels, labels for those that
-    are 1, numbers for the range between powers of two that the first one is in.
-    """
-    if target.ndim == 0 and target.dtype.kind != "f":
-        return int(target), ()
-    digest = hashlib.blake2b(np.ascontiguousarray(target).data, digest_size=7)
-    label = int.from_bytes(digest.digest(), "little")
-    if target.dtype.kind != "f":
-        return label, tuple(map(str, np.setdiff1d(target, [IGNORED]).tolist()))
-    if kind == NUMBERS:
-        return label, (describe_range(float(target.reshape(-1)[0])),)
-    return label, tuple(map(str, np.flatnonzero(target == 1).tolist()))
 
 
 def measure_pixels(name: str, label: int, mode: str, pixels: Pixels) -> SampleFacts:

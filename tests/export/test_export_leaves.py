@@ -15,7 +15,7 @@ from export_checks import check_without_torch
 from torch import Tensor, nn
 
 from flyte_ddp.datasets.on_demand_set import OnDemandSet
-from flyte_ddp.export import plain_samples
+from flyte_ddp.export import exporting_leaves
 from flyte_ddp.export.comparison import Comparison
 from flyte_ddp.export.exporting import TorchLogits, export_model
 from flyte_ddp.export.graphs import NotExportedError, write_graphs
@@ -111,7 +111,7 @@ def test_each_output_is_compared_by_its_own_range(tmp_path: Path, monkeypatch: p
             write_graphs(served, *arguments, **names)
             served.model.last.bias[3] -= 0.05
 
-    monkeypatch.setattr(plain_samples, "write_graphs", write_others)
+    monkeypatch.setattr(exporting_leaves, "write_graphs", write_others)
     found = export_model(files, split, UNUSED, tmp_path, settings=QUIET)
     assert not found.passed
     assert found.worst == pytest.approx(0.05, rel=1e-3)

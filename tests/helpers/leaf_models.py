@@ -9,10 +9,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from flyte_ddp.datasets.on_demand_set import OnDemand, on_demand
-from flyte_ddp.datasets.prepared import PlainSet
+from flyte_ddp.datasets.prepared import ItemSet
 from flyte_ddp.datasets.sample_arrays import SampleArrays, arrays
 from flyte_ddp.leaves import Leaves
-from flyte_ddp.loading.opening_plain import open_plain_test_split
+from flyte_ddp.loading.opening_items import open_item_test_split
 from flyte_ddp.models.artifacts import describe_model_input, save_model
 
 TRAIN, TEST, TOKENS = 4, 23, 11
@@ -142,12 +142,12 @@ class Nested(Mlp):
 
 
 def save_untrained(
-    folder: Path, model: type[nn.Module], data: PlainSet, *, objective: str = "classification", collate: str = "stacked"
+    folder: Path, model: type[nn.Module], data: ItemSet, *, objective: str = "classification", collate: str = "stacked"
 ) -> tuple[nn.Module, tuple[Path, Path]]:
     """Return a model with new weights and the paths of its model.pt and model.json."""
     torch.manual_seed(0)
     module = model().eval()
-    split, spec, _ = open_plain_test_split(data, collate, 0, torch.device("cpu"), 0)
+    split, spec = open_item_test_split(data, collate, 0, torch.device("cpu"), 0)
     split.source.close()
     sidecar = {
         "model": f"leaf_models:{model.__name__}",

@@ -18,11 +18,11 @@ from flyte_ddp.datasets.on_demand_set import OnDemandSet
 from flyte_ddp.datasets.sample_arrays import Ragged, SampleArrays
 from flyte_ddp.errors import UserError
 from flyte_ddp.leaves import name_leaves
-from flyte_ddp.loading.opening_plain import describe_plain_set, open_items
+from flyte_ddp.loading.arrays import open_array_batches
+from flyte_ddp.loading.opening_items import describe_items, open_items
 from flyte_ddp.loading.own_items import ItemLoader
 from flyte_ddp.loading.own_samples import OwnCodeError, OwnFunction
-from flyte_ddp.loading.sample_arrays import open_array_batches
-from flyte_ddp.loading.split import Batch, TargetKind
+from flyte_ddp.loading.split import Batch, TargetSpec
 from flyte_ddp.loading.worker_sources import ItemBatches
 from flyte_ddp.loading.workers import LoaderPool
 from flyte_ddp.order.sampling import ListedOrder, take_slice
@@ -167,7 +167,7 @@ def same_batches(one: Batch, other: Batch) -> bool:
 def test_arrays_are_batched_as_their_items_are(name: str, collate: str) -> None:
     """So that training with an own augmentation, and evaluations without, give the model the same leaves."""
     data = getattr(leaf_tasks, name)("")
-    facts = describe_plain_set(data, "train", ORDER, collate, 0)
+    facts = describe_items(data, "train", ORDER, collate, 0)
     of_arrays = open_array_batches(CPU, data.train_inputs, data.train_targets, facts.masked)
     items = ItemBatches(ItemLoader(open_items(data)["train"], "train", collate, 0, masked=facts.masked), None, CPU)
     for samples in (np.arange(8), np.array([40]), np.array([3, 3, 0])):
@@ -176,7 +176,7 @@ def test_arrays_are_batched_as_their_items_are(name: str, collate: str) -> None:
 
 def test_the_mask_is_of_the_leaf_with_different_lengths() -> None:
     data = leaf_tasks.reviews("")
-    facts = describe_plain_set(data, "train", ORDER, "padded", 0)
+    facts = describe_items(data, "train", ORDER, "padded", 0)
     assert facts.masked == "tokens"
     inputs = open_array_batches(CPU, data.train_inputs, None, facts.masked).load_batch(np.arange(5)).inputs
     lengths = [len(data.train_inputs["tokens"][sample]) for sample in range(5)]
@@ -246,12 +246,12 @@ FAILING: dict[str, tuple[list[Any], str, str]] = {
     "lists in lists": (
         [ONE, ([[1], [1, 2]], 0)],
         "padded",
-        "the inputs of train sample 1 are no array: .*inhomogen",
+        "the inputs of train sample 1: is no array .*inhomogen",
     ),
     "gradients": (
         [ONE, (torch.ones(3, requires_grad=True), 0)],
         "stacked",
-        "the inputs of train sample 1 are no array: .*requires grad",
+        "the inputs of train sample 1: is no array .*requires grad",
     ),
 }
 
@@ -338,7 +338,7 @@ def test_texts_and_nothing_pass_through_an_own_collate(pool: LoaderPool) -> None
         assert (inputs["text"], inputs["nothing"]) == (["row 4", "row 2"], None)
         assert (inputs["bf16"].dtype, inputs["bf16"].tolist()) == (torch.bfloat16, [1, 1])
         assert targets.tolist() == [1, 2]
-    facts = describe_plain_set(set_of("drawing"), "train", ORDER, "item_sets:collate", 0)
+    facts = describe_items(set_of("drawing"), "train", ORDER, "item_sets:collate", 0)
     assert {name: leaf.dtype for name, leaf in facts.inputs.leaves} == {
         "tokens": "int64", "row": "int64", "drawn": "float", "noise": "float", "text": "other", "nothing": "other",
         "bf16": "float",
@@ -384,23 +384,23 @@ def test_a_set_on_demand_is_sent_without_its_items() -> None:
 
 def test_facts_of_sets_on_demand() -> None:
     """What differs between samples has no size; the mask is of the first such input."""
-    facts = describe_plain_set(set_of("drawing"), "train", ORDER, "padded", 0)
+    facts = describe_items(set_of("drawing"), "train", ORDER, "padded", 0)
     leaves = dict(facts.inputs.leaves)
     assert (leaves["tokens"].shape, leaves["row"].shape, facts.masked) == ((None,), (), "tokens")
-    assert facts.targets == TargetKind(np.dtype(np.int64), ())
+    assert facts.targets == TargetSpec(np.dtype(np.int64), ())
     with pytest.raises(UserError, match="the inputs of dataset='item_sets:drawing' have different lengths"):
-        describe_plain_set(set_of("drawing"), "train", ORDER, "stacked", 0)
+        describe_items(set_of("drawing"), "train", ORDER, "stacked", 0)
 
 
 def test_names_that_are_no_identifiers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(item_sets.Drawing, "__getitem__", lambda *_: ({"unit price": 1.0}, 0))
     words = "dataset='item_sets:drawing': inputs: the name 'unit price' must be a Python identifier"
     with pytest.raises(UserError, match=words):
-        describe_plain_set(set_of("drawing"), "train", ORDER, "stacked", 0)
+        describe_items(set_of("drawing"), "train", ORDER, "stacked", 0)
 
 
 def test_samples_of_different_lengths_must_be_padded() -> None:
     data: SampleArrays = leaf_tasks.texts("")
     assert isinstance(data.train_inputs, Ragged)
     with pytest.raises(UserError, match="collate='stacked': the inputs of dataset='' have different lengths; set"):
-        describe_plain_set(data, "train", ORDER, "stacked", 0)
+        describe_items(data, "train", ORDER, "stacked", 0)

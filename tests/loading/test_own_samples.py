@@ -14,11 +14,11 @@ from cli import HELPERS, ROOT
 
 from flyte_ddp.errors import UserError
 from flyte_ddp.loading import seeding
-from flyte_ddp.loading.arrays import open_array_source
+from flyte_ddp.loading.arrays import open_array_images
 from flyte_ddp.loading.own_images import ItemImages
 from flyte_ddp.loading.own_items import ArrayItems
 from flyte_ddp.loading.own_samples import OwnCodeError, OwnFunction
-from flyte_ddp.loading.split import TargetKind
+from flyte_ddp.loading.split import TargetSpec
 from flyte_ddp.loading.worker_sources import WorkerImages
 from flyte_ddp.loading.workers import LoaderPool, pickle_with_mapped_files
 from flyte_ddp.order.sampling import take_slice
@@ -29,7 +29,7 @@ FAILING = {
     "fail": "augment='own_loading:fail' on sample 3: ZeroDivisionError: the augmentation's own words",
     "too_small": r"augment='own_loading:too_small' returned \[7, 8, 1\] as the image of sample 3: must be \[8, 8, 1\]",
     "float_picture": "augment='own_loading:float_picture': the image of sample 3 cannot be converted to 8 bits",
-    "floats": r"returned float64 \[8, 8, 1\] as the image of sample 3: must be uint8",
+    "floats": r"the image of sample 3 is float64 \[8, 8, 1\]; must be a PIL image or uint8, an array",
     "another_class": r"returned 13 as the target of sample 3: must be 0..9 with 10 classes",
     "half_a_class": r"returned float64 \[\] as the target of sample 3: must be int64 \[\]",
     "only_the_image": r"returned a ndarray for sample 3: must return \(image, target\)",
@@ -51,7 +51,7 @@ def arrays(samples: int = 40, channels: int = 1) -> tuple[np.ndarray, np.ndarray
 def array_images(
     images: np.ndarray, targets: np.ndarray, own: OwnFunction, *, seed: int, classes: int, image_size: int
 ) -> ItemImages:
-    kind = TargetKind(targets.dtype, targets.shape[1:], classes)
+    kind = TargetSpec(targets.dtype, targets.shape[1:], classes)
     items, size = ArrayItems(images, targets), images.shape[1:]
     return ItemImages(items, "mine", size=size, targets=kind, seed=seed, augment=own, image_size=image_size)
 
@@ -144,7 +144,7 @@ def test_masks_move_with_their_images() -> None:
     assert torch.equal(bright(found.inputs), found.targets)
     mirrored = (found.inputs.numpy() != images).any(axis=(1, 2, 3)).sum()
     assert 8 < mirrored < 32
-    source = open_array_source(CPU, images, masks, "crop_flip", 3)
+    source = open_array_images(CPU, images, masks, "crop_flip", 3)
     shifted = source.load_batch(np.arange(40), 0)
     covered = shifted.targets != 255
     assert torch.equal(bright(shifted.inputs)[covered], shifted.targets[covered])

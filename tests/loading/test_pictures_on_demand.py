@@ -157,7 +157,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         r"dataset='.*:another_size': train returned \[15, 18, 3\] as the image of sample \d+: must be",
     ),
     "another_mode": ({}, r"train returned \[16, 18, 1\] as the image of sample \d+: must be \[16, 18, 3\]"),
-    "floats": ({}, r"train sample \d+: its image is float64 \[16, 18, 3\]; must be a PIL image or uint8: leave out"),
+    "floats": ({}, r"train sample \d+: its image is float64 \[16, 18, 3\]; must be a PIL image or uint8, an array"),
     "another_class": ({}, r"train returned 3 as the target of sample \d+: must be 0..2 with 3 classes"),
     "no_number": ({}, r"train sample \d+: its label is a str; must be a number or numbers"),
     "labels_for_a_class": ({}, r"train returned int64 \[2\] as the target of sample \d+: must be int64 \[\]"),

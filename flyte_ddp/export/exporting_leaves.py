@@ -11,14 +11,14 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.export import Dim
 
-from flyte_ddp.datasets.prepared import PlainSet
+from flyte_ddp.datasets.prepared import ItemSet
 from flyte_ddp.export.comparison import BATCH_SIZES, GOLDEN_BYTES, TOLERANCE, Comparison, choose_requests
 from flyte_ddp.export.graphs import ONNX, NotExportedError, write_graphs
 from flyte_ddp.export.onnx_process import OnnxProcess
 from flyte_ddp.export.served import ServedLeaves
 from flyte_ddp.leaves import Leaves, form_of
 from flyte_ddp.loading.collate import MASK, PADDED, STACKED, widen_type
-from flyte_ddp.loading.opening_plain import open_plain_test_split
+from flyte_ddp.loading.opening_items import open_item_test_split
 from flyte_ddp.machine import count_cores
 from flyte_ddp.models.inputs import LeavesSpec
 from flyte_ddp.objectives import Classification
@@ -33,8 +33,8 @@ BATCH_BYTES = 2**30  # of the outputs of a batch of more samples than that: a te
 Named = Mapping[str, Tensor]
 
 
-def export_plain_model(
-    model: nn.Module, sidecar: Mapping[str, Any], data: PlainSet, folder: Path, settings: Settings
+def export_leaves_model(
+    model: nn.Module, sidecar: Mapping[str, Any], data: ItemSet, folder: Path, settings: Settings
 ) -> tuple[Comparison, dict[str, Any]]:
     """Write ``model.onnx`` and ``model.pt2`` into a folder, and compare the ONNX with torch on all test samples.
 
@@ -48,7 +48,7 @@ def export_plain_model(
     hyperparameters = sidecar.get("hyperparameters", {})
     collate, seed = str(hyperparameters.get("collate", STACKED)), int(hyperparameters.get("seed", 0))
     threads = settings.loader_threads or count_cores()
-    test, spec, _ = open_plain_test_split(data, collate, seed, torch.device("cpu"), threads)
+    test, spec = open_item_test_split(data, collate, seed, torch.device("cpu"), threads)
     assert isinstance(spec, LeavesSpec)  # pictures are exported as those of arrays are
     name_batch = partial(name_inputs, spec=spec, collate=collate)
     with closing(test.source):
@@ -135,7 +135,7 @@ def compare_outputs(
     with OnnxProcess(path, count_cores()) as onnx:
         for place, inputs in batches:
             with torch.no_grad():
-                arrays, of_torch = to_arrays(inputs), to_arrays(served(inputs))
+                arrays, of_torch = name_arrays(inputs), name_arrays(served(inputs))
             of_onnx = onnx.compute_outputs(arrays)
             for name, each in found.items():
                 each.add_batch(place.start, of_onnx[name], of_torch[name])
@@ -149,6 +149,6 @@ def compare_outputs(
     return golden
 
 
-def to_arrays(named: Named) -> dict[str, NDArray[Any]]:
+def name_arrays(named: Named) -> dict[str, NDArray[Any]]:
     """Return tensors by name as arrays."""
     return {name: values.numpy() for name, values in named.items()}
