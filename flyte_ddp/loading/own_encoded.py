@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Collection
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import numpy as np
@@ -35,33 +36,26 @@ from flyte_ddp.order.random_state import keep_random_state
 from flyte_ddp.order.sampling import Indices, Order
 
 
+@dataclass(eq=False)
 class EncodedSamples(SubstitutingReader, SampleLoader):
-    """Samples of shards or files, as squares in colour.
+    """Samples of shards or files, as squares in colour. Its fields are those of EncodedImages, with the user's code."""
 
-    ``decode`` turns the members of a sample into an image and a target; None: an image file and a class, as without own
-    code. ``augment`` changes training samples; None: the built-in augmentation ``crop`` does.
-    """
+    reader: ImageReader
+    orders: Collection[SampleOrder]
+    bad: BadSamples
+    _: KW_ONLY
+    decode: OwnFunction | None  # returns image and target of a sample's members; None: an image file and a class
+    augment: OwnFunction | None  # changes training samples; None: the built-in augmentation ``crop`` does
+    size: int
+    share: float
+    crop: str
+    seed: int
+    classes: int
 
-    def __init__(
-        self,
-        reader: ImageReader,
-        orders: Collection[SampleOrder],
-        bad: BadSamples,
-        *,
-        decode: OwnFunction | None,
-        augment: OwnFunction | None,
-        size: int,
-        share: float,
-        crop: str,
-        seed: int,
-        classes: int,
-    ) -> None:
-        """Keep what :class:`flyte_ddp.loading.encoded.EncodedImages` has fields for. Reads nothing."""
-        self.reader, self.orders, self.bad = reader, orders, bad
-        self.decode, self.augment, self.crop, self.seed, self.classes = decode, augment, crop, seed, classes
-        self.sizes, self.share = ((size, size, 3),), share
-        self.targets = TargetSpec(np.dtype(np.int64), (), classes)
-        self.prefetch_files = reader.prefetch_files if reader.fetches_files else None
+    def __post_init__(self) -> None:
+        self.sizes = ((self.size, self.size, 3),)
+        self.targets = TargetSpec(np.dtype(np.int64), (), self.classes)
+        self.prefetch_files = self.reader.prefetch_files if self.reader.fetches_files else None
         self.replaced = set()
         self.epoch = 0  # for which a sample is loaded, by which the draws of ``decode`` are seeded
         self.fetched = Counter[str]()  # by other processes, by the shards' addresses
@@ -144,16 +138,15 @@ class EncodedSamples(SubstitutingReader, SampleLoader):
             own = self.augment or self.decode
             raise UserError(f"{own} returned an image of {image.shape[2]} channels for {where}: must be 1 or 3")
         height, width, _ = image.shape
-        size = self.sizes[0][0]
         if self.crop == "resized_crop" and epoch is not None:
             crop = cropping.random_crop(cropping.draw_crops(self.seed, epoch, np.array([sample]))[0], height, width)
-        elif height == width == size:
+        elif height == width == self.size:
             return image, target
         else:
             crop = cropping.middle_crop(height, width, self.share)
         if target.ndim > 1 and target.shape[:2] == (height, width):
-            target = cropping.resize_mask(target, crop, size)
-        return cropping.resize_crop(image, crop, size), target
+            target = cropping.resize_mask(target, crop, self.size)
+        return cropping.resize_crop(image, crop, self.size), target
 
     def skip_read(self, samples: Indices) -> None:
         """Note that another process has read these samples: files behind theirs may be fetched."""

@@ -1,5 +1,7 @@
 """Load single images of a data set's items, from arrays or by the user's own code, and augment them."""
 
+from dataclasses import KW_ONLY, dataclass
+
 import numpy as np
 
 from flyte_ddp.errors import UserError
@@ -8,27 +10,22 @@ from flyte_ddp.loading.own_samples import OwnFunction, Sample, SampleLoader, aug
 from flyte_ddp.loading.split import TargetSpec
 
 
+@dataclass(eq=False)
 class ItemImages(SampleLoader):
     """Images of one side, "train" or "test", of a data set, whose items are pairs of pixels and a target."""
 
-    def __init__(
-        self,
-        items: Items,
-        name: str,
-        *,
-        size: tuple[int, ...],
-        targets: TargetSpec,
-        seed: int,
-        augment: OwnFunction | None = None,
-        image_size: int = 0,
-    ) -> None:
-        """``name`` is for errors, ``size`` [H, W, C] that of all images as the data set has them.
+    items: Items
+    name: str  # for errors
+    _: KW_ONLY
+    size: tuple[int, ...]  # [H, W, C] of all images as the data set has them
+    targets: TargetSpec
+    seed: int
+    augment: OwnFunction | None = None  # may return images of ``size``, or of ``image_size`` unless that is 0
+    image_size: int = 0
 
-        ``augment``, a user's own, may return images of that size, or of the hyperparameter ``image_size`` unless it
-        is 0.
-        """
-        self.items, self.name, self.augment, self.seed, self.targets = items, name, augment, seed, targets
-        self.sizes = (size, *([(image_size, image_size, size[2])] if image_size else ()))
+    def __post_init__(self) -> None:
+        own = (self.image_size, self.image_size, self.size[2])
+        self.sizes = (self.size, own) if self.image_size else (self.size,)
 
     def load_sample(self, sample: int, epoch: int | None) -> Sample:
         """Return the sample, augmented for an ``epoch`` of training.

@@ -1,6 +1,7 @@
 """Load batches of a data set's items in loader processes: read, augment and collate them with the user's code."""
 
 from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -24,11 +25,12 @@ class Items(Protocol):
         """Return inputs and targets of a sample."""
 
 
+@dataclass(eq=False)
 class ArrayItems:
     """The items of arrays."""
 
-    def __init__(self, inputs: Leaves, targets: Leaves) -> None:
-        self.inputs, self.targets = inputs, targets
+    inputs: Leaves
+    targets: Leaves
 
     def read_item(self, sample: int, seed: int, epoch: int | None) -> tuple[Leaves, Leaves]:  # noqa: ARG002
         """Return the inputs and targets of a row of the arrays: views of them, and numbers."""
@@ -78,26 +80,20 @@ class OnDemandItems:
         return convert_sample(where, pair) if self.data.pictures else pair
 
 
+@dataclass(eq=False)
 class ItemLoader:
     """Loads whole batches in one process. It can be pickled before it is first used."""
 
-    def __init__(
-        self,
-        items: Items,
-        side: str,
-        collate: str,
-        seed: int,
-        *,
-        augment: OwnFunction | None = None,
-        masked: str | None = None,
-    ) -> None:
-        """Keep the hyperparameters ``collate`` and ``seed``, and the user's own ``augment``.
+    items: Items
+    side: str  # for errors
+    collate: str  # the hyperparameter
+    seed: int
+    _: KW_ONLY
+    augment: OwnFunction | None = None
+    masked: str | None = None  # name of the input whose mask a padded batch has
 
-        ``side`` is for errors; ``masked`` names the input whose mask a padded batch has.
-        """
-        self.items, self.side, self.collate, self.seed = items, side, collate, seed
-        self.augment, self.masked = augment, masked
-        self.own_collate = OwnFunction("collate", collate) if ":" in collate else None
+    def __post_init__(self) -> None:
+        self.own_collate = OwnFunction("collate", self.collate) if ":" in self.collate else None
 
     def load_items(self, samples: Sequence[int], epoch: int | None) -> tuple[Leaves, Leaves]:
         """Return inputs and targets of these samples as a batch, augmented for an ``epoch`` of training.

@@ -33,6 +33,12 @@ COLUMNS = 64  # of a table of more columns the means of rows are counted, not th
 LOOKED_TWICE = 8  # items of each split
 NAMES = {"train": "training", "test": "test"}
 
+# Whether numbers along an axis hold what training cannot use; in targets NaN stands for an unknown number.
+UNUSABLE = {
+    "inputs": lambda values, axis: ~np.isfinite(values).all(axis),
+    "targets": lambda values, axis: np.isinf(values).any(axis),
+}
+
 Values = NDArray[Any] | list[NDArray[Any]]  # a leaf of n samples: [n, ...], or an array of each
 
 
@@ -213,9 +219,7 @@ def measure_leaves(
             leaves |= count_leaf(called, values, with_numbers=side == "inputs" or kind == OTHERS)
             if not has_numbers(values):
                 continue
-            # NaN stands for an unknown number to predict.
-            unusable = is_not_finite if side == "inputs" else is_infinite
-            for place in np.flatnonzero(reduce_samples(values, unusable)).tolist():
+            for place in np.flatnonzero(reduce_samples(values, UNUSABLE[side])).tolist():
                 not_finite[samples[place]] = called
     digests = digest_samples(len(samples), [*inputs.values()])
     labels = digest_samples(len(samples), [*targets.values()])
@@ -233,16 +237,6 @@ def measure_leaves(
 def has_numbers(values: Values) -> bool:
     """Return whether the samples of a leaf are numbers or truth values."""
     return all(each.dtype.kind in "biuf" for each in ([values] if isinstance(values, np.ndarray) else values))
-
-
-def is_not_finite(values: NDArray[Any], axis: int) -> NDArray[np.bool_]:
-    """Return whether NaN or infinity is among the values along an axis."""
-    return np.asarray(~np.isfinite(values).all(axis))
-
-
-def is_infinite(values: NDArray[Any], axis: int) -> NDArray[np.bool_]:
-    """Return whether infinity is among the values along an axis."""
-    return np.asarray(np.isinf(values).any(axis))
 
 
 def mean_or_zero(values: NDArray[Any], axis: int) -> NDArray[np.float64]:
