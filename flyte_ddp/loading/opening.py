@@ -75,7 +75,7 @@ def open_encoded_splits(
     """Return the splits of shards, a stream or image files, decoded by ``threads`` threads, or as many processes.
 
     Processes decode what needs the user's own code. With ``sample``, decodes the first training sample here, to know
-    the kind of the targets.
+    what the targets are.
     """
     weights, classes = find_weights(hp.model, hp.init_from), len(data.classes) or hp.num_classes
     side = choose_side(hp.image_size, weights) or ENCODED_SIDE

@@ -70,7 +70,7 @@ class EncodedSamples(SubstitutingReader, SampleLoader):
         return len(self.bad.names), len(self.replaced), Counter(self.reader.fetch_counts())
 
     def find_target_spec(self, order: Order) -> TargetSpec:
-        """Return the kind of all targets: that of the first sample of an order, which this process decodes."""
+        """Return what all targets are, given the first sample of an order, which this process decodes."""
         assert self.decode is not None
         first = int(order.samples(slice(0, 1))[0])
         with keep_random_state():

@@ -156,7 +156,7 @@ def convert_target(own: object, target: NDArray[Any], kind: TargetSpec, where: s
 
 
 def target_spec(own: object, target: NDArray[Any], classes: int, where: str) -> TargetSpec:
-    """Return the kind of all targets, given the first: a class int64 [], a mask, or float32 [] or [n].
+    """Return what all targets are, given the first: a class int64 [], a mask, or float32 [] or [n].
 
     A mask is of whole numbers, [H, W] or more, uint8 or int64. Raises UserError for what is no numbers; ``own`` is the
     user's code that has returned the target.

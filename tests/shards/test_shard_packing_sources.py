@@ -224,7 +224,7 @@ def test_errors_of_image_folders(tmp_path: Path, server: FileServer, monkeypatch
 
 def test_errors_of_data_sets(tmp_path: Path) -> None:
     for item, said in (
-        (None, "no sample to pack"),
+        (None, "list to pack: is empty"),
         ((pixels_of(0), -1), "label -1"),
         ((pixels_of(0).astype(float), 0), "leave out transforms such as ToTensor"),
         ((np.zeros((4, 4, 2), np.uint8), 0), "has 2 channels"),
