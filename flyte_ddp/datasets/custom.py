@@ -169,9 +169,9 @@ def read_map_style_set(set_name: str, samples: Any, progress: Progress) -> tuple
 
 
 def require_samples(set_name: str, samples: Any) -> int:
-    """Return ``len(samples)``. Raises a UserError, which names the set, if it has no length or no items, or is empty."""
+    """Return ``len(samples)``; raise a UserError, which names the set, if it is empty or no map-style set."""
     kind = type(samples).__name__
-    for method, missing in (("__len__", "len()"), ("__getitem__", "[i]")):
+    for method, missing in (("__len__", "len()"), ("__getitem__", "[number]")):
         if not hasattr(samples, method):
             raise UserError(f"{set_name}: a {kind} has no {missing}; it must be a map-style data set")
     if not len(samples):
