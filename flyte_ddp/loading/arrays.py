@@ -1,4 +1,4 @@
-"""Load batches from arrays: memory-mapped and shared by all ranks on a CPU, resident on a GPU."""
+"""Load batches from arrays: memory-mapped and shared by all ranks on a CPU, resident on a GPU that has room."""
 
 import warnings
 from dataclasses import dataclass
@@ -19,24 +19,32 @@ from flyte_ddp.loading.split import Batch, BatchSource
 from flyte_ddp.order.augmentation import augment_images
 from flyte_ddp.order.sampling import Indices
 
+MOST_OF_GPU = 0.25  # of the free memory, for the arrays of one side
+
 
 @dataclass(frozen=True)
 class ArrayImages(BatchSource):
-    """Source of images in arrays: batches are copied from tensors that are on the device."""
+    """Source of images in arrays: batches are copied from tensors on the device, or on the CPU."""
 
     images: Tensor  # uint8 [N, H, W, C]
     targets: Tensor  # [N] or [N, ...]
+    device: torch.device
     augment: str = "none"  # kind of augmentation: none, crop or crop_flip
     seed: int = 0  # of the augmentation
 
     def load_batch(self, samples: Indices, epoch: int | None = None) -> Batch:
-        """Return a batch of these rows of the arrays, on the arrays' device; augmented if ``epoch`` is given."""
+        """Return a batch of these rows of the arrays, on the device; augmented if ``epoch`` is given."""
         rows = copy_to_device(torch.from_numpy(samples), self.images.device)
-        # Much faster than ``images[rows]`` on a CPU.
-        images, targets = (values.index_select(0, rows) for values in (self.images, self.targets))
+        images, targets = (take_rows(values, rows, self.device) for values in (self.images, self.targets))
         if epoch is not None:
             images, targets = augment_batch(images, targets, samples, kind=self.augment, seed=self.seed, epoch=epoch)
         return Batch(images, targets)
+
+
+def take_rows(values: Tensor, rows: Tensor, device: torch.device) -> Tensor:
+    """Return rows [n, ...] of a tensor, both on the device or on the CPU, as a tensor on the device. Does not wait."""
+    taken = values.index_select(0, rows)  # much faster than ``values[rows]`` on a CPU
+    return taken if values.device == device else copy_to_device(taken, device)
 
 
 def augment_batch(
@@ -54,30 +62,30 @@ def augment_batch(
 
 @dataclass(frozen=True)
 class LoadedLeaf:
-    """A leaf of all samples on the device; if it is ragged, with the ends of the samples on the host."""
+    """A leaf of all samples, on the device or the CPU; if it is ragged, with the ends of the samples on the host."""
 
     values: Tensor  # [N, ...]; of a ragged leaf [sum of the lengths, ...]
+    device: torch.device
     ends: NDArray[np.int64] | None = None  # [N]
 
-    def take_rows(self, samples: Indices, kind: str) -> tuple[Tensor, Tensor | None]:
-        """Return the leaf of these samples as a tensor [n, ...], padded if it is ragged, and where it has values.
+    def take_samples(self, samples: Indices, kind: str) -> tuple[Tensor, Tensor | None]:
+        """Return the leaf of these samples on the device, [n, ...], padded if it is ragged, and where it has values.
 
         That is bool [n, longest]; None of a leaf that is not ragged. ``kind`` is inputs or targets.
         """
-        device = self.values.device
         if self.ends is None:
-            rows = copy_to_device(torch.from_numpy(samples), device)
-            return widen_type(self.values.index_select(0, rows)), None  # much faster than ``values[rows]`` on a CPU
+            rows = copy_to_device(torch.from_numpy(samples), self.values.device)
+            return widen_type(take_rows(self.values, rows, self.device)), None
         numbers = samples.astype(np.int64)
         ends = self.ends[numbers]
         starts = np.where(numbers > 0, self.ends[numbers - 1], 0)
         places = np.arange(int((ends - starts).max(initial=0)))
         filled = places < (ends - starts)[:, None]
-        rows, mask = (
-            copy_to_device(torch.from_numpy(values), device)
-            for values in (np.where(filled, starts[:, None] + places, 0), filled)
-        )
-        taken = widen_type(self.values.index_select(0, rows.flatten()).view(*rows.shape, *self.values.shape[1:]))
+        mask = copy_to_device(torch.from_numpy(filled), self.device)
+        of_values = np.where(filled, starts[:, None] + places, 0)
+        rows = copy_to_device(torch.from_numpy(of_values), self.values.device)
+        taken = take_rows(self.values, rows.flatten(), self.device)
+        taken = widen_type(taken.view(*rows.shape, *self.values.shape[1:]))
         hidden = ~mask.view(*mask.shape, *[1] * (taken.dim() - 2))
         dtype_kind = "f" if taken.is_floating_point() else "b" if taken.dtype == torch.bool else "i"
         return taken.masked_fill(hidden, padding_of(dtype_kind, kind)), mask
@@ -85,46 +93,59 @@ class LoadedLeaf:
 
 @dataclass(frozen=True)
 class ArrayBatches(BatchSource):
-    """Source of batches of arrays: copied from tensors that are on the device."""
+    """Source of batches of arrays: copied from tensors on the device, or on the CPU."""
 
     inputs: Leaves  # of LoadedLeaf
     targets: Leaves
     masked: str | None = None  # name of the input whose mask the model also gets
 
     def load_batch(self, samples: Indices, epoch: int | None = None) -> Batch:  # noqa: ARG002
-        """Return a batch of these rows of the arrays, on the arrays' device, with the mask of ``masked``."""
-        found = {name: leaf.take_rows(samples, "inputs") for name, leaf in name_leaves(self.inputs).items()}
+        """Return a batch of these rows of the arrays, on the device, with the mask of ``masked``."""
+        found = {name: leaf.take_samples(samples, "inputs") for name, leaf in name_leaves(self.inputs).items()}
         inputs = restore_leaves(form_of(self.inputs), {name: values for name, (values, _) in found.items()})
         if self.masked is not None:
             values, mask = found[self.masked]
             all_there = torch.ones(values.shape[:2], dtype=torch.bool, device=values.device)
             inputs = add_mask(inputs, all_there if mask is None else mask)
-        return Batch(inputs, map_leaves(lambda leaf: leaf.take_rows(samples, "targets")[0], self.targets))
+        return Batch(inputs, map_leaves(lambda leaf: leaf.take_samples(samples, "targets")[0], self.targets))
 
 
 def open_array_images(
     device: torch.device, images: NDArray[np.uint8], targets: NDArray[Any], augment: str = "none", seed: int = 0
 ) -> ArrayImages:
-    """Return an ArrayImages of these arrays; on a GPU it holds a copy on ``device``, on a CPU the arrays themselves.
+    """Return an ArrayImages of these arrays; it holds a copy where :func:`choose_store` says, on a CPU the arrays.
 
     ``augment`` is the kind of augmentation (none, crop or crop_flip), ``seed`` the seed of its random numbers.
     """
-    return ArrayImages(to_device(images, device), to_device(targets, device), augment, seed)
+    store = choose_store(device, images.nbytes + targets.nbytes)
+    return ArrayImages(to_device(images, store), to_device(targets, store), device, augment, seed)
 
 
 def open_array_batches(device: torch.device, inputs: Leaves, targets: Leaves, masked: str | None) -> ArrayBatches:
-    """Return an ArrayBatches of these arrays; on a GPU it holds copies on ``device``, on a CPU the arrays themselves.
+    """Return an ArrayBatches of these arrays; it holds copies where :func:`choose_store` says, on a CPU the arrays.
 
     ``masked`` names the input whose mask the model also gets; None: it gets none.
     """
+    leaves = [*name_leaves(inputs).values(), *name_leaves(targets).values()]
+    store = choose_store(device, sum(leaf.nbytes for leaf in leaves))
 
     def load_leaf(leaf: Any) -> LoadedLeaf:
-        """Return a leaf on the device."""
+        """Return a leaf where the arrays are stored."""
         if isinstance(leaf, Ragged):
-            return LoadedLeaf(to_device(leaf.values, device), np.asarray(leaf.ends))
-        return LoadedLeaf(to_device(leaf, device))
+            return LoadedLeaf(to_device(leaf.values, store), device, np.asarray(leaf.ends))
+        return LoadedLeaf(to_device(leaf, store), device)
 
     return ArrayBatches(map_leaves(load_leaf, inputs), map_leaves(load_leaf, targets), masked)
+
+
+def choose_store(device: torch.device, needed: int) -> torch.device:
+    """Return where arrays of ``needed`` bytes are kept: on the device, or on the CPU if a GPU has not room for them.
+
+    They may take a quarter of the GPU's free memory, because model and outputs need the rest.
+    """
+    if device.type != "cuda" or needed <= torch.cuda.mem_get_info(device)[0] * MOST_OF_GPU:
+        return device
+    return torch.device("cpu")
 
 
 def to_device(array: NDArray[Any], device: torch.device) -> Tensor:

@@ -18,7 +18,7 @@ from flyte_ddp.datasets.on_demand_set import OnDemandSet
 from flyte_ddp.datasets.sample_arrays import Ragged, SampleArrays
 from flyte_ddp.errors import UserError
 from flyte_ddp.leaves import name_leaves
-from flyte_ddp.loading.arrays import open_array_batches
+from flyte_ddp.loading.arrays import choose_store, open_array_batches
 from flyte_ddp.loading.opening_items import describe_items, open_items
 from flyte_ddp.loading.own_items import ItemLoader
 from flyte_ddp.loading.own_samples import OwnCodeError, OwnFunction
@@ -404,3 +404,11 @@ def test_samples_of_different_lengths_must_be_padded() -> None:
     assert isinstance(data.train_inputs, Ragged)
     with pytest.raises(UserError, match="collate='stacked': the inputs of dataset='' have different lengths; set"):
         describe_items(data, "train", ORDER, "stacked", 0)
+
+
+def test_arrays_without_room_on_a_gpu_stay_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = torch.device("cuda", 0)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (400, 800))
+    assert choose_store(gpu, 100) == gpu
+    assert choose_store(gpu, 101) == CPU
+    assert choose_store(CPU, 101) == CPU

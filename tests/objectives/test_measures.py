@@ -146,7 +146,7 @@ CASES = make_cases()
 def evaluate(case: Case, size: int, batch_size: int) -> dict[str, Any]:
     """Evaluate the first ``size`` samples in fp64; each image is its sample's number, by which the model knows it."""
     images = torch.arange(size, dtype=torch.uint8).view(-1, 1, 1, 1)
-    source = ArrayImages(images, torch.from_numpy(case.targets[:size]))
+    source = ArrayImages(images, torch.from_numpy(case.targets[:size]), torch.device("cpu"))
     outputs = torch.from_numpy(case.outputs).double()
     split = Split(source, ListedOrder(np.arange(size, dtype=np.int32)))
     return vars(
@@ -284,7 +284,10 @@ def test_columns_of_ones_own_have_no_constant_loss(name: str) -> None:
 def test_outputs_that_are_not_finite_are_not_measured() -> None:
     """scikit-learn would raise; the loss, which is not finite either, ends the run in our words."""
     images, targets = torch.zeros(2, 1, 1, 1, dtype=torch.uint8), torch.zeros(2, 1)
-    split, objective = Split(ArrayImages(images, targets), ListedOrder(np.arange(2))), Regression(Facts((), (1,)))
+    split, objective = (
+        Split(ArrayImages(images, targets, torch.device("cpu")), ListedOrder(np.arange(2))),
+        Regression(Facts((), (1,))),
+    )
     outputs = torch.tensor([[0.5], [torch.nan]])
     found = evaluate_split(lambda *_: outputs, split, 2, torch.device("cpu"), objective).measures
     assert math.isnan(found.pop("loss"))

@@ -193,13 +193,14 @@ def test_the_host_does_not_wait_for_the_device_to_copy_a_batch(monkeypatch: pyte
 
     monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
     images, labels = (torch.zeros(9, *shape, dtype=kind, device=META) for shape, kind in KINDS)
+    on_host = ArrayImages(*(torch.zeros(9, *shape, dtype=kind) for shape, kind in KINDS), META)
     stream = StreamImages(SimpleNamespace(size=8), META)
     stream.samples = iter([(np.zeros((8, 8, 3), np.uint8), 0)] * 4)
     with copies:
-        for source in (ArrayImages(images, labels, augment="crop_flip"), stream):
+        for source in (ArrayImages(images, labels, META, augment="crop_flip"), on_host, stream):
             batch = source.load_batch(samples, 0)
             assert (batch.inputs.device, batch.targets.device) == (META, META)
         this_pass = TrainingPass()
         this_pass.has_dropout = True
         this_pass.begin_pass(0, 0, samples, META)
-    assert copies.found == [(True, True)] * 6  # rows; places of two axes; images and targets; keys
+    assert copies.found == [(True, True)] * 8  # rows; places of two axes; images and targets, twice; keys

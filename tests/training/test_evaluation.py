@@ -61,7 +61,9 @@ def test_a_sample_that_is_not_counted_once_is_an_error() -> None:
             yield from super().load_evaluation_batches(batch_size, part, parts)
 
     images, labels = torch.zeros(5, 1, 1, 1, dtype=torch.uint8), torch.zeros(5, dtype=torch.int64)
-    split = Twice(ArrayImages(images, labels), ListedOrder(torch.arange(5, dtype=torch.int32).numpy()))
+    split = Twice(
+        ArrayImages(images, labels, torch.device("cpu")), ListedOrder(torch.arange(5, dtype=torch.int32).numpy())
+    )
     with pytest.raises(RuntimeError, match="counted 5 of 5 samples not exactly once"):
         evaluate_split(
             lambda batch, *_: functional.one_hot(batch[:, 0, 0, 0].long(), 2).float(),

@@ -112,6 +112,7 @@ def test_the_host_prepares_a_batch_while_the_device_is_busy() -> None:
     arrays = ArrayImages(
         torch.zeros(1000, 8, 8, 1, dtype=torch.uint8, device=device),
         torch.zeros(1000, dtype=torch.int64, device=device),
+        device,
         augment="crop_flip",
     )
     samples, this_pass = np.arange(100), TrainingPass()
