@@ -1,4 +1,4 @@
-"""Measure samples that are no images: each leaf of the inputs, and the targets."""
+"""Measure samples of any leaves: each leaf of the inputs, and the targets."""
 
 import hashlib
 import pickle

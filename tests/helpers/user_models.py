@@ -94,7 +94,7 @@ def needs_width(num_classes: int, width: int) -> nn.Module:
     return nn.Linear(width, num_classes)
 
 
-made = nn.Linear(1, 1)
+made = nn.Identity()  # draws nothing when this is imported
 
 
 class HandingIn(nn.Flatten):
