@@ -7,7 +7,7 @@ import os
 import sys
 import sysconfig
 from collections.abc import Iterable, Iterator
-from importlib.machinery import ModuleSpec
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
 
@@ -91,6 +91,8 @@ def follow_imports(files: list[tuple[str, Path]], seen: set[str]) -> Iterator[So
 def find_top_level(name: str) -> ModuleSpec | None:
     """Return the import spec of a top-level module; None if there is no such module or no spec of it."""
     try:
+        if name == "pip":  # setuptools' finder would take this process for pip's, and hide its distutils from torch
+            return PathFinder.find_spec(name)
         return importlib.util.find_spec(name)
     except (ImportError, ValueError):
         return None

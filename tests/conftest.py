@@ -9,7 +9,6 @@ from pathlib import Path
 
 import packaged
 import pytest
-import setuptools  # noqa: F401  # torch's compiler imports it, and fails if a warning of that import is an error
 import zygote
 from cli import HELPERS
 from file_server import FileServer, file_server

@@ -5,6 +5,7 @@ import gc
 import json
 import shutil
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from image_folders import write_files
 from flyte_ddp.code_digest import PARSING, parse_python
 from flyte_ddp.errors import UserError
 from flyte_ddp.user_code import SPEC, load_callable, split_spec
-from flyte_ddp.user_source import find_user_sources, user_source_digest
+from flyte_ddp.user_source import find_top_level, find_user_sources, user_source_digest
 
 
 @pytest.fixture
@@ -233,3 +234,13 @@ def test_what_is_accepted_are_two_names_that_python_could_import(spec: str) -> N
     module, attribute = split_spec(spec)
     assert f"{module}:{attribute}" == spec
     assert all(part.isidentifier() for part in [*module.split("."), attribute])
+
+
+def test_looking_for_pip_leaves_distutils_to_setuptools() -> None:
+    """Else torch's compiler fails in this process."""
+    before = find_spec("distutils")
+    assert find_top_level("pip") is not None
+    after = find_spec("distutils")
+    assert before is not None
+    assert after is not None
+    assert after.origin == before.origin
