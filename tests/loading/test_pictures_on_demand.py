@@ -98,7 +98,7 @@ def test_photos_with_several_labels(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     picture_sets.write_photos(source)
     hp = replace(
         HP, dataset="photos:photos", data_source=str(source), objective="multilabel", image_size=32,
-        model="mobilenet_v3_small", augment="crop_flip", learning_rate=0.01,
+        model="mobilenet_v3_small", augment="crop_flip", learning_rate=0.01, epochs=1,
     )  # fmt: skip
     data = fetch(hp.dataset, str(source), tmp_path / "data", progress="off")
     one, two = (train_in(tmp_path / str(ranks), replace(hp, num_ranks=ranks), data) for ranks in (1, 2))
