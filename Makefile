@@ -28,10 +28,10 @@ train: install ## Train on the embedded digits, 2 ranks (other settings: make tr
 	@echo "Training; results will be under runs/ ..."
 	$(BIN)/pyflyte run workflows/training.py training_wf --hp '$(HP)'
 
-test: install ## Run the tests, each promise once (5 to 8 minutes on two quiet cores)
+test: install ## Run the tests, each promise once (11 minutes on two quiet cores)
 	$(BIN)/python -m pytest $(PARALLEL) -m "not exhaustive"
 
-test-all: install ## Also run what repeats them with more faults, stores, launchers and seeds (20 to 27 minutes)
+test-all: install ## Also run what repeats them with more faults, stores, launchers and seeds (about half an hour)
 	$(BIN)/python -m pytest $(PARALLEL)
 
 test-fast: install ## Run the tests one wants while working (50 to 80 seconds)

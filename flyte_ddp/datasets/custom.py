@@ -9,7 +9,7 @@ import numpy as np
 
 from flyte_ddp.datasets.identity import content_identity, digest_lines
 from flyte_ddp.datasets.images import ARRAYS, ImageArrays, Images, Targets, convert_weights, image_arrays
-from flyte_ddp.datasets.on_demand_set import OnDemand, OnDemandSet, call_seeded, split_item
+from flyte_ddp.datasets.on_demand_set import OnDemand, OnDemandSet, call_seeded, require_samples, split_item
 from flyte_ddp.datasets.sample_arrays import SampleArrays, arrays
 from flyte_ddp.errors import UserError
 from flyte_ddp.leaves import Leaves, form_of, group_leaves, restore_leaves
@@ -166,17 +166,6 @@ def read_map_style_set(set_name: str, samples: Any, progress: Progress) -> tuple
             labels.append(label)
             advance(1)
     return images, np.stack(labels)
-
-
-def require_samples(set_name: str, samples: Any) -> int:
-    """Return ``len(samples)``; raise a UserError, which names the set, if it is empty or no map-style set."""
-    kind = type(samples).__name__
-    for method, missing in (("__len__", "len()"), ("__getitem__", "[number]")):
-        if not hasattr(samples, method):
-            raise UserError(f"{set_name}: a {kind} has no {missing}; it must be a map-style data set")
-    if not len(samples):
-        raise UserError(f"{set_name}: is empty")
-    return len(samples)
 
 
 def convert_sample(where: str, item: Any) -> tuple[Images, Targets]:

@@ -89,14 +89,22 @@ def on_demand(train: Any, test: Any, *, classes: Sequence[str] = ()) -> OnDemand
     or uint8 [H, W], [H, W, C] or a tensor [C, H, W]), all must be pictures of one size. Loader processes read the
     samples. Each calls the callable for itself, and seeds the random generators before each sample: its draws depend on
     seed, epoch and sample alone. An attribute ``sample_weights`` of ``train`` is for ``sampling`` "weighted". Raises
-    UserError for sets without a length or without a sample.
+    the errors of :func:`require_samples`.
     """
     for name, samples in (("train", train), ("test", test)):
-        if not hasattr(samples, "__len__") or not hasattr(samples, "__getitem__"):
-            raise UserError(f"{name}: a {type(samples).__name__} has no len() and no [i]; give a map-style data set")
-        if not len(samples):
-            raise UserError(f"{name}: is empty")
+        require_samples(name, samples)
     return OnDemand(train, test, normalize_class_names("classes", classes))
+
+
+def require_samples(set_name: str, samples: Any) -> int:
+    """Return ``len(samples)``; raise a UserError, which names the set, if it is empty or no map-style set."""
+    kind = type(samples).__name__
+    for method, missing in (("__len__", "len()"), ("__getitem__", "[number]")):
+        if not hasattr(samples, method):
+            raise UserError(f"{set_name}: a {kind} has no {missing}; it must be a map-style data set")
+    if not len(samples):
+        raise UserError(f"{set_name}: is empty")
+    return len(samples)
 
 
 def split_item(item: Any) -> tuple[Leaves, Leaves]:

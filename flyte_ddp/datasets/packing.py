@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from flyte_ddp import catalog
-from flyte_ddp.datasets.custom import convert_sample, require_samples
+from flyte_ddp.datasets.custom import convert_sample
 from flyte_ddp.datasets.fetching import fetch
 from flyte_ddp.datasets.image_folder import list_images
 from flyte_ddp.datasets.images import open_arrays
+from flyte_ddp.datasets.on_demand_set import require_samples
 from flyte_ddp.errors import UserError, unknown_name_error
 from flyte_ddp.progress import Progress
 from flyte_ddp.shards.index import ShardIndex

@@ -135,7 +135,7 @@ def compare_outputs(
     with OnnxProcess(path, count_cores()) as onnx:
         for place, inputs in batches:
             with torch.no_grad():
-                arrays, of_torch = name_arrays(inputs), name_arrays(served(inputs))
+                arrays, of_torch = tensors_to_arrays(inputs), tensors_to_arrays(served(inputs))
             of_onnx = onnx.compute_outputs(arrays)
             for name, each in found.items():
                 each.add_batch(place.start, of_onnx[name], of_torch[name])
@@ -149,6 +149,6 @@ def compare_outputs(
     return golden
 
 
-def name_arrays(named: Named) -> dict[str, NDArray[Any]]:
+def tensors_to_arrays(named: Named) -> dict[str, NDArray[Any]]:
     """Return tensors by name as arrays."""
     return {name: values.numpy() for name, values in named.items()}

@@ -47,7 +47,7 @@ def open_splits(
 ) -> Splits:
     """Open the training, validation and test split of a prepared data set for this rank, and return them.
 
-    Copies arrays to the device if it is a GPU. Threads that decode encoded images, worker processes of a stream, and
+    Copies arrays to a GPU that has room. Threads that decode encoded images, worker processes of a stream, and
     loader processes start at the first batch; :meth:`Splits.close` ends them. Without a process group this is rank 0
     of 1.
     """

@@ -50,8 +50,9 @@ def open_image_splits(
 ) -> Splits:
     """Return the splits of images in arrays, or of pictures on demand, of which the first one is read here.
 
-    Copies all arrays to the device if it is a GPU. ``workers`` processes read pictures on demand, and load what
-    ``augment`` of the user's own augments. Raises the errors of :meth:`ItemImages.load_sample`.
+    Copies arrays to a GPU that has room (:func:`flyte_ddp.loading.arrays.choose_store`). ``workers`` processes read
+    pictures on demand, and load what ``augment`` of the user's own augments. Raises the errors of
+    :meth:`ItemImages.load_sample`.
     """
     _, augment = import_own_loading(hp)
     crop = "none" if augment else hp.augment
@@ -76,7 +77,7 @@ def open_leaf_splits(
 ) -> Splits:
     """Return the splits of samples of any leaves.
 
-    Arrays are stacked or padded by the rank, and copied to the device if it is a GPU. ``workers`` processes load what
+    Arrays are stacked or padded by the rank, and copied to a GPU that has room. ``workers`` processes load what
     needs the user's own code: items on demand, and batches with an own ``augment`` or ``collate``. Raises the errors of
     :func:`describe_items`, and UserError for ``mixup`` of inputs that are not all floats of one shape.
     """
@@ -110,7 +111,9 @@ def open_item_test_split(
 ) -> tuple[Split, ModelInput]:
     """Open the test split alone; return it, and what its inputs are.
 
-    ``collate`` and ``seed`` are the hyperparameters of the model that gets the samples. Raises the errors of
+    Copies arrays to a GPU that has room. Reads up to LOOKED_AT (16) samples here if the user's own code reads or
+    collates them, which ``workers`` processes then do; they end when the split's source is closed. ``collate`` and
+    ``seed`` are the hyperparameters of the model that gets the samples. Raises the errors of
     :func:`open_image_splits` and :func:`open_leaf_splits`.
     """
     items, order = open_items(data)["test"], order_test_split(data)

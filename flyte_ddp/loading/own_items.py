@@ -128,7 +128,11 @@ class ItemLoader:
         return inputs, targets
 
     def load_item(self, sample: int, epoch: int | None, name: str) -> tuple[Leaves, Leaves]:
-        """Return inputs and targets of a sample; seeds this process's random generators for it."""
+        """Read a sample, and return its inputs and targets, augmented for an ``epoch`` of training, not for None.
+
+        Seeds this process's random generators for what is read on demand, and again for the user's ``augment``. Raises
+        the errors of :meth:`Items.read_item` and :meth:`OwnFunction.call_pair`, which name the sample by ``name``.
+        """
         inputs, targets = self.items.read_item(sample, self.seed, epoch)
         augment = self.augment if epoch is not None else None
         if augment is not None or self.own_collate is not None:

@@ -40,7 +40,7 @@ class SampleLoader:
 
     targets: TargetSpec
     sizes: tuple[tuple[int, ...], ...]  # the shapes [H, W, C] that images may have, those of a batch all the same
-    prefetch_files: Callable[[Indices], None] | None = None  # as of an BatchSource
+    prefetch_files: Callable[[Indices], None] | None = None  # as of a BatchSource
 
     def load_sample(self, sample: int, epoch: int | None) -> Sample:
         """Return a sample by its number, augmented for an ``epoch`` of training, not for None."""

@@ -28,7 +28,7 @@ def sample_bits(seed: int, epoch: int, samples: Indices) -> NDArray[np.uint64]:
 
 
 def bits_of_one_sample(seed: int, epoch: int, sample: int) -> int:
-    """Return what :func:`sample_bits` does for a single sample, in a tenth of the time."""
+    """Return what :func:`sample_bits` does for a single sample, without the time that NumPy takes to call."""
     x = sample
     for word in (seed, epoch):
         x = (x + (word + 1) * INCREMENT) & WORD

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from flyte_ddp.device_copy import copy_to_device
 from flyte_ddp.errors import UserError
-from flyte_ddp.order.augmentation import bits_of_one_sample, sample_bits
+from flyte_ddp.order.augmentation import FIRST, INCREMENT, SECOND, bits_of_one_sample, sample_bits
 from flyte_ddp.order.sampling import Indices
 
 # SplitMix64's increment and its two factors, as the int64 with the same bits.
-GOLDEN, FIRST, SECOND = (word - 2**64 for word in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+GOLDEN, FIRST_FACTOR, SECOND_FACTOR = (word - 2**64 for word in (INCREMENT, FIRST, SECOND))
 
 
 class TrainingPass:
@@ -23,7 +23,7 @@ class TrainingPass:
 
     def __init__(self, *, may_draw: bool = True) -> None:
         """Begin with no samples. If the model never draws random numbers (``may_draw`` False), nothing is seeded."""
-        self.may_draw = may_draw  # seeding takes ten microseconds a pass
+        self.may_draw = may_draw  # seeding, and looking for draws, takes some 15 microseconds a pass
         self.has_dropout = False  # whether layers call begin_call, so that they need keys
         self.keys = torch.zeros(0, dtype=torch.int64)
         self.device = self.keys.device
@@ -132,9 +132,9 @@ class Generators(NamedTuple):
 def mix_bits(x: Tensor) -> Tensor:
     """Replace int64 states by SplitMix64's output (Steele, Lea and Flood, OOPSLA 2014), in place; return them."""
     x ^= shift_right(x, 30)
-    x *= FIRST  # products wrap around
+    x *= FIRST_FACTOR  # products wrap around
     x ^= shift_right(x, 27)
-    x *= SECOND
+    x *= SECOND_FACTOR
     x ^= shift_right(x, 31)
     return x
 

@@ -91,7 +91,7 @@ def check_above_constant(challenger: Evaluation, alpha: float) -> Check:
         p = statistics.binomial_p_value(int(challenger.correct.sum()), challenger.samples, share)
         name = "better than the most frequent class"
         right = format_percent(float(challenger.correct.mean()))
-        reason = f"naming the most frequent class is right in {format_percent(share)}, and it in {right}"
+        reason = f"naming the most frequent class is right in {format_percent(share)}, and the model in {right}"
     else:
         name, constant = "better than the best constant answer", objective.constant_loss(columns)
         if constant is None:
@@ -100,7 +100,7 @@ def check_above_constant(challenger: Evaluation, alpha: float) -> Check:
         weight = columns.get("weight", columns["loss"].new_ones(challenger.samples))
         p = sign_flip_p_value((constant * weight - columns["loss"]).numpy())
         loss = (columns["loss"].sum() / weight.sum()).item()
-        reason = f"the best constant answer has a loss of {constant:.4g}, and it has {loss:.4g}"
+        reason = f"the best constant answer has a loss of {constant:.4g}, and the model {loss:.4g}"
     return Check(name, p <= alpha, f"p = {p:.3g}", f"p at most {alpha:.3g}", "" if p <= alpha else reason)
 
 

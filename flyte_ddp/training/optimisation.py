@@ -97,7 +97,8 @@ def parameters_without_decay(model: nn.Module) -> set[nn.Parameter]:
 def strip_compiler_decorators(optimizer_class: type[Kind]) -> type[Kind]:
     """Return a subclass of torch's optimiser whose methods do not import torch's compiler: the import takes a second.
 
-    Removes the decorators of DECORATED_METHODS; ``step`` gets ``torch.no_grad`` again. ``zero_grad`` is a loop alone.
+    Removes the decorators of DECORATED_METHODS; ``step`` gets ``torch.no_grad`` again. Replaces
+    ``zero_grad`` by :func:`remove_gradients`, which leaves out torch's record for profilers.
     """
     methods = {name: inspect.unwrap(getattr(optimizer_class, name)) for name in DECORATED_METHODS}
     methods["step"] = torch.no_grad()(methods["step"])

@@ -126,7 +126,8 @@ class TrainingState:
     def _open_splits(self, data: PreparedSet, settings: Settings) -> None:
         """Open the splits; from their sizes, set the number of steps and epochs, and the model's input ``spec``.
 
-        On a GPU copies arrays to it. Starts no threads yet. Raises UserError if the model cannot take the images.
+        Copies arrays to a GPU that has room. Starts no threads yet. Raises UserError if the model cannot take the
+        images.
         """
         hp = self.hp
         self.splits = open_splits(data, hp, self.hardware, self.device, settings)
