@@ -17,8 +17,9 @@ from flyte_ddp.datasets import prepared_folder
 from flyte_ddp.datasets.identity import digest_lines
 from flyte_ddp.datasets.image_folder import ImageList, list_images
 from flyte_ddp.errors import UserError
+from flyte_ddp.progress import Progress
 from flyte_ddp.shards.index import Part, Shard, ShardIndex, pause_garbage_collector, read_index
-from flyte_ddp.shards.inspection import refuse_unfit_samples
+from flyte_ddp.shards.inspection import list_missing_checksums, refuse_unfit_samples
 
 IMAGE_FOLDER = "image_folder"
 COLUMNS = ("labels", "sizes", "tags")  # of an ImageList; each is written as one .npy file
@@ -61,11 +62,14 @@ def read_encoded_set(dataset: str, test_dataset: str) -> EncodedSet:
     return EncodedSet(dataset, train.classes, digest_lines(digests), train, test)
 
 
-def prepare_encoded_set(dataset: str, test_dataset: str, folder: Path, *, decoded_by_user: bool = False) -> None:
+def prepare_encoded_set(
+    dataset: str, test_dataset: str, folder: Path, progress: Progress, *, decoded_by_user: bool = False
+) -> None:
     """Read or list a data set, write its indexes or file lists into an existing folder, then ``dataset.json``.
 
     ``dataset.json`` holds names, classes, digests, and counts of files that are no images. Unless ``decoded_by_user``,
-    reads the first sample of each data set in an index, in up to 4 tries. Raises a UserError if a data set is empty or
+    reads the first sample of each data set in an index, in up to 4 tries. Prints a warning about an index without
+    checksums of headers. Raises a UserError if a data set is empty or
     cannot be read, if their classes differ, or if a first sample cannot be read or lacks image or label; an OSError if
     a file cannot be written.
     """
@@ -75,6 +79,8 @@ def prepare_encoded_set(dataset: str, test_dataset: str, folder: Path, *, decode
         if isinstance(source, ShardIndex):
             if not decoded_by_user:
                 refuse_unfit_samples(source)
+            for warning in list_missing_checksums(source):
+                progress.print_note(warning)
             parts = [[part.name, part.weight] for part in source.parts]
             content = {"name": source.name, "parts": parts, "shards": source.shards}
             prepared_folder.write_json(folder / f"{split}.json", content)

@@ -164,7 +164,8 @@ def cache_size_warnings(index: ShardIndex, hp: Hyperparameters, ranks: int, cach
     if cache_bytes is None or not index.remote.any() or (sizes < 0).any() or cache_bytes >= sizes.sum():
         return []
     streams, parts = min(hp.shuffle_shards, len(sizes)), min(hp.accumulation_steps, hp.batch_size)
-    wanted = sufficient_cache_bytes(sizes, streams, parts, ranks=ranks)
+    # With mixup all ranks read from all streams, as one rank would.
+    wanted = sufficient_cache_bytes(sizes, streams, parts, ranks=1 if hp.mixup else ranks)
     limit, all_of_it = f"FLYTE_DDP_CACHE_BYTES={cache_bytes}", int(sizes.sum())
     if cache_bytes < min(wanted, all_of_it):
         what = f"{limit}: less than the {min(wanted, all_of_it)} that training wants, so that it may fetch shards"

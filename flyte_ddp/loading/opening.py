@@ -81,7 +81,8 @@ def open_encoded_splits(
     side = choose_side(hp.image_size, weights) or ENCODED_SIDE
     share = weights.crop_share if weights else EVALUATION_SHARE
     # The reader keeps two shards open for each shuffle stream, because all may change shards in the same step.
-    streams = count_rank_streams(hp.shuffle_shards, world_size(), min(hp.accumulation_steps, hp.batch_size))
+    ranks = 1 if hp.mixup else world_size()  # a sample's partner may be any other sample of the global batch
+    streams = count_rank_streams(hp.shuffle_shards, ranks, min(hp.accumulation_steps, hp.batch_size))
     decode, augment = import_own_loading(hp)
     bad, crop = BadSamples(hp.bad_samples), "none" if augment else hp.augment
     options: dict[str, Any] = {"size": side, "share": share, "crop": crop, "seed": hp.seed, "classes": classes}

@@ -22,7 +22,7 @@ from flyte_ddp.shards.cache import CacheFullError, ShardCache, mark_as_used, unu
 from flyte_ddp.shards.decoding import decode_sample
 from flyte_ddp.shards.index import Shard, ShardIndex, read_index
 from flyte_ddp.shards.samples import SampleTable, read_table_or_none, tabulate_members
-from flyte_ddp.shards.tar import BLOCK, DamagedShardError, iterate_members
+from flyte_ddp.shards.tar import BLOCK, UNKNOWN, DamagedShardError, iterate_members
 
 MOST_OPEN = 32  # shards that one process keeps open, each with its table of samples
 FETCHED_AHEAD = 4  # shards that threads fetch before they are read, and at the same time
@@ -138,7 +138,7 @@ def read_sample_members(
                 stored = read_bytes(member.offset - BLOCK, BLOCK + member.size)
             except OSError as error:
                 raise unusable_shard_error(shard, error) from None
-            if len(stored) != BLOCK + member.size or zlib.crc32(stored[:BLOCK]) != member.header:
+            if len(stored) != BLOCK + member.size or member.header not in (UNKNOWN, zlib.crc32(stored[:BLOCK])):
                 problem = f"damaged at byte {member.offset:,}, where {member.key}{member.extension} should be"
                 raise DamagedShardError(f"shard {shard.url}: {problem}; copy it again, or renew the index")
             contents[member.extension] = stored[BLOCK:]

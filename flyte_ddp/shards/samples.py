@@ -13,10 +13,12 @@ from numpy.typing import NDArray
 from flyte_ddp import storage
 from flyte_ddp.errors import UserError
 from flyte_ddp.shards.index import Shard
-from flyte_ddp.shards.tar import Member
+from flyte_ddp.shards.tar import UNKNOWN, Member
 
 SEPARATOR = "\0"  # ends each name in a stored table; no name in a tar file contains it
 COLUMNS = {"starts": np.int32, "kinds": np.uint32, "offsets": np.int64, "sizes": np.int64, "headers": np.uint32}
+
+NO_CHECKSUMS = "its index has no checksums of headers; renew the index: python -m flyte_ddp.shards create"
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,10 +34,15 @@ class SampleTable:
     kinds: NDArray[np.uint32]  # [members] position in ``extensions``
     offsets: NDArray[np.int64]  # [members] byte of the shard where the content begins
     sizes: NDArray[np.int64]  # [members] bytes of the content
-    headers: NDArray[np.uint32]  # [members] CRC-32 of the header block
+    headers: NDArray[np.uint32]  # [members] CRC-32 of the header block, or UNKNOWN
 
     def __len__(self) -> int:
         return len(self.keys)
+
+    @property
+    def lacks_checksums(self) -> bool:
+        """Whether the CRC-32 of no header is known, so that a change of the shard can go unnoticed."""
+        return len(self.headers) > 0 and bool((self.headers == UNKNOWN).all())
 
     def sample_members(self, sample: int) -> list[Member]:
         """Return the members of a sample, in the order of the shard."""

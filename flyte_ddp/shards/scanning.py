@@ -19,7 +19,7 @@ from flyte_ddp.pictures import opaque_picture
 from flyte_ddp.progress import Progress
 from flyte_ddp.shards.decoding import LABEL, decode_member, find_image_and_label
 from flyte_ddp.shards.index import Part, Shard, ShardIndex, index_json, load_index_json, read_index
-from flyte_ddp.shards.samples import SampleTable, read_table, table_digest, tabulate_members
+from flyte_ddp.shards.samples import NO_CHECKSUMS, SampleTable, read_table, table_digest, tabulate_members
 from flyte_ddp.shards.tar import Member, iterate_members
 
 THREADS = 8  # shards that are read at the same time
@@ -279,14 +279,22 @@ def verify_shard(shard: Shard, classes: int, *, decode: bool) -> list[str]:
             problems.append(f"shard {shard.url}: {what} {here}, but {said} in the index")
     if classes and found.labels > classes:
         problems.append(f"shard {shard.url}: has label {found.labels - 1}, but the index has {classes} classes")
-    if shard.table is not None:
-        try:
-            same = storage.retry(shard.table[0], lambda _: read_table(shard)).to_bytes() == found.table.to_bytes()
-        except (ValueError, storage.MissingError):
-            same = False
-        except storage.UnavailableError as failure:
-            return [*problems, f"tables of samples {shard.table[0]}: cannot be read, and were not compared ({failure})"]
-        if not same:
-            problem = "the table of samples beside the index is missing or belongs to another shard"
-            problems.append(f"shard {shard.url}: {problem}")
-    return problems
+    return problems + compare_table(shard, found.table)
+
+
+def compare_table(shard: Shard, found: SampleTable) -> list[str]:
+    """Compare a shard's stored table, read with up to 3 retries, with ``found``; return a sentence if it differs."""
+    if shard.table is None:
+        return []
+    problem = "the table of samples beside the index is missing or belongs to another shard"
+    try:
+        table = storage.retry(shard.table[0], lambda _: read_table(shard))
+        if table.to_bytes() == found.to_bytes():
+            return []
+        if table.lacks_checksums:
+            problem = NO_CHECKSUMS
+    except (ValueError, storage.MissingError):
+        pass
+    except storage.UnavailableError as failure:
+        return [f"tables of samples {shard.table[0]}: cannot be read, and were not compared ({failure})"]
+    return [f"shard {shard.url}: {problem}"]

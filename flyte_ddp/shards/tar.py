@@ -17,9 +17,9 @@ from flyte_ddp.errors import UserError
 from flyte_ddp.storage.addresses import leads_out
 
 BLOCK = tarfile.BLOCKSIZE
-MOST_METADATA = 1 << 20  # bytes of a pax header or a long name, which tarfile reads into memory
+MOST_METADATA = 1 << 20  # bytes of a header with its pax header and long names, which tarfile reads into memory
 MOST_BYTES = 1 << 60  # of a file
-METADATA = (b"x", b"X", b"g", b"L", b"K")  # types of headers that describe the next member: pax's and GNU's
+UNKNOWN = 0  # a header's CRC-32 in tables of earlier versions, made on a Python with the repair of CVE-2025-13462
 SAMPLE_NAME = re.compile(r"((?:.*/)?.*?)(\..*)", re.DOTALL)  # wids' rule: key, and extension with its dot
 # Exceptions of tarfile for malformed headers; RecursionError for a thousand metadata headers in a row.
 MALFORMED = (tarfile.TarError, ValueError, LookupError, OverflowError, RecursionError)
@@ -67,54 +67,36 @@ def iterate_members(
             continue
         key, extension = match.groups()
         if key.strip("./") and not (key.endswith("/") and extension.startswith("._")):
-            member = Member(key, extension, header.offset_data, header.size, header.crc)
-            yield member, archive.read(header.size) if is_wanted(extension) else None
-
-
-class Header(tarfile.TarInfo):
-    """A member's header as tarfile parses it, with the CRC-32 of its block (the last block, if it has several)."""
-
-    crc = 0
-
-    @classmethod
-    def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> Header:
-        """Parse a header block for tarfile, and return the header with the block's CRC-32.
-
-        Raises HeaderError if the block is no header, or announces over 1 MiB of metadata or 2**60 bytes of content.
-        """
-        header = super().frombuf(buf, encoding, errors)
-        if not 0 <= header.size <= (MOST_METADATA if header.type in METADATA else MOST_BYTES):
-            raise tarfile.HeaderError("size")
-        header.crc = zlib.crc32(buf)
-        return header
+            member = Member(key, extension, header.offset_data, header.size, zlib.crc32(archive.block))
+            yield member, archive.read_content(header.size) if is_wanted(extension) else None
 
 
 class Archive:
     """A tar file that is read once from start to end; ``place`` is the number of the next byte.
 
-    tarfile reads through this object, so ``read`` and ``tell`` have the names of a file's methods.
+    tarfile reads headers through this object, so ``read`` and ``tell`` have the names of a file's methods.
     """
 
     def __init__(self, file: Any, shard: str) -> None:
         self.file, self.shard, self.place = file, shard, 0
+        self.block, self.allowance = b"", 0  # the last block of the last header; bytes that this header may still have
 
-    def read_headers(self) -> Iterator[Header]:
+    def read_headers(self) -> Iterator[tarfile.TarInfo]:
         """Yield the header of each entry, folders and links too, and read the file to its end.
 
-        The caller may read an entry's content with :meth:`read` before it asks for the next header. Raises
-        DamagedShardError if a header is damaged or missing, or bytes other than zeros follow the archive's end mark.
+        The caller may read a file's content with :meth:`read_content` before it asks for the next header. Raises
+        DamagedShardError if a header is damaged, missing or over 1 MiB, or bytes other than zeros follow the end mark.
         """
         try:
-            archive = tarfile.TarFile(fileobj=self, tarinfo=Header, encoding="utf-8", errors="surrogateescape")  # type: ignore[arg-type]
-            header: Any = archive.next()  # the first one, which the constructor has read
+            self.allowance = MOST_METADATA
+            archive = tarfile.TarFile(fileobj=self, encoding="utf-8", errors="surrogateescape")  # type: ignore[arg-type]
+            header = archive.next()  # the first one, which the constructor has read
             while header is not None:
-                if not 0 <= header.size <= MOST_BYTES:  # of a pax header, which replaces the one that was compared
+                if not 0 <= header.size <= MOST_BYTES:
                     raise self.damage_error("a header without a size")
                 yield header
-                self.skip_to(archive.offset)
-                header = Header.fromtarfile(archive)  # unlike next(), which takes a damaged header for the end
-        except tarfile.EOFHeaderError:  # type: ignore[attr-defined]  # the end mark; not in tarfile's documentation
-            pass
+                self.skip_to(header.offset_data + (-(-header.size // BLOCK) * BLOCK if header.isreg() else 0))
+                header = self.read_next_header(archive)
         except UserError:
             raise
         except MALFORMED:
@@ -123,7 +105,26 @@ class Archive:
             if rest.strip(b"\0"):
                 raise self.damage_error("bytes follow the end mark, as in archives that were joined with cat")
 
+    def read_next_header(self, archive: tarfile.TarFile) -> tarfile.TarInfo | None:
+        """Return the next entry's header, or None at the end mark; unlike ``next()``, raise for a damaged header."""
+        start, self.allowance = self.place, MOST_METADATA
+        try:
+            return tarfile.TarInfo.fromtarfile(archive)
+        except tarfile.HeaderError:
+            if self.place == start + BLOCK and not any(self.block):
+                return None
+            raise
+
     def read(self, length: int) -> bytes:
+        """Return the next ``length`` bytes of a header to tarfile, and keep the last block of them."""
+        if not 0 <= length <= self.allowance:
+            raise self.damage_error(f"a header of over {MOST_METADATA:,} bytes")
+        self.allowance -= length
+        content = self.read_content(length)
+        self.block = content[-BLOCK:]
+        return content
+
+    def read_content(self, length: int) -> bytes:
         """Return the next ``length`` bytes and advance ``place``; raise DamagedShardError if the file ends before."""
         content: bytes = self.file.read(length)
         self.place += len(content)
@@ -138,13 +139,13 @@ class Archive:
     def skip_to(self, place: int) -> None:
         """Move forward to byte ``place``: seek in a seekable file, else read the bytes before it.
 
-        Raises DamagedShardError if the file ends before it; after a seek, the next :meth:`read` raises it instead.
+        Raises DamagedShardError if the file ends before it; after a seek, the next read raises it instead.
         """
         if self.file.seekable():
             self.file.seek(place - self.place, 1)
             self.place = place
         while self.place < place:
-            self.read(min(place - self.place, 1 << 20))
+            self.read_content(min(place - self.place, 1 << 20))
 
     def damage_error(self, problem: str) -> DamagedShardError:
         """Return the error for a damaged archive, with the problem and the number of the next byte."""

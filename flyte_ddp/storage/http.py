@@ -93,14 +93,7 @@ def open_response(address: str, method: str, headers: dict[str, str]) -> Iterato
     allowed, or the connection fails, also while the block reads the body.
     """
     try:
-        with get_process_session(os.getpid()).request(
-            method,
-            address,
-            stream=method != "HEAD",  # without a body there is nothing to stream, and the connection stays open
-            timeout=(failures.CONNECT_TIMEOUT, failures.READ_TIMEOUT),
-            headers={"Accept-Encoding": "identity", **headers},  # digests are of the uncompressed bytes
-            allow_redirects=True,
-        ) as response:
+        with send_request(address, method, headers) as response:
             if response.status_code not in (200, 206):
                 raise http_status_error(response.status_code, response.reason or "")
             yield response
@@ -117,27 +110,40 @@ def open_response(address: str, method: str, headers: dict[str, str]) -> Iterato
         raise UnavailableError(mask_credentials(reason), transient=not isinstance(error, PERMANENT_ERRORS)) from None
 
 
-class GuardedSession(requests.Session):
-    """A session that refuses redirects to hosts that :func:`may_follow_redirect` does not allow."""
+def send_request(address: str, method: str, headers: dict[str, str]) -> requests.Response:
+    """Send an HTTP request, and again to each address that a redirect names; return the last response.
 
-    def get_redirect_target(self, resp: requests.Response) -> str | None:
-        """Return the address that a redirect names; None if the response is no redirect. Overrides requests' method.
-
-        Asks DNS for another host. Closes ``resp`` and raises UnavailableError if that host is neither public nor
-        allowed, or the address is malformed or has a user name or a password.
-        """
-        target = super().get_redirect_target(resp)
+    Each request has the credentials that ``~/.netrc`` has for its own host. Asks DNS for another host. Raises
+    UnavailableError if that host is neither public nor allowed, or the address is malformed or has a user name or a
+    password; requests' exceptions go through.
+    """
+    session = get_process_session(os.getpid())
+    for _ in range(session.max_redirects + 1):
         try:
-            if target is None or may_follow_redirect(resp.url, there := urljoin(resp.url, target)):
-                return target
+            response = session.request(
+                method,
+                address,
+                stream=method != "HEAD",  # without a body there is nothing to stream, and the connection stays open
+                timeout=(failures.CONNECT_TIMEOUT, failures.READ_TIMEOUT),
+                headers={"Accept-Encoding": "identity", **headers},  # digests are of the uncompressed bytes
+                allow_redirects=False,
+            )
+            if not response.is_redirect:
+                return response
+            response.close()
+            # Servers send UTF-8, and urllib3 decodes all headers as Latin-1.
+            address = urljoin(response.url, response.headers["Location"].encode("latin-1").decode())
+            may_follow = may_follow_redirect(response.url, address)
+        except requests.RequestException:
+            raise
         except ValueError as error:  # such as a UserError
-            resp.close()
             raise UnavailableError(f"redirected to an address that is refused: {error}") from None
-        resp.close()
-        raise UnavailableError(
-            f"redirected to {origin_of(there)}, which is another host and not a public one; set "
-            f"{ALLOWED}={origin_of(there)} if that may be read"
-        )
+        if not may_follow:
+            raise UnavailableError(
+                f"redirected to {origin_of(address)}, which is another host and not a public one; set "
+                f"{ALLOWED}={origin_of(address)} if that may be read"
+            )
+    raise TooManyRedirects(f"more than {session.max_redirects} redirects, the last one to {address}")
 
 
 @cache
@@ -146,7 +152,7 @@ def get_process_session(process_id: int) -> requests.Session:  # noqa: ARG001
 
     A forked child must not use its parent's connections, so the process id is the cache's key.
     """
-    session = GuardedSession()
+    session = requests.Session()
     session.cookies.set_policy(DefaultCookiePolicy(allowed_domains=[]))
     for scheme in ("http://", "https://"):
         session.mount(scheme, HTTPAdapter(pool_maxsize=CONNECTIONS))

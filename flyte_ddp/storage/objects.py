@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import obstore
-from obstore.exceptions import AlreadyExistsError
+from obstore.exceptions import AlreadyExistsError, PermissionDeniedError
 
 from flyte_ddp.credentials import mask_credentials
 from flyte_ddp.storage import clouds, failures
@@ -151,6 +151,7 @@ def explain_refusal(refused: UnavailableError, scheme: str, store: Any, key: str
 
 # obstore has classes for status 404, 403, 401, 409 and 412. All other failures are GenericErrors: only the text of the
 # error shows whether the cause is a status, a lost connection, a certificate or a setting.
+KINDS = {FileNotFoundError: MissingError, PermissionDeniedError: ForbiddenError}
 STATUS = re.compile(r"status code: (\d{3})(?:.*?<Code>(\w+)</Code>)?", re.DOTALL)
 CAUSE = re.compile(r'(?:message|error): "([^"]*)"|InvalidCertificate\(\s*(\w+)')
 SERVER = re.compile(r"Error performing \w+ (\w+://[^/\s]+)")
@@ -167,8 +168,8 @@ EXPLAINED = {
 def translate_error(error: Exception, *, anonymous: bool = False) -> UnavailableError:
     """Return the error for an exception of obstore: Missing-, Forbidden-, Exists- or UnavailableError.
 
-    Goes by the HTTP status and by patterns in the text. Masks credentials. If ``anonymous``, the error for status 400,
-    401 or 403 says that there are no credentials.
+    Goes by class, and by the HTTP status and other patterns in the text. Masks credentials. If ``anonymous``, the error
+    for status 400, 401 or 403 says that there are no credentials.
     """
     text = str(error)  # the causes stand in the lines below the first
     status, cause, server = STATUS.search(text), CAUSE.search(text), SERVER.search(text)
@@ -191,7 +192,8 @@ def translate_error(error: Exception, *, anonymous: bool = False) -> Unavailable
     words = next((words for sign, words in EXPLAINED.items() if sign in text), "{}")
     # "kind: " marks a failed connection; "PyErr" marks credentials that could not be renewed.
     transient = ("kind: " in text and "Certificate" not in text) or "PyErr" in text
-    return UnavailableError(mask_credentials(words.format(reason)), transient=transient)
+    kind = next((kind for raised, kind in KINDS.items() if isinstance(error, raised)), UnavailableError)
+    return kind(mask_credentials(words.format(reason)), transient=transient)
 
 
 USERS: set[int] = set()  # ids of processes that have used obstore: this process, and the processes it was forked from

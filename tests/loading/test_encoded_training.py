@@ -21,18 +21,23 @@ from surroundings import set_variables
 from torchvision.transforms import v2
 
 from flyte_ddp.config import Hyperparameters
-from flyte_ddp.datasets import fetch, fingerprint
+from flyte_ddp.datasets import fetch, fingerprint, open_prepared
 from flyte_ddp.datasets.packing import pack_image_folder, pack_source
 from flyte_ddp.datasets.prepared import check_prepared_set
 from flyte_ddp.errors import RankError
+from flyte_ddp.hardware import detect_hardware
 from flyte_ddp.json_lines import read_records
+from flyte_ddp.loading.opening import open_splits
 from flyte_ddp.models import zoo
 from flyte_ddp.models.images import InputSpec
+from flyte_ddp.order.mixing import choose_partners
 from flyte_ddp.order.shard_order import ShardOrder, ShardSplits
 from flyte_ddp.run import run_training
 from flyte_ddp.sections import Confusions, decode_sections
+from flyte_ddp.shards.cache import ShardCache
 from flyte_ddp.shards.dataset import ShardDataset
 from flyte_ddp.shards.joining import join_indexes
+from flyte_ddp.training.parts import split_for_rank
 
 pytestmark = pytest.mark.usefixtures("user_models")
 
@@ -163,6 +168,8 @@ def test_a_cache_that_is_too_small_is_a_warning(shards: Path, server: FileServer
     assert "lower shuffle_shards (now 2)" in caution
     [caution] = said(8 * largest)
     assert f"={8 * largest}: less than the {whole} of all shards, which evaluations therefore fetch again" in caution
+    [caution] = said(4 * largest - 1, replace(hp, mixup=0.2))  # both ranks read from both streams
+    assert f"less than the {4 * largest} that training wants" in caution
     own_tests = replace(hp, validation_fraction=0.0, test_dataset="shards:elsewhere")
     assert said(8 * largest, own_tests) == []
 
@@ -204,3 +211,23 @@ def test_equal_data_at_two_addresses_is_prepared_twice(tmp_path: Path) -> None:
     places = ("shards", "packed/train.json", "copied/train.json"), ("image_folder", "images", "images again")
     for kind, *two in places:
         assert len({fingerprint(f"{kind}:{tmp_path / place}", "") for place in two}) == 2
+
+
+def test_with_mixup_a_rank_keeps_open_what_partners_come_from(many_shards: Path, tmp_path: Path, monkeypatch) -> None:
+    """Partners come from all streams of the batch, on any number of ranks; here rank 1 of 4 loads an epoch's slices."""
+    hp = of(many_shards / "train.json", mixup=0.2, shuffle_shards=8, batch_size=48)
+    data = open_prepared(fetch(hp.dataset, "", tmp_path / "data", progress="off"))
+    for name, value in (("rank", 1), ("world_size", 4)):
+        monkeypatch.setattr(f"flyte_ddp.loading.opening.{name}", lambda value=value: value)
+        monkeypatch.setattr(f"flyte_ddp.training.parts.{name}", lambda value=value: value)
+    opened: list[str] = []
+    open_shard = ShardCache.open_shard
+    monkeypatch.setattr(ShardCache, "open_shard", lambda cache, s: opened.append(s.url) or open_shard(cache, s))
+    splits = open_splits(data, hp, detect_hardware(hp), torch.device("cpu"), quiet(tmp_path))
+    for step, batch in enumerate(splits.training.order.batches(0, hp.batch_size)):
+        [part] = split_for_rank(batch, 1, choose_partners(batch, hp.seed, step), step)
+        for samples in part.list_loads():
+            splits.training.load_batch(samples, 0)
+    splits.close()
+    # A stream of 2.5 shards begins and ends within shards, which two streams may open at different times.
+    assert (len(set(opened)), len(opened) <= 20 + 7) == (20, True), Counter(opened)

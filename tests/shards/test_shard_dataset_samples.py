@@ -1,5 +1,6 @@
 """The map-style data set: what samples are, that they bring no code along, and shards that are damaged or replaced."""
 
+import hashlib
 import io
 import json
 import os
@@ -19,12 +20,14 @@ from served_shards import all_of, members_of, serve_samples
 from tars import indexed, samples, shard_bytes, write_shards
 from traps import MakesFolder
 
+from flyte_ddp.datasets import fetch
 from flyte_ddp.errors import UserError
 from flyte_ddp.shards import dataset as dataset_module
 from flyte_ddp.shards.cache import ShardCache
 from flyte_ddp.shards.dataset import ShardDataset, ShardReader
 from flyte_ddp.shards.index import Shard, ShardIndex, read_index
-from flyte_ddp.shards.scanning import tables_path
+from flyte_ddp.shards.samples import read_table
+from flyte_ddp.shards.scanning import create_index, tables_path, verify_index
 
 
 def npy_bytes(array: Any) -> bytes:
@@ -226,6 +229,27 @@ def test_tables_and_shards_of_another_time_give_no_wrong_data(tmp_path: Path) ->
     (tmp_path / "new" / "0.tar").write_bytes(shard_bytes(first))
     with pytest.raises(UserError, match=r"new/0\.tar: damaged at byte 512, where 9\.b should be"):
         ShardDataset(without_digests(new), tmp_path / "cache")[0]
+
+
+def test_an_index_without_checksums_of_headers_is_read_and_to_be_renewed(tmp_path: Path, capfd) -> None:
+    """As earlier versions made it on a Python with the repair of CVE-2025-13462; this one is such a file by hand."""
+    pictures = {f"{number}": {".png": image_bytes("PNG"), ".cls": b"%d" % (number % 2)} for number in range(6)}
+    index = indexed(tmp_path, pictures)
+    table = read_table(read_index(str(index)).shards[0])
+    stored = replace(table, headers=np.zeros_like(table.headers)).to_bytes()
+    content = json.loads(index.read_text())
+    content["shardlist"][0]["table"] = [0, len(stored), hashlib.sha256(stored).hexdigest()[:32]]
+    index.write_text(json.dumps(content))
+    tables_path(index).write_bytes(stored)
+    assert all_of(ShardDataset(index, tmp_path / "cache", decode=False)) == list(pictures.items())
+    said = f"shard {tmp_path}/0.tar: its index has no checksums of headers; renew the index: python -m flyte_ddp.shards"
+    assert [line[: len(said)] for line in verify_index(str(index), progress="off")] == [said]
+    fetch(f"shards:{index}", "", tmp_path / "data", progress="lines")
+    assert capfd.readouterr().err.splitlines() == [f"warning: {said} create"]
+    create_index([str(tmp_path / "0.tar")], index, progress="off")
+    assert verify_index(str(index), progress="off") == []
+    fetch(f"shards:{index}", "", tmp_path / "renewed", progress="lines")
+    assert capfd.readouterr().err == ""
 
 
 def without_digests(index: Path) -> ShardIndex:

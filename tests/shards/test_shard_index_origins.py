@@ -1,5 +1,6 @@
 """An index from a web server names files of that server only, others if a setting says so; redirects likewise."""
 
+import base64
 import json
 from pathlib import Path
 from typing import Any
@@ -116,3 +117,31 @@ def test_redirects_to_private_addresses(server: FileServer, other: FileServer, t
     monkeypatch.setenv(ALLOWED, f"{other.url}/")
     assert dataset[0]["__key__"] == "00000"
     assert other.requests == ["0.tar"]
+
+
+def test_what_a_redirected_request_takes_along(
+    server: FileServer, other: FileServer, tmp_path: Path, monkeypatch
+) -> None:
+    """The range and the method; of credentials only those that ~/.netrc has for the host that is asked."""
+    away = other.url.replace("127.0.0.1", "localhost")
+    (tmp_path / "netrc").write_text("machine 127.0.0.1 login me password first\n")
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    monkeypatch.setenv(ALLOWED, f"{away}/")
+    server.redirects["file"] = f"{away}/é".encode().decode("latin-1")  # as UTF-8 goes through http.server
+    other.files["é"] = b"0123456789"
+    assert storage.read_file(f"{server.url}/file", (2, 5)) == b"234"
+    assert storage.stat_file(f"{server.url}/file").size == 10
+    assert [headers["Authorization"] for headers in server.headers] == ["Basic bWU6Zmlyc3Q="] * 2
+    assert [headers.get("Authorization") for headers in other.headers] == [None, None]
+    (tmp_path / "netrc").write_text("machine 127.0.0.1 login me password first machine localhost login you password no")
+    assert storage.read_file(f"{server.url}/file") == b"0123456789"
+    assert other.headers[-1]["Authorization"] == f"Basic {base64.b64encode(b'you:no').decode()}"
+
+
+def test_redirects_in_a_circle_end(server: FileServer) -> None:
+    server.redirects |= {"a": "/b", "b": "a"}
+    with pytest.raises(
+        storage.UnavailableError, match=rf"more than 30 redirects, the last one to {server.url}/b"
+    ) as caught:
+        storage.retry(f"{server.url}/a", storage.read_file)
+    assert (not caught.value.transient, server.counts) == (True, {"a": 16, "b": 15})
