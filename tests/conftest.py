@@ -18,9 +18,11 @@ from packaged import Package
 from flyte_ddp.datasets import fetch
 
 
-def pytest_configure() -> None:
-    """Before torch is imported: its idle threads are not to turn on cores that other tests need."""
+def pytest_configure(config: pytest.Config) -> None:
+    """Before torch is imported: its idle threads do not turn on cores that other tests need; GPUs are hidden."""
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    if not config.getoption("--gpu"):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # most tests expect what "auto" chooses on a CPU
     settings.register_profile("busy machines", deadline=None)
     settings.load_profile("busy machines")
 
@@ -32,6 +34,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--gpu", action="store_true", help="let tests see GPUs: for those of tests/training/test_gpu.py")
     parser.addoption("--cold", action="store_true", help="start each interpreter as users do")
 
 

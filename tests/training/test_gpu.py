@@ -24,8 +24,8 @@ from flyte_ddp.parallel.training_pass import TrainingPass
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("user_models")]
 
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-needs_two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU, and --gpu")
+needs_two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs, and --gpu")
 on_each_device = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs_gpu)])
 HP = Hyperparameters(model="faults:model", epochs=2, batch_size=100, num_ranks=1, precision="fp64")
 HP = replace(HP, augment="crop", ema_decay=0.9, deterministic=True, log_interval=1)
@@ -100,13 +100,18 @@ def test_the_default_precision_trains(train: Train, device: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("device", "image_size", "epochs"),
-    [pytest.param("cpu", 24, 1, marks=pytest.mark.exhaustive), pytest.param("cuda", 96, 60, marks=needs_gpu)],
+    ("device", "image_size", "batch_size", "epochs"),
+    [
+        pytest.param("cpu", 24, 100, 1, marks=pytest.mark.exhaustive),
+        pytest.param("cuda", 224, 256, 20, marks=needs_gpu),
+    ],
 )
-def test_the_time_goes_where_the_device_spends_it(train: Train, device: str, image_size: int, epochs: int) -> None:
+def test_the_time_goes_where_the_device_spends_it(
+    train: Train, device: str, image_size: int, batch_size: int, epochs: int
+) -> None:
     """And not to the host's waiting for it; so long that a GPU's choice of algorithms in its first steps is little."""
     hp = replace(HP, model="resnet18", precision="fp32", deterministic=False, ema_decay=0.0)
-    hp = on_device(replace(hp, image_size=image_size, epochs=epochs), device)
+    hp = on_device(replace(hp, image_size=image_size, batch_size=batch_size, epochs=epochs), device)
     [end] = [each for each in read_records(train(hp).metrics) if each["kind"] == "end"]
     seconds = end["seconds"]
     total = seconds.pop("total")
