@@ -17,6 +17,8 @@ from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import RankError, UserError
 from flyte_ddp.json_lines import read_records
 from flyte_ddp.loading.arrays import ArrayImages
+from flyte_ddp.objectives import Facts
+from flyte_ddp.objectives.own import make_objective
 from flyte_ddp.parallel import hang_watch
 from flyte_ddp.parallel.distributed import gather_objects, sum_over_ranks
 from flyte_ddp.parallel.hang_watch import HangWatch, in_collective, watch_collectives
@@ -46,6 +48,19 @@ def test_gpus_compute_what_cpu_ranks_do(train: Train, num_ranks: int) -> None:
     on_cpu = train(replace(hp, backend="gloo", num_ranks=2), "cpu")
     assert losses(on_gpu.metrics) == pytest.approx(losses(on_cpu.metrics), abs=1e-9)
     assert on_gpu.test_accuracy == on_cpu.test_accuracy
+
+
+def test_losses_of_masks_have_a_deterministic_form() -> None:
+    """In contrast to torch's own loss of images (nll_loss2d), which is refused on a GPU then."""
+    outputs = torch.randn(4, 3, 9, 7, device="cuda", requires_grad=True)
+    targets = torch.randint(0, 3, (4, 9, 7), device="cuda")
+    torch.use_deterministic_algorithms(True)
+    try:
+        make_objective("segmentation", Facts(("a", "b", "c"), (9, 7)), {}).losses(outputs, targets).sum().backward()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    shares = outputs.detach().softmax(1) - torch.nn.functional.one_hot(targets, 3).permute(0, 3, 1, 2)
+    torch.testing.assert_close(outputs.grad, shares)
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "own_training:precise"])
