@@ -63,7 +63,10 @@ class Segmentation(Objective):
 
     def losses(self, outputs: Any, targets: Tensor) -> Tensor:
         """Return the cross-entropy of each pixel, [n, H, W]; 0 for ignored ones."""
-        return functional.cross_entropy(logits_of(outputs), targets.long(), reduction="none", ignore_index=IGNORED)
+        # As rows of pixels, because on a GPU the loss of images has no deterministic form.
+        rows = functional.log_softmax(logits_of(outputs), 1).movedim(1, -1).flatten(0, -2)
+        losses = functional.nll_loss(rows, targets.flatten().long(), reduction="none", ignore_index=IGNORED)
+        return losses.view(targets.shape)
 
     def columns(self, outputs: Any, targets: Tensor) -> dict[str, Tensor]:
         """Return numbers of pixels of each class, [n, classes]: ``correct``, ``predicted`` and ``true``.

@@ -28,6 +28,7 @@ from flyte_ddp.shards.index import Shard
 from flyte_ddp.shards.tar import DamagedShardError
 
 LOCKS = 1024  # number of lock files; two shards with the same lock are fetched one after the other
+SPARE = 64  # of so many files one more is evicted than is necessary, so that not each fetch must look at all of them
 WHOLE, PARTIAL = ".tar", ".part"
 CACHED_NAME = re.compile(rf"[0-9a-f]{{40}}({WHOLE}|{PARTIAL})")  # files with other names are never removed
 
@@ -234,32 +235,55 @@ class ShardCache:
     def reserve_space(self, file: io.FileIO, size: int) -> None:
         """Evict unlocked shards until an open file of ``size`` bytes fits into the cache's limit; set the file's size.
 
-        Evicts the least recently used first; nothing without a limit. Removes partial files of killed downloads. Waits,
-        without a limit, for the lock on the cache. Raises CacheFullError if shards in use and other downloads leave no
-        room, UserError if ``size`` is larger than the limit, OSError if the folder cannot be written.
+        Evicts the least recently used first; nothing without a limit. Waits, without a limit, for the lock on the
+        cache. Raises CacheFullError if shards in use and other downloads leave no room, UserError if ``size`` is larger
+        than the limit, OSError if the folder cannot be written.
         """
         if self.limit is not None and size > self.limit:
             problem = f"its limit of {self.limit:,} bytes is less than the {size:,} of one shard"
             raise UserError(f"shard cache {self.folder}: {problem}; raise FLYTE_DDP_CACHE_BYTES")
-        with self.hold_lock("room"):
-            for part in self.folder.glob(f"*{PARTIAL}"):
-                if CACHED_NAME.fullmatch(part.name):
-                    # A download in progress holds its shard's lock; without a holder, the download was killed.
-                    with suppress(BlockingIOError), self.hold_lock(part.stem, wait=False):
-                        part.unlink(missing_ok=True)
-            if self.limit is not None:
-                entries = self.list_files_oldest_first()
-                used = sum(size for _, size, _ in entries)
-                # The file itself is in the sum, with the size that it has now.
-                excess = used + size - os.fstat(file.fileno()).st_size - self.limit
-                for _, _, path in entries:
-                    if excess > 0 and path.suffix == WHOLE:
-                        excess -= self.evict_file(path)
-                if excess > 0:
-                    problem = f"its limit of {self.limit:,} bytes is too low by {excess:,}"
-                    fix = "for the shards that are read at the same time; raise FLYTE_DDP_CACHE_BYTES"
-                    raise CacheFullError(f"shard cache {self.folder}: {problem} {fix}")
+        with self.hold_lock("room") as tally:
+            if self.limit is None:
+                self.remove_killed_downloads()
+                tally.truncate(0)
+            else:
+                growth = size - os.fstat(file.fileno()).st_size
+                # The lock's file holds the most bytes that the cache may have by now, so that few fetches look at all
+                # files. The first one of a process does: after a power cut the number may be an old one.
+                known = Path(tally.name).read_bytes() if self.fetched else b""
+                used = int(known) if known else self.limit
+                if used + growth > self.limit:
+                    used = self.evict_for(growth, self.limit)
+                tally.truncate(0)
+                tally.write(b"%d" % (used + growth))
             os.ftruncate(file.fileno(), size)
+
+    def evict_for(self, growth: int, limit: int) -> int:
+        """Evict unlocked shards until ``growth`` bytes more fit into the limit, and then 1 of 64; return those in use.
+
+        Removes partial files of killed downloads. Hold the lock on the cache. Raises CacheFullError if shards in use
+        and other downloads leave no room.
+        """
+        self.remove_killed_downloads()
+        entries = self.list_files_oldest_first()
+        excess = sum(size for _, size, _ in entries) + growth - limit
+        spare = len(entries) // SPARE if excess > 0 else 0
+        for _, _, path in entries:
+            if path.suffix == WHOLE and (excess > 0 or spare > 0):
+                spare -= excess <= 0
+                excess -= self.evict_file(path)
+        if excess > 0:
+            problem = f"its limit of {limit:,} bytes is too low by {excess:,}"
+            fix = "for the shards that are read at the same time; raise FLYTE_DDP_CACHE_BYTES"
+            raise CacheFullError(f"shard cache {self.folder}: {problem} {fix}")
+        return limit + excess - growth
+
+    def remove_killed_downloads(self) -> None:
+        """Remove partial files without a lock: a download in progress holds its shard's lock."""
+        for part in self.folder.glob(f"*{PARTIAL}"):
+            if CACHED_NAME.fullmatch(part.name):
+                with suppress(BlockingIOError), self.hold_lock(part.stem, wait=False):
+                    part.unlink(missing_ok=True)
 
     def list_files_oldest_first(self) -> list[tuple[int, int, Path]]:
         """Return time of last use (ns), size (bytes) and path of all cached shards and partial files, oldest first."""
@@ -285,7 +309,7 @@ class ShardCache:
                 return status.st_size
         return 0
 
-    def hold_lock(self, name: str, *, wait: bool = True) -> AbstractContextManager[object]:
+    def hold_lock(self, name: str, *, wait: bool = True) -> AbstractContextManager[BinaryIO]:
         """Hold an exclusive lock for a block: on the list of cached files (``room``), or on a shard, by its hex name.
 
         Makes a lock file, which stays. Waits without a limit; for ever if this thread holds the lock. Several shards

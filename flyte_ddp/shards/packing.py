@@ -118,9 +118,8 @@ def open_workspace(index: Path) -> Iterator[Path]:
     with ExitStack() as stack:
         try:
             workspace.mkdir(parents=True, exist_ok=True)
-            held = os.open(workspace, os.O_RDONLY)
-            stack.callback(os.close, held)
-            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            while not lock_folder(workspace, stack):  # another packing has ended, and removed it
+                workspace.mkdir(exist_ok=True)
         except BlockingIOError:
             raise UserError(f"{index}: another process is packing it; wait for its end, or take another name") from None
         except OSError as error:
@@ -133,6 +132,17 @@ def open_workspace(index: Path) -> Iterator[Path]:
         finally:
             if not index_refers_to(workspace, index):
                 shutil.rmtree(workspace, ignore_errors=True)
+
+
+def lock_folder(folder: Path, stack: ExitStack) -> bool:
+    """Lock a folder until ``stack`` ends; return whether it still exists. Raises BlockingIOError if it is locked."""
+    try:
+        held = os.open(folder, os.O_RDONLY)
+    except FileNotFoundError:
+        return False
+    stack.callback(os.close, held)
+    fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    return os.fstat(held).st_nlink > 0
 
 
 def publish_packed_shards(workspace: Path, index: Path) -> None:

@@ -18,6 +18,7 @@ from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import UserError
 from flyte_ddp.order import sampling
 from flyte_ddp.order.shard_order import ShardOrder, ShardSplits, count_rank_streams, slice_lengths
+from flyte_ddp.shards.cache import SPARE
 from flyte_ddp.shards.index import Shard, ShardIndex, read_index
 from flyte_ddp.shards.inspection import refuse_unfit_samples
 from flyte_ddp.shards.plan_request import PlanRequest
@@ -126,10 +127,12 @@ def shards_of_nodes(order: ShardOrder, batch_size: int, *, nodes: int, ranks: in
 def sufficient_cache_bytes(sizes: Counts, shuffle_streams: int, parts: int, *, ranks: int, nodes: int = 1) -> int:
     """Return the bytes that are always enough for a node's cache, so that training fetches no shard twice in an epoch.
 
-    It has room for the shards that each of the node's ``ranks`` reads from, and for as many that are being fetched. A
-    batch is drawn from ``shuffle_streams`` shards, in ``parts`` micro-batches; ``sizes`` has the bytes of each shard.
+    It has room for the shards that each of the node's ``ranks`` reads from, for as many that are being fetched, and for
+    those that are evicted beyond what is necessary. A batch is drawn from ``shuffle_streams`` shards, in ``parts``
+    micro-batches; ``sizes`` has the bytes of each shard.
     """
-    return 2 * ranks * count_rank_streams(shuffle_streams, nodes * ranks, parts) * int(sizes.max())
+    shards = 2 * ranks * count_rank_streams(shuffle_streams, nodes * ranks, parts)
+    return (shards + shards // (SPARE - 1)) * int(sizes.max())
 
 
 def format_range(numbers: Counts) -> str:

@@ -1,12 +1,15 @@
 """Read whole shards, to make an index of them or to compare them with their index."""
 
 import hashlib
+import itertools
 import re
+import threading
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from flyte_ddp import storage
 from flyte_ddp.catalog import IMAGES
@@ -26,6 +29,9 @@ THREADS = 8  # shards that are read at the same time
 MOST_CLASSES = 1_000_000  # without given names; a higher label is probably no label
 RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
 ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:/")  # one slash, as pathlib replaces two by one
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 
 
 class ScannedShard(NamedTuple):
@@ -63,11 +69,12 @@ class HashedStream:
         return piece
 
 
-def scan_shard(url: str, *, decode: bool = False) -> ScannedShard:
+def scan_shard(url: str, stopped: threading.Event, *, decode: bool = False) -> ScannedShard:
     """Read a whole shard and return its size, digests, samples and labels; with ``decode``, decode its images too.
 
-    Retries transient errors up to 3 times. Raises UserError if the shard cannot be read, is no tar file, has links,
-    devices, names outside its folder, samples with scattered members or equal extensions, or a bad ``.cls``.
+    Retries transient errors up to 3 times. Takes the shard for cut short when ``stopped`` is set. Raises UserError if
+    the shard cannot be read, is no tar file, has links, devices, names outside its folder, samples with scattered
+    members or equal extensions, or a bad ``.cls``.
     """
 
     def is_wanted(extension: str) -> bool:
@@ -81,7 +88,7 @@ def scan_shard(url: str, *, decode: bool = False) -> ScannedShard:
         """
         found, damaged, labels = list[Member](), list[str](), 0
         with storage.open_file(address) as file:
-            stream = HashedStream(file.chunks)
+            stream = HashedStream(itertools.takewhile(lambda _: not stopped.is_set(), file.chunks))
             for member, content in iterate_members(stream, url, is_wanted):
                 found.append(member)
                 if content is None:
@@ -103,6 +110,19 @@ def scan_shard(url: str, *, decode: bool = False) -> ScannedShard:
         return storage.retry(url, scan_once)
     except storage.UnavailableError as failure:
         raise failure.to_user_error(f"shard {url}: cannot be read ({failure}); check the address") from None
+
+
+@contextmanager
+def scan_in_threads(
+    scan: Callable[[Item, threading.Event], Result], items: Sequence[Item]
+) -> Iterator[Iterator[Result]]:
+    """Yield ``scan(item, stopped)`` of each item in order, from 8 threads; set ``stopped`` at the end of the block."""
+    stopped = threading.Event()
+    try:
+        with map_in_threads(lambda item: scan(item, stopped), items, THREADS) as scanned:
+            yield scanned
+    finally:
+        stopped.set()  # else Python would wait for the threads when the process exits
 
 
 def describe_unfit_samples(table: SampleTable, url: str) -> list[str]:
@@ -168,7 +188,7 @@ def index_shards(
     takes that of the output; without ``classes`` (names in the order of the labels), takes "0", "1", "2" up to the
     highest label. ``packed`` says that the next packing under this name may remove the shards. Prints progress to
     stderr (auto, bar, lines or off) and, unless off, a warning if images or labels are missing. Raises UserError, and
-    does not wait for the threads, if a shard cannot be read, is malformed or is given twice; if there is no sample; if
+    stops the threads, if a shard cannot be read, is malformed or is given twice; if there is no sample; if
     a label has no class; if the output is a shard, a remote address or a file that is no index, or cannot be written.
     """
     shards = [str(storage.local_path(url) or url) for url in urls]
@@ -181,7 +201,7 @@ def index_shards(
     tables = tables_path(output)
     start, listed, labels, unfit, reason = 0, list[Shard](), 0, 0, ""
     with (
-        map_in_threads(scan_shard, shards, THREADS) as scanned,
+        scan_in_threads(scan_shard, shards) as scanned,
         Progress(progress).track("reading", len(shards), "shards") as advance,
         replace_file(tables) as file,
     ):
@@ -249,21 +269,21 @@ def verify_index(address: str, *, decode: bool = False, progress: str = "auto") 
     verify = partial(verify_shard, classes=len(index.classes), decode=decode)
     track = Progress(progress).track("checking", len(index.shards), "shards")
     problems: dict[str, None] = {}  # as keys, since shards that share an unreadable file of tables have one problem
-    with map_in_threads(verify, index.shards, THREADS) as verified, track as advance:
+    with scan_in_threads(verify, index.shards) as verified, track as advance:
         for found in verified:
             problems |= dict.fromkeys(found)
             advance(1)
     return list(problems)
 
 
-def verify_shard(shard: Shard, classes: int, *, decode: bool) -> list[str]:
+def verify_shard(shard: Shard, stopped: threading.Event, *, classes: int, decode: bool) -> list[str]:
     """Read a whole shard and its stored table, with up to 3 retries each; return a sentence about each difference.
 
     A shard or table that cannot be read is a difference. ``classes`` is the number of classes in the index, 0 if it
-    does not say. With ``decode`` also decodes images.
+    does not say. With ``decode`` also decodes images. Ends early when ``stopped`` is set.
     """
     try:
-        found = scan_shard(shard.url, decode=decode)
+        found = scan_shard(shard.url, stopped, decode=decode)
     except UserError as error:
         return [error.message]
     problems = found.damaged

@@ -69,7 +69,7 @@ def read_file(address: str, span: Span | None = None, *, tag: str = "") -> bytes
     """
     with open_file(address, span) as opened:
         if tag and opened.tag and opened.tag != tag:
-            raise AlteredError(f"has ETag {opened.tag}, and {tag} when it was listed")
+            raise AlteredError(f"was changed after it was listed: its tag is {opened.tag}, and was {tag}")
         content = b"".join(opened.chunks)
     expected = span[1] - span[0] if span is not None else opened.size
     check_length(len(content), expected, remote=local_path(address) is None)

@@ -41,10 +41,11 @@ def open_file(address: str, span: Span | None) -> Iterator[Content]:
     with translate_os_errors():
         file = require_local_path(address).open("rb")
     with file:
-        size = os.fstat(file.fileno()).st_size
-        start, end = span or (0, size)
+        status = os.fstat(file.fileno())
+        start, end = span or (0, status.st_size)
         file.seek(start)
-        yield Content(max(0, min(end, size) - start), read_chunks(file, end - start))
+        size = max(0, min(end, status.st_size) - start)
+        yield Content(size, read_chunks(file, end - start), f"{status.st_mtime_ns}")
 
 
 def read_chunks(file: BinaryIO, length: int) -> Iterator[bytes]:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from file_server import FileServer
-from image_folders import stored
+from image_folders import stored, write_files
 from PIL import Image
 from served_shards import serve
 from surroundings import s3_environment
@@ -19,7 +19,7 @@ from flyte_ddp.datasets.image_folder import list_images
 from flyte_ddp.datasets.prepared import SampleOrder
 from flyte_ddp.errors import UserError
 from flyte_ddp.loading.encoded import BadSamples, Encoded, EncodedImages, ImageReader
-from flyte_ddp.loading.readers import FileReader, ShardImages
+from flyte_ddp.loading.readers import FileMembers, FileReader, ShardImages
 from flyte_ddp.order.sampling import ListedOrder
 from flyte_ddp.order.shard_order import ShardOrder, ShardSplits
 from flyte_ddp.shards.cache import ShardCache
@@ -27,6 +27,16 @@ from flyte_ddp.shards.dataset import ShardReader
 from flyte_ddp.shards.index import ShardIndex
 
 DEADLINE = 60.0  # seconds
+
+
+def test_what_users_decoding_gets_of_an_image_file(tmp_path: Path) -> None:
+    """The name without its extension, and the extension in its own case."""
+    write_files(tmp_path, {"photos/17.JPG": b"one", "photos/18.x.png": b"two"})
+    reader = FileMembers(list_images(str(tmp_path)))
+    assert [reader.read_sample(number).members for number in range(2)] == [
+        {".JPG": b"one", "__key__": "photos/17"},
+        {".png": b"two", "__key__": "photos/18.x"},
+    ]
 
 
 def png(number: int) -> bytes:

@@ -334,6 +334,22 @@ def test_language_is_the_mean_cross_entropy_of_the_tokens_that_count(*, shift: b
     assert mean_loss(compute_columns(objective, logits, targets, 3)) == pytest.approx(expected, rel=1e-12)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_losses_of_pixels_have_the_bits_of_torchs_loss_of_images(dtype: torch.dtype) -> None:
+    """Also their gradients: the rows of pixels that they are computed from change no rounding."""
+    generator = torch.Generator().manual_seed(0)
+    targets = torch.randint(0, 4, (3, 9, 7), generator=generator)
+    targets[0, :4] = targets[2] = 255
+    given = torch.randn(3, 4, 9, 7, generator=generator).to(dtype)
+    own, plain = given.clone().requires_grad_(), given.clone().requires_grad_()
+    found = make_objective("segmentation", Facts(CLASSES, (9, 7)), {}).losses(own, targets)
+    expected = functional.cross_entropy(plain, targets, reduction="none", ignore_index=255)
+    assert torch.equal(found, expected)
+    for losses in (found, expected):
+        (losses * losses.detach()).sum().backward()
+    assert torch.equal(own.grad, plain.grad)  # type: ignore[arg-type]
+
+
 def test_columns_of_two_shapes_are_refused() -> None:
     with pytest.raises(UserError, match=r"columns are \{'a': \(2,\)\} in one batch and \{'a': \(3,\)\} in another"):
         require_one_layout([{"a": (2,)}, {"a": (2,)}, {"a": (3,)}])

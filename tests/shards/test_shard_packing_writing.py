@@ -1,5 +1,6 @@
 """How packing writes shards: what fails or is killed, what is replaced, full disks, and threads."""
 
+import operator
 import signal
 import subprocess
 import sys
@@ -149,6 +150,22 @@ def test_two_that_pack_the_same(tmp_path: Path) -> None:
         letters(3, folder, name="test")
     letters(3, folder, name="b{1..2}")
     assert [packed_texts(folder / f"{name}.json") for name in ("b{1..2}", "test")] == ["aaa"] * 2
+
+
+@pytest.mark.parametrize("name", ["os.open", "fcntl.flock"])
+def test_a_packing_that_begins_while_another_ends(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other one removes the folder of work between two steps of this one."""
+    original, ended = operator.attrgetter(name)(packing), []
+
+    def call_after_the_end(*arguments: object) -> object:
+        if not ended:
+            ended.append((tmp_path / ".train.packing").rmdir())
+        return original(*arguments)
+
+    monkeypatch.setattr(f"flyte_ddp.shards.packing.{name}", call_after_the_end)
+    letters(3, tmp_path)
+    assert ended
+    assert packed_texts(tmp_path / "train.json") == "aaa"
 
 
 def test_other_errors(tmp_path: Path) -> None:

@@ -17,6 +17,8 @@ from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import RankError, UserError
 from flyte_ddp.json_lines import read_records
 from flyte_ddp.loading.arrays import ArrayImages
+from flyte_ddp.objectives import Facts
+from flyte_ddp.objectives.own import make_objective
 from flyte_ddp.parallel import hang_watch
 from flyte_ddp.parallel.distributed import gather_objects, sum_over_ranks
 from flyte_ddp.parallel.hang_watch import HangWatch, in_collective, watch_collectives
@@ -50,6 +52,20 @@ def test_each_device_computes_what_two_cpu_ranks_do(train: Train, device: str, n
     on_two = train(on_device(replace(hp, num_ranks=2), "cpu"), "two")
     assert losses(on_one.metrics) == pytest.approx(losses(on_two.metrics), abs=1e-9)
     assert on_one.test_accuracy == on_two.test_accuracy
+
+
+@on_each_device
+def test_losses_of_masks_have_a_deterministic_form(device: str) -> None:
+    """In contrast to torch's own loss of images (nll_loss2d), which is refused on a GPU then."""
+    outputs = torch.randn(4, 3, 9, 7, device=device, requires_grad=True)
+    targets = torch.randint(0, 3, (4, 9, 7), device=device)
+    torch.use_deterministic_algorithms(True)
+    try:
+        make_objective("segmentation", Facts(("a", "b", "c"), (9, 7)), {}).losses(outputs, targets).sum().backward()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    shares = outputs.detach().softmax(1) - torch.nn.functional.one_hot(targets, 3).permute(0, 3, 1, 2)
+    torch.testing.assert_close(outputs.grad, shares)
 
 
 @on_each_device
