@@ -357,7 +357,8 @@ def test_a_measure_that_is_not_defined_is_a_dash_and_null(tmp_path: Path, capfd)
         for line in path.read_text().splitlines() if path == result.metrics else [path.read_text()]:
             json.loads(line, parse_constant=pytest.fail)
     page = Page(result.report.read_text())
-    assert page.tiles()["Test F1"] == ("\N{EN DASH}", "AUROC \N{EN DASH}, average precision \N{EN DASH}")
+    rest = "AUROC \N{EN DASH}, average precision \N{EN DASH}, balanced accuracy \N{EN DASH}"
+    assert page.tiles()["Test F1"] == ("\N{EN DASH}", rest)
     assert "Not in the means, because no sample has the label: a, b, c." in "".join(page.texts("p"))
     assert "test F1 \N{EN DASH} (loss 0." in capfd.readouterr().err
     assert page.texts("h3")[:2] == ["Loss", "Learning rate"]
