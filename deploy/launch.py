@@ -106,7 +106,7 @@ def launch(*, name: str, hp: Hyperparameters | None, config: str, version: str |
     outputs = remote.sync_execution(execution).outputs.literals
     if (accuracies := outputs.get("epoch_accuracies")) and accuracies.collection.literals:
         last = accuracies.collection.literals[-1].scalar.primitive.value
-        of_classes = hp is not None and hp.objective == "classification"
+        of_classes = hp is not None and hp.objective == "classification" and hp.select_by in ("loss", "accuracy")
         click.echo(f"test accuracy {last:.2%}" if of_classes else f"main measure of the test split {last:.4g}")
     for output in sorted(outputs, key=[*FILES, *sorted(outputs)].index):
         if outputs[output].scalar is not None and outputs[output].scalar.blob is not None:

@@ -29,6 +29,16 @@ OBJECTIVES: dict[str, tuple[str, ...]] = {
     "language": (),
 }
 
+# Their measures, beside the loss; of classification those of OF_TWO_CLASSES need two.
+OF_TWO_CLASSES = ("auroc", "average_precision")
+MEASURES: dict[str, tuple[str, ...]] = {
+    "classification": ("accuracy", "balanced_accuracy", "f1", *OF_TWO_CLASSES),
+    "multilabel": ("f1", "auroc", "average_precision", "balanced_accuracy"),
+    "regression": ("rmse", "mae", "r2"),
+    "segmentation": ("miou", "pixel_accuracy"),
+    "language": ("perplexity", "token_accuracy"),
+}
+
 # The two small CNNs, each with the smallest image side that it takes, in pixels.
 SMALL_MODELS: dict[str, int] = {"small_cnn": 8, "tutorial": 16}
 # Side lengths that must divide the image side: transformers that cut images into patches or windows of a fixed size.

@@ -127,8 +127,8 @@ class Hyperparameters(CheckedFields, called="hyperparameter"):
     options: str = setting(
         "",
         "Options of the model and the objective, a JSON object or its text: "
-        '`{"model": {"width": 128}, "objective": {"loss": "huber"}}`. Regression has `loss`: mse, l1 or huber; your '
-        "own callables get theirs as keyword arguments.",
+        '`{"model": {"width": 128}, "objective": {"loss": "huber"}}`. Regression has `loss`: mse, l1 or huber; '
+        "language `shift` and `decode`; your own callables get theirs as keyword arguments.",
         json=True,
     )
     class_weights: str = setting(
@@ -300,11 +300,14 @@ class Hyperparameters(CheckedFields, called="hyperparameter"):
     def own_code(self, *left_out: str) -> tuple[str, ...]:
         """Return the user's own ``package.module:callable`` in use, in the order of the fields, each once.
 
-        The fields that may name one are those of ``setting(own=True)``. ``left_out`` are names of fields not to look
+        The fields that may name one are those of ``setting(own=True)``; the option ``decode`` of language counts as
+        one of the objective. ``left_out`` are names of fields not to look
         at. Whoever must know the user's code asks here, so that no new field is forgotten.
         """
         fields = [field.name for field in dataclasses.fields(self) if field.metadata["own"]]
         values: list[str] = [getattr(self, name) for name in fields if name not in left_out]
+        if self.objective == "language" and "objective" not in left_out:
+            values.append(str(self.parse_options().get("objective", {}).get("decode", "")))
         return tuple(dict.fromkeys(value for value in values if ":" in value and not catalog.encoded_kind(value)))
 
     def parse_options(self) -> dict[str, dict[str, Any]]:

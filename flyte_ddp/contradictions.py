@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from flyte_ddp import catalog
 from flyte_ddp.checked_fields import OWN_CODE, short_repr
-from flyte_ddp.errors import UserError
+from flyte_ddp.errors import UserError, unknown_name_error
 from flyte_ddp.torchvision_weights import find_weights
 
 if TYPE_CHECKING:
@@ -21,8 +21,22 @@ def check_fields_together(hp: Hyperparameters) -> None:
     refuse_own_code_of_torch(hp)
     check_batch_size(hp, max(1, hp.num_ranks))
     find_weights(hp.model, hp.init_from)
+    check_select_by(hp)
     for contradiction in (*find_unfit_data_fields(hp), *find_contradictions(hp)):
         raise UserError(contradiction)
+
+
+def check_select_by(hp: Hyperparameters, classes: int = 2) -> None:
+    """Raise UserError if a built-in objective of ``classes`` has no measure ``select_by``; own ones need ranks."""
+    if hp.objective in catalog.MEASURES:
+        unfit = catalog.OF_TWO_CLASSES if hp.objective == "classification" and classes > 2 else ()
+        choices = ["loss", *(name for name in catalog.MEASURES[hp.objective] if name not in unfit)]
+        if hp.select_by in unfit:
+            raise UserError(
+                f"select_by={hp.select_by!r}: is of two classes, and there are {classes}; choose {', '.join(choices)}"
+            )
+        if hp.select_by not in choices:
+            raise unknown_name_error("select_by", hp.select_by, choices)
 
 
 def find_unfit_data_fields(hp: Hyperparameters) -> Iterator[str]:

@@ -110,22 +110,26 @@ class TrainingProgress(StepProgress):
         super().__init__(mode, stream, clock)
         self._total_steps, self._epochs = total_steps, -(-total_steps // steps_per_epoch)
         self._first: tuple[float, int] | None = None  # time of the first line, in seconds from the start, and its step
-        self._values: dict[str, str] = {}  # the newest loss and rate, as texts
+        self._values: dict[str, str] = {}  # the newest loss and rates, as texts
         if self._mode == "bar":
             with self._turn_off_on_failure():
                 label = self._name_epoch(0)
                 self._bar = tqdm(total=total_steps, desc=label, bar_format=BAR, file=self._stream, mininterval=0)
 
-    def show_step(self, epoch: int, step: int, loss: float | None, samples_per_second: float | None) -> None:
+    def show_step(
+        self, epoch: int, step: int, loss: float | None, samples_per_second: float | None, tokens: float | None = None
+    ) -> None:
         """Store the values of step number ``step`` of the run; show them if :meth:`is_due`, and schedule the next time.
 
-        ``epoch`` counts from 0, ``step`` from 1; the rate is that of all ranks. For None shows the last known value.
+        ``epoch`` counts from 0, ``step`` from 1; the rates, ``tokens`` a second is one, are those of all
+        ranks. For None shows the last known value.
         """
         self._last_step = step
         if loss is not None:
             self._values["loss"] = f"loss {loss:.4f}"
-        if samples_per_second is not None:
-            self._values["rate"] = f"{samples_per_second:,.0f} samples/s"
+        for unit, rate in (("samples", samples_per_second), ("tokens", tokens)):
+            if rate is not None:
+                self._values[unit] = f"{rate:,.0f} {unit}/s"
         if not self.is_due():
             return
         now = self._elapsed()

@@ -32,8 +32,8 @@ from flyte_ddp.settings import Settings, check_wandb_settings, read_settings
 class Result:
     """The folder of a finished run, the paths of its files, and its measures on the test set.
 
-    The main measure is the objective's first one, such as accuracy; the loss if it has none. A measure that is not
-    defined, such as the AUROC without a positive sample, is NaN.
+    The main measure is that of ``select_by``, or the objective's first one, such as accuracy; the loss if it has none.
+    A measure that is not defined, such as the AUROC without a positive sample, is NaN.
     """
 
     run_folder: Path
@@ -44,6 +44,7 @@ class Result:
     metrics: Path  # all of them, one JSON object a line
     report: Path  # one HTML page
     measures: dict[str, float]  # of the model that is kept, by name: the main one first, the loss last
+    constant: float | None = None  # the main measure of the best constant answer, if the model is not above it
 
 
 def run_training(
@@ -155,5 +156,9 @@ def read_result(folder: Path) -> Result:
         for name, value in found.items()
         if name.startswith("test_")
     }
-    history = [math.nan if value is None else float(value) for value in found["epoch_accuracies"]]
-    return Result(folder, history, next(iter(measures.values())), model, sidecar, metrics, report, measures)
+    history = next(values for name, values in found.items() if name.startswith("epoch_"))
+    history = [math.nan if value is None else float(value) for value in history]
+    main, value = next(iter(measures.items()))
+    return Result(
+        folder, history, value, model, sidecar, metrics, report, measures, constant=found.get(f"constant_{main}")
+    )

@@ -46,6 +46,20 @@ class Histogram:
 
 
 @dataclass(frozen=True)
+class Curve:
+    """A line in the unit square. Charts in a row with one title are shown as one section."""
+
+    title: str
+    text: str
+    name: str  # of this chart
+    x_label: str
+    y_label: str
+    x: Numbers
+    y: Numbers
+    chance: Sequence[float]  # y at x = 0 and at x = 1 of a line to compare with
+
+
+@dataclass(frozen=True)
 class Confusions:
     """How often which class was taken for which: [K, 3] truth, prediction and number of samples of each pair."""
 
@@ -62,7 +76,8 @@ class Pictures:
     samples: Sequence[int]
 
 
-Section = Table | Scatter | Histogram | Confusions | Pictures
+Chart = Scatter | Curve | Histogram
+Section = Table | Chart | Confusions | Pictures
 KINDS: dict[str, type[Section]] = {kind.__name__.lower(): kind for kind in get_args(Section)}
 
 

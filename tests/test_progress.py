@@ -58,6 +58,12 @@ def test_a_line_tells_where_the_run_is_and_when_it_ends() -> None:
     ]
 
 
+def test_a_line_tells_the_rate_of_tokens() -> None:
+    stream = io.StringIO()
+    TrainingProgress("lines", 10, 10, stream=stream, clock=Clock()).show_step(0, 1, 0.5, 100.0, 51200.0)
+    assert stream.getvalue() == "epoch 1/1, step 1/10, loss 0.5000, 100 samples/s, 51,200 tokens/s, 00:00 elapsed\n"
+
+
 def test_without_a_terminal_there_are_lines_or_nothing() -> None:
     for mode, lines in (("auto", 2), ("off", 0)):
         stream = io.StringIO()

@@ -101,7 +101,10 @@ def test_the_examples_of_ones_own_objective_run(digits: Path, tmp_path: Path, mo
         train_in(tmp_path / str(place), Hyperparameters.from_dict({**json.loads(hp), **changes}), digits)
         for place, hp in enumerate(given)
     ]
-    assert [[*run.measures] for run in runs] == [["accuracy", "loss"], ["relative_error", "loss"]]
+    assert [[*run.measures] for run in runs] == [
+        ["accuracy", "balanced_accuracy", "f1", "loss"],
+        ["relative_error", "loss"],
+    ]
     assert runs[0].measures["accuracy"] > 0.7
     assert runs[1].measures["relative_error"] < 0.6
     assert "gamma" in runs[0].sidecar.read_text()

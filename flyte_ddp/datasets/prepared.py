@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from flyte_ddp.catalog import encoded_kind
 from flyte_ddp.config import Hyperparameters
+from flyte_ddp.contradictions import check_select_by
 from flyte_ddp.datasets.encoded_set import EncodedSet, open_encoded_set
 from flyte_ddp.datasets.image_folder import ImageList
 from flyte_ddp.datasets.images import ImageArrays, open_arrays
@@ -121,9 +122,9 @@ def check_prepared_set(
 
     Call it before ranks start. ``workers`` is the number of decoding threads or processes of each rank, ``cache_bytes``
     the limit of the shard cache (None: no limit). Raises a UserError if the folder is damaged, the number of classes is
-    unknown or not ``num_classes``, no samples are left for training or testing, or ``sampling`` does not fit; for a
-    stream also if webdataset is not installed, the index has weights, or there are fewer shards than decoding workers
-    of all ranks.
+    unknown, not ``num_classes``, or not that of ``select_by``, no samples are left for training or testing, or
+    ``sampling`` does not fit; for a stream also if webdataset is not installed, the index has weights, or there are
+    fewer shards than decoding workers of all ranks.
     """
     data = open_prepared(folder)
     targets = find_training_targets(data)
@@ -132,7 +133,8 @@ def check_prepared_set(
     if isinstance(data, ItemSet):
         of_numbers = of_numbers or hp.objective not in ("classification", "segmentation", "language")
     # What the user's own function will return is known only when it is called, which ranks do.
-    resolve_class_names(data.classes, hp, of_numbers=of_numbers or bool(hp.sample))
+    classes = resolve_class_names(data.classes, hp, of_numbers=of_numbers or bool(hp.sample))
+    check_select_by(hp, len(classes))
     orders = order_splits(
         data, validation_fraction=hp.validation_fraction, seed=hp.seed, shuffle_shards=hp.shuffle_shards
     )

@@ -1,4 +1,4 @@
-"""One class for each sample: cross-entropy, accuracy."""
+"""One class for each sample: cross-entropy, accuracy, F1; of two classes also AUROC and average precision."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,11 +9,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
-from flyte_ddp.catalog import OBJECTIVES
+from flyte_ddp.catalog import MEASURES, OBJECTIVES, OF_TWO_CLASSES
 from flyte_ddp.errors import UserError
+from flyte_ddp.objectives.binary_labels import BinaryLabels, describe_threshold
 from flyte_ddp.objectives.objective import (
     HIGHER,
     Columns,
+    Facts,
     Objective,
     largest_losses,
     overrides,
@@ -21,15 +23,29 @@ from flyte_ddp.objectives.objective import (
 )
 from flyte_ddp.objectives.table_columns import TableColumns, name_columns
 from flyte_ddp.objectives.terms import Terms
-from flyte_ddp.sections import Confusions, Pictures, Section
+from flyte_ddp.sections import Confusions, Pictures, Section, Table
 
 
 class Classification(Objective):
-    """Targets are class numbers int64 [n], outputs logits [n, classes]."""
+    """Targets are class numbers int64 [n], outputs logits [n, classes]. Of two classes, the second is the positive one.
+
+    A subclass that names no measures, and has no measure or columns of its own, has all of :meth:`measure`.
+    """
 
     measures: Mapping[str, str] = {"accuracy": HIGHER}
     takes = frozenset(OBJECTIVES["classification"])
     loss_unit = "cross-entropy (nats)"
+
+    def __init__(self, facts: Facts) -> None:
+        super().__init__(facts)
+        if not overrides(self, Classification, "measures", "measure", "columns"):
+            named = [name for name in MEASURES["classification"] if self.is_binary or name not in OF_TWO_CLASSES]
+            self.measures = dict.fromkeys(named, HIGHER)
+
+    @property
+    def is_binary(self) -> bool:
+        """Whether there are two classes."""
+        return len(self.facts.classes) == 2
 
     @property
     def has_weights(self) -> bool:
@@ -73,13 +89,48 @@ class Classification(Objective):
         return functional.cross_entropy(outputs, targets, reduction="sum", label_smoothing=smoothing)
 
     def columns(self, outputs: Any, targets: Tensor) -> dict[str, Tensor]:
-        """Return the class of the largest logit, and the true class: ``prediction`` and ``truth`` [n]."""
-        return {"prediction": outputs.argmax(1), "truth": targets}
+        """Return the class of the largest logit, and the true class: ``prediction`` and ``truth`` [n].
+
+        Of two classes also the ``probability`` of the second one.
+        """
+        found = {"prediction": outputs.argmax(1), "truth": targets}
+        return {**found, "probability": outputs.softmax(1)[:, 1]} if self.is_binary else found
 
     def measure(self, columns: Columns) -> dict[str, float]:
-        """Return the share of correct predictions, 0 to 1."""
-        correct = columns["prediction"] == columns["truth"]
-        return {"accuracy": correct.sum().item() / max(1, len(correct))}
+        """Return those of scikit-learn's measures that ``measures`` names.
+
+        The accuracy (the share of correct predictions), the balanced accuracy (the mean recall of the classes), F1: of
+        more than two classes its mean over those in truth or predictions. Of two classes F1, AUROC and average
+        precision are those of the second; each that needs samples of both is NaN without.
+        """
+        truth, prediction = (columns[name].long().numpy() for name in ("truth", "prediction"))
+        right = truth == prediction
+        found = {"accuracy": int(right.sum()) / max(1, len(right))}
+        if (labels := self.binary_labels(columns)) is not None:
+            found |= labels.measure()[0]
+        else:
+            found |= measure_classes(truth, prediction)
+        return {name: found[name] for name in self.measures if name in found}
+
+    def binary_labels(self, columns: Columns) -> BinaryLabels | None:
+        """Return whether samples are of the second of two classes; None of more classes."""
+        if "probability" not in columns or not self.is_binary:
+            return None
+        truth, scores, predicted = (columns[name].numpy()[:, None] for name in ("truth", "probability", "prediction"))
+        return BinaryLabels(truth, scores, predicted == 1)
+
+    def constant_measure(self, columns: Columns) -> float | None:
+        """Return the main measure of naming one class for all samples: the commonest, or of two the better one.
+
+        None for a subclass with a measure or columns of its own.
+        """
+        if overrides(self, Classification, "measure", "columns") or self.main_measure not in self.measures:
+            return None
+        truth = columns["truth"]
+        answers = range(2) if self.is_binary else [int(truth.long().bincount().argmax())]
+        same = {"probability": torch.zeros_like(truth)} if self.is_binary else {}
+        named = ({**columns, **same, "prediction": torch.full_like(truth, answer)} for answer in answers)
+        return max(self.measure(each)[self.main_measure] for each in named)
 
     def constant_loss(self, columns: Columns) -> float | None:
         """Return the loss of predicting each class by its share of the samples, weighted by any class weights.
@@ -107,7 +158,7 @@ class Classification(Objective):
         }
 
     def sections(self, columns: Columns) -> list[Section]:
-        """Return the confusions, and pictures of the wrong predictions with the largest loss."""
+        """Return the confusions, of two classes thresholds and curves, and the worst of the wrong predictions."""
         truth, prediction = (columns[name].long() for name in ("truth", "prediction"))
         worst = largest_losses(columns, among=truth != prediction)
         text = "The test samples with the largest loss. "
@@ -116,8 +167,37 @@ class Classification(Objective):
             text = "None: all predictions on the test samples are correct."
         return [
             Confusions(self.facts.classes, count_confusions(truth.numpy(), prediction.numpy()).tolist()),
+            *self.threshold_sections(columns),
             Pictures("Worst mistakes", text, worst),
         ]
+
+    def threshold_sections(self, columns: Columns) -> list[Section]:
+        """Return a table of the thresholds 0.5 and that of the validation split, and curves; [] of more classes."""
+        if (labels := self.binary_labels(columns)) is None:
+            return []
+        positive = self.facts.classes[1]
+        [(truth, scores, predicted)] = labels.list_known()
+        cuts = [("the likelier class", 0.5, predicted)]
+        cuts += [("best F1 on the validation split", cut, scores >= cut) for cut in self.facts.thresholds]
+        rows: list[list[str | float | None]] = [
+            [name, cut, *describe_threshold(truth, found)] for name, cut, found in cuts
+        ]
+        text = f"Of class {positive!r}, on the test samples, where its probability is at least the threshold."
+        if not truth.any() or truth.all():
+            text += " AUROC and balanced accuracy are not defined: all test samples are of one class."
+        header = ("Threshold", "Probability", "Precision", "Recall", "F1", "Predicted")
+        return [Table("Thresholds", text, header, rows), *labels.draw_curves([""])]
+
+
+def measure_classes(truth: NDArray[np.int64], prediction: NDArray[np.int64]) -> dict[str, float]:
+    """Return scikit-learn's balanced accuracy and macro F1 of one or more samples of several classes."""
+    classes = int(max(truth.max(), prediction.max())) + 1
+    right, true, predicted = (
+        np.bincount(each, minlength=classes) for each in (truth[truth == prediction], truth, prediction)
+    )
+    there = true + predicted > 0
+    f1 = 2 * right[there] / (true + predicted)[there]
+    return {"balanced_accuracy": float((right[true > 0] / true[true > 0]).mean()), "f1": float(f1.mean())}
 
 
 def count_confusions(truth: NDArray[np.int64], predictions: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -1,7 +1,7 @@
 """The next token at each place of a text: cross-entropy of each token, perplexity, token accuracy."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from flyte_ddp.errors import UserError
 from flyte_ddp.objectives.objective import HIGHER, LOWER, Columns, Facts, Objective, mean_losses, require_outputs
 from flyte_ddp.objectives.table_columns import TableColumns
 from flyte_ddp.sections import Histogram, Section
+from flyte_ddp.user_code import load_callable
 
 LONGEST_TEXT = 200  # characters of a prediction in a table
 BINS = 30
@@ -21,6 +22,9 @@ BINS = 30
 
 class Language(Objective):
     """Targets are token numbers int64 [n, T], -100 where none counts; outputs logits [n, T, tokens].
+
+    The option ``decode`` names the user's ``package.module:callable`` that makes a text of a list of tokens, as a
+    tokenizer does, for tables and the report.
 
     The option ``shift`` is for targets that are the inputs themselves, as many models want: the logits of a place are
     then compared with the target of the next one. The model may also return an object with the logits as ``logits``, a
@@ -30,10 +34,12 @@ class Language(Objective):
 
     measures: Mapping[str, str] = {"perplexity": LOWER, "token_accuracy": HIGHER}
     loss_unit = "cross-entropy (nats a token)"
+    counts_tokens = True
 
-    def __init__(self, facts: Facts, *, shift: bool = False) -> None:
+    def __init__(self, facts: Facts, *, shift: bool = False, decode: str = "") -> None:
         super().__init__(facts)
         self.shift = shift
+        self.decode: Callable[[list[int]], str] | None = load_callable(decode) if decode else None
 
     def check_targets(self, targets: NDArray[Any]) -> None:
         """Raise UserError unless the targets are token numbers [N, T], or -100."""
@@ -93,7 +99,12 @@ class Language(Objective):
         return {"truth": [self.describe_tokens([each for each in row if each >= 0]) for row in targets.tolist()]}
 
     def describe_tokens(self, tokens: list[int]) -> str:
-        """Return names of tokens as a text, one after another if each is one character; at most 200 characters."""
+        """Return the first 200 tokens as a text, by ``decode``, or by their names; at most 200 characters.
+
+        Names of one character each are joined without spaces.
+        """
+        if self.decode is not None:
+            return str(self.decode(tokens[:LONGEST_TEXT]))[:LONGEST_TEXT]
         names = [self.facts.classes[token] for token in tokens[:LONGEST_TEXT]]
         return ("" if all(len(name) == 1 for name in self.facts.classes) else " ").join(names)[:LONGEST_TEXT]
 

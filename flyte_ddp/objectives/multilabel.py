@@ -1,6 +1,6 @@
-"""Several labels for each sample, each there or not: binary cross-entropy, F1, AUROC, average precision."""
+"""Several labels for each sample, each there or not: binary cross-entropy, F1, AUROC and the like."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import compress
 from typing import Any
 
@@ -10,8 +10,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
-from flyte_ddp.catalog import OBJECTIVES
+from flyte_ddp.catalog import MEASURES, OBJECTIVES
 from flyte_ddp.errors import UserError
+from flyte_ddp.objectives.binary_labels import BinaryLabels, describe_threshold
 from flyte_ddp.objectives.objective import (
     HIGHER,
     Columns,
@@ -30,7 +31,7 @@ THRESHOLD = 0.5  # probability from which a label counts as predicted
 class Multilabel(Objective):
     """Targets are float [n, labels] of 0 and 1, or NaN where a label is unknown; outputs are logits [n, labels]."""
 
-    measures: Mapping[str, str] = {"f1": HIGHER, "auroc": HIGHER, "average_precision": HIGHER}
+    measures: Mapping[str, str] = dict.fromkeys(MEASURES["multilabel"], HIGHER)
     takes = frozenset(OBJECTIVES["multilabel"])
     loss_unit = "binary cross-entropy (nats)"
 
@@ -74,48 +75,43 @@ class Multilabel(Objective):
         return {"probability": outputs.sigmoid(), "truth": targets}
 
     def measure(self, columns: Columns) -> dict[str, float]:
-        """Return the means of scikit-learn's F1, ROC AUC and average precision over the labels (macro averages).
+        """Return those of scikit-learn's measures that ``measures`` names: means over the labels (macro averages).
 
-        Only known labels count. A label without a positive sample, and for the AUROC one without a negative sample, is
-        left out of the mean; NaN if no label is left.
+        Only known labels count. A label without a positive sample, and for AUROC and balanced accuracy one without a
+        negative sample, is left out of the mean; NaN if no label is left.
         """
-        rows = self.measure_labels(columns)
-        return {name: mean_of_defined([row[name] for row in rows]) for name in self.measures}
-
-    def measure_labels(self, columns: Columns) -> list[dict[str, float]]:
-        """Return the three measures of each label; NaN where a measure is not defined. Imports scikit-learn."""
-        from sklearn import metrics  # which takes a second that other ranks need not wait
-
-        functions: dict[str, Callable[..., float]] = {
-            "f1": lambda truth, scores: metrics.f1_score(truth, scores >= THRESHOLD),
-            "auroc": metrics.roc_auc_score,
-            "average_precision": metrics.average_precision_score,
+        rows = self.binary_labels(columns).measure()
+        return {
+            name: mean_of_defined([row[name] for row in rows])
+            for name in self.measures
+            if name in MEASURES["multilabel"]
         }
-        rows = []
-        for truth, scores in zip(columns["truth"].T.numpy(), columns["probability"].T.numpy(), strict=True):
-            known = ~np.isnan(truth)
-            positive = truth[known] == 1
-            defined = {name: positive.any() and (name != "auroc" or not positive.all()) for name in functions}
-            rows.append(
-                {
-                    name: float(function(positive, scores[known])) if defined[name] else float("nan")
-                    for name, function in functions.items()
-                }
-            )
-        return rows
+
+    def binary_labels(self, columns: Columns) -> BinaryLabels:
+        """Return the labels, predicted from a probability of 0.5 on."""
+        truth, scores = columns["truth"].numpy(), columns["probability"].numpy()
+        return BinaryLabels(truth, scores, scores >= THRESHOLD)
+
+    def constant_measure(self, columns: Columns) -> float | None:
+        """Return the main measure of naming all labels for all samples; None if a subclass has measure or columns."""
+        if overrides(self, Multilabel, "measure", "columns"):
+            return None
+        return self.measure({**columns, "probability": torch.ones_like(columns["probability"])}).get(self.main_measure)
 
     def constant_loss(self, columns: Columns) -> float | None:
         """Return the weighted mean of the entropies of the labels' shares.
 
-        None with class weights, and for a subclass with losses, weights or columns of its own.
+        None for a subclass with losses, weights or columns of its own.
         """
-        if overrides(self, Multilabel, "losses", "weights", "columns") or self.class_weights is not None:
+        if overrides(self, Multilabel, "losses", "weights", "columns"):
             return None
         known = ~columns["truth"].isnan()
         counts, positive = known.sum(0), columns["truth"].nan_to_num(nan=0.0).sum(0)
         share = positive / counts.clamp(min=1)
         entropy = -torch.special.xlogy(share, share) - torch.special.xlogy(1 - share, 1 - share)
-        return float((entropy * counts).sum() / counts.sum().clamp(min=1))
+        if self.class_weights is not None:
+            counts = counts * self.class_weights.to(entropy)
+        return float((entropy * counts).sum() / (counts.sum() or 1))
 
     def name_labels(self, labels: int) -> tuple[str, ...]:
         """Return the names of the labels; their numbers as texts if they have no names."""
@@ -148,30 +144,31 @@ class Multilabel(Objective):
 
     def sections(self, columns: Columns) -> list[Section]:
         """Return a table with a row for each label, and pictures of the largest losses."""
-        from sklearn import metrics
-
         rows: list[list[str | float | None]] = []
-        measured = self.measure_labels(columns)
+        labels = self.binary_labels(columns)
+        measured = labels.measure()
         names = self.name_labels(len(measured))
-        truths, scores = columns["truth"].T.numpy(), columns["probability"].T.numpy()
-        for name, truth, score, measures in zip(names, truths, scores, measured, strict=True):
-            known = ~np.isnan(truth)
-            positive = int((truth == 1).sum())
-            best: list[float | None] = [None, None]
-            if positive:
-                precision, recall, thresholds = metrics.precision_recall_curve(truth[known], score[known])
-                f1 = (2 * precision * recall / np.maximum(precision + recall, 1e-300))[:-1]
-                best = [float(f1.max()), float(thresholds[f1.argmax()])]
-            rows.append([name, int(known.sum()), positive, *(measures[each] for each in self.measures), *best])
-        header = ("Label", "Known", "Positive", "F1", "AUROC", "Average precision", "Best F1", "At threshold")
-        text = f"A label counts as predicted from a probability of {THRESHOLD} on; the best F1 is at another threshold."
+        thresholds = self.facts.thresholds or [float("nan")] * len(names)
+        for name, (truth, scores, _), found, chosen in zip(
+            names, labels.list_known(), measured, thresholds, strict=True
+        ):
+            *_, f1, _ = describe_threshold(truth, scores >= chosen)
+            at = [None, None] if np.isnan(chosen) else [chosen, f1]
+            rows.append([name, len(truth), int(truth.sum()), *found.values(), *at])
+        measures = "F1", "AUROC", "Average precision", "Balanced accuracy"
+        header = "Label", "Known", "Positive", *measures, "Threshold", "F1 there"
+        text = (
+            f"A label counts as predicted from a probability of {THRESHOLD} on. The threshold is that of the best F1 "
+        )
+        text += "on the validation split; F1 there is that of the test samples."
         empty = [str(name) for name, _, positive, *_ in rows if not positive]
         if empty:
             text += f" Not in the means, because no sample has the label: {list_names(empty)}."
         full = [str(name) for name, known, positive, *_ in rows if positive and known == positive]
         if full:
-            text += f" Not in the mean AUROC, because all samples have the label: {list_names(full)}."
-        return [Table("Labels", text, header, rows), *super().sections(columns)]
+            text += " Not in the means of AUROC and balanced accuracy, because all samples have the label: "
+            text += f"{list_names(full)}."
+        return [Table("Labels", text, header, rows), *labels.draw_curves(names), *super().sections(columns)]
 
 
 def list_labels(there: Tensor, names: Sequence[str]) -> list[str]:

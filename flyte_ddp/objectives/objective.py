@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_map
 
 from flyte_ddp.errors import UserError
 from flyte_ddp.leaves import Leaves
+from flyte_ddp.objectives.binary_labels import BinaryLabels
 from flyte_ddp.objectives.table_columns import TableColumns, number_columns
 from flyte_ddp.objectives.terms import Terms, pair_terms, sum_term
 from flyte_ddp.sections import Pictures, Section
@@ -36,6 +37,9 @@ class Facts:
     class_weights: str = ""  # the hyperparameters of the same names
     label_smoothing: float = 0.0
     no_nan_targets: bool = False  # whether it is known that no target holds a NaN
+    select_by: str = "loss"  # a hyperparameter; a measure is then the main one
+    # Of each label's probability, chosen on the validation split; empty before that, or without thresholds.
+    thresholds: tuple[float, ...] = ()
 
 
 class Objective:
@@ -50,6 +54,7 @@ class Objective:
     # The names of what :meth:`measure` returns, each with LOWER or HIGHER; the main one first. Each also has "loss".
     measures: Mapping[str, str] = {}
     loss_unit: str = "loss"  # what a loss is, on the axis of the report's chart
+    counts_tokens: ClassVar[bool] = False  # whether the weights are a number of tokens, whose rate is then shown
     # Whether a sample's loss depends on others of its batch. Then batches in parts, and mixup, are refused.
     coupled: ClassVar[bool] = False
     takes: ClassVar[frozenset[str]] = frozenset()  # hyperparameters of one objective alone that this one uses
@@ -61,8 +66,13 @@ class Objective:
 
     @property
     def main_measure(self) -> str:
-        """The name of the first measure; "loss" without any."""
-        return next(iter(self.measures), "loss")
+        """The measure that ``select_by`` names, else the first one; "loss" without any."""
+        chosen = self.facts.select_by
+        return chosen if chosen in self.measures else next(iter(self.measures), "loss")
+
+    def order_measures(self) -> list[str]:
+        """Return the names of the measures, the main one first."""
+        return sorted(self.measures, key=lambda name: name != self.main_measure)
 
     @property
     def outputs(self) -> int:
@@ -131,6 +141,14 @@ class Objective:
 
     def constant_loss(self, columns: Columns) -> float | None:  # noqa: ARG002
         """Return the loss of the best constant output on these samples; None if it is not known."""
+        return None
+
+    def constant_measure(self, columns: Columns) -> float | None:  # noqa: ARG002
+        """Return the main measure of the best answer that is the same for all samples; None if it is not known."""
+        return None
+
+    def binary_labels(self, columns: Columns) -> BinaryLabels | None:  # noqa: ARG002
+        """Return the labels that samples have or not, of which :meth:`measure` computes its measures; None without."""
         return None
 
     def scores(self, columns: Columns) -> Tensor:

@@ -34,6 +34,7 @@ def objective_of_sidecar(sidecar: Mapping[str, Any]) -> Objective:
         classes=tuple(map(str, sidecar["classes"])),
         target_shape=tuple(sidecar.get("target_shape", ())),
         class_weights=weights,
+        select_by=sidecar.get("hyperparameters", {}).get("select_by", "loss"),
     )
     options = sidecar.get("options", {}).get("objective", {})
     return make_objective(sidecar.get("objective", "classification"), facts, options)

@@ -5,7 +5,7 @@ import time
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
@@ -285,7 +285,10 @@ def load_stored_model(registry: Registry, name: str, manifest: str, challenger: 
     """
     with translate_model_errors(name, "loaded"), tempfile.TemporaryDirectory() as folder:
         files = download_version(registry, name, Path(folder), manifest)
-        return SavedModel(*files, challenger.settings, challenger.bad_samples)
+        model = SavedModel(*files, challenger.settings, challenger.bad_samples)
+        # Each may have been selected by another measure; both are judged by the challenger's.
+        model.objective.facts = replace(model.objective.facts, select_by=challenger.objective.main_measure)
+        return model
 
 
 def evaluate_stored_model(model: SavedModel, split: PreparedSet) -> Evaluation:

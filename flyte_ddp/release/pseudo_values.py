@@ -66,6 +66,33 @@ def pseudo_values_of_auroc(scores: Floats, targets: Floats) -> Floats:
     return compute_pseudo_values(areas, without)
 
 
+def pseudo_values_of_average_precision(scores: Floats, targets: Floats) -> Floats:
+    """Return the pseudo-values [N, K] of the average precision of each label; arguments as for the AUROC.
+
+    That is the mean over positive samples of the precision at the sample's score. NaN for labels without a positive.
+    """
+    areas, without = np.full(scores.shape[1], np.nan), np.full(scores.shape, np.nan)
+    for label in range(scores.shape[1]):
+        positive, known = targets[:, label] == 1, ~np.isnan(targets[:, label])
+        every, ours = np.sort(scores[known, label]), np.sort(scores[positive, label])
+        if not len(ours):
+            continue
+        # Of each positive sample, how many positive and how many known samples have at least its score.
+        right, above = (len(each) - np.searchsorted(each, ours, "left") for each in (ours, every))
+        fewer = np.maximum(above - 1, 1)
+        areas[label] = (right / above).mean()
+        without[:, label] = areas[label]
+        # Leaving out a sample changes the precisions at its score and below, which are first in the order.
+        sums = [np.append(0.0, np.cumsum(each)) for each in (right / above, (right - 1) / fewer, right / fewer)]
+        for members, changed, left in ((positive, sums[1], len(ours) - 1), (known & ~positive, sums[2], len(ours))):
+            places = np.searchsorted(ours, scores[members, label], "right")
+            total = sums[0][-1] - sums[0][places] + changed[places]
+            if left < len(ours):
+                total = total - np.diff(sums[1])[places - 1]  # its own precision
+            without[members, label] = total / left if left else np.nan
+    return compute_pseudo_values(areas, without)
+
+
 def share_below(values: Floats, others: Floats) -> Floats:
     """Return for each of ``values`` [n] the share of ``others`` [m] that are less; equal ones count half."""
     others = np.sort(others)

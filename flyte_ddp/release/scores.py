@@ -20,12 +20,12 @@ from flyte_ddp.objectives import (
     Regression,
     Segmentation,
 )
-from flyte_ddp.objectives.multilabel import THRESHOLD
 from flyte_ddp.objectives.objective import Columns
 from flyte_ddp.release.pseudo_values import (
     Floats,
     pseudo_values_by_calls,
     pseudo_values_of_auroc,
+    pseudo_values_of_average_precision,
     pseudo_values_of_ratios,
 )
 
@@ -60,7 +60,7 @@ def score_samples(objective: Objective, columns: Columns) -> Floats:
     """Return the score of each sample, [N].
 
     These are ``objective.scores(columns)`` if its class defines them (classification: 1 or 0 for correct or not) or it
-    has no measure. Otherwise, of F1, AUROC and mIoU the means over labels of their pseudo-values; of RMSE minus the
+    has no measure. Otherwise, of labels' measures and mIoU the means over labels of pseudo-values; of RMSE minus the
     mean squared error of the known numbers; of perplexity minus the mean loss of all tokens; of any other main measure
     the pseudo-values, by N calls of ``objective.measure``. Raises UserError for more than 20,000 samples then.
     """
@@ -68,8 +68,9 @@ def score_samples(objective: Objective, columns: Columns) -> Floats:
     inherited = {Objective.scores} if name == "accuracy" else {Objective.scores, Classification.scores}
     if type(objective).scores not in inherited or not objective.measures:
         return require_scores(objective.scores(columns).double().numpy(), len(columns["loss"]))
-    if (labels := score_labels(objective, columns)) is not None:
-        return mean_over_labels(labels)
+    for labels in (score_labels(objective, columns), score_binary_labels(objective, columns)):
+        if labels is not None:
+            return mean_over_labels(labels)
     if scores_are_squared_errors(objective):
         errors = (columns["prediction"] - columns["truth"]).square().reshape(len(columns["truth"]), -1).numpy()
         known = ~np.isnan(errors)
@@ -93,21 +94,36 @@ def require_scores(scores: Floats, samples: int) -> Floats:
 def score_labels(objective: Objective, columns: Columns) -> Floats | None:
     """Return pseudo-values of the main measure of each label or class, [N, K]; None if they are not known.
 
-    They are known for multilabel with F1 or AUROC, and for segmentation with mIoU. NaN for a label of which the measure
-    is not defined.
+    They are known for multilabel, and for segmentation with mIoU. NaN for a label of which the measure is not defined.
     """
     name = objective.main_measure
-    if isinstance(objective, Multilabel) and type(objective).measure is Multilabel.measure:
-        truth, scores = columns["truth"].numpy(), columns["probability"].numpy()
-        positive, predicted, known = truth == 1, scores >= THRESHOLD, ~np.isnan(truth)
-        if name == "f1":
-            right = 2.0 * (positive & predicted)
-            return pseudo_values_of_ratios(right, right + ((positive != predicted) & known), positive.astype(float))
-        return pseudo_values_of_auroc(scores, truth) if name == "auroc" else None
+    if isinstance(objective, Multilabel):
+        return score_binary_labels(objective, columns)
     if isinstance(objective, Segmentation) and type(objective).measure is Segmentation.measure and name == "miou":
         right, predicted, truth = (columns[name].double().numpy() for name in ("correct", "predicted", "true"))
         return pseudo_values_of_ratios(right, predicted + truth - right)
     return None
+
+
+def score_binary_labels(objective: Objective, columns: Columns) -> Floats | None:
+    """Return pseudo-values [N, K] of the main measure of labels that samples have or not; None if it is another."""
+    labels, name = objective.binary_labels(columns), objective.main_measure
+    if labels is None or type(objective).measure not in (Classification.measure, Multilabel.measure):
+        return None
+    truth, scores, predicted = labels
+    positive, negative = (truth == 1).astype(float), (truth == 0).astype(float)
+    if name == "f1":
+        right = 2.0 * (positive * predicted)
+        return pseudo_values_of_ratios(right, right + (positive != predicted) * (positive + negative), positive)
+    if name == "balanced_accuracy":
+        recalls = (
+            pseudo_values_of_ratios(positive * predicted, positive),
+            pseudo_values_of_ratios(negative * ~predicted, negative),
+        )
+        return np.asarray((recalls[0] + recalls[1]) / 2)
+    if name == "auroc":
+        return pseudo_values_of_auroc(scores, truth)
+    return pseudo_values_of_average_precision(scores, truth) if name == "average_precision" else None
 
 
 def mean_over_labels(values: Floats) -> Floats:

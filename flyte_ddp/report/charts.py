@@ -1,15 +1,33 @@
 """The report's charts of an objective's sections, as SVG; matplotlib is imported when it is first used."""
 
 import re
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
 from flyte_ddp.report.figures import BLUE, MUTED, export_svg, use_report_style
-from flyte_ddp.sections import Histogram, Scatter
+from flyte_ddp.sections import Curve, Histogram, Scatter
 
 SIZE = 5.0, 3.4  # inches
 POINT = re.compile(r'<use xlink:href="[^"]*" x="(\d+\.?\d?)\d*" y="(\d+\.?\d?)\d*" style="[^"]*fill-opacity[^"]*"/>\s*')
 PLACE = 0.125, 0.13, 0.855, 0.79  # of the axes: left, bottom, width and height, in parts of the figure
+
+
+def draw_curve(section: Curve) -> str:
+    """Draw a line in the unit square, and one to compare it with, and return the chart as an SVG element."""
+    from matplotlib.figure import Figure
+
+    with use_report_style():
+        figure = Figure(figsize=SIZE)
+        axes = figure.add_axes(PLACE)
+        axes.plot((0, 1), section.chance, "-", color=MUTED, linewidth=0.8)
+        axes.plot(np.array(section.x, dtype=float), np.array(section.y, dtype=float), "-", color=BLUE)
+        axes.set_xlim(0, 1)
+        axes.set_ylim(0, 1.02)
+        axes.set_xlabel(section.x_label)
+        axes.set_title(section.y_label, loc="left", color=MUTED)
+        return export_svg(figure, f"{section.y_label} against {section.x_label}")
 
 
 def draw_scatter(section: Scatter) -> str:
@@ -59,3 +77,6 @@ def draw_histogram(section: Histogram) -> str:
         axes.set_xlabel(section.x_label)
         axes.set_title("samples", loc="left", color=MUTED)
         return export_svg(figure, f"histogram of {section.x_label}")
+
+
+DRAWINGS: dict[Any, Callable[[Any], str]] = {Scatter: draw_scatter, Histogram: draw_histogram, Curve: draw_curve}

@@ -172,14 +172,17 @@ def describe_measures(run: Run) -> Iterator[tuple[str, str, str]]:
         detail = ", ".join(f"{name_measure(name)} {format_test(name)}" for name in others)
         if main == "accuracy" and result.get("test_accuracy") is not None:
             samples = run.start["test_samples"]
-            detail = f"{result['test_accuracy'] * samples:,.0f} of {samples:,} correct"
+            correct = f"{result['test_accuracy'] * samples:,.0f} of {samples:,} correct"
+            detail = f"{correct}, {detail}" if "auroc" in others else correct
+        if (constant := run.end.get(f"constant_{main}")) is not None:
+            detail = f"the same answer for all samples has {format_measure(main, constant)}; {detail}"
         yield f"Test {name_measure(main)}", format_test(main), detail
     validation = format_measure("loss", result["validation_loss"]) if "validation_loss" in result else ""
     yield "Test loss", format_test("loss"), f"validation loss {validation}" if validation else ""
 
 
 def draw_charts(run: Run) -> Iterator[tuple[str, str]]:
-    """Draw the charts of the loss, each measure, learning rate and speed; yield title and SVG of each with values."""
+    """Draw the charts of the loss, each measure, rates, norm and speed; yield title and SVG of each with values."""
     unit, evaluations = run.start.get("loss_unit", "cross-entropy (nats)"), run.evaluations
     lines = [make_line("training", BLUE, run.train, ("step", "loss"))]
     lines += [make_line(name, color, evaluations, ("step", f"{name}_loss")) for name, color in SPLITS.items()]
@@ -194,7 +197,9 @@ def draw_charts(run: Run) -> Iterator[tuple[str, str]]:
         yield from draw_lines(title, lines, x_label="epoch", y_label=y_label)
     for title, y_label, key in (
         ("Learning rate", "learning rate", "learning_rate"),
+        ("Gradient norm", "L2 norm of the gradient before clipping", "gradient_norm"),
         ("Training speed", "samples per second, all ranks", "samples_per_second"),
+        ("Tokens per second", "tokens per second, all ranks", "tokens_per_second"),
     ):
         lines = [make_line("", BLUE, run.train, ("step", key))]
         yield from draw_lines(title, lines, x_label="optimiser step", y_label=y_label, scale="from 0", x_from=0)

@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 
 from flyte_ddp.formatting import format_column
-from flyte_ddp.report.charts import draw_histogram, draw_scatter
+from flyte_ddp.report.charts import DRAWINGS
 from flyte_ddp.report.class_colors import class_colors
 from flyte_ddp.report.figures import Picture, confusion_section
-from flyte_ddp.sections import Confusions, Histogram, Pictures, Scatter, Section, Table
+from flyte_ddp.sections import Chart, Confusions, Pictures, Section, Table
 
 
 def list_section_values(
@@ -23,7 +23,7 @@ def list_section_values(
     """
 
     def group_of(section: Section) -> Hashable:
-        return section.title if isinstance(section, (Scatter, Histogram)) else id(section)
+        return section.title if isinstance(section, Chart) else id(section)
 
     for _, grouped in groupby(sections, group_of):
         group = [*grouped]
@@ -43,9 +43,5 @@ def list_section_values(
             values |= {"header": section.header, "numeric": [place for place, text in enumerate(texts) if not text]}
             values["rows"] = [*zip(*map(format_column, columns), strict=True)]
         else:
-            values["charts"] = [
-                (each.name, draw_scatter(each) if isinstance(each, Scatter) else draw_histogram(each))
-                for each in group
-                if isinstance(each, (Scatter, Histogram))
-            ]
+            values["charts"] = [(each.name, DRAWINGS[type(each)](each)) for each in group if isinstance(each, Chart)]
         yield values

@@ -10,7 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from flyte_ddp.errors import UserError
+from flyte_ddp.formatting import format_measure, name_measure
+from flyte_ddp.objectives import Objective
 from flyte_ddp.parallel.distributed import gather_objects, rank
+from flyte_ddp.training.evaluate import Evaluation
 
 LEARNED = 0.97  # share of the loss of the best constant output; a model that has learned anything is below it
 
@@ -115,15 +118,31 @@ def non_finite_loss_error(
     )
 
 
-def nothing_learned_warning(loss: float, constant: float | None, learning_rate: float, clip_norm: float) -> str:
-    """Return a warning if ``loss`` is at least 97 % of ``constant``, the best constant output's loss; else "".
+def nothing_learned_warning(
+    loss: float, test_loss: float, constant: float | None, learning_rate: float, clip_norm: float
+) -> str:
+    """Return a warning if both losses are at least 97 % of ``constant``, the best constant output's; else "".
 
-    Returns "" if ``loss`` is NaN, or ``constant`` NaN, None or 0. ``clip_norm`` 0 means no clipping.
+    ``loss`` is the training's, of a few batches, which chance may lift. Returns "" if a loss is NaN, or ``constant``
+    NaN, None or 0. ``clip_norm`` 0 means no clipping.
     """
-    if not constant or not loss >= LEARNED * constant:
+    if not constant or not loss >= LEARNED * constant or not test_loss >= LEARNED * constant:
         return ""
     clip = f"grad_clip_norm (now {clip_norm:g})" if clip_norm else "set grad_clip_norm, as to 1"
     return (
         f"The training loss ended at {loss:.3f}, and the best constant output has {constant:.3f}: nothing was learned. "
         f"Lower learning_rate (now {learning_rate:g}) or {clip}, or train for longer."
     )
+
+
+def find_better_constant(objective: Objective, test: Evaluation) -> dict[str, float]:
+    """Return the best constant answer's main measure as ``constant_NAME`` unless the model's is above it; else {}."""
+    name, constant = objective.main_measure, objective.constant_measure(test.columns)
+    return {f"constant_{name}": constant} if constant is not None and constant >= test.measures[name] else {}
+
+
+def describe_better_constant(name: str, constant: float, ours: float) -> str:
+    """Return a sentence that the best constant answer's measure ``name`` is not below the model's."""
+    hint = "; where classes are not equally common, select_by another measure" if name == "accuracy" else ""
+    figures = f"{format_measure(name, constant)}, the model {format_measure(name, ours)}"
+    return f"The same answer for all test samples has {name_measure(name)} {figures}{hint}."

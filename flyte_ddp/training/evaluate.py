@@ -89,7 +89,7 @@ def evaluate_split(
             with hide_process_group():
                 measures = measure_columns(objective, columns)
         else:  # outputs that are not finite are refused by scikit-learn, whose error would hide the cause
-            measures = {**dict.fromkeys(objective.measures, math.nan), "loss": loss}
+            measures = {**dict.fromkeys(objective.order_measures(), math.nan), "loss": loss}
     return Evaluation(broadcast_object(measures), columns)
 
 
@@ -116,7 +116,7 @@ def compute_columns(objective: Objective, outputs: Any, targets: Leaves, samples
 
 
 def measure_columns(objective: Objective, columns: dict[str, Tensor]) -> dict[str, float]:
-    """Return the objective's measures of one or more samples, in its order, and the loss as the last.
+    """Return the objective's measures of one or more samples, the main one first, and the loss as the last.
 
     Raises UserError if the objective returns other names than it has announced, or what is no number.
     """
@@ -127,7 +127,7 @@ def measure_columns(objective: Objective, columns: dict[str, Tensor]) -> dict[st
             f"names: {', '.join(objective.measures) or 'nothing'}"
         )
     try:
-        numbers = {name: float(value) for name, value in found.items()}
+        numbers = {name: float(found[name]) for name in objective.order_measures()}
     except (TypeError, ValueError, RuntimeError) as error:
         raise UserError(
             f"{type(objective).__name__}.measure returned what is no number ({error}): return one for each name"
@@ -171,10 +171,11 @@ class Selection:
         self.stopped = ""  # why training stops early; empty: it does not
         self.epoch = 0  # epochs that were done when the weights were kept; 0: none are kept yet
         self.test: Evaluation
+        self.validation: Evaluation
         self.weights: dict[str, Tensor]
 
     def select_weights(self, epoch: int, validation: Evaluation, test: Evaluation, weights: dict[str, Tensor]) -> None:
-        """Keep ``weights`` and the evaluation ``test``; with ``keep`` "best" only if ``validation`` is the best.
+        """Keep ``weights`` and both evaluations; with ``keep`` "best" only if ``validation`` is the best.
 
         With "best" keeps a copy, otherwise the weights themselves, which go on changing with the model. Sets
         ``stopped`` to the reason after ``patience`` evaluations none of which was better; never if ``patience`` is 0.
@@ -187,18 +188,20 @@ class Selection:
         better = better or not self.epoch
         if better or self.keep != "best":
             self.weights = copy.deepcopy(weights) if self.keep == "best" else weights
-            self.epoch, self.test = epoch, test
+            self.epoch, self.validation, self.test = epoch, validation, test
         if 0 < self.patience <= self.evaluations_since_best:
             evaluations = f"{self.evaluations_since_best} evaluation(s)"
             self.stopped = f"after epoch {epoch}: no better validation {self.measure} in {evaluations}"
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the checkpoint's part: everything but the weights, by attribute name (SAVED and ``test``)."""
-        return {name: getattr(self, name) for name in SAVED} | {"test": vars(self.test) if self.epoch else None}
+        """Return the checkpoint's part: everything but the weights, by attribute name (SAVED and evaluations)."""
+        kept = {name: vars(getattr(self, name)) if self.epoch else None for name in ("validation", "test")}
+        return {name: getattr(self, name) for name in SAVED} | kept
 
     def load_state_dict(self, saved: dict[str, Any], weights: dict[str, Tensor]) -> None:
         """Restore the result of :meth:`state_dict`, and the kept weights."""
         for name in SAVED:
             setattr(self, name, saved[name])
         if self.epoch:
-            self.test, self.weights = Evaluation(**saved["test"]), weights
+            self.validation, self.test = (Evaluation(**saved[name]) for name in ("validation", "test"))
+            self.weights = weights

@@ -1,5 +1,7 @@
 """Write a run's model, sidecar and predictions, the first and the last record of its metrics, notes for its report."""
 
+import dataclasses
+import math
 import platform
 from collections.abc import Mapping
 from importlib.metadata import version
@@ -29,7 +31,7 @@ from flyte_ddp.parallel.distributed import wait_for_all_ranks, world_size
 from flyte_ddp.parallel.dropout import make_dropout_rank_independent
 from flyte_ddp.runs.checkpoint import Arithmetic, Checkpoint
 from flyte_ddp.runs.run_folder import PREDICTIONS
-from flyte_ddp.training.diagnosis import nothing_learned_warning
+from flyte_ddp.training.diagnosis import describe_better_constant, find_better_constant, nothing_learned_warning
 from flyte_ddp.training.evaluate import Evaluation
 from flyte_ddp.training.job import Job
 from flyte_ddp.training.optimisation import gradient_clip_norm
@@ -72,7 +74,7 @@ def write_start_record(job: Job, state: TrainingState, recorder: Recorder) -> No
             "test_samples": len(state.test),
             "steps": state.total_steps,
             "classes": list(state.objective.facts.classes),
-            "measures": dict(state.objective.measures),
+            "measures": {name: state.objective.measures[name] for name in state.objective.order_measures()},
             "loss_unit": state.objective.loss_unit,
             "init_skipped": skipped,
         }
@@ -106,11 +108,20 @@ def write_outputs(job: Job, data: PreparedSet, state: TrainingState, recorder: R
     if not recorder.writes:
         return
     selection, hp = state.selection, job.hp
-    test = selection.test
+    test, main, constant = selection.test, state.objective.main_measure, dict[str, float]()
+    thresholds = choose_thresholds(state.objective, selection.validation)
+    state.objective.facts = dataclasses.replace(state.objective.facts, thresholds=thresholds)
     if recorder.last_loss is not None and state.step >= LEAST_STEPS:
-        constant = state.objective.constant_loss(test.columns)
-        warning = nothing_learned_warning(recorder.last_loss, constant, hp.learning_rate, gradient_clip_norm(hp))
-        recorder.add_warning(warning)
+        losses = recorder.last_loss, test.measures["loss"], state.objective.constant_loss(test.columns)
+        recorder.add_warning(nothing_learned_warning(*losses, hp.learning_rate, gradient_clip_norm(hp)))
+        constant = find_better_constant(state.objective, test)
+        for value in constant.values():
+            recorder.add_warning(describe_better_constant(main, value, test.measures[main]))
+    if hp.keep == "best" and math.isinf(selection.best):
+        recorder.add_warning(
+            f"select_by={hp.select_by!r} is not defined on the validation split, so the first evaluation's weights are "
+            "kept; hold out more samples (validation_fraction)."
+        )
     model = state.kept_model()
     model.load_state_dict(selection.weights)
     digests = {"data": data.digest, "code": library_digest()}
@@ -125,7 +136,8 @@ def write_outputs(job: Job, data: PreparedSet, state: TrainingState, recorder: R
         "metrics": replace_non_finite(
             {
                 **test_measures(test),
-                "epoch_accuracies": recorder.epoch_accuracies,
+                **constant,
+                "epoch_accuracies" if main == "accuracy" else f"epoch_{main}": recorder.epoch_accuracies,
                 "kept_epoch": selection.epoch,
             }
         ),
@@ -150,6 +162,7 @@ def write_outputs(job: Job, data: PreparedSet, state: TrainingState, recorder: R
         {
             "kind": "end",
             **test_measures(test),
+            **constant,
             "seconds": recorder.seconds_by_activity(),
             "samples_per_second": recorder.samples_in_all / max(recorder.training_seconds, 1e-9),
             "stopped": selection.stopped,
@@ -163,15 +176,15 @@ def write_outputs(job: Job, data: PreparedSet, state: TrainingState, recorder: R
 
 
 def describe_predictions(state: TrainingState, test: Evaluation, recorder: Recorder, rows: int) -> dict[str, Any]:
-    """Return the arrays of :func:`collect_predictions`; if an own objective fails in it, those of any objective.
+    """Return the arrays of :func:`collect_predictions`; if the user's code fails in it, those of any objective.
 
-    Prints the error of an own objective, and keeps it for the report: what it says for people is no reason to lose a
-    training that is done.
+    Prints the error of an own objective or ``decode``, and keeps it for the report: what they say for people is no
+    reason to lose a training that is done.
     """
     try:
         return collect_predictions(state, state.objective, test, rows)
     except Exception as error:
-        if ":" not in state.hp.objective:
+        if ":" not in state.hp.objective and "decode" not in state.hp.options:
             raise
         recorder.add_warning(f"objective={state.hp.objective!r} could not describe its predictions: {error!r}")
         return collect_predictions(state, Objective(state.objective.facts), test, rows)
@@ -182,15 +195,25 @@ def test_measures(test: Evaluation) -> dict[str, float]:
     return {f"test_{name}": value for name, value in test.measures.items()}
 
 
-def objective_values(state: TrainingState, hp: Hyperparameters) -> dict[str, Any]:
-    """Return what the sidecar says of the objective, its class weights as numbers, and the options.
+def choose_thresholds(objective: Objective, validation: Evaluation) -> tuple[float, ...]:
+    """Return each label's probability from which on predicting it has the best F1; () without labels or samples."""
+    if not {"truth", "probability"} <= validation.columns.keys():
+        return ()
+    labels = objective.binary_labels(validation.columns)
+    return () if labels is None else labels.choose_thresholds()
 
-    Empty for classification without class weights and options.
+
+def objective_values(state: TrainingState, hp: Hyperparameters) -> dict[str, Any]:
+    """Return what the sidecar says of the objective, thresholds and class weights as numbers, and the options.
+
+    Empty for classification of more than two classes without class weights and options.
     """
     said: dict[str, Any] = {}
     if hp.objective != "classification":
         said |= {"objective": hp.objective, "outputs": state.objective.outputs}
         said["target_shape"] = list(state.objective.facts.target_shape)
+    if state.objective.facts.thresholds:
+        said["thresholds"] = replace_non_finite(state.objective.facts.thresholds)
     if state.objective.class_weights is not None:
         said["class_weights"] = state.objective.class_weights.tolist()
     if options := hp.parse_options():

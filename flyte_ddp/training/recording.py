@@ -41,7 +41,7 @@ class Recorder:
         self.samples_in_all = 0
         self.training_seconds = 0.0
         self.since = self.training_time()  # of the last record
-        self.main_measure = state.objective.main_measure
+        self.main_measure, self.counts_tokens = state.objective.main_measure, state.objective.counts_tokens
         self.epoch_accuracies: list[float] = []  # the main measure of the test split, after each evaluation
         self.arithmetic = gather_arithmetic(job.hardware, self.device)
         self.warnings: list[str] = []
@@ -73,11 +73,14 @@ class Recorder:
         """Return the seconds of a clock that stands still during evaluations."""
         return time.perf_counter() - self.clock.seconds["evaluation"]
 
-    def record_step(self, epoch: int, step: int, sums: StepSums, learning_rate: float) -> None:
+    def record_step(
+        self, epoch: int, step: int, sums: StepSums, learning_rate: float, gradient_norm: torch.Tensor | None = None
+    ) -> None:
         """Add a step to the sums; every ``log_interval`` steps, and after the last, record the mean and reset the sums.
 
         Only rank 0 writes the record to metrics.jsonl, and shows progress, also between records. A record makes the
-        host wait for the device. Epochs count from 0, steps from 1.
+        host wait for the device. Epochs count from 0, steps from 1. ``gradient_norm`` is that before clipping, []; that
+        of the recorded step is in the record.
         """
         self.loss_sum += sums.loss
         self.weight = self.weight + sums.weight
@@ -91,10 +94,14 @@ class Recorder:
         self.samples_in_all += self.samples
         loss = self.last_loss = self.loss_sum.item() / (float(self.weight) or 1.0)
         if self.writes:
-            rate = self.samples / elapsed
             record = {"kind": "train", "epoch": epoch, "step": step, "learning_rate": learning_rate}
+            if gradient_norm is not None:
+                record["gradient_norm"] = gradient_norm.item()
+            rate, tokens = self.samples / elapsed, None
+            if self.counts_tokens:
+                record["tokens_per_second"] = tokens = float(self.weight) / elapsed
             self.log.write({**record, "samples_per_second": rate, "loss": loss})
-            self.progress.show_step(epoch, step, loss, rate)
+            self.progress.show_step(epoch, step, loss, rate, tokens)
         self.loss_sum.zero_()
         self.weight = self.samples = 0
         self.since = self.training_time()

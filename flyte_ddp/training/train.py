@@ -118,9 +118,9 @@ def train_step(state: TrainingState, recorder: Recorder, batch: sampling.Indices
     # Before the weights change, so that the last checkpoint's are good and the error can name where it began.
     state.loss_watch.check_loss(state.epoch, state.step + 1, sums.loss, lambda: repeat_forward(state, batch, step))
     with state.exclude_snapshots():  # a checkpoint sees all of a step or nothing of it
-        apply_gradients(state)
+        norm = apply_gradients(state)
         rate = state.optimizer.param_groups[0]["lr"]
-        recorder.record_step(state.epoch, state.step, sums, rate)
+        recorder.record_step(state.epoch, state.step, sums, rate, norm)
 
 
 def compute_gradients(state: TrainingState, batch: sampling.Indices) -> StepSums:
@@ -230,17 +230,18 @@ def require_finite(kind: str, leaves: Leaves, samples: sampling.Indices) -> None
                 )
 
 
-def apply_gradients(state: TrainingState) -> None:
+def apply_gradients(state: TrainingState) -> Tensor | None:
     """Clip the gradients, step the optimiser with the scheduled learning rate, clear the gradients, and count the step.
 
     Sets the learning rate of every parameter group. For an optimiser of the user's own, seeds the random generators,
     equally on all ranks; after the first step raises UserError if no checkpoint can hold its state. Updates the moving
     average and, on rank 0, the copy of the buffers for checkpoints (UserError if a buffer was registered, removed or
-    resized). Call it inside :meth:`TrainingState.exclude_snapshots` if a thread may write a checkpoint.
+    resized). Returns the gradient's norm before clipping, [], or None without clipping. Call it inside
+    :meth:`TrainingState.exclude_snapshots` if a thread may write a checkpoint.
     """
     hp = state.hp
-    if largest := gradient_clip_norm(hp):
-        clip_grad_norm_(state.model.parameters(), largest)
+    largest = gradient_clip_norm(hp)
+    norm = clip_grad_norm_(state.model.parameters(), largest) if largest else None
     for group, rate in zip(state.optimizer.param_groups, state.initial_rates, strict=True):
         group["lr"] = state.schedule(rate, state.step)
     if ":" in hp.optimizer:
@@ -253,6 +254,7 @@ def apply_gradients(state: TrainingState) -> None:
     state.update_average()
     state.step += 1
     state.buffers.copy_after_step()
+    return norm
 
 
 def evaluate_splits(state: TrainingState) -> tuple[Evaluation, Evaluation]:

@@ -116,26 +116,27 @@ def sigmoid(values: Floats) -> Floats:
 def test_labels_have_a_row_each_with_scikit_learns_measures(finished: Callable[[str], Finished]) -> None:
     run = finished("multilabel")
     scores = sigmoid(run.outputs)
+    thresholds = json.loads(run.result.sidecar.read_text())["thresholds"]
     columns: list[list[float]] = []
     for k in range(3):
         known = ~np.isnan(run.truth[:, k])
         truth, score = run.truth[known, k] == 1, scores[known, k]
-        f1 = {cut: metrics.f1_score(truth, score >= cut) for cut in score}
-        best = max(f1.values())
         measured = [metrics.f1_score(truth, score >= 0.5), metrics.roc_auc_score(truth, score)]
         measured.append(metrics.average_precision_score(truth, score))
+        measured.append(metrics.balanced_accuracy_score(truth, score >= 0.5))
         columns.append(measured)
         row = run.table("Labels")[k]
         assert row[:3] == [tasks.CLASSES[k], str(known.sum()), str(truth.sum())]
-        assert row[3:7] == [f"{value:.4f}" for value in (*measured, best)]
-        assert f1[min(score, key=lambda value: abs(value - float(row[7])))] == best
+        there = metrics.f1_score(truth, score >= thresholds[k])
+        assert row[3:] == [f"{value:.4f}" for value in (*measured, thresholds[k], there)]
     means = np.mean(columns, axis=0)
-    assert [*run.result.measures] == ["f1", "auroc", "average_precision", "loss"]
-    assert [*run.result.measures.values()][:3] == pytest.approx(means, rel=1e-6)
+    assert [*run.result.measures] == ["f1", "auroc", "average_precision", "balanced_accuracy", "loss"]
+    assert [*run.result.measures.values()][:4] == pytest.approx(means, rel=1e-6)
     shown = run.page.tiles()["Test F1"]
     assert float(shown[0]) == pytest.approx(means[0], abs=1e-4)
-    assert shown[1] == f"AUROC {means[1]:.4g}, average precision {means[2]:.4g}"
-    assert run.page.texts("h3")[:4] == ["Loss", "F1", "AUROC", "Average precision"]
+    rest = f"AUROC {means[1]:.4g}, average precision {means[2]:.4g}, balanced accuracy {means[3]:.4g}"
+    assert shown[1].endswith(rest), "it may begin with the best constant answer's"
+    assert run.page.texts("h3")[:5] == ["Loss", "F1", "AUROC", "Average precision", "Balanced accuracy"]
     assert "binary cross-entropy (nats)" in "".join(run.page.texts("text"))
     [first, *_] = ["".join(card) for card in run.page.pieces("mistake")]
     weight = np.array([1, 2, 0.5]) * ~np.isnan(run.truth)
@@ -356,7 +357,8 @@ def test_a_measure_that_is_not_defined_is_a_dash_and_null(tmp_path: Path, capfd)
         for line in path.read_text().splitlines() if path == result.metrics else [path.read_text()]:
             json.loads(line, parse_constant=pytest.fail)
     page = Page(result.report.read_text())
-    assert page.tiles()["Test F1"] == ("\N{EN DASH}", "AUROC \N{EN DASH}, average precision \N{EN DASH}")
+    rest = "AUROC \N{EN DASH}, average precision \N{EN DASH}, balanced accuracy \N{EN DASH}"
+    assert page.tiles()["Test F1"] == ("\N{EN DASH}", rest)
     assert "Not in the means, because no sample has the label: a, b, c." in "".join(page.texts("p"))
     assert "test F1 \N{EN DASH} (loss 0." in capfd.readouterr().err
     assert page.texts("h3")[:2] == ["Loss", "Learning rate"]

@@ -47,7 +47,8 @@ def test_the_cards_numbers_are_the_sidecars_and_the_verdicts(version: dict[str, 
     [results] = entry["results"]
     assert entry["name"] == "my-digits"
     values = {metric["type"]: metric["value"] for metric in results["metrics"]}
-    assert values == {"accuracy": sidecar["metrics"]["test_accuracy"], "loss": sidecar["metrics"]["test_loss"]}
+    names = ("accuracy", "balanced_accuracy", "f1", "loss")
+    assert values == {name: sidecar["metrics"][f"test_{name}"] for name in names}
     rows = dict(re.findall(r"^\| ([^|]+) \| ([^|]*) \|$", body, re.MULTILINE))
     assert float(rows["Test accuracy"]) == sidecar["metrics"]["test_accuracy"]
     assert rows["Version (SHA-256 of the weights)"] == sidecar["digests"]["weights"] == verdict.challenger

@@ -74,7 +74,20 @@ def evaluate(objective: Objective, outputs: Tensor, targets: Tensor) -> Evaluati
     return Evaluation.from_batches(objective, ((outputs[part], targets[part], len(targets[part])) for part in parts))
 
 
+def classes_of(random: np.random.Generator, noise: float) -> tuple[Tensor, Tensor]:
+    """Logits of two classes, with ties; the second is rare."""
+    truth = torch.from_numpy((random.random(N) < 0.2).astype(int))
+    return torch.nn.functional.one_hot(truth, 2) + noise * torch.from_numpy(random.normal(size=(N, 2)).round()), truth
+
+
+MEASURES = ("f1", "auroc", "average_precision", "balanced_accuracy")
 CASES = {
+    **{f"class by {name}": (Classification(Facts(("no", "yes"), select_by=name)), classes_of) for name in MEASURES},
+    "macro F1": (
+        Classification(Facts(LABELS, select_by="f1")),
+        lambda *given: (labels_of(*given)[0], classes_of(*given)[1]),
+    ),
+    "balanced accuracy": (Multilabel(Facts(LABELS, (3,), select_by="balanced_accuracy")), labels_of),
     "F1": (Multilabel(Facts(LABELS, (3,))), labels_of),
     "AUROC": (ByArea(Facts(LABELS, (3,))), labels_of),
     "average precision": (ByPrecision(Facts(LABELS, (3,))), labels_of),

@@ -1,0 +1,104 @@
+"""Labels that a sample has or not, told by a probability: their measures, as scikit-learn's; thresholds, and curves."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flyte_ddp import catalog
+from flyte_ddp.sections import Curve
+
+MEASURES = catalog.MEASURES["multilabel"]
+CURVE_POINTS = 300  # more cannot be told apart in a chart
+MOST_CURVES = 8  # labels with a chart
+
+Floats = NDArray[np.float64]
+Bools = NDArray[np.bool_]
+
+
+class BinaryLabels(NamedTuple):
+    """K labels of N samples, [N, K]: the truth as 1, 0 or NaN (unknown), probabilities, and what is predicted."""
+
+    truth: Floats
+    scores: Floats
+    predicted: Bools
+
+    def list_known(self) -> Iterator[tuple[Bools, Floats, Bools]]:
+        """Yield truth, scores and predictions of each label, of the samples where it is known."""
+        for truth, scores, predicted in zip(self.truth.T, self.scores.T, self.predicted.T, strict=True):
+            known = ~np.isnan(truth)
+            yield truth[known] == 1, scores[known], predicted[known]
+
+    def measure(self) -> list[dict[str, float]]:
+        """Return the MEASURES of each label; NaN where they are not defined."""
+        return [measure_label(*known) for known in self.list_known()]
+
+    def choose_thresholds(self) -> tuple[float, ...]:
+        """Return for each label the score from which on predicting it has the best F1; NaN without a positive."""
+        return tuple(choose_threshold(truth, scores) for truth, scores, _ in self.list_known())
+
+    def draw_curves(self, names: Sequence[str]) -> list[Curve]:
+        """Return the ROC and the precision-recall curves of the first MOST_CURVES (8) labels that have both kinds."""
+        known = [(name, *found[:2]) for name, found in zip(names, self.list_known(), strict=True)]
+        drawn = [label for label in known if label[1].any() and not label[1].all()][:MOST_CURVES]
+        pairs = [draw_label(*label) for label in drawn]
+        return [*(roc for roc, _ in pairs), *(precision for _, precision in pairs)]
+
+
+def count_above(truth: Bools, scores: Floats) -> tuple[Floats, NDArray[Any], NDArray[Any]]:
+    """Return the scores that occur, falling, and how many samples with and without the label have at least each."""
+    order = np.argsort(-scores, kind="stable")
+    ranked = scores[order]
+    last = np.flatnonzero(np.append(ranked[1:] != ranked[:-1], True))
+    right = np.cumsum(truth[order])[last]
+    return ranked[last], right, last + 1 - right
+
+
+def measure_label(truth: Bools, scores: Floats, predicted: Bools) -> dict[str, float]:
+    """Return the MEASURES of a label of N samples; NaN without a positive one, of two of them without a negative."""
+    positives, negatives = int(truth.sum()), int((~truth).sum())
+    if not positives:
+        return dict.fromkeys(MEASURES, float("nan"))
+    hits, alarms = int((truth & predicted).sum()), int((~truth & predicted).sum())
+    _, right, wrong = count_above(truth, scores)
+    gained = np.diff(right, prepend=0)
+    area = (np.diff(wrong, prepend=0) * (2 * right - gained)).sum() / (2 * positives * max(1, negatives))
+    balanced = (hits / positives + (negatives - alarms) / max(1, negatives)) / 2
+    return {
+        "f1": 2 * hits / (hits + alarms + positives),
+        "auroc": float(area) if negatives else float("nan"),
+        "average_precision": float((gained / positives * (right / (right + wrong))).sum()),
+        "balanced_accuracy": balanced if negatives else float("nan"),
+    }
+
+
+def choose_threshold(truth: Bools, scores: Floats) -> float:
+    """Return the score from which on predicting the label has the best F1, the highest of equals; NaN without one."""
+    if not truth.any():
+        return float("nan")
+    thresholds, right, wrong = count_above(truth, scores)
+    return float(thresholds[(right / (right + wrong + truth.sum())).argmax()])
+
+
+def describe_threshold(truth: Bools, predicted: Bools) -> list[float]:
+    """Return precision, recall, F1 and the number of predictions of a label; NaN where not defined."""
+    hits, predictions, positives = (int(each.sum()) for each in (truth & predicted, predicted, truth))
+    precision, recall = (hits / many if many else float("nan") for many in (predictions, positives))
+    f1 = 2 * hits / (predictions + positives) if positives else float("nan")
+    return [precision, recall, f1, predictions]
+
+
+def draw_label(name: str, truth: Bools, scores: Floats) -> tuple[Curve, Curve]:
+    """Return the ROC and the precision-recall curve of a label, of CURVE_POINTS (300) thresholds at most."""
+    _, right, wrong = count_above(truth, scores)
+    recall, alarms, precision = right / right[-1], wrong / wrong[-1], right / (right + wrong)
+    places = np.unique(np.searchsorted(recall + alarms, np.linspace(0, 2, CURVE_POINTS)).clip(max=len(right) - 1))
+    x, y, precisions = (values[places].tolist() for values in (alarms, recall, precision))
+    share, text = (
+        float(truth.mean()),
+        "Each point is a threshold, on the test samples. Grey: probabilities that say nothing.",
+    )
+    axes = "false positive rate", "true positive rate"
+    roc = Curve("ROC curve", text, name, *axes, [0.0, *x], [0.0, *y], (0.0, 1.0))
+    return roc, Curve("Precision-recall curve", text, name, "recall", "precision", y, precisions, (share, share))

@@ -1,0 +1,39 @@
+"""A table whose classes are not equally common: 5 % positives, drawn from a logistic model of five columns."""
+
+from typing import Any
+
+import numpy as np
+from torch import Tensor, nn
+
+from flyte_ddp import arrays
+
+ROWS, TESTS = 8000, 2000
+WEIGHTS = np.array([1.0, -0.7, 0.5, 0.0, 0.0])
+INTERCEPT = -3.5  # makes one row in twenty positive
+
+
+def draw_rows(seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    random = np.random.default_rng(seed)
+    rows = random.normal(size=(ROWS + TESTS, len(WEIGHTS))).astype(np.float32)
+    return rows, (random.random(len(rows)) < 1 / (1 + np.exp(-(rows @ WEIGHTS + INTERCEPT)))).astype(np.int64)
+
+
+def table(_: str) -> Any:
+    rows, classes = draw_rows()
+    return arrays((rows[TESTS:], classes[TESTS:]), (rows[:TESTS], classes[:TESTS]), classes=["no", "yes"])
+
+
+def linear(num_classes: int, input_shape: tuple[int]) -> nn.Module:
+    return nn.Linear(*input_shape, num_classes)
+
+
+class TooOften(nn.Module):
+    """A linear model that names "yes" too often."""
+
+    def __init__(self, num_classes: int, input_shape: tuple[int]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(*input_shape, num_classes)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        logits: Tensor = self.linear(rows)
+        return logits if self.training else logits + logits.new_tensor([0.0, 2.0])

@@ -1,0 +1,258 @@
+"""Two classes that are not equally common: measures, thresholds, curves, the headline, predictions; against sklearn."""
+
+import csv
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import rare_tasks
+import torch
+from report_page import Page
+from sklearn import metrics
+from torch import Tensor
+from training_runs import train_in
+
+from flyte_ddp import catalog
+from flyte_ddp.config import Hyperparameters
+from flyte_ddp.datasets import fetch
+from flyte_ddp.errors import UserError
+from flyte_ddp.json_lines import read_records
+from flyte_ddp.objectives import HIGHER, LOWER, Classification, Facts, Objective
+from flyte_ddp.objectives.own import make_objective
+from flyte_ddp.predict.predict import write_prediction_table
+from flyte_ddp.run import Result
+from flyte_ddp.sections import Curve, Table, encode_sections
+
+HP = Hyperparameters(
+    dataset="rare_tasks:table", model="rare_tasks:linear", optimizer="adamw", learning_rate=0.02, batch_size=256,
+    epochs=4, precision="fp32", keep="best", select_by="auroc", num_ranks=1,
+)  # fmt: skip
+N = 300
+Columns = dict[str, Tensor]
+
+
+def columns_of(objective: Objective, outputs: Tensor, targets: Tensor) -> Columns:
+    found = {name: column.double() for name, column in objective.columns(outputs, targets).items()}
+    return {**found, "loss": objective.losses(outputs, targets).double().reshape(len(targets), -1).sum(1)}
+
+
+def draw(classes: int, seed: int = 0, *, among: int | None = None) -> tuple[Tensor, Tensor]:
+    """Logits with many ties, and targets of the first ``among`` classes."""
+    random = np.random.default_rng(seed)
+    logits = torch.from_numpy(random.integers(-3, 4, (N, classes)) / 2)
+    return logits, torch.from_numpy(random.integers(0, among or classes, N) * (random.random(N) < 0.4))
+
+
+@pytest.mark.parametrize("weights", ["", "1,7"])
+def test_measures_of_two_classes_are_scikit_learns(weights: str) -> None:
+    """Also with ties; class weights are of the loss alone."""
+    objective = make_objective("classification", Facts(("no", "yes"), class_weights=weights), {})
+    logits, truth = draw(2)
+    scores, predicted = logits.softmax(1)[:, 1].numpy(), logits.argmax(1).numpy()
+    assert len(set(scores)) < 20
+    found = objective.measure(columns_of(objective, logits, truth))
+    assert found == pytest.approx(
+        {
+            "accuracy": metrics.accuracy_score(truth, predicted),
+            "balanced_accuracy": metrics.balanced_accuracy_score(truth, predicted),
+            "f1": metrics.f1_score(truth, predicted),
+            "auroc": metrics.roc_auc_score(truth, scores),
+            "average_precision": metrics.average_precision_score(truth, scores),
+        },
+        rel=1e-12,
+    )
+
+
+@pytest.mark.parametrize("among", [5, 3])
+def test_measures_of_more_classes_are_scikit_learns(among: int) -> None:
+    """Also where a class occurs in predictions alone."""
+    objective = make_objective("classification", Facts(tuple("abcde")), {})
+    logits, truth = draw(5, among=among)
+    found = objective.measure(columns_of(objective, logits, truth))
+    recalls = metrics.recall_score(truth, logits.argmax(1), average=None, labels=range(among))
+    assert found == pytest.approx(
+        {
+            "accuracy": metrics.accuracy_score(truth, logits.argmax(1)),
+            "balanced_accuracy": recalls.mean(),
+            "f1": metrics.f1_score(truth, logits.argmax(1), average="macro"),
+        },
+        rel=1e-12,
+    )
+
+
+@pytest.mark.parametrize(("only", "defined"), [(0, {"accuracy"}), (1, {"accuracy", "f1", "average_precision"})])
+def test_a_split_of_one_class_leaves_measures_undefined(only: int, defined: set[str]) -> None:
+    objective = make_objective("classification", Facts(("no", "yes"), thresholds=(math.nan,)), {})
+    logits, _ = draw(2)
+    columns = columns_of(objective, logits, torch.full((N,), only))
+    found = objective.measure(columns)
+    assert {name for name, value in found.items() if not math.isnan(value)} == defined
+    sections = objective.sections(columns)
+    assert not [section for section in sections if isinstance(section, Curve)]
+    [table] = [section for section in sections if isinstance(section, Table)]
+    assert "not defined: all test samples are of one class" in table.text
+    json.loads(encode_sections(sections), parse_constant=pytest.fail)
+
+
+def test_the_threshold_has_the_best_f1_of_all() -> None:
+    random = np.random.default_rng(1)
+    truth = torch.from_numpy((random.random((N, 3)) < [0.05, 0.5, 0.2]).astype(float))
+    truth[random.random((N, 3)) < 0.2] = math.nan
+    truth[:, 2] *= 0  # of this label there is no sample
+    logits = torch.from_numpy(random.normal(size=(N, 3)).round()) + truth.nan_to_num(nan=0.0)
+    objective = make_objective("multilabel", Facts(("a", "b", "c"), (3,)), {})
+    labels = objective.binary_labels(columns_of(objective, logits, truth))
+    assert labels is not None
+    *chosen, none = labels.choose_thresholds()
+    assert math.isnan(none)
+    for label, threshold in enumerate(chosen):
+        known = ~truth[:, label].isnan()
+        positive, scores = (truth[known, label] == 1).numpy(), logits[known, label].sigmoid().numpy()
+        best = {cut: metrics.f1_score(positive, scores >= cut) for cut in np.unique(scores)}
+        assert best[threshold] == max(best.values())
+
+
+def test_curves_are_scikit_learns() -> None:
+    objective = make_objective("classification", Facts(("no", "yes")), {})
+    logits, truth = draw(2)
+    columns = columns_of(objective, logits, truth)
+    roc, precision = [each for each in objective.sections(columns) if isinstance(each, Curve)]
+    scores = columns["probability"]
+    alarms, recall, _ = metrics.roc_curve(truth, scores, drop_intermediate=False)
+    np.testing.assert_allclose((roc.x, roc.y), (alarms, recall))
+    precisions, recalls, _ = metrics.precision_recall_curve(truth, scores)
+    np.testing.assert_allclose((precision.x, precision.y), (recalls[-2::-1], precisions[-2::-1]))
+    assert precision.chance == pytest.approx([truth.double().mean().item()] * 2)
+
+
+def test_a_long_curve_has_few_points_from_end_to_end() -> None:
+    random = np.random.default_rng(0)
+    truth = torch.from_numpy((random.random(20_000) < 0.05).astype(int))
+    logits = torch.from_numpy(random.normal(size=(20_000, 2)))
+    objective = make_objective("classification", Facts(("no", "yes")), {})
+    curves = [each for each in objective.sections(columns_of(objective, logits, truth)) if isinstance(each, Curve)]
+    for curve in curves:
+        assert 100 < len(curve.x) <= 301
+        assert (curve.x[0] < 0.01, curve.x[-1]) == (True, 1.0)
+
+
+def test_the_best_constant_answer() -> None:
+    """The best F1 names the rare class, the best accuracy the common one."""
+    logits, truth = draw(2)
+    share = truth.double().mean().item()
+    expected = {"accuracy": 1 - share, "balanced_accuracy": 0.5, "auroc": 0.5, "average_precision": share}
+    for name, value in {**expected, "f1": metrics.f1_score(truth, np.ones(N))}.items():
+        objective = make_objective("classification", Facts(("no", "yes"), select_by=name), {})
+        assert objective.constant_measure(columns_of(objective, logits, truth)) == pytest.approx(value)
+        labels = make_objective("multilabel", Facts(("yes",), (1,), select_by=name), {})
+        if name != "accuracy":
+            columns = columns_of(labels, logits[:, :1], truth[:, None].double())
+            assert labels.constant_measure(columns) == pytest.approx(value)
+
+
+def test_the_measures_that_select_by_may_name_are_those_of_the_objectives() -> None:
+    facts = {"classification": Facts(("no", "yes")), "multilabel": Facts(("a", "b"), (2,))}
+    for name, measures in catalog.MEASURES.items():
+        assert (*make_objective(name, facts.get(name, Facts(("a", "b"))), {}).measures,) == measures
+
+
+class WithCost(Classification):
+    """Has one of the library's measures, and one of its own."""
+
+    measures: Mapping[str, str] = {"auroc": HIGHER, "cost": LOWER}
+
+    def measure(self, columns: Any) -> dict[str, float]:
+        return {"cost": float((columns["prediction"] != columns["truth"]).sum()), **super().measure(columns)}
+
+
+def test_a_subclass_has_those_measures_that_it_names() -> None:
+    objective = WithCost(Facts(("no", "yes"), select_by="cost"))
+    logits, truth = draw(2)
+    columns = columns_of(objective, logits, truth)
+    assert objective.measure(columns).keys() == {"auroc", "cost"}
+    assert (objective.main_measure, objective.order_measures()) == ("cost", ["cost", "auroc"])
+    assert objective.constant_measure(columns) is None, "its own measure decides what is best"
+
+
+@pytest.mark.parametrize("objective", catalog.MEASURES)
+def test_a_wrong_select_by_is_refused_with_the_choices(objective: str) -> None:
+    with pytest.raises(UserError, match=f"unknown select_by 'acc'.*{catalog.MEASURES[objective][-1]}"):
+        Hyperparameters(objective=objective, select_by="acc")
+
+
+def train(folder: Path, hp: Hyperparameters) -> Result:
+    return train_in(folder / "run", hp, fetch(hp.dataset, "", folder / "cache", progress="off"))
+
+
+def evaluations(result: Result) -> list[dict[str, Any]]:
+    return [record for record in read_records(result.metrics) if record["kind"] == "evaluation"]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("user_models")
+def test_a_rare_class_is_measured_selected_and_shown_by_the_auroc(tmp_path: Path) -> None:
+    """From the real run: headline, page, sidecar and predictions; the threshold is the validation split's."""
+    result = train(tmp_path, HP)
+    rows, truth = (part[: rare_tasks.TESTS] for part in rare_tasks.draw_rows())
+    weights = torch.load(result.model, weights_only=True)
+    scores = (torch.from_numpy(rows) @ weights["weight"].T + weights["bias"]).double().softmax(1)[:, 1].numpy()
+    assert [*result.measures] == ["auroc", "accuracy", "balanced_accuracy", "f1", "average_precision", "loss"]
+    assert result.measures["auroc"] == pytest.approx(metrics.roc_auc_score(truth, scores), abs=1e-6)
+    assert result.epoch_accuracies == [record["test_auroc"] for record in evaluations(result)]
+    best = max(record["validation_auroc"] for record in evaluations(result))
+    sidecar = json.loads(result.sidecar.read_text())
+    kept = next(record for record in evaluations(result) if record["epoch"] == sidecar["metrics"]["kept_epoch"])
+    assert kept["validation_auroc"] == best
+    page = Page(result.report.read_text())
+    value, detail = page.tiles()["Test AUROC"]
+    assert (value, "average precision" in detail) == (f"{result.measures['auroc']:.4g}", True)
+    assert {"ROC curve", "Precision-recall curve", "Thresholds"} <= set(page.texts("h2"))
+    [threshold] = sidecar["thresholds"]
+    at = page.texts("td").index("best F1 on the validation split")
+    expected = [f"{threshold:.4f}", f"{metrics.precision_score(truth, scores >= threshold):.4f}"]
+    assert page.texts("td")[at + 1 : at + 3] == expected
+    table = write_prediction_table(
+        result.model, result.sidecar, images=None, dataset=tmp_path / "cache", output=tmp_path / "p.csv"
+    )
+    with table.open(newline="") as file:
+        found = [float(row["score_yes"]) for row in csv.DictReader(file)]
+    np.testing.assert_allclose(found, scores, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("user_models")
+def test_two_ranks_measure_what_one_does_and_say_that_a_constant_answer_is_better(tmp_path: Path) -> None:
+    hp = replace(HP, model="rare_tasks:TooOften", select_by="accuracy", epochs=2, precision="fp64")
+    results = [train(tmp_path / str(ranks), replace(hp, num_ranks=ranks)) for ranks in (1, 2)]
+    assert results[0].measures == pytest.approx(results[1].measures, rel=1e-9)
+    truth = rare_tasks.draw_rows()[1][: rare_tasks.TESTS]
+    for result in results:
+        assert result.constant == 1 - truth.mean() > result.test_accuracy
+        said = f"The same answer for all test samples has accuracy {100 * result.constant:.2f}"
+        [note] = [note for note in read_records(result.metrics)[-1]["notes"] if note.startswith(said)]
+        page = Page(result.report.read_text())
+        assert note in page.texts("li")
+        assert f"the same answer for all samples has {100 * result.constant:.2f}" in page.tiles()["Test accuracy"][1]
+
+
+@pytest.mark.usefixtures("user_models")
+def test_a_measure_of_two_classes_is_refused_of_three_before_ranks_start(tmp_path: Path) -> None:
+    hp = replace(HP, dataset="objective_tasks:classes", model="objective_tasks:flat")
+    with pytest.raises(UserError, match="'auroc': is of two classes, and there are 3; choose loss, accuracy, bal"):
+        train(tmp_path, hp)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("user_models")
+def test_a_measure_that_the_validation_split_does_not_define_is_said(tmp_path: Path) -> None:
+    """None of the three samples that are held out is positive."""
+    result = train(tmp_path, replace(HP, validation_fraction=3 / 8000, epochs=2))
+    assert {record["validation_auroc"] for record in evaluations(result)} == {None}
+    notes = read_records(result.metrics)[-1]["notes"]
+    assert any(note.startswith("select_by='auroc' is not defined on the validation split") for note in notes)

@@ -1,0 +1,60 @@
+"""Texts of a language run: as the user's tokenizer joins them, with tokens by the second and the gradient's norm."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import text_tasks
+import torch
+from report_page import Page
+from training_runs import train_in
+
+from flyte_ddp.config import Hyperparameters
+from flyte_ddp.datasets import fetch
+from flyte_ddp.json_lines import read_records
+from flyte_ddp.run import Result
+
+HP = Hyperparameters(
+    dataset="text_tasks:texts", model="text_tasks:pairs", objective="language", batch_size=16, max_steps=2, epochs=1,
+    log_interval=1, precision="fp64", num_ranks=1, learning_rate=0.1, schedule="constant", nesterov=False, momentum=0.0,
+    weight_decay=0.0, validation_fraction=0.0, grad_clip_norm=1e9,
+    options='{"objective": {"shift": true, "decode": "text_tasks:decode"}}',
+)  # fmt: skip
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("user_models")]
+
+
+def train(folder: Path, hp: Hyperparameters) -> Result:
+    return train_in(folder / "run", hp, fetch(hp.dataset, "", folder / "data", progress="off"))
+
+
+def test_texts_are_joined_by_the_users_function_and_tokens_are_counted(tmp_path: Path) -> None:
+    result = train(tmp_path, HP)
+    page = Page(result.report.read_text())
+    cells = page.texts("td")
+    shown = [cell for cell in cells if "~" in cell]
+    assert len(shown) == 2 * 16, "prediction and truth of each test sample"
+    assert all(set(cell.split("~")) <= {*text_tasks.PIECES} for cell in shown)
+    steps = [record for record in read_records(result.metrics) if record["kind"] == "train"]
+    for record in steps:  # all but the first token of a text are predicted
+        ratio = record["tokens_per_second"] / record["samples_per_second"]
+        assert ratio == pytest.approx(text_tasks.LENGTH - 1)
+    assert {"Tokens per second", "Gradient norm"} <= set(page.texts("h3"))
+    assert "text_tasks:decode" in HP.own_code(), "its code counts in the cache key"
+
+
+def test_the_norm_in_the_metrics_is_the_gradients(tmp_path: Path) -> None:
+    """Two first steps of plain SGD from the same weights differ by the gradient times the difference of their rates."""
+    runs = [train(tmp_path / str(rate), replace(HP, max_steps=1, learning_rate=rate)) for rate in (0.1, 0.3)]
+    weights = [torch.load(run.model, weights_only=True) for run in runs]
+    apart = torch.cat([(weights[0][name] - weights[1][name]).flatten() for name in weights[0]])
+    [record] = [record for record in read_records(runs[0].metrics) if record["kind"] == "train"]
+    assert record["gradient_norm"] == pytest.approx(apart.norm().item() / 0.2, rel=1e-9)
+    unclipped = train(tmp_path / "unclipped", replace(HP, max_steps=1, grad_clip_norm=0.0))
+    assert not any("gradient_norm" in record for record in read_records(unclipped.metrics))
+
+
+def test_a_function_that_fails_costs_the_texts_alone(tmp_path: Path) -> None:
+    result = train(tmp_path, replace(HP, options=HP.options.replace(":decode", ":broken_decode")))
+    notes = read_records(result.metrics)[-1]["notes"]
+    assert any(re.search(r"could not describe its predictions: RuntimeError\('no tokenizer", note) for note in notes)
