@@ -207,6 +207,9 @@ def compare_with_champion(judgement: Judgement, ours: Evaluation, champion: Save
     ):
         return judgement.export_and_set_verdict()
     theirs = evaluate_stored_model(champion, split)
+    mine, own = (found.columns.get("truth") for found in (ours, theirs))
+    if mine is not None and own is not None and not np.array_equal(mine, own, equal_nan=True):
+        raise IncomparableError("the champion's own `sample` or `collate` makes other targets than the model's")
     others = {"champion": theirs}
     if best not in (champion.digest, model.digest):
         try:
@@ -280,12 +283,16 @@ def require_accuracy(model: SavedModel, policy: Policy) -> None:
 def load_stored_model(registry: Registry, name: str, manifest: str, challenger: SavedModel) -> SavedModel:
     """Download a version's weights and sidecar into a temporary folder, load the model and return it.
 
-    Runs the code that the sidecar names. Allows the model as many undecodable images as the challenger. Raises an
-    IncomparableError if it cannot be loaded; the traceback of an error that is no UserError goes to stderr.
+    Runs the code that the sidecar holds, but measures by the challenger's objective. Allows the model as many
+    undecodable images as the challenger. Raises an IncomparableError if it cannot be loaded; the traceback of an error
+    that is no UserError goes to stderr.
     """
     with translate_model_errors(name, "loaded"), tempfile.TemporaryDirectory() as folder:
         files = download_version(registry, name, Path(folder), manifest)
-        return SavedModel(*files, challenger.settings, challenger.bad_samples)
+        model = SavedModel(*files, challenger.settings, challenger.bad_samples)
+    if versions.read_task(model.sidecar) == versions.read_task(challenger.sidecar):
+        model.objective = challenger.objective
+    return model
 
 
 def evaluate_stored_model(model: SavedModel, split: PreparedSet) -> Evaluation:
