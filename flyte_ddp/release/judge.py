@@ -23,7 +23,7 @@ from flyte_ddp.export.exporting import TorchLogits, export_model
 from flyte_ddp.export.graphs import NotExportedError
 from flyte_ddp.formatting import name_measure
 from flyte_ddp.leaves import Leaves
-from flyte_ddp.objectives import Classification, Multilabel
+from flyte_ddp.objectives import Multilabel
 from flyte_ddp.predict.prediction_batches import SavedModel, read_test_split
 from flyte_ddp.release import checks, statistics, versions
 from flyte_ddp.release.evaluation import Evaluation, compute_outputs_of_split, evaluate_split
@@ -78,7 +78,8 @@ class Judgement:
         """
         if self.counts:
             champion = self.before.version if self.before else "none"
-            rule = f"{self.policy.rule} {self.policy.margin!r} {self.policy.alpha!r}"
+            margin = f" {self.policy.margin!r}" if self.policy.rule == NOT_WORSE else ""
+            rule = f"{self.policy.rule}{margin} {self.policy.alpha!r}"
             self.look = self.registry.claim_look(self.test_digest, self.model.digest, champion, rule)
         self.alpha = statistics.alpha_of_look(self.policy.alpha, max(1, self.look))
         return self.alpha
@@ -169,8 +170,6 @@ def judge_challenger(
             said = f"{back.by} took it back ({back.reason}); only a person can promote it again"
             return judgement.export_and_set_verdict(said, KEPT)
     ours = judgement.challenger = evaluate_split(model, split)
-    if before is None:
-        find_class_samples(ours, model)
     if not judgement.add_check(checks.check_finite_outputs(ours)):
         return judgement.export_and_set_verdict()
     if before is None:
@@ -199,7 +198,9 @@ def compare_with_champion(judgement: Judgement, ours: Evaluation, champion: Save
     registry. Raises an IncomparableError if it cannot evaluate the champion (rule not_worse: or the best version).
     """
     policy, model, split = judgement.policy, judgement.model, judgement.split
-    groups = find_class_samples(ours, model)
+    groups: dict[str, Mapping[str, NDArray[np.int64]]] = {}
+    if ours.classifies:
+        groups["class"] = checks.group_by_class(ours, model.classes)
     if policy.slices:
         groups["slice"] = group_by_slice(policy.slices, ours.ids, ours.undecoded)
     if not judgement.add_check(
@@ -256,19 +257,9 @@ def add_vetoes(
     for kind, (check, rows) in found.items():
         judgement.parts[kind] = rows
         judgement.add_check(check)
-    if isinstance(model.objective, Classification):
+    if ours.classifies and theirs.classifies:
         judgement.checks += checks.check_likelihoods(ours, theirs, policy)
     judgement.checks += checks.check_calibration(theirs, ours)
-
-
-def find_class_samples(challenger: Evaluation, model: SavedModel) -> dict[str, Mapping[str, NDArray[np.int64]]]:
-    """Return ``{"class": groups}``, where groups has the positions of each class's samples by the class's name.
-
-    Returns an empty dict unless the model is a classifier. Raises UserError if a class has no sample.
-    """
-    if not isinstance(model.objective, Classification):
-        return {}
-    return {"class": checks.group_by_class(challenger, model.classes)}
 
 
 def require_accuracy(model: SavedModel, policy: Policy) -> None:
@@ -302,6 +293,7 @@ def evaluate_stored_model(model: SavedModel, split: PreparedSet) -> Evaluation:
     """
     with translate_model_errors(model.digest, "evaluated"):
         found = evaluate_split(model, split)
+        found.scores  # noqa: B018  (computed here, where an error of the model's own code is caught)
     if not checks.check_finite_outputs(found).passed:
         raise IncomparableError(f"version {model.digest[:12]} answers with NaN or infinity")
     return found

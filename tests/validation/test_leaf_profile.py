@@ -66,8 +66,8 @@ def test_faults_of_a_table_are_refused_with_their_samples(tmp_path: Path) -> Non
         ),
         (
             "2 of 40 samples have the inputs of another one with another label, more than max_conflicts=0.01 of them, "
-            "such as training sample 5 (label 1) and training sample 6 (label 0); correct the labels; of few categories, "
-            "or short texts, that is normal: raise max_conflicts in --policy"
+            "such as training sample 5 (label 1) and training sample 6 (label 0); correct the labels; of few "
+            "categories, or short texts, that is normal: raise max_conflicts in --policy"
         ),
     ]
 
