@@ -36,7 +36,7 @@ def evaluate_constant(found: Evaluation) -> Evaluation | None:
         answers = [(counts / len(truth)).log().clamp(min=-SURE), *(torch.eye(len(counts))[commonest] * SURE)]
 
     def give_answer(answer: Tensor) -> Iterator[tuple[Any, Leaves, int]]:
-        for part in truth.split(ROWS):
+        for part in torch.split(truth, ROWS):
             yield answer.expand(len(part), -1), part, len(part)
 
     sign = 1 if is_higher_better(objective) else -1

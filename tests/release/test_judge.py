@@ -339,6 +339,11 @@ def test_a_slice_that_loses(gate: Gate) -> None:
     assert found.champion is not None
     lost = np.flatnonzero(found.champion.correct & ~found.challenger.correct)[:30]
     table = gate.folder / "slices.csv"
+    table.write_text("id,slice\n999,hard\n")
+    wrong = gate.judge("weak", policy=Policy(slices=str(table), latency_ratio=1000)).verdict
+    assert wrong.decision == "no_comparison"
+    assert wrong.reason.endswith("id '999' in line 2 is not in the test split; correct it")
+    assert store_version(gate.registry, *found.model.files, wrong, {}, by="x").name == wrong.challenger
     table.write_text("id,slice\n" + "".join(f"{number},hard\n" for number in lost))
     reason = gate.release("weak", policy=Policy(slices=str(table), latency_ratio=1000)).verdict.reason
     assert "slice 'hard' loses: -100.00 points: 0 samples gained and 30 lost of 30" in reason
