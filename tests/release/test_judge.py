@@ -320,6 +320,17 @@ def test_another_test_split_judges_anew(gate: Gate) -> None:
     assert {row.name for row in found.parts["class"]} == {*"012356789"}
 
 
+def test_judging_says_what_it_does(gate: Gate, capfd: pytest.CaptureFixture[str]) -> None:
+    champion = gate.release("good").verdict.challenger
+    found = gate.judge("weak", settings=replace(QUIET, progress="lines"), exports=gate.folder / "exports").verdict
+    lines = [line for line in capfd.readouterr().err.splitlines() if line.startswith("judging: ")]
+    assert lines == [
+        f"judging: evaluates version {found.challenger[:12]} on the test split",
+        f"judging: evaluates the champion, version {champion[:12]}, and compares 297 scores",
+        "judging: exports it, and compares the ONNX with torch on 297 samples",
+    ]
+
+
 def test_a_margin_that_no_rule_uses_is_no_other_comparison(gate: Gate) -> None:
     gate.release("good")
     for margin, rule, look in (
