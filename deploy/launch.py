@@ -109,8 +109,11 @@ def launch(*, name: str, hp: Hyperparameters | None, config: str, version: str |
         of_classes = hp is not None and hp.objective == "classification" and hp.select_by in ("loss", "accuracy")
         click.echo(f"test accuracy {last:.2%}" if of_classes else f"main measure of the test split {last:.4g}")
     for output in sorted(outputs, key=[*FILES, *sorted(outputs)].index):
-        if outputs[output].scalar is not None and outputs[output].scalar.blob is not None:
-            click.echo(f"  {output:12} {outputs[output].scalar.blob.uri}")
+        scalar = outputs[output].scalar
+        if scalar is not None and scalar.blob is not None:
+            click.echo(f"  {output:12} {scalar.blob.uri}")
+        elif scalar is not None and scalar.primitive is not None and scalar.primitive.string_value:
+            click.echo(f"  {output:12} {scalar.primitive.string_value}")  # of a release: outcome, version, champion
     if folder is not None:
         download_outputs(remote, outputs, folder)
         click.echo(f"downloaded {', '.join(FILES.values())} to {folder}")

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from flyte_ddp.errors import UserError
+from flyte_ddp.stored_code import StoredSpec, import_stored_module
 
 NAME = r"[^\W\d]\w*"
 SPEC = re.compile(rf"({NAME}(?:\.{NAME})*):({NAME})")
@@ -17,13 +18,17 @@ SPEC = re.compile(rf"({NAME}(?:\.{NAME})*):({NAME})")
 def load_callable(spec: str) -> Callable[..., Any]:
     """Import a module and return the callable in it that ``spec``, ``package.module:callable``, names.
 
-    First puts the working directory on ``sys.path``. Raises UserError if the spec is malformed, if there is no such
-    module, attribute or callable, or if the import raises ImportError or SyntaxError; its other exceptions go through.
+    First puts the working directory on ``sys.path``. Of a StoredSpec imports its own sources. Raises UserError if the
+    spec is malformed, if there is no such module, attribute or callable, or if the import raises ImportError or
+    SyntaxError; its other exceptions go through.
     """
     module_name, attribute = split_spec(spec)
     search_working_directory()
     try:
-        module = importlib.import_module(module_name)
+        if isinstance(spec, StoredSpec):
+            module = import_stored_module(spec.sources, module_name)
+        else:
+            module = importlib.import_module(module_name)
     except (ImportError, SyntaxError) as error:
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
         if missing and f"{module_name}.".startswith(f"{missing}."):

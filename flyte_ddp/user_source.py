@@ -6,18 +6,20 @@ import importlib.util
 import os
 import sys
 import sysconfig
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
 
 from flyte_ddp.code_digest import ARITHMETIC, normalize_code, parse_python
+from flyte_ddp.errors import UserError
 from flyte_ddp.user_code import missing_module_error, search_working_directory, split_spec
 
 IDENTIFIED = {"flyte_ddp", *ARITHMETIC}  # packages that count by library_digest() and by their versions
 INSTALLED = {"site-packages", "dist-packages"}
 STANDARD = [Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib")]
 IMPORTERS = ("import_module", "__import__")
+STORED_BYTES = 4 * 2**20  # of sources that a saved model holds
 Source = tuple[str, Path, bytes, ast.Module | None]  # name, path, content, syntax tree (None: no Python)
 
 
@@ -38,6 +40,31 @@ def digest_sources(sources: Iterable[Source]) -> str:
         f"{name} {hashlib.sha256(normalize_code(content, tree)).hexdigest()}" for name, _, content, tree in sources
     )
     return hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()
+
+
+def read_user_sources(*specs: str) -> dict[str, str]:
+    """Return the text of the files of :func:`find_user_sources` by name, but for IDENTIFIED packages; {} if over 4 MiB.
+
+    Such a large one (transformers, timm) counts as a library. ``specs`` are as there, whose errors it raises.
+    """
+    own = [spec for spec in specs if split_spec(spec)[0].partition(".")[0] not in IDENTIFIED]
+    found = {name: content for spec in own for name, _, content, tree in find_user_sources(spec) if tree is not None}
+    if sum(map(len, found.values())) > STORED_BYTES:
+        return {}
+    return {name: importlib.util.decode_source(content) for name, content in found.items()}
+
+
+def are_todays_sources(sources: Mapping[str, str], *specs: str) -> bool:
+    """Return whether all that :func:`read_user_sources` finds of ``specs`` now is in ``sources``, but for comments."""
+    try:
+        today = read_user_sources(*specs)
+    except UserError:  # the module is gone
+        return False
+
+    def normalize(text: str) -> bytes:
+        return normalize_code(text.encode(), parse_python(text.encode()))
+
+    return bool(today) and all(name in sources and normalize(sources[name]) == normalize(today[name]) for name in today)
 
 
 def list_user_files(*specs: str) -> set[Path]:

@@ -15,7 +15,6 @@ from flyte_ddp.progress import Progress
 from flyte_ddp.release.policy import Policy
 from flyte_ddp.release.promotion import read_data_profile
 from flyte_ddp.release.registry import Registry
-from flyte_ddp.release.slices import read_slices_file
 from flyte_ddp.settings import read_settings
 from flyte_ddp.validation.profile import DataProfile, render_profile
 from tasks import pods
@@ -54,18 +53,19 @@ def validate_dataset(
     """Refuse data that should not be trained on, and warn of differences from the champion's data.
 
     Give the data, their profile, the hyperparameters, the model's name in the registry, and the policy. Returns the
-    data and the warnings, which are also printed and on the task's page. Fails for data that the policy refuses, and
-    for a registry that cannot be written to or whose log has a gap. Writes a probe file to the registry.
+    data and the warnings, which are also printed and on the task's page. Fails for data that the policy refuses, for a
+    policy by which no model of these data could be judged, and for a registry that cannot be written to or whose log
+    has a gap. Writes a probe file to the registry.
     """
+    from flyte_ddp.release.policy_check import check_policy
     from flyte_ddp.validation.profiling import check_profile, describe_differences
 
     check_profile(profile, hp, max_duplicates=policy.max_duplicates, max_conflicts=policy.max_conflicts)
+    check_policy(policy, hp, profile)
     registry = Registry(registry_address(), model_name)
     # A registry that cannot be written to, or whose log has a gap, must not be noticed only after training.
     registry.refuse_storage_that_overwrites()
     history = registry.read_log()
-    if policy.slices:
-        read_slices_file(policy.slices)
     warnings = [HELD_OUT] if encoded_kind(hp.dataset) and not hp.test_dataset else []
     try:
         champions = read_data_profile(registry, history[-1]) if history else None

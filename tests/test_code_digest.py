@@ -17,7 +17,7 @@ DECIDES_NOTHING = {  # files that are imported by those that decide
     "settings": "what does not change a run's result",
     "clock errors formatting json_lines progress results sections": "what is told, and how",
     "credentials files lookahead process": "how files, processes and threads are treated, not what they give",
-    "code_digest user_code user_source": "which code there is",
+    "code_digest stored_code user_code user_source": "which code there is",
     "launch/supervise/rank": "how ranks start, meet and end; parallel/ decides what they compute together",
     "runs/checkpoint runs/run_folder runs/work": "what ranks are told, and where the files of a run are",
     "storage/addresses storage/digest_list": "where bytes come from, and what is known of them",

@@ -18,6 +18,8 @@ from flyte_ddp.models import zoo
 from flyte_ddp.models.images import EVALUATION_SHARE, InputSpec
 from flyte_ddp.models.inputs import LeafSpec, LeavesSpec, ModelInput
 from flyte_ddp.pictures import BACKGROUND
+from flyte_ddp.stored_code import StoredSpec
+from flyte_ddp.user_source import are_todays_sources
 
 FORMAT = "flyte-ddp-model/1"
 MIDDLE = "middle"  # ``crop`` of a model that was evaluated on the middle square of images
@@ -64,9 +66,10 @@ def load_model(
     """Return the trained model in evaluation mode on ``device``, and the content of its sidecar. Reads both files.
 
     Builds the model by :func:`flyte_ddp.models.zoo.build_model`, which draws random numbers, and for a
-    ``package.module:callable`` puts the working directory on ``sys.path`` and runs that code, whose exceptions go
-    through: trust both files as you trust code. Raises UserError if a file is missing or damaged, the two are not of
-    one run, or the model that the sidecar names does not take these weights any more.
+    ``package.module:callable`` runs that code as the sidecar holds it, or puts the working directory on ``sys.path``
+    and runs today's if that is the same or the sidecar holds none. Its exceptions go through: trust both files as you
+    trust code. Raises UserError if a file is missing or damaged, the two are not of one run, or the model that the
+    sidecar names does not take these weights any more.
     """
     sidecar = read_model_json(sidecar_path)
     try:
@@ -101,7 +104,10 @@ def load_weights(model: nn.Module, model_path: Path, sidecar: Mapping[str, Any])
 
 
 def read_model_json(path: Path) -> dict[str, Any]:
-    """Read ``model.json`` and return its content. Raises UserError if the file is missing, not JSON, or incomplete."""
+    """Read ``model.json`` and return its content, by :func:`prefer_stored_code`.
+
+    Raises UserError if the file is missing, not JSON, or incomplete.
+    """
     fix = "give the model.json of a finished run"
     try:
         sidecar = json.loads(path.read_bytes())
@@ -112,12 +118,29 @@ def read_model_json(path: Path) -> dict[str, Any]:
     form = sidecar.get("format") if isinstance(sidecar, dict) else None
     if form != FORMAT:
         raise UserError(f"sidecar {path} has format {form!r}: it must be {FORMAT!r}; {fix}")
+    complete = False
     with suppress(KeyError, TypeError):
-        if parse_input_spec(sidecar) and count_outputs(sidecar) and sidecar["model"] and sidecar["digests"]["weights"]:
-            return dict(sidecar)
-    raise UserError(
-        f"sidecar {path} is incomplete: needs model, classes, input and digests; take it from the run again"
-    )
+        outputs, digest = count_outputs(sidecar), sidecar["digests"]["weights"]
+        complete = bool(parse_input_spec(sidecar) and outputs and sidecar["model"] and digest)
+    if not complete:
+        raise UserError(
+            f"sidecar {path} is incomplete: needs model, classes, input and digests; take it from the run again"
+        )
+    return prefer_stored_code(sidecar)
+
+
+def prefer_stored_code(sidecar: dict[str, Any]) -> dict[str, Any]:
+    """Let the names of the user's own callables in a sidecar stand for its ``sources``, unless these are today's.
+
+    Changes and returns the sidecar. It has no sources if there are none, or too many to hold.
+    """
+    sources, hyperparameters = sidecar.get("sources", {}), sidecar.get("hyperparameters", {})
+    named = [(sidecar, "model"), (sidecar, "objective"), (hyperparameters, "collate"), (hyperparameters, "sample")]
+    own = [(values, key) for values, key in named if ":" in str(values.get(key, ""))] if sources else []
+    if own and not are_todays_sources(sources, *(values[key] for values, key in own)):
+        for values, key in own:
+            values[key] = StoredSpec(values[key], sources)
+    return sidecar
 
 
 def count_outputs(sidecar: Mapping[str, Any]) -> int:

@@ -223,13 +223,12 @@ def find_undefined_rows(outputs: Any, samples: int) -> NDArray[np.bool_]:
 
 
 def format_cell(column: str, value: Any) -> str:
-    """Return a table's value as a text: six digits of a probability or share, all of a number's in fp32; NaN is ""."""
-    if isinstance(value, str):
-        return value
-    if isinstance(value, int):
+    """Return a table's value as a text: six digits of a probability or share, all of another number's; NaN is ""."""
+    if isinstance(value, (str, int, np.integer)):
         return str(value)
     if math.isnan(value):
         return ""
     if column.partition("_")[0] in ("score", "probability", "share"):
         return f"{value:.6g}"
-    return np.format_float_positional(np.float32(value), trim="-")
+    single = np.float32(value)
+    return np.format_float_positional(single if float(single) == value else np.float64(value), trim="-")

@@ -18,9 +18,10 @@ from flyte_ddp.leaves import Leaves, call_with_leaves
 from flyte_ddp.loading import cropping
 from flyte_ddp.loading.collate import STACKED
 from flyte_ddp.loading.decoding import DecodingError, decode_image, decode_with_pillow
-from flyte_ddp.loading.encoded import BadSamples, EncodedImages
+from flyte_ddp.loading.encoded import BadSamples, EncodedImages, limit_threads
 from flyte_ddp.loading.opening import open_encoded_test_split
 from flyte_ddp.loading.opening_items import open_item_test_split
+from flyte_ddp.lookahead import map_in_threads
 from flyte_ddp.machine import count_cores
 from flyte_ddp.models import artifacts
 from flyte_ddp.models.images import InputSpec, prepare_images
@@ -129,8 +130,9 @@ def read_folder_batches(
 ) -> Iterator[Batch]:
     """Read the image files at ``paths`` in order; yield batches of ``batch_size``, with ids relative to ``folder``.
 
-    Images that cannot be decoded count for the size of a batch, and are recorded in ``bad``. Raises UserError if the
-    model takes neither 1 nor 3 channels, a file cannot be read, or ``bad`` does not allow so many.
+    Threads decode the images and scale them to the model's size, so that each holds one large image at a time. Images
+    that cannot be decoded count for the size of a batch, and are recorded in ``bad``. Raises UserError if the model
+    takes neither 1 nor 3 channels, a file cannot be read, or ``bad`` does not allow so many.
     """
     spec = model.require_images()
     if spec.channels not in (1, 3):
@@ -138,33 +140,40 @@ def read_folder_batches(
             f"the model takes {spec.channels} channels: image files have 1 or 3; predict a prepared data set instead"
         )
     middle = model.sidecar["input"].get("crop") == artifacts.MIDDLE
-    for start in range(0, len(paths), batch_size):
-        part = paths[start : start + batch_size]
-        pixels = [read_pixels(path, spec, bad, middle=middle) for path in part]
-        prepared = [prepare_images(image[None].to(model.device), spec) for image in pixels if image is not None]
-        ids = [path.relative_to(folder).as_posix() for path in part]
-        nothing = torch.empty(0, spec.channels, spec.height, spec.width, device=model.device)
-        yield Batch(ids, None, [image is not None for image in pixels], torch.cat([nothing, *prepared]))
+
+    def read_input(path: Path) -> Tensor | DecodingError:
+        try:
+            return prepare_images(read_pixels(path, spec, middle=middle)[None].to(model.device), spec)
+        except DecodingError as error:
+            return error
+
+    threads, nothing = model.settings.loader_threads or count_cores(), (0, spec.channels, spec.height, spec.width)
+    with map_in_threads(read_input, paths, threads, initializer=limit_threads) as found:
+        for start in range(0, len(paths), batch_size):
+            part = [*zip(paths[start : start + batch_size], found, strict=False)]
+            for path, image in part:
+                if isinstance(image, DecodingError):
+                    bad.add_sample(str(path), str(image))
+            inputs = [image for _, image in part if isinstance(image, Tensor)]
+            ids = [path.relative_to(folder).as_posix() for path, _ in part]
+            decoded = [isinstance(image, Tensor) for _, image in part]
+            yield Batch(ids, None, decoded, torch.cat([torch.empty(nothing, device=model.device), *inputs]))
 
 
-def read_pixels(path: Path, spec: InputSpec, bad: BadSamples, *, middle: bool) -> Tensor | None:
-    """Read an image file and return its pixels uint8 [H, W, C]; None if they cannot be decoded, which ``bad`` records.
+def read_pixels(path: Path, spec: InputSpec, *, middle: bool) -> Tensor:
+    """Read an image file and return its pixels uint8 [H, W, C]; DecodingError if they cannot be decoded.
 
     If the model's evaluations used only the ``middle`` square of images, returns that in the model's size. Raises
-    UserError if the file cannot be read, or ``bad`` does not allow one more.
+    UserError if the file cannot be read.
     """
     try:
         content = path.read_bytes()
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror}); remove it, or make it readable") from error
-    try:
-        if middle:
-            return torch.from_numpy(cropping.crop_to_square(decode_image(content), spec.height, share=spec.crop_share))
-        pixels = decode_with_pillow(content, "L" if spec.channels == 1 else "RGB")
-        return torch.from_numpy(pixels.reshape(*pixels.shape[:2], spec.channels))
-    except DecodingError as error:
-        bad.add_sample(str(path), str(error))
-        return None
+    if middle:
+        return torch.from_numpy(cropping.crop_to_square(decode_image(content), spec.height, share=spec.crop_share))
+    pixels = decode_with_pillow(content, "L" if spec.channels == 1 else "RGB")
+    return torch.from_numpy(pixels.reshape(*pixels.shape[:2], spec.channels))
 
 
 def read_test_split(

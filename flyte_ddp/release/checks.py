@@ -7,11 +7,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from flyte_ddp.errors import UserError
 from flyte_ddp.export.comparison import Comparison
 from flyte_ddp.formatting import format_count, format_measure, format_percent, name_measure
-from flyte_ddp.objectives import Classification
 from flyte_ddp.release import statistics
+from flyte_ddp.release.constant import evaluate_constant
 from flyte_ddp.release.evaluation import Evaluation
 from flyte_ddp.release.pairs import Pair, compare_scores
 from flyte_ddp.release.policy import Policy
@@ -80,20 +79,25 @@ def check_score(challenger: Evaluation, policy: Policy) -> Check:
 
 
 def check_above_constant(challenger: Evaluation, alpha: float) -> Check:
-    """Return the Check that the challenger is better than the best constant answer.
+    """Return the Check that the challenger is better than the best constant answer, by the main measure.
 
-    For classification that is naming the most frequent class, and a binomial test of the accuracy decides. Otherwise a
-    sign-flip test decides whether its losses are below the best constant's; where that is not known the Check passes.
+    Of the accuracy that is naming the most frequent class, and a binomial test decides; of other measures of classes
+    and labels a paired test. Otherwise a sign-flip test decides whether its losses are below the best constant's; where
+    that is not known the Check passes.
     """
-    objective, columns = challenger.objective, challenger.columns
-    if isinstance(objective, Classification):
+    objective, columns, name = challenger.objective, challenger.columns, "better than the best constant answer"
+    if challenger.classifies and objective.main_measure == "accuracy":
         share = float(columns["truth"].long().bincount().max()) / challenger.samples
         p = statistics.binomial_p_value(int(challenger.correct.sum()), challenger.samples, share)
         name = "better than the most frequent class"
         right = format_percent(float(challenger.correct.mean()))
         reason = f"naming the most frequent class is right in {format_percent(share)}, and the model in {right}"
+    elif (found := evaluate_constant(challenger)) is not None:
+        p, measure = compare_evaluations(challenger, found).p_value(), objective.main_measure
+        scores = [format_measure(measure, each.score) for each in (found, challenger)]
+        reason = f"the best constant answer has {name_measure(measure)} {scores[0]}, and the model {scores[1]}"
     else:
-        name, constant = "better than the best constant answer", objective.constant_loss(columns)
+        constant = objective.constant_loss(columns)
         if constant is None:
             reason = "the best constant answer is not known, so that it was not compared with it"
             return Check(name, True, "that is not known", "", reason)
@@ -179,13 +183,10 @@ def check_losses(kind: str, pairs: Mapping[str, Pair], policy: Policy) -> tuple[
 
 
 def group_by_class(challenger: Evaluation, classes: Sequence[str]) -> dict[str, NDArray[np.int64]]:
-    """Return the positions of each class's samples by its name; raise a UserError if a class has no sample."""
+    """Return the positions of each class's samples by its name; leaves out classes without a sample."""
     truth = challenger.columns["truth"].numpy()
     members = {name: np.flatnonzero(truth == place) for place, name in enumerate(classes)}
-    for name, samples in members.items():
-        if not len(samples):
-            raise UserError(f"class {name!r}: the test split has no sample of it; judge on one that has")
-    return members
+    return {name: samples for name, samples in members.items() if len(samples)}
 
 
 def check_loss_rise(
@@ -218,7 +219,7 @@ def check_calibration(*models: Evaluation) -> list[Check]:
 
     The errors depend on the bins.
     """
-    if not all(isinstance(model.objective, Classification) for model in models):
+    if not all(model.classifies for model in models):
         return []
     errors = [statistics.calibration_error(model.columns["confidence"].numpy(), model.correct) for model in models]
     return [Check("calibration error", True, " to ".join(f"{error:.4f}" for error in errors), "", "")]

@@ -1,7 +1,7 @@
 """The documents of a version: its model card and its lineage, both from the sidecar ``model.json`` and the verdict.
 
 The card is README.md in the form that the Hugging Face Hub reads: Mitchell et al., "Model cards for model reporting",
-FAT* 2019. The lineage is an event of OpenLineage, enough to train the version again.
+FAT* 2019. The lineage is an event of OpenLineage: by name and digest what the version was trained from, and judged on.
 """
 
 import json
@@ -79,7 +79,7 @@ def render_model_card(name: str, sidecar: Mapping[str, Any], verdict: Verdict, f
     environment.filters["cell"] = lambda value: " ".join(str(value).split()).replace("|", "\\|")
     template = environment.from_string(Path(__file__).with_name("card.md").read_text(encoding="utf-8"))
     front = yaml.safe_dump(metadata, sort_keys=False, allow_unicode=True)
-    values = {"name": name, "front": front, "facts": facts, "verdict": verdict, "files": files}
+    values = {"name": name, "front": front, "facts": facts, "verdict": verdict, "files": files, "takes": takes}
     return template.render(hyperparameters=hp, **values).encode()
 
 

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass
+from functools import cached_property
 from itertools import compress
 from typing import Any, Self
 
@@ -38,7 +39,6 @@ class Evaluation:
     columns: dict[str, Tensor]
     finite: NDArray[np.bool_]  # [N], whether all outputs of a sample are numbers
     measures: dict[str, float]  # by name; empty if an output is not finite, unless it is classification
-    scores: NDArray[np.float64]  # [N], more is better; empty where ``measures`` is
     _: KW_ONLY
     spread: float  # the largest of all outputs minus the smallest
     ids: Sequence[str] = ()  # of the N samples
@@ -54,9 +54,9 @@ class Evaluation:
         with torch.no_grad():  # else losses are those of training
             for outputs, targets, samples in batches:
                 columns = compute_columns(objective, outputs, targets, samples)
-                if isinstance(objective, Classification):
+                if isinstance(objective, Classification) and isinstance(outputs, Tensor):
                     columns |= compute_likelihoods(outputs, targets)
-                tensors = list_floats(outputs)
+                tensors = [tensor for tensor in list_floats(outputs) if tensor.numel()]
                 finite = torch.ones(samples, dtype=torch.bool)
                 for tensor in tensors:  # of a tensor that has no row for each sample, all numbers count for all samples
                     rows = tensor.shape[:1] == (samples,)
@@ -67,9 +67,9 @@ class Evaluation:
                 parts.append({name: column.double().cpu() for name, column in columns.items()})
         columns = add_loss_of_terms({name: torch.cat([part[name] for part in parts]) for name in parts[0]})
         all_finite = torch.cat(finite_parts).numpy()
-        found = cls(objective, columns, all_finite, {}, np.empty(0), spread=highest - lowest)
+        found = cls(objective, columns, all_finite, {}, spread=highest - lowest)
         if all_finite.all() or isinstance(objective, Classification):
-            found.measures, found.scores = measure_columns(objective, columns), score_samples(objective, columns)
+            found.measures = measure_columns(objective, columns)
         if all_finite.all() and not math.isfinite(found.score):
             name = objective.main_measure
             raise UserError(
@@ -86,6 +86,16 @@ class Evaluation:
     def score(self) -> float:
         """The main measure; 0 if it was not measured, because an output is not finite."""
         return self.measures.get(self.objective.main_measure, 0.0)
+
+    @cached_property
+    def scores(self) -> NDArray[np.float64]:
+        """The score of each sample, [N], more is better; empty where ``measures`` is. Computed when first asked for."""
+        return score_samples(self.objective, self.columns) if self.measures else np.empty(0)
+
+    @property
+    def classifies(self) -> bool:
+        """Whether there are a prediction and a true class of each sample, and likelihoods."""
+        return isinstance(self.objective, Classification) and {"prediction", "truth", "nll"} <= {*self.columns}
 
     @property
     def correct(self) -> NDArray[np.bool_]:

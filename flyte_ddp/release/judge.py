@@ -5,7 +5,7 @@ import time
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
@@ -23,8 +23,9 @@ from flyte_ddp.export.exporting import TorchLogits, export_model
 from flyte_ddp.export.graphs import NotExportedError
 from flyte_ddp.formatting import name_measure
 from flyte_ddp.leaves import Leaves
-from flyte_ddp.objectives import Classification, Multilabel
+from flyte_ddp.objectives import Multilabel, Objective
 from flyte_ddp.predict.prediction_batches import SavedModel, read_test_split
+from flyte_ddp.progress import Progress
 from flyte_ddp.release import checks, statistics, versions
 from flyte_ddp.release.evaluation import Evaluation, compute_outputs_of_split, evaluate_split
 from flyte_ddp.release.policy import NOT_WORSE, OFF, REQUIRED, Policy
@@ -78,7 +79,8 @@ class Judgement:
         """
         if self.counts:
             champion = self.before.version if self.before else "none"
-            rule = f"{self.policy.rule} {self.policy.margin!r} {self.policy.alpha!r}"
+            margin = f" {self.policy.margin!r}" if self.policy.rule == NOT_WORSE else ""
+            rule = f"{self.policy.rule}{margin} {self.policy.alpha!r}"
             self.look = self.registry.claim_look(self.test_digest, self.model.digest, champion, rule)
         self.alpha = statistics.alpha_of_look(self.policy.alpha, max(1, self.look))
         return self.alpha
@@ -97,6 +99,8 @@ class Judgement:
         exports = self.exports if self.policy.export != OFF else None
         if challenger is not None and challenger.finite.all() and exports is not None:
             model, required = self.model, self.policy.export == REQUIRED
+            said = f"judging: exports it, and compares the ONNX with torch on {challenger.samples:,} samples"
+            Progress(model.settings.progress).print_note(said)
             rows = compute_outputs_of_split(model, self.split)
             logits = TorchLogits(rows, challenger.samples, challenger.spread)
             found: Comparison | str
@@ -148,17 +152,34 @@ def judge_challenger(
     promote: then writes two files to the registry if samples decide, and evaluates nothing if the challenger is the
     champion or was rolled back. Otherwise evaluates the challenger on the whole test split. If its outputs are finite,
     also downloads and evaluates the champion and the best version ever, and times both models. Runs the code that the
-    sidecars name. An export starts a process, and silences this process's stderr meanwhile. A champion that cannot be
-    loaded or evaluated gives a verdict that compares nothing, with the error as its reason; the traceback of an error
-    that is no UserError goes to stderr. Raises a UserError if challenger, data, registry or the policy's file of slices
-    cannot be read, a class has no test sample, or the policy has a ``min_accuracy`` and the objective no accuracy.
+    sidecars name. An export starts a process, and silences this process's stderr meanwhile. What goes wrong in
+    the judgement gives a verdict that compares nothing, with the error as its reason, so that the model can be stored;
+    the traceback of an error that is no UserError goes to stderr. Without ``counts`` only errors of the champion do so,
+    and others are raised. Always raises a UserError if challenger, data or registry cannot be read.
     """
     before, test_digest = registry.read_champion(), read_description(data).get(TEST_DIGEST)
     if test_digest is None:
         raise UserError(f"{data}: was prepared by an older version, without {TEST_DIGEST}; fetch it again")
     model, split = SavedModel(weights, sidecar, settings or Settings()), open_prepared(data)
     judgement = Judgement(registry, policy, before, model, split, str(test_digest), counts, exports)
-    require_accuracy(model, policy)
+    try:
+        return decide_verdict(judgement)
+    except NOT_THE_MODELS:
+        raise
+    except Exception as error:
+        if not counts and not isinstance(error, IncomparableError):
+            raise
+        reason = str(error) if isinstance(error, IncomparableError) else describe_model_error(error)
+    return judgement.export_and_set_verdict(reason, NO_COMPARISON)
+
+
+def decide_verdict(judgement: Judgement) -> Judgement:
+    """Evaluate the challenger, and the champion where there is another; set the verdict, and return the judgement.
+
+    Raises an IncomparableError as :func:`compare_with_champion` does, and the errors of the challenger's own code.
+    """
+    registry, policy, before, model = judgement.registry, judgement.policy, judgement.before, judgement.model
+    counts, tell = judgement.counts, Progress(model.settings.progress).print_note
     is_champion = before is not None and before.version == model.digest
     if counts and is_champion:
         return judgement.export_and_set_verdict("it has the champion's weights", KEPT)
@@ -168,9 +189,9 @@ def judge_challenger(
         if back := taken_back.get(model.digest):
             said = f"{back.by} took it back ({back.reason}); only a person can promote it again"
             return judgement.export_and_set_verdict(said, KEPT)
-    ours = judgement.challenger = evaluate_split(model, split)
-    if before is None:
-        find_class_samples(ours, model)
+    require_accuracy(model.objective, policy)
+    tell(f"judging: evaluates version {model.digest[:12]} on the test split")
+    ours = judgement.challenger = evaluate_split(model, judgement.split)
     if not judgement.add_check(checks.check_finite_outputs(ours)):
         return judgement.export_and_set_verdict()
     if before is None:
@@ -182,12 +203,9 @@ def judge_challenger(
     if is_champion:
         judgement.checks += [checks.check_score(ours, policy), *checks.check_calibration(ours)]
         return judgement.export_and_set_verdict("it has the champion's weights", KEPT)
-    try:
-        champion = load_stored_model(registry, before.version, before.manifest, model)
-        compare_with_champion(judgement, ours, champion, before.best)
-    except IncomparableError as failure:
-        judgement.export_and_set_verdict(str(failure), NO_COMPARISON)
-    return judgement
+    tell(f"judging: evaluates the champion, version {before.version[:12]}, and compares {ours.samples:,} scores")
+    champion = load_stored_model(registry, before.version, before.manifest, model)
+    return compare_with_champion(judgement, ours, champion, before.best)
 
 
 def compare_with_champion(judgement: Judgement, ours: Evaluation, champion: SavedModel, best: str) -> Judgement:
@@ -199,7 +217,9 @@ def compare_with_champion(judgement: Judgement, ours: Evaluation, champion: Save
     registry. Raises an IncomparableError if it cannot evaluate the champion (rule not_worse: or the best version).
     """
     policy, model, split = judgement.policy, judgement.model, judgement.split
-    groups = find_class_samples(ours, model)
+    groups: dict[str, Mapping[str, NDArray[np.int64]]] = {}
+    if ours.classifies:
+        groups["class"] = checks.group_by_class(ours, model.classes)
     if policy.slices:
         groups["slice"] = group_by_slice(policy.slices, ours.ids, ours.undecoded)
     if not judgement.add_check(
@@ -207,6 +227,9 @@ def compare_with_champion(judgement: Judgement, ours: Evaluation, champion: Save
     ):
         return judgement.export_and_set_verdict()
     theirs = evaluate_stored_model(champion, split)
+    mine, own = (found.columns.get("truth") for found in (ours, theirs))
+    if mine is not None and own is not None and not np.array_equal(mine, own, equal_nan=True):
+        raise IncomparableError("the champion's own `sample` or `collate` makes other targets than the model's")
     others = {"champion": theirs}
     if best not in (champion.digest, model.digest):
         try:
@@ -253,24 +276,14 @@ def add_vetoes(
     for kind, (check, rows) in found.items():
         judgement.parts[kind] = rows
         judgement.add_check(check)
-    if isinstance(model.objective, Classification):
+    if ours.classifies and theirs.classifies:
         judgement.checks += checks.check_likelihoods(ours, theirs, policy)
     judgement.checks += checks.check_calibration(theirs, ours)
 
 
-def find_class_samples(challenger: Evaluation, model: SavedModel) -> dict[str, Mapping[str, NDArray[np.int64]]]:
-    """Return ``{"class": groups}``, where groups has the positions of each class's samples by the class's name.
-
-    Returns an empty dict unless the model is a classifier. Raises UserError if a class has no sample.
-    """
-    if not isinstance(model.objective, Classification):
-        return {}
-    return {"class": checks.group_by_class(challenger, model.classes)}
-
-
-def require_accuracy(model: SavedModel, policy: Policy) -> None:
-    """Raise UserError if the policy has a ``min_accuracy``, and the model's objective another main measure."""
-    measure = model.objective.main_measure
+def require_accuracy(objective: Objective, policy: Policy) -> None:
+    """Raise UserError if the policy has a ``min_accuracy``, and the objective another main measure."""
+    measure = objective.main_measure
     if policy.min_accuracy and measure != "accuracy":
         raise UserError(
             f"min_accuracy={policy.min_accuracy:g}: the model is measured by {name_measure(measure)}; give min_score"
@@ -280,15 +293,16 @@ def require_accuracy(model: SavedModel, policy: Policy) -> None:
 def load_stored_model(registry: Registry, name: str, manifest: str, challenger: SavedModel) -> SavedModel:
     """Download a version's weights and sidecar into a temporary folder, load the model and return it.
 
-    Runs the code that the sidecar names. Allows the model as many undecodable images as the challenger. Raises an
-    IncomparableError if it cannot be loaded; the traceback of an error that is no UserError goes to stderr.
+    Runs the code that the sidecar holds, but measures by the challenger's objective. Allows the model as many
+    undecodable images as the challenger. Raises an IncomparableError if it cannot be loaded; the traceback of an error
+    that is no UserError goes to stderr.
     """
     with translate_model_errors(name, "loaded"), tempfile.TemporaryDirectory() as folder:
         files = download_version(registry, name, Path(folder), manifest)
         model = SavedModel(*files, challenger.settings, challenger.bad_samples)
-        # Each may have been selected by another measure; both are judged by the challenger's.
-        model.objective.facts = replace(model.objective.facts, select_by=challenger.objective.main_measure)
-        return model
+    if versions.read_task(model.sidecar) == versions.read_task(challenger.sidecar):
+        model.objective = challenger.objective
+    return model
 
 
 def evaluate_stored_model(model: SavedModel, split: PreparedSet) -> Evaluation:
@@ -298,6 +312,7 @@ def evaluate_stored_model(model: SavedModel, split: PreparedSet) -> Evaluation:
     """
     with translate_model_errors(model.digest, "evaluated"):
         found = evaluate_split(model, split)
+        found.scores  # noqa: B018  (computed here, where an error of the model's own code is caught)
     if not checks.check_finite_outputs(found).passed:
         raise IncomparableError(f"version {model.digest[:12]} answers with NaN or infinity")
     return found
@@ -315,11 +330,15 @@ def translate_model_errors(version: str, action: str) -> Iterator[None]:
     except NOT_THE_MODELS:
         raise
     except Exception as error:
-        said = str(error)
-        if not isinstance(error, UserError):
-            traceback.print_exc()
-            said = f"{type(error).__name__}: {error}"
-        raise IncomparableError(f"version {version[:12]} cannot be {action}: {said}") from error
+        raise IncomparableError(f"version {version[:12]} cannot be {action}: {describe_model_error(error)}") from error
+
+
+def describe_model_error(error: Exception) -> str:
+    """Return an error as text; print the traceback of one that is no UserError to stderr."""
+    if isinstance(error, UserError):
+        return str(error)
+    traceback.print_exception(error)
+    return f"{type(error).__name__}: {error}"
 
 
 def measure_latency_ratio(challenger: SavedModel, champion: SavedModel, split: PreparedSet) -> float:

@@ -10,7 +10,6 @@ from numpy.typing import NDArray
 
 from flyte_ddp.formatting import format_measure, name_measure
 from flyte_ddp.models.images import InputSpec
-from flyte_ddp.objectives import Classification
 from flyte_ddp.objectives.classification import count_confusions
 from flyte_ddp.predict.predict import images_from_inputs
 from flyte_ddp.predict.prediction_batches import read_test_split
@@ -40,7 +39,7 @@ def write_page(judgement: Judgement, name: str, path: Path) -> Path:
                 judgement.model.classes,
             )
             for title, model in models.items()
-            if isinstance(model.objective, Classification)
+            if model.classifies
         },
         parts_of_split=judgement.parts,
         pictured=picture_differences(judgement),
@@ -56,7 +55,7 @@ def picture_differences(judgement: Judgement) -> dict[str, list[Picture]]:
     """
     mine, theirs, names = judgement.challenger, judgement.champion, judgement.model.classes
     found: dict[str, list[Picture]] = {}
-    if mine is None or theirs is None or not isinstance(mine.objective, Classification):
+    if mine is None or theirs is None or not (mine.classifies and theirs.classifies):
         return found
     places = {
         (right, wrong): np.flatnonzero(better.correct & ~worse.correct)[:PICTURED].tolist()

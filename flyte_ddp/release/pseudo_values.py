@@ -106,13 +106,18 @@ def pseudo_values_by_calls(measure: Callable[[Mapping[str, Tensor]], float], col
     Raises a UserError for more than MOST_CALLS (20,000) samples.
     """
     samples = len(next(iter(columns.values())))
+    refuse_many_calls(samples)
+    without = [
+        measure({name: torch.cat((column[:sample], column[sample + 1 :])) for name, column in columns.items()})
+        for sample in range(samples)
+    ]
+    return compute_pseudo_values(np.array([measure(columns)]), np.array(without)[:, None])[:, 0]
+
+
+def refuse_many_calls(samples: int) -> None:
+    """Raise a UserError for more than MOST_CALLS (20,000) samples."""
     if samples > MOST_CALLS:
         raise UserError(
             f"the objective's main measure is no mean of scores, and {samples:,} samples are more than {MOST_CALLS:,} "
             "to leave out one at a time; give it a method scores(columns) that returns a number for each sample"
         )
-    everything = torch.arange(samples)
-    without = [
-        measure({name: column[everything != sample] for name, column in columns.items()}) for sample in range(samples)
-    ]
-    return compute_pseudo_values(np.array([measure(columns)]), np.array(without)[:, None])[:, 0]

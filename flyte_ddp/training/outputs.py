@@ -151,6 +151,7 @@ def write_outputs(job: Job, data: PreparedSet, state: TrainingState, recorder: R
         "num_ranks": world_size(),
         "num_nodes": job.num_nodes,
         "threads_per_rank": job.hardware.threads,
+        **({"sources": state.own_sources} if state.own_sources else {}),  # by which load_model builds the model
     }
     model_path, _ = artifacts.save_model(job.run_folder, model.state_dict(), sidecar)
     verify_saved_model(new_model, model_path, sidecar, state)

@@ -213,11 +213,12 @@ def check_profile(profile: DataProfile, hp: Hyperparameters, *, max_duplicates: 
             remedy = "add some" if split == "training" or hp.test_dataset else "give a test_dataset that has some"
             usable = "decodable " if what == "pixels" else ""
             problems.append(f"no {usable}{split} sample is of class {join_few(empty)}; {remedy}, or remove the class")
+    normal = "; of few categories, or short texts, that is normal: raise {} in --policy" if what == "inputs" else ""
     if profile.duplicates > max_duplicates * profile.test.samples:
         problems.append(
             f"{profile.duplicates:,} of {format_count(profile.test.samples, 'test sample')} have the {what} of a "
             f"training sample, more than max_duplicates={max_duplicates:g} of them, such as "
-            f"{'; '.join(profile.duplicated)}; remove them from one of the two"
+            f"{'; '.join(profile.duplicated)}; remove them from one of the two{normal.format('max_duplicates')}"
         )
     samples = profile.training.samples + profile.test.samples
     if profile.conflicts > max_conflicts * samples:
@@ -227,7 +228,7 @@ def check_profile(profile: DataProfile, hp: Hyperparameters, *, max_duplicates: 
         problems.append(
             f"{profile.conflicts:,} of {format_count(samples, 'sample')} have the {what} of another one with another "
             f"label, more than max_conflicts={max_conflicts:g} of them, such as {'; '.join(profile.conflicting)}; "
-            f"{remedy}"
+            f"{remedy}{normal.format('max_conflicts')}"
         )
     if problems:
         raise UserError("\n".join(f"dataset={hp.dataset!r}: {problem}" for problem in problems))
@@ -237,8 +238,9 @@ def describe_differences(profile: DataProfile, champion: DataProfile) -> Iterato
     """Yield a warning if the classes or leaves differ from the champion's, and for each other statistic that differs.
 
     The size of a difference is the total variation distance of the two distributions: the share of samples that would
-    have to change to make them equal. Warns of differences of at least SHIFT (10 %) with a p-value (Pearson's
-    chi-squared test) below SIGNIFICANCE (0.001), of the leaves' statistics together.
+    have to change to make them equal. Of labels, classes of masks, and tokens, of which a sample may have several or
+    none, it is the largest change of a share of samples. Warns of differences of at least SHIFT (10 %) with a p-value
+    (Pearson's chi-squared test) below SIGNIFICANCE (0.001), of the leaves' statistics, or of all labels, together.
     """
     statistics = dict(STATISTICS)
     if profile.classes != champion.classes:
@@ -252,14 +254,24 @@ def describe_differences(profile: DataProfile, champion: DataProfile) -> Iterato
         counts = [find_counts(getattr(each, split), statistic) for each in (profile, champion)]
         values = sorted({*counts[0], *counts[1]})
         table = np.array([[of_values.get(value, 0) for value in values] for of_values in counts])
-        if len(values) < 2 or not table.any(axis=1).all():
+        several = statistic == "labels" and profile.targets in (LABELS, MASKS, TOKENS)
+        sides = [getattr(each, split) for each in (profile, champion)]
+        totals = np.array([[side.samples - side.undecodable] for side in sides]) if several else table.sum(1)[:, None]
+        if len(values) < 2 - several or not totals.all():
             continue
-        shares = table / table.sum(axis=1, keepdims=True)
+        shares = table / totals
         changes = np.abs(shares[0] - shares[1])
-        distance, p = changes.sum() / 2, chi2_contingency(table).pvalue
-        if distance < SHIFT or p >= SIGNIFICANCE / (len(ours) if statistic in ours else 1):
+        most = int(changes.argmax())
+        distance = changes[most] if several else changes.sum() / 2
+        if distance < SHIFT:
             continue
-        now, before = shares[:, most := int(changes.argmax())]
+        tests = len(ours) if statistic in ours else 1
+        if several:  # of the label that changes most: how many samples have it, and have not
+            tests, table = len(values), np.hstack((table[:, [most]], totals - table[:, [most]]))
+        p = chi2_contingency(table).pvalue
+        if p >= SIGNIFICANCE / tests:
+            continue
+        now, before = shares[:, most]
         yield (
             f"{split} split: {name} differ from the champion's in {distance:.0%} of samples (p = {p:.1g}), most in "
             f"{describe_value(statistic, values[most], profile.classes)}: {now:.0%} instead of {before:.0%}"

@@ -226,6 +226,14 @@ def test_outputs_are_named_and_downloaded_without_a_key_of_the_store(
     assert found == {name: admin.blobs[ADDRESSES[output]] for output, name in NAMES.items()}
 
 
+def test_a_release_says_how_it_ended(launch: Any, admin: FakeFlyteAdmin) -> None:
+    for output, text in (("version", "1a2b"), ("champion", "3c4d"), ("outcome", "kept: it is no better")):
+        admin.outputs.literals[output].scalar.primitive.string_value = text
+    admin.course.append(Moment("SUCCEEDED"))
+    ends = lines(launch())[-3:]
+    assert ends == ["  champion     3c4d", "  outcome      kept: it is no better", "  version      1a2b"]
+
+
 @pytest.mark.slow
 def test_a_download_is_whole_or_not_at_all(launch: Any, admin: FakeFlyteAdmin, tmp_path: Path) -> None:
     (tmp_path / "model.pt").write_text("of the run before")

@@ -5,8 +5,10 @@ import json
 import math
 import os
 import re
+import threading
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,7 +27,8 @@ from flyte_ddp.loading.encoded import BadSamples
 from flyte_ddp.models import artifacts
 from flyte_ddp.models.images import InputSpec
 from flyte_ddp.objectives import Classification, Facts
-from flyte_ddp.predict.predict import find_answers, find_undefined_rows, write_prediction_table
+from flyte_ddp.predict import prediction_batches
+from flyte_ddp.predict.predict import find_answers, find_undefined_rows, format_cell, write_prediction_table
 from flyte_ddp.predict.prediction_batches import SavedModel, find_images, read_folder_batches
 from flyte_ddp.settings import Settings
 
@@ -309,6 +312,41 @@ def test_channels_that_the_model_does_not_take_are_refused(grey_model, folder: P
     four = save(tmp_path / "four", InputSpec(channels=4, height=16, width=16, mean=(0.5,) * 4, std=(0.5,) * 4))
     with pytest.raises(UserError, match="the model takes 4 channels: image files have 1 or 3"):
         predict(four, images=folder)
+
+
+def test_only_as_many_large_images_are_in_memory_as_threads_decode(folder: Path, grey_model, monkeypatch) -> None:
+    for number in range(20):
+        Image.fromarray(noise(64, 48)).save(folder / f"{number:02}.png")
+    lock, held, most = threading.Lock(), 0, 0
+
+    def count(change: int, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        nonlocal held, most
+        found = function(*arguments, **options)
+        with lock:
+            held += change
+            most = max(most, held)
+        return found
+
+    for change, name in ((1, "read_pixels"), (-1, "prepare_images")):
+        monkeypatch.setattr(prediction_batches, name, partial(count, change, getattr(prediction_batches, name)))
+    rows = predict(grey_model, images=folder, settings=Settings(progress="off", loader_threads=2))
+    assert [row["id"] for row in rows] == [f"{number:02}.png" for number in range(20)]
+    assert (held, most <= 2) == (0, True)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (16777217.0, "16777217"),
+        (np.int64(2**53 + 1), "9007199254740993"),
+        (float(np.float32(0.1)), "0.1"),
+        (0.1, "0.1"),
+        (0.1234567890123, "0.1234567890123"),
+        (math.nan, ""),
+    ],
+)
+def test_all_digits_of_a_number_are_in_the_table(value: Any, text: str) -> None:
+    assert format_cell("prediction", value) == text
 
 
 def test_outputs_that_are_no_numbers_are_no_answer() -> None:

@@ -77,6 +77,22 @@ def test_what_is_tested_on_another_set_says_so(version: dict[str, str]) -> None:
     assert inputs["s3://bucket/w.pt"] == "d" * 64
 
 
+def test_the_card_of_a_table_speaks_of_no_images(version: dict[str, str]) -> None:
+    sidecar, verdict = json.loads(version["model.json"]), Verdict.from_json(version["verdict.json"])
+    use = {}
+    for kind in ("images", "table"):
+        if kind == "table":
+            sidecar["input"] = {"form": "leaf", "leaves": {"": {"shape": [4], "dtype": "float"}}}
+        card = render_model_card("x", sidecar, verdict, ["model.onnx"]).decode()
+        use[kind] = card.partition("`model.onnx` is the same for ONNX")[2]
+    assert (
+        "it takes `images`, uint8 [N, height, width, channels] of any size, upright, and gives `logits`"
+        in use["images"]
+    )
+    assert "it takes its inputs by name (float32, int64 or bool), and gives its outputs by name. On all" in use["table"]
+    assert not re.search("image|uint8|logits", use["table"])
+
+
 def test_the_lineage_names_all_that_went_in_and_leads_to_the_same_weights(
     version: dict[str, str], tmp_path: Path
 ) -> None:

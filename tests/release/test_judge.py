@@ -21,7 +21,7 @@ from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import fetch, image_arrays, open_arrays
 from flyte_ddp.datasets.prepared import PreparedSet
 from flyte_ddp.datasets.prepared_folder import write_prepared_set
-from flyte_ddp.errors import UnreachableError, UserError, install_hint
+from flyte_ddp.errors import UnreachableError, install_hint
 from flyte_ddp.models.artifacts import save_model
 from flyte_ddp.predict.predict import write_prediction_table
 from flyte_ddp.predict.prediction_batches import SavedModel
@@ -185,9 +185,6 @@ def test_a_first_model_whose_logits_are_no_numbers(gate: Gate) -> None:
     assert first.verdict.look == 0, "nothing is decided by the test split where a logit is no number"
     assert not [*(gate.folder / "exports").iterdir()]
     version = store_version(gate.registry, model / "model.pt", model / "model.json", first.verdict, {}, by="x")
-    lacking = gate.change_data("lacking", open_arrays(gate.digits).test_labels != 4)
-    with pytest.raises(UserError, match="class '4': the test split has no sample of it"):
-        gate.judge(model, lacking)
     promote_version(gate.registry, version.name, "a test", by="me")
     zeros = (open_arrays(gate.digits).test_labels == 0).mean()  # class 0 is predicted for NaN
     again = gate.judge(model, counts=False).verdict
@@ -319,8 +316,30 @@ def test_another_test_split_judges_anew(gate: Gate) -> None:
     assert first.test_digest != second.test_digest
     assert (first.look, second.look, second.samples) == (2, 1, 200)
     lacking = gate.change_data("lacking", open_arrays(gate.digits).test_labels != 4)
-    with pytest.raises(UserError, match="class '4': the test split has no sample of it; judge on one that has"):
-        gate.release("weak", lacking)
+    found = gate.judge("weak", lacking)
+    assert {row.name for row in found.parts["class"]} == {*"012356789"}
+
+
+def test_judging_says_what_it_does(gate: Gate, capfd: pytest.CaptureFixture[str]) -> None:
+    champion = gate.release("good").verdict.challenger
+    found = gate.judge("weak", settings=replace(QUIET, progress="lines"), exports=gate.folder / "exports").verdict
+    lines = [line for line in capfd.readouterr().err.splitlines() if line.startswith("judging: ")]
+    assert lines == [
+        f"judging: evaluates version {found.challenger[:12]} on the test split",
+        f"judging: evaluates the champion, version {champion[:12]}, and compares 297 scores",
+        "judging: exports it, and compares the ONNX with torch on 297 samples",
+    ]
+
+
+def test_a_margin_that_no_rule_uses_is_no_other_comparison(gate: Gate) -> None:
+    gate.release("good")
+    for margin, rule, look in (
+        (0.01, "superior", 2),
+        (0.02, "superior", 2),
+        (0.01, "not_worse", 3),
+        (0.02, "not_worse", 4),
+    ):
+        assert gate.judge("weak", policy=replace(PATIENT, margin=margin, rule=rule)).verdict.look == look
 
 
 def test_a_slice_that_loses(gate: Gate) -> None:
@@ -331,6 +350,11 @@ def test_a_slice_that_loses(gate: Gate) -> None:
     assert found.champion is not None
     lost = np.flatnonzero(found.champion.correct & ~found.challenger.correct)[:30]
     table = gate.folder / "slices.csv"
+    table.write_text("id,slice\n999,hard\n")
+    wrong = gate.judge("weak", policy=Policy(slices=str(table), latency_ratio=1000)).verdict
+    assert wrong.decision == "no_comparison"
+    assert wrong.reason.endswith("id '999' in line 2 is not in the test split; correct it")
+    assert store_version(gate.registry, *found.model.files, wrong, {}, by="x").name == wrong.challenger
     table.write_text("id,slice\n" + "".join(f"{number},hard\n" for number in lost))
     reason = gate.release("weak", policy=Policy(slices=str(table), latency_ratio=1000)).verdict.reason
     assert "slice 'hard' loses: -100.00 points: 0 samples gained and 30 lost of 30" in reason

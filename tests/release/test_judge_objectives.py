@@ -156,7 +156,9 @@ def test_a_slice_and_a_label_that_lose(gate: Gate) -> None:
 
 def test_floors(gate: Gate) -> None:
     with pytest.raises(UserError, match=r"min_accuracy=0\.5: the model is measured by .*; give min_score"):
-        gate.judge("good", Policy(min_accuracy=0.5))
+        gate.judge("good", Policy(min_accuracy=0.5), counts=False)
+    lost = gate.judge("good", Policy(min_accuracy=0.5)).verdict
+    assert (lost.decision, lost.reason.partition(":")[0]) == ("no_comparison", "min_accuracy=0.5"), "can be stored"
     limit = 1e-6 if gate.data.name == "number" else 0.9999
     verdict = gate.judge("good", Policy(min_score=limit), counts=False).verdict
     assert verdict.decision == "keep"

@@ -232,16 +232,20 @@ class Wrong(Off):
         return torch.full_like(columns["loss"], torch.nan)
 
 
-@pytest.mark.parametrize("form", ["numbers", "dict"])
+@pytest.mark.parametrize("form", ["numbers", "dict", "with an empty one"])
 def test_outputs_of_any_form_are_evaluated(form: str) -> None:
-    """One number for each sample, and a dict without the logits of torchvision's models."""
+    """One number for each sample, a dict without the logits of torchvision's models, a tensor without elements."""
     targets = torch.arange(4.0)
-    outputs = {"numbers": targets + 1, "dict": {"a": targets + 1, "b": torch.zeros(4, 2)}}[form]
+    outputs = {"numbers": targets + 1, "dict": {"a": targets + 1, "b": torch.zeros(4, 2)}}
+    outputs["with an empty one"] = {**outputs["dict"], "c": torch.zeros(4, 0)}
+    outputs = outputs[form]
     found = Evaluation.from_batches(Off(Facts()), [(outputs, targets, len(targets))])
     assert found.finite.tolist() == [True] * 4
     assert found.score == 1.0
     assert found.spread == (3.0 if form == "numbers" else 4.0)
-    broken = {"a": torch.tensor([1.0, torch.inf, 2.0, 3.0])} if form == "dict" else torch.tensor([1.0, torch.inf, 2, 3])
+    broken = (
+        {"a": torch.tensor([1.0, torch.inf, 2.0, 3.0])} if form != "numbers" else torch.tensor([1.0, torch.inf, 2, 3])
+    )
     assert Evaluation.from_batches(Off(Facts()), [(broken, targets, len(targets))]).finite.tolist() == [
         True,
         False,
@@ -252,4 +256,4 @@ def test_outputs_of_any_form_are_evaluated(form: str) -> None:
 
 def test_scores_that_are_no_numbers_are_refused() -> None:
     with pytest.raises(UserError, match=r"scores have shape \[4\], and 4 are not finite: must be a finite number"):
-        Evaluation.from_batches(Wrong(Facts()), [(torch.zeros(4), torch.zeros(4), 4)])
+        _ = Evaluation.from_batches(Wrong(Facts()), [(torch.zeros(4), torch.zeros(4), 4)]).scores

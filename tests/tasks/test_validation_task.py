@@ -1,7 +1,10 @@
 """The task before training: what it warns of, and what it refuses before a GPU is paid for."""
 
+import re
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from flytekit.types.directory import FlyteDirectory
@@ -10,6 +13,7 @@ from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import UserError
 from flyte_ddp.release import versions
 from flyte_ddp.release.policy import Policy
+from flyte_ddp.release.policy_check import check_policy
 from flyte_ddp.release.promotion import promote_version
 from flyte_ddp.release.registry import Registry
 from flyte_ddp.validation.profile import DataProfile, SplitProfile
@@ -18,6 +22,21 @@ from tasks.validation import HELD_OUT, validate_dataset
 EVEN = SplitProfile(1000, {"0": 500, "1": 500}, modes={"RGB": 1000})
 PROFILE = DataProfile(["cat", "dog"], EVEN, EVEN, 0, 0, [], {}, [], [])
 GREY = replace(PROFILE, training=replace(EVEN, modes={"L": 1000}))
+
+
+OWN = """
+from flyte_ddp.objectives import HIGHER, Classification
+
+class Median(Classification):
+    measures = {"median": HIGHER}
+
+    def measure(self, columns):
+        return {"median": float(columns["loss"].median())}
+
+class Scored(Median):
+    def scores(self, columns):
+        return -columns["loss"]
+"""
 
 
 @pytest.fixture
@@ -64,3 +83,29 @@ def test_a_gap_in_the_log_is_refused_before_training(registry: Registry, tmp_pat
     Path(registry.at("log", "00000001.json")).unlink()
     with pytest.raises(UserError, match=r"pets/log/00000001.json is missing"):
         validate(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("objective", "policy", "samples", "said"),
+    [
+        ("regression", {"min_accuracy": 0.5}, 100, "min_accuracy=0.5: the model is measured by RMSE; give min_score"),
+        ("classification", {"slices": "slices.csv"}, 7, "id '7' in line 3 is not in the test split; correct it"),
+        ("own_median:Median", {}, 20_001, "20,001 samples are more than 20,000 to leave out one at a time"),
+        ("own_median:Median", {"min_accuracy": 0.5}, 100, "min_accuracy=0.5: the model is measured by median"),
+        ("own_median:Median", {}, 20_000, ""),
+        ("own_median:Scored", {}, 20_001, ""),
+        ("classification", {"slices": "slices.csv", "min_accuracy": 0.5}, 8, ""),
+        ("classification", {}, 20_001, ""),
+    ],
+)
+def test_a_policy_by_which_nothing_could_be_judged_is_refused_before_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, objective: str, policy: dict[str, Any], samples: int, said: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    Path("own_median.py").write_text(OWN)
+    Path("slices.csv").write_text("id,slice\n0,hard\n7,hard\n")
+    profile = replace(PROFILE, test=replace(EVEN, samples=samples))
+    hp = Hyperparameters(dataset="fashion_mnist", objective=objective)
+    with pytest.raises(UserError, match=re.escape(said)) if said else nullcontext():
+        check_policy(Policy(**policy), hp, profile)

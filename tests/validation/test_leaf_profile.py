@@ -61,11 +61,13 @@ def test_faults_of_a_table_are_refused_with_their_samples(tmp_path: Path) -> Non
         "no test sample is of class c; give a test_dataset that has some, or remove the class",
         (
             "1 of 10 test samples have the inputs of a training sample, more than max_duplicates=0.01 of them, such as "
-            "test sample 4 and training sample 4; remove them from one of the two"
+            "test sample 4 and training sample 4; remove them from one of the two; of few categories, or short texts, "
+            "that is normal: raise max_duplicates in --policy"
         ),
         (
             "2 of 40 samples have the inputs of another one with another label, more than max_conflicts=0.01 of them, "
-            "such as training sample 5 (label 1) and training sample 6 (label 0); correct the labels"
+            "such as training sample 5 (label 1) and training sample 6 (label 0); correct the labels; of few "
+            "categories, or short texts, that is normal: raise max_conflicts in --policy"
         ),
     ]
 

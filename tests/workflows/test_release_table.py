@@ -55,3 +55,29 @@ def test_champion_of_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     images = write_files(tmp_path / "images", image_files("a.png"))
     refused = run("prediction", "predict_wf", "--images", str(images))
     assert refused.panel == "the model takes float [4], no images; give a data set of such samples"
+
+
+OWN_NET = """
+import math
+from torch import nn
+
+def net(num_classes, input_shape):
+    return nn.Sequential(nn.Linear(math.prod(input_shape), 32), nn.{name}(), nn.Linear(32, num_classes))
+"""
+
+
+@pytest.mark.slow
+def test_a_champion_keeps_its_score_when_its_code_has_changed(tmp_path: Path) -> None:
+    (tmp_path / "plain_sets.py").write_text((HELPERS / "plain_sets.py").read_text())
+    hp = {**HP, "model": "own_net:net", "epochs": 20, "learning_rate": 0.05}
+    verdicts = []
+    for seed, name in enumerate(("ReLU", "Sigmoid")):
+        (tmp_path / "own_net.py").write_text(OWN_NET.format(name=name))
+        given = ("--hp", json.dumps({**hp, "seed": seed}), "--policy", '{"latency_ratio": 1000, "export": "off"}')
+        command = ("run", str(ROOT / "workflows/release.py"), "release_wf", "--model_name", "rows", *given)
+        ended = pyflyte(*command, home=tmp_path, directory=tmp_path)
+        assert ended.exit_code == 0, ended.output
+        [file] = (tmp_path / "runs/registry/rows").glob(f"judgements/*/verdicts/{seed + 1:08}-*.json")
+        verdicts.append(json.loads(file.read_text()))
+    assert verdicts[1]["champion"] == verdicts[0]["challenger"]
+    assert verdicts[1]["champion_score"] == verdicts[0]["challenger_score"]

@@ -1,0 +1,44 @@
+"""The best answer that is the same for all samples, which a first model of classes or labels must be better than."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flyte_ddp.leaves import Leaves
+from flyte_ddp.objectives import Classification, Multilabel
+from flyte_ddp.release.evaluation import Evaluation
+from flyte_ddp.release.scores import is_higher_better
+
+SURE = 50.0  # a logit whose probability is 1
+TRIED = 10  # classes that are tried for all samples: the commonest
+ROWS = 4096  # of a batch
+
+
+def evaluate_constant(found: Evaluation) -> Evaluation | None:
+    """Return the evaluation of the best constant answer by the main measure, on a model's samples.
+
+    Tried are the shares of classes or labels as probabilities, one class for all, and all labels. None unless the
+    objective is one of classes or labels, and has a column ``truth``.
+    """
+    objective, truth = found.objective, found.columns.get("truth")
+    if truth is None or not isinstance(objective, (Classification, Multilabel)):
+        return None
+    if isinstance(objective, Multilabel):
+        truth = truth.float()
+        share = truth.nanmean(0).nan_to_num()
+        answers = [share.logit().clamp(-SURE, SURE), torch.full_like(share, SURE)]
+    else:
+        truth = truth.long()
+        counts = truth.bincount(minlength=objective.outputs)
+        commonest = counts.topk(min(TRIED, len(counts))).indices
+        answers = [(counts / len(truth)).log().clamp(min=-SURE), *(torch.eye(len(counts))[commonest] * SURE)]
+
+    def give_answer(answer: Tensor) -> Iterator[tuple[Any, Leaves, int]]:
+        for part in torch.split(truth, ROWS):
+            yield answer.expand(len(part), -1), part, len(part)
+
+    sign = 1 if is_higher_better(objective) else -1
+    evaluations = [Evaluation.from_batches(objective, give_answer(answer)) for answer in answers]
+    return max(evaluations, key=lambda each: sign * each.score)

@@ -1,0 +1,41 @@
+"""What of a policy is refused before training, from hyperparameters and the profile of the data alone."""
+
+from flyte_ddp.catalog import encoded_kind
+from flyte_ddp.config import Hyperparameters
+from flyte_ddp.datasets.prepared import resolve_class_names
+from flyte_ddp.objectives import Classification, Objective
+from flyte_ddp.objectives.own import OBJECTIVES, objective_of_sidecar
+from flyte_ddp.release.judge import require_accuracy
+from flyte_ddp.release.policy import Policy
+from flyte_ddp.release.pseudo_values import refuse_many_calls
+from flyte_ddp.release.slices import group_by_slice, read_slices_file
+from flyte_ddp.user_code import load_callable
+from flyte_ddp.validation.profile import DataProfile
+
+
+def check_policy(policy: Policy, hp: Hyperparameters, profile: DataProfile) -> None:
+    """Raise a UserError if a model of these hyperparameters and data could not be judged by the policy.
+
+    Imports an own objective and makes one; its measures are not known if it is a function. Reads the file of slices; of
+    encoded images, whose keys the profile does not hold, does not look for their ids.
+    """
+    samples = profile.test.samples
+    if policy.slices and encoded_kind(hp.dataset):
+        read_slices_file(policy.slices)
+    elif policy.slices:
+        group_by_slice(policy.slices, [*map(str, range(samples))], ())
+    if ":" in hp.objective and not isinstance(load_callable(hp.objective), type):
+        return
+    objective = objective_of_sidecar(
+        {
+            "classes": resolve_class_names(profile.classes, hp, of_numbers=True),
+            "objective": hp.objective,
+            "options": hp.parse_options(),
+            "hyperparameters": hp.to_dict(),
+        }
+    )
+    require_accuracy(objective, policy)
+    scores = [Objective.scores, *([] if objective.main_measure == "accuracy" else [Classification.scores])]
+    own, known = type(objective), [one.measure for one in OBJECTIVES.values()]
+    if objective.measures and own.scores in scores and own.measure not in known:
+        refuse_many_calls(samples)
