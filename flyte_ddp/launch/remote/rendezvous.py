@@ -179,7 +179,6 @@ class RemoteHandle(RankHandle):
         super().__init__(worker.rank, worker.pipe, host)
         self.worker, self.network, self.run_folder, self.files_in = worker, host, run_folder, files_in
         self.clock_behind = worker.received_at - worker.clock
-        self.early: list[dict[str, Any]] = []  # messages that came while another was waited for
         self.out_of_memory = self.results_failed = False
 
     def ran_out_of_memory(self) -> bool:
@@ -244,14 +243,16 @@ class RemoteHandle(RankHandle):
         self.pipe.close()
 
     def _wait_for_message(self, kind: str, seconds: float | None) -> dict[str, Any] | None:
-        """Return the next message of a kind; None if it has not come within ``seconds``, or the connection has ended.
+        """Return the next message of a kind; None if it has not come within ``seconds``, or no more messages come.
 
         ``seconds`` None: no limit. Writes pieces of files that come before by :meth:`_write_piece`, and keeps other
         messages for :meth:`read_messages`.
         """
         deadline = None if seconds is None else time.monotonic() + seconds
         with suppress(EOFError, OSError):
-            while self.pipe.poll(None if deadline is None else max(0.0, deadline - time.monotonic())):
+            while all(message["kind"] != "exit" for message in self.early):  # which is an agent's last one
+                if not self.pipe.poll(None if deadline is None else max(0.0, deadline - time.monotonic())):
+                    break
                 message: dict[str, Any] = self.pipe.recv()
                 if message["kind"] == kind:
                     return message
