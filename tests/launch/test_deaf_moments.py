@@ -189,7 +189,7 @@ def test_an_agents_own_failure_is_reported_as_such(tmp_path: Path, monkeypatch: 
     (tmp_path / "host/results").mkdir(parents=True)
     full = OSError(28, "No space left on device")
 
-    def raise_full(*_: object) -> None:
+    def raise_full(*_: object, **__: object) -> None:
         raise full
 
     if fails == "a file from the launcher":
@@ -288,3 +288,22 @@ def test_what_fails_while_a_cluster_is_left_does_not_replace_the_runs_error(
     monkeypatch.setattr(ray, "cancel", fail)
     with pytest.raises(RankError, match="rank 0 was killed by SIGKILL"):
         ray_launcher.launch(work_in(tmp_path))
+
+
+def test_a_stop_while_hosts_are_sent_files_does_not_wait_for_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[int] = []
+
+    def host(rank: int) -> Any:
+        def send_work(_: Work) -> None:
+            sent.append(rank)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+        ignored = {name: lambda *_, **__: None for name in ("send", "kill", "close")}
+        return SimpleNamespace(host="127.0.0.1", resumes_after=7, send_work=send_work, **ignored)
+
+    monkeypatch.setattr(rendezvous.Rendezvous, "gather_agents", lambda _, group, *__: group.extend(map(host, (0, 1))))
+    with rendezvous.open_rendezvous(work_in(tmp_path), "127.0.0.1") as opened, pytest.raises(StoppedError) as caught:
+        opened.run_ranks(lambda: None)
+    assert (sent, caught.value.step) == ([0], 7)

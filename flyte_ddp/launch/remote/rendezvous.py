@@ -12,7 +12,7 @@ import secrets
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -97,8 +97,7 @@ class Rendezvous:
                         self.work = resume_from_newest_checkpoint(self.work, str(failure).splitlines()[0])
                     hosts = tuple(handle.host for handle in group)
                     work = replace(self.work, world=replace(self.work.world, hosts=hosts))
-                    for handle in group:
-                        handle.send_work(work)
+                    send_work_in_turn(group, work, stop)
                     supervise_ranks(group, stop, work.timeout, work.save_seconds)
                 except BaseException as error:
                     if isinstance(error, RankError) and error.recoverable and not self.only_once:
@@ -272,6 +271,14 @@ class RemoteHandle(RankHandle):
             if not self.results_failed:  # once only, as where ranks write results themselves
                 print(f"{error}; the run continues without it", file=sys.stderr, flush=True)
             self.results_failed = True
+
+
+def send_work_in_turn(group: Sequence[RankHandle], work: Work, stop: StopRequest) -> None:
+    """Send each rank its work, and wait for the files that its host needs; raise a stop's error between two ranks."""
+    for handle in group:
+        handle.send_work(work)
+        if stop.signal is not None:
+            raise stop_error(stop.signal, handle.resumes_after)
 
 
 def resume_from_newest_checkpoint(work: Work, why: str) -> Work:
