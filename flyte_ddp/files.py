@@ -9,10 +9,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, BinaryIO
+from weakref import WeakSet
 
 from flyte_ddp.errors import UserError
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+held: WeakSet[BinaryIO] = WeakSet()  # files that this process locks
 
 
 @contextmanager
@@ -94,21 +96,37 @@ def file_digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def list_files(folder: Path) -> list[Path]:
+    """Return the files below a folder, ordered; leave out folders that vanish meanwhile, for which rglob may raise."""
+    return sorted(path for root, _, names in os.walk(folder) for name in names if (path := Path(root, name)).is_file())
+
+
 @contextmanager
 def hold_lock(folder: Path, name: str, *, wait: bool = True) -> Iterator[BinaryIO]:
     """Hold an exclusive lock on the file ``name`` in ``folder`` during the block; create both if missing.
 
     Yields the file, open for appending without a buffer. Waits without a limit while the lock is held, even by this
     thread; with ``wait=False`` raises BlockingIOError instead. Raises OSError if the folder cannot be written to. The
-    file stays there. The kernel releases the lock when the process ends.
+    file stays there. The kernel releases the lock when the process ends, whatever it has forked.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / name).open("ab", buffering=0) as file:
+        held.add(file)
         fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         try:
             yield file
         finally:
-            unlock_file(file.fileno())
+            if not file.closed:  # as in a fork
+                unlock_file(file.fileno())
+
+
+def close_inherited_locks() -> None:
+    """Close the files that this process's parent has locked: they stay locked while a process has them open."""
+    for file in list(held):
+        file.close()
+
+
+os.register_at_fork(after_in_child=close_inherited_locks)
 
 
 def unlock_file(file: int) -> None:

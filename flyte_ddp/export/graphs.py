@@ -32,7 +32,7 @@ def write_graphs(
     """Write ``model.onnx`` into a folder, and ``model.pt2`` if torch can write, load and run it with the same outputs.
 
     Silences torch's loggers, warnings and sys.stderr meanwhile. Raises NotExportedError if the extra ``export`` is not
-    installed; exporters' exceptions go through.
+    installed, or this torch cannot export the module's recurrent layers; exporters' exceptions go through.
 
     Args:
         module: a module in evaluation mode, which takes one argument.
@@ -48,14 +48,7 @@ def write_graphs(
         import onnxscript  # noqa: F401
     except ImportError as error:
         raise NotExportedError(f"{error.name} is not installed: {install_hint('export')}") from error
-    from torch.export import _patches as loops  # without them a recurrent layer is a graph of one length
-
-    with (
-        silence_torch(),
-        torch.no_grad(),
-        loops.register_lstm_while_loop_decomposition(),
-        loops.register_gru_while_loop_decomposition(),
-    ):
+    with silence_torch(), torch.no_grad(), export_recurrent_layers_as_loops(module):
         try:
             program = torch.export.export(module, (example,), dynamic_shapes=(sizes,))
         except Exception:  # of code that makes a number of a size, such as len(images), which the other way understands
@@ -69,6 +62,26 @@ def write_graphs(
             torch.testing.assert_close(torch.export.load(folder / PT2).module()(example), module(example))
         except Exception:  # a version needs no .pt2
             (folder / PT2).unlink(missing_ok=True)
+
+
+@contextmanager
+def export_recurrent_layers_as_loops(module: nn.Module) -> Iterator[None]:
+    """Have torch export LSTM and GRU layers for any length in the block: without its private patches it is one length.
+
+    Raises NotExportedError if the module has such layers and torch no such patches.
+    """
+    try:
+        from torch.export import _patches
+
+        lstm, gru = _patches.register_lstm_while_loop_decomposition, _patches.register_gru_while_loop_decomposition
+    except (ImportError, AttributeError) as error:
+        if any(isinstance(layer, (nn.LSTM, nn.GRU)) for layer in module.modules()):
+            why = f"torch {torch.__version__} exports LSTM and GRU for one length only ({error}); use an older torch"
+            raise NotExportedError(why) from error
+        yield
+        return
+    with lstm(), gru():
+        yield
 
 
 @contextmanager

@@ -4,7 +4,7 @@ import os
 import signal
 import socket
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from flyte_ddp import machine
@@ -59,11 +59,12 @@ def launch(work: Work, *, max_retries: int = 0, nodes_to_come: int = 0, seconds:
         finally:
             # Agents have no launcher any more, so they kill what their ranks have started, and end. Ray must not kill
             # them before, as it does by force. Tasks that are left then have not started, or wait for a retry.
-            for force in (False, True):
-                for task in tasks:
-                    ray.cancel(task, force=force)
-                _, tasks = ray.wait(tasks, num_returns=len(tasks), timeout=JOIN_SECONDS) if tasks else ([], [])
-            remove_placement_group(group)
+            with suppress(Exception):  # a cluster that is gone must not hide the run's error
+                for force in (False, True):
+                    for task in tasks:
+                        ray.cancel(task, force=force)
+                    _, tasks = ray.wait(tasks, num_returns=len(tasks), timeout=JOIN_SECONDS) if tasks else ([], [])
+                remove_placement_group(group)
 
 
 def raise_if_task_failed(tasks: Sequence[Any]) -> None:

@@ -53,7 +53,7 @@ def stop_with_checkpoint(work: Work) -> Iterator[Callable[[SaveFunction], None]]
     resumed_step = work.checkpoint.step if work.checkpoint else 0
     save: SaveFunction = lambda _: resumed_step  # noqa: E731
     saved_step: int | None = None
-    over = False
+    over, ending = False, threading.Lock()
 
     def offer_saving(function: SaveFunction) -> None:
         nonlocal save
@@ -65,22 +65,26 @@ def stop_with_checkpoint(work: Work) -> Iterator[Callable[[SaveFunction], None]]
         if stop.wait_for_request():
             saved_step = save(work.save_seconds)
             main = threading.main_thread().ident
-            if not over and main is not None:
-                # Like a second Ctrl-C, it raises KeyboardInterrupt, which `except Exception` in a model does not catch.
-                # It also interrupts a system call that waits.
-                signal.pthread_kill(main, signal.SIGINT)
+            with ending:
+                if not over and main is not None:
+                    # Like a second Ctrl-C, it raises KeyboardInterrupt, which `except Exception` in a model does not
+                    # catch. It also interrupts a system call that waits.
+                    signal.pthread_kill(main, signal.SIGINT)
 
     with catch_stop_signals() as stop:
         # A thread saves, because the main thread, in which Python handles signals, may have to finish an update first.
         thread = threading.Thread(target=save_and_interrupt, name="stopping")
         thread.start()
         try:
-            yield offer_saving
+            try:
+                yield offer_saving
+            finally:
+                with ending:  # here, so that an interrupt on its way is handled below
+                    over = True
         except KeyboardInterrupt:
             if stop.signal is None or saved_step is None:  # a second Ctrl-C came before the checkpoint was written
                 raise
             raise stop_error(stop.signal, saved_step) from None
         finally:
-            over = True
             stop.end_waiting()
             thread.join()

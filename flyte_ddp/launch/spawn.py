@@ -25,7 +25,7 @@ def launch(work: Work) -> None:
     """
     work = choose_world(work, detect_capacity)
     num_ranks = work.world.num_ranks
-    work = replace(work, world=replace(work.world, hosts=(HOST,) * num_ranks))
+    work = replace(work, world=replace(work.world, hosts=(HOST,) * num_ranks), on_host="")  # as this host is ready
     group: list[RankHandle] = []
     with catch_stop_signals() as stop, ExitStack() as at_end:
         store = ""  # where there are no files in memory, ranks find each other as on several hosts

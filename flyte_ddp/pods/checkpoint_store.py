@@ -218,7 +218,7 @@ class CheckpointStore:
         header = checkpoint.read_checkpoint(path)
         if header is None:
             raise FileNotFoundError(path)
-        storage.write_file(self.new_file_address(SAVED, header.step, header.epoch), path)
+        storage.write_file(self.new_file_address(SAVED, header.step, header.epoch, header.time), path)
         self.delete_older_checkpoints(KEPT_CHECKPOINTS)
 
     def record_attempt_end(self, error: BaseException | None) -> None:
@@ -240,9 +240,10 @@ class CheckpointStore:
         content = text or kind  # some stores take no empty file
         storage.write_file(self.new_file_address(kind, step), content.encode(errors="replace"))
 
-    def new_file_address(self, kind: str, step: int, epoch: int = 0) -> str:
-        """Return the address for a file of this attempt that is written now."""
-        return RunFile(f"{self.folder}/{self.execution}", kind, self.attempt, step, epoch, int(time.time())).address
+    def new_file_address(self, kind: str, step: int, epoch: int = 0, written: float | None = None) -> str:
+        """Return the address for a file of this attempt that was ``written`` then (None: now)."""
+        seconds = int(time.time() if written is None else written)
+        return RunFile(f"{self.folder}/{self.execution}", kind, self.attempt, step, epoch, seconds).address
 
     def delete_older_checkpoints(self, kept: int) -> None:
         """Delete this execution's checkpoints except the ``kept`` newest; ignore errors of the blob store."""

@@ -47,7 +47,7 @@ def add_step_to_error(run_version: str) -> Iterator[None]:
     """Add to an error of a local run the step of the run's newest checkpoint, after which the same run would resume.
 
     Replaces a StoppedError by a new one; changes a RankError in place, and writes its details to a file in the run
-    folder; gives a KeyboardInterrupt a text. Leaves other errors, and all in a pod. Reads both checkpoints whole.
+    folder; gives a KeyboardInterrupt a text. Leaves other errors, and all in a pod.
     """
     try:
         yield

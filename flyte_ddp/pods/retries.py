@@ -197,7 +197,8 @@ class CheckpointUploader:
 
         Makes hard links in a folder ``.sending``. Prints the first failure, raises none: the next call tries again.
         """
-        for name in SLOTS:
+        # The later of two saves of one step last: it replaces the other, or is the newer one.
+        for name in sorted(SLOTS, key=lambda name: (self.file_version(name) or (0, 0))[1]):
             # A hard link keeps the content while a newer checkpoint takes the place of this one.
             link = self.folder / ".sending" / name
             try:

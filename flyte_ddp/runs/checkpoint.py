@@ -114,11 +114,11 @@ def write_checkpoint(
         file.write(f"{FORMAT} {hashing.sha256.hexdigest()}\n".encode())
 
 
-def read_checkpoint(path: Path) -> Checkpoint | None:
+def read_checkpoint(path: Path, *, verify: bool = True) -> Checkpoint | None:
     """Return a checkpoint's header and metrics, or None if there is no file. The state stays in the file.
 
-    Reads the file whole to verify its SHA-256. Raises UnreadableError if the system does not allow reading, or the file
-    is damaged or of another release's format.
+    Reads the file whole to verify its SHA-256, unless ``verify`` is False. Raises UnreadableError if the system does
+    not allow reading, or the file is damaged or of another release's format.
     """
     try:
         with path.open("rb") as file:
@@ -126,7 +126,9 @@ def read_checkpoint(path: Path) -> Checkpoint | None:
             its_format = digest_line.partition(b" ")[0].decode(errors="replace")
             if its_format != FORMAT and re.fullmatch(r"flyte-ddp-checkpoint/\d+", its_format):
                 raise UnreadableError(f"its format is {its_format}, and this release reads {FORMAT}")
-            if digest_line != f"{FORMAT} {hashlib.file_digest(file, 'sha256').hexdigest()}\n".encode():
+            if not verify and its_format != FORMAT:
+                raise UnreadableError("damaged: it does not begin as a checkpoint")
+            if verify and digest_line != f"{FORMAT} {hashlib.file_digest(file, 'sha256').hexdigest()}\n".encode():
                 raise UnreadableError("damaged: its content does not match its SHA-256")
             file.seek(DIGEST_LINE)
             header = json.loads(file.readline())
@@ -142,26 +144,31 @@ def read_checkpoint(path: Path) -> Checkpoint | None:
         raise UnreadableError("its header is another release's") from error
 
 
-def verify_checkpoints(folder: Path) -> tuple[Checkpoint | None, dict[Path, str]]:
-    """Read both checkpoints of a folder whole; return the newest readable one or None, and others' faults by path."""
+def verify_checkpoints(folder: Path, *, whole: bool = True) -> tuple[Checkpoint | None, dict[Path, str]]:
+    """Read both checkpoints of a folder; return the newest readable one or None, and others' faults by path.
+
+    Reads their files whole, or only their beginnings, so that damage of the states is not noticed.
+    """
     readable: list[Checkpoint] = []
     unreadable: dict[Path, str] = {}
     for name in SLOTS:
         try:
-            found = read_checkpoint(folder / name)
+            found = read_checkpoint(folder / name, verify=whole)
         except UnreadableError as reason:
             unreadable[folder / name] = str(reason)
         else:
             readable += [found] if found is not None else []
-    return max(readable, key=lambda checkpoint: (checkpoint.step, checkpoint.epoch), default=None), unreadable
+    # A user's function may save a step more than once.
+    order = lambda checkpoint: (checkpoint.step, checkpoint.epoch, checkpoint.time)  # noqa: E731
+    return max(readable, key=order, default=None), unreadable
 
 
 def newest_step(run_folder: Path) -> int | None:
     """Return the step of a run's newest checkpoint: 0 if the run has none, None if it has some and none is readable.
 
-    Reads both files whole to verify them.
+    Reads the headers only: a run that is to end has little time.
     """
-    found, unreadable = verify_checkpoints(run_folder / FOLDER)
+    found, unreadable = verify_checkpoints(run_folder / FOLDER, whole=False)
     if found is not None:
         return found.step
     return None if unreadable else 0

@@ -10,6 +10,7 @@ from pathlib import Path
 from flyte_ddp import storage
 from flyte_ddp.credentials import mask_credentials
 from flyte_ddp.errors import StoppedError, UserError
+from flyte_ddp.files import list_files
 from flyte_ddp.results import EVENTS, FOLDER
 
 LOOK_SECONDS = 1.0
@@ -103,8 +104,8 @@ class Mirror:
         Leaves out hidden files, and removes no copies. Reads each file whole.
         """
         failure = ""
-        for path in sorted(self.folder.rglob("*")):
-            if path.name.startswith(".") or not path.is_file():
+        for path in list_files(self.folder):
+            if path.name.startswith("."):
                 continue
             name = path.relative_to(self.folder).as_posix()
             try:

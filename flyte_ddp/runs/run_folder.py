@@ -159,7 +159,7 @@ def is_finished(folder: Path) -> bool:
 def add_failure_details(error: BaseException, work: Path) -> None:
     """Set a RankError's ``step``, after which the run resumes, and ``file``, a new traceback.txt with the whole error.
 
-    ``work`` is the folder in which the run has written. Reads both checkpoints whole. If the file cannot be written,
+    ``work`` is the folder in which the run has written. If the file cannot be written,
     prints its text to stderr. Adds to ``remark`` which modules in the working directory hide Python's own: those that
     the details mention; all if the error has no details and is not recoverable. Gives a KeyboardInterrupt without text
     a text with the step. Leaves other errors unchanged.

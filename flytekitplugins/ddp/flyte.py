@@ -1,20 +1,27 @@
 """Flyte as the platform that runs tasks: an implementation of flyte_ddp.pods.platforms.Platform."""
 
+import asyncio
+import atexit
+import gc
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
+from typing import Any
 
 from flytekit import Deck, FlyteContextManager
 from flytekit.configuration import LocalConfig
 from flytekit.core.context_manager import ExecutionState
 from flytekit.exceptions.system import FlyteNonRecoverableSystemException
 from flytekit.exceptions.user import FlyteRecoverableException, FlyteUserRuntimeException
+from fsspec.asyn import AsyncFileSystem  # type: ignore[import-untyped]
 
 from flyte_ddp.errors import UserError
 from flyte_ddp.pods import retries
-from flyte_ddp.pods.platforms import EXECUTION_ID
+from flyte_ddp.pods.platforms import EXECUTION_ID, is_in_pod
+
+CLOSE_SECONDS = 2.0  # for a connection to the blob store to close
 
 
 def remove_execution_id_outside_tasks() -> None:
@@ -61,14 +68,21 @@ class Flyte:
             return
         state = context.execution_state.with_params(mode=ExecutionState.Mode.TASK_EXECUTION)
         with FlyteContextManager.with_context(context.with_execution_state(state)):
-            decks = [deck for deck in context.user_space_params.decks if deck.name == title]
-            deck = decks[0] if decks else Deck(title)
-            deck._html = html  # Deck itself can only append
+            replace_deck(title, html)
             Deck.publish()
 
     def retryable_error(self, message: str) -> Exception:
         """Return a FlyteRecoverableException, the one exception after which Flyte starts another attempt."""
         return FlyteRecoverableException(message)
+
+
+def replace_deck(title: str, html: str) -> None:
+    """Replace this task's deck of that title, or add a deck; a Deck itself can only append."""
+    decks = FlyteContextManager.current_context().user_space_params.decks
+    new = Deck(title, html, auto_add_to_deck=False)
+    decks[:] = [new if deck.name == title else deck for deck in decks]
+    if new not in decks:
+        decks.append(new)
 
 
 PLATFORM = Flyte()
@@ -80,7 +94,8 @@ translate_errors_for_flyte = partial(retries.raise_retryable_errors, PLATFORM)
 def report_user_errors() -> Iterator[None]:
     """Raise a UserError of the block as the user's mistake, around a task's ``dispatch_execute``.
 
-    flytekit reports any error before the body, such as of an input's conversion, as the system's.
+    flytekit reports any error before the body, such as of an input's conversion, as the system's. In a pod, has
+    :func:`close_connections` called at the exit of this process.
     """
     try:
         yield
@@ -91,3 +106,20 @@ def report_user_errors() -> Iterator[None]:
         if mistake is None:
             raise
         raise FlyteUserRuntimeException(mistake) from mistake
+    finally:
+        if is_in_pod():
+            atexit.register(close_connections)  # after the body, so that it is called before flytekit stops its loops
+
+
+def close_connections() -> None:
+    """Close flytekit's connections to the blob store: otherwise each one is an ERROR in the log of a successful pod."""
+    for each in gc.get_objects():
+        if issubclass(type(each), AsyncFileSystem) and each.asynchronous and hasattr(each, "set_session"):
+            with suppress(Exception):
+                asyncio.run(asyncio.wait_for(close_session(each), CLOSE_SECONDS))  # flytekit's own loops are not known
+
+
+async def close_session(files: Any) -> None:
+    """Close the session of an asynchronous file system, as fsspec documents it."""
+    session = await files.set_session()
+    await session.close()

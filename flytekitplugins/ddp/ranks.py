@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import flytekit
-from flytekit import Deck, FlyteContextManager
+from flytekit import FlyteContextManager
 from flytekit.core.type_engine import TypeEngine
 from flytekit.deck.deck import TimeLineDeck
 from flytekit.exceptions.user import FlyteRecoverableException
@@ -18,6 +18,7 @@ from flytekit.models.literals import LiteralMap
 
 from flyte_ddp.errors import UnreachableError
 from flyte_ddp.loops.call import Call, digest_code, function_name, pickle_call
+from flytekitplugins.ddp.flyte import replace_deck
 from flytekitplugins.ddp.inputs import share_downloads
 
 
@@ -140,9 +141,5 @@ def make_literals(value: Any, types: dict[str, type], tuple_name: str | None) ->
 
 def show_decks(decks: list[tuple[str, str]]) -> None:
     """Add rank 0's pages to this task's decks; replace the content of those that are there."""
-    known = {deck.name: deck for deck in flytekit.current_context().decks}
     for name, html in decks:
-        if name in known:
-            known[name]._html = html  # Deck itself can only append
-        else:
-            Deck(name, html)
+        replace_deck(name, html)

@@ -1,5 +1,6 @@
 """A launcher whose agents are processes of this machine, as a stand-in for engines that start them elsewhere."""
 
+import threading
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
@@ -38,6 +39,13 @@ def send(ticket: JoinTicket, retries: int) -> None:
         if not retries:
             raise
         send(ticket, retries - 1)
+
+
+def prepare_for_ever(work: Work) -> Work:
+    """As a host whose download of data takes minutes."""
+    (work.arguments.settings.cache_folder / "preparing").touch()
+    threading.Event().wait()
+    return work
 
 
 def refuse_failed(sent: Sequence[Future[None]]) -> None:

@@ -135,9 +135,9 @@ def test_an_exit_code_that_comes_just_after_the_end_of_its_rank_was_seen(monkeyp
     its_pipe.close()
     wait, waits = supervisor.wait_and_handle_messages, []
 
-    def wait_then_send(group: Sequence[RankHandle], stop: StopRequest, seconds: float | None = None) -> None:
+    def wait_then_send(group: Sequence[RankHandle], *args: Any, **options: Any) -> None:
         assert [waitable for handle in group for waitable in handle.waitables()]
-        wait(group, stop, seconds)
+        wait(group, *args, **options)
         waits.append(group[0].listening)
         if waits == [False]:
             its_exit_pipe.send(-signal.SIGKILL)

@@ -17,7 +17,6 @@ from flyte_ddp.errors import StoppedError, UserError
 from flyte_ddp.launch.remote import file_sync, proxy, rendezvous
 from flyte_ddp.launch.remote.file_sync import FileSender, write_piece
 from flyte_ddp.launch.supervise.processes import RankHandle
-from flyte_ddp.launch.supervise.stopping import StopRequest
 
 CONTENT = random.Random(1).randbytes(3 * 1000 + 5)
 
@@ -74,7 +73,7 @@ def test_a_checkpoint_does_not_wait_for_results(tmp_path: Path, monkeypatch: pyt
 
     sender = FileSender(tmp_path, send)
     results.ResultWriter(tmp_path).write("result", name="large", content=CONTENT)
-    relaying = threading.Thread(target=proxy.relay_messages, args=(handle, pipe, send, StopRequest(), sender))
+    relaying = threading.Thread(target=proxy.relay_messages, args=(handle, pipe, send, sender))
     with sender.send_results_during():
         relaying.start()
         is_sending.wait()

@@ -55,6 +55,7 @@ def test_what_rank_0_returns_are_the_outputs(cluster: Cluster) -> None:
     assert ended.outputs is not None, ended.log
     assert unpackb(ended.outputs["stats"].scalar.binary.value) == {"total": 7.0, "ranks": 2}
     assert cluster.stored(ended.outputs["model"].scalar.blob.uri).read_text() == "a line 7.0"
+    assert not [line for line in ended.log.splitlines() if "ERROR" in line or "Unclosed" in line]
     assert ended.deck is not None
     assert "made on rank 0 of 2" in ended.deck
     assert "own.train-" in ended.deck, "the page of the run"

@@ -104,3 +104,17 @@ def test_the_store_records_that_an_attempt_had_time_to_save(
             write(folder / SLOTS[1], 5, 2 * start)
     assert noted == [[], [], [], [] if saves else ["one 0 0"]]
     assert names(base) == (["one 0 5"] if saves else [])
+
+
+def test_of_two_saves_of_a_step_the_next_attempt_gets_the_later_one(tmp_path: Path) -> None:
+    """Both are sent in one round; the later one is in the first file."""
+    store, folder = CheckpointStore(str(tmp_path / "store/run"), "one"), tmp_path / "run" / FOLDER
+    uploader = retries.CheckpointUploader(store, folder, Settings(), None)
+    for name, metrics in ((SLOTS[1], b"earlier\n"), (SLOTS[0], b"later\n")):
+        write(folder / name, 5, metrics)
+    uploader.upload_changed_checkpoints()
+    path = tmp_path / "next" / SLOTS[0]
+    path.parent.mkdir()
+    found = replace(store, attempt=1).download_newest_checkpoint(path)
+    assert found is not None
+    assert found.metrics == b"later\n"

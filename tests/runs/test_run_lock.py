@@ -100,6 +100,27 @@ def test_a_fork_that_lives_on_keeps_nothing(tmp_path: Path) -> None:
         assert is_free(tmp_path / "run")
 
 
+def test_a_fork_of_a_run_that_was_killed_keeps_nothing(tmp_path: Path) -> None:
+    """Such as a loader's worker, or a daemon that a model has started, which may live for ever."""
+    code = (
+        "import os, pathlib, sys, time; from flyte_ddp.runs.run_folder import hold_run_folder\n"
+        "with hold_run_folder(pathlib.Path(sys.argv[1])):\n"
+        "    if os.fork(): os.kill(os.getpid(), 9)\n"
+        "    while os.getppid() == int(sys.argv[2]): time.sleep(0.01)\n"
+        "    print('lives on', flush=True); sys.stdin.read()"
+    )
+    command = [
+        sys.executable,
+        "-c",
+        f"import os, sys; sys.argv.append(str(os.getpid()))\n{code}",
+        str(tmp_path / "run"),
+    ]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "lives on\n"
+        assert is_free(tmp_path / "run")
+
+
 def test_a_run_is_reserved_only_if_training_will_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A task that the cache answers lets go of nothing; one that fails does."""
     monkeypatch.setenv("FLYTE_DDP_RUNS", str(tmp_path))

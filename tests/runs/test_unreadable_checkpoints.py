@@ -155,6 +155,28 @@ def test_a_single_one_that_cannot_be_read_is_refused_where_an_engine_starts_rank
     assert "no checkpoint yet" not in error.format_message()
 
 
+def test_the_newest_step_is_known_without_reading_states(work: Path) -> None:
+    """Gigabytes, in the seconds that a run has to end."""
+    for name in SLOTS:
+        os.truncate(work / FOLDER / name, 1 << 33)
+    assert checkpoint.newest_step(work) == 2
+    (work / FOLDER / SLOTS[1]).write_bytes(b"not a checkpoint")
+    assert checkpoint.newest_step(work) == 1
+
+
+@pytest.mark.parametrize("first", SLOTS)
+def test_of_two_saves_of_a_step_the_later_one_is_loaded(tmp_path: Path, first: str) -> None:
+    """A user's function may save a step again, such as after its evaluation."""
+    before = write(tmp_path / FOLDER / first, 5) if first != SLOTS[0] else None
+    saves = checkpoint.alternate_slots(tmp_path / FOLDER, before)
+    for metrics in (b"earlier\n", b"later\n"):
+        newest = write(next(saves), 5, metrics)
+    found = checkpoint.rewind_to_newest_checkpoint(tmp_path, IDENTITY)
+    assert found is not None
+    assert found.path == newest
+    assert (tmp_path / METRICS).read_bytes() == b"later\n"
+
+
 def test_a_run_is_refused_until_somebody_deletes_them(digits: Path, work: Path) -> None:
     hp, run = Hyperparameters(num_ranks=1, max_steps=1), work.parent
     paths = [work / FOLDER / name for name in SLOTS]

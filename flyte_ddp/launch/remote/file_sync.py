@@ -9,7 +9,7 @@ from typing import Any
 
 from flyte_ddp import results
 from flyte_ddp.errors import UserError
-from flyte_ddp.files import hold_lock
+from flyte_ddp.files import hold_lock, list_files
 from flyte_ddp.runs.checkpoint import FOLDER, SLOTS
 from flyte_ddp.runs.run_folder import METRICS
 
@@ -70,7 +70,7 @@ class FileSender:
     def __init__(self, folder: Path, send: Callable[[dict[str, Any]], None], enabled: bool = True) -> None:
         self.folder, self.send, self.enabled = folder, send, enabled
         # Of the files that were sent whole, by name. A host that sees the launcher's folder need not look.
-        self.versions = {name: file_version(folder / name) for name in list_files(folder)} if enabled else {}
+        self.versions = {name: file_version(folder / name) for name in self._list_names()} if enabled else {}
         self.metrics_sent, self.events_sent = size_or_zero(folder / METRICS), size_or_zero(folder / EVENTS)  # bytes
         self.sending_results = threading.Lock()
 
@@ -86,7 +86,7 @@ class FileSender:
             for piece in read_file_as_messages(self.folder / METRICS, METRICS, min(self.metrics_sent, size)):
                 self.send(piece)
                 self.metrics_sent = piece["offset"] + len(piece["data"])
-        for name in list_files(self.folder) if all_files else CHECKPOINTS:
+        for name in self._list_names() if all_files else CHECKPOINTS:
             if name != METRICS and not name.startswith((".", f"{results.FOLDER}/")):
                 self._send_if_changed(name)
 
@@ -107,9 +107,12 @@ class FileSender:
                     lines = file.read()
                 self.send({"kind": "file", "name": EVENTS, "data": lines, "last": True})
                 self.events_sent += len(lines)
-            for path in (self.folder / results.FOLDER).rglob("*"):
-                if path.is_file() and path.name[0] != "." and path != events:
+            for path in list_files(self.folder / results.FOLDER):
+                if path.name[0] != "." and path != events:
                     self._send_if_changed(str(path.relative_to(self.folder)))
+
+    def _list_names(self) -> list[str]:
+        return [path.relative_to(self.folder).as_posix() for path in list_files(self.folder)]
 
     def _send_if_changed(self, name: str) -> None:
         """Send the file ``name`` of the folder if it exists and has changed since it was last sent."""
@@ -143,11 +146,6 @@ class FileSender:
         finally:
             over.set()
             thread.join()
-
-
-def list_files(folder: Path) -> list[str]:
-    """Return the paths of all files below a folder, relative to it."""
-    return [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
 
 
 def file_version(path: Path) -> tuple[int, int, int]:

@@ -1,71 +1,105 @@
 """An agent's half of the conversation between a rank and its launcher on another host."""
 
 import threading
-from collections.abc import Callable
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, suppress
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
 from flyte_ddp.launch.remote import connection
 from flyte_ddp.launch.remote.file_sync import SEND_SECONDS, FileSender
 from flyte_ddp.launch.supervise.processes import RankHandle
 from flyte_ddp.launch.supervise.rank_process import describe_error
-from flyte_ddp.launch.supervise.stopping import StopRequest, catch_stop_signals
+from flyte_ddp.launch.supervise.stopping import call_on_signals
+from flyte_ddp.process import SIGNALS
+
+
+class LauncherGoneError(ConnectionError):
+    """The connection to the launcher has ended before the run was over."""
+
+
+@contextmanager
+def detect_lost_launcher() -> Iterator[None]:
+    """Raise LauncherGoneError in place of the pipe's errors: other OSErrors are this host's own."""
+    try:
+        yield
+    except (EOFError, OSError) as error:
+        raise LauncherGoneError from error
 
 
 def proxy_rank(handle: RankHandle, ticket: connection.JoinTicket) -> bool:
     """Connect to the launcher, send the rank its work, pass messages on until the run is over; return whether it is.
 
-    Waits without a limit, and does not end the rank. On SIGTERM and Ctrl-C asks the launcher to stop all ranks.
-    Prepares the host for the work; reports a failure of that as the rank's error. Returns False if the connection to
-    the launcher ends before the run is over: the engine may start the agent again.
+    Waits without a limit, and does not end the rank. On SIGTERM and Ctrl-C asks the launcher to stop all ranks. Reports
+    a failure of this process, such as a full disk, as the rank's error. Returns False if the connection to the launcher
+    ends before the run is over: the engine may start the agent again.
+    """
+    with connection.open_local_run_folder(ticket) as folder:
+        try:
+            pipe = connection.connect_to_launcher(ticket, folder)
+        except (EOFError, OSError, AuthenticationError) as error:  # of another program's port, too
+            return isinstance(error, ConnectionRefusedError)
+        sending = threading.Lock()
+
+        def send(message: dict[str, Any]) -> None:
+            with sending, detect_lost_launcher():
+                pipe.send(message)
+
+        def request_stop() -> None:
+            with suppress(LauncherGoneError):
+                send({"kind": "stop"})
+
+        with closing(pipe), call_on_signals(SIGNALS, request_stop):
+            try:
+                return relay_until_over(handle, ticket, folder, pipe, send)
+            except connection.RunOverError:
+                return True
+            except LauncherGoneError:
+                return False
+
+
+def relay_until_over(
+    handle: RankHandle,
+    ticket: connection.JoinTicket,
+    folder: Path,
+    pipe: Connection,
+    send: Callable[[dict[str, Any]], None],
+) -> bool:
+    """Get the work and relay messages until the run is over; return True.
+
+    Raises RunOverError if it is over before there is work, and LauncherGoneError.
     """
     try:
-        with (
-            connection.open_local_run_folder(ticket) as folder,
-            closing(connection.connect_to_launcher(ticket, folder)) as pipe,
-            catch_stop_signals() as stop,
-        ):
+        with detect_lost_launcher():
             work, handle.network = connection.receive_work(pipe, folder)
-            sending = threading.Lock()
-
-            def send(message: dict[str, Any]) -> None:
-                with sending:
-                    pipe.send(message)
-
-            # If this host does not see the launcher's run folder, its ranks write into that of one agent.
-            files = FileSender(folder, send, enabled=folder == work.run_folder != ticket.run_folder)
-            try:
-                handle.send_work(work.prepare_on_host())
-            except Exception as error:
-                send(describe_error(error))
-                send({"kind": "exit", "code": 1})
-            else:
-                with files.send_results_during():
-                    if relay_messages(handle, pipe, send, stop, files):
-                        return True
-            while pipe.recv()["kind"] != "over":
-                pass
-            return True
-    except (ConnectionRefusedError, connection.RunOverError):
-        return True
-    except (EOFError, OSError, AuthenticationError):  # the launcher is gone, or the port is another program's by now
-        return False
+        # If this host does not see the launcher's run folder, its ranks write into that of one agent.
+        files = FileSender(folder, send, enabled=folder == work.run_folder != ticket.run_folder)
+        handle.send_work(work)
+        with files.send_results_during():
+            over = relay_messages(handle, pipe, send, files)
+    except (connection.RunOverError, LauncherGoneError):
+        raise
+    except Exception as error:
+        handle.kill()
+        send(describe_error(error))
+        send({"kind": "exit", "code": 1})
+        over = False
+    with detect_lost_launcher():
+        while not over:
+            over = pipe.recv()["kind"] == "over"
+    return True
 
 
 def relay_messages(
-    handle: RankHandle,
-    pipe: Connection,
-    send: Callable[[dict[str, Any]], None],
-    stop: StopRequest,
-    files: FileSender,
+    handle: RankHandle, pipe: Connection, send: Callable[[dict[str, Any]], None], files: FileSender
 ) -> bool:
     """Pass messages between rank and launcher until the rank has ended; return whether the run was over before that.
 
     Kills the rank or sends its stack if the launcher asks for that. Before each message of the rank sends the host's
     metrics and new checkpoints; before "completed" and "exit" also the remaining results, and before rank 0's
-    "completed" all other files that it has written. Raises EOFError or OSError if the launcher is gone.
+    "completed" all other files that it has written. Raises LauncherGoneError.
     """
     over = False
 
@@ -75,12 +109,8 @@ def relay_messages(
         files.send_outputs(all_files=(message["kind"], handle.rank) == ("completed", 0))
         send(message)
 
-    waited = [pipe, stop.reader]
     while True:
-        ready = wait([*waited, *handle.waitables()], SEND_SECONDS if files.enabled else None)
-        if stop.reader in ready:
-            waited.remove(stop.reader)
-            send({"kind": "stop"})
+        ready = wait([pipe, *handle.waitables()], SEND_SECONDS if files.enabled else None)
         ended = handle.poll_exit()  # before its messages are read, so that none of them is missed
         for message in handle.read_messages():
             send_from_rank(message)
@@ -89,11 +119,14 @@ def relay_messages(
             return over
         files.send_outputs()
         if pipe in ready:
-            message = pipe.recv()
+            with detect_lost_launcher():
+                message = pipe.recv()
             over = over or message["kind"] == "over"
             if message["kind"] == "kill":
                 handle.kill()
             elif message["kind"] == "stack":
                 send({"kind": "stack", "text": handle.read_stack()})
+            elif message["kind"] == "save" and not handle.has_started():
+                send({"kind": "saved", "step": handle.resumes_after})
             else:
                 handle.send(**message)

@@ -12,7 +12,7 @@ import secrets
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -97,8 +97,7 @@ class Rendezvous:
                         self.work = resume_from_newest_checkpoint(self.work, str(failure).splitlines()[0])
                     hosts = tuple(handle.host for handle in group)
                     work = replace(self.work, world=replace(self.work.world, hosts=hosts))
-                    for handle in group:
-                        handle.send_work(work)
+                    send_work_in_turn(group, work, stop)
                     supervise_ranks(group, stop, work.timeout, work.save_seconds)
                 except BaseException as error:
                     if isinstance(error, RankError) and error.recoverable and not self.only_once:
@@ -179,7 +178,6 @@ class RemoteHandle(RankHandle):
         super().__init__(worker.rank, worker.pipe, host)
         self.worker, self.network, self.run_folder, self.files_in = worker, host, run_folder, files_in
         self.clock_behind = worker.received_at - worker.clock
-        self.early: list[dict[str, Any]] = []  # messages that came while another was waited for
         self.out_of_memory = self.results_failed = False
 
     def ran_out_of_memory(self) -> bool:
@@ -244,14 +242,16 @@ class RemoteHandle(RankHandle):
         self.pipe.close()
 
     def _wait_for_message(self, kind: str, seconds: float | None) -> dict[str, Any] | None:
-        """Return the next message of a kind; None if it has not come within ``seconds``, or the connection has ended.
+        """Return the next message of a kind; None if it has not come within ``seconds``, or no more messages come.
 
         ``seconds`` None: no limit. Writes pieces of files that come before by :meth:`_write_piece`, and keeps other
         messages for :meth:`read_messages`.
         """
         deadline = None if seconds is None else time.monotonic() + seconds
         with suppress(EOFError, OSError):
-            while self.pipe.poll(None if deadline is None else max(0.0, deadline - time.monotonic())):
+            while all(message["kind"] != "exit" for message in self.early):  # which is an agent's last one
+                if not self.pipe.poll(None if deadline is None else max(0.0, deadline - time.monotonic())):
+                    break
                 message: dict[str, Any] = self.pipe.recv()
                 if message["kind"] == kind:
                     return message
@@ -271,6 +271,14 @@ class RemoteHandle(RankHandle):
             if not self.results_failed:  # once only, as where ranks write results themselves
                 print(f"{error}; the run continues without it", file=sys.stderr, flush=True)
             self.results_failed = True
+
+
+def send_work_in_turn(group: Sequence[RankHandle], work: Work, stop: StopRequest) -> None:
+    """Send each rank its work, and wait for the files that its host needs; raise a stop's error between two ranks."""
+    for handle in group:
+        handle.send_work(work)
+        if stop.signal is not None:
+            raise stop_error(stop.signal, handle.resumes_after)
 
 
 def resume_from_newest_checkpoint(work: Work, why: str) -> Work:

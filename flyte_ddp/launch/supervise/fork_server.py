@@ -39,11 +39,6 @@ class ForkedHandle(ProcessHandle):
         self.exit_pipe = self.sentinel = exit_pipe
         self.pid = None
 
-    def has_started(self) -> bool:
-        """Return whether :meth:`poll_exit` has found that the rank server has forked the rank, or has ended."""
-        # Without polling: an exit code that is read outside the supervisor's wait would not end its next wait.
-        return self.pid is not None or self.exitcode is not None
-
     def poll_exit(self) -> bool:
         """Read the rank's pid and exit code if the rank server has sent them; return whether the rank has ended.
 

@@ -40,10 +40,11 @@ class RankHandle:
         self.resumes_after = 0  # step of the checkpoint that the work resumes from
         self.saved: int | None = None  # step of the checkpoint that the rank was asked for
         self.clock_behind = 0.0  # seconds by which the host's ``time.monotonic()`` is behind the launcher's
+        self.early: list[dict[str, Any]] = []  # messages that came while another was waited for
         self.memory_kills = count_out_of_memory_kills()  # on this host, before the rank's process can be one of them
 
     def has_started(self) -> bool:
-        """Return whether the rank's process has started; before that it answers no message."""
+        """Return whether the rank's process has started, and was sent its work; before that it answers no message."""
         return True
 
     def poll_exit(self) -> bool:
@@ -114,6 +115,26 @@ class ProcessHandle(RankHandle):
         super().__init__(rank, pipe, HOST)
         self.process, self.stacks, self.sentinel = process, stacks, process.sentinel
         self.pid = process.pid
+        self.work: Any = None
+        self.ready = False
+
+    def has_started(self) -> bool:
+        """Return whether the rank was sent its work, or is known to have ended."""
+        # Without polling: an exit code that is read outside the supervisor's wait would not end its next wait.
+        return self.ready or self.exitcode is not None
+
+    def send_work(self, work: Any) -> None:
+        """Keep the work until the rank says that it listens: large work does not fit into a pipe that nobody reads."""
+        self.work, self.resumes_after = work, work.checkpoint.step if work.checkpoint else 0
+
+    def read_messages(self) -> Iterator[dict[str, Any]]:
+        """Yield the rank's new messages as the base class does; send the work when the rank is ready for it."""
+        for message in super().read_messages():
+            if message["kind"] == "ready":
+                self.ready = True
+                super().send_work(self.work)
+            else:
+                yield message
 
     def poll_exit(self) -> bool:
         """Set ``exitcode`` if the rank's process has ended; return whether it has."""

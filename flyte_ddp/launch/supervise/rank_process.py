@@ -50,7 +50,9 @@ class Link:
     def __init__(self, pipe: Connection, resumed_step: int = 0) -> None:
         self._pipe = pipe
         self._sending = threading.Lock()
-        self._received: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()  # the work, then rank 0's address
+        self._received: dict[str, queue.SimpleQueue[dict[str, Any]]] = {
+            kind: queue.SimpleQueue() for kind in ("work", "address")
+        }
         self._save: SaveFunction = lambda _: resumed_step
         threading.Thread(target=self._listen, name="launcher", daemon=True).start()
 
@@ -71,7 +73,7 @@ class Link:
 
         If the launcher names a network interface, sets gloo's and NCCL's environment variables to it.
         """
-        message = self._received.get()
+        message = self._received["work"].get()
         if message["network"]:
             set_network_interface(message["network"])
         return pickle.loads(message["work"])  # in the main thread: two threads that import at once may deadlock
@@ -79,7 +81,7 @@ class Link:
     def receive_address(self, timeout: float) -> tuple[str, int]:
         """Wait for host and port of rank 0's store; raise CollectiveTimeoutError after ``timeout`` seconds."""
         try:
-            message = self._received.get(timeout=timeout)
+            message = self._received["address"].get(timeout=timeout)
         except queue.Empty:
             raise CollectiveTimeoutError(f"rank 0 did not say within {timeout:g} s where the ranks meet") from None
         return message["host"], message["port"]
@@ -106,8 +108,8 @@ class Link:
         """Handle the launcher's message: keep the work or rank 0's address, or write a checkpoint and send its step."""
         if message["kind"] == "work":
             self._save = lambda _: int(message["saved"])
-        if message["kind"] in ("work", "address"):
-            self._received.put(message)
+        if message["kind"] in self._received:
+            self._received[message["kind"]].put(message)
         elif message["kind"] == "save":
             self.send("saved", step=self._save(message["seconds"]))
 
@@ -130,6 +132,7 @@ def start_rank(info: RankInfo, pipe: Connection, stacks: Connection) -> None:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     faulthandler.register(signal.SIGUSR1, file=stacks.fileno(), all_threads=False)
     link = Link(pipe)
+    link.send("ready")
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to all processes of a terminal, the launcher among them
     # SIGTERM may be sent to all processes or to one: the launcher then stops all ranks.
     with call_on_signals((signal.SIGTERM,), lambda: link.send("stop")):
@@ -145,7 +148,7 @@ def run_and_report(info: RankInfo, link: Link) -> int:
         from flyte_ddp.launch.supervise.rank import load_function, run_rank
 
         load_function(info.function)
-        run_rank(link.receive_work(), info, link.offer_saving, link)
+        run_rank(link.receive_work().prepare_on_host(), info, link.offer_saving, link)
     except BaseException as error:
         flush_output()  # before the report: when the launcher has it, it ends this process
         link.report_error(error)

@@ -28,7 +28,9 @@ def supervise_ranks(group: Sequence[RankHandle], stop: StopRequest, timeout: flo
     deadline = time.monotonic() + START_SECONDS
     while not all(handle.completed for handle in group):
         late = next((handle for handle in group if not handle.has_started()), None)
-        wait_and_handle_messages(group, stop, max(0.0, deadline - time.monotonic()) if late else None)
+        wait_and_handle_messages(
+            group, stop, max(0.0, deadline - time.monotonic()) if late else None, stop_ends_wait=True
+        )
         if any(handle.failed for handle in group):
             # A checkpoint first: rank 0 reports a failure of its own after it has saved.
             request_checkpoint(group, stop, SAVE_SECONDS)
@@ -44,15 +46,18 @@ def supervise_ranks(group: Sequence[RankHandle], stop: StopRequest, timeout: flo
             )
 
 
-def wait_and_handle_messages(group: Sequence[RankHandle], stop: StopRequest, seconds: float | None = None) -> None:
-    """Wait until a rank sends or ends, a stop is requested, or ``seconds`` have passed; handle the messages so far.
+def wait_and_handle_messages(
+    group: Sequence[RankHandle], stop: StopRequest, seconds: float | None = None, *, stop_ends_wait: bool = False
+) -> None:
+    """Wait until a rank sends or ends, or ``seconds`` have passed; handle the messages so far.
 
-    ``seconds`` None: no limit. Sets the handles' ``error``, ``completed``, ``saved``, ``exitcode`` and ``listening``;
-    requests a stop if a rank asks for one, and sends rank 0's port to the other ranks. A stop that was requested before
-    the call does not end the wait.
+    ``seconds`` None: no limit. With ``stop_ends_wait``, a stop that is or was requested ends the wait, too. Sets the
+    handles' ``error``, ``completed``, ``saved``, ``exitcode`` and ``listening``; requests a stop if a rank asks for
+    one, and sends rank 0's port to the other ranks.
     """
-    waitables = [waitable for handle in group for waitable in handle.waitables()]
-    connection.wait([*waitables, *([] if stop.signal else [stop.reader])], seconds)
+    if not any(handle.early for handle in group):
+        waitables = [waitable for handle in group for waitable in handle.waitables()]
+        connection.wait([*waitables, *([stop.reader] if stop_ends_wait else [])], seconds)
     for handle in group:
         handle.poll_exit()  # before its messages are read: what it sent before its end is then in the pipe
         for message in handle.read_messages():

@@ -1,0 +1,309 @@
+"""Moments in which a launcher or an agent once heard nothing, or took one failure for another."""
+
+import os
+import pickle
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import agents
+import pytest
+from faulty_runs import HP, in_spawned_processes, nothing_is_left, saved, when
+from kept_checkpoints import IDENTITY
+from processes import wait_until
+from trials import Trial
+
+from flyte_ddp.errors import OutOfMemoryError, RankError, StoppedError, UserError
+from flyte_ddp.launch import ray as ray_launcher
+from flyte_ddp.launch import single, spawn
+from flyte_ddp.launch.remote import connection, proxy, rendezvous
+from flyte_ddp.launch.remote.connection import JoinTicket, WorkerConnection
+from flyte_ddp.launch.remote.rendezvous import RemoteHandle
+from flyte_ddp.launch.supervise import supervisor
+from flyte_ddp.launch.supervise.failures import find_root_cause
+from flyte_ddp.launch.supervise.processes import ProcessHandle, RankHandle
+from flyte_ddp.launch.supervise.rank_process import RankInfo
+from flyte_ddp.launch.supervise.stopping import StopRequest
+from flyte_ddp.runs.checkpoint import Checkpoint
+from flyte_ddp.runs.work import Work, World
+
+LIMIT = 30.0  # seconds; nothing here takes them
+
+
+def work_in(folder: Path, **changes: Any) -> Work:
+    return Work("", None, World(num_ranks=1), folder, IDENTITY, timeout=LIMIT, save_seconds=LIMIT, **changes)
+
+
+def remote_handle(folder: Path) -> tuple[RemoteHandle, Connection]:
+    pipe, agent = Pipe()
+    worker = WorkerConnection(0, "127.0.0.1", folder, "code", 0.0, pipe, "127.0.0.1", "127.0.0.1", received_at=0.0)
+    return RemoteHandle(worker, "127.0.0.1", folder, folder), agent
+
+
+def test_a_stop_that_came_before_supervision_does_not_wait_for_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As while the work is sent: ranks that import torch, or wait for another, say nothing."""
+    stop, (pipe, _rank) = StopRequest(), Pipe()
+    stop.make_request(signal.SIGTERM)
+    wait = supervisor.connection.wait
+
+    def wait_or_fail(waitables: list[Any], seconds: float | None) -> list[Any]:
+        ready = wait(waitables, 0)
+        assert ready, "nothing would ever end this wait"
+        return ready
+
+    monkeypatch.setattr(supervisor, "connection", SimpleNamespace(wait=wait_or_fail))
+    with pytest.raises(StoppedError):
+        supervisor.supervise_ranks([RankHandle(0, pipe, "127.0.0.1")], stop, LIMIT, save_seconds=0.0)
+
+
+def test_work_is_sent_when_the_rank_listens(tmp_path: Path) -> None:
+    """Work that is larger than the pipe's buffer blocks a launcher, which then hears neither stop nor failure."""
+    (pipe, rank), (stacks, _) = Pipe(), Pipe(duplex=False)
+    process: Any = SimpleNamespace(sentinel=None, pid=os.getpid(), exitcode=None)
+    handle = ProcessHandle(0, process, pipe, stacks)
+    checkpoint = Checkpoint(tmp_path / "a.ckpt", 1, 7, (), 0.0, IDENTITY, b"", 0)
+    work = replace(work_in(tmp_path, checkpoint=checkpoint), arguments=bytes(1 << 24))
+    handle.send_work(work)
+    assert supervisor.request_checkpoint([handle], StopRequest(), LIMIT) == 7, "without asking, as it has no work yet"
+    with ThreadPoolExecutor(1) as pool:
+        received = pool.submit(rank.recv)
+        rank.send({"kind": "ready"})
+        supervisor.wait_and_handle_messages([handle], StopRequest(), LIMIT)
+        assert pickle.loads(received.result(LIMIT)["work"]) == work
+
+
+IMPORT_HANGS = """
+import sys
+class Hang:
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch":
+            open(os.environ["NOTED"], "w").close()
+            while True:
+                time.sleep(0.01)
+sys.meta_path.insert(0, Hang())
+"""
+
+
+@pytest.mark.cold
+def test_a_stop_while_large_work_waits_for_ranks_that_import_torch(trial: Trial, tmp_path: Path) -> None:
+    noted = in_spawned_processes(trial.patch, tmp_path, IMPORT_HANGS)
+    told = when(noted, lambda: os.kill(os.getpid(), signal.SIGTERM))
+
+    def launch(work: Work) -> None:
+        spawn.launch(replace(work, files={"x" * (1 << 22): tmp_path}))
+
+    with pytest.raises(StoppedError):
+        trial.train(launch=launch)
+    told.join()
+    nothing_is_left(trial.folder, trial.temporary)
+
+
+class Agent:
+    """An agent's half of a connection to a launcher, in this process, and its rank's pipe."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.pipe, self.launcher = Pipe()
+        from_rank, self.rank = Pipe()
+        stacks, _ = Pipe(duplex=False)
+        process: Any = SimpleNamespace(sentinel=None, pid=os.getpid(), exitcode=None, kill=lambda: None)
+        self.handle, self.folder = ProcessHandle(0, process, from_rank, stacks), folder
+        self.ticket = JoinTicket(RankInfo(0, 1, 0), (), 0, b"", folder / "launcher", "mark")
+        monkeypatch.setattr(connection, "connect_to_launcher", lambda *_: self.pipe)
+        monkeypatch.setattr(connection, "open_local_run_folder", lambda _: nullcontext(folder))
+
+    @contextmanager
+    def talking(self, conversation: Callable[[], object]) -> Iterator[None]:
+        """Have the launcher's side talk in a thread while the agent runs in this one."""
+        with ThreadPoolExecutor(1) as pool:
+            talk = pool.submit(conversation)
+            yield
+            talk.result(LIMIT)
+
+    def send_work(self, work: Work) -> None:
+        self.launcher.send({"kind": "work", "work": pickle.dumps(work), "network": ""})
+
+    def receive(self, kind: str) -> dict[str, Any]:
+        while self.launcher.poll(LIMIT):
+            if (message := self.launcher.recv())["kind"] == kind:
+                return dict(message)
+        raise TimeoutError(kind)
+
+
+@pytest.mark.parametrize("has_work", [False, True])
+def test_a_signal_to_an_agent_is_passed_on_while_it_waits_for_work_or_its_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_work: bool
+) -> None:
+    """A host is prepared for minutes, such as by a download of data; a pod has half a minute after SIGTERM."""
+    agent = Agent(tmp_path, monkeypatch)
+    checkpoint = Checkpoint(tmp_path / "a.ckpt", 1, 7, (), 0.0, IDENTITY, b"", 0)
+
+    def talk() -> None:
+        if has_work:
+            agent.send_work(work_in(tmp_path, checkpoint=checkpoint))
+            agent.launcher.send({"kind": "save", "seconds": LIMIT})
+            assert agent.receive("saved")["step"] == 7, "at once, though the rank is not there yet"
+        wait_until(lambda: signal.getsignal(signal.SIGTERM) is not before)
+        os.kill(os.getpid(), signal.SIGTERM)
+        agent.receive("stop")
+        agent.launcher.send({"kind": "over", "error": None})
+        if has_work:
+            agent.handle.process.exitcode = 0
+            agent.rank.close()
+
+    before = signal.getsignal(signal.SIGTERM)
+    with agent.talking(talk):
+        assert proxy.proxy_rank(agent.handle, agent.ticket)
+
+
+@pytest.mark.slow
+def test_a_stop_while_hosts_are_prepared_does_not_wait_for_that(trial: Trial) -> None:
+    """Ranks answer meanwhile: the time for a last checkpoint is not spent in vain."""
+    cache = trial.marker.with_name("cache")
+    cache.mkdir()
+    told = when(cache / "preparing", lambda: os.kill(os.getpid(), signal.SIGTERM))
+
+    def launch(work: Work) -> None:
+        agents.launch(replace(work, on_host="agents:prepare_for_ever"))
+
+    with pytest.raises(StoppedError) as caught:
+        trial.train(replace(HP, num_ranks=1), launch=launch, save_seconds=600.0)
+    told.join()
+    assert caught.value.step == 0
+    assert saved(trial.folder) is None
+
+
+@pytest.mark.parametrize("fails", ["a file from the launcher", "a result for the launcher"])
+def test_an_agents_own_failure_is_reported_as_such(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: str) -> None:
+    """Not as a host that is lost, which would be tried again."""
+    agent = Agent(tmp_path / "host", monkeypatch)
+    (tmp_path / "host/results").mkdir(parents=True)
+    full = OSError(28, "No space left on device")
+
+    def raise_full(*_: object, **__: object) -> None:
+        raise full
+
+    if fails == "a file from the launcher":
+        (tmp_path / "host/checkpoints").write_text("in the way")
+        agent.launcher.send({"kind": "file", "name": "checkpoints/a.ckpt", "offset": 0, "data": b"", "last": True})
+    else:
+        monkeypatch.setattr(proxy.FileSender, "send_outputs", raise_full)
+    agent.send_work(work_in(tmp_path / "host"))
+
+    def talk() -> list[str]:
+        error = agent.receive("error")
+        code = agent.receive("exit")["code"]
+        agent.launcher.send({"kind": "over", "error": None})
+        handle, _ = remote_handle(tmp_path)
+        handle.error, handle.exitcode = error, code
+        found = find_root_cause([handle])
+        assert isinstance(found, UserError if fails == "a file from the launcher" else RankError)
+        assert not getattr(found, "recoverable", False)
+        return [str(found)]
+
+    with agent.talking(talk):
+        agent.rank.send({"kind": "ready"})
+        assert proxy.proxy_rank(agent.handle, agent.ticket), "which ends the agent without a failure of its own"
+
+
+def test_an_agent_that_loses_its_launcher_may_be_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    agent = Agent(tmp_path, monkeypatch)
+    agent.launcher.close()
+    assert not proxy.proxy_rank(agent.handle, agent.ticket)
+
+
+def test_an_exit_code_that_comes_instead_of_a_stack_is_not_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither the launcher's next look nor the end of the rank waits for another message."""
+    for name, module in (("STACK_SECONDS", rendezvous), ("JOIN_SECONDS", rendezvous)):
+        monkeypatch.setattr(module, name, None)  # for ever
+    handle, agent = remote_handle(tmp_path)
+    agent.send({"kind": "exit", "code": -9, "out_of_memory": True})
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(handle.read_stack).result(LIMIT) == ""
+        pool.submit(supervisor.wait_and_handle_messages, [handle], StopRequest()).result(LIMIT)
+        assert handle.exitcode == -9
+        assert isinstance(find_root_cause([handle]), OutOfMemoryError)
+    closed, agent = remote_handle(tmp_path)
+    agent.send({"kind": "exit", "code": 1})
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(closed.read_stack).result(LIMIT) == ""
+        pool.submit(closed.close).result(LIMIT)
+
+
+def test_an_interrupt_on_its_way_when_the_work_ends_is_a_stop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread that has saved sends it; the main thread has left the block by then, and waits for that thread."""
+    has_saved, kill = threading.Event(), signal.pthread_kill
+
+    def has_left_block(thread: int) -> bool:
+        names = [frame.f_code.co_name for frame, _ in traceback.walk_stack(sys._current_frames()[thread])]
+        return "stop_with_checkpoint" in names
+
+    def kill_late(thread: int, number: int) -> None:
+        has_saved.set()
+        wait_until(lambda: has_left_block(thread))
+        kill(thread, number)
+
+    monkeypatch.setattr(single.signal, "pthread_kill", kill_late)
+
+    def work() -> None:
+        with single.stop_with_checkpoint(work_in(tmp_path)) as offer_saving:
+            offer_saving(lambda _: 3)
+            os.kill(os.getpid(), signal.SIGTERM)
+            has_saved.wait()
+
+    with pytest.raises(StoppedError):
+        work()
+
+
+def test_what_fails_while_a_cluster_is_left_does_not_replace_the_runs_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where the head of the Ray cluster is gone, which ended the run."""
+    ray = pytest.importorskip("ray")
+
+    def fail(*_: object, **__: object) -> None:
+        raise ray.exceptions.RaySystemError("the cluster is gone")
+
+    def end_run(*_: object) -> None:
+        raise RankError("rank 0 was killed by SIGKILL", recoverable=True)
+
+    monkeypatch.setattr(ray_launcher, "connected", nullcontext)
+    monkeypatch.setattr("ray.util.get_node_ip_address", lambda: "127.0.0.1")
+    monkeypatch.setattr("ray.util.placement_group", lambda *_, **__: None)
+    monkeypatch.setattr("ray.util.remove_placement_group", fail)
+    monkeypatch.setattr(rendezvous.Rendezvous, "run_ranks", end_run)
+    task = SimpleNamespace(remote=lambda _: "a task")
+    monkeypatch.setattr(ray, "remote", lambda _: SimpleNamespace(options=lambda **_: task))
+    monkeypatch.setattr(ray, "cancel", fail)
+    with pytest.raises(RankError, match="rank 0 was killed by SIGKILL"):
+        ray_launcher.launch(work_in(tmp_path))
+
+
+def test_a_stop_while_hosts_are_sent_files_does_not_wait_for_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[int] = []
+
+    def host(rank: int) -> Any:
+        def send_work(_: Work) -> None:
+            sent.append(rank)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+        ignored = {name: lambda *_, **__: None for name in ("send", "kill", "close")}
+        return SimpleNamespace(host="127.0.0.1", resumes_after=7, send_work=send_work, **ignored)
+
+    monkeypatch.setattr(rendezvous.Rendezvous, "gather_agents", lambda _, group, *__: group.extend(map(host, (0, 1))))
+    with rendezvous.open_rendezvous(work_in(tmp_path), "127.0.0.1") as opened, pytest.raises(StoppedError) as caught:
+        opened.run_ranks(lambda: None)
+    assert (sent, caught.value.step) == ([0], 7)
