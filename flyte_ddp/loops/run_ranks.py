@@ -2,6 +2,7 @@
 
 import math
 import os
+import sys
 import tempfile
 from collections.abc import Callable
 from contextlib import suppress
@@ -191,9 +192,17 @@ def read_returned(name: str, path: Path) -> Any:
 
 
 def write_page(folder: Path) -> None:
-    """Write report.html, the page of the run's records, if the function has recorded anything. Imports matplotlib."""
-    if any(record.get("kind") == "record" for record in read_records(folder / METRICS)):
+    """Write report.html, the page of the run's records, if the function has recorded anything. Imports matplotlib.
+
+    Prints to stderr why there is no page if it cannot be made: what the function has returned counts all the same.
+    """
+    if not any(record.get("kind") == "record" for record in read_records(folder / METRICS)):
+        return
+    try:
         from flyte_ddp.report.function_page import render_function_page  # and NumPy, for which ranks would wait
         from flyte_ddp.report.page import write_html
 
         write_html(folder / REPORT, render_function_page(folder, folder.name))
+    except Exception as error:  # matplotlib may raise anything
+        reason = f"{type(error).__name__}: {error}"
+        print(f"no {REPORT} could be made ({reason}); {METRICS} has what was recorded", file=sys.stderr, flush=True)
