@@ -202,6 +202,7 @@ def save_wrong(kind: str) -> None:
         "keys": {1: 2},
         "module": nn.Linear(1, 1),
         "later": {"best": np.float64(0.5)},
+        "list of dicts": {"epochs": [{"loss": 0.5}, {"loss": np.float64(0.5)}]},
     }
     states["inner"] = {"model": {"weight": torch.ones(3), "rule": Outcome(1, torch.ones(1))}}
     rank.save(2, states[kind])

@@ -127,8 +127,9 @@ def test_torchs_errors_of_process_groups_end_with_a_hint(run: Run, function: Any
         ("module", "save: the state is a Linear; give a dict with texts as keys"),
         (
             "inner",
-            r"save: torch.load\(weights_only=True\) refuses state\['model'\], of type dict; give tensors",
+            r"save: torch.load\(weights_only=True\) refuses state\['model'\]\['rule'\], of type Outcome; give",
         ),
+        ("list of dicts", r"save: .* refuses state\['epochs'\]\[1\]\['loss'\], of type float64; give tensors"),
         ("later", r"save: torch.load\(weights_only=True\) refuses state\['best'\], of type float64; give tensors"),
     ],
 )
