@@ -8,7 +8,7 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -178,10 +178,11 @@ def find_types(value: Any) -> set[type]:
 
 def find_refused_place(state: Mapping[str, Any]) -> tuple[str, object] | None:
     """Return place and value of the innermost part that torch.load refuses, such as ``state['a'][0]``, or None."""
-    place, part = "state", cast("Any", state)
+    place: str = "state"
+    part: Any = state
     while isinstance(part, (Mapping, list, tuple)):
-        refused = find_refused_value(part if isinstance(part, Mapping) else dict(enumerate(part)))
-        if refused is None:
+        items: Mapping[Any, Any] = part if isinstance(part, Mapping) else dict(enumerate(part))
+        if (refused := find_refused_value(items)) is None:
             break
         place, part = f"{place}[{refused[0]!r}]", refused[1]
     return None if part is state else (place, part)

@@ -57,7 +57,8 @@ def run_ranks(
         launch: what starts the ranks, such as ``flyte_ddp.launch.ray.launch``. None: processes of this machine; a
             single rank runs in this process.
         timeout: seconds that a rank waits for others in a collective operation; None: FLYTE_DDP_TIMEOUT.
-        kwargs: the function's keyword arguments, which are pickled.
+        kwargs: the function's keyword arguments, which are pickled; one with a name of those above goes by position,
+            or by functools.partial.
 
     Raises RankError with the type, message and traceback of the rank that failed first; UserError for a mistake, such
     as arguments that cannot be pickled, more ranks than GPUs, another run in the folder, or a checkpoint of other code
@@ -71,12 +72,14 @@ def run_ranks(
     if launch is not None and not callable(launch):
         name = getattr(launch, "__name__", repr(launch))
         raise UserError(f"launch={name}: must be a function, such as flyte_ddp.launch.ray.launch; None for processes")
+    kept = {"num_ranks": num_ranks != 2, "folder": folder, "launch": launch, "timeout": timeout}
+    taken = [name for name, given in kept.items() if given]
     settings = disable_wandb_without_key(read_settings())
     if timeout is not None:
         if not isinstance(timeout, (int, float)) or not 0 < timeout < math.inf:
             raise UserError(f"timeout={timeout!r}: must be a number of seconds above 0")
         settings = replace(settings, timeout=float(timeout))
-    call, request = describe_call(function, args, kwargs), Request(num_ranks, exact=True)
+    call, request = describe_call(function, args, kwargs, taken), Request(num_ranks, exact=True)
     if folder is not None:
         return run_call(call, request, Path(folder).absolute(), settings, launch)
     with tempfile.TemporaryDirectory(prefix="flyte-ddp-run-", ignore_cleanup_errors=True) as temporary:
