@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import cloudpickle  # type: ignore[import-untyped]
@@ -63,8 +64,10 @@ def run_ranks(
     Raises RankError with the type, message and traceback of the rank that failed first; UserError for a mistake, such
     as arguments that cannot be pickled, more ranks than GPUs, another run in the folder, or a checkpoint of other code
     or other arguments; StoppedError after SIGTERM, KeyboardInterrupt after Ctrl-C. Before these two the function has
-    time to save (FLYTE_DDP_SAVE_SECONDS): ``due()`` is true then.
+    time to save (FLYTE_DDP_SAVE_SECONDS): ``due()`` is true then. Where nothing catches one of these, Python prints its
+    message without the launcher's traceback, by sys.excepthook.
     """
+    print_errors_as_messages()
     if type(num_ranks) is not int or num_ranks < 0:
         raise UserError(f"num_ranks={num_ranks!r}: must be a number of ranks, or 0 for as many as there is room for")
     if folder is not None and not isinstance(folder, (str, Path)):
@@ -88,6 +91,24 @@ def run_ranks(
             return run_call(call, request, Path(temporary, "run"), quiet, launch, keep=False)
         except StoppedError as error:
             raise StoppedError(error.signal, step=0) from None  # its checkpoint goes with the folder
+
+
+def print_errors_as_messages() -> None:
+    """Set sys.excepthook so that this library's errors end a program with a message; others as before."""
+    if getattr(sys.excepthook, "prints_messages", False):
+        return
+    before = sys.excepthook
+
+    def print_message(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if isinstance(error, (UserError, RankError, StoppedError)):
+            print(*filter(None, [getattr(error, "details", ""), error.format_message()]), sep="\n", file=sys.stderr)
+        elif isinstance(error, KeyboardInterrupt) and error.args:
+            print(error, file=sys.stderr)
+        else:
+            before(kind, error, trace)
+
+    print_message.prints_messages = True  # type: ignore[attr-defined]
+    sys.excepthook = print_message
 
 
 def disable_wandb_without_key(settings: Settings) -> Settings:
@@ -195,11 +216,12 @@ def read_returned(name: str, path: Path) -> Any:
 
 
 def write_page(folder: Path) -> None:
-    """Write report.html, the page of the run's records, if the function has recorded anything. Imports matplotlib.
+    """Write report.html, if the function has recorded anything or handed in results. Imports matplotlib.
 
     Prints to stderr why there is no page if it cannot be made: what the function has returned counts all the same.
     """
-    if not any(record.get("kind") == "record" for record in read_records(folder / METRICS)):
+    is_recorded = any(record.get("kind") == "record" for record in read_records(folder / METRICS))
+    if not is_recorded and not (folder / results.FOLDER).exists():
         return
     try:
         from flyte_ddp.report.function_page import render_function_page  # and NumPy, for which ranks would wait
