@@ -121,14 +121,21 @@ def disable_wandb_without_key(settings: Settings) -> Settings:
 
 
 def run_call(
-    call: Call, request: Request, folder: Path, settings: Settings, launch: Launch | None = None, *, keep: bool = True
+    call: Call,
+    request: Request,
+    folder: Path,
+    settings: Settings,
+    launch: Launch | None = None,
+    *,
+    keep: bool = True,
+    keep_saves: bool = False,
 ) -> Any:
     """Run a call on the ranks that are requested, and return what rank 0 has returned.
 
     Locks the folder, resumes from its checkpoint, and removes the checkpoints when the function has returned. Copies
     results to ``settings.results_copy``; starts wandb, unless it is disabled, at the first record. Writes report.html
-    if anything was recorded. ``keep`` False: the folder is not kept, so errors name no files of it. Raises what
-    :func:`run_ranks` raises.
+    if anything was recorded. ``keep`` False: the folder is not kept, so errors name no files of it. ``keep_saves``: the
+    caller removes the checkpoints, by :func:`remove_saves`. Raises what :func:`run_ranks` raises.
     """
     from flyte_ddp.tracking import wandb_run  # takes a tenth of a second, and most who import this need it later
 
@@ -172,7 +179,8 @@ def run_call(
                 elif isinstance(error, RankError):
                     error.step = 0
                 raise
-        remove_checkpoints(folder)  # so that the next run does not resume from them
+        if not keep_saves:
+            remove_checkpoints(folder)  # so that the next run does not resume from them
         if keep:
             write_page(folder)
         return value
@@ -200,6 +208,12 @@ def remove_checkpoints(folder: Path) -> None:
         for name in checkpoint.SLOTS:
             (folder / checkpoint.FOLDER / name).unlink(missing_ok=True)
         (folder / checkpoint.FOLDER).rmdir()
+
+
+def remove_saves(folder: Path) -> None:
+    """Remove the checkpoints of a run that has ended, unless another run is in the folder by now."""
+    with suppress(UserError), hold_run_folder(folder):
+        remove_checkpoints(folder)
 
 
 def read_returned(name: str, path: Path) -> Any:
