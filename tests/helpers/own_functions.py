@@ -356,6 +356,23 @@ def record_extremes() -> str:
     return "the value"
 
 
+def draw(steps: list[int]) -> list[Any]:
+    """Return what each rank draws of each kind in these steps, one after the other."""
+    import random
+
+    import numpy as np
+
+    rank, drawn = current_rank(), []
+    rank.join()
+    for step in steps:
+        rank.seed_step(step, seed=5)
+        noise = nn.functional.dropout(torch.ones(64, device=rank.device)).tolist()
+        drawn.append((noise, torch.rand(1).item(), np.random.rand(), random.random()))  # noqa: NPY002
+    every: list[Any] = [None] * rank.world_size
+    dist.all_gather_object(every, drawn)
+    return every
+
+
 def save_on_all_ranks() -> Any:
     rank = current_rank()
     for step in range(1, 4):
