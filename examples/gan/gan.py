@@ -4,17 +4,15 @@
 
 Kill it in the middle: the same command goes on, and ends with the bits of a run that was never stopped.
 
-- seed_step() seeds noise and dropout of a step by rank and step, so no state of random generators is saved. With the
-  same seed on all ranks and no more, all ranks would draw the same noise, and other noise after a resume.
-- What is saved: both networks, with BatchNorm's statistics, both optimisers, and how far the run is. Each forward pass
-  of DistributedDataParallel gives all ranks rank 0's statistics, so those of rank 0 are enough.
-- The generator learns from ``discriminator`` itself, not from its DistributedDataParallel, which would average
-  gradients that nobody needs.
-- At the end of an epoch rank 0 hands in a picture, which is on the page of the run, and records a measure.
+- seed_step() seeds noise and dropout of a step by rank and step. Otherwise all ranks would draw the same noise after
+  manual_seed(0), and other noise after a resume, as no states of random generators are saved.
+- Each forward pass of DistributedDataParallel gives all ranks rank 0's statistics of BatchNorm, which rank 0 saves.
+- The generator learns from ``discriminator`` itself: its DistributedDataParallel would average gradients for nobody.
+- At the end of an epoch rank 0 hands in a picture, which is on the page of the run.
 """
 
-import argparse
 import io
+from typing import Any
 
 import torch
 from PIL import Image
@@ -25,16 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from flyte_ddp import batches, current_rank, results, run_ranks
 
-NOISE = 32  # numbers from which a digit is made
-BATCH = 60  # the last batch of an epoch has 57 samples: BatchNorm needs two on each rank
-
-
-def make_networks() -> dict[str, nn.Module]:
-    generator = nn.Sequential(
-        nn.Linear(NOISE, 128), nn.BatchNorm1d(128), nn.ReLU(), nn.Linear(128, 128), nn.BatchNorm1d(128), nn.ReLU()
-    )
-    discriminator = nn.Sequential(nn.Linear(64, 128), nn.LeakyReLU(0.2), nn.Dropout(0.3), nn.Linear(128, 1))
-    return {"generator": generator.extend([nn.Linear(128, 64), nn.Tanh()]), "discriminator": discriminator}
+NOISE, BATCH = 32, 60  # the last batch of an epoch has 57 samples: BatchNorm needs two on each rank
 
 
 def loss_of(judged: Tensor, truth: float) -> Tensor:
@@ -47,16 +36,25 @@ def train(epochs: int = 40) -> float:
     rank.join()
     torch.manual_seed(0)  # the networks begin equal on all ranks
     images = torch.tensor(load_digits().data / 8 - 1, dtype=torch.float32)  # from -1 to 1
-    networks = {name: network.to(rank.device) for name, network in make_networks().items()}
-    generator, discriminator = networks.values()
-    optimizers = {name: torch.optim.Adam(networks[name].parameters(), 1e-3, betas=(0.5, 0.999)) for name in networks}
+    generator = nn.Sequential(nn.Linear(NOISE, 128), nn.BatchNorm1d(128), nn.ReLU(), nn.Linear(128, 64), nn.Tanh()).to(
+        rank.device
+    )
+    discriminator = nn.Sequential(nn.Linear(64, 128), nn.LeakyReLU(0.2), nn.Dropout(0.3), nn.Linear(128, 1)).to(
+        rank.device
+    )
+    optimizers = [torch.optim.Adam(each.parameters(), 1e-3, (0.5, 0.999)) for each in (generator, discriminator)]
+    learning: dict[str, Any] = {
+        "generator": generator,
+        "discriminator": discriminator,
+        "first": optimizers[0],
+        "second": optimizers[1],
+    }
     step = first_epoch = 0
     if saved := rank.load():
         step, first_epoch = saved["step"], saved["epoch"]
-        for name, network in networks.items():
-            network.load_state_dict(saved[name])
-            optimizers[name].load_state_dict(saved[f"{name}'s optimizer"])
-    make, judge = (DistributedDataParallel(network, find_unused_parameters=True) for network in networks.values())
+        for name, part in learning.items():
+            part.load_state_dict(saved[name])
+    make, judge = (DistributedDataParallel(each, find_unused_parameters=True) for each in (generator, discriminator))
 
     distance, steps = 0.0, len(batches(len(images), BATCH, seed=0, epoch=0))
     for epoch in range(first_epoch, epochs):
@@ -67,28 +65,29 @@ def train(epochs: int = 40) -> float:
             made = make(torch.randn(len(real), NOISE, device=rank.device))
             of_real, of_made = judge(torch.cat([real, made.detach()])).split(len(real))
             judge_loss = factor * (loss_of(of_real, 0.9) + loss_of(of_made, 0.0))
-            optimizers["discriminator"].zero_grad()
-            judge_loss.backward()
-            optimizers["discriminator"].step()
-            discriminator.requires_grad_(False)
-            make_loss = factor * loss_of(discriminator(made), 1.0)
-            optimizers["generator"].zero_grad()
-            make_loss.backward()
-            optimizers["generator"].step()
+            make_loss = factor * loss_of(discriminator.requires_grad_(False)(made), 1.0)
             discriminator.requires_grad_(True)
+            for loss, optimizer in zip((make_loss, judge_loss), optimizers, strict=True):
+                optimizer.zero_grad()
+                loss.backward()
+            for optimizer in optimizers:
+                optimizer.step()
             step += 1
             rank.record(step, discriminator_loss=judge_loss, generator_loss=make_loss)
             if rank.due():
-                state = {name: network.state_dict() for name, network in networks.items()}
-                state |= {f"{name}'s optimizer": optimizer.state_dict() for name, optimizer in optimizers.items()}
+                state = {name: part.state_dict() for name, part in learning.items()}
                 rank.save(step, {**state, "step": step, "epoch": epoch})
         if rank.rank == 0:
             digits = draw_digits(generator, rank.device)
-            results.submit(f"epoch-{epoch + 1:03}.png", encode_picture(digits))
             distance = (digits.mean(0) - images.mean(0)).abs().mean().item()
             rank.record(step, distance=distance)
+            pixels = (digits.view(8, 8, 8, 8).transpose(1, 2).reshape(64, 64) + 1) * 127.5
+            Image.fromarray(pixels.byte().numpy()).save(file := io.BytesIO(), format="PNG")
+            results.submit(f"epoch-{epoch + 1:03}.png", file.getvalue())
     if rank.rank == 0:
-        torch.save({name: network.state_dict() for name, network in networks.items()}, rank.folder / "gan.pt")
+        torch.save(
+            {"generator": generator.state_dict(), "discriminator": discriminator.state_dict()}, rank.folder / "gan.pt"
+        )
     return distance
 
 
@@ -101,17 +100,5 @@ def draw_digits(generator: nn.Module, device: torch.device) -> Tensor:
     return digits
 
 
-def encode_picture(digits: Tensor) -> bytes:
-    """Return a PNG of eight rows of eight digits."""
-    pixels = ((digits.view(8, 8, 8, 8) + 1) * 127.5).transpose(1, 2).reshape(64, 64).round().byte()
-    Image.fromarray(pixels.numpy()).save(file := io.BytesIO(), format="PNG")
-    return file.getvalue()
-
-
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--folder", default="runs/gan", help="of the run: checkpoints, records, pictures, weights")
-    parser.add_argument("--epochs", type=int, default=40)
-    parser.add_argument("--world-size", type=int, default=2)
-    args = parser.parse_args()
-    print("distance", run_ranks(train, args.epochs, num_ranks=args.world_size, folder=args.folder))
+    print("distance", run_ranks(train, num_ranks=2, folder="runs/gan"))

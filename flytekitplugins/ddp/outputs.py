@@ -6,70 +6,60 @@ import reprlib
 from contextlib import suppress
 from pathlib import Path
 from types import UnionType
-from typing import Annotated, Any, Union, get_args, get_origin
+from typing import Annotated, Any, NoReturn, Union, get_args, get_origin
 
 import numpy as np
 from flytekit.core.type_engine import TypeEngine, TypeTransformerFailedError
-from flytekit.types.directory import FlyteDirectory
-from flytekit.types.file import FlyteFile
 
 from flyte_ddp.errors import UserError, shorten_path
 from flyte_ddp.loops.call import RETURNED, pickle_by_value
 from flytekitplugins.ddp.inputs import find_files
 
-SCALARS = (bool, int, float, str)
-Outputs = tuple[dict[str, Any], str | None]  # the declared types by name, and the name of a declared tuple
+
+class UndeclaredError(Exception):
+    """A value is not what is declared; the text says what it is, and the fix."""
 
 
-class UndeclaredError(TypeError):
-    """A value is not of the type that is declared for it: the two arguments."""
-
-
-def convert_outputs(task: str, value: Any, outputs: Outputs, kept: Path | None) -> Any:
+def convert_outputs(task: str, value: Any, outputs: tuple[dict[str, Any], str | None], kept: Path | None) -> Any:
     """Return what a body has returned, with Python's own numbers and texts in place of NumPy's; None without outputs.
 
-    Raises UserError for another type than is declared, and for a file that is not there; then writes the value,
-    pickled, into the folder ``kept``.
+    ``outputs`` are the declared types by name, and a declared tuple's name. Raises UserError for another type, and for
+    a file that is not there; then writes the value, pickled, into the folder ``kept``.
     """
-    types, tuple_name = outputs
-    if not types:
+    kinds = tuple(outputs[0].values())
+    if not kinds:
         return None  # as flytekit does
-    is_single = len(types) == 1 and not (tuple_name and isinstance(value, tuple))
-    values = [value] if is_single else value
-    if not isinstance(values, (list, tuple)) or len(values) != len(types):
-        mistake = describe_mistake(value, *types.values())
-    else:
-        try:
-            converted = [
-                convert_value(to_python(each), kind) for each, kind in zip(values, types.values(), strict=True)
-            ]
-            missing = [file.path for file in find_files(converted) if is_missing(file)]
-            if not missing:
-                return converted[0] if is_single else tuple(converted)
-            mistake = f"returned {missing[0]}, which is not there; write it first"
-        except UndeclaredError as error:
-            mistake = describe_mistake(*error.args)
-    rest = "its saves stay"
-    if kept is not None:
-        with suppress(Exception):  # an object's own code may raise anything
-            (kept / RETURNED).write_bytes(pickle_by_value(value))
-            rest = f"its saves stay, and all that it returned is in {shorten_path(kept / RETURNED)}, pickled"
-    raise UserError(f"{task}: rank 0 {mistake}\n{rest}")
+    is_single = len(kinds) == 1 and not (outputs[1] and isinstance(value, tuple))
+    values = (value,) if is_single else value
+    try:
+        if not isinstance(values, (list, tuple)) or len(values) != len(kinds):
+            refuse(value, *kinds)
+        converted = tuple(map(convert_value, map(to_python, values), kinds))
+        refuse_missing_files(converted)
+    except UndeclaredError as error:
+        rest = "its saves stay"
+        if kept is not None:
+            with suppress(Exception):  # an object's own code may raise anything
+                (kept / RETURNED).write_bytes(pickle_by_value(value))
+                rest += f", and all that it returned is in {shorten_path(kept / RETURNED)}, pickled"
+        raise UserError(f"{task}: rank 0 returned {error}\n{rest}") from None
+    return converted[0] if is_single else converted
 
 
-def describe_mistake(value: Any, *kinds: Any) -> str:
-    """Return what is wrong with a value where ``kinds`` are declared, as a part of a sentence."""
+def refuse(value: Any, *kinds: Any) -> NoReturn:
+    """Raise UndeclaredError for a value where ``kinds`` are declared."""
     names = ", ".join(str(getattr(kind, "__name__", kind)) for kind in kinds)
     if value is None:
-        return f"returned None, and the task declares {names}; return it on rank 0"
-    found = f"returned {reprlib.repr(value)} of type {type(value).__name__}"
-    return f"{found}, and the task declares {names}; return that, or declare the other"
+        raise UndeclaredError(f"None, and the task declares {names}; return it on rank 0")
+    found = f"{reprlib.repr(value)} of type {type(value).__name__}"
+    raise UndeclaredError(f"{found}, and the task declares {names}; return that, or declare the other")
 
 
-def is_missing(file: FlyteFile | FlyteDirectory) -> bool:
-    """Return whether a file that a body has returned should be on this host, and is not."""
-    path = str(file.path)
-    return not file.remote_source and "://" not in path and not Path(path).exists()
+def refuse_missing_files(value: Any) -> None:
+    """Raise UndeclaredError for a file of this host that is not there."""
+    for file in find_files(value):
+        if not file.remote_source and "://" not in str(file.path) and not Path(file.path).exists():
+            raise UndeclaredError(f"{file.path}, which is not there; write it first")
 
 
 def to_python(value: Any) -> Any:
@@ -99,19 +89,18 @@ def convert_value(value: Any, kind: Any) -> Any:
         for each in inner:
             with suppress(UndeclaredError):
                 return convert_value(value, each)
-    if kind in SCALARS:
+    if kind in (bool, int, float, str):
         value = value.item() if getattr(value, "ndim", None) == 0 else value
         value = float(value) if kind is float and type(value) is int else value
-        if type(value) is not kind:
-            raise UndeclaredError(value, kind)
-    elif origin is list and isinstance(value, list):
+        return value if type(value) is kind else refuse(value, kind)
+    if origin is list and isinstance(value, list):
         return [convert_value(each, inner[0]) for each in value]
-    elif origin is dict and isinstance(value, dict):
+    if origin is dict and isinstance(value, dict):
         return {key: convert_value(each, inner[1]) for key, each in value.items()}
     transformer = TypeEngine.get_transformer(kind)
     try:
         if transformer.type_assertions_enabled:
             transformer.assert_type(kind, value)
     except (TypeTransformerFailedError, TypeError):
-        raise UndeclaredError(value, kind) from None
+        refuse(value, kind)
     return value
