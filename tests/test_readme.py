@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from cli import ROOT, WORKFLOWS, pyflyte, surroundings
 from document_tables import PAGES, TABLE
 from training_runs import train_in
@@ -134,6 +135,60 @@ def test_the_page_of_ones_own_loop_runs_as_printed(tmp_path: Path) -> None:
     ended = pyflyte(*words, home=tmp_path / "home", directory=tmp_path)
     assert ended.exit_code == 0, ended.output
     assert "model.pt" in ended.output
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+import mine
+from flyte_ddp import run_ranks
+from flyte_ddp.loops.current_rank import CurrentRank
+
+def train(marker, step_to_die_at):
+    save = CurrentRank.save
+    def save_and_die(self, step, state):
+        save(self, step, state)
+        if step == step_to_die_at and not Path(marker).exists():
+            self._checkpoints.load()  # waits until it is written
+            Path(marker).touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+    CurrentRank.save = save_and_die
+    return mine.train(3)
+
+if __name__ == "__main__":
+    print(run_ranks(train, "killed", int(sys.argv[2]), num_ranks=2, folder=sys.argv[1]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("step", [29, pytest.param(40, marks=pytest.mark.exhaustive)])  # of 29 in an epoch
+def test_the_loop_of_the_page_does_the_work_at_the_end_of_an_epoch_after_a_kill_at_its_last_step(
+    tmp_path: Path, step: int
+) -> None:
+    """Records, weights and the returned value are those of a run that nothing disturbs, bit for bit."""
+    (tmp_path / "mine.py").write_text(example(ROOT / "docs" / "own-loop.md", "# mine.py"))
+    (tmp_path / "killed.py").write_text(KILLED)
+    environment = {**os.environ, "FLYTE_DDP_CHECKPOINT_SECONDS": "1e-6", "FLYTE_DDP_PROGRESS": "off"}
+
+    def run(folder: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "killed.py", folder, str(step)]
+        return subprocess.run(command, check=False, cwd=tmp_path, env=environment, capture_output=True, text=True)
+
+    assert "rank 0 was killed by SIGKILL" in run("run").stderr
+    resumed, undisturbed = run("run"), run("undisturbed")
+    assert resumed.stdout == undisturbed.stdout != "", resumed.stderr
+    records = [
+        [{**record, "time": 0} for record in read_records(tmp_path / folder / "metrics.jsonl")]
+        for folder in ("run", "undisturbed")
+    ]
+    starts, recorded = (
+        [[each for each in of if each["kind"] == kind] for of in records] for kind in ("start", "record")
+    )
+    assert [each["resumed_after_step"] for each in starts[0]] == [0, step]
+    assert recorded[0] == recorded[1]
+    assert [each["step"] for each in recorded[0] if "accuracy" in each] == [29, 58, 87]
+    weights = [torch.load(tmp_path / folder / "model.pt", weights_only=True) for folder in ("run", "undisturbed")]
+    assert [name for name, value in weights[0].items() if not torch.equal(value, weights[1][name])] == []
 
 
 def test_the_public_names_are_there() -> None:

@@ -35,15 +35,15 @@ def main(epochs: int = 5, learning_rate: float = 0.05, save_every: int = 10) -> 
         DataLoader(training, batch_size=50, shuffle=True),
         DataLoader(validation, batch_size=100),
     )
-    step, rank = 0, flyte_ddp.current_rank()  # flyte_ddp
+    step, first_epoch, rank = 0, 0, flyte_ddp.current_rank()  # flyte_ddp
     if saved := rank.load():  # flyte_ddp
-        step = saved["step"]
+        step, first_epoch = saved["step"], saved["epoch"]
         accelerator.unwrap_model(model).load_state_dict(saved["model"])
         optimizer.load_state_dict(saved["optimizer"])
 
-    for epoch in range(step // len(loader), epochs):
+    for epoch in range(first_epoch, epochs):
         loader.set_epoch(epoch)
-        for images, labels in skip_first_batches(loader, step % len(loader)):
+        for images, labels in skip_first_batches(loader, step - epoch * len(loader)):
             loss = functional.cross_entropy(model(images), labels)
             accelerator.backward(loss)
             optimizer.step()
@@ -51,8 +51,8 @@ def main(epochs: int = 5, learning_rate: float = 0.05, save_every: int = 10) -> 
             step += 1
             rank.record(step, loss=loss)  # flyte_ddp
             if accelerator.is_main_process and (rank.due() or step % save_every == 0):  # flyte_ddp
-                weights = accelerator.unwrap_model(model).state_dict()
-                rank.save(step, {"step": step, "model": weights, "optimizer": optimizer.state_dict()})  # flyte_ddp
+                state = {"model": accelerator.unwrap_model(model).state_dict(), "optimizer": optimizer.state_dict()}
+                rank.save(step, {**state, "step": step, "epoch": epoch})  # flyte_ddp
 
     losses: list[torch.Tensor] = []
     right: list[torch.Tensor] = []

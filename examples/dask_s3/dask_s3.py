@@ -69,15 +69,15 @@ def run_transfer_learning(images: str, weights: str, n_epochs: int, batch_size: 
     dataset = S3ImageFolder(images, image_size)
     net = make_model(weights, len(dataset.classes)).to(here.device)
     optimizer = optim.SGD(net.parameters(), lr=0.001, momentum=0.9)
-    saved = here.load() or {"count": 0, "loss": 0.0}
+    saved = here.load() or {"count": 0, "epoch": 0, "loss": 0.0}
     count, loss = saved["count"], torch.tensor(saved["loss"])
     if count:
         net.load_state_dict(saved["model"])
         optimizer.load_state_dict(saved["optimizer"])
     model = DistributedDataParallel(net)
     steps = len(batches(len(dataset), batch_size, seed=0, epoch=0))
-    for epoch in range(count // steps, n_epochs):
-        order = batches(len(dataset), batch_size, seed=0, epoch=epoch, first=count % steps)
+    for epoch in range(saved["epoch"], n_epochs):
+        order = batches(len(dataset), batch_size, seed=0, epoch=epoch, first=count - epoch * steps)
         loader = DataLoader(dataset, batch_sampler=order)
         for factor, (inputs, labels) in zip(order.loss_factors(), loader, strict=True):
             loss = nn.functional.cross_entropy(model(inputs.to(here.device)), labels.to(here.device))
@@ -92,7 +92,7 @@ def run_transfer_learning(images: str, weights: str, n_epochs: int, batch_size: 
                 results.submit(f"checkpoint-{count}.pt", file.getvalue())
             if here.due():
                 state = {"model": net.state_dict(), "optimizer": optimizer.state_dict()}
-                here.save(count, {**state, "count": count, "loss": loss.item()})
+                here.save(count, {**state, "count": count, "epoch": epoch, "loss": loss.item()})
     return loss.item()
 
 

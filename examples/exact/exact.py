@@ -109,22 +109,23 @@ def train(parts: int, fail_at: int = 0) -> dict[str, Any]:
     layers = nn.Conv2d(1, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(288, 10)
     model = nn.Sequential(*layers).to(rank.device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    saved = rank.load() or {"step": 0}  # on all ranks
+    saved = rank.load() or {"step": 0, "epoch": 0}  # on all ranks
     if saved["step"]:
         model.load_state_dict(saved["model"])
         optimizer.load_state_dict(saved["optimizer"])
 
     average = PartAverage(model, parts) if parts else DDPAverage(model)
     step, steps = saved["step"], len(flyte_ddp.batches(len(training), BATCH, SEED, epoch=0))
-    for epoch in range(step // steps, EPOCHS):
-        for batch in average.load_batches(training, epoch, first=step % steps):
+    for epoch in range(saved["epoch"], EPOCHS):
+        for batch in average.load_batches(training, epoch, first=step - epoch * steps):
             loss = average.compute_gradients(batch)
             optimizer.step()
             optimizer.zero_grad()
             step += 1
             rank.record(step, loss=loss)
             if rank.due() or (rank.rank == 0 and step % SAVE_EVERY == 0):
-                rank.save(step, {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step})
+                state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+                rank.save(step, {**state, "step": step, "epoch": epoch})
             if step == fail_at and not saved["step"] and rank.rank == rank.world_size - 1:
                 raise RuntimeError("as if the machine had failed")
     loss, accuracy = evaluate(model, test, rank.device)

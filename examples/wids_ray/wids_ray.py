@@ -75,15 +75,15 @@ def train_in_ray(config: Config) -> list[float]:
     net = getattr(models, config.model)().to(here.device)
     model = DistributedDataParallel(net)
     optimizer = torch.optim.SGD(net.parameters(), lr=config.lr, momentum=config.momentum)
-    saved = here.load() or {"step": 0, "recent": []}
+    saved = here.load() or {"step": 0, "epoch": 0, "recent": []}
     step, recent = saved["step"], deque(saved["recent"], maxlen=100)  # of losses and accuracies
     if step:
         net.load_state_dict(saved["model"])
         optimizer.load_state_dict(saved["optimizer"])
     dataset = make_dataset_train(config)
     steps = len(dataset) // here.world_size // config.batch_size  # of an epoch, on each rank
-    for epoch in range(step // steps, config.epochs):
-        for images, targets in make_dataloader_train(config, dataset, epoch, step % steps, steps):
+    for epoch in range(saved["epoch"], config.epochs):
+        for images, targets in make_dataloader_train(config, dataset, epoch, step - epoch * steps, steps):
             inputs, labels = images.to(here.device), targets.to(here.device)
             optimizer.zero_grad()
             outputs = model(inputs)
@@ -95,7 +95,7 @@ def train_in_ray(config: Config) -> list[float]:
             here.record(step, loss=recent[-1][0], accuracy=recent[-1][1])
             if here.due():
                 state = {"model": net.state_dict(), "optimizer": optimizer.state_dict()}
-                here.save(step, {**state, "step": step, "recent": [*recent]})
+                here.save(step, {**state, "step": step, "epoch": epoch, "recent": [*recent]})
     if here.rank == 0:
         torch.save(net.state_dict(), here.folder / "resnet.pt")
     return torch.tensor([*recent]).mean(0).tolist()

@@ -1,21 +1,25 @@
 """Hash the content of an address that the user gives, so that the cache key changes when the content does."""
 
 import hashlib
-from collections.abc import Iterable
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
 
 from flyte_ddp import storage
 from flyte_ddp.errors import UserError
 from flyte_ddp.files import file_digest
 from flyte_ddp.progress import Progress
+from flyte_ddp.settings import runs_folder
 from flyte_ddp.storage.digest_list import SUMS
 
 
 def content_identity(source: str, hyperparameter: str = "data_source") -> str:
     """Return a SHA-256 (hex) that changes with the content of ``source``; "" for an empty ``source``.
 
-    Reads a local file, or all files of a directory, whole. Lists object storage. Asks a web server for ``SHA256SUMS``
-    or the file's ETag or time of change, and downloads the file only if it gives none of these. Tries up to 4 times,
-    prints failures to stderr. A missing, empty or unreadable ``source`` is a UserError about ``hyperparameter``.
+    Reads a local file, or the files of :func:`list_data_files`, whole. Lists object storage. Asks a web server for
+    ``SHA256SUMS`` or the file's ETag or time of change, and downloads the file only if it gives none of these. Tries up
+    to 4 times, prints failures to stderr. A missing, empty or unreadable ``source`` is a UserError about
+    ``hyperparameter``.
     """
     if not source:
         return ""
@@ -26,7 +30,7 @@ def content_identity(source: str, hyperparameter: str = "data_source") -> str:
                 return digest_lines([file_digest(path)])
             if not path.is_dir():
                 raise UserError(f"{where}: there is no such file or directory; give one that exists")
-            files = {file.relative_to(path).as_posix(): file for file in path.rglob("*") if file.is_file()}
+            files = {file.relative_to(path).as_posix(): file for file in list_data_files(path)}
             if not files:
                 raise UserError(f"{where}: the directory is empty; give one that holds the data")
             return digest_lines(f"{name} {file_digest(file)}" for name, file in sorted(files.items()))
@@ -40,6 +44,18 @@ def content_identity(source: str, hyperparameter: str = "data_source") -> str:
         if hyperparameter == "data_source":
             fix += "; a directory on a web server needs a SHA256SUMS file in it"
         raise failure.to_user_error(f"{where}: cannot be read: {failure}; {fix}") from None
+
+
+def list_data_files(folder: Path) -> Iterator[Path]:
+    """Yield the files below a folder, but none of the runs folder, of ``__pycache__`` and of hidden folders.
+
+    A run writes there, so with them no run would be the same as the one before. Follows links to files only.
+    """
+    runs = runs_folder().resolve()
+    for parent, folders, names in os.walk(folder):
+        shown = (name for name in folders if name != "__pycache__" and not name.startswith("."))
+        folders[:] = [name for name in shown if Path(parent, name).resolve() != runs]
+        yield from (path for path in (Path(parent, name) for name in names) if path.is_file())
 
 
 def digest_lines(lines: Iterable[str]) -> str:

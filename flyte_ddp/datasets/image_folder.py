@@ -14,6 +14,7 @@ from flyte_ddp.class_names import normalize_class_name
 from flyte_ddp.datasets.identity import digest_lines
 from flyte_ddp.errors import UserError
 from flyte_ddp.formatting import format_count
+from flyte_ddp.settings import runs_folder
 from flyte_ddp.storage.digest_list import SUMS
 
 SUFFIXES = tuple(f".{kind}" for kind in IMAGES)
@@ -143,16 +144,19 @@ def list_images(address: str) -> ImageList:
 def list_visible_files(address: str) -> list[storage.Entry]:
     """List the files below a folder or prefix, in up to 4 tries; return their names, sizes and tags. Follows links.
 
-    Leaves out SHA256SUMS and hidden files: those with a dot at the beginning of their name or of a folder's. Raises a
-    UserError if the address cannot be listed.
+    Leaves out SHA256SUMS, the runs folder and hidden files: those with a dot at the beginning of their name or of a
+    folder's. Raises a UserError if the address cannot be listed.
     """
+    root, runs = storage.local_path(address), runs_folder()
+    own = f"{runs.relative_to(root)}/" if root and runs.is_relative_to(root) else "./"  # so begins no entry
     try:
         entries = storage.retry(address, lambda where: list(storage.list_files(where)))
     except storage.UnavailableError as failure:
         remote = storage.local_path(address) is None
         advice = "check address and server" if remote else "check the address, and links and permissions in the folder"
         raise failure.to_user_error(f"image folder {address}: cannot be listed ({failure}); {advice}") from None
-    return [entry for entry in entries if "/." not in f"/{entry.name}" and entry.name != SUMS]
+    shown = (entry for entry in entries if "/." not in f"/{entry.name}" and entry.name != SUMS)
+    return [entry for entry in shown if not entry.name.startswith(own)]
 
 
 def is_image(name: str) -> bool:

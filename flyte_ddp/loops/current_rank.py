@@ -2,12 +2,14 @@
 
 import io
 import os
+import random
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, SupportsFloat
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
@@ -15,7 +17,9 @@ from torch.distributed import distributed_c10d
 from flyte_ddp.errors import UserError
 from flyte_ddp.loops.checkpoints import Checkpoints, read_state
 from flyte_ddp.loops.records import Records
+from flyte_ddp.order.augmentation import bits_of_one_sample
 from flyte_ddp.parallel.distributed import translate_collective_errors
+from flyte_ddp.parallel.training_pass import Generators
 from flyte_ddp.runs.checkpoint import Identity
 from flyte_ddp.settings import read_settings
 
@@ -128,6 +132,17 @@ class CurrentRank:
         The time is FLYTE_DDP_CHECKPOINT_SECONDS after the last save or the begin.
         """
         return self.rank == 0 and self._checkpoints.due()
+
+    def seed_step(self, step: int, seed: int = 0) -> None:
+        """Seed the random numbers of torch, NumPy and Python in this process by ``seed``, this rank and ``step``.
+
+        Call it first in each step, on all ranks: noise and dropout of the step then differ from rank to rank, and a
+        step that is done again after a resume draws what it drew before. Processes of a DataLoader are not seeded.
+        """
+        bits = bits_of_one_sample(seed, step, self.rank)
+        Generators(torch.default_generator, random, np.random).seed_each(bits)
+        if self.device.type == "cuda":
+            torch.cuda.manual_seed(bits)
 
     def record(self, step: int, **values: SupportsFloat) -> None:
         """Record numbers of a step: in metrics.jsonl, the progress, the page, and wandb. Rank 0's count.

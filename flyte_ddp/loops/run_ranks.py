@@ -2,11 +2,13 @@
 
 import math
 import os
+import sys
 import tempfile
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import cloudpickle  # type: ignore[import-untyped]
@@ -56,13 +58,16 @@ def run_ranks(
         launch: what starts the ranks, such as ``flyte_ddp.launch.ray.launch``. None: processes of this machine; a
             single rank runs in this process.
         timeout: seconds that a rank waits for others in a collective operation; None: FLYTE_DDP_TIMEOUT.
-        kwargs: the function's keyword arguments, which are pickled.
+        kwargs: the function's keyword arguments, which are pickled; one with a name of those above goes by position,
+            or by functools.partial.
 
     Raises RankError with the type, message and traceback of the rank that failed first; UserError for a mistake, such
     as arguments that cannot be pickled, more ranks than GPUs, another run in the folder, or a checkpoint of other code
     or other arguments; StoppedError after SIGTERM, KeyboardInterrupt after Ctrl-C. Before these two the function has
-    time to save (FLYTE_DDP_SAVE_SECONDS): ``due()`` is true then.
+    time to save (FLYTE_DDP_SAVE_SECONDS): ``due()`` is true then. Where nothing catches one of these, Python prints its
+    message without the launcher's traceback, by sys.excepthook.
     """
+    print_errors_as_messages()
     if type(num_ranks) is not int or num_ranks < 0:
         raise UserError(f"num_ranks={num_ranks!r}: must be a number of ranks, or 0 for as many as there is room for")
     if folder is not None and not isinstance(folder, (str, Path)):
@@ -70,12 +75,14 @@ def run_ranks(
     if launch is not None and not callable(launch):
         name = getattr(launch, "__name__", repr(launch))
         raise UserError(f"launch={name}: must be a function, such as flyte_ddp.launch.ray.launch; None for processes")
+    kept = {"num_ranks": num_ranks != 2, "folder": folder, "launch": launch, "timeout": timeout}
+    taken = [name for name, given in kept.items() if given]
     settings = disable_wandb_without_key(read_settings())
     if timeout is not None:
         if not isinstance(timeout, (int, float)) or not 0 < timeout < math.inf:
             raise UserError(f"timeout={timeout!r}: must be a number of seconds above 0")
         settings = replace(settings, timeout=float(timeout))
-    call, request = describe_call(function, args, kwargs), Request(num_ranks, exact=True)
+    call, request = describe_call(function, args, kwargs, taken), Request(num_ranks, exact=True)
     if folder is not None:
         return run_call(call, request, Path(folder).absolute(), settings, launch)
     with tempfile.TemporaryDirectory(prefix="flyte-ddp-run-", ignore_cleanup_errors=True) as temporary:
@@ -84,6 +91,24 @@ def run_ranks(
             return run_call(call, request, Path(temporary, "run"), quiet, launch, keep=False)
         except StoppedError as error:
             raise StoppedError(error.signal, step=0) from None  # its checkpoint goes with the folder
+
+
+def print_errors_as_messages() -> None:
+    """Set sys.excepthook so that this library's errors end a program with a message; others as before."""
+    if getattr(sys.excepthook, "prints_messages", False):
+        return
+    before = sys.excepthook
+
+    def print_message(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if isinstance(error, (UserError, RankError, StoppedError)):
+            print(*filter(None, [getattr(error, "details", ""), error.format_message()]), sep="\n", file=sys.stderr)
+        elif isinstance(error, KeyboardInterrupt) and error.args:
+            print(error, file=sys.stderr)
+        else:
+            before(kind, error, trace)
+
+    print_message.prints_messages = True  # type: ignore[attr-defined]
+    sys.excepthook = print_message
 
 
 def disable_wandb_without_key(settings: Settings) -> Settings:
@@ -96,14 +121,21 @@ def disable_wandb_without_key(settings: Settings) -> Settings:
 
 
 def run_call(
-    call: Call, request: Request, folder: Path, settings: Settings, launch: Launch | None = None, *, keep: bool = True
+    call: Call,
+    request: Request,
+    folder: Path,
+    settings: Settings,
+    launch: Launch | None = None,
+    *,
+    keep: bool = True,
+    keep_saves: bool = False,
 ) -> Any:
     """Run a call on the ranks that are requested, and return what rank 0 has returned.
 
     Locks the folder, resumes from its checkpoint, and removes the checkpoints when the function has returned. Copies
     results to ``settings.results_copy``; starts wandb, unless it is disabled, at the first record. Writes report.html
-    if anything was recorded. ``keep`` False: the folder is not kept, so errors name no files of it. Raises what
-    :func:`run_ranks` raises.
+    if anything was recorded. ``keep`` False: the folder is not kept, so errors name no files of it. ``keep_saves``: the
+    caller removes the checkpoints, by :func:`remove_saves`. Raises what :func:`run_ranks` raises.
     """
     from flyte_ddp.tracking import wandb_run  # takes a tenth of a second, and most who import this need it later
 
@@ -147,7 +179,8 @@ def run_call(
                 elif isinstance(error, RankError):
                     error.step = 0
                 raise
-        remove_checkpoints(folder)  # so that the next run does not resume from them
+        if not keep_saves:
+            remove_checkpoints(folder)  # so that the next run does not resume from them
         if keep:
             write_page(folder)
         return value
@@ -177,6 +210,12 @@ def remove_checkpoints(folder: Path) -> None:
         (folder / checkpoint.FOLDER).rmdir()
 
 
+def remove_saves(folder: Path) -> None:
+    """Remove the checkpoints of a run that has ended, unless another run is in the folder by now."""
+    with suppress(UserError), hold_run_folder(folder):
+        remove_checkpoints(folder)
+
+
 def read_returned(name: str, path: Path) -> Any:
     """Read and remove the file with what rank 0 has returned, and return that; UserError if it cannot be unpickled."""
     content = path.read_bytes()
@@ -191,9 +230,18 @@ def read_returned(name: str, path: Path) -> Any:
 
 
 def write_page(folder: Path) -> None:
-    """Write report.html, the page of the run's records, if the function has recorded anything. Imports matplotlib."""
-    if any(record.get("kind") == "record" for record in read_records(folder / METRICS)):
+    """Write report.html, if the function has recorded anything or handed in results. Imports matplotlib.
+
+    Prints to stderr why there is no page if it cannot be made: what the function has returned counts all the same.
+    """
+    is_recorded = any(record.get("kind") == "record" for record in read_records(folder / METRICS))
+    if not is_recorded and not (folder / results.FOLDER).exists():
+        return
+    try:
         from flyte_ddp.report.function_page import render_function_page  # and NumPy, for which ranks would wait
         from flyte_ddp.report.page import write_html
 
         write_html(folder / REPORT, render_function_page(folder, folder.name))
+    except Exception as error:  # matplotlib may raise anything
+        reason = f"{type(error).__name__}: {error}"
+        print(f"no {REPORT} could be made ({reason}); {METRICS} has what was recorded", file=sys.stderr, flush=True)

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 Floats = NDArray[np.float64]
 
 BLUE, ORANGE, GREEN, MUTED = "#2457c5", "#d9660f", "#1b8a5a", "#5d6878"
+LARGEST = 1e250  # larger values are left out of charts: matplotlib cannot draw a range beyond all floats
 MAX_POINTS = 300  # more cannot be told apart at the size of a chart
 NAMED_CLASSES = 20  # up to here a confusion matrix has room for numbers
 LABELLED_CLASSES = 50  # and up to here for names
@@ -76,12 +77,13 @@ def draw_line_chart(
     from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator, StrMethodFormatter
 
     values = np.concatenate([np.asarray(line.y, dtype=float) for line in series])
-    values = values[np.isfinite(values)]
+    values = values[np.abs(values) < LARGEST]
     with use_report_style():
         figure = Figure()
         axes = figure.add_axes((0.125, 0.16, 0.855, 0.74))
         for line in series:
             x, y = np.asarray(line.x, dtype=float), np.asarray(line.y, dtype=float)
+            y = np.where(np.abs(y) < LARGEST, y, np.nan)
             if len(x) > MAX_POINTS:
                 x, low, y, high = thin_series(x, y)
                 axes.fill_between(x, low, high, color=line.color, alpha=0.18, linewidth=0)
@@ -94,7 +96,7 @@ def draw_line_chart(
         axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
         if scale == "from 0":
             axes.set_ylim(0, 1.08 * max(1e-12, float(values.max(initial=0.0))))
-        elif scale == "log" and values.size and values.max() > 5 * values.min() > 0:
+        elif scale == "log" and values.size and values.max() > 5 * values.min() > 1 / LARGEST:
             axes.set_yscale("log")
             wide = values.max() > 1000 * values.min()
             axes.yaxis.set_major_locator(LogLocator(subs=(1.0,) if wide else (1.0, 2.0, 5.0)))

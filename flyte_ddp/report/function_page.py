@@ -1,20 +1,24 @@
-"""The page of an own function's run: state, recorded values and arguments, from the metrics.jsonl of its folder."""
+"""The page of an own function's run: state, recorded values, pictures and arguments, from the files of its folder."""
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from flyte_ddp import results
 from flyte_ddp.errors import UserError
 from flyte_ddp.formatting import format_value
 from flyte_ddp.json_lines import read_records
 from flyte_ddp.report.figures import BLUE, Series, draw_line_chart
-from flyte_ddp.report.page import render_template
+from flyte_ddp.report.page import encode_as_data_uri, fit_image, render_template
 
 Record = dict[str, Any]
 Points = list[tuple[int, float | None]]  # steps and values; None stands for a value that was not finite
 NOT_VALUES = ("kind", "step", "time")  # keys of a record beside the names of its values
+PICTURES = (".png", ".jpg", ".jpeg", ".gif", ".webp")
+SHOWN_PICTURES, PICTURE_SIDE = 24, 256  # the newest ones, and their size in pixels
 UNFOLDED = 12  # more charts are grouped by the prefixes of their values, and only the first group is unfolded
 
 
@@ -42,6 +46,7 @@ def render_function_page(folder: Path, name: str, failure: str = "") -> str:
             for prefix, (value, of) in zip(prefixes, points.items(), strict=True)
             if (chart := draw_points(value, of))
         ],
+        pictures=[*list_pictures(folder / results.FOLDER)],
         arguments=[
             (argument, json.dumps(given, ensure_ascii=False))
             for argument, given in starts[-1].get("hyperparameters", {}).items()
@@ -84,6 +89,20 @@ def collect_points(steps: Mapping[int, Record]) -> dict[str, Points]:
             if name not in NOT_VALUES:
                 points.setdefault(name, []).append((step, value))
     return points
+
+
+def list_pictures(folder: Path) -> Iterator[tuple[str, str]]:
+    """Yield name and data URI of each of the newest pictures that were handed in, the oldest first.
+
+    At most SHOWN_PICTURES (24), shrunk; without those that Pillow cannot read.
+    """
+    from PIL import Image
+
+    files = [path for path in folder.rglob("*") if path.suffix.lower() in PICTURES]
+    for path in sorted(files, key=lambda path: path.stat().st_mtime_ns)[-SHOWN_PICTURES:]:
+        with suppress(Exception), Image.open(path) as image:
+            shown = fit_image(image.convert("RGBA"), PICTURE_SIDE)
+            yield path.relative_to(folder).as_posix(), encode_as_data_uri(shown)
 
 
 def draw_points(name: str, points: Points) -> str:

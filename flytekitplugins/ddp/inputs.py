@@ -21,14 +21,18 @@ def describe_inputs(inputs: Mapping[str, Any], literals: LiteralMap | None, igno
     """Return the inputs but the ignored ones by name, as JSON values that are equal for equal inputs.
 
     A literal's own hash counts where Flyte has one; else the address of a file, and the value of anything else.
-    ``literals`` are the inputs as Flyte sent them; None if that is not known. Downloads nothing.
+    ``literals`` are the inputs as Flyte sent them; None if that is not known. Prints which count by an address, as a
+    task before may write them to another one at each launch. Downloads nothing.
     """
     hashes = {name: literal.hash for name, literal in literals.literals.items()} if literals else {}
-    return {
-        name: hashes.get(name) or describe_value(replace_files_and_modules(value))
-        for name, value in inputs.items()
-        if name not in ignored
-    }
+    counted = {name: value for name, value in inputs.items() if name not in ignored}
+    if by_address := [name for name, value in counted.items() if not hashes.get(name) and any(find_files(value))]:
+        print(
+            f"{', '.join(by_address)}: counts by its address; from a task that writes it anew at each launch it makes "
+            "another run, which begins at step 1: give that task cache=True, or its output a HashMethod",
+            flush=True,
+        )
+    return {name: hashes.get(name) or describe_value(replace_files_and_modules(each)) for name, each in counted.items()}
 
 
 def replace_files_and_modules(value: Any) -> Any:

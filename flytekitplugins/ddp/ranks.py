@@ -74,9 +74,9 @@ def make_call(
     module, name = function.__module__, function.__name__
     is_found = module != "__main__" and getattr(sys.modules.get(module), name, None) is task
     sent = FunctionOfTask(module, name) if is_found else function
-    outputs = (task.python_interface.outputs, task.python_interface.output_tuple_name) if literals else None
+    outputs = task.python_interface.outputs, task.python_interface.output_tuple_name
     parts = {"the function": sent, **{f"input {name}": value for name, value in inputs.items()}}
-    payload = pickle_call(task.name, parts, run_body, sent, dict(inputs), place, outputs)
+    payload = pickle_call(task.name, parts, run_body, sent, dict(inputs), place, task.name, outputs, literals)
     return Call(function_name(function), payload, shown, code, own_code)
 
 
@@ -84,17 +84,21 @@ def run_body(
     function: Callable[..., Any],
     inputs: dict[str, Any],
     place: Place | None,
-    outputs: tuple[dict[str, type], str | None] | None,
+    name: str,
+    outputs: tuple[dict[str, Any], str | None],
+    literals: bool,
 ) -> Returned | None:
     """Call a task's function in this rank, in flytekit's context, and return on rank 0 what it has returned.
 
-    ``place`` is None in a local run, where the process's own context does. With ``outputs``, the types by name and the
-    name of a declared tuple, uploads the values and returns their literals. Raises what the function raises, but
-    UnreachableError for Flyte's recoverable exception, after which tasks are tried again.
+    ``place`` is None in a local run, where the process's own context does. ``name`` is the task's, ``outputs`` the
+    types by name and the name of a declared tuple. With ``literals`` uploads the values and returns their literals.
+    Raises what the function raises, but UnreachableError for Flyte's recoverable exception, after which tasks are tried
+    again; UserError if a value is not of its declared type.
     """
     from flyte_ddp.loops.current_rank import current_rank  # imports torch
+    from flytekitplugins.ddp.outputs import convert_outputs  # and NumPy
 
-    rank = current_rank().rank
+    rank, folder = current_rank().rank, current_rank().folder
     share_downloads(inputs)
     with flytekit_context(place):
         try:
@@ -104,7 +108,8 @@ def run_body(
             raise UnreachableError(f"rank {rank}: {type(error).__name__}: {error}") from error
         if rank:
             return None
-        if outputs is not None and value is not None:
+        value = convert_outputs(name, value, outputs, folder if place is None else None)
+        if literals and outputs[0]:
             value = make_literals(value, *outputs)
         decks = flytekit.current_context().decks
         return Returned(value, [(deck.name, deck.html) for deck in decks if not isinstance(deck, TimeLineDeck)])

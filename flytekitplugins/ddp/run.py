@@ -3,6 +3,8 @@
 import hashlib
 import json
 from contextlib import nullcontext
+from contextvars import ContextVar
+from pathlib import Path
 from typing import Any
 
 from flyte_ddp.loops.call import Call
@@ -16,6 +18,9 @@ from flyte_ddp.runs.run_folder import METRICS, REPORT
 from flyte_ddp.runs.work import Launch
 from flytekitplugins.ddp.flyte import PLATFORM
 
+# Folders of runs whose saves go when flytekit has written the outputs; None: they go when the body has returned.
+unwritten: ContextVar[list[Path] | None] = ContextVar("unwritten", default=None)
+
 
 def name_run(task: str, call: Call) -> str:
     """Return the name of a run, which all attempts at the same task, inputs and code have."""
@@ -28,7 +33,7 @@ def run_in_folder(call: Call, run: str, request: Request, launch: Launch | None,
 
     A local run leaves its files there, and prints which. In a pod, downloads the run's newest checkpoint and uploads
     new ones, uploads what wandb could not send, and publishes the console's page, unless another process does (``page``
-    is False). Raises what run_call raises, and the errors of sync_checkpoints.
+    is False). Adds the folder to ``unwritten``. Raises what run_call raises, and the errors of sync_checkpoints.
     """
     folder = resolve_folder(run)
     with (
@@ -38,7 +43,10 @@ def run_in_folder(call: Call, run: str, request: Request, launch: Launch | None,
     ):
         settings = disable_wandb_without_key(read_run_settings(PLATFORM, run))
         record_attempt_start()
-        returned = run_call(call, request, folder, settings, launch)
+        waiting = unwritten.get()
+        returned = run_call(call, request, folder, settings, launch, keep_saves=waiting is not None)
+        if waiting is not None:
+            waiting.append(folder)
     if (folder / REPORT).exists():
         files = {
             folder / REPORT: "what it has recorded, to open in a browser",

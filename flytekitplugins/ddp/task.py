@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
 from flytekit import PythonFunctionTask
 
 from flyte_ddp.errors import UserError, require_extra
+from flyte_ddp.loops.run_ranks import remove_saves
 from flyte_ddp.machine import Request
 from flyte_ddp.pods import environment
 from flyte_ddp.pods.paths import reserve_run
@@ -24,9 +25,11 @@ from flytekitplugins.ddp.flyte import (
 from flytekitplugins.ddp.inputs import describe_inputs
 from flytekitplugins.ddp.ranks import Returned, find_place, make_call, show_decks
 from flytekitplugins.ddp.resources import count_requested_gpus, take_resources
-from flytekitplugins.ddp.run import name_run, run_in_folder
+from flytekitplugins.ddp.run import name_run, run_in_folder, unwritten
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from flytekit import FlyteContext, Secret
     from flytekit.models.literals import LiteralMap
 
@@ -88,13 +91,21 @@ class RanksTask(PythonFunctionTask):  # type: ignore[misc]  # which flytekit lea
     has_own_hosts = False  # whether rank 0 may be on a host that does not share this process's files
 
     def dispatch_execute(self, context: FlyteContext, literals: LiteralMap) -> Any:
-        """Run the task as flytekit does, and report a UserError for an input as the user's mistake."""
-        token = received.set(literals)
+        """Run the task as flytekit does, and report a UserError for an input as the user's mistake.
+
+        Removes the run's saves when flytekit has made its outputs.
+        """
+        folders: list[Path] = []
+        tokens = received.set(literals), unwritten.set(folders)
         try:
             with report_user_errors():
-                return super().dispatch_execute(context, literals)
+                outputs = super().dispatch_execute(context, literals)
         finally:
-            received.reset(token)
+            received.reset(tokens[0])
+            unwritten.reset(tokens[1])
+        for folder in folders:
+            remove_saves(folder)
+        return outputs
 
     def execute(self, **inputs: Any) -> Any:
         """Run the body on all ranks, and return what it has returned on rank 0; add rank 0's decks to the task's.
@@ -109,17 +120,8 @@ class RanksTask(PythonFunctionTask):  # type: ignore[misc]  # which flytekit lea
             literals = self.has_own_hosts and is_in_pod()
             call = make_call(self, inputs, shown, find_place() if is_in_pod() else None, literals=literals)
             returned = self.run_ranks(call, reserve_run(PLATFORM, name_run(self.name, call)))
-            if returned.value is None and (missing := self.find_missing_outputs()):
-                raise UserError(
-                    f"{self.name}: rank 0 returned None, and the task declares {missing}; return it on rank 0"
-                )
         show_decks(returned.decks)
         return returned.value
-
-    def find_missing_outputs(self) -> str:
-        """Return the types of the outputs that cannot be None, for an error's text; "" if there is none."""
-        types = self.python_interface.outputs.values()
-        return ", ".join(str(getattr(each, "__name__", each)) for each in types if type(None) not in get_args(each))
 
     def run_ranks(self, call: Call, run: str) -> Returned:
         """Run the call on the ranks, in the folder of the run, and return what rank 0 has returned."""

@@ -16,6 +16,7 @@ from PIL import Image
 from flyte_ddp.datasets import fetch, fingerprint, image_arrays, open_arrays
 from flyte_ddp.datasets.custom import arrays_from_result
 from flyte_ddp.datasets.identity import content_identity
+from flyte_ddp.datasets.image_folder import is_image, list_visible_files
 from flyte_ddp.errors import UserError
 from flyte_ddp.progress import Progress
 
@@ -182,6 +183,29 @@ def test_a_source_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:
     ):
         with pytest.raises(UserError, match=f"^data_source='{source}': {said}"):
             content_identity(source)
+
+
+def test_what_runs_and_tools_write_into_a_folder_of_data_makes_no_other_data(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as with data_source "." in a project: else no run would be the one that was cut off."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "cats").mkdir()
+    Image.new("RGB", (8, 8)).save("cats/1.png")
+    before, listed = content_identity("."), list_visible_files(".")
+    for name in ("runs/x/metrics.jsonl", "runs/x/results/1.png", "__pycache__/data.pyc", ".git/HEAD", ".venv/a/b.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("written")
+    assert content_identity(".") == before
+    for address in (".", str(tmp_path)):
+        assert [entry for entry in list_visible_files(address) if is_image(entry.name)] == listed
+    monkeypatch.setenv("FLYTE_DDP_RUNS", "elsewhere")
+    assert content_identity(".") != before, "another folder of that name counts"
+    monkeypatch.undo()
+    assert content_identity(str(tmp_path / "runs/x")), "and so does the folder itself"
+    (tmp_path / "cats/2.png").write_text("more")
+    monkeypatch.chdir(tmp_path)
+    assert content_identity(".") != before
 
 
 def test_the_identity_of_files_and_folders_on_a_web_server(server: FileServer) -> None:

@@ -202,6 +202,7 @@ def save_wrong(kind: str) -> None:
         "keys": {1: 2},
         "module": nn.Linear(1, 1),
         "later": {"best": np.float64(0.5)},
+        "list of dicts": {"epochs": [{"loss": 0.5}, {"loss": np.float64(0.5)}]},
     }
     states["inner"] = {"model": {"weight": torch.ones(3), "rule": Outcome(1, torch.ones(1))}}
     rank.save(2, states[kind])
@@ -342,6 +343,34 @@ def record_values() -> None:
     rank.record(1, number=1, real=0.5, flag=True, tensor=torch.tensor(2), loss=torch.ones(1, requires_grad=True) * 3)
     rank.record(1, array=np.ones(1), single=np.float32(0.5), nothing=float("nan"), endless=float("inf"))
     rank.record(2, real=0.25)
+
+
+def record_extremes() -> str:
+    """Record what a float cannot hold, what a chart cannot, and odd names; return something."""
+    import numpy as np
+
+    rank = current_rank()
+    rank.record(1, huge=10**400, low=-(10**5000), wide=1.7e308, count=np.uint64(2**64 - 1), flag=np.bool_(True))
+    rank.record(2, wide=-1.7e308, **{"\ud800 <b>": 1.0, "loss": 5e-324})
+    rank.record(3, loss=1e249)
+    return "the value"
+
+
+def draw(steps: list[int]) -> list[Any]:
+    """Return what each rank draws of each kind in these steps, one after the other."""
+    import random
+
+    import numpy as np
+
+    rank, drawn = current_rank(), []
+    rank.join()
+    for step in steps:
+        rank.seed_step(step, seed=5)
+        noise = nn.functional.dropout(torch.ones(64, device=rank.device)).tolist()
+        drawn.append((noise, torch.rand(1).item(), np.random.rand(), random.random()))  # noqa: NPY002
+    every: list[Any] = [None] * rank.world_size
+    dist.all_gather_object(every, drawn)
+    return every
 
 
 def save_on_all_ranks() -> Any:

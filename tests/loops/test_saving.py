@@ -85,6 +85,15 @@ def test_an_engines_retry_goes_on_within_the_call(
     assert not [*(tmp_path / "run").glob("*.ckpt")]
 
 
+@on(SPAWN, exhaustive=(AGENTS, ELASTIC, DASK, RAY))
+def test_a_step_that_is_done_again_draws_what_it_drew_and_other_ranks_other_numbers(launch: Launch, run: Run) -> None:
+    first, second = run(own_functions.draw, [3, 4], launch=launch)
+    assert run(own_functions.draw, [4, 3], launch=launch) == [first[::-1], second[::-1]]
+    by_kind = [*zip(*first, *second, strict=True)]
+    assert len(by_kind) == 4
+    assert all(one != other for of in by_kind for place, one in enumerate(of) for other in of[:place])
+
+
 @on(SPAWN, exhaustive=(AGENTS, DASK))
 def test_a_rank_that_loads_late_gets_what_rank_0_got(launch: Launch, run: Run, tmp_path: Path) -> None:
     """Though rank 0 saves again at once, into the files that it has loaded."""

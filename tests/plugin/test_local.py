@@ -53,6 +53,53 @@ def test_errors_are_sentences(run: Run, how: str, message: str) -> None:
 
 
 @pytest.mark.slow
+def test_saves_stay_until_the_outputs_are_written(run: Run, tmp_path: Path) -> None:
+    ended = run("measure", "--how", "numpy")
+    words = r"Measured\(accuracy=0.5, loss=1.5, parts=\{'a': \[2.0\]\}, stats=Stats\(total=0.25, ranks=2\)"
+    assert re.search(words, ended.output), ended.output
+    assert not [*(tmp_path / "runs").rglob("*.ckpt")]
+    for attempt in range(2):
+        ended = run("measure", "--how", "text")
+        assert ended.exit_code == 1
+        assert "own.measure: rank 0 returned 'high' of type str, and the task declares float" in ended.panel
+        assert "Traceback" not in ended.output
+        assert ("going on after step 1" in ended.output) == bool(attempt)
+    [saved] = {path.parent.parent for path in (tmp_path / "runs").rglob("*.ckpt")}
+    assert (saved / "returned.pickle").exists()
+
+
+@pytest.mark.slow
+def test_outputs_that_flytekit_cannot_write_cost_no_saves(run: Run, tmp_path: Path) -> None:
+    """Such as a model that its transformer refuses, or a full disk, which fail after the body has returned."""
+    folder = tmp_path / "project"
+    text = (folder / "own.py").read_text()
+    (folder / "own.py").write_text(f"{text}\n{FULL_DISK}")
+    ended = run("store")
+    assert "no space" in ended.output, ended.output
+    assert [*(tmp_path / "runs").rglob("*.ckpt")]
+
+
+FULL_DISK = """
+import torch
+
+class Large(torch.nn.Module):
+    def state_dict(self, *args, **kwargs):
+        raise OSError("no space")
+
+    def __reduce__(self):
+        if flyte_ddp.current_rank().world_size == 1 and not hasattr(Large, "sent"):
+            Large.sent = True  # from the rank
+            return Large, ()
+        raise OSError("no space")
+
+@task(task_config=DDP(num_ranks=1))
+def store() -> Large:
+    flyte_ddp.current_rank().save(1, {"step": 1})
+    return Large()
+"""
+
+
+@pytest.mark.slow
 def test_in_a_map_task_and_in_a_dynamic_one(run: Run) -> None:
     assert "[1, 4, 9]" in run("squares", "--values", "[1, 2, 3]").output
     assert "[0, 1]" in run("many", "--number", "2").output

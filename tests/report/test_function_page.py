@@ -1,6 +1,9 @@
 """The page of an own function's run: its figures against the records that they come from, read back out of the HTML."""
 
+import base64
+import io
 import json
+import os
 import re
 import time
 from pathlib import Path
@@ -8,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from PIL import Image
 from report_page import Page, Record
 
 from flyte_ddp.errors import UserError
@@ -106,6 +110,22 @@ def test_an_attempt_that_resumed_replaces_what_came_after_its_checkpoint(tmp_pat
     assert page.texts("h3") == ["loss"]
     attempts = page.rows()[page.rows().index(["Started", "After step", "Ranks", "Nodes"]) + 1 :][:2]
     assert [row[1:] for row in attempts] == [["0", "2", "1"], ["40", "3", "1"]]
+
+
+def test_pictures_that_were_handed_in_are_shown(tmp_path: Path) -> None:
+    """In the order in which they came; what is no picture is left out."""
+    folder = write(tmp_path / "run", start(), record(1, loss=1.0))
+    for number, (name, color) in enumerate([("maps/b <1>.png", "red"), ("a.JPG", "blue")]):
+        path = folder / "results" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (8, 8), color).save(path)
+        os.utime(path, (number, number))
+    (folder / "results/broken.png").write_bytes(b"no picture")
+    page = Page(render_function_page(folder, "a run"))
+    shown = [found for tag, found, _ in page.elements if tag == "img"]
+    assert [each["alt"] for each in shown] == ["maps/b <1>.png", "a.JPG"]
+    first = Image.open(io.BytesIO(base64.b64decode(shown[0]["src"].partition(",")[2])))
+    assert (first.size, first.getpixel((5, 5))) == ((256, 256), (255, 0, 0, 255))
 
 
 @pytest.mark.slow

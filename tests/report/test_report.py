@@ -23,7 +23,8 @@ from flyte_ddp.report import figures, report
 from flyte_ddp.report.figures import Series
 from flyte_ddp.report.page import thumbnail
 from flyte_ddp.report.report import Run
-from flyte_ddp.sections import Confusions, encode_sections
+from flyte_ddp.report.section_values import list_section_values
+from flyte_ddp.sections import Confusions, Histogram, Scatter, Section, Table, encode_sections
 
 
 @pytest.fixture(scope="module")
@@ -326,3 +327,20 @@ def test_durations_are_given_in_units_that_suit_them() -> None:
     expected = {0.0404: "40 ms", 9.876: "9.88 s", 59.9: "59.9 s", 60: "1 min 00 s", 3599: "59 min 59 s"}
     expected |= {3600: "1 h 00 min", 90_061: "25 h 01 min"}
     assert {seconds: formatting.format_duration(seconds) for seconds in expected} == expected
+
+
+@pytest.mark.parametrize(
+    "section",
+    [
+        Scatter("Mine", "", "", "x", "y", [1.7e308, -1.7e308], [1.0, 2.0]),
+        Histogram("Mine", "", "", "x", [1.0, None, 2.0], [1, 2]),
+        Table("Mine", "", ["a"], [[1.0], [2.0, 3.0]]),
+        Table("Mine", "", ["a"], [[10**400]]),
+    ],
+)
+def test_a_section_that_cannot_be_drawn_says_so_in_its_place(section: Section) -> None:
+    fine = Table("Fine", "", ["a"], [[1.0]])
+    drawn = [*list_section_values([section, fine], {}, [])]
+    assert [each["title"] for each in drawn] == ["Mine", "Fine"]
+    assert "could not be drawn (" in drawn[0]["text"]
+    assert drawn[1]["rows"] == [("1.0000",)]
