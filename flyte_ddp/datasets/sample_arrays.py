@@ -1,7 +1,7 @@
 """Data sets of arrays that are no images: one or more leaves of inputs and targets, of equal or different lengths."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +65,8 @@ class SampleArrays(StoredSet):
     classes: tuple[str, ...] = ()
     digest: str = ""
     sample_weights: NDArray[np.float64] | None = None
+    notes: tuple[str, ...] = ()  # what the user should know of the values
+    not_finite: Mapping[str, int] = field(default_factory=dict)  # by file: the first such sample
 
     @property
     def train_samples(self) -> int:
@@ -86,7 +88,7 @@ class SampleArrays(StoredSet):
         return arrays
 
     def describe_content(self) -> dict[str, Any]:
-        """Return the forms of inputs and targets."""
+        """Return the forms of inputs and targets, the notes, and each array's first sample that is not finite."""
         forms = {
             kind: {
                 "form": form_of(leaves),
@@ -94,7 +96,22 @@ class SampleArrays(StoredSet):
             }
             for kind, leaves in (("inputs", self.train_inputs), ("targets", self.train_targets))
         }
-        return {LEAVES: forms}
+        found = {
+            f"{part}.{name}" if name else part: first_non_finite(leaf)
+            for part in PARTS
+            for name, leaf in name_leaves(getattr(self, part)).items()
+        }
+        rows = {file: row for file, row in found.items() if row is not None}
+        return {LEAVES: forms, "notes": self.notes, "not_finite": rows}
+
+
+def first_non_finite(leaf: "NDArray[Any] | Ragged") -> int | None:
+    """Return the number of the first sample with NaN or an infinite number; None if all are finite."""
+    values = leaf.values if isinstance(leaf, Ragged) else leaf
+    if values.dtype.kind != "f" or not values.size or np.isfinite([values.min(), values.max()]).all():
+        return None
+    place = int(np.flatnonzero(~np.isfinite(values).reshape(len(values), -1).all(axis=1))[0])
+    return int(np.searchsorted(leaf.ends, place, side="right")) if isinstance(leaf, Ragged) else place
 
 
 def arrays(
@@ -293,4 +310,5 @@ def open_sample_arrays(folder: Path) -> SampleArrays:
                 values = read_array(folder, f"{file}.npy")
                 named[name] = Ragged(values, read_array(folder, f"{file}.ends.npy")) if ragged else values
             fields[part] = restore_leaves(kind["form"], named)
+        fields |= {"notes": (*description.get("notes", ()),), "not_finite": description.get("not_finite", {})}
         return SampleArrays(**fields)

@@ -278,9 +278,17 @@ def test_no_checkpoint_holds_what_cannot_be_loaded(train: Train, tmp_path: Path)
     assert not list((tmp_path / "run").rglob("*.ckpt"))
 
 
-def test_what_the_optimiser_does_not_know_cannot_be_unfrozen(train: Train) -> None:
+def all_parameters(model: torch.nn.Module, hp: Hyperparameters) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), hp.learning_rate)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "test_stateful_models:all_parameters"])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_what_is_frozen_at_first_cannot_be_trained_later(train: Train, optimizer: str, ranks: int) -> None:
+    """Also if an own optimiser knows it: ranks exchange no gradients of it. It is told in the step itself."""
+    hp = replace(ON_ONE, model="unusual_models:Thawing", optimizer=optimizer, num_ranks=ranks, momentum=0.9, epochs=1)
     with pytest.raises(UserError, match=r"^parameter first\.weight: was frozen when the optimiser was made"):
-        train(replace(ON_ONE, model="unusual_models:Thawing"))
+        train(hp)
 
 
 @pytest.mark.parametrize("model", ["stateful_models:Unscaled", "unusual_models:OtherEachTime"])
