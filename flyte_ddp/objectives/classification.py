@@ -14,6 +14,7 @@ from flyte_ddp.errors import UserError
 from flyte_ddp.objectives.objective import (
     HIGHER,
     Columns,
+    Facts,
     Objective,
     largest_losses,
     overrides,
@@ -30,6 +31,14 @@ class Classification(Objective):
     measures: Mapping[str, str] = {"accuracy": HIGHER}
     takes = frozenset(OBJECTIVES["classification"])
     loss_unit = "cross-entropy (nats)"
+
+    def __init__(self, facts: Facts) -> None:
+        super().__init__(facts)
+        if facts.label_smoothing and self.class_weights is not None and not bool(self.class_weights.all()):
+            raise UserError(
+                f"class_weights={facts.class_weights!r}: with label_smoothing={facts.label_smoothing:g} a weight of 0 "
+                "would still count in part; give a small one, or set label_smoothing=0"
+            )
 
     @property
     def has_weights(self) -> bool:
@@ -63,7 +72,12 @@ class Classification(Objective):
     def losses(self, outputs: Any, targets: Tensor) -> Tensor:
         """Return the cross-entropy of each sample, [n], with label smoothing while torch records gradients."""
         smoothing = self.facts.label_smoothing if torch.is_grad_enabled() else 0.0
-        return functional.cross_entropy(outputs, targets, reduction="none", label_smoothing=smoothing)
+        if not smoothing or self.class_weights is None or overrides(self, Classification, "weights"):
+            return functional.cross_entropy(outputs, targets, reduction="none", label_smoothing=smoothing)
+        # torch weighs the smoothed part by all classes' weights, and not by that of the sample, which comes later.
+        weights = self.class_weights_at(outputs.device).to(outputs.dtype)
+        losses = functional.cross_entropy(outputs, targets, weights, reduction="none", label_smoothing=smoothing)
+        return losses / weights[targets]
 
     def loss_sum(self, outputs: Any, targets: Tensor, weights: Terms | None, samples: int) -> Tensor:
         """Return the weighted sum of all losses, []; without weights by torch's fused form."""
