@@ -257,6 +257,8 @@ def test_registered_buffers_are_those_that_the_model_was_made_with(digits: Path,
         ("nothing_to_train", "has nothing to train"),
         ("no_parameters", "has nothing to train"),
         ("extra_numpy", r"has \{.*np\.float64\(1\.5\).*\} in _extra_state: torch.load\(weights_only"),
+        ("data_parallel", "has a DataParallel in it; return it without: the ranks average its gradients anyway"),
+        ("wrapped_for_ranks", r"uses torch.distributed \(.*\); return it without DistributedDataParallel: the ranks"),
         ("in_a_dict", r"returned dict: it must return .* = \(\d+, 10\); return nothing but the logits"),
         ("four_dimensions", r"returned \(\d+, 10, 1, 1\): .*; flatten the logits of each sample"),
         ("whole_numbers", "returned torch.int64: it must return floating-point logits"),
@@ -276,6 +278,12 @@ def test_no_checkpoint_holds_what_cannot_be_loaded(train: Train, tmp_path: Path)
         with pytest.raises(UserError, match=r"has np\.float64\(1\.5\) in _extra_state: torch.load\(weights_only"):
             train(replace(ON_ONE, model="unusual_models:ExtraNumpyLater", batch_size=100), checkpoint_seconds=0.01)
     assert not list((tmp_path / "run").rglob("*.ckpt"))
+
+
+@pytest.mark.slow
+def test_a_model_that_is_wrapped_for_ranks_is_refused_on_ranks(train: Train) -> None:
+    with pytest.raises(UserError, match="has a DistributedDataParallel in it; return it without: the ranks average"):
+        train(replace(ON_ONE, model="unusual_models:wrapped_for_ranks", num_ranks=2))
 
 
 def all_parameters(model: torch.nn.Module, hp: Hyperparameters) -> torch.optim.Optimizer:
