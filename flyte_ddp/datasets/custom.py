@@ -8,7 +8,16 @@ from typing import Any
 import numpy as np
 
 from flyte_ddp.datasets.identity import content_identity, digest_lines
-from flyte_ddp.datasets.images import ARRAYS, ImageArrays, Images, Targets, convert_weights, image_arrays
+from flyte_ddp.datasets.images import (
+    ARRAYS,
+    ImageArrays,
+    Images,
+    Targets,
+    convert_weights,
+    image_arrays,
+    refuse_masked,
+    require_array,
+)
 from flyte_ddp.datasets.on_demand_set import OnDemand, OnDemandSet, call_seeded, require_samples, split_item
 from flyte_ddp.datasets.sample_arrays import SampleArrays, arrays
 from flyte_ddp.errors import UserError
@@ -176,9 +185,10 @@ def convert_sample(where: str, item: Any) -> tuple[Images, Targets]:
     """
     try:
         image, given = item
-        label = np.asarray(given)
+        label = require_array("its label", given)
     except (TypeError, ValueError) as error:
         raise UserError(f"{where} must be an image and a label: {error}") from error
     if label.dtype.kind not in "biuf":
         raise UserError(f"{where}: its label is a {type(given).__name__}; must be a number or numbers")
+    refuse_masked(f"{where}: its image", image)
     return require_pixels(f"{where}: its image", image), label

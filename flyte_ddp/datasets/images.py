@@ -98,11 +98,28 @@ def image_arrays(
 
 
 def require_array(name: str, values: Any) -> NDArray[Any]:
-    """Return ``values`` as an array; UserError, with ``name`` in its text, for ragged lists or a tensor on a GPU."""
+    """Return ``values`` as an array; UserError, with ``name`` in its text, for what is none or would lose content.
+
+    That is ragged lists, a tensor on a GPU, masked values, and whole numbers of 2**63 and more.
+    """
+    refuse_masked(name, values)
     try:
-        return np.asarray(values)
+        array = np.asarray(values)
     except (ValueError, TypeError, RuntimeError) as error:  # torch raises a RuntimeError for a tensor with gradients
         raise UserError(f"{name}: is no array ({error}); give one of equal parts, in the CPU's memory") from None
+    if array.dtype == np.uint64 and array.max(initial=0) >= 2**63:
+        raise UserError(f"{name}: has {array.max()}: whole numbers must be below 2**63; give floats, or lower ones")
+    return array
+
+
+def refuse_masked(name: str, values: Any) -> None:
+    """Raise UserError, with ``name`` in its text, for an array in which values are masked, or a list with one."""
+    parts = values if isinstance(values, (list, tuple)) else [values]
+    if any(isinstance(part, np.ma.MaskedArray) and np.ma.is_masked(part) for part in parts):
+        raise UserError(
+            f"{name}: has masked values, and the mask would be lost; fill them (.filled(0), of targets that are floats "
+            ".filled(np.nan)), or give the mask as an array of its own"
+        )
 
 
 def convert_images(name: str, values: Any) -> Images:

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias, TypeGuard
 import numpy as np
 from numpy.typing import NDArray
 
-from flyte_ddp.catalog import encoded_kind
+from flyte_ddp.catalog import IGNORED, encoded_kind
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.contradictions import check_select_by
 from flyte_ddp.datasets.encoded_set import EncodedSet, open_encoded_set
@@ -27,6 +27,7 @@ from flyte_ddp.user_code import load_callable
 
 ItemSet: TypeAlias = SampleArrays | OnDemandSet  # whose samples are any leaves; those on demand may be pictures
 PreparedSet: TypeAlias = ImageArrays | ItemSet | EncodedSet
+MOST_NAMED = 5  # classes in a text
 SampleOrder = ListedOrder | ShardOrder  # samples of a stream have no numbers, so StreamOrder is not one of these
 
 
@@ -148,8 +149,10 @@ def check_prepared_set(
             raise no_samples_error(hp.dataset, purpose)
     if ":" not in hp.sampling:  # a function of the user's own runs in ranks alone
         order_training(data, orders["training"], hp.sampling)
+    if isinstance(data, SampleArrays):
+        return [*data.notes, *describe_missing_classes(data, hp)]
     if not isinstance(data, EncodedSet):
-        return []
+        return describe_missing_classes(data, hp)
     if isinstance(data.train, ImageList):
         return data.train.describe_images() + (data.test.describe_images() if isinstance(data.test, ImageList) else [])
     if encoded_kind(hp.dataset) == "stream":
@@ -158,6 +161,24 @@ def check_prepared_set(
         refuse_unusable_stream(data.train, hp.dataset, left, ranks, max(1, workers))
         return []
     return cache_size_warnings(data.train, hp, ranks, cache_bytes)
+
+
+def describe_missing_classes(data: PreparedSet, hp: Hyperparameters) -> list[str]:
+    """Return a list of one warning if a class of a segmentation has no pixel in the training masks, else []."""
+    masks = find_training_targets(data)
+    if hp.objective != "segmentation" or masks is None or masks.ndim != 3:
+        return []
+    classes = resolve_class_names(data.classes, hp)
+    missing = dict(enumerate(classes))
+    for mask in masks:
+        missing = {number: name for number, name in missing.items() if not (mask == number).any()}
+        if not missing:
+            return []
+    names = ", ".join(map(repr, [*missing.values()][:MOST_NAMED])) + (", ..." if len(missing) > MOST_NAMED else "")
+    text = f"warning: no pixel of the training masks has the class {names}"
+    if len(missing) >= len(classes) - 1 and any((mask == IGNORED).any() for mask in masks):
+        text += f", and pixels that are {IGNORED} are ignored; of masks painted 0 and 255 make classes by masks // 255"
+    return [text]
 
 
 def cache_size_warnings(index: ShardIndex, hp: Hyperparameters, ranks: int, cache_bytes: int | None) -> list[str]:

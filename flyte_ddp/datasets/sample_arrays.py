@@ -1,7 +1,7 @@
 """Data sets of arrays that are no images: one or more leaves of inputs and targets, of equal or different lengths."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,8 @@ from flyte_ddp.leaves import Leaves, describe_form, form_of, name_leaves, requir
 LEAVES = "leaves"  # key in the description of the forms of inputs and targets
 PARTS = ("train_inputs", "train_targets", "test_inputs", "test_targets")
 MOST_CLASSES = 1_000_000  # as the hyperparameter num_classes allows
+COMPARED_ROWS, LEAST_KEPT = 10_000, 0.99  # the second: share of different numbers that stay different
+LISTED = 5  # names in a text
 # Types that torch does not compute with, and those that they become.
 STORED_TYPES = {"uint16": "int32", "uint32": "int64", "uint64": "int64"}
 
@@ -65,6 +67,8 @@ class SampleArrays(StoredSet):
     classes: tuple[str, ...] = ()
     digest: str = ""
     sample_weights: NDArray[np.float64] | None = None
+    notes: tuple[str, ...] = ()  # what the user should know of the values
+    not_finite: Mapping[str, int] = field(default_factory=dict)  # by file: the first such sample
 
     @property
     def train_samples(self) -> int:
@@ -86,7 +90,7 @@ class SampleArrays(StoredSet):
         return arrays
 
     def describe_content(self) -> dict[str, Any]:
-        """Return the forms of inputs and targets."""
+        """Return the forms of inputs and targets, the notes, and each array's first sample that is not finite."""
         forms = {
             kind: {
                 "form": form_of(leaves),
@@ -94,7 +98,22 @@ class SampleArrays(StoredSet):
             }
             for kind, leaves in (("inputs", self.train_inputs), ("targets", self.train_targets))
         }
-        return {LEAVES: forms}
+        found = {
+            f"{part}.{name}" if name else part: first_non_finite(leaf)
+            for part in PARTS
+            for name, leaf in name_leaves(getattr(self, part)).items()
+        }
+        rows = {file: row for file, row in found.items() if row is not None}
+        return {LEAVES: forms, "notes": self.notes, "not_finite": rows}
+
+
+def first_non_finite(leaf: "NDArray[Any] | Ragged") -> int | None:
+    """Return the number of the first sample with NaN or an infinite number; None if all are finite."""
+    values = leaf.values if isinstance(leaf, Ragged) else leaf
+    if values.dtype.kind != "f" or not values.size or np.isfinite([values.min(), values.max()]).all():
+        return None
+    place = int(np.flatnonzero(~np.isfinite(values).reshape(len(values), -1).all(axis=1))[0])
+    return int(np.searchsorted(leaf.ends, place, side="right")) if isinstance(leaf, Ragged) else place
 
 
 def arrays(
@@ -114,12 +133,12 @@ def arrays(
     are no Python identifiers, training and test samples of different forms, shapes or kinds of numbers, and what
     :func:`flyte_ddp.image_arrays` refuses of class names and weights.
     """
-    parts = dict[str, Leaves]()
+    parts, notes = dict[str, Leaves](), list[str]()
     for side, pair in (("train", train), ("test", test)):
         if not isinstance(pair, (tuple, list)) or len(pair) != 2:
             raise UserError(f"{side}: must be a pair (inputs, targets), got {type(pair).__name__}")
         for kind, leaves in zip(("inputs", "targets"), pair, strict=True):
-            parts[f"{side}_{kind}"] = store_leaves(f"{side}_{kind}", leaves)
+            parts[f"{side}_{kind}"] = store_leaves(f"{side}_{kind}", leaves, notes if side == "train" else [])
         if parts[f"{side}_inputs"] is None:
             raise UserError(f"{side}_inputs: are None; give at least one array")
         require_one_length(side, parts[f"{side}_inputs"], parts[f"{side}_targets"])
@@ -130,21 +149,24 @@ def arrays(
         for side in ("train", "test"):
             if is_class_numbers(targets := parts[f"{side}_targets"]):
                 require_class_numbers(f"{side}_targets", targets, len(names))
-    found = SampleArrays(name, **parts, classes=names)
+    found = SampleArrays(name, **parts, classes=names, notes=(*notes,))
     if sample_weights is None:
         return found
     return replace(found, sample_weights=convert_weights(sample_weights, found.train_samples))
 
 
-def store_leaves(name: str, leaves: Any) -> Leaves:
-    """Return leaves as arrays and :class:`Ragged`; ``name`` names them in errors, which are those of :func:`arrays`."""
+def store_leaves(name: str, leaves: Any, notes: list[str]) -> Leaves:
+    """Return leaves as arrays and :class:`Ragged`; ``name`` names them in errors, which are those of :func:`arrays`.
+
+    Adds to ``notes`` what their types lose.
+    """
     require_identifiers(name, leaves)
     if form_of(leaves) == "dict" or isinstance(leaves, tuple):
         if not leaves:
             raise UserError(f"{name}: has no array; give at least one")
-        named = {key: store_leaf(f"{name}[{key!r}]", leaf) for key, leaf in name_leaves(leaves).items()}
+        named = {key: store_leaf(f"{name}[{key!r}]", leaf, notes) for key, leaf in name_leaves(leaves).items()}
         return restore_leaves(form_of(leaves), named)
-    return None if leaves is None else store_leaf(name, leaves)
+    return None if leaves is None else store_leaf(name, leaves, notes)
 
 
 def require_identifiers(name: str, leaves: Leaves) -> None:
@@ -154,7 +176,7 @@ def require_identifiers(name: str, leaves: Leaves) -> None:
             raise UserError(f"{name}: the name {key!r} must be a Python identifier: the model is called with it")
 
 
-def store_leaf(name: str, values: Any) -> NDArray[Any] | Ragged:
+def store_leaf(name: str, values: Any, notes: list[str]) -> NDArray[Any] | Ragged:
     """Return values of N samples as an array [N, ...] in C order, or a list of arrays of different lengths as Ragged.
 
     Floats become float32. UserError, with ``name`` in its text, for objects, texts and what is no array.
@@ -165,14 +187,16 @@ def store_leaf(name: str, values: Any) -> NDArray[Any] | Ragged:
         if not isinstance(values, list):
             raise
         # Of arrays of different shapes.
-        return store_ragged(name, [require_array(f"{name}[{place}]", value) for place, value in enumerate(values)])
+        samples = [require_array(f"{name}[{place}]", value) for place, value in enumerate(values)]
+        return store_ragged(name, notes, samples)
     require_numbers(name, array, "give numbers for them, or a list of arrays of different lengths")
     if not array.ndim or not len(array):
         raise UserError(f"{name}: must be an array [samples, ...] with at least one sample, got {list(array.shape)}")
+    notes += describe_lost_digits(name, array, getattr(values, "columns", None))
     return np.ascontiguousarray(store_values(name, array))
 
 
-def store_ragged(name: str, samples: Sequence[NDArray[Any]]) -> Ragged:
+def store_ragged(name: str, notes: list[str], samples: Sequence[NDArray[Any]]) -> Ragged:
     """Return arrays [length, ...] as Ragged; UserError, with ``name`` in its text, for other differences of shape."""
     for place, sample in enumerate(samples):
         require_numbers(f"{name}[{place}]", sample, "give numbers for them")
@@ -183,6 +207,7 @@ def store_ragged(name: str, samples: Sequence[NDArray[Any]]) -> Ragged:
             )
     # An empty list is an array of floats, and must not make floats of the others' whole numbers.
     values = np.concatenate([sample for sample in samples if len(sample)] or samples)
+    notes += describe_lost_digits(name, values)
     return Ragged(store_values(name, values), np.cumsum([*map(len, samples)], dtype=np.int64))
 
 
@@ -193,6 +218,31 @@ def store_values(name: str, values: NDArray[Any]) -> NDArray[Any]:
             return values.astype(stored_type(values.dtype), copy=False)
     except FloatingPointError:
         raise UserError(f"{name}: a number is too large for float32, in which floats are kept; scale them") from None
+
+
+def describe_lost_digits(name: str, values: NDArray[Any], columns: Sequence[Any] | None = None) -> list[str]:
+    """Return a note if columns have different numbers, such as times or ids, that become equal in float32.
+
+    Looks at up to COMPARED_ROWS (10,000) first rows, and about 1,000,000 numbers. A column is the last dimension.
+    """
+    if values.dtype.kind != "f" or values.dtype.itemsize <= 4:
+        return []
+    rows = values.reshape(-1, values.shape[-1] if values.ndim > 1 else 1)
+    rows = np.sort(rows[: min(COMPARED_ROWS, max(2, 1_000_000 // max(1, rows.shape[1])))], axis=0)
+    with np.errstate(over="ignore"):
+        kept = rows.astype(np.float32)
+    changed, unknown = rows != kept, np.isnan(rows)
+    # Of whole numbers, which may be ids, each digit counts. Others may lose some by chance.
+    whole = ((rows == np.rint(rows)) | unknown).all(axis=0) & (changed & ~unknown).any(axis=0)
+    before, after = ((each[1:] != each[:-1]).sum(axis=0) for each in (rows, kept))
+    found = np.flatnonzero(whole | (after < LEAST_KEPT * before)).tolist()
+    if not found:
+        return []
+    place = int(np.flatnonzero(changed[:, found[0]])[0]), found[0]
+    listed = [str(each if columns is None else columns[each]) for each in found[:LISTED]]
+    where = f" column {', '.join(listed)}{', ...' if len(found) > LISTED else ''}" if values.ndim > 1 else ""
+    note = f"{name}{where}: floats are kept as float32, in which {rows[place]:.17g} is {kept[place]:.17g}; subtract"
+    return [f"{note} what all have in common, such as the first time, or give ids as whole numbers"]
 
 
 def stored_type(dtype: np.dtype[Any]) -> np.dtype[Any]:
@@ -293,4 +343,5 @@ def open_sample_arrays(folder: Path) -> SampleArrays:
                 values = read_array(folder, f"{file}.npy")
                 named[name] = Ragged(values, read_array(folder, f"{file}.ends.npy")) if ragged else values
             fields[part] = restore_leaves(kind["form"], named)
+        fields |= {"notes": (*description.get("notes", ()),), "not_finite": description.get("not_finite", {})}
         return SampleArrays(**fields)

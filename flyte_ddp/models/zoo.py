@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from flyte_ddp import catalog
 from flyte_ddp.errors import UserError, unknown_name_error
@@ -59,7 +60,15 @@ def build_model(
         shape = (spec.channels, spec.height, spec.width) if isinstance(spec, InputSpec) else spec.shapes()
         given = select_arguments(own, {"num_classes": num_classes, "input_shape": shape})
         require_options(f"model {name!r}", own, options, **given)
-        model = own(**given, **options)
+        try:
+            model = own(**given, **options)
+        except ValueError as error:
+            if "Default process group has not been initialized" not in str(error):
+                raise
+            raise UserError(
+                f"model {name!r} uses torch.distributed ({error}); return it without DistributedDataParallel: the "
+                "ranks average its gradients anyway"
+            ) from error
         if not isinstance(model, nn.Module):
             raise UserError(f"model {name!r} returned a {type(model).__name__}: it must return a torch.nn.Module")
         return model
@@ -94,7 +103,16 @@ def build_torchvision_model(name: str, num_classes: int, spec: InputSpec, option
 
 
 def check_model(name: str, model: nn.Module) -> None:
-    """Raise UserError for a model with lazy layers, nothing to train, sparse gradients, or a state no file can hold."""
+    """Raise UserError for a model that cannot be trained here, or whose state no file can hold.
+
+    These are models wrapped for ranks, lazy layers, nothing to train, and sparse gradients.
+    """
+    for module in model.modules():
+        if isinstance(module, (DataParallel, DistributedDataParallel)):
+            raise UserError(
+                f"model {name!r} has a {type(module).__name__} in it; return it without: the ranks average its "
+                "gradients anyway"
+            )
     if any(nn.parameter.is_lazy(tensor) for tensor in (*model.parameters(), *model.buffers())):
         raise UserError(
             f"model {name!r} has lazy layers: their sizes must be known; run it once on zeros where you make it"

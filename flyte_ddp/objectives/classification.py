@@ -41,6 +41,11 @@ class Classification(Objective):
         if not overrides(self, Classification, "measures", "measure", "columns"):
             named = [name for name in MEASURES["classification"] if self.is_binary or name not in OF_TWO_CLASSES]
             self.measures = dict.fromkeys(named, HIGHER)
+        if facts.label_smoothing and self.class_weights is not None and not bool(self.class_weights.all()):
+            raise UserError(
+                f"class_weights={facts.class_weights!r}: with label_smoothing={facts.label_smoothing:g} a weight of 0 "
+                "would still count in part; give a small one, or set label_smoothing=0"
+            )
 
     @property
     def is_binary(self) -> bool:
@@ -79,7 +84,12 @@ class Classification(Objective):
     def losses(self, outputs: Any, targets: Tensor) -> Tensor:
         """Return the cross-entropy of each sample, [n], with label smoothing while torch records gradients."""
         smoothing = self.facts.label_smoothing if torch.is_grad_enabled() else 0.0
-        return functional.cross_entropy(outputs, targets, reduction="none", label_smoothing=smoothing)
+        if not smoothing or self.class_weights is None or overrides(self, Classification, "weights"):
+            return functional.cross_entropy(outputs, targets, reduction="none", label_smoothing=smoothing)
+        # torch weighs the smoothed part by all classes' weights, and not by that of the sample, which comes later.
+        weights = self.class_weights_at(outputs.device).to(outputs.dtype)
+        losses = functional.cross_entropy(outputs, targets, weights, reduction="none", label_smoothing=smoothing)
+        return losses / weights[targets]
 
     def loss_sum(self, outputs: Any, targets: Tensor, weights: Terms | None, samples: int) -> Tensor:
         """Return the weighted sum of all losses, []; without weights by torch's fused form."""

@@ -40,7 +40,8 @@ class Multilabel(Objective):
         if targets.ndim != 2 or targets.dtype.kind != "f":
             raise UserError(
                 f"objective='multilabel': the targets are {targets.dtype} {list(targets.shape)}; must be float "
-                "[samples, labels] of 0 and 1, or NaN for unknown; choose another objective"
+                "[samples, labels] of 0 and 1, or NaN for unknown; convert them (astype('float32')), or choose another "
+                "objective"
             )
         if len(self.facts.classes) not in (0, targets.shape[1]):
             raise UserError(

@@ -268,13 +268,19 @@ def require_outputs(model: str, outputs: object, expected: tuple[int, ...], axes
 def class_weights_of(facts: Facts) -> Tensor | None:
     """Return the hyperparameter ``class_weights`` as numbers fp32 [classes]; None if it is empty.
 
-    "balanced" gives samples / (classes * samples of the class), as scikit-learn does. Raises UserError for another
-    number of weights than classes, and for "balanced" where the classes' samples are not known, or one has none.
+    "balanced" gives samples / (classes * samples of the class), as scikit-learn does. Raises UserError for a single
+    class, another number of weights than classes, and for "balanced" where the classes' samples are not known, or one
+    has none.
     """
     text = facts.class_weights
     if not text:
         return None
     number = len(facts.classes) or int(np.prod(facts.target_shape))  # labels need no names
+    if number == 1:
+        raise UserError(
+            f"class_weights={text!r}: weighs classes or labels against each other, and there is one; leave it out; for "
+            "positive samples that count more, override weights of Multilabel"
+        )
     if text == "balanced":
         counts = torch.tensor(facts.class_counts, dtype=torch.float64)
         if len(counts) != number or not bool((counts > 0).all()):

@@ -96,11 +96,12 @@ def evaluate_split(
 def compute_columns(objective: Objective, outputs: Any, targets: Leaves, samples: int) -> dict[str, Tensor]:
     """Return the objective's columns of a batch, with those of :func:`loss_columns`.
 
-    Raises the errors of that, and UserError for a column that has no row for each sample.
+    Outputs and targets that are floats become fp64. Raises the errors of that, and UserError for a column that has no
+    row for each sample.
     """
-    outputs = convert_outputs(outputs, torch.float64)
-    columns = loss_columns(objective.losses(outputs, targets), objective.weights(targets), samples)
-    for name, column in objective.columns(outputs, targets).items():
+    outputs, compared = (convert_outputs(values, torch.float64) for values in (outputs, targets))
+    columns = loss_columns(objective.losses(outputs, compared), objective.weights(targets), samples)
+    for name, column in objective.columns(outputs, compared).items():
         if not isinstance(column, Tensor):
             raise UserError(
                 f"column {name!r} of the objective is a {type(column).__name__}: must be a tensor with a row for each "

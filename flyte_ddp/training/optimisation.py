@@ -135,6 +135,13 @@ def make_schedule(kind: str, warmup_steps: int, total_steps: int) -> Schedule:
     """
     if ":" in kind:
         factor = load_callable(kind)
+        try:
+            inspect.signature(factor).bind(0, total_steps)
+        except TypeError as error:
+            raise UserError(
+                f"schedule={kind!r}: cannot be called as schedule(step, total_steps) ({error}); take these two, and "
+                "return the factor of the learning rate"
+            ) from None
         for step in np.unique(np.linspace(0, total_steps - 1, STEPS_CHECKED, dtype=int)).tolist():
             first, again = (check_factor(kind, factor(step, total_steps), step, total_steps) for _ in range(2))
             if first != again:

@@ -26,9 +26,11 @@ from flyte_ddp.models import artifacts, zoo
 from flyte_ddp.models.initial_weights import list_seeded_tensors
 from flyte_ddp.objectives import Objective
 from flyte_ddp.objectives.objective import list_floats
+from flyte_ddp.objectives.own import copy_own_tensors
 from flyte_ddp.parallel.batch_norm import has_unsynchronised_batch_norm
 from flyte_ddp.parallel.distributed import wait_for_all_ranks, world_size
 from flyte_ddp.parallel.dropout import make_dropout_rank_independent
+from flyte_ddp.parallel.embeddings import list_batch_dependent_embeddings
 from flyte_ddp.runs.checkpoint import Arithmetic, Checkpoint
 from flyte_ddp.runs.run_folder import PREDICTIONS
 from flyte_ddp.training.diagnosis import describe_better_constant, find_better_constant, nothing_learned_warning
@@ -112,7 +114,7 @@ def write_outputs(job: Job, data: PreparedSet, state: TrainingState, recorder: R
     thresholds = choose_thresholds(state.objective, selection.validation)
     state.objective.facts = dataclasses.replace(state.objective.facts, thresholds=thresholds)
     if recorder.last_loss is not None and state.step >= LEAST_STEPS:
-        losses = recorder.last_loss, test.measures["loss"], state.objective.constant_loss(test.columns)
+        losses = recorder.last_loss, test.measures["loss"], find_constant_loss(state, test, recorder)
         recorder.add_warning(nothing_learned_warning(*losses, hp.learning_rate, gradient_clip_norm(hp)))
         constant = find_better_constant(state.objective, test)
         for value in constant.values():
@@ -174,6 +176,17 @@ def write_outputs(job: Job, data: PreparedSet, state: TrainingState, recorder: R
             ],
         }
     )
+
+
+def find_constant_loss(state: TrainingState, test: Evaluation, recorder: Recorder) -> float | None:
+    """Return the objective's loss of the best constant output; None if it is not known, or an own objective fails."""
+    try:
+        return state.objective.constant_loss(test.columns)
+    except Exception as error:
+        if ":" not in state.hp.objective:
+            raise
+        recorder.add_warning(f"objective={state.hp.objective!r} could not tell its constant loss: {error!r}")
+        return None
 
 
 def describe_predictions(state: TrainingState, test: Evaluation, recorder: Recorder, rows: int) -> dict[str, Any]:
@@ -275,6 +288,16 @@ def list_report_notes(state: TrainingState, arithmetic: Arithmetic, resumed_from
         notes.append(
             "The loss came as a single number for several samples: another number of ranks gives another result, "
             "unless it is the mean over samples."
+        )
+    held = state.tensors_of_objective, copy_own_tensors(state.objective)
+    if len(held[0]) != len(held[1]) or not all(map(torch.equal, *held)):
+        notes.append(
+            "The objective changes tensors that it holds, which each rank has for itself, and no checkpoint: "
+            f"{OTHER_RESULT}"
+        )
+    if embeddings := list_batch_dependent_embeddings(state.model):
+        notes.append(
+            f"{join_few(embeddings)} goes by the samples of one rank (max_norm, scale_grad_by_freq): {OTHER_RESULT}"
         )
     if separate := has_unsynchronised_batch_norm(state.model, synchronised=hp.sync_batchnorm):
         why = "" if hp.sync_batchnorm else " (sync_batchnorm is false)"

@@ -9,7 +9,7 @@ from torch.utils._pytree import tree_map
 
 from flyte_ddp.device_copy import copy_to_device
 from flyte_ddp.leaves import Leaves, map_leaves
-from flyte_ddp.objectives.objective import Objective
+from flyte_ddp.objectives.objective import Objective, convert_outputs
 from flyte_ddp.objectives.terms import Terms
 from flyte_ddp.order import sampling
 from flyte_ddp.order.mixing import choose_partners, draw_shares
@@ -93,7 +93,7 @@ def load_part(state: TrainingState, part: RankSlice) -> LoadedPart:
     """Load a slice, and with mixup its partners, and ask the objective for the weights of their losses."""
     loads = [state.training.load_batch(samples, state.epoch) for samples in part.list_loads()]
     inputs = [batch.inputs for batch in loads]
-    targets = [(batch.targets, state.objective.weights(batch.targets)) for batch in loads]
+    targets = [(convert_outputs(batch.targets, state.dtype), state.objective.weights(batch.targets)) for batch in loads]
     if part.partners is None:
         return LoadedPart(len(part.samples), inputs, [], targets)
     drawn = draw_shares(part.samples, state.hp.mixup, state.hp.seed, part.step)

@@ -16,7 +16,7 @@ from flyte_ddp.catalog import encoded_kind
 from flyte_ddp.datasets import open_prepared
 from flyte_ddp.errors import UserError
 from flyte_ddp.launch.supervise.rank import Rank
-from flyte_ddp.leaves import Leaves, call_with_leaves, name_leaves
+from flyte_ddp.leaves import Leaves, call_with_leaves
 from flyte_ddp.loading.facts import refuse_too_many_bad_samples
 from flyte_ddp.loading.split import PICTURES_COMPARED, describe_equal_pictures
 from flyte_ddp.models.images import InputSpec
@@ -35,6 +35,12 @@ from flyte_ddp.training.own_optimizer import check_optimizer_state
 from flyte_ddp.training.parts import RankSlice, list_parts, load_part, load_parts, split_for_rank
 from flyte_ddp.training.recording import Recorder, StepSums
 from flyte_ddp.training.training_state import TrainingState
+from flyte_ddp.training.trial import (
+    name_non_finite_sample,
+    refuse_foreign_parameters,
+    refuse_non_finite,
+    try_evaluation,
+)
 
 OPTIMIZER_SEEDS = 2**34  # is added to the seed for an own optimiser's random numbers
 
@@ -56,8 +62,10 @@ def train(rank: Rank) -> None:
         write_start_record(job, state, recorder)
         if job.checkpoint is not None:
             restore_run(state, recorder, job.checkpoint)
-        elif recorder.writes:
-            recorder.add_warning(equal_pictures_warning(state))
+        else:
+            if recorder.writes:
+                recorder.add_warning(equal_pictures_warning(state))
+            try_evaluation(state, data)
         with Checkpointer(job, state, recorder) as checkpoints:
             rank.offer_saving(checkpoints.save_now)
             while state.epoch < state.epochs and not state.selection.stopped:
@@ -151,6 +159,8 @@ def compute_gradients(state: TrainingState, batch: sampling.Indices) -> StepSums
                 loss = own.loss_sum(state.objective, convert_outputs(outputs, torch.float32))
             if not part.has_samples:
                 loss = 0.0 * loss  # the backward pass must still run, because other ranks wait in its exchanges
+            if not state.step and (":" in state.hp.model or ":" in state.hp.objective):
+                refuse_foreign_parameters(state.model, loss)
             state.this_pass.finish_forward()
             state.sync.prepare_backward(outputs, loss)
             # Times the number of ranks, because gradients are averaged over ranks. Divided by the weight of the global
@@ -163,6 +173,7 @@ def compute_gradients(state: TrainingState, batch: sampling.Indices) -> StepSums
             loss.backward(factor * world_size())  # type: ignore[no-untyped-call]
             state.this_pass.finish_pass()
         loss_sum += loss.detach()
+    state.refuse_late_parameters()
     with state.clock("communication"):
         numbers = [loss_sum]
         if state.buffers.shared_names:  # on all ranks or on none
@@ -211,23 +222,9 @@ def repeat_forward(state: TrainingState, batch: sampling.Indices, step: int) -> 
     """
     for part in list_parts(state, batch, step):
         loaded = load_part(state, part)
-        require_finite("input", loaded.inputs[0], part.samples)
-        if ":" in state.hp.objective:  # of built-in ones a target may be NaN: unknown
-            require_finite("target", loaded.targets[0][0], part.samples)
+        refuse_non_finite(state, loaded.inputs[0], loaded.targets[0][0], part.samples, "training")
         inputs = loaded.prepare_inputs(state.prepare_inputs)
         compute_outputs(state, partial(call_with_leaves, state.model), inputs, loaded.targets[0][0], part)
-
-
-def require_finite(kind: str, leaves: Leaves, samples: sampling.Indices) -> None:
-    """Raise UserError for a floating-point leaf, an "input" or "target", of which a sample is NaN or infinite."""
-    for name, leaf in name_leaves(leaves).items():
-        if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.shape[:1] == (len(samples),):
-            bad = ~leaf.isfinite().reshape(len(samples), -1).all(dim=1)
-            if bool(bad.any()):
-                raise UserError(
-                    f"the loss is not finite, nor is the {kind} {f'{name!r} ' if name else ''}of training sample "
-                    f"{samples[int(bad.int().argmax())]}: replace what is missing in the data set"
-                )
 
 
 def apply_gradients(state: TrainingState) -> Tensor | None:
@@ -293,8 +290,9 @@ def finish_epoch(
     state.check_model()
     with state.exclude_snapshots():
         state.epoch += 1
-        for loss in (evaluation.measures.get("loss", 0.0) for evaluation in evaluations):
-            if not math.isfinite(loss):
+        for split, evaluation in zip(("validation", "test"), evaluations, strict=False):
+            if not math.isfinite(loss := evaluation.measures.get("loss", 0.0)):
+                name_non_finite_sample(state, split, evaluation.columns["loss"])
                 at = {"epoch": state.epoch - 1, "step": state.step, "update_step": state.step}
                 raise non_finite_loss_error(state.model, state.hp.learning_rate, loss, **at, activation="")
         if evaluations:

@@ -34,7 +34,7 @@ from flyte_ddp.models.images import InputSpec
 from flyte_ddp.models.initial_weights import load_initial_weights
 from flyte_ddp.models.inputs import explain_model_errors, prepare_inputs
 from flyte_ddp.objectives import HIGHER, Facts, Objective
-from flyte_ddp.objectives.own import make_objective, why_not_comparable
+from flyte_ddp.objectives.own import copy_own_tensors, make_objective, why_not_comparable
 from flyte_ddp.objectives.terms import require_weights
 from flyte_ddp.order import sampling
 from flyte_ddp.order.sampling import Order
@@ -42,6 +42,7 @@ from flyte_ddp.parallel.batch_norm import synchronise_batch_norm
 from flyte_ddp.parallel.buffers import Buffers
 from flyte_ddp.parallel.distributed import world_size
 from flyte_ddp.parallel.dropout import make_dropout_rank_independent
+from flyte_ddp.parallel.embeddings import refuse_rescaled_embeddings
 from flyte_ddp.parallel.exchange import RankExchange
 from flyte_ddp.parallel.strategies import compile_model, create_gradient_sync
 from flyte_ddp.parallel.training_pass import TrainingPass
@@ -95,6 +96,7 @@ class TrainingState:
         for source in self.splits.sources:
             if isinstance(source, WorkerSource):  # its targets are made by the user's own code
                 source.check_targets = self.objective.check_targets
+        self.tensors_of_objective = copy_own_tensors(self.objective)
         self.exchange = RankExchange(why_not_comparable(hp.accumulation_steps, hp.mixup))
         model = self._build_model(initial_weights)
         # The order matters from here on. The model must have its final type, device and layers before anything refers
@@ -105,8 +107,10 @@ class TrainingState:
         make_dropout_rank_independent(model, self.this_pass)
         if hp.sync_batchnorm and world_size() > 1:
             synchronise_batch_norm(model, self.this_pass, on_one_machine=hardware.strategy == "shared_memory")
+        refuse_rescaled_embeddings(model)
         set_training_mode(model, self.frozen_modules)
         self.model = model
+        self.frozen = {name: each for name, each in model.named_parameters() if not each.requires_grad}
         self.clock = make_clock(self.device)
         self.sync = create_gradient_sync(compile_model(model) if hp.compile else model, hardware.strategy, self.clock)
         self.optimizer = create_optimizer(model, hp)
@@ -197,21 +201,24 @@ class TrainingState:
         trained = {parameter for group in self.optimizer.param_groups for parameter in group["params"]}
         for name, parameter in self.model.named_parameters():
             if parameter.requires_grad and parameter not in trained:
-                raise UserError(
-                    f"parameter {name}: was frozen when the optimiser was made, so it is never trained; leave its "
-                    "requires_grad True, and multiply its gradient by 0 (register_hook) until it is to be trained"
-                )
+                raise late_parameter_error(name)
 
-    def predict(self, inputs: Leaves, targets: Leaves, samples: int) -> Any:
-        """Return the kept weights' outputs for a batch of ``samples``; call in :meth:`evaluation_mode`.
+    def refuse_late_parameters(self) -> None:
+        """Raise UserError if a parameter is trained that was frozen at first: ranks do not average its gradients."""
+        for name, parameter in self.frozen.items():
+            if parameter.requires_grad:
+                raise late_parameter_error(name)
 
-        Seeds the random generators, equally for each batch, for models that draw. UserError if the outputs do not fit
-        the targets.
+    def predict(self, inputs: Leaves, targets: Leaves, samples: int, model: nn.Module | None = None) -> Any:
+        """Return the outputs of ``model``, by default the kept weights', for a batch of ``samples``.
+
+        Call it in :meth:`evaluation_mode`, or with a model in evaluation mode. Seeds the random generators, equally for
+        each batch, for models that draw. UserError if the outputs do not fit the targets.
         """
         self.this_pass.begin_pass(self.hp.seed, 0, np.arange(samples), self.device)
         prepared = self.prepare_inputs(inputs)
         with explain_model_errors(self.hp.model, self.model, prepared):
-            outputs = call_with_leaves(self.kept_model(), prepared)
+            outputs = call_with_leaves(model or self.kept_model(), prepared)
         self.objective.check_outputs(self.hp.model, outputs, targets)
         return outputs
 
@@ -223,6 +230,14 @@ class TrainingState:
         """Update the moving average, if there is one, by the weights of this step."""
         if self.average is not None:
             self.average.update_parameters(self.model)
+
+
+def late_parameter_error(name: str) -> UserError:
+    """Return the error for a parameter that begins to require a gradient after training was set up."""
+    return UserError(
+        f"parameter {name}: was frozen when the optimiser was made, so it is never trained; leave its "
+        "requires_grad True, and multiply its gradient by 0 (register_hook) until it is to be trained"
+    )
 
 
 TRIED_TOKENS = 10_000  # of texts, whose weights an own objective is asked for before training

@@ -110,6 +110,8 @@ def test_class_names_are_those_of_the_training_set_or_numbers(classes: Any, expe
         ([(GREY, 0), (GREY[1:], 0)], "image 1 is 8x11x1 and image 0 is 9x11x1.*one size"),
         ([(Image.new("I", (4, 4)), 0)], "cannot be converted to 8 bits: its pixels are 32-bit or signed"),
         ([(GREY, 0), (GREY / 255, 0)], "item 1: its image is float64.*leave out transforms such as ToTensor"),
+        ([(GREY, np.ma.masked_equal(0, 0))], "item 0 must be an image and a label: its label: has masked values"),
+        ([(np.ma.masked_equal(GREY, GREY[0, 0]), 0)], "item 0: its image: has masked values"),
         ([(GREY, "cat")], "item 0: its label is a str; must be a number or numbers"),
         ([(GREY, [[1], [2, 3]])], "item 0 must be an image and a label: .*inhomogeneous"),
         ([(GREY, 0), (GREY, 0, 1)], "item 1 must be an image and a label: too many values to unpack"),

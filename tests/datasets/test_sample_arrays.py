@@ -1,5 +1,6 @@
 """Data sets of any leaves: what arrays() and pairs of map-style sets may hold, how they are kept, what is refused."""
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -171,6 +172,10 @@ ITEMS: dict[str, tuple[list[Any], str]] = {
     ),
     "no pair": ([(1.0, 0), (1.0, 0, 0)], r"training set: item 1 is a tuple: must be a pair \(inputs, targets\), or a"),
     "a dict without labels": ([{"a": 1}], "training set: item 0 is a dict: must be a pair .*, or a dict with labels"),
+    "masked": (
+        [(np.ma.masked_equal([0.0, 1.0], 1), 0)],
+        r"train_inputs\[0\]: has masked values, and the mask would be",
+    ),
     "a text": ([("a word", 0)], "train_inputs: must be numbers or truth values, got texts; give numbers for them"),
 }
 
@@ -233,6 +238,22 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: arrays(pair({"a": {"b": NUMBERS}}), pair(NUMBERS)),
         r"train_inputs\['a'\]: must be numbers or truth values, got objects",
     ),
+    "masked inputs": (
+        lambda: arrays(pair({"a": np.ma.masked_less(NUMBERS, 0)}), pair({"a": NUMBERS})),
+        r"train_inputs\['a'\]: has masked values, and the mask would be lost; fill them \(\.filled\(0\)",
+    ),
+    "masked targets": (
+        lambda: arrays(pair(NUMBERS), pair(NUMBERS, np.ma.masked_equal(CLASSES, 1))),
+        "test_targets: has masked values",
+    ),
+    "a list with a masked array": (
+        lambda: arrays(pair([*map(np.array, TOKENS[:5]), np.ma.masked_equal([0, 1], 1)]), pair(TOKENS)),
+        r"train_inputs\[5\]: has masked values",
+    ),
+    "whole numbers that int64 has not": (
+        lambda: arrays(pair(np.full(N, 2**63 + 1, np.uint64)), pair(CLASSES)),
+        r"train_inputs: has 9223372036854775809: whole numbers must be below 2\*\*63",
+    ),
     "another form": (
         lambda: arrays(pair({"a": NUMBERS}), pair((NUMBERS, NUMBERS))),
         "train_inputs are a dict with a, and test_inputs a tuple of 2: both must have one form",
@@ -278,6 +299,49 @@ def test_wrong_arrays_are_refused(kind: str) -> None:
     with pytest.raises(UserError, match=words) as caught:
         make()
     assert len(caught.value.message) < 250
+
+
+def test_a_mask_that_masks_nothing_is_no_loss() -> None:
+    found = arrays(pair(np.ma.masked_less(NUMBERS, -1e9)), pair(NUMBERS))
+    np.testing.assert_array_equal(found.train_inputs, NUMBERS.astype(np.float32))
+
+
+TIMES = 1_732_645_000.25 + np.arange(2000.0)
+
+
+@pytest.mark.parametrize(
+    ("leaf", "words"),
+    [
+        (
+            np.stack((np.arange(2000) / 7, TIMES), axis=1),
+            r"train_inputs column 1: .* 1732645000.25 is 1732644992; subtract",
+        ),
+        (2.0**24 + np.arange(5), "train_inputs: floats are kept as float32, in which 16777217 is 16777216; "),
+        ({"at": [TIMES[:3, None], TIMES[:7, None]]}, r"train_inputs\['at'\] column 0: .* 1732645000.25 is 1732644992"),
+        (TIMES.astype(np.float32), ""),
+        (np.arange(2000) * 3 + 2**40, ""),
+        (np.random.default_rng(0).normal(size=(20_000, 2)), ""),
+        (np.random.default_rng(0).random(200_000), ""),
+        ([[np.nan, 0.1], [np.inf, 1e30]], ""),
+    ],
+    ids=["times", "ids", "ragged times", "float32", "whole numbers", "normal", "uniform", "not finite"],
+)
+def test_digits_that_float32_has_not_are_said(leaf: Any, words: str, tmp_path: Path) -> None:
+    """When the set is made, and before each run of it."""
+    made = arrays((leaf, None), (leaf, None), name="own:data")
+    write_prepared_set(made, tmp_path, {})
+    hp = replace(HP, objective="own:objective", num_classes=1, collate="padded")
+    said = check_prepared_set(tmp_path, hp, ranks=1, workers=1)
+    assert tuple(said) == made.notes
+    assert len(said) == bool(words)
+    assert not words or re.match(words, said[0])
+
+
+def test_the_name_of_a_column_is_said() -> None:
+    frame = Frame(np.stack((TIMES, TIMES), axis=1))
+    frame.columns = ["opened", "closed"]  # type: ignore[attr-defined]
+    [note] = arrays((frame, None), (frame, None)).notes
+    assert note.startswith("train_inputs column opened, closed: floats are kept as float32")
 
 
 def test_a_damaged_folder_is_an_error(tmp_path: Path) -> None:

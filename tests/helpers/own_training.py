@@ -110,6 +110,10 @@ def square(step: int, total_steps: int) -> float:
     return (1 - step / total_steps) ** 2
 
 
+def of_step_alone(step: int) -> float:
+    return 1 / (1 + step)
+
+
 def nan_in_step_7(step: int, total_steps: int) -> float:
     return float("nan") if step == 7 else 1.0
 

@@ -235,3 +235,11 @@ def _factory(make: Callable[[], nn.Module]) -> Callable[..., nn.Module]:
 
 for _name, _make in MODELS.items():
     globals()[_name] = _factory(_make)
+
+
+def data_parallel(**_: object) -> nn.Module:
+    return nn.DataParallel(OneLayer())
+
+
+def wrapped_for_ranks(**_: object) -> nn.Module:
+    return nn.parallel.DistributedDataParallel(OneLayer())

@@ -74,6 +74,13 @@ def weighted(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     return functional.cross_entropy(outputs, targets, weight=WEIGHTS) * total, total
 
 
+def smoothed(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """The same with smoothing, which is for training alone."""
+    total = WEIGHTS[targets].sum()
+    smoothing = 0.2 if torch.is_grad_enabled() else 0.0
+    return functional.cross_entropy(outputs, targets, weight=WEIGHTS, label_smoothing=smoothing) * total, total
+
+
 def with_hidden(outputs: Any, targets: Tensor) -> tuple[Tensor, int]:
     hidden, _ = outputs.hidden
     return functional.cross_entropy(outputs.logits, targets, reduction="sum") + (hidden**2).sum() / 5, len(targets)
@@ -90,6 +97,11 @@ def focal(outputs: Tensor, targets: Tensor) -> tuple[Tensor, int]:
 
 CASES: dict[str, tuple[str, dict[str, Any], Loss]] = {
     "class weights": ("classes", {"model": FLAT, "class_weights": "0.5,2,3.25"}, weighted),
+    "class weights and label smoothing": (
+        "classes",
+        {"model": FLAT, "class_weights": "0.5,2,3.25", "label_smoothing": 0.2},
+        smoothed,
+    ),
     "multilabel": ("labels", {"model": FLAT, "objective": "multilabel"}, binary),
     "own weights": ("labels", {"model": FLAT, "objective": "objective_tasks:Rare"}, rare),
     "regression": ("numbers", {"model": FLAT, "objective": "regression"}, squared),
@@ -122,7 +134,7 @@ CASES: dict[str, tuple[str, dict[str, Any], Loss]] = {
 MIXED = {
     name: (data, {**values, "mixup": 0.4}, loss)
     for name, (data, values, loss) in CASES.items()
-    if name in ("class weights", "own function", "multilabel", "segmentation")
+    if name in ("class weights", "class weights and label smoothing", "own function", "multilabel", "segmentation")
 }
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 from ranks import run_ranks
-from scipy import optimize, special
+from scipy import optimize
 from sklearn import metrics
 from sklearn.utils.class_weight import compute_class_weight
 from torch import Tensor
@@ -373,21 +373,17 @@ def test_balanced_class_weights_are_scikit_learns() -> None:
     np.testing.assert_array_equal(weights, expected.astype(np.float32))
 
 
-def test_class_weights_with_smoothing_are_a_weighted_mean() -> None:
-    """pytorch/pytorch#63004, #107680: what soft targets weigh. Here the true class's weight counts, once.
-
-    A step's loss is the sum of the smoothed losses times the weights of the true classes, divided by these weights.
-    """
+def test_class_weights_with_smoothing_are_those_of_torch() -> None:
+    """pytorch/pytorch#63004, #107680: of the smoothed part each class counts by its own weight."""
     case = CASES["classification"]
     objective = make_objective("classification", Facts(CLASSES, (), (), "0.5,2,3,1", label_smoothing=0.1), {})
     targets, logits = torch.from_numpy(case.targets), torch.from_numpy(case.outputs).requires_grad_()
     weights = objective.weights(targets)
     mean = objective.loss_sum(logits, targets, weights, len(targets)) / weights.sum()
-    soft = np.full((MOST, 4), 0.1 / 4)
-    soft[np.arange(MOST), case.targets] += 0.9
-    losses = -(soft * special.log_softmax(case.outputs, axis=1)).sum(1)
-    expected = np.average(losses, weights=np.array([0.5, 2, 3, 1])[case.targets])
-    assert mean.item() == pytest.approx(expected, rel=1e-12)
+    class_weights = torch.tensor([0.5, 2, 3, 1], dtype=torch.float64)
+    expected = functional.cross_entropy(logits, targets, class_weights, label_smoothing=0.1)
+    assert mean.item() == pytest.approx(expected.item(), rel=1e-12)
+    torch.testing.assert_close(*(torch.autograd.grad(loss, logits)[0] for loss in (mean, expected)), rtol=1e-9, atol=0)
     with torch.no_grad():  # an evaluation does not smooth
         hard = functional.cross_entropy(logits, targets, reduction="none")
         assert torch.equal(objective.losses(logits, targets), hard)

@@ -178,7 +178,7 @@ CASES: dict[str, tuple[Callable[[], SampleArrays], dict[str, Any], str]] = {
     "a missing number": (
         lambda: with_missing(tasks.table("")),
         TABLE,
-        r"the loss is not finite, nor is the input 'numbers' of training sample \d+: replace what is missing",
+        r"the loss is not finite, nor is the input 'numbers' of training sample \d+ .column 0.: replace what",
     ),
     "a table of losses": (
         lambda: tasks.table(""),

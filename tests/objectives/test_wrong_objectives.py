@@ -1,6 +1,7 @@
 """Targets, options and objectives that are wrong: a sentence with the value, the rule and the fix, before training."""
 
 import itertools
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from training_runs import train_in
 
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import ImageArrays, image_arrays
+from flyte_ddp.datasets.prepared import check_prepared_set
 from flyte_ddp.datasets.prepared_folder import write_prepared_set
 from flyte_ddp.errors import UserError
 from flyte_ddp.json_lines import read_records
@@ -103,7 +105,7 @@ def without_names(arrays: ImageArrays) -> ImageArrays:
         ("classification", tasks.labels(""), r"targets are float32 \[41, 3\]; must be a class number .*choose another"),
         ("classification", tasks.number(""), r"targets are float32 \[41\]; must be a class number for each sample"),
         ("classification", tasks.masks(""), r"targets are uint8 \[41, 8, 8\]; must be a class number"),
-        ("multilabel", tasks.classes(""), r"targets are int64 \[41\]; must be float \[samples, labels\] of 0 and 1"),
+        ("multilabel", tasks.classes(""), r"\[41\]; .* convert them \(astype\('float32'\)\), or"),
         ("multilabel", tasks.numbers(""), r"label \d of row \d+ is -?\d\.\d+: must be 0, 1, or NaN for unknown"),
         (
             "multilabel",
@@ -179,6 +181,10 @@ class Weighted(Classification):
         ({"objective": f"{OWN}Directionless"}, "measure 'accuracy' has 'max': must be 'lower' or 'higher'"),
         ({"select_by": "acuracy"}, "unknown select_by 'acuracy': did you mean 'accuracy'.* accuracy, .*f1, loss"),
         ({"objective": "objective_tasks:focal", "label_smoothing": 0.1}, "label_smoothing=0.1: objective=.* no use"),
+        (
+            {"class_weights": "0,1,2", "label_smoothing": 0.1},
+            "class_weights='0,1,2': with label_smoothing=0.1 a weight of 0 would still count in part",
+        ),
         ({"class_weights": "1,2"}, "class_weights='1,2': has 2 numbers; there are 3 classes"),
         ({"options": '{"objective": {"gamma": 2}}'}, "options of objective 'classification': .*'gamma'; correct"),
         ({"objective": "objective_tasks:focal", "options": '{"objective": {"gama": 2}}'}, "unexpected .*'gama'"),
@@ -207,6 +213,14 @@ def test_wrong_objectives_and_options(changes: dict[str, Any], words: str, tmp_p
             without_names(tasks.labels("")),
             {"objective": "multilabel", "class_weights": "1,2"},
             "class_weights='1,2': has 2 numbers; there are 3 classes",
+        ),
+        *(
+            (
+                replace(tasks.arrays_of(tasks.brightness()[:, :1] > 0), classes=names),
+                {"objective": "multilabel", "class_weights": weights},
+                f"class_weights='{weights}': weighs classes or labels against each other, and there is one; leave it",
+            )
+            for names, weights in (((), "balanced"), (("rare",), "3"))
         ),
         (
             replace(tasks.classes(""), classes=("a", "b", "c", "never")),
@@ -293,8 +307,8 @@ def test_wrong_results_of_an_objective(name: str, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["too_few", "OtherNames"])
 def test_other_ranks_do_not_wait_for_one_with_a_wrong_result(name: str, tmp_path: Path) -> None:
-    """Measures are taken on rank 0 alone. Of 8 samples of a batch each rank has 4."""
-    words = IN_TRAINING[name].replace(r"\[7\]", r"\[3\]").replace(r"\[8\]", r"\[4\]")
+    """Measures are taken on rank 0 alone."""
+    words = IN_TRAINING[name]
     refuse(tmp_path, tasks.classes(""), words, before_training=False, objective=f"{OWN}{name}", num_ranks=2)
 
 
@@ -332,6 +346,24 @@ def test_outputs_that_do_not_fit_the_targets(
 ) -> None:
     words = f"model {model!r} returned {words}"
     refuse(tmp_path, arrays, words, before_training=False, objective=objective, model=model)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda masks: masks, ""),
+        (lambda masks: np.where(masks == 1, 255, masks), "has the class 'b'$"),
+        (lambda masks: np.where(masks == 0, 0, 255), "class 'b', 'c', and pixels that are 255 are .* // 255"),
+        (lambda masks: masks * 0 + 1, "has the class 'a', 'c'$"),
+    ],
+)  # fmt: skip
+def test_classes_without_any_pixel_are_said_before_training(change: Any, words: str, tmp_path: Path) -> None:
+    """Of masks painted 0 and 255 all that is not background would be ignored, and each answer right."""
+    found = tasks.masks("")
+    write_prepared_set(replace(found, train_labels=change(found.train_labels).astype(np.uint8)), tmp_path, {})
+    said = check_prepared_set(tmp_path, replace(HP, objective="segmentation"), ranks=1, workers=1)
+    assert len(said) == bool(words)
+    assert not words or re.search(words, said[0])
 
 
 FIGURES = tuple(itertools.product(("validation", "test"), ("loss", "accuracy")))

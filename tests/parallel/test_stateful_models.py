@@ -257,6 +257,8 @@ def test_registered_buffers_are_those_that_the_model_was_made_with(digits: Path,
         ("nothing_to_train", "has nothing to train"),
         ("no_parameters", "has nothing to train"),
         ("extra_numpy", r"has \{.*np\.float64\(1\.5\).*\} in _extra_state: torch.load\(weights_only"),
+        ("data_parallel", "has a DataParallel in it; return it without: the ranks average its gradients anyway"),
+        ("wrapped_for_ranks", r"uses torch.distributed \(.*\); return it without DistributedDataParallel: the ranks"),
         ("in_a_dict", r"returned dict: it must return .* = \(\d+, 10\); return nothing but the logits"),
         ("four_dimensions", r"returned \(\d+, 10, 1, 1\): .*; flatten the logits of each sample"),
         ("whole_numbers", "returned torch.int64: it must return floating-point logits"),
@@ -278,9 +280,23 @@ def test_no_checkpoint_holds_what_cannot_be_loaded(train: Train, tmp_path: Path)
     assert not list((tmp_path / "run").rglob("*.ckpt"))
 
 
-def test_what_the_optimiser_does_not_know_cannot_be_unfrozen(train: Train) -> None:
+@pytest.mark.slow
+def test_a_model_that_is_wrapped_for_ranks_is_refused_on_ranks(train: Train) -> None:
+    with pytest.raises(UserError, match="has a DistributedDataParallel in it; return it without: the ranks average"):
+        train(replace(ON_ONE, model="unusual_models:wrapped_for_ranks", num_ranks=2))
+
+
+def all_parameters(model: torch.nn.Module, hp: Hyperparameters) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), hp.learning_rate)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "test_stateful_models:all_parameters"])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_what_is_frozen_at_first_cannot_be_trained_later(train: Train, optimizer: str, ranks: int) -> None:
+    """Also if an own optimiser knows it: ranks exchange no gradients of it. It is told in the step itself."""
+    hp = replace(ON_ONE, model="unusual_models:Thawing", optimizer=optimizer, num_ranks=ranks, momentum=0.9, epochs=1)
     with pytest.raises(UserError, match=r"^parameter first\.weight: was frozen when the optimiser was made"):
-        train(replace(ON_ONE, model="unusual_models:Thawing"))
+        train(hp)
 
 
 @pytest.mark.parametrize("model", ["stateful_models:Unscaled", "unusual_models:OtherEachTime"])

@@ -1,0 +1,161 @@
+"""Before the first step: what own code and single samples would make fail only after an epoch fails now."""
+
+import copy
+import warnings
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from flyte_ddp.datasets.prepared import PreparedSet
+from flyte_ddp.datasets.sample_arrays import SampleArrays
+from flyte_ddp.errors import UserError
+from flyte_ddp.leaves import Leaves, name_leaves
+from flyte_ddp.loading.split import Split
+from flyte_ddp.objectives.objective import Objective, convert_outputs
+from flyte_ddp.objectives.terms import add_loss_of_terms
+from flyte_ddp.order.random_state import keep_random_state
+from flyte_ddp.order.sampling import Indices
+from flyte_ddp.parallel.distributed import hide_process_group, rank
+from flyte_ddp.training.evaluate import compute_columns, measure_columns
+from flyte_ddp.training.training_state import TrainingState
+
+TRIED = 8  # test samples
+# What a measure may raise because so few samples do not define it.
+UNDEFINED = (ArithmeticError, IndexError, RuntimeError, ValueError)
+
+
+def try_evaluation(state: TrainingState, data: PreparedSet) -> None:
+    """Evaluate a copy of an own model, or for an own objective, on a few samples; nothing of the run changes.
+
+    Raises what own code raises, and UserError for a sample of ``data`` that is not finite and makes the loss so.
+    """
+    hp, test = state.hp, state.test
+    if ":" not in hp.model and ":" not in hp.objective:
+        return
+    try:
+        model = copy.deepcopy(state.kept_model())
+    except Exception:  # a model with a lock or a file in it may be trained, too
+        return
+    model.eval()
+    with keep_random_state(), torch.no_grad():
+        first = test.order.samples(slice(0, min(TRIED, len(test))))
+        columns = try_samples(state, model, "test", first)
+        if rank() == 0 and not type(state.objective).measure.__module__.startswith("flyte_ddp."):
+            try_measure(state.objective, columns)
+        for file, row in (data.not_finite if isinstance(data, SampleArrays) else {}).items():
+            sample = np.array([row], np.int32)
+            if file.startswith("test_"):
+                try_samples(state, model, "test", sample)
+            elif np.isin(sample, state.validation.order.samples(slice(None))):
+                try_samples(state, model, "validation", sample)
+            elif hp.sampling == "shuffled":  # others may leave the sample out
+                try_samples(state, model, "training", sample, epoch=0)
+
+
+def try_samples(
+    state: TrainingState, model: nn.Module, name: str, samples: Indices, epoch: int | None = None
+) -> dict[str, Tensor]:
+    """Return the columns of some samples of the split called ``name``, with the loss; augmented for an ``epoch``."""
+    inputs, targets, _ = getattr(state, name).load_batch(samples, epoch)
+    outputs = state.predict(inputs, targets, len(samples), model)
+    found = compute_columns(state.objective, outputs, targets, len(samples))
+    columns = add_loss_of_terms({key: column.double().cpu() for key, column in found.items()})
+    if not bool(columns["loss"].isfinite().all()):
+        refuse_non_finite(state, inputs, targets, samples, name)
+    if ":" in state.hp.objective:
+        refuse_table_of_losses(state.objective, outputs, targets)
+    return columns
+
+
+def name_non_finite_sample(state: TrainingState, name: str, losses: Tensor) -> None:
+    """Raise UserError if the first sample of a split whose loss [N] is not finite has an input that is not."""
+    split: Split = getattr(state, name)
+    for place in (~losses.isfinite()).nonzero()[:1, 0].tolist():
+        samples = split.order.samples(slice(place, place + 1))
+        batch = split.load_batch(samples)
+        refuse_non_finite(state, batch.inputs, batch.targets, samples, name)
+
+
+def try_measure(objective: Objective, columns: Mapping[str, Tensor]) -> None:
+    """Ask an own objective for its measures of a few samples, which may not define them."""
+    with hide_process_group(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            measure_columns(objective, {**columns})
+        except UserError:
+            raise
+        except UNDEFINED:
+            pass
+
+
+def refuse_table_of_losses(objective: Objective, outputs: Any, targets: Leaves) -> None:
+    """Raise UserError for a reduced loss of a table, which outputs [n, 1] and targets [n] make together.
+
+    Such a loss is the same for the right outputs in another order.
+    """
+    if objective.coupled or not isinstance(outputs, Tensor) or not isinstance(targets, Tensor):
+        return
+    samples = len(targets)
+    if {tuple(outputs.shape), tuple(targets.shape)} != {(samples,), (samples, 1)}:
+        return
+    values = targets.flatten().sort().values
+    right = convert_outputs(outputs, torch.float64).new_tensor(values.tolist())
+    sums = []
+    for each in (right, right.flip(0)):
+        losses = objective.losses(each.view(outputs.shape), convert_outputs(values.view(targets.shape), right.dtype))
+        sums.append(losses.sum() if isinstance(losses, Tensor) else torch.tensor(torch.nan))
+    if values[0] != values[-1] and bool(torch.isfinite(sums[0])) and torch.allclose(sums[0], sums[1], rtol=1e-6):
+        shapes = f"outputs {list(outputs.shape)} with targets {list(targets.shape)}"
+        raise UserError(
+            f"the objective's loss does not change when the outputs change places: it compares {shapes}, each with "
+            "each; use outputs[:, 0], or outputs.reshape(targets.shape)"
+        )
+
+
+def refuse_non_finite(state: TrainingState, inputs: Leaves, targets: Leaves, samples: Indices, split: str) -> None:
+    """Raise UserError, which names the sample, if an input is not finite, or for an own objective a target."""
+    require_finite("input", inputs, samples, split)
+    if ":" in state.hp.objective:  # of built-in ones a target may be NaN: unknown
+        require_finite("target", targets, samples, split)
+
+
+def require_finite(kind: str, leaves: Leaves, samples: Indices, split: str) -> None:
+    """Raise UserError for a floating-point leaf, an "input" or "target", of which a sample is NaN or infinite."""
+    for name, leaf in name_leaves(leaves).items():
+        if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.shape[:1] == (len(samples),):
+            places = (~leaf.isfinite()).nonzero()
+            if len(places):
+                row, *place = places[0].tolist()
+                at = f" (column {place[0]})" if len(place) == 1 else f" (at {place})" if place else ""
+                raise UserError(
+                    f"the loss is not finite, nor is the {kind} {f'{name!r} ' if name else ''}of {split} sample "
+                    f"{samples[row]}{at}: replace what is missing in the data set"
+                )
+
+
+def refuse_foreign_parameters(model: nn.Module, loss: Tensor) -> None:
+    """Raise UserError if the loss depends on a parameter that is none of the model's, such as one of the objective."""
+    known = {id(parameter) for parameter in model.parameters()}
+    for parameter in list_parameters(loss):
+        if id(parameter) not in known:
+            raise UserError(
+                f"the loss depends on a parameter {list(parameter.shape)} that is none of the model's, and would never "
+                "be trained: make it a part of the model, whose outputs the objective gets; or requires_grad_(False)"
+            )
+
+
+def list_parameters(loss: Tensor) -> Iterator[nn.Parameter]:
+    """Yield the parameters that get a gradient from ``loss``."""
+    waiting, seen = [loss.grad_fn], set()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        waiting += [each for each, _ in node.next_functions]
+        variable = getattr(node, "variable", None)
+        if isinstance(variable, nn.Parameter):
+            yield variable

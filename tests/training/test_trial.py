@@ -1,0 +1,289 @@
+"""What would fail only after an epoch fails before the first step, and the trial itself changes nothing."""
+
+import traceback
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from training_runs import train_in
+
+from flyte_ddp import arrays, on_demand
+from flyte_ddp.config import Hyperparameters
+from flyte_ddp.datasets.custom import CustomSet
+from flyte_ddp.datasets.on_demand_set import OnDemand
+from flyte_ddp.datasets.prepared_folder import write_prepared_set
+from flyte_ddp.datasets.sample_arrays import SampleArrays
+from flyte_ddp.errors import RankError, UserError
+from flyte_ddp.json_lines import read_records
+from flyte_ddp.objectives import HIGHER, Classification, Facts, Objective
+from flyte_ddp.progress import Progress
+from flyte_ddp.run import Result
+from flyte_ddp.training import train as training
+
+OWN = "test_trial:"
+HP = Hyperparameters(
+    dataset="own:data", model=f"{OWN}linear", num_ranks=1, epochs=2, batch_size=8, precision="fp32", learning_rate=0.05
+)
+pytestmark = pytest.mark.usefixtures("user_models")
+
+
+def table(targets: Any = lambda rows: (rows[:, 0] > 0).astype(np.float32)) -> SampleArrays:
+    """Twenty training and twelve test rows of three numbers."""
+    random = np.random.default_rng(3)
+    rows = [random.normal(size=(samples, 3)).astype(np.float32) for samples in (20, 12)]
+    return arrays(*((each, targets(each)) for each in rows))
+
+
+def with_value(data: SampleArrays, side: str, place: tuple[int, int], value: float) -> SampleArrays:
+    rows = getattr(data, f"{side}_inputs").copy()
+    rows[place] = value
+    return replace(data, **{f"{side}_inputs": rows})
+
+
+def train(folder: Path, data: SampleArrays, **changes: Any) -> Result:
+    (folder / "data").mkdir(parents=True)
+    write_prepared_set(replace(data, name="own:data"), folder / "data", {})
+    return train_in(folder / "run", replace(HP, **changes), folder / "data")
+
+
+def refuse(folder: Path, data: SampleArrays, words: str, **changes: Any) -> None:
+    """Assert that a run ends before its first step with a sentence of the user's mistake."""
+    with pytest.raises(UserError, match=words) as caught:
+        train(folder, data, **changes)
+    assert len(caught.value.message) < 300
+    assert "\n" not in caught.value.message
+    kinds = {record["kind"] for record in read_records(folder / "run/unfinished/metrics.jsonl")}
+    assert kinds == {"start"}
+
+
+def linear(num_classes: int) -> nn.Module:
+    return nn.Linear(3, num_classes)
+
+
+def sigmoid(num_classes: int) -> nn.Module:
+    return nn.Sequential(nn.Linear(3, num_classes), nn.Sigmoid())
+
+
+def binary(outputs: Tensor, targets: Tensor) -> Tensor:
+    return functional.binary_cross_entropy(outputs[:, 0], targets, reduction="none")
+
+
+MATRIX = torch.eye(2)
+
+
+def by_matrix(outputs: Tensor, targets: Tensor) -> Tensor:
+    return functional.cross_entropy(outputs @ MATRIX, targets, reduction="none")
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp64"])
+def test_targets_have_the_type_of_the_outputs(precision: str, tmp_path: Path) -> None:
+    """binary_cross_entropy refuses others; the evaluation, in fp64, is that of torch."""
+    data = table()
+    result = train(tmp_path, data, model=f"{OWN}sigmoid", objective=f"{OWN}binary", precision=precision)
+    weights = torch.load(result.model, weights_only=True)
+    rows, truth = (torch.from_numpy(np.asarray(part)) for part in (data.test_inputs, data.test_targets))
+    logits = functional.linear(rows.double(), weights["0.weight"].double(), weights["0.bias"].double())[:, 0]
+    expected = functional.binary_cross_entropy_with_logits(logits, truth.double())
+    assert result.measures["loss"] == pytest.approx(expected.item(), rel=1e-6)
+
+
+def positive(rows: Any) -> Any:
+    return (rows[:, 0] > 0).astype(int)
+
+
+class Misspelt(Classification):
+    """Has a measure that no data would make right."""
+
+    measures: Mapping[str, str] = {"share": HIGHER}
+
+    def measure(self, columns: Mapping[str, Tensor]) -> dict[str, float]:
+        return {"share": columns["predicton"].mean().item()}
+
+
+@pytest.mark.parametrize(
+    ("objective", "words"), [("by_matrix", "expected m1 and m2 to have the same dtype"), ("Misspelt", "predicton")]
+)
+def test_an_objective_that_fails_only_in_evaluations_fails_before_the_first_step(
+    objective: str, words: str, tmp_path: Path
+) -> None:
+    """With the user's own exception and traceback."""
+    with pytest.raises(RankError, match=words) as caught:
+        train(tmp_path, table(positive), objective=f"{OWN}{objective}")
+    assert traceback.extract_tb(caught.value.__cause__.__traceback__)[-1].filename == __file__
+    assert {record["kind"] for record in read_records(tmp_path / "run/unfinished/metrics.jsonl")} == {"start"}
+
+
+class FewUndefined(Misspelt):
+    """Has a measure that eight samples do not define."""
+
+    def measure(self, columns: Mapping[str, Tensor]) -> dict[str, float]:
+        return {"share": columns["loss"].topk(11).values.mean().item()}
+
+
+def test_a_measure_that_few_samples_do_not_define_is_no_mistake(tmp_path: Path) -> None:
+    result = train(tmp_path, table(positive), objective=f"{OWN}FewUndefined", validation_fraction=0.6)
+    assert result.measures["share"] > 0
+
+
+class Changing(nn.Module):
+    """Draws, and changes attributes, a buffer and a weight, also in evaluations."""
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        self.layer, self.passes = nn.Linear(3, num_classes), 0
+        self.dropout, self.norm = nn.Dropout(0.3), nn.BatchNorm1d(3)
+        self.scale = nn.Parameter(torch.ones(3), requires_grad=False)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, rows: Tensor) -> Tensor:
+        if not self.passes:
+            self.scale.data = rows.abs().mean(0)
+        self.passes += 1
+        self.seen += len(rows)
+        noise = torch.randn(()) if self.training else 0.0
+        return self.layer(self.dropout(self.norm(rows / self.scale)) + 0.01 * noise)
+
+
+def test_the_trial_changes_no_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = {"model": f"{OWN}Changing", "objective": f"{OWN}cross_entropy", "eval_interval": 9, "log_interval": 1}
+    with pytest.raises(UserError, match="its file does not hold all of it"):  # as it changes an attribute
+        train(tmp_path / "with", table(positive), **case)
+    monkeypatch.setattr(training, "try_evaluation", lambda *_: None)
+    with pytest.raises(UserError, match="its file does not hold all of it"):
+        train(tmp_path / "without", table(positive), **case)
+    found = [
+        [(record["loss"], record["step"]) for record in read_records(path) if record["kind"] == "train"]
+        for path in sorted(tmp_path.glob("*/run/unfinished/metrics.jsonl"))
+    ]
+    assert found[0] == found[1]
+    assert len(found[0]) == 6
+
+
+def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
+    return functional.cross_entropy(outputs, targets, reduction="none")
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.parametrize(("side", "place"), [("test", (10, 2)), ("train", (17, 1))])
+def test_a_row_that_is_not_finite_is_named_before_training(
+    side: str, place: tuple[int, int], value: float, tmp_path: Path
+) -> None:
+    split = {"train": "(training|validation)"}.get(side, side)
+    words = rf"not finite, nor is the input of {split} sample {place[0]} \(column {place[1]}\): replace what is missing"
+    refuse(tmp_path, with_value(table(positive), side, place, value), words, objective="classification")
+
+
+def skipping(num_classes: int) -> nn.Module:
+    return Skipping(3, num_classes)
+
+
+class Skipping(nn.Linear):
+    """Takes what is missing for 0."""
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return super().forward(rows.nan_to_num(nan=0.0))
+
+
+def test_a_model_may_know_what_to_do_with_what_is_missing(tmp_path: Path) -> None:
+    data = with_value(with_value(table(positive), "train", (3, 1), np.nan), "test", (7, 0), np.nan)
+    assert train(tmp_path, data, objective="classification", model=f"{OWN}skipping").model.exists()
+
+
+def demanded(source: str) -> OnDemand:
+    """The same on demand, with NaN in a test row that is not among the first."""
+    data = with_value(table(positive), "test", (10, 2), np.nan)
+    train, test = ([*zip(*side, strict=True)] for side in (
+        (data.train_inputs, data.train_targets.tolist()), (data.test_inputs, data.test_targets.tolist())
+    ))  # fmt: skip
+    return on_demand(train, test, classes=["no", "yes"])
+
+
+def test_an_evaluation_names_the_sample_on_demand_that_is_not_finite(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    data, _ = CustomSet(f"{OWN}demanded").load("", tmp_path, Progress("off"))
+    write_prepared_set(data, tmp_path / "data", {"data_source": ""})
+    with pytest.raises(UserError, match=r"nor is the input of test sample 10 \(column 2\): replace what is missing"):
+        train_in(tmp_path / "run", replace(HP, dataset=f"{OWN}demanded"), tmp_path / "data")
+
+
+def mean_of_table(outputs: Tensor, targets: Tensor) -> Tensor:
+    return functional.mse_loss(outputs, targets)
+
+
+def rows_of_table(outputs: Tensor, targets: Tensor) -> Tensor:
+    return (outputs - targets).abs().mean(1)
+
+
+def mean_of_pairs(outputs: Tensor, targets: Tensor) -> Tensor:
+    return functional.l1_loss(outputs[:, 0], targets)
+
+
+def first(rows: Any) -> Any:
+    return 50 + rows[:, 0]
+
+
+@pytest.mark.filterwarnings("ignore:Using a target size")
+@pytest.mark.parametrize("objective", ["mean_of_table", "rows_of_table"])
+def test_a_reduced_table_of_losses_is_refused(objective: str, tmp_path: Path) -> None:
+    """Outputs [n, 1] and targets [n] make a table [n, n], whose mean only a constant minimises."""
+    words = r"compares outputs \[8, 1\] with targets \[8\], each with each; use outputs\[:, 0\]"
+    refuse(tmp_path, table(first), words, objective=f"{OWN}{objective}")
+
+
+def test_a_mean_of_the_right_losses_is_taken(tmp_path: Path) -> None:
+    """All targets are far above all first outputs, where the mean absolute error does not tell who is compared."""
+    assert train(tmp_path, table(first), objective=f"{OWN}mean_of_pairs").model.exists()
+
+
+class Centres(Objective):
+    """Has a point for each class that it would have to train."""
+
+    def __init__(self, facts: Facts) -> None:
+        super().__init__(facts)
+        self.points = nn.Parameter(torch.ones(2, len(facts.classes)))
+
+    def losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return functional.cross_entropy(outputs @ self.points.to(outputs), targets, reduction="none")
+
+
+class Margin(Classification):
+    """Takes the points from the model."""
+
+    def check_outputs(self, model: str, outputs: Any, targets: Tensor) -> None:
+        pass
+
+    def losses(self, outputs: tuple[Tensor, Tensor], targets: Tensor) -> Tensor:
+        return super().losses(outputs[0] @ outputs[1], targets)
+
+    def columns(self, outputs: tuple[Tensor, Tensor], targets: Tensor) -> dict[str, Tensor]:
+        return super().columns(outputs[0] @ outputs[1], targets)
+
+
+class WithPoints(nn.Linear):
+    """Returns a point for each class beside the samples' own."""
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__(3, 2)
+        self.points = nn.Parameter(torch.ones(2, num_classes))
+
+    def forward(self, rows: Tensor) -> Any:
+        return super().forward(rows), self.points
+
+
+def test_parameters_of_an_objective_are_refused(tmp_path: Path) -> None:
+    """They would never be trained."""
+    words = r"depends on a parameter \[2, 2\] that is none of the model's, and would never be trained: make it a part"
+    refuse(tmp_path, table(positive), words, objective=f"{OWN}Centres")
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_the_same_parameters_in_the_model_are_trained(ranks: int, tmp_path: Path) -> None:
+    case = {"model": f"{OWN}WithPoints", "objective": f"{OWN}Margin", "num_ranks": ranks}
+    weights = torch.load(train(tmp_path, table(positive), **case).model, weights_only=True)
+    assert not torch.equal(weights["points"], torch.ones(2, 2))
