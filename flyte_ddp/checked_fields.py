@@ -113,8 +113,7 @@ class CheckedFields(DataClassJsonMixin):
     def json(self) -> str:
         """Return JSON of the fields that differ from their defaults; flytekit shows it as an option's default."""
         fields = dataclasses.fields(self)  # type: ignore[arg-type]
-        values = {each.name: getattr(self, each.name) for each in fields}
-        return json.dumps({each.name: values[each.name] for each in fields if values[each.name] != each.default})
+        return json.dumps({each.name: value for each in fields if (value := getattr(self, each.name)) != each.default})
 
     @classmethod
     def __pre_deserialize__(cls, values: Any) -> dict[str, Any]:

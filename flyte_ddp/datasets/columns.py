@@ -14,22 +14,23 @@ OTHERWISE = "give numbers for them, or a list of arrays of different lengths"
 
 
 def convert_columns(name: str, given: Any, array: NDArray[Any]) -> NDArray[Any]:
-    """Return a table [rows, columns] of mixed types as one array of numbers; any other array as it is.
+    """Return objects [rows], or [rows, columns] as floats, as numbers if they are, and any other array as it is.
 
-    ``given`` is what ``array`` was made of, such as a frame of pandas. UserError, which names the column, for texts and
-    dates.
+    What is missing becomes NaN. ``given`` is what ``array`` was made of, such as a frame of pandas. UserError, which
+    names the column, for texts and dates.
     """
-    if array.ndim != 2 or array.dtype.kind != "O":
+    if array.ndim not in (1, 2) or array.dtype.kind != "O":
         return array
-    columns = [np.array(array[:, place].tolist()) for place in range(array.shape[1])]
-    for place, column in enumerate(columns):
-        kind = "M" if any(hasattr(value, "year") for value in array[:, place]) else column.dtype.kind
-        if kind in FIXES:
-            what = {"U": "has texts", "M": "has dates"}[kind]
-            raise UserError(f"{name}: {name_column(given, place)} {what}, and must be numbers; {FIXES[kind]}")
+    columns = list[list[Any]]()
+    for place, values in enumerate(array.T if array.ndim == 2 else [array]):
+        columns.append([np.nan if value is None or type(value).__name__ == "NAType" else value for value in values])
+        for kind, what in (("U", "texts"), ("M", "dates")):
+            if any(isinstance(value, str) if kind == "U" else hasattr(value, "year") for value in columns[-1]):
+                where = f"{name_column(given, place)} has" if array.ndim == 2 else "has"
+                raise UserError(f"{name}: {where} {what}, and must be numbers; {FIXES[kind]}")
     try:
-        return np.stack([column.astype(float) for column in columns], axis=1)  # None becomes NaN
-    except (TypeError, ValueError):
+        return np.array(columns[0]) if array.ndim == 1 else np.array(columns, dtype=float).T
+    except (TypeError, ValueError):  # of lists, say
         return array
 
 

@@ -198,6 +198,7 @@ def store_leaf(name: str, values: Any) -> NDArray[Any] | Ragged:
 
     Floats become float32. UserError, with ``name`` in its text, for objects, texts and what is no array.
     """
+    values = values.toarray() if hasattr(values, "toarray") else values  # sparse ones of SciPy and scikit-learn
     try:
         array = require_array(name, values)
     except UserError:

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flyte_ddp.datasets.preprocessing import PREPROCESSING
-from flyte_ddp.datasets.sample_arrays import SampleArrays, require_one_length, store_inputs
+from flyte_ddp.datasets.sample_arrays import require_one_length, store_inputs
 from flyte_ddp.errors import UserError
 from flyte_ddp.leaves import Leaves
 from flyte_ddp.user_code import load_callable
@@ -50,8 +50,3 @@ def read_new_rows(sidecar: Mapping[str, Any], source: Any) -> tuple[Leaves, NDAr
     inputs = store_inputs(f"{where}: inputs", returned[0], ids)
     require_one_length(where, [("inputs", inputs), *([] if ids is None else [("ids", ids)])])
     return inputs, ids
-
-
-def make_test_split(inputs: Leaves, ids: NDArray[np.str_] | None, name: str) -> SampleArrays:
-    """Return a data set called ``name``, in which both sides are these inputs without targets."""
-    return SampleArrays(name, inputs, None, inputs, None, train_ids=ids, test_ids=ids)

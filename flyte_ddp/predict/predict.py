@@ -15,6 +15,7 @@ from torch import Tensor
 
 from flyte_ddp.datasets import open_prepared
 from flyte_ddp.datasets.image_folder import join_kinds
+from flyte_ddp.datasets.sample_arrays import SampleArrays
 from flyte_ddp.errors import UserError
 from flyte_ddp.files import replace_file
 from flyte_ddp.formatting import format_count
@@ -28,7 +29,7 @@ from flyte_ddp.models.inputs import ModelInput
 from flyte_ddp.objectives.objective import list_floats
 from flyte_ddp.objectives.table_columns import TableColumns, describe_samples, merge_columns
 from flyte_ddp.predict.mask_files import MaskFolder
-from flyte_ddp.predict.new_rows import make_test_split, read_new_rows
+from flyte_ddp.predict.new_rows import read_new_rows
 from flyte_ddp.predict.prediction_batches import (
     Batch,
     SavedModel,
@@ -94,8 +95,10 @@ def write_prediction_table(
             progress.print_note(f"images={images}: {left_out}")
         batches = read_folder_batches(model, images, paths, batch_size or model.batch_size, bad)
     elif table is not None:
-        rows = make_test_split(*read_new_rows(model.sidecar, str(table)), str(table))
-        batches = read_test_split(model, rows, batch_size, bad)
+        rows, ids = read_new_rows(model.sidecar, str(table))
+        batches = read_test_split(
+            model, SampleArrays(str(table), rows, None, rows, None, test_ids=ids), batch_size, bad
+        )
     elif dataset is not None:
         batches = read_test_split(model, open_prepared(dataset), batch_size, bad)
     first, header, undefined = FirstPredictions(model.classes), list[str](), list[str]()

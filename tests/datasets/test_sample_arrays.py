@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from cli import HELPERS
+from scipy import sparse
 from sklearn.utils.class_weight import compute_class_weight
 
 from flyte_ddp import arrays
@@ -189,7 +190,7 @@ def pair(inputs: Any, targets: Any = CLASSES) -> tuple[Any, Any]:
     return inputs, targets
 
 
-OBJECTS = np.array([None] * N)
+OBJECTS = np.array([object()] * N)
 WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     "leaves of other lengths": (
         lambda: arrays(pair({"a": NUMBERS, "b": NUMBERS[:4]}), pair(NUMBERS)),
@@ -400,6 +401,10 @@ UNFIT: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: arrays(pair(Table(np.array([[1, 2, "Bern"]] * N, object))), pair(NUMBERS)),
         "^train_inputs: column 'city' has texts, and must be numbers; make whole numbers of them by pandas.factorize",
     ),
+    "targets": (
+        lambda: arrays(pair(NUMBERS, np.array(list("ababab"), object)), pair(NUMBERS)),
+        "^train_targets: has texts, and must be numbers; make whole numbers of them by pandas.factorize",
+    ),
     "dates": (
         lambda: arrays(pair(Table(DATES)), pair(NUMBERS)),
         r"^train_inputs: column 'city' has dates, and must be numbers; count days, by \.astype\('datetime64\[D\]'\)",
@@ -415,7 +420,8 @@ def test_what_is_no_number_is_named_by_row_and_column(kind: str) -> None:
 
 
 def test_a_frame_of_numbers_of_several_types_is_a_table() -> None:
-    kept = arrays(pair(Table(MIXED)), pair(NUMBERS))
+    kept = arrays(pair(Table(MIXED)), pair(sparse.csr_array(NUMBERS)))
+    np.testing.assert_array_equal(kept.test_inputs, NUMBERS.astype(np.float32))
     np.testing.assert_array_equal(kept.train_inputs, np.array([[1, 1, 2.5]] * N, np.float32))
 
 
@@ -425,6 +431,8 @@ def test_truth_values_are_classes() -> None:
     assert kept.train_targets.tolist() == CLASSES.tolist()
     named = arrays(pair(NUMBERS, CLASSES == 1), pair(NUMBERS, CLASSES == 0), classes=["no", "yes"])
     assert named.classes == ("no", "yes")
+    objects = arrays(pair(NUMBERS, CLASSES.astype(object)), pair(NUMBERS, (CLASSES == 1).astype(object)))
+    assert objects.classes == ("0", "1")
 
 
 def test_a_dict_is_taken_by_name() -> None:
