@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from flyte_ddp.parallel.sharing import batches as batches
     from flyte_ddp.parallel.sharing import evaluation_batches as evaluation_batches
     from flyte_ddp.parallel.sharing import sum_over_ranks as sum_over_ranks
+    from flyte_ddp.predict.new_rows import read_new_rows as read_new_rows
     from flyte_ddp.release.promotion import load_champion as load_champion
     from flyte_ddp.run import Result as Result
     from flyte_ddp.run import run_training as run_training
@@ -50,6 +51,7 @@ MODULES = {
     "load_champion": "release.promotion",
     "load_model": "models.artifacts",
     "on_demand": "datasets",
+    "read_new_rows": "predict.new_rows",
     "results": "results",
     "run_ranks": "loops.run_ranks",
     "run_training": "run",

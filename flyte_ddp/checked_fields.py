@@ -10,6 +10,7 @@ import operator
 import re
 import sys
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, ClassVar, Self
 
 from dataclasses_json import DataClassJsonMixin
@@ -50,15 +51,17 @@ def setting(
 class CheckedFields(DataClassJsonMixin):
     """Base of a dataclass whose fields are made by :func:`setting`: checks all values when it is instantiated.
 
-    A subclass gives ``called``, the noun for a field in errors. Raises UserError for an unknown field, a value of the
+    A subclass gives ``called``, the noun for a field in errors, and may give ``elsewhere``: what to take in place of
+    names of other programs. Raises UserError for an unknown field, a value of the
     wrong type, or a value out of range.
     """
 
     called: ClassVar[str]
+    elsewhere: ClassVar[Mapping[str, str]]
 
-    def __init_subclass__(cls, *, called: str) -> None:
+    def __init_subclass__(cls, *, called: str, elsewhere: Mapping[str, str] = MappingProxyType({})) -> None:
         super().__init_subclass__()
-        cls.called = called
+        cls.called, cls.elsewhere = called, elsewhere
 
     def __new__(cls, *_: Any, **values: Any) -> Self:
         """Raise UserError for an unknown field, with the nearest known one; ``__init__`` would raise a TypeError."""
@@ -76,6 +79,8 @@ class CheckedFields(DataClassJsonMixin):
             raise UserError(f"{cls.called}s must be a JSON object, got {short_repr(values)}")
         names = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
         for key in values:
+            if here := cls.elsewhere.get(key):
+                raise UserError(f"unknown {cls.called} {key!r}: take {here}")
             if key not in names:
                 raise unknown_name_error(cls.called, str(key), names)
         return dict(values)
@@ -104,6 +109,11 @@ class CheckedFields(DataClassJsonMixin):
             if field.type in (int, float) and isinstance(text, str) and YAML_NUMBER.fullmatch(text):
                 values[field.name] = float(text)
         return cls(**values)
+
+    def json(self) -> str:
+        """Return JSON of the fields that differ from their defaults; flytekit shows it as an option's default."""
+        fields = dataclasses.fields(self)  # type: ignore[arg-type]
+        return json.dumps({each.name: value for each in fields if (value := getattr(self, each.name)) != each.default})
 
     @classmethod
     def __pre_deserialize__(cls, values: Any) -> dict[str, Any]:

@@ -21,7 +21,7 @@ OPTIONS_OF = ("model", "objective")  # hyperparameters that name callables which
 
 
 @dataclass(frozen=True)
-class Hyperparameters(CheckedFields, called="hyperparameter"):
+class Hyperparameters(CheckedFields, called="hyperparameter", elsewhere=catalog.ELSEWHERE):
     """Everything that determines a training run's result; UserError for an unknown field or a wrong value."""
 
     # Data

@@ -6,13 +6,17 @@ import importlib.util
 import os
 import sys
 import sysconfig
+import traceback
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
 
+import click
+
 from flyte_ddp.code_digest import ARITHMETIC, normalize_code, parse_python
-from flyte_ddp.errors import UserError
+from flyte_ddp.errors import UserError, shorten_path
 from flyte_ddp.user_code import missing_module_error, search_working_directory, split_spec
 
 IDENTIFIED = {"flyte_ddp", *ARITHMETIC}  # packages that count by library_digest() and by their versions
@@ -152,6 +156,29 @@ def is_user_file(place: str) -> bool:
     """Return whether a file or folder is outside Python's standard library and site-packages."""
     path = Path(place).resolve()
     return not INSTALLED.intersection(path.parts) and not any(path.is_relative_to(standard) for standard in STANDARD)
+
+
+@contextmanager
+def explain_own_errors(what: str) -> Iterator[None]:
+    """Raise UserError for an exception of the user's code in the block: it begins with his line, and has the traceback.
+
+    ``what`` names the code. Of the traceback leaves out this library's calls before his first one.
+    """
+    try:
+        yield
+    except click.ClickException:
+        raise
+    except Exception as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        ours = Path(__file__).parent
+        is_own = [is_user_file(each.filename) and not Path(each.filename).is_relative_to(ours) for each in frames]
+        if not any(is_own):
+            raise
+        line, text = frames[len(is_own) - 1 - is_own[::-1].index(True)], traceback.format_exception_only(error)
+        where = f"{shorten_path(Path(line.filename))}:{line.lineno}"
+        calls = [(each.filename, each.lineno or 0, each.name, each.line) for each in frames[is_own.index(True) :]]
+        trace = "".join([*traceback.StackSummary.from_list(calls).format(), *text])
+        raise UserError(f"{what}: {where}: {text[-1].strip()}\n\n{trace}") from error
 
 
 def find_imported_modules(tree: ast.Module | None) -> set[str]:

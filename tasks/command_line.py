@@ -8,6 +8,7 @@ options of the command, and the method of flytekit's remote that registers a scr
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import json
 import re
@@ -35,6 +36,7 @@ from flytekit.exceptions.user import FlyteEntityNotFoundException
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import RankError, StoppedError, UnreachableError, UserError, install_hint, unknown_name_error
 from flyte_ddp.pods import environment
+from flyte_ddp.release.policy import Policy
 from flyte_ddp.settings import check_wandb_settings, read_settings
 
 if TYPE_CHECKING:
@@ -62,6 +64,8 @@ def set_up_command() -> None:
     remove_temporary_folders_at_exit()
     if command == "run":
         check_input_files(sys.argv)
+        if "--help" in sys.argv:
+            context.call_on_close(partial(print_fields, context))
     is_remote = getattr(context.obj, "is_remote", False)
     if is_remote or command != "run":  # a registration copies settings to pods
         environment.check_registration()
@@ -71,6 +75,20 @@ def set_up_command() -> None:
 
         context.with_resource(scoped_grpc_deadline(CALL_SECONDS))
         change_remote_run(context.obj)
+
+
+def print_fields(context: click.Context) -> None:
+    """Print name, default and meaning of each hyperparameter, and of a policy's fields, if the command takes them."""
+    if context.invoked_subcommand is None:  # --help of the file
+        return
+    command = context.command.get_command(context, context.invoked_subcommand)  # type: ignore[attr-defined]
+    for option, form in (("hp", Hyperparameters), ("policy", Policy)):
+        if option in [parameter.name for parameter in command.params]:
+            text = click.HelpFormatter(width=shutil.get_terminal_size().columns)
+            fields = dataclasses.fields(form)
+            with text.section(f"What the JSON of --{option} may have"):
+                text.write_dl([(each.name, f"{each.metadata['doc']} [{json.dumps(each.default)}]") for each in fields])
+            click.echo(text.getvalue())
 
 
 def change_remote_run(parameters: RunLevelParams) -> None:

@@ -5,6 +5,7 @@ two dataclasses get a transformer that adds a schema of the older draft to flyte
 """
 
 import dataclasses
+import sys
 from typing import Any
 
 from flytekit.core.type_engine import DataclassTransformer, TypeEngine, TypeTransformer
@@ -27,9 +28,10 @@ class FormTransformer(DataclassTransformer):  # type: ignore[misc]  # which flyt
         TypeTransformer.__init__(self, name=form.__name__, t=form)
 
     def get_literal_type(self, t: type[CheckedFields]) -> LiteralType:
-        """Return Flyte's type of the dataclass, with the console's schema in its metadata."""
+        """Return Flyte's type of the dataclass, with the console's schema in its metadata; none for ``--help``."""
         found = super().get_literal_type(t)
-        found.metadata |= form_metadata(self.form())
+        # pyflyte's help would print all of it; set_up_command() prints columns.
+        found.metadata = {} if "--help" in sys.argv else found.metadata | form_metadata(self.form())
         return found
 
     def guess_python_type(self, literal_type: LiteralType) -> type[CheckedFields]:
@@ -45,7 +47,7 @@ def prefill_form(parameter: Parameter, values: CheckedFields) -> Parameter:
     The console takes the values from the type, ignores the parameter's default, and sends all values of the form.
     """
     found = LiteralType.from_flyte_idl(parameter.var.type.to_flyte_idl())  # the type may be shared
-    found.metadata |= form_metadata(values)
+    found.metadata = {**(found.metadata or {}), **form_metadata(values)}
     return Parameter(Variable(found, parameter.var.description), default=parameter.default)
 
 

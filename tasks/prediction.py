@@ -1,4 +1,4 @@
-"""The prediction task: a trained model applied to a folder of images, or to a data set's test split."""
+"""The prediction task: a trained model applied to a folder of images, a data set's test split, or new rows."""
 
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -36,20 +36,22 @@ def predict_images(
     data_source: str = "",
     test_dataset: str = "",
     bad_samples: Optional[int] = None,
+    table: Optional[FlyteFile] = None,
 ) -> Predictions:
-    """Predict a folder of images, or the test split of a data set, into a table (CSV) of predictions.
+    """Predict a folder of images, the test split of a data set, or the rows of a file, into a table (CSV).
 
     Give model_state and sidecar of a run, or the model_name of a model in the registry, whose champion is downloaded.
-    Give images or a dataset. Up to bad_samples images may be impossible to decode, and have no prediction; the default
-    is the value of the model's training. Returns the table, with one row for each sample, and the folder of predicted
-    masks if the model predicts masks. The first predictions are on the task's page. A local run prints the folder of
-    the table and the page.
+    Give images, a dataset, or a table, which the model's own prepare reads. Up to bad_samples images may be impossible
+    to decode, and have no prediction; the default is the value of the model's training. Returns the table, with one row
+    for each sample, and the folder of predicted masks if the model predicts masks. The first predictions are on the
+    task's page. A local run prints the folder of the table and the page.
     """
     from flyte_ddp.predict.predict import mask_folder, own_decoding, write_prediction_table
 
     machine.check_expected_gpus(machine.count_gpus())
-    if (images is None) == (not dataset):
-        raise UserError(f"images={images}, dataset={dataset!r}: give either a folder of images or a data set")
+    if [images, dataset or None, table].count(None) != 2:
+        given = f"images={images}, dataset={dataset!r}, table={table}"
+        raise UserError(f"{given}: give one of them: a folder of images, a data set, or a file of new rows")
     with paths.make_dated_folder("predictions") as folder, TemporaryDirectory() as fetched:
         if model_name and model_state is None and sidecar is None:
             model = download_champion(Registry(paths.registry_address(), model_name), Path(fetched))
@@ -58,21 +60,22 @@ def predict_images(
         else:
             given = "the name of a model in the registry, or model_state and sidecar of a run"
             raise UserError(f"model_name={model_name!r}: give either {given}")
-        table = write_prediction_table(
+        written = write_prediction_table(
             *model,
             images=Path(images.download()) if images is not None else None,
             dataset=fetch_data_set(dataset, data_source, test_dataset, sample=own_decoding(model[1]))
             if dataset
             else None,
+            table=Path(table.download()) if table is not None else None,
             output=folder / "predictions.csv",
             bad_samples=bad_samples,
             settings=read_settings(),
         )
-    page = table.with_suffix(".html")
+    page = written.with_suffix(".html")
     Deck("First predictions", page.read_text(encoding="ascii"))
-    files = {table: "one row for each sample", page: "the first ones, to open in a browser"}
-    masks = mask_folder(table)
+    files = {written: "one row for each sample", page: "the first ones, to open in a browser"}
+    masks = mask_folder(written)
     if masks.is_dir():
         files[masks] = "the predicted masks, PNG files of class numbers"
     paths.print_local_files("predictions made in", files)
-    return Predictions(table=output_file(FlyteFile, table), masks=output_folder(masks) if masks.is_dir() else None)
+    return Predictions(table=output_file(FlyteFile, written), masks=output_folder(masks) if masks.is_dir() else None)

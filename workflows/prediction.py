@@ -22,10 +22,11 @@ def predict_wf(
     data_source: str = "",
     test_dataset: str = "",
     bad_samples: Optional[int] = None,
+    table: Optional[FlyteFile] = None,
 ) -> Predictions:
-    """Predict a folder of images, or the test split of a data set, with a trained model.
+    """Predict a folder of images, the test split of a data set, or new rows, with a trained model.
 
-    Give the model as model_state and sidecar, or as model_name. Give images or a dataset. Returns a
+    Give the model as model_state and sidecar, or as model_name. Give images, a dataset or a table. Returns a
     table (CSV) with one row for each sample, and the predicted masks, PNG files, of a model for segmentation.
 
     Args:
@@ -37,6 +38,7 @@ def predict_wf(
         data_source: Where the files of dataset are, as in the hyperparameters. Empty for the usual places.
         test_dataset: Data set to predict in place of the tenth of dataset that is held out.
         bad_samples: How many images may be impossible to decode. None allows as many as in training.
+        table: File of new rows, which the model's own prepare reads, such as new.csv or s3://bucket/new.parquet.
     """
     return predict_images(
         model_state=model_state,
@@ -47,4 +49,5 @@ def predict_wf(
         data_source=data_source,
         test_dataset=test_dataset,
         bad_samples=bad_samples,
+        table=table,
     )

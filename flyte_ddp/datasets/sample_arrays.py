@@ -1,6 +1,6 @@
 """Data sets of arrays that are no images: one or more leaves of inputs and targets, of equal or different lengths."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -9,12 +9,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flyte_ddp.class_names import normalize_class_names
+from flyte_ddp.datasets.columns import FIXES, OTHERWISE, convert_columns, require_finite
 from flyte_ddp.datasets.images import convert_weights, require_array, require_class_numbers
 from flyte_ddp.datasets.prepared_folder import StoredSet, open_folder, read_array
+from flyte_ddp.datasets.preprocessing import PREPROCESSING, pack_preprocessing
 from flyte_ddp.errors import UserError
 from flyte_ddp.leaves import Leaves, describe_form, form_of, name_leaves, require_numbers, restore_leaves
 
 LEAVES = "leaves"  # key in the description of the forms of inputs and targets
+IDS = ("train_ids", "test_ids")
 PARTS = ("train_inputs", "train_targets", "test_inputs", "test_targets")
 MOST_CLASSES = 1_000_000  # as the hyperparameter num_classes allows
 COMPARED_ROWS, LEAST_KEPT = 10_000, 0.99  # the second: share of different numbers that stay different
@@ -69,6 +72,9 @@ class SampleArrays(StoredSet):
     sample_weights: NDArray[np.float64] | None = None
     notes: tuple[str, ...] = ()  # what the user should know of the values
     not_finite: Mapping[str, int] = field(default_factory=dict)  # by file: the first such sample
+    train_ids: NDArray[np.str_] | None = None  # [N], names that the user has given to the samples
+    test_ids: NDArray[np.str_] | None = None
+    preprocessing: Mapping[str, str] = field(default_factory=dict)  # what pack_preprocessing() returns; empty: none
 
     @property
     def train_samples(self) -> int:
@@ -87,10 +93,11 @@ class SampleArrays(StoredSet):
             for name, leaf in name_leaves(getattr(self, part)).items():
                 file = f"{part}.{name}" if name else part
                 arrays |= {file: leaf.values, f"{file}.ends": leaf.ends} if isinstance(leaf, Ragged) else {file: leaf}
-        return arrays
+        ids = {name: getattr(self, name) for name in IDS}
+        return arrays | {name: each for name, each in ids.items() if each is not None}
 
     def describe_content(self) -> dict[str, Any]:
-        """Return the forms of inputs and targets, the notes, and each array's first sample that is not finite."""
+        """Return the forms of inputs and targets, which sides have ids, the preprocessing, and what is to be said."""
         forms = {
             kind: {
                 "form": form_of(leaves),
@@ -104,7 +111,9 @@ class SampleArrays(StoredSet):
             for name, leaf in name_leaves(getattr(self, part)).items()
         }
         rows = {file: row for file, row in found.items() if row is not None}
-        return {LEAVES: forms, "notes": self.notes, "not_finite": rows}
+        ids = [name for name in IDS if getattr(self, name) is not None]
+        described = {LEAVES: forms, "ids": ids, PREPROCESSING: self.preprocessing}
+        return described | {"notes": self.notes, "not_finite": rows}
 
 
 def first_non_finite(leaf: "NDArray[Any] | Ragged") -> int | None:
@@ -117,31 +126,48 @@ def first_non_finite(leaf: "NDArray[Any] | Ragged") -> int | None:
 
 
 def arrays(
-    train: Any, test: Any, *, classes: Sequence[str] = (), name: str = "", sample_weights: Any = None
+    train: Any,
+    test: Any,
+    *,
+    classes: Sequence[str] = (),
+    name: str = "",
+    sample_weights: Any = None,
+    preprocessing: Any = None,
+    prepare: Callable[[Any, Any], Any] | None = None,
 ) -> SampleArrays:
     """Return a data set of tables, texts, series or whatever else arrays can hold.
 
-    ``train`` and ``test`` are pairs (inputs, targets). Each is a leaf, a tuple of leaves, or a dict of leaves by name;
-    targets may be None. The model is called with what the inputs are: ``model(x)``, ``model(*leaves)`` or
-    ``model(**leaves)``. A leaf is an array, a table or a CPU tensor [N, ...] of numbers or truth values, or a list of N
-    arrays [length, ...] of different lengths, for which ``collate`` must pad. Floats are kept as float32; in a batch
-    whole numbers are int64. ``classes`` names the classes of targets that are class numbers [N]; without it they are
-    called "0", "1", ... ``name`` may be empty if the hyperparameter ``dataset`` names the callable that returns these
-    arrays. ``sample_weights`` [N], for ``sampling`` "weighted", are of the training samples.
+    ``train`` and ``test`` are pairs (inputs, targets), or (inputs, targets, ids). Inputs and targets are a leaf, a
+    tuple of leaves, or a dict of leaves by name; targets may be None. The model is called with what the inputs are:
+    ``model(x)``, ``model(*leaves)`` or ``model(**leaves)``. A leaf is an array, a table or a CPU tensor [N, ...] of
+    numbers or truth values, or a list of N arrays [length, ...] of different lengths, for which ``collate`` must pad.
+    Floats are kept as float32; in a batch whole numbers are int64. ``ids`` [N] name the samples in errors, report and
+    predictions. ``classes`` names the classes of targets that are class numbers or truth values [N]; without it they
+    are called "0", "1", ... ``name`` may be empty if the hyperparameter ``dataset`` names the callable that returns
+    these arrays. ``sample_weights`` [N], for ``sampling`` "weighted", are of the training samples.
 
-    Raises a UserError for leaves of different numbers of samples, objects or texts where numbers are needed, names that
-    are no Python identifiers, training and test samples of different forms, shapes or kinds of numbers, and what
-    :func:`flyte_ddp.image_arrays` refuses of class names and weights.
+    ``preprocessing`` is any object that pickle takes, such as fitted transformers. It is saved in ``model.json``, and
+    given to ``prepare(preprocessing, source)``, a function of a module, which returns (inputs, ids) of new rows; its
+    ids may be None.
+
+    Raises a UserError for leaves of different numbers of samples, objects or texts where numbers are needed, inputs
+    that are NaN or infinite, names that are no Python identifiers, training and test samples of different forms, shapes
+    or kinds of numbers, a ``preprocessing`` that cannot be pickled, and what :func:`flyte_ddp.image_arrays` refuses of
+    class names and weights.
     """
-    parts, notes = dict[str, Leaves](), list[str]()
-    for side, pair in (("train", train), ("test", test)):
-        if not isinstance(pair, (tuple, list)) or len(pair) != 2:
-            raise UserError(f"{side}: must be a pair (inputs, targets), got {type(pair).__name__}")
-        for kind, leaves in zip(("inputs", "targets"), pair, strict=True):
-            parts[f"{side}_{kind}"] = store_leaves(f"{side}_{kind}", leaves, notes if side == "train" else [])
-        if parts[f"{side}_inputs"] is None:
-            raise UserError(f"{side}_inputs: are None; give at least one array")
-        require_one_length(side, parts[f"{side}_inputs"], parts[f"{side}_targets"])
+    parts, ids, notes = dict[str, Leaves](), dict[str, Any](), list[str]()
+    for side, given in (("train", train), ("test", test)):
+        if not isinstance(given, (tuple, list)) or len(given) not in (2, 3):
+            raise UserError(
+                f"{side}: must be a pair (inputs, targets), or (inputs, targets, ids), got {type(given).__name__}"
+            )
+        inputs, targets, named = (*given, None)[:3]
+        ids[f"{side}_ids"] = own = None if named is None else np.array([*map(str, named)])
+        said = notes if side == "train" else []
+        parts[f"{side}_inputs"] = store_inputs(f"{side}_inputs", inputs, own, said)
+        parts[f"{side}_targets"] = number_truth_values(store_leaves(f"{side}_targets", targets, said))
+        leaves = [(kind, parts[f"{side}_{kind}"]) for kind in ("inputs", "targets")]
+        require_one_length(side, [*leaves, *([] if own is None else [("ids", own)])])
     for kind in ("inputs", "targets"):
         parts |= unify_sides(kind, parts[f"train_{kind}"], parts[f"test_{kind}"])
     names = normalize_class_names("classes", classes) or name_class_numbers(parts)
@@ -149,10 +175,26 @@ def arrays(
         for side in ("train", "test"):
             if is_class_numbers(targets := parts[f"{side}_targets"]):
                 require_class_numbers(f"{side}_targets", targets, len(names))
-    found = SampleArrays(name, **parts, classes=names, notes=(*notes,))
+    fitted = pack_preprocessing(preprocessing, prepare)
+    found = SampleArrays(name, **parts, classes=names, notes=(*notes,), **ids, preprocessing=fitted)
     if sample_weights is None:
         return found
     return replace(found, sample_weights=convert_weights(sample_weights, found.train_samples))
+
+
+def store_inputs(name: str, inputs: Any, ids: NDArray[np.str_] | None, notes: list[str]) -> Leaves:
+    """Return inputs as :func:`store_leaves` does; UserError also for None, and for a number that is not finite."""
+    stored = store_leaves(name, inputs, notes)
+    if stored is None:
+        raise UserError(f"{name}: are None; give at least one array")
+    given = name_leaves(inputs)
+    for key, leaf in name_leaves(stored).items():
+        where = f"{name}[{key!r}]" if key else name
+        if isinstance(leaf, Ragged):
+            require_finite(where, leaf.values, None, ids, leaf.ends)
+        else:
+            require_finite(where, leaf, given[key], ids)
+    return stored
 
 
 def store_leaves(name: str, leaves: Any, notes: list[str]) -> Leaves:
@@ -181,6 +223,7 @@ def store_leaf(name: str, values: Any, notes: list[str]) -> NDArray[Any] | Ragge
 
     Floats become float32. UserError, with ``name`` in its text, for objects, texts and what is no array.
     """
+    values = values.toarray() if hasattr(values, "toarray") else values  # sparse ones of SciPy and scikit-learn
     try:
         array = require_array(name, values)
     except UserError:
@@ -189,7 +232,8 @@ def store_leaf(name: str, values: Any, notes: list[str]) -> NDArray[Any] | Ragge
         # Of arrays of different shapes.
         samples = [require_array(f"{name}[{place}]", value) for place, value in enumerate(values)]
         return store_ragged(name, notes, samples)
-    require_numbers(name, array, "give numbers for them, or a list of arrays of different lengths")
+    array = convert_columns(name, values, array)
+    require_numbers(name, array, FIXES.get(array.dtype.kind, OTHERWISE))
     if not array.ndim or not len(array):
         raise UserError(f"{name}: must be an array [samples, ...] with at least one sample, got {list(array.shape)}")
     notes += describe_lost_digits(name, array, getattr(values, "columns", None))
@@ -250,11 +294,11 @@ def stored_type(dtype: np.dtype[Any]) -> np.dtype[Any]:
     return np.dtype(np.float32 if dtype.kind == "f" else STORED_TYPES.get(dtype.name, dtype.newbyteorder("=")))
 
 
-def require_one_length(side: str, inputs: Leaves, targets: Leaves) -> None:
-    """Raise UserError unless all leaves of "train" or "test" have the same number of samples."""
+def require_one_length(side: str, parts: Sequence[tuple[str, Leaves]]) -> None:
+    """Raise UserError unless all leaves of the parts of "train" or "test" have the same number of samples."""
     lengths = {
         f"{side}_{kind}{f'[{key!r}]' if key else ''}": len(leaf)
-        for kind, leaves in (("inputs", inputs), ("targets", targets))
+        for kind, leaves in parts
         for key, leaf in name_leaves(leaves).items()
     }
     first, samples = next(iter(lengths.items()))
@@ -269,30 +313,31 @@ def unify_sides(kind: str, train: Leaves, test: Leaves) -> dict[str, Leaves]:
     Raises UserError if they have other names, shapes or kinds of numbers. ``kind`` is inputs or targets.
     """
     named = name_leaves(train), name_leaves(test)
-    if form_of(train) != form_of(test) or [*named[0]] != [*named[1]]:
+    if form_of(train) != form_of(test) or named[0].keys() != named[1].keys():
         texts = map(describe_form, (train, test))
         raise UserError(f"train_{kind} are {next(texts)}, and test_{kind} {next(texts)}: both must have one form")
     unified: tuple[dict[str, Any], dict[str, Any]] = ({}, {})
-    for name, pair in zip(named[0], zip(named[0].values(), named[1].values(), strict=True), strict=True):
-        ragged = any(isinstance(leaf, Ragged) for leaf in pair)
-        shapes = [("?", *leaf.shape[2:]) if ragged and leaf.shape[1:] else leaf.shape[1:] for leaf in pair]
-        kinds = [leaf.dtype.kind.replace("u", "i") for leaf in pair]
+    for name, leaf in named[0].items():
+        pair = leaf, named[1][name]
+        ragged = any(isinstance(each, Ragged) for each in pair)
+        shapes = [("?", *each.shape[2:]) if ragged and each.shape[1:] else each.shape[1:] for each in pair]
+        kinds = [each.dtype.kind.replace("u", "i") for each in pair]
         if shapes[0] != shapes[1] or kinds[0] != kinds[1]:
             described = (
-                f"{leaf.dtype} [{', '.join(map(str, shape))}]" for leaf, shape in zip(pair, shapes, strict=True)
+                f"{each.dtype} [{', '.join(map(str, shape))}]" for each, shape in zip(pair, shapes, strict=True)
             )
             where = f"{kind}{f'[{name!r}]' if name else ''}"
             raise UserError(
                 f"a sample of train_{where} is {next(described)}, and of test_{where} {next(described)}: both must "
                 "have one type and shape"
             )
-        common = stored_type(np.result_type(*(leaf.dtype for leaf in pair)))
-        for side, leaf in zip(unified, pair, strict=True):
+        common = stored_type(np.result_type(*(each.dtype for each in pair)))
+        for side, each in zip(unified, pair, strict=True):
             if ragged:
-                whole = make_ragged(leaf)
+                whole = make_ragged(each)
                 side[name] = Ragged(whole.values.astype(common, copy=False), whole.ends)
             else:
-                side[name] = leaf.astype(common, copy=False)
+                side[name] = each.astype(common, copy=False)
     return {
         f"{side}_{kind}": restore_leaves(form_of(train), leaves)
         for side, leaves in zip(("train", "test"), unified, strict=True)
@@ -309,6 +354,12 @@ def make_ragged(leaf: NDArray[Any] | Ragged) -> Ragged:
 def is_class_numbers(targets: Leaves) -> bool:
     """Return whether targets are whole numbers [N]."""
     return isinstance(targets, np.ndarray) and targets.ndim == 1 and targets.dtype.kind in "iu"
+
+
+def number_truth_values(targets: Leaves) -> Leaves:
+    """Return truth values [N] as the class numbers 0 and 1, and other targets as they are."""
+    is_truth = isinstance(targets, np.ndarray) and targets.ndim == 1 and targets.dtype.kind == "b"
+    return targets.astype(np.uint8) if is_truth else targets
 
 
 def name_class_numbers(parts: dict[str, Leaves]) -> tuple[str, ...]:
@@ -343,5 +394,6 @@ def open_sample_arrays(folder: Path) -> SampleArrays:
                 values = read_array(folder, f"{file}.npy")
                 named[name] = Ragged(values, read_array(folder, f"{file}.ends.npy")) if ragged else values
             fields[part] = restore_leaves(kind["form"], named)
+        fields |= {name: read_array(folder, f"{name}.npy") for name in description.get("ids", ())}
         fields |= {"notes": (*description.get("notes", ()),), "not_finite": description.get("not_finite", {})}
-        return SampleArrays(**fields)
+        return SampleArrays(**fields, preprocessing=description.get(PREPROCESSING, {}))

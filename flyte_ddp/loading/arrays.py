@@ -98,6 +98,7 @@ class ArrayBatches(BatchSource):
     inputs: Leaves  # of LoadedLeaf
     targets: Leaves
     masked: str | None = None  # name of the input whose mask the model also gets
+    ids: NDArray[np.str_] | None = None  # [N]
 
     def load_batch(self, samples: Indices, epoch: int | None = None) -> Batch:  # noqa: ARG002
         """Return a batch of these rows of the arrays, on the device, with the mask of ``masked``."""
@@ -107,7 +108,8 @@ class ArrayBatches(BatchSource):
             values, mask = found[self.masked]
             all_there = torch.ones(values.shape[:2], dtype=torch.bool, device=values.device)
             inputs = add_mask(inputs, all_there if mask is None else mask)
-        return Batch(inputs, map_leaves(lambda leaf: leaf.take_samples(samples, "targets")[0], self.targets))
+        targets = map_leaves(lambda leaf: leaf.take_samples(samples, "targets")[0], self.targets)
+        return Batch(inputs, targets, () if self.ids is None else self.ids[samples].tolist())
 
 
 def open_array_images(
@@ -121,10 +123,16 @@ def open_array_images(
     return ArrayImages(to_device(images, store), to_device(targets, store), device, augment, seed)
 
 
-def open_array_batches(device: torch.device, inputs: Leaves, targets: Leaves, masked: str | None) -> ArrayBatches:
+def open_array_batches(
+    device: torch.device,
+    inputs: Leaves,
+    targets: Leaves,
+    masked: str | None,
+    ids: NDArray[np.str_] | None = None,
+) -> ArrayBatches:
     """Return an ArrayBatches of these arrays; it holds copies where :func:`choose_store` says, on a CPU the arrays.
 
-    ``masked`` names the input whose mask the model also gets; None: it gets none.
+    ``masked`` names the input whose mask the model also gets; None: it gets none. ``ids`` [N] name the samples.
     """
     leaves = [*name_leaves(inputs).values(), *name_leaves(targets).values()]
     store = choose_store(device, sum(leaf.nbytes for leaf in leaves))
@@ -135,7 +143,7 @@ def open_array_batches(device: torch.device, inputs: Leaves, targets: Leaves, ma
             return LoadedLeaf(to_device(leaf.values, store), device, np.asarray(leaf.ends))
         return LoadedLeaf(to_device(leaf, store), device)
 
-    return ArrayBatches(map_leaves(load_leaf, inputs), map_leaves(load_leaf, targets), masked)
+    return ArrayBatches(map_leaves(load_leaf, inputs), map_leaves(load_leaf, targets), masked, ids)
 
 
 def choose_store(device: torch.device, needed: int) -> torch.device:

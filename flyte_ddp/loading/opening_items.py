@@ -91,7 +91,7 @@ def open_leaf_splits(
             f"mixup={hp.mixup:g}: the inputs are {inputs}, and only floats of one shape can be mixed; set mixup=0"
         )
     direct = {
-        side: open_array_batches(device, each.inputs, each.targets, facts.masked)
+        side: open_array_batches(device, each.inputs, each.targets, facts.masked, each.ids)
         for side, each in items.items()
         if isinstance(each, ArrayItems) and ":" not in hp.collate
     }
@@ -107,14 +107,20 @@ def open_leaf_splits(
 
 
 def open_item_test_split(
-    data: ImageArrays | ItemSet, collate: str, seed: int, device: torch.device, workers: int
+    data: ImageArrays | ItemSet,
+    collate: str,
+    seed: int,
+    device: torch.device,
+    workers: int,
+    *,
+    like: LeavesSpec | None = None,
 ) -> tuple[Split, ModelInput]:
     """Open the test split alone; return it, and what its inputs are.
 
     Copies arrays to a GPU that has room. Reads up to LOOKED_AT (16) samples here if the user's own code reads or
     collates them, which ``workers`` processes then do; they end when the split's source is closed. ``collate`` and
-    ``seed`` are the hyperparameters of the model that gets the samples. Raises the errors of
-    :func:`open_image_splits` and :func:`open_leaf_splits`.
+    ``seed`` are the hyperparameters of the model that gets the samples, ``like`` its inputs, in whose order those of a
+    dict come. Raises the errors of :func:`open_image_splits` and :func:`open_leaf_splits`.
     """
     items, order = open_items(data)["test"], order_test_split(data)
     if isinstance(data, ImageArrays) or has_pictures(data):
@@ -123,9 +129,10 @@ def open_item_test_split(
             return Split(open_array_images(device, data.test_images, data.test_labels), order), inputs
         images = make_image_loader(data, "test", inputs, targets, seed)
         return Split(WorkerImages(images, make_pool([images], workers), device), order), inputs
-    facts = describe_items(data, "test", order, collate, seed)
+    facts = describe_items(data, "test", order, collate, seed, like=like)
     if isinstance(items, ArrayItems) and ":" not in collate:
-        return Split(open_array_batches(device, items.inputs, items.targets, facts.masked), order), facts.inputs
+        arrays = open_array_batches(device, items.inputs, items.targets, facts.masked, items.ids)
+        return Split(arrays, order), facts.inputs
     loader = ItemLoader(items, "test", collate, seed, masked=facts.masked)
     return Split(ItemBatches(loader, make_pool([loader], workers), device), order), facts.inputs
 
@@ -135,10 +142,12 @@ def open_items(data: ImageArrays | ItemSet) -> dict[str, Items]:
     if isinstance(data, OnDemandSet):
         return {side: OnDemandItems(data, side) for side in ("train", "test")}
     if isinstance(data, ImageArrays):
-        pairs = (data.train_images, data.train_labels), (data.test_images, data.test_labels)
-    else:
-        pairs = (data.train_inputs, data.train_targets), (data.test_inputs, data.test_targets)
-    return {side: ArrayItems(*pair) for side, pair in zip(("train", "test"), pairs, strict=True)}
+        train, test = (data.train_images, data.train_labels), (data.test_images, data.test_labels)
+        return {"train": ArrayItems(*train), "test": ArrayItems(*test)}
+    return {
+        "train": ArrayItems(data.train_inputs, data.train_targets, data.train_ids),
+        "test": ArrayItems(data.test_inputs, data.test_targets, data.test_ids),
+    }
 
 
 def make_image_loader(
@@ -172,8 +181,10 @@ def describe_images(
     return InputSpec(channels, height, width, mean, std), targets
 
 
-def describe_items(data: ItemSet, side: str, order: Order, collate: str, seed: int) -> ItemFacts:
-    """Return the facts of a data set.
+def describe_items(
+    data: ItemSet, side: str, order: Order, collate: str, seed: int, *, like: LeavesSpec | None = None
+) -> ItemFacts:
+    """Return the facts of a data set, the inputs in the order of ``like``.
 
     Of arrays they are known. Of a set on demand, and with a ``collate`` of the user's own, they are of LOOKED_AT (16)
     samples of ``order``, which are of the ``side`` "train" or "test". Raises the errors of loading these samples, and
@@ -195,6 +206,7 @@ def describe_items(data: ItemSet, side: str, order: Order, collate: str, seed: i
                 f"collate='stacked': the {kind} of dataset={data.name!r} have different lengths; set 'padded', or a "
                 "function of your own"
             )
+    inputs = inputs if like is None else inputs.in_order_of(like)
     with_lengths = [name for name, leaf in inputs.leaves if leaf.shape]
     ragged = (name for name, leaf in inputs.leaves if leaf.shape[:1] == (None,))
     masked = next(ragged, next(iter(with_lengths), None))

@@ -6,6 +6,7 @@ from functools import cached_property
 from typing import Any, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
@@ -31,6 +32,7 @@ class ArrayItems:
 
     inputs: Leaves
     targets: Leaves
+    ids: NDArray[np.str_] | None = None  # [N]
 
     def read_item(self, sample: int, seed: int, epoch: int | None) -> tuple[Leaves, Leaves]:  # noqa: ARG002
         """Return the inputs and targets of a row of the arrays: views of them, and numbers."""
@@ -100,11 +102,16 @@ class ItemLoader:
 
         Raises the errors of reading, augmenting and collating.
         """
-        names = [f"{self.side} sample {sample}" for sample in samples]
+        names = [f"{self.side} sample {sample}" for sample in self.name_samples(samples) or samples]
         loaded = [self.load_item(sample, epoch, name) for sample, name in zip(samples, names, strict=True)]
         if self.own_collate is not None:
             return self.call_own_collate(self.own_collate, loaded, samples, epoch, f"{names[0]} to {names[-1]}")
         return pad_samples(loaded, names, self.masked) if self.collate == PADDED else stack_samples(loaded, names)
+
+    def name_samples(self, samples: Sequence[int]) -> list[str]:
+        """Return the ids that the user has given to samples; empty if there are none."""
+        ids = getattr(self.items, "ids", None)
+        return [] if ids is None else ids[samples].tolist()
 
     def call_own_collate(
         self, own: OwnFunction, loaded: Samples, samples: Sequence[int], epoch: int | None, where: str

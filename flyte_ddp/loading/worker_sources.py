@@ -148,10 +148,12 @@ class ItemBatches(WorkerSource):
                 inputs, targets = self.loader.load_items(samples.tolist(), epoch)
         else:
             inputs, targets = self.pool.take_result(self.take_pending(samples, epoch))
+        ids = self.loader.name_samples(samples.tolist())
         if self.check_targets is not None and isinstance(targets, (np.ndarray, Tensor)):
-            names = [f"{self.loader.side} {sample}" for sample in samples.tolist()]
+            names = [f"{self.loader.side} {sample}" for sample in ids or samples.tolist()]
             check_each_target(self.check_targets, np.asarray(targets), names)
-        return Batch(*tree_map(self.put_on_device, (inputs, targets)))
+        inputs, targets = tree_map(self.put_on_device, (inputs, targets))
+        return Batch(inputs, targets, ids)
 
     def put_on_device(self, value: Any) -> Any:
         """Return an array or tensor as a tensor on the device, and another value unchanged."""

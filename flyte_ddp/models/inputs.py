@@ -45,6 +45,11 @@ class LeavesSpec:
             for own, other in pairs
         )
 
+    def in_order_of(self, other: "LeavesSpec") -> "LeavesSpec":
+        """Return this spec with its leaves in the order of another one with the same names; else as it is."""
+        own, names = dict(self.leaves), [name for name, _ in other.leaves]
+        return LeavesSpec(self.form, tuple((name, own[name]) for name in names)) if own.keys() == {*names} else self
+
     def describe(self) -> str:
         """Return the leaves as text, such as "float [50]" or "tokens int64 [?], mask bool [?]"."""
         return describe_input(self.to_dict())

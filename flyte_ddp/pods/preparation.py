@@ -11,6 +11,7 @@ from flyte_ddp.pods.profiles import node_and_rank_limits
 from flyte_ddp.runs import identity
 from flyte_ddp.runs.run_folder import is_finished
 from flyte_ddp.settings import check_wandb_settings, read_settings
+from flyte_ddp.user_source import explain_own_errors
 
 NO_SCHEDULE = datetime(1970, 1, 1, tzinfo=UTC)  # kickoff time of a retraining that no schedule started
 
@@ -46,8 +47,10 @@ def fetch_data_set(
 
     The first three arguments, and ``sample``, are hyperparameters. ``data_version`` is the folder's name, with or
     without @ and its token; "" asks the data's origin for it. Tries downloads up to 4 times; runs the code of a user's
-    own data set; prints the progress to stderr. Raises UserError if the data cannot be fetched or written.
+    own data set; prints the progress to stderr. Raises UserError if the data cannot be fetched or written, and for an
+    exception of the user's code.
     """
     name = data_version or f"datasets/{datasets.fingerprint(dataset, data_source, test_dataset)}"
     folder, progress = paths.resolve_folder(name), read_settings().progress
-    return datasets.fetch(dataset, data_source, folder, test_dataset=test_dataset, sample=sample, progress=progress)
+    with explain_own_errors(f"dataset={dataset!r}"):
+        return datasets.fetch(dataset, data_source, folder, test_dataset=test_dataset, sample=sample, progress=progress)

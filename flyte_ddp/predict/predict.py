@@ -15,10 +15,12 @@ from torch import Tensor
 
 from flyte_ddp.datasets import open_prepared
 from flyte_ddp.datasets.image_folder import join_kinds
+from flyte_ddp.datasets.sample_arrays import SampleArrays
 from flyte_ddp.errors import UserError
 from flyte_ddp.files import replace_file
 from flyte_ddp.formatting import format_count
 from flyte_ddp.leaves import Leaves
+from flyte_ddp.loading.collate import MASK, PADDED
 from flyte_ddp.loading.encoded import BadSamples
 from flyte_ddp.loading.facts import join_few
 from flyte_ddp.models.artifacts import read_model_json
@@ -27,6 +29,7 @@ from flyte_ddp.models.inputs import ModelInput
 from flyte_ddp.objectives.objective import list_floats
 from flyte_ddp.objectives.table_columns import TableColumns, describe_samples, merge_columns
 from flyte_ddp.predict.mask_files import MaskFolder
+from flyte_ddp.predict.new_rows import read_new_rows
 from flyte_ddp.predict.prediction_batches import (
     Batch,
     SavedModel,
@@ -39,6 +42,7 @@ from flyte_ddp.report.figures import Picture
 from flyte_ddp.report.page import write_html
 from flyte_ddp.report.previews import FirstPredictions
 from flyte_ddp.settings import Settings
+from flyte_ddp.user_source import explain_own_errors
 
 
 def write_prediction_table(
@@ -47,6 +51,7 @@ def write_prediction_table(
     *,
     images: Path | None,
     dataset: Path | None,
+    table: Path | None = None,
     output: Path,
     batch_size: int | None = None,
     bad_samples: int | None = None,
@@ -54,25 +59,27 @@ def write_prediction_table(
 ) -> Path:
     """Write a saved model's predictions as a CSV table, a row per sample, and return the path of the table.
 
-    Predicts either the image files below the folder ``images``, without hidden ones, or the test split of the prepared
-    data set in the folder ``dataset``. Also writes an HTML page that shows the first samples with their predictions.
-    Columns are ``id``, ``prediction``, those of the truth (for a data set), and the other answers of the model's
-    objective. Of a classification they are the likeliest class, ``truth``, ``score`` (the prediction's probability) and
-    ``score_<class>`` for every class; docs/model.md has the others. The ``id`` is the path below ``images``; for a data
-    set the file's name, the key in a shard, or, for arrays, the index in the test split. If the model predicts masks,
-    writes each as a PNG into the folder ``<output>.masks`` beside the table, and its path relative to the table's
-    folder into the column ``mask``. An image that cannot be decoded has an id and no answers; ``bad_samples`` of them
-    are allowed, None: as many as the model's training allowed.
+    Predicts the image files below the folder ``images``, without hidden ones, the test split of the prepared data set
+    in the folder ``dataset``, or the new rows in the file ``table``, by :func:`read_new_rows`. Also writes an HTML page
+    that shows the first samples with their predictions. Columns are ``id``, ``prediction``, those of the truth (for a
+    data set), and the other answers of the model's objective. Of a classification they are the likeliest class,
+    ``truth``, ``score`` (the prediction's probability) and ``score_<class>`` for every class; docs/model.md has the
+    others. The ``id`` is the path below ``images``; for a data set the file's name, the key in a shard, or, for arrays,
+    the user's id, else the index in the test split. If the model predicts masks, writes each as a PNG into the folder
+    ``<output>.masks`` beside the table, and its path relative to the table's folder into the column ``mask``. An image
+    that cannot be decoded has an id and no answers; ``bad_samples`` of them are allowed, None: as many as the model's
+    training allowed.
 
     Replaces ``output``, the page beside it and, if the model predicts masks, their folder; makes missing folders. Runs
     the code that the sidecar names, and the model on a GPU if there is one. ``settings`` say where remote shards are
     cached, how many threads decode, and whether to print to stderr which files are no images and which images have no
-    prediction. Raises UserError for both or neither of ``images`` and ``dataset``; a ``batch_size`` below 1; negative
-    ``bad_samples``; a missing, damaged or mismatched model; no images; an unreadable image, or too many that cannot be
-    decoded; channels that the model does not take; an own objective without columns for the table; unwritable output.
+    prediction. Raises UserError unless one of ``images``, ``dataset`` and ``table`` is given; for a ``batch_size``
+    below 1; negative ``bad_samples``; a missing, damaged or mismatched model; no images; an unreadable image, or too
+    many that cannot be decoded; channels that the model does not take; an own objective without columns for the table;
+    unwritable output.
     """
-    if (images is None) == (dataset is None):
-        raise UserError(f"images={images}, dataset={dataset}: give exactly one of the two")
+    if [images, dataset, table].count(None) != 2:
+        raise UserError(f"images={images}, dataset={dataset}, table={table}: give exactly one of the three")
     if batch_size is not None and batch_size < 1:
         raise UserError(f"batch_size={batch_size}: must be at least 1")
     if bad_samples is not None and bad_samples < 0:
@@ -87,6 +94,11 @@ def write_prediction_table(
             left_out = f"{format_count(sum(others.values()), 'file')} left out, as no images: {join_kinds(others)}"
             progress.print_note(f"images={images}: {left_out}")
         batches = read_folder_batches(model, images, paths, batch_size or model.batch_size, bad)
+    elif table is not None:
+        rows, ids = read_new_rows(model.sidecar, str(table))
+        batches = read_test_split(
+            model, SampleArrays(str(table), rows, None, rows, None, test_ids=ids), batch_size, bad
+        )
     elif dataset is not None:
         batches = read_test_split(model, open_prepared(dataset), batch_size, bad)
     first, header, undefined = FirstPredictions(model.classes), list[str](), list[str]()
@@ -95,15 +107,15 @@ def write_prediction_table(
         MaskFolder(mask_folder(output), len(model.classes)) as masks,
     ):
         # surrogateescape: file names that are not UTF-8 go through as they are.
-        table = csv.writer(codecs.getwriter("utf-8")(file, "surrogateescape"), lineterminator="\n")
+        writer = csv.writer(codecs.getwriter("utf-8")(file, "surrogateescape"), lineterminator="\n")
         for batch in batches:
             answers = answer_batch(batch, model, masks, header)
             undefined += answers.undefined
             if not header:
                 header = ["id", *answers.columns]
-                table.writerow(header)
+                writer.writerow(header)
             cells = [[format_cell(name, value) for value in values] for name, values in answers.columns.items()]
-            table.writerows(zip(batch.ids, *cells, strict=True))
+            writer.writerows(zip(batch.ids, *cells, strict=True))
             shown, are_classes = show_inputs(batch.inputs, model.spec), batch.truths is not None
             first.add_batch(shown, answers.pictures, samples=len(batch.ids), are_classes=are_classes)
     write_html(output.with_suffix(".html"), first.render_page(output.stem))
@@ -155,8 +167,8 @@ class Answers(NamedTuple):
 def answer_batch(batch: Batch, model: SavedModel, masks: MaskFolder, header: Sequence[str]) -> Answers:
     """Predict a batch and return the answers; write predicted masks into their folder.
 
-    ``header`` has the columns of earlier batches; empty before. Raises UserError if an own objective has no columns for
-    a table, or two of one name.
+    ``header`` has the columns of earlier batches; empty before. Raises UserError if the model fails on the batch, or an
+    own objective has no columns for a table, or two of one name.
     """
     truths: TableColumns = {}
     if batch.truths is not None:
@@ -168,7 +180,8 @@ def answer_batch(batch: Batch, model: SavedModel, masks: MaskFolder, header: Seq
         return Answers({name: truths.get(name, empty) for name in header[1:]}, [])
     if not samples:  # a model gets no empty batch: to learn the names of the columns it gets a black image
         inputs, samples = inputs.new_zeros(1, *inputs.shape[1:]), 1
-    outputs = model.compute_outputs(inputs)
+    with explain_own_errors(f"model {model.sidecar['model']!r} on {describe_batch(batch, model)}"):
+        outputs = model.compute_outputs(inputs)
     undefined = find_undefined_rows(outputs, samples)
     given = find_answers(model, outputs, undefined)
     found = {name: iter(values) for name, values in given.items()}
@@ -191,6 +204,16 @@ def answer_batch(batch: Batch, model: SavedModel, masks: MaskFolder, header: Seq
         for place in decoded
     ]
     return Answers(columns, pictures, [batch.ids[place] for place, bad in zip(decoded, undefined, strict=False) if bad])
+
+
+def describe_batch(batch: Batch, model: SavedModel) -> str:
+    """Return the ids of a batch in words, and which samples are empty if they have different lengths."""
+    said = f"samples {batch.ids[0]} to {batch.ids[-1]}"
+    if model.sidecar.get("hyperparameters", {}).get("collate") != PADDED:
+        return said
+    mask = batch.inputs[MASK] if isinstance(batch.inputs, dict) else batch.inputs[-1]
+    empty = [*compress(batch.ids, (~mask.any(dim=1)).tolist())]
+    return f"{said} (empty: {join_few(empty)})" if empty else said
 
 
 def find_answers(model: SavedModel, outputs: Any, undefined: NDArray[np.bool_]) -> dict[str, Sequence[Any]]:

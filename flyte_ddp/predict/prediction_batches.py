@@ -26,7 +26,7 @@ from flyte_ddp.machine import count_cores
 from flyte_ddp.models import artifacts
 from flyte_ddp.models.images import InputSpec, prepare_images
 from flyte_ddp.models.input_text import describe_input
-from flyte_ddp.models.inputs import LeavesSpec, ModelInput, prepare_inputs
+from flyte_ddp.models.inputs import LeavesSpec, ModelInput, explain_model_errors, prepare_inputs
 from flyte_ddp.objectives.objective import convert_outputs
 from flyte_ddp.objectives.own import objective_of_sidecar
 from flyte_ddp.settings import Settings
@@ -95,8 +95,11 @@ class SavedModel:
             raise UserError(f"data set {dataset!r} has {what}; {fix}")
 
     def compute_outputs(self, inputs: Leaves) -> Any:
-        """Run the model without gradients on a batch of at least one; return its outputs, fp32 or more."""
-        with torch.no_grad():
+        """Run the model without gradients on a batch of at least one; return its outputs, fp32 or more.
+
+        Raises the errors of :func:`explain_model_errors`.
+        """
+        with torch.no_grad(), explain_model_errors(str(self.sidecar["model"]), self.module, inputs):
             return convert_outputs(call_with_leaves(self.module, inputs), torch.float32)
 
 
@@ -203,7 +206,8 @@ def read_test_split(
     else:
         collate, seed = str(trained.get("collate", STACKED)), int(trained.get("seed", 0))
         threads = model.settings.loader_threads or count_cores()
-        split, found = open_item_test_split(data, collate, seed, model.device, threads)
+        like = model.spec if isinstance(model.spec, LeavesSpec) else None
+        split, found = open_item_test_split(data, collate, seed, model.device, threads, like=like)
         model.require_inputs(data.name, found)
     with closing(split.source) as source:
         for place, (loaded, targets, keys) in split.load_evaluation_batches(batch_size or model.batch_size, 0, 1):

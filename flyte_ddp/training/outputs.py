@@ -17,6 +17,8 @@ from flyte_ddp.catalog import encoded_kind
 from flyte_ddp.code_digest import library_digest
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets.prepared import PreparedSet
+from flyte_ddp.datasets.preprocessing import PREPROCESSING
+from flyte_ddp.datasets.sample_arrays import SampleArrays
 from flyte_ddp.errors import UserError
 from flyte_ddp.files import replace_file
 from flyte_ddp.json_lines import replace_non_finite
@@ -128,6 +130,7 @@ def write_outputs(job: Job, data: PreparedSet, state: TrainingState, recorder: R
     model.load_state_dict(selection.weights)
     digests = {"data": data.digest, "code": library_digest()}
     digests |= {"user_code": job.identity.user_code, "init_from": job.identity.initial_weights}
+    preprocessing = data.preprocessing if isinstance(data, SampleArrays) else {}
     sidecar = {
         "format": artifacts.FORMAT,
         "model": hp.model,
@@ -154,6 +157,7 @@ def write_outputs(job: Job, data: PreparedSet, state: TrainingState, recorder: R
         "num_nodes": job.num_nodes,
         "threads_per_rank": job.hardware.threads,
         **({"sources": state.own_sources} if state.own_sources else {}),  # by which load_model builds the model
+        **({PREPROCESSING: preprocessing} if preprocessing else {}),
     }
     model_path, _ = artifacts.save_model(job.run_folder, model.state_dict(), sidecar)
     verify_saved_model(new_model, model_path, sidecar, state)

@@ -1,8 +1,11 @@
 """Data sets of any leaves: what arrays() and pairs of map-style sets may hold, how they are kept, what is refused."""
 
+import base64
+import pickle
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from cli import HELPERS
+from scipy import sparse
 from sklearn.utils.class_weight import compute_class_weight
 
 from flyte_ddp import arrays
@@ -176,7 +180,7 @@ ITEMS: dict[str, tuple[list[Any], str]] = {
         [(np.ma.masked_equal([0.0, 1.0], 1), 0)],
         r"train_inputs\[0\]: has masked values, and the mask would be",
     ),
-    "a text": ([("a word", 0)], "train_inputs: must be numbers or truth values, got texts; give numbers for them"),
+    "a text": ([("a word", 0)], "train_inputs: must be numbers or truth values, got texts; make whole numbers of them"),
 }
 
 
@@ -191,7 +195,7 @@ def pair(inputs: Any, targets: Any = CLASSES) -> tuple[Any, Any]:
     return inputs, targets
 
 
-OBJECTS = np.array([None] * N)
+OBJECTS = np.array([object()] * N)
 WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     "leaves of other lengths": (
         lambda: arrays(pair({"a": NUMBERS, "b": NUMBERS[:4]}), pair(NUMBERS)),
@@ -201,21 +205,30 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: arrays(pair(NUMBERS), pair(NUMBERS, CLASSES[:5])),
         "test_targets has 5 samples, and test_inputs has 6",
     ),
-    "no pair": (lambda: arrays(NUMBERS, pair(NUMBERS)), r"train: must be a pair \(inputs, targets\), got ndarray"),
+    "no pair": (
+        lambda: arrays(NUMBERS, pair(NUMBERS)),
+        r"train: must be a pair \(inputs, targets\), or \(inputs, targets, ids\), got ndarray",
+    ),
     "no inputs": (lambda: arrays(pair(None), pair(NUMBERS)), "train_inputs: are None; give at least one array"),
     "an empty dict": (lambda: arrays(pair({}), pair({})), "train_inputs: has no array; give at least one"),
     "no samples": (lambda: arrays(pair([], []), pair([], [])), "train_inputs: must be an array .* at least one sample"),
     "one number": (lambda: arrays(pair(3.0), pair(3.0)), r"with at least one sample, got \[\]"),
     "objects": (lambda: arrays(pair(OBJECTS), pair(OBJECTS)), "got objects; give numbers for them, or a list of array"),
-    "texts": (lambda: arrays(pair(["a"] * N), pair(["a"] * N)), "train_inputs: .*got texts; give numbers for them"),
+    "texts": (
+        lambda: arrays(pair(["a"] * N), pair(["a"] * N)),
+        "train_inputs: .*got texts; make whole numbers of them by pandas.fac",
+    ),
     "a text among arrays": (
         lambda: arrays(pair([*TOKENS[:5], "a"]), pair(TOKENS)),
         r"train_inputs\[5\]: must be numbers or truth values, got texts",
     ),
-    "dates": (lambda: arrays(pair(NUMBERS.astype("M8[s]")), pair(NUMBERS)), r"got datetime64\[s\]; give numbers"),
+    "dates": (
+        lambda: arrays(pair(NUMBERS.astype("M8[s]")), pair(NUMBERS)),
+        r"got datetime64\[s\]; count days, by .astype\('datetime64\[D\]'\)",
+    ),
     "a frame with texts": (
         lambda: arrays(pair(Frame(np.array([[1, "x"]] * N, object))), pair(NUMBERS)),
-        "train_inputs: must be numbers or truth values, got objects",
+        "train_inputs: column 1 has texts, and must be numbers; make whole numbers of them by pandas.factorize",
     ),
     "other differences of shape": (
         lambda: arrays(pair([NUMBERS[:2, :2], NUMBERS[:3]]), pair(NUMBERS)),
@@ -414,3 +427,88 @@ def test_leaves_of_leaves() -> None:
     assert map_leaves(len, ([1, 2], "x")) == (2, 1)
     assert map_leaves(len, None) is None
     assert name_leaves([1, 2]) == {"": [1, 2]}
+
+
+class Table(Frame):
+    """With names of columns, as frames have."""
+
+    columns = ("age", "income", "city")
+
+
+MISSING = NUMBERS.copy()
+MISSING[4, 1] = np.nan
+MIXED = np.array([[1, True, 2.5]] * N, object)
+DATES = np.array([[1, None, date(2026, 1, 1)]] * N, object)
+IDS = [f"customer {row}" for row in range(N)]
+UNFIT: dict[str, tuple[Callable[[], Any], str]] = {
+    "a number of a frame": (
+        lambda: arrays(pair(Table(MISSING)), pair(NUMBERS)),
+        "^train_inputs: row 4, column 'income', is nan: replace what is missing",
+    ),
+    "a number of a sample with an id": (
+        lambda: arrays(pair(NUMBERS), (MISSING, CLASSES, IDS)),
+        r"^test_inputs: row 4 \(id 'customer 4'\), column 1, is nan",
+    ),
+    "a value of a leaf": (
+        lambda: arrays(pair({"a": [0.0, 1.0, np.inf] * 2}), pair({"a": [0.0] * N})),
+        r"^train_inputs\['a'\]: row 2 is inf",
+    ),
+    "a value of a series": (
+        lambda: arrays(pair([[1.5], [], [2.0, np.nan], [1.0], [2.0], []]), pair([[1.5]] * N)),
+        "^train_inputs: row 2 is nan",
+    ),
+    "nothing in a mixed table": (
+        lambda: arrays(pair(Table(np.array([[1, None, 2.5]] * N, object))), pair(NUMBERS)),
+        "^train_inputs: row 0, column 'income', is nan",
+    ),
+    "texts": (
+        lambda: arrays(pair(Table(np.array([[1, 2, "Bern"]] * N, object))), pair(NUMBERS)),
+        "^train_inputs: column 'city' has texts, and must be numbers; make whole numbers of them by pandas.factorize",
+    ),
+    "targets": (
+        lambda: arrays(pair(NUMBERS, np.array(list("ababab"), object)), pair(NUMBERS)),
+        "^train_targets: has texts, and must be numbers; make whole numbers of them by pandas.factorize",
+    ),
+    "dates": (
+        lambda: arrays(pair(Table(DATES)), pair(NUMBERS)),
+        r"^train_inputs: column 'city' has dates, and must be numbers; count days, by \.astype\('datetime64\[D\]'\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", UNFIT)
+def test_what_is_no_number_is_named_by_row_and_column(kind: str) -> None:
+    make, words = UNFIT[kind]
+    with pytest.raises(UserError, match=words):
+        make()
+
+
+def test_a_frame_of_numbers_of_several_types_is_a_table() -> None:
+    kept = arrays(pair(Table(MIXED)), pair(sparse.csr_array(NUMBERS)))
+    np.testing.assert_array_equal(kept.test_inputs, NUMBERS.astype(np.float32))
+    np.testing.assert_array_equal(kept.train_inputs, np.array([[1, 1, 2.5]] * N, np.float32))
+
+
+def test_truth_values_are_classes() -> None:
+    kept = arrays(pair(NUMBERS, CLASSES == 1), pair(NUMBERS, CLASSES == 0))
+    assert kept.classes == ("0", "1")
+    assert kept.train_targets.tolist() == CLASSES.tolist()
+    named = arrays(pair(NUMBERS, CLASSES == 1), pair(NUMBERS, CLASSES == 0), classes=["no", "yes"])
+    assert named.classes == ("no", "yes")
+    objects = arrays(pair(NUMBERS, CLASSES.astype(object)), pair(NUMBERS, (CLASSES == 1).astype(object)))
+    assert objects.classes == ("0", "1")
+
+
+def test_a_dict_is_taken_by_name() -> None:
+    kept = arrays(pair({"a": NUMBERS, "b": CLASSES}), pair({"b": CLASSES, "a": NUMBERS}))
+    np.testing.assert_array_equal(kept.test_inputs["a"], NUMBERS.astype(np.float32))
+    assert [*kept.test_inputs] == ["a", "b"]
+
+
+def test_ids_and_preprocessing_are_kept(tmp_path: Path) -> None:
+    kept = keep(arrays((NUMBERS, CLASSES, IDS), pair(NUMBERS), prepare=pair, preprocessing={"mean": 2}), tmp_path / "d")
+    assert kept.train_ids is not None
+    assert kept.train_ids.tolist() == IDS
+    assert kept.test_ids is None
+    assert pickle.loads(base64.b64decode(kept.preprocessing["pickle"])) == {"mean": 2}
+    assert kept.preprocessing["prepare"] == f"{__name__}:pair"

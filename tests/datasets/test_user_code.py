@@ -15,6 +15,7 @@ from image_folders import write_files
 
 from flyte_ddp.code_digest import PARSING, parse_python
 from flyte_ddp.errors import UserError
+from flyte_ddp.pods.preparation import fetch_data_set
 from flyte_ddp.user_code import SPEC, load_callable, split_spec
 from flyte_ddp.user_source import find_top_level, find_user_sources, user_source_digest
 
@@ -81,6 +82,26 @@ def test_a_failing_import_is_explained_and_the_users_own_error_is_not(project: P
     (project / "users_broken.py").write_text(text)
     with pytest.raises(error, match=said):
         load_callable("users_broken:make")
+
+
+def test_an_error_of_the_users_own_begins_with_his_line(project: Path) -> None:
+    """Not with calls of this library, nor with the line of a package that he called."""
+    code = "import json\n\ndef inner(text):\n    return json.loads(text)\n\ndef outer(text):\n    return inner(text)\n"
+    (project / "users_errors.py").write_text(code)
+    with pytest.raises(UserError) as raised:
+        fetch_data_set("users_errors:outer", "", "")
+    first, empty, *trace = raised.value.message.splitlines()
+    assert first.startswith(
+        "dataset='users_errors:outer': users_errors.py:4: json.decoder.JSONDecodeError: Expecting value"
+    )
+    assert not empty
+    assert trace[:4] == [
+        f'  File "{project}/users_errors.py", line 7, in outer',
+        "    return inner(text)",
+        f'  File "{project}/users_errors.py", line 4, in inner',
+        "    return json.loads(text)",
+    ]
+    assert isinstance(raised.value.__cause__, json.JSONDecodeError)
 
 
 @pytest.mark.parametrize(

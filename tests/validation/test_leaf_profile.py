@@ -44,10 +44,10 @@ def test_numbers_are_counted_as_one_by_one() -> None:
 
 def test_faults_of_a_table_are_refused_with_their_samples(tmp_path: Path) -> None:
     rows = RANDOM.normal(size=(40, 3)).astype(np.float32)
-    rows[25, 1], rows[31, 0] = np.nan, np.inf
     rows[34], rows[5] = rows[4], rows[6]
     classes = np.arange(40) % 2
     data = arrays((rows[:30], classes[:30]), (rows[30:], classes[30:]), classes=["a", "b", "c"])
+    data.train_inputs[25, 1], data.test_inputs[1, 0] = np.nan, np.inf  # which arrays() itself would refuse
     found = profile_of(data, tmp_path / "data")
     assert found.training.labels == {"0": 15, "1": 15}
     assert found.training.leaves["types of inputs"] == {"float32 [3]": 30}

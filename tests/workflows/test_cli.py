@@ -13,6 +13,7 @@ import torch
 from cli import OWN_MODEL, ROOT, TINY, WORKFLOWS, Ended, pyflyte, train
 from locks import held_by_another_process
 
+from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import UserError
 from flyte_ddp.runs.run_folder import hold_run_folder
 
@@ -209,3 +210,18 @@ def test_launch_plans_by_name(finished: tuple[Files, Path]) -> None:
     night = train(TINY, name="nightly_retraining", home=home)
     assert trained(night)
     assert run_folder(night) != files["model_state"].parent
+
+
+def test_help_has_the_hyperparameters_in_columns(tmp_path: Path) -> None:
+    """Each has a line that begins with its name; the schema of the console's form is not there."""
+    ended = pyflyte("run", WORKFLOWS, "training_wf", "--help", home=tmp_path, COLUMNS="80")
+    assert ended.exit_code == 0, ended.output
+    assert '"properties"' not in ended.output
+    beginnings = {line.split()[0] for line in ended.output.splitlines() if re.match("  [a-z]", line)}
+    assert {*Hyperparameters.__dataclass_fields__} <= beginnings
+    assert max(map(len, ended.output.splitlines())) <= 80
+    assert re.search(r"^ +.*\[0\.1\]$", ended.output, re.MULTILINE)
+    assert "What the JSON of --policy may have" not in ended.output
+    file = str(Path(WORKFLOWS).with_name("release.py"))
+    assert "What the JSON of --policy may have" in pyflyte("run", file, "release_wf", "--help", home=tmp_path).output
+    assert pyflyte("run", file, "--help", home=tmp_path).exit_code == 0

@@ -1,0 +1,58 @@
+"""Columns of tables: each becomes numbers, or is named in an error; and the row and column of a missing number."""
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flyte_ddp.errors import UserError
+
+CATEGORIES = "make whole numbers of them by pandas.factorize, or columns by scikit-learn's OneHotEncoder"
+DAYS = "count days, by .astype('datetime64[D]').astype('int64')"
+FIXES = {"U": CATEGORIES, "M": DAYS}  # of values that are no numbers, by the kind of NumPy's type
+OTHERWISE = "give numbers for them, or a list of arrays of different lengths"
+
+
+def convert_columns(name: str, given: Any, array: NDArray[Any]) -> NDArray[Any]:
+    """Return objects [rows], or [rows, columns] as floats, as numbers if they are, and any other array as it is.
+
+    What is missing becomes NaN. ``given`` is what ``array`` was made of, such as a frame of pandas. UserError, which
+    names the column, for texts and dates.
+    """
+    if array.ndim not in (1, 2) or array.dtype.kind != "O":
+        return array
+    columns = list[list[Any]]()
+    for place, values in enumerate(array.T if array.ndim == 2 else [array]):
+        columns.append([np.nan if value is None or type(value).__name__ == "NAType" else value for value in values])
+        for kind, what in (("U", "texts"), ("M", "dates")):
+            if any(isinstance(value, str) if kind == "U" else hasattr(value, "year") for value in columns[-1]):
+                where = f"{name_column(given, place)} has" if array.ndim == 2 else "has"
+                raise UserError(f"{name}: {where} {what}, and must be numbers; {FIXES[kind]}")
+    try:
+        return np.array(columns[0]) if array.ndim == 1 else np.array(columns, dtype=float).T
+    except (TypeError, ValueError):  # of lists, say
+        return array
+
+
+def require_finite(
+    name: str, values: NDArray[Any], given: Any, ids: NDArray[np.str_] | None, ends: NDArray[np.int64] | None = None
+) -> None:
+    """Raise UserError, which names row and column, if a number is NaN or infinite.
+
+    ``given`` is what ``values`` were made of; ``ends`` are those of samples of different lengths.
+    """
+    if values.dtype.kind != "f" or not values.size or np.isfinite([values.min(), values.max()]).all():
+        return
+    at = np.argwhere(~np.isfinite(values))[0].tolist()
+    row = at[0] if ends is None else int(np.searchsorted(ends, at[0], side="right"))
+    column = f", {name_column(given, at[1])}," if len(at) == 2 and ends is None else ""
+    called = "" if ids is None else f" (id {str(ids[row])!r})"
+    raise UserError(
+        f"{name}: row {row}{called}{column} is {values[*at]}: replace what is missing or infinite, as scikit-learn's "
+        "SimpleImputer does, or leave the row out"
+    )
+
+
+def name_column(given: Any, place: int) -> str:
+    """Return a column's name in words: that of a frame, else its place."""
+    return f"column {str(given.columns[place])!r}" if hasattr(given, "columns") else f"column {place}"

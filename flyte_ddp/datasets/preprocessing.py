@@ -1,0 +1,41 @@
+"""What a data set's callable has fitted, as texts, which are kept with the data set and then in ``model.json``."""
+
+import base64
+import hashlib
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+from flyte_ddp.code_digest import list_releases
+from flyte_ddp.errors import UserError
+from flyte_ddp.user_code import split_spec
+
+PREPROCESSING = "preprocessing"  # key in the description of a data set, and in model.json
+
+
+def pack_preprocessing(preprocessing: Any, prepare: Callable[[Any, Any], Any] | None) -> dict[str, str]:
+    """Return an object as texts for JSON, with the name of the function that takes it; empty without a function.
+
+    Raises UserError for an object without a function, one that cannot be pickled, or a function of no module.
+    """
+    if prepare is None:
+        if preprocessing is None:
+            return {}
+        raise UserError("preprocessing: also give prepare=, the function that makes inputs of new rows with it")
+    spec = f"{prepare.__module__}:{prepare.__qualname__}"
+    try:
+        split_spec(spec)
+        content = pickle.dumps(preprocessing)
+    except UserError:
+        raise UserError(f"prepare={spec!r}: must be a function that a module defines") from None
+    except Exception as error:  # whatever the user's own objects raise
+        raise UserError(
+            f"preprocessing: cannot be pickled ({error}); in place of lambdas and inner functions take those that a "
+            "module defines"
+        ) from error
+    return {
+        "prepare": spec,
+        "releases": list_releases(),
+        "sha256": hashlib.sha256(content).hexdigest(),
+        "pickle": base64.b64encode(content).decode(),
+    }

@@ -1,0 +1,52 @@
+"""New rows for a model: the user's ``prepare`` makes them inputs, with what was fitted for the model's training."""
+
+import base64
+import hashlib
+import pickle
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flyte_ddp.datasets.preprocessing import PREPROCESSING
+from flyte_ddp.datasets.sample_arrays import require_one_length, store_inputs
+from flyte_ddp.errors import UserError
+from flyte_ddp.leaves import Leaves
+from flyte_ddp.user_code import load_callable
+from flyte_ddp.user_source import explain_own_errors
+
+
+def read_new_rows(sidecar: Mapping[str, Any], source: Any) -> tuple[Leaves, NDArray[np.str_] | None]:
+    """Return the inputs [N, ...] of new rows, as the model of a sidecar takes them, and their ids.
+
+    Unpickles the model's preprocessing, and calls ``prepare`` with it and ``source``: trust ``model.json`` as you trust
+    code. ``source`` is a path, or whatever else ``prepare`` takes. Raises UserError for a model without a
+    preprocessing, one that cannot be unpickled here, an exception of ``prepare``, and inputs that
+    :func:`flyte_ddp.arrays` would refuse.
+    """
+    packed = sidecar.get(PREPROCESSING)
+    if not packed:
+        raise UserError(
+            "the model has no preprocessing: give preprocessing= and prepare= to arrays(...) in the data set and train "
+            "again, or predict a dataset"
+        )
+    content, where = base64.b64decode(packed["pickle"]), f"prepare={packed['prepare']!r}"
+    if hashlib.sha256(content).hexdigest() != packed["sha256"]:
+        raise UserError("the preprocessing in model.json is damaged; take the file from the run again")
+    prepare = load_callable(packed["prepare"])
+    try:
+        preprocessing = pickle.loads(content)
+    except Exception as error:  # whatever the user's own objects raise
+        raise UserError(
+            f"the preprocessing in model.json cannot be read here ({type(error).__name__}: {error}); it was made with "
+            f"{packed['releases']}, and needs the modules that its objects come from"
+        ) from error
+    with explain_own_errors(where):
+        returned = prepare(preprocessing, source)
+    if not isinstance(returned, (tuple, list)) or len(returned) != 2:
+        raise UserError(f"{where}: returned {type(returned).__name__}; must return (inputs, ids), ids may be None")
+    ids = None if returned[1] is None else np.array([*map(str, returned[1])])
+    inputs = store_inputs(f"{where}: inputs", returned[0], ids, [])
+    require_one_length(where, [("inputs", inputs), *([] if ids is None else [("ids", ids)])])
+    return inputs, ids

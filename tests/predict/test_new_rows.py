@@ -1,0 +1,210 @@
+"""New rows of a table, prepared by what was fitted for the training: against scikit-learn and the saved weights."""
+
+import base64
+import csv
+import hashlib
+import json
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from cli import WORKFLOWS, pyflyte
+from sklearn.compose import make_column_transformer
+from sklearn.impute import SimpleImputer
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import OneHotEncoder, StandardScaler
+from training_runs import QUIET, train_in
+
+from flyte_ddp import Hyperparameters, UserError, arrays, fetch, load_model, read_new_rows
+from flyte_ddp.predict.predict import write_prediction_table
+from flyte_ddp.run import Result
+
+CODE = """
+import csv
+import numpy as np
+from sklearn.compose import make_column_transformer
+from sklearn.impute import SimpleImputer
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import OneHotEncoder, StandardScaler
+from torch import nn
+from flyte_ddp import arrays
+
+def read(source):
+    with open(source) as file:
+        rows = [*csv.DictReader(file)]
+    table = np.array([[float(row["age"] or "nan"), row["city"]] for row in rows], dtype=object)
+    return table, [row["id"] for row in rows], np.array([int(row.get("bought", 0)) for row in rows])
+
+def data(source):
+    table, ids, bought = read(source)
+    scaled = make_pipeline(SimpleImputer(), StandardScaler())
+    fitted = make_column_transformer((scaled, [0]), (OneHotEncoder(handle_unknown="ignore"), [1])).fit(table[:60])
+    sides = [(fitted.transform(table[part]), bought[part], ids[part]) for part in (slice(60), slice(60, None))]
+    return arrays(*sides, preprocessing=fitted, prepare=prepare)
+
+def prepare(fitted, source):
+    table, ids, _ = read(source)
+    return fitted.transform(table), ids
+
+def model(num_classes, input_shape):
+    return nn.Linear(*input_shape, num_classes)
+"""
+HP = Hyperparameters(
+    dataset="shop:data",
+    model="shop:model",
+    epochs=2,
+    batch_size=20,
+    num_ranks=1,
+    optimizer="adamw",
+    learning_rate=0.05,
+    precision="fp32",
+)
+CITIES = ["Bern", "Oslo", "Roma"]
+
+
+def write_table(path: Path, rows: list[tuple[str, str, str, int]]) -> Path:
+    with path.open("w") as file:
+        csv.writer(file).writerows([("id", "age", "city", "bought"), *rows])
+    return path
+
+
+def draw_rows() -> list[tuple[str, str, str, int]]:
+    """80 rows of customers; every seventh age is missing."""
+    random = np.random.default_rng(0)
+    ages = ["" if place % 7 == 3 else f"{random.normal(40, 9):.3f}" for place in range(80)]
+    return [(f"customer {place}", age, CITIES[place % 3], place % 3 % 2) for place, age in enumerate(ages)]
+
+
+@pytest.fixture(scope="module")
+def shop(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The working directory, with the user's module and a table, and what a training on it made."""
+    folder = tmp_path_factory.mktemp("shop")
+    (folder / "shop.py").write_text(CODE)
+    source = str(write_table(folder / "table.csv", draw_rows()))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.syspath_prepend(folder)
+        hp = replace(HP, data_source=source)
+        data = fetch(hp.dataset, source, folder / "data", progress="off")
+        yield folder, data, train_in(folder / "run", hp, data)
+
+
+def predict(result: Result, output: Path, **given: Any) -> list[dict[str, str]]:
+    sources = {"images": None, "dataset": None, **given}
+    write_prediction_table(result.model, result.sidecar, output=output, settings=QUIET, **sources)
+    with output.open() as file:
+        return [*csv.DictReader(file)]
+
+
+def test_new_rows_are_prepared_as_the_training_rows_were(shop: Any, tmp_path: Path) -> None:
+    """Three rows far from the training's mean, one with a missing age, one with a city that nobody knows."""
+    _, _, result = shop
+    rows = [("a", "90", "Oslo", 0), ("b", "", "Roma", 0), ("c", "71.5", "Atlantis", 0)]
+    found = predict(result, tmp_path / "out.csv", table=write_table(tmp_path / "new.csv", rows))
+
+    known = np.array([[float(age or "nan"), city] for _, age, city, _ in draw_rows()[:60]], dtype=object)
+    scaled = make_pipeline(SimpleImputer(), StandardScaler())
+    fitted = make_column_transformer((scaled, [0]), (OneHotEncoder(handle_unknown="ignore"), [1])).fit(known)
+    new = np.array([[float(age or "nan"), city] for _, age, city, _ in rows], dtype=object)
+    weights = torch.load(result.model, weights_only=True)
+    inputs = torch.tensor(fitted.transform(new).astype(np.float32))
+    expected = (inputs @ weights["weight"].T + weights["bias"]).softmax(1)
+    assert [row["id"] for row in found] == ["a", "b", "c"]
+    scores = torch.tensor([[float(row["score_0"]), float(row["score_1"])] for row in found])
+    torch.testing.assert_close(scores, expected, rtol=1e-5, atol=1e-6)
+
+    model, sidecar = load_model(result.model, result.sidecar)
+    own, ids = read_new_rows(sidecar, tmp_path / "new.csv")
+    assert ids is not None
+    assert ids.tolist() == ["a", "b", "c"]
+    torch.testing.assert_close(model(torch.from_numpy(own)).softmax(1), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_test_samples_have_the_users_ids_in_predictions_and_report(shop: Any, tmp_path: Path) -> None:
+    _, data, result = shop
+    names = [row[0] for row in draw_rows()[60:]]
+    of_split = predict(result, tmp_path / "split.csv", dataset=data)
+    assert [row["id"] for row in of_split] == names
+    shown = re.findall(r"customer \d+", result.report.read_text())
+    assert shown
+    assert {*shown} <= {*names}
+    rows = write_table(tmp_path / "again.csv", draw_rows()[60:])
+    again = predict(result, tmp_path / "again-out.csv", table=rows)
+    assert again == [{name: value for name, value in row.items() if name != "truth"} for row in of_split]
+
+
+@pytest.mark.slow
+def test_the_command_predicts_a_file_of_new_rows(shop: Any, tmp_path: Path) -> None:
+    folder, _, result = shop
+    files = ("--model_state", str(result.model), "--sidecar", str(result.sidecar))
+    table = write_table(tmp_path / "new.csv", draw_rows()[:2])
+    workflow = str(Path(WORKFLOWS).with_name("prediction.py"))
+    ended = pyflyte(
+        "run", workflow, "predict_wf", *files, "--table", str(table), home=tmp_path / "home", directory=folder
+    )
+    assert ended.exit_code == 0, ended.output
+    [written] = tmp_path.rglob("predictions.csv")
+    with written.open() as file:
+        assert [row["id"] for row in csv.DictReader(file)] == ["customer 0", "customer 1"]
+    broken = write_table(tmp_path / "broken.csv", [("x", "old", "Oslo", 0)])
+    ended = pyflyte(
+        "run", workflow, "predict_wf", *files, "--table", str(broken), home=tmp_path / "home", directory=folder
+    )
+    line = next(number for number, text in enumerate(CODE.splitlines(), 1) if "float(row" in text)
+    said = " ".join(ended.panel.split())
+    assert said.startswith(
+        f"prepare='shop:prepare': shop.py:{line}: ValueError: could not convert string to float: 'old'"
+    )
+    assert "in prepare table, ids, _ = read(source)" in said
+
+
+def changed(result: Result, folder: Path, change: Callable[[dict[str, Any]], Any]) -> Path:
+    """A copy of the sidecar with a change."""
+    sidecar = json.loads(result.sidecar.read_text())
+    change(sidecar)
+    (folder / "model.json").write_text(json.dumps(sidecar))
+    return folder / "model.json"
+
+
+def test_a_preprocessing_that_cannot_be_used(shop: Any, tmp_path: Path) -> None:
+    _, _, result = shop
+    content = b"cnowhere\nThing\n."
+    elsewhere = {"pickle": base64.b64encode(content).decode(), "sha256": hashlib.sha256(content).hexdigest()}
+    cases: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
+        (lambda sidecar: sidecar.pop("preprocessing"), "the model has no preprocessing: give preprocessing= and prep"),
+        (lambda sidecar: sidecar["preprocessing"].update(sha256="0" * 64), "preprocessing in model.json is damaged"),
+        (lambda sidecar: sidecar["preprocessing"].update(elsewhere), "'nowhere'.*made with torch .*scikit-learn 1"),
+    ]
+    for change, words in cases:
+        sidecar = changed(result, tmp_path, change)
+        with pytest.raises(UserError, match=words):
+            predict(replace(result, sidecar=sidecar), tmp_path / "out.csv", table=tmp_path / "new.csv")
+
+
+def rows_of(fitted: Any, source: Any) -> Any:
+    """A ``prepare`` of a module."""
+
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "a lambda": ({"preprocessing": lambda row: row, "prepare": rows_of}, "preprocessing: cannot be pickled .*lambda"),
+    "an inner function": ({"prepare": lambda *rows: rows}, "must be a function that a module defines"),
+    "no function": ({"preprocessing": 1}, "preprocessing: also give prepare="),
+}
+
+
+@pytest.mark.parametrize("kind", WRONG)
+def test_what_cannot_be_handed_over_is_told_when_arrays_is_called(kind: str) -> None:
+    given, words = WRONG[kind]
+    side = np.ones((2, 1)), [0, 1]
+    with pytest.raises(UserError, match=words):
+        arrays(side, side, **given)
+
+
+def test_ids_that_are_too_few() -> None:
+    with pytest.raises(UserError, match="test_ids has 1 samples, and test_inputs has 2"):
+        arrays((np.ones((2, 1)), [0, 1], "ab"), (np.ones((2, 1)), [0, 1], "a"))

@@ -1,0 +1,103 @@
+"""Predictions of texts: a dict in another order of names, tokens that the model has no row for, empty texts."""
+
+import csv
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import leaf_models
+import numpy as np
+import pytest
+import torch
+from leaf_models import TOKENS, save_untrained
+from torch import Tensor, nn
+from training_runs import QUIET
+
+from flyte_ddp import UserError, arrays
+from flyte_ddp.datasets.prepared_folder import write_prepared_set
+from flyte_ddp.datasets.sample_arrays import SampleArrays
+from flyte_ddp.loading.opening_items import open_item_test_split
+from flyte_ddp.predict.predict import write_prediction_table
+
+TEXTS = [[1, 2, 3], [4], [5, 6]]
+
+
+def data_set(**inputs: Any) -> SampleArrays:
+    side = inputs, [0, 1, 2]
+    return arrays(side, side)
+
+
+def predict(files: tuple[Path, Path], data: SampleArrays, folder: Path) -> list[dict[str, str]]:
+    (folder / "data").mkdir(parents=True)
+    write_prepared_set(data, folder / "data", {})
+    write_prediction_table(*files, images=None, dataset=folder / "data", output=folder / "out.csv", settings=QUIET)
+    with (folder / "out.csv").open() as file:
+        return [*csv.DictReader(file)]
+
+
+class Masked(nn.Module):
+    """Takes the mask of the leaf that was first in training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.last = nn.Embedding(TOKENS, 6), nn.Linear(7, 3)
+
+    def forward(self, tokens: Tensor, marks: Tensor, mask: Tensor) -> Tensor:
+        inner = (self.tokens(tokens) * mask[..., None]).sum(1)
+        return self.last(torch.cat([inner, marks.sum(1, keepdim=True)], 1))
+
+
+class Packed(leaf_models.MaskedMean):
+    """Fails on a text without tokens."""
+
+    def forward(self, tokens: Tensor, mask: Tensor) -> Tensor:
+        nn.utils.rnn.pack_padded_sequence(self.tokens(tokens), mask.sum(1), batch_first=True, enforce_sorted=False)
+        return super().forward(tokens, mask)
+
+
+@pytest.fixture(autouse=True)
+def own_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models of this module are found where the others are."""
+    for model in (Masked, Packed):
+        monkeypatch.setattr(leaf_models, model.__name__, model, raising=False)
+
+
+def test_inputs_of_a_dict_are_taken_by_name(tmp_path: Path) -> None:
+    """Also the mask, which is that of the first of different lengths in the training's order."""
+    marks = [[1.0], [2.0, 3.0, 4.0, 5.0], [6.0]]
+    module, files = save_untrained(tmp_path, Masked, data_set(tokens=TEXTS, marks=marks), collate="padded")
+    found = predict(files, data_set(marks=marks, tokens=TEXTS), tmp_path / "other")
+    for row, text, mark in zip(found, TEXTS, marks, strict=True):
+        alone = module(torch.tensor([text]), torch.tensor([mark]), torch.ones(1, len(text), dtype=torch.bool))
+        scores = [float(row[f"score_{number}"]) for number in range(3)]
+        np.testing.assert_allclose(scores, alone.softmax(1)[0].tolist(), rtol=1e-5)
+
+
+def test_an_unknown_token_is_told_as_in_training(tmp_path: Path) -> None:
+    _, files = save_untrained(tmp_path, leaf_models.MaskedMean, data_set(tokens=TEXTS), collate="padded")
+    words = (
+        f"MaskedMean': an embedding has no row for one of its inputs, .*tokens 0..{TOKENS}; give it more rows, or corr"
+    )
+    with pytest.raises(UserError, match=words):
+        predict(files, data_set(tokens=[[1], [TOKENS], [2, 3]]), tmp_path / "new")
+
+
+def test_an_empty_text_that_a_model_does_not_take_is_named(tmp_path: Path) -> None:
+    _, files = save_untrained(tmp_path, Packed, data_set(tokens=TEXTS), collate="padded")
+    side = {"tokens": [[1], [], [2, 3]]}, [0, 1, 2], ["one", "two", "three"]
+    words = (
+        r"samples one to three \(empty: two\): .*py:\d+: RuntimeError: Length of all samples has to be greater than 0"
+    )
+    with pytest.raises(UserError, match=words) as raised:
+        predict(files, arrays(side, side), tmp_path / "new")
+    assert "pack_padded_sequence(self.tokens(tokens)" in raised.value.message
+    assert isinstance(raised.value.__cause__, RuntimeError)
+
+
+@pytest.mark.parametrize("collate", ["padded", "leaf_models:collate"])
+def test_batches_have_the_users_ids(collate: str) -> None:
+    side = TEXTS if ":" in collate else {"tokens": TEXTS}, [0, 1, 2], ["one", "two", "three"]
+    split, _ = open_item_test_split(arrays(side, side), collate, 0, torch.device("cpu"), 1)
+    with closing(split.source):
+        batches = [batch.names for _, batch in split.load_evaluation_batches(2, 0, 1)]
+    assert batches == [["one", "two"], ["three"]]
