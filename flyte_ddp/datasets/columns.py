@@ -1,11 +1,13 @@
 """Columns of tables: each becomes numbers, or is named in an error; and the row and column of a missing number."""
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from flyte_ddp.errors import UserError
+from flyte_ddp.leaves import name_leaves, require_numbers
 
 CATEGORIES = "make whole numbers of them by pandas.factorize, or columns by scikit-learn's OneHotEncoder"
 DAYS = "count days, by .astype('datetime64[D]').astype('int64')"
@@ -17,10 +19,16 @@ def convert_columns(name: str, given: Any, array: NDArray[Any]) -> NDArray[Any]:
     """Return objects [rows], or [rows, columns] as floats, as numbers if they are, and any other array as it is.
 
     What is missing becomes NaN. ``given`` is what ``array`` was made of, such as a frame of pandas. UserError, which
-    names the column, for texts and dates.
+    names the column, for texts and dates; and for what else is no number.
     """
-    if array.ndim not in (1, 2) or array.dtype.kind != "O":
-        return array
+    if array.ndim in (1, 2) and array.dtype.kind == "O":
+        array = convert_objects(name, given, array)
+    require_numbers(name, array, FIXES.get(array.dtype.kind, OTHERWISE))
+    return array
+
+
+def convert_objects(name: str, given: Any, array: NDArray[Any]) -> NDArray[Any]:
+    """Return objects [rows] or [rows, columns] as numbers if they are; the rest is as for :func:`convert_columns`."""
     columns = list[list[Any]]()
     for place, values in enumerate(array.T if array.ndim == 2 else [array]):
         columns.append([np.nan if value is None or type(value).__name__ == "NAType" else value for value in values])
@@ -51,6 +59,21 @@ def require_finite(
         f"{name}: row {row}{called}{column} is {values[*at]}: replace what is missing or infinite, as scikit-learn's "
         "SimpleImputer does, or leave the row out"
     )
+
+
+def list_columns(inputs: Any) -> dict[str, list[str]]:
+    """Return the names of the columns of each leaf that is a frame, such as one of pandas, by the leaf's name."""
+    return {key: [*map(str, each.columns)] for key, each in name_leaves(inputs).items() if hasattr(each, "columns")}
+
+
+def require_same_columns(name: str, inputs: Any, expected: Mapping[str, Sequence[str]]) -> None:
+    """Raise UserError if a frame has other columns than the frame of ``expected``, or has them in another order."""
+    for key, columns in list_columns(inputs).items():
+        if columns != expected.get(key, columns):
+            raise UserError(
+                f"{name}: the columns are {', '.join(columns)}, and those of training {', '.join(expected[key])}; give "
+                "the same in the same order, because a model knows columns by their places"
+            )
 
 
 def name_column(given: Any, place: int) -> str:

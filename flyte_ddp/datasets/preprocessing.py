@@ -3,7 +3,7 @@
 import base64
 import hashlib
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from flyte_ddp.code_digest import list_releases
@@ -13,8 +13,12 @@ from flyte_ddp.user_code import split_spec
 PREPROCESSING = "preprocessing"  # key in the description of a data set, and in model.json
 
 
-def pack_preprocessing(preprocessing: Any, prepare: Callable[[Any, Any], Any] | None) -> dict[str, str]:
+def pack_preprocessing(
+    preprocessing: Any, prepare: Callable[[Any, Any], Any] | None, columns: Mapping[str, Sequence[str]]
+) -> dict[str, Any]:
     """Return an object as texts for JSON, with the name of the function that takes it; empty without a function.
+
+    Beside it are the ``columns`` of the inputs that are frames.
 
     Raises UserError for an object without a function, one that cannot be pickled, or a function of no module.
     """
@@ -37,5 +41,6 @@ def pack_preprocessing(preprocessing: Any, prepare: Callable[[Any, Any], Any] | 
         "prepare": spec,
         "releases": list_releases(),
         "sha256": hashlib.sha256(content).hexdigest(),
+        "columns": columns,
         "pickle": base64.b64encode(content).decode(),
     }

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flyte_ddp.class_names import normalize_class_names
-from flyte_ddp.datasets.columns import FIXES, OTHERWISE, convert_columns, require_finite
+from flyte_ddp.datasets.columns import convert_columns, list_columns, require_finite, require_same_columns
 from flyte_ddp.datasets.images import convert_weights, require_array, require_class_numbers
 from flyte_ddp.datasets.prepared_folder import StoredSet, open_folder, read_array
 from flyte_ddp.datasets.preprocessing import PREPROCESSING, pack_preprocessing
@@ -175,7 +175,8 @@ def arrays(
         for side in ("train", "test"):
             if is_class_numbers(targets := parts[f"{side}_targets"]):
                 require_class_numbers(f"{side}_targets", targets, len(names))
-    fitted = pack_preprocessing(preprocessing, prepare)
+    require_same_columns("test_inputs", test[0], columns := list_columns(train[0]))
+    fitted = pack_preprocessing(preprocessing, prepare, columns)
     found = SampleArrays(name, **parts, classes=names, notes=(*notes,), **ids, preprocessing=fitted)
     if sample_weights is None:
         return found
@@ -233,7 +234,6 @@ def store_leaf(name: str, values: Any, notes: list[str]) -> NDArray[Any] | Ragge
         samples = [require_array(f"{name}[{place}]", value) for place, value in enumerate(values)]
         return store_ragged(name, notes, samples)
     array = convert_columns(name, values, array)
-    require_numbers(name, array, FIXES.get(array.dtype.kind, OTHERWISE))
     if not array.ndim or not len(array):
         raise UserError(f"{name}: must be an array [samples, ...] with at least one sample, got {list(array.shape)}")
     notes += describe_lost_digits(name, array, getattr(values, "columns", None))

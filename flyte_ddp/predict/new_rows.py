@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from flyte_ddp.datasets.columns import require_same_columns
 from flyte_ddp.datasets.preprocessing import PREPROCESSING
 from flyte_ddp.datasets.sample_arrays import require_one_length, store_inputs
 from flyte_ddp.errors import UserError
@@ -48,5 +49,6 @@ def read_new_rows(sidecar: Mapping[str, Any], source: Any) -> tuple[Leaves, NDAr
         raise UserError(f"{where}: returned {type(returned).__name__}; must return (inputs, ids), ids may be None")
     ids = None if returned[1] is None else np.array([*map(str, returned[1])])
     inputs = store_inputs(f"{where}: inputs", returned[0], ids, [])
+    require_same_columns(f"{where}: inputs", returned[0], packed.get("columns", {}))
     require_one_length(where, [("inputs", inputs), *([] if ids is None else [("ids", ids)])])
     return inputs, ids
