@@ -37,6 +37,7 @@ from flyte_ddp.training.recording import Recorder, StepSums
 from flyte_ddp.training.training_state import TrainingState
 from flyte_ddp.training.trial import (
     name_non_finite_sample,
+    refuse_empty,
     refuse_foreign_parameters,
     refuse_non_finite,
     try_evaluation,
@@ -65,7 +66,9 @@ def train(rank: Rank) -> None:
         else:
             if recorder.writes:
                 recorder.add_warning(equal_pictures_warning(state))
-            try_evaluation(state, data)
+            for warning in try_evaluation(state, data):
+                if recorder.writes:
+                    recorder.add_warning(warning)
         with Checkpointer(job, state, recorder) as checkpoints:
             rank.offer_saving(checkpoints.save_now)
             while state.epoch < state.epochs and not state.selection.stopped:
@@ -218,13 +221,15 @@ def compute_outputs(
 def repeat_forward(state: TrainingState, batch: sampling.Indices, step: int) -> None:
     """Load a step's samples and repeat its forward passes, for modules' hooks. Call it inside ``torch.no_grad()``.
 
-    Raises UserError, which names the sample, if an input is not finite, or for an own objective a target.
+    Raises UserError, which names the sample, if an input is not finite, or for an own objective a target, or if just
+    the outputs of empty samples are not.
     """
     for part in list_parts(state, batch, step):
         loaded = load_part(state, part)
         refuse_non_finite(state, loaded.inputs[0], loaded.targets[0][0], part.samples, "training")
         inputs = loaded.prepare_inputs(state.prepare_inputs)
-        compute_outputs(state, partial(call_with_leaves, state.model), inputs, loaded.targets[0][0], part)
+        outputs = compute_outputs(state, partial(call_with_leaves, state.model), inputs, loaded.targets[0][0], part)
+        refuse_empty(state, loaded.inputs[0], outputs, part.samples, "training")
 
 
 def apply_gradients(state: TrainingState) -> Tensor | None:
