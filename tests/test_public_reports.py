@@ -1,0 +1,362 @@
+"""What went wrong for others, as public reports tell it: each test is one of their situations, with this library."""
+
+import csv
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from sklearn import metrics
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.optim import lr_scheduler
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from training_runs import QUIET, cut_off, train_in
+
+from flyte_ddp import arrays, current_rank, load_model, run_ranks
+from flyte_ddp.config import Hyperparameters
+from flyte_ddp.datasets import fetch
+from flyte_ddp.errors import RankError, UserError
+from flyte_ddp.json_lines import read_records
+from flyte_ddp.objectives import Classification, Facts, Language, Regression
+from flyte_ddp.order.sampling import ListedOrder
+from flyte_ddp.predict.new_rows import read_new_rows
+from flyte_ddp.predict.predict import write_prediction_table
+from flyte_ddp.run import Result
+from flyte_ddp.training import train as training
+from flyte_ddp.training.trial import describe_shift
+
+HP = Hyperparameters(num_ranks=1, epochs=1, batch_size=16, validation_fraction=0.0, schedule="constant")
+TOKENS, PARAMETERS = 12, ("weight", "bias")
+
+
+def run(folder: Path, dataset: str, model: str, settings: dict[str, Any] | None = None, **values: Any) -> Result:
+    """Train with a data set and a model of this module."""
+    hp = replace(HP, dataset=f"{__name__}:{dataset}", model=f"{__name__}:{model}", **values)
+    data = fetch(hp.dataset, "", folder / "data", progress="off")
+    return train_in(folder / "run", hp, data, **(settings or {}))
+
+
+def weights(result: Result) -> dict[str, Tensor]:
+    return torch.load(result.model, weights_only=True)
+
+
+def notes(result: Result) -> str:
+    return " ".join(read_records(result.metrics)[-1]["notes"])
+
+
+def table(source: str) -> Any:
+    inputs = np.random.default_rng(0).normal(size=(103, 4)).astype(np.float32)
+    targets = (inputs.sum(1) > 1).astype(int)
+    return arrays((inputs[:60], targets[:60]), (inputs[60:], targets[60:]), classes=["no", "yes"])
+
+
+def other_order(source: str) -> Any:
+    """The same table, with its classes in another order."""
+    data = table(source)
+    sides = ((data.train_inputs, 1 - data.train_targets), (data.test_inputs, 1 - data.test_targets))
+    return arrays(*sides, classes=["yes", "no"])
+
+
+def draw_texts(shortest: int, samples: int) -> list[np.ndarray]:
+    """Texts of tokens from 1 on; 0 ends each, and is what padding is, too."""
+    random = np.random.default_rng(0)
+    return [np.array([*random.integers(1, TOKENS, random.integers(shortest, 9)), 0]) for _ in range(samples)]
+
+
+def language(source: str) -> Any:
+    texts = draw_texts(1, 60)
+    return arrays((texts[:40], texts[:40]), (texts[40:], texts[40:]), classes=[*"~abcdefghijk"])
+
+
+def reviews(source: str, empty: int = -1) -> Any:
+    texts = [text[: 0 if number == empty else None] for number, text in enumerate(draw_texts(1, 60))]
+    targets = np.arange(60) % 2
+    return arrays((texts[:40], targets[:40]), (texts[40:], targets[40:]))
+
+
+def empty_for_training(source: str) -> Any:
+    return reviews(source, 7)
+
+
+def empty_for_tests(source: str) -> Any:
+    return reviews(source, 55)
+
+
+def zeros(num_classes: int, input_shape: tuple[int]) -> nn.Module:
+    model = nn.Linear(*input_shape, num_classes)
+    nn.init.zeros_(model.weight)
+    nn.init.zeros_(model.bias)
+    return model
+
+
+class NextToken(nn.Module):
+    """Its last layer has the weights of its first one."""
+
+    def __init__(self, num_classes: int, input_shape: tuple[int]) -> None:
+        super().__init__()
+        self.tokens, self.layer = nn.Embedding(num_classes, 16), nn.GRU(16, 16, batch_first=True)
+        self.head = nn.Linear(16, num_classes)
+        self.head.weight = self.tokens.weight
+
+    def forward(self, texts: Tensor, mask: Tensor | None = None) -> Tensor:
+        return self.head(self.layer(self.tokens(texts))[0])
+
+
+class LastState(nn.Module):
+    """Forgets the mask: of all but the longest text the last state is one of padding."""
+
+    def __init__(self, num_classes: int, input_shape: tuple[int]) -> None:
+        super().__init__()
+        self.tokens, self.layer = nn.Embedding(TOKENS, 16), nn.GRU(16, 16, batch_first=True)
+        self.head = nn.Linear(16, num_classes)
+
+    def forward(self, texts: Tensor, mask: Tensor) -> Tensor:
+        return self.head(self.layer(self.tokens(texts))[0][:, -1])
+
+
+class Mean(nn.Module):
+    def __init__(self, num_classes: int, input_shape: tuple[int]) -> None:
+        super().__init__()
+        self.tokens, self.head = nn.Embedding(TOKENS, 16), nn.Linear(16, num_classes)
+
+    def forward(self, texts: Tensor, mask: Tensor) -> Tensor:
+        return self.head((self.tokens(texts) * mask[..., None]).sum(1) / mask.sum(1, keepdim=True))
+
+
+class Attention(nn.Module):
+    def __init__(self, num_classes: int, input_shape: tuple[int]) -> None:
+        super().__init__()
+        self.tokens, self.head = nn.Embedding(TOKENS, 16), nn.Linear(16, num_classes)
+        self.layer = nn.MultiheadAttention(16, 2, batch_first=True)
+
+    def forward(self, texts: Tensor, mask: Tensor) -> Tensor:
+        states = self.tokens(texts)
+        states = self.layer(states, states, states, key_padding_mask=~mask, need_weights=False)[0] * mask[..., None]
+        return self.head(states.sum(1) / mask.sum(1, keepdim=True).clamp(min=1))
+
+
+def test_r2_of_large_numbers_and_of_a_single_one() -> None:
+    """Lightning-AI/torchmetrics#1573, #3077: R2 above 1; #423, ludwig-ai/ludwig#2234: an error for one sample."""
+    truth = np.float32(-311030 + np.arange(50) / 8)
+    found = truth + np.random.default_rng(0).normal(size=50).astype(np.float32)
+    columns = {"truth": torch.tensor(truth).double(), "prediction": torch.tensor(found).double()}
+    objective = Regression(Facts((), ()))
+    expected = metrics.r2_score(truth.astype(np.float64), found.astype(np.float64))
+    assert objective.measure(columns)["r2"] == pytest.approx(expected, rel=1e-12)
+    assert expected < 1
+    assert np.isnan(objective.measure({name: column[:1] for name, column in columns.items()})["r2"])
+
+
+def test_the_gradient_of_a_whole_step_is_clipped(tmp_path: Path) -> None:
+    """huggingface/accelerate#641, diffusers#721, simchowitzlabpublic/nano-world-model#22: that of each part was."""
+    values = {"accumulation_steps": 3, "grad_clip_norm": 0.05, "precision": "fp64", "epochs": 2}
+    result = run(tmp_path, "table", "zeros", momentum=0.0, nesterov=False, weight_decay=0.0, **values)
+    model = zeros(2, (4,)).double()
+    optimizer, data = torch.optim.SGD(model.parameters(), HP.learning_rate), table("")
+    inputs, targets = torch.tensor(data.train_inputs).double(), torch.tensor(data.train_targets)
+    clipped = 0
+    for epoch in range(2):
+        for batch in ListedOrder(np.arange(60), HP.seed).batches(epoch, HP.batch_size):
+            optimizer.zero_grad()
+            functional.cross_entropy(model(inputs[batch]), targets[batch]).backward()
+            clipped += bool(nn.utils.clip_grad_norm_(model.parameters(), 0.05) > 0.05)
+            optimizer.step()
+    assert clipped > 5
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(weights(result)[name], value, rtol=0, atol=1e-12)
+
+
+def test_classes_in_another_order_are_taken_by_name(tmp_path: Path) -> None:
+    """Socialbird-AILab/BERT-Classification-Tutorial#6, experiencor/keras-yolo3#82: predictions had others' names."""
+    result, right = run(tmp_path, "table", "zeros", epochs=3), []
+    for dataset in ("table", "other_order"):
+        data = fetch(f"{__name__}:{dataset}", "", tmp_path / dataset, progress="off")
+        output = tmp_path / f"{dataset}.csv"
+        write_prediction_table(result.model, result.sidecar, images=None, dataset=data, output=output, settings=QUIET)
+        right.append([row["prediction"] == row["truth"] for row in csv.DictReader(output.read_text().splitlines())])
+    assert right[0] == right[1]
+    assert np.mean(right[0]) == pytest.approx(result.test_accuracy)
+
+
+@dataclass
+class Frame:
+    """What frames have: names of columns."""
+
+    columns: list[str]
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
+        return np.array([[ord(name) for name in self.columns]] * 2, dtype=float)
+
+
+def prepare(fitted: None, source: list[str]) -> tuple[Any, None]:
+    return Frame(source), None
+
+
+def test_columns_in_another_order_are_refused() -> None:
+    """dmlc/xgboost#8357, lightgbm-org/LightGBM#4102, scikit-learn/scikit-learn#7242: wrong predictions, silently."""
+    ab, ba, targets = Frame(["a", "b"]), Frame(["b", "a"]), np.arange(2)
+    with pytest.raises(UserError, match="test_inputs: the columns are b, a, and those of training a, b; give the same"):
+        arrays((ab, targets), (ba, targets))
+    data = arrays((ab, targets), (ab, targets), prepare=prepare)
+    sidecar = json.loads(json.dumps({"preprocessing": data.preprocessing}))
+    assert read_new_rows(sidecar, ["a", "b"])[0].tolist() == [[97, 98]] * 2
+    with pytest.raises(UserError, match="inputs: the columns are b, a, and those of training a, b"):
+        read_new_rows(sidecar, ["b", "a"])
+
+
+def test_padding_that_changes_answers_is_told(tmp_path: Path) -> None:
+    """AnubhavGupta3377/Text-Classification-Models-Pytorch#5, thtrieu/qclass_dl#1: the state after padding counted."""
+    results = {
+        (model, size): run(tmp_path / f"{model}{size}", "reviews", model, collate="padded", test_batch_size=size)
+        for model, size in (("LastState", 1), ("LastState", 20), ("Attention", 20))
+    }
+    told = {key: "Padding changes the outputs" in notes(result) for key, result in results.items()}
+    assert told == {key: key[0] == "LastState" for key in results}
+    assert abs(results["LastState", 1].measures["loss"] - results["LastState", 20].measures["loss"]) > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("dataset", "model", "named"),
+    [("empty_for_training", "Mean", "training sample 7"), ("empty_for_tests", "Attention", "test sample 15")],
+)
+def test_an_empty_text_that_becomes_nan_is_named(dataset: str, model: str, named: str, tmp_path: Path) -> None:
+    """pytorch/pytorch#24816, #26098; openai/gpt-2-output-dataset#51, unslothai/unsloth#7183: NaN, or any error."""
+    with pytest.raises(UserError, match=f"the loss is not finite, and {named} is empty: .*; leave it out, or"):
+        run(tmp_path, dataset, model, collate="padded")
+
+
+@pytest.mark.parametrize("size", [1, 20])
+def test_perplexity_counts_the_end_of_a_text_and_no_padding(size: int, tmp_path: Path) -> None:
+    """One token ends texts and pads them: huggingface/trl#6357, meta-pytorch/torchtune#949, mlabonne/llm-course#33.
+
+    The perplexity depends on padding, or on the batch: ml-explore/mlx-lm#1855, axolotl-ai-cloud/axolotl#3988,
+    facebookresearch/ParlAI#623. Tied weights come apart: huggingface/transformers#30202, pytorch/torchtitan#3764.
+    """
+    values = {"objective": "language", "collate": "padded", "options": {"objective": {"shift": True}}}
+    result = run(tmp_path, "language", "NextToken", test_batch_size=size, **values)
+    model, _ = load_model(result.model, result.sidecar)
+    assert model.head.weight is model.tokens.weight
+    losses = list[float]()
+    for text in map(torch.tensor, draw_texts(1, 60)[40:]):
+        losses += functional.cross_entropy(model(text[None, :-1])[0], text[1:], reduction="none").tolist()
+    assert result.measures["perplexity"] == pytest.approx(np.exp(np.mean(losses)), rel=1e-6)
+
+
+def test_targets_that_are_shifted_twice_or_never() -> None:
+    """huggingface/transformers#32944, #10480, #46898; alibaba/Megatron-LLaMA#53: who shifts, the data or the loss?"""
+    padded = nn.utils.rnn.pad_sequence([*map(torch.tensor, draw_texts(2, 8))], batch_first=True, padding_value=-100)
+    inputs, next_tokens = padded.clamp(min=0), functional.pad(padded[:, 1:], (0, 1), value=-100)
+    hidden = inputs.where(torch.arange(inputs.shape[1]) % 3 > 0, TOKENS - 1)  # as for a masked language model
+    facts = Facts((*"~abcdefghijk",), (1,))
+    given = {"never": (False, inputs, padded), "twice": (True, inputs, next_tokens)}
+    right = [(True, inputs, padded), (False, inputs, next_tokens), (False, hidden, padded), (True, hidden, next_tokens)]
+    told = {name: describe_shift(Language(facts, shift=shift), *pair) for name, (shift, *pair) in given.items()}
+    assert "set options" in told["never"]
+    assert told["twice"].endswith("Leave shift out.")
+    assert [describe_shift(Language(facts, shift=shift), *pair) for shift, *pair in right] == [""] * 4
+    assert describe_shift(Classification(facts), inputs, padded) == ""
+
+
+@pytest.mark.slow
+def test_what_was_cut_off_evaluates_records_and_stops_as_if_it_was_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nerogar/OneTrainer#910, Lightning-AI/pytorch-lightning#9714, #19549, #20288: an epoch's evaluation was skipped.
+
+    allenai/tango#152, wandb/wandb#1040: steps were recorded twice. Lightning-AI/pytorch-lightning#1463, #18727: the
+    best value and the patience began anew; #4655, #1772, THUDM/slime#1547: the learning rate was another step's.
+    """
+    values = {"epochs": 12, "validation_fraction": 0.3, "early_stop_patience": 2, "keep": "best", "log_interval": 1}
+    values |= {"optimizer": "adam", "learning_rate": 0.5, "schedule": "cosine"}
+
+    def go(name: str) -> Result:
+        return run(tmp_path / name, "table", "zeros", {"checkpoint_seconds": 0.0001}, **values)
+
+    def figures(result: Result) -> list[dict[str, Any]]:
+        kept = ("kind", "epoch", "step", "learning_rate", "loss", "validation_loss", "test_loss", "stopped")
+        records = [record for record in read_records(result.metrics) if record["kind"] != "start"]
+        return [{key: value for key, value in record.items() if key in kept} for record in records]
+
+    def run_out_of_memory(state: Any) -> None:
+        raise MemoryError
+
+    whole = go("whole")
+    steps = next(record["step"] for record in figures(whole) if record["kind"] == "evaluation")
+    assert figures(whole)[-1]["stopped"], "the patience ends"
+    for at in (steps, steps + 1):
+        cut_off(lambda at=at: go(str(at)), at)
+    monkeypatch.setattr(training, "evaluate_splits", run_out_of_memory)
+    with pytest.raises(RankError, match="MemoryError"):
+        go("evaluation")
+    monkeypatch.undo()
+    for name in (steps, steps + 1, "evaluation"):
+        resumed = go(str(name))
+        assert figures(resumed) == figures(whole), name
+        assert all(torch.equal(weights(resumed)[key], weights(whole)[key]) for key in PARAMETERS)
+
+
+def predict_series(marker: Path, chunk: int = 5) -> dict[str, Any]:
+    """Truncated back-propagation through one long series; fails once, unless there is the marker."""
+    rank = current_rank()
+    torch.manual_seed(0)
+    values = torch.sin(torch.arange(61.0) / 3)[:, None, None]
+    layer, head = nn.GRU(1, 4), nn.Linear(4, 1)
+    model = nn.ModuleList([layer, head])
+    optimizer = torch.optim.Adam(model.parameters(), 0.05)
+    parts: dict[str, Any] = {"model": model, "optimizer": optimizer}
+    parts["schedule"] = lr_scheduler.MultiStepLR(optimizer, [4, 7])
+    parts["average"] = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    parts["scaler"] = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=3)
+    state, step, rates = torch.zeros(1, 1, 4), 0, list[float]()
+    if saved := rank.load():
+        state, step, rates = saved["state"], saved["step"], saved["rates"]
+        for name, part in parts.items():
+            part.load_state_dict(saved[name])
+    began = step
+    for step in range(began, 12):
+        if step == 5 and not marker.exists():
+            marker.touch()
+            raise MemoryError
+        given, wanted = (values[step * chunk + ahead : (step + 1) * chunk + ahead] for ahead in (0, 1))
+        outputs, state = layer(given, state.detach())
+        optimizer.zero_grad()
+        parts["scaler"].scale(functional.mse_loss(head(outputs), wanted)).backward()
+        parts["scaler"].step(optimizer)
+        parts["scaler"].update()
+        parts["schedule"].step()
+        parts["average"].update_parameters(model)
+        rates.append(optimizer.param_groups[0]["lr"])
+        states = {name: part.state_dict() for name, part in parts.items()}
+        rank.save(step + 1, {**states, "state": state.detach(), "step": step + 1, "rates": rates})
+    return {
+        "began": began,
+        "rates": rates,
+        "scale": parts["scaler"].get_scale(),
+        "average": parts["average"].state_dict(),
+    }
+
+
+def test_an_own_loop_goes_on_with_all_states_of_torch(tmp_path: Path) -> None:
+    """Schedules a step late: Lightning-AI/pytorch-lightning#4655. No scale: huggingface/accelerate#4289,
+    mosaicml/composer#1376. No average, or only that: Megvii-BaseDetection/YOLOX#1318, m2lines/Samudra#282. No state
+    of a long series: Lightning-AI/pytorch-lightning#293.
+    """
+    found = []
+    for name in ("whole", "cut"):
+        (tmp_path / name).mkdir()
+        marker, folder = tmp_path / name / "failed", tmp_path / name / "run"
+        if name == "whole":
+            marker.touch()
+        else:
+            with pytest.raises(RankError, match="MemoryError"):
+                run_ranks(predict_series, marker, num_ranks=1, folder=folder)
+        found.append(run_ranks(predict_series, marker, num_ranks=1, folder=folder))
+    whole, cut = found
+    assert (whole["began"], cut["began"], len({*whole["rates"]})) == (0, 5, 3)
+    assert cut["rates"] == whole["rates"]
+    assert cut["scale"] == whole["scale"] > 8
+    assert all(torch.equal(value, cut["average"][name]) for name, value in whole["average"].items())
