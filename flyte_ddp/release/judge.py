@@ -240,6 +240,7 @@ def compare_with_champion(judgement: Judgement, ours: Evaluation, champion: Save
                 raise
     judgement.champion = theirs
     judgement.checks += [
+        *checks.note_other_preprocessing(model.sidecar, champion.sidecar),
         checks.check_ratio("size", model.bytes / champion.bytes, policy.size_ratio),
         checks.check_ratio("latency", measure_latency_ratio(model, champion, split), policy.latency_ratio),
         checks.check_score(ours, policy),
