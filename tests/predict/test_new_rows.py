@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -205,6 +206,7 @@ def rows_of(fitted: Any, source: Any) -> Any:
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "a lambda": ({"preprocessing": lambda row: row, "prepare": rows_of}, "preprocessing: cannot be pickled .*lambda"),
     "an inner function": ({"prepare": lambda *rows: rows}, "must be a function that a module defines"),
+    "a partial one": ({"prepare": partial(rows_of, 1)}, "must be a function that a module defines"),
     "no function": ({"preprocessing": 1}, "preprocessing: also give prepare="),
 }
 
