@@ -11,18 +11,27 @@ PARALLEL := --numprocesses 2 --dist loadfile --no-loadscope-reorder
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
+# Before anything is downloaded: flytekit, and so each pyflyte command, fails on newer versions of Python.
+FITS := import sys; v = sys.version_info[:2]; (3, 11) <= v < (3, 13) or sys.exit( \
+	"Python %d.%d: flyte-ddp runs on 3.11 and 3.12; for example: make clean train PYTHON=python3.12" % v)
 # What is installed is what requirements-dev.lock names, uv first; wheels only, so that no package's own code runs here.
 HASHED := --require-hashes --only-binary :all:
+# With CPU=1 torch's packages come from torch's own index, which has them without CUDA, and with hashes that no lock knows.
+FOR_CPU := /^[^ ]/ {cuda = /^(nvidia-|cuda-|triton==)/; torch = /^torch(vision|codec)?==/; if (torch) print $$1} \
+	!cuda && !torch
+WITH_CPU := --only-binary :all: --torch-backend cpu
 $(VENV)/.installed: pyproject.toml requirements-dev.lock
-	@echo "Installing into $(VENV) (torch with CUDA is about 6 GB; minutes on a slow line) ..."
+	@$$(test -x $(BIN)/python && echo $(BIN)/python || echo $(PYTHON)) -c '$(FITS)'
+	@echo "Installing into $(VENV) ($(if $(CPU),torch for CPUs,torch with CUDA is about 6 GB; minutes on a slow line)) ..."
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@awk '/^[^ ]/ {uv = /^uv==/} uv' requirements-dev.lock | \
 		$(BIN)/python -m pip install --quiet --disable-pip-version-check $(HASHED) --requirement /dev/stdin
-	$(BIN)/uv pip install --compile-bytecode --python $(BIN)/python --no-deps $(HASHED) --requirement requirements-dev.lock
+	@awk '$(if $(CPU),$(FOR_CPU),1)' requirements-dev.lock | $(BIN)/uv pip install --compile-bytecode \
+		--python $(BIN)/python --no-deps $(if $(CPU),$(WITH_CPU),$(HASHED)) --requirement /dev/stdin
 	$(BIN)/uv pip install --python $(BIN)/python --no-deps --no-build-isolation --editable .
 	@touch $@
 
-install: $(VENV)/.installed ## Make .venv with the locked versions of everything
+install: $(VENV)/.installed ## Make .venv with the locked versions of everything; with CPU=1, as for each target, without CUDA
 
 train: install ## Train on the embedded digits, 2 ranks (other settings: make train HP=config/fast.json)
 	@echo "Training; results will be under runs/ ..."

@@ -38,6 +38,7 @@ from flytekitplugins.ddp.ranks import Place, find_place, flytekit_context
 from tasks.flyte import flyte_task
 
 HERE = "127.0.0.1"
+pytestmark = pytest.mark.canary
 
 
 def test_the_list_names_canaries_and_functions_that_are_there() -> None:
@@ -132,6 +133,7 @@ def test_errors_of_gloo_are_known_by_their_text() -> None:
     assert classify_failure(caught.value) == "timeout"
 
 
+@pytest.mark.canary
 def test_pythons_own_helper_is_spared() -> None:
     resource_tracker.ensure_running()
     assert len(list_helpers()) == 1

@@ -206,6 +206,7 @@ class Closed(io.StringIO):
         raise BrokenPipeError
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of a half-made bar, until tqdm 4.70
 @pytest.mark.parametrize("mode", ["bar", "lines"])
 def test_work_goes_on_when_nobody_reads_any_more(mode: str) -> None:
     progress = TrainingProgress(mode, 10, 5, stream=Closed())

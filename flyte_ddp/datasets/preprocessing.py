@@ -26,7 +26,7 @@ def pack_preprocessing(
         if preprocessing is None:
             return {}
         raise UserError("preprocessing: also give prepare=, the function that makes inputs of new rows with it")
-    spec = f"{prepare.__module__}:{prepare.__qualname__}"
+    spec = f"{prepare.__module__}:{getattr(prepare, '__qualname__', '')}"
     try:
         split_spec(spec)
         content = pickle.dumps(preprocessing)

@@ -71,7 +71,7 @@ class SampleArrays(StoredSet):
     digest: str = ""
     sample_weights: NDArray[np.float64] | None = None
     notes: tuple[str, ...] = ()  # what the user should know of the values
-    not_finite: Mapping[str, int] = field(default_factory=dict)  # by file: the first such sample
+    not_finite: Mapping[str, int] = field(default_factory=dict)  # by file of targets: the first such sample
     train_ids: NDArray[np.str_] | None = None  # [N], names that the user has given to the samples
     test_ids: NDArray[np.str_] | None = None
     preprocessing: Mapping[str, str] = field(default_factory=dict)  # what pack_preprocessing() returns; empty: none
@@ -107,7 +107,7 @@ class SampleArrays(StoredSet):
         }
         found = {
             f"{part}.{name}" if name else part: first_non_finite(leaf)
-            for part in PARTS
+            for part in ("train_targets", "test_targets")
             for name, leaf in name_leaves(getattr(self, part)).items()
         }
         rows = {file: row for file, row in found.items() if row is not None}

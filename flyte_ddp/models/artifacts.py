@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from flyte_ddp.datasets.preprocessing import PREPROCESSING
 from flyte_ddp.errors import UserError
 from flyte_ddp.files import HashingFile, file_digest, replace_file, sync
 from flyte_ddp.models import zoo
@@ -136,6 +137,7 @@ def prefer_stored_code(sidecar: dict[str, Any]) -> dict[str, Any]:
     """
     sources, hyperparameters = sidecar.get("sources", {}), sidecar.get("hyperparameters", {})
     named = [(sidecar, "model"), (sidecar, "objective"), (hyperparameters, "collate"), (hyperparameters, "sample")]
+    named.append((sidecar.get(PREPROCESSING, {}), "prepare"))
     own = [(values, key) for values, key in named if ":" in str(values.get(key, ""))] if sources else []
     if own and not are_todays_sources(sources, *(values[key] for values, key in own)):
         for values, key in own:

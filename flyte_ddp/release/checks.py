@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from flyte_ddp.datasets.preprocessing import PREPROCESSING
 from flyte_ddp.export.comparison import Comparison
 from flyte_ddp.formatting import format_count, format_measure, format_percent, name_measure
 from flyte_ddp.release import statistics
@@ -38,6 +39,15 @@ def check_same_task(challenger: Mapping[str, Any], champion: Mapping[str, Any]) 
     return Check(
         "same objective, classes and input", not changed, describe_task(challenger), describe_task(champion), reason
     )
+
+
+def note_other_preprocessing(challenger: Mapping[str, Any], champion: Mapping[str, Any]) -> list[Check]:
+    """Return a Check, passed, that says so if the models with these sidecars have other preprocessing; [] otherwise."""
+    mine, theirs = (sidecar.get(PREPROCESSING, {}).get("sha256", "none")[:12] for sidecar in (challenger, champion))
+    if mine == theirs:
+        return []
+    value = f"{mine}, also for the champion, which has {theirs}"
+    return [Check("preprocessing of the test rows", True, value, limit="", reason="")]
 
 
 def describe_task(task: Mapping[str, Any]) -> str:

@@ -28,6 +28,7 @@ from flyte_ddp.predict.prediction_batches import SavedModel, read_test_split
 from flyte_ddp.progress import Progress
 from flyte_ddp.release import checks, statistics, versions
 from flyte_ddp.release.evaluation import Evaluation, compute_outputs_of_split, evaluate_split
+from flyte_ddp.release.kept_evaluations import delete_evaluations, evaluate_once
 from flyte_ddp.release.policy import NOT_WORSE, OFF, REQUIRED, Policy
 from flyte_ddp.release.promotion import download_version
 from flyte_ddp.release.registry import Entry, Registry, replay_promotions
@@ -68,6 +69,12 @@ class Judgement:
         """Add a check to the verdict, and return whether it passed."""
         self.checks.append(check)
         return check.passed
+
+    def evaluate(self, model: SavedModel) -> Evaluation:
+        """Return a model's evaluation on the test split; keep it in the registry until the verdict if it ``counts``."""
+        if not self.counts:
+            return evaluate_split(model, self.split)
+        return evaluate_once(self.registry, self.test_digest, model, self.split, self.model.sidecar)
 
     def claim_alpha(self) -> float:
         """Number this judgement among those on the test split; return its significance level.
@@ -163,14 +170,17 @@ def judge_challenger(
     model, split = SavedModel(weights, sidecar, settings or Settings()), open_prepared(data)
     judgement = Judgement(registry, policy, before, model, split, str(test_digest), counts, exports)
     try:
-        return decide_verdict(judgement)
+        decide_verdict(judgement)
     except NOT_THE_MODELS:
         raise
     except Exception as error:
         if not counts and not isinstance(error, IncomparableError):
             raise
         reason = str(error) if isinstance(error, IncomparableError) else describe_model_error(error)
-    return judgement.export_and_set_verdict(reason, NO_COMPARISON)
+        judgement.export_and_set_verdict(reason, NO_COMPARISON)
+    if counts:
+        delete_evaluations(registry, judgement.test_digest)
+    return judgement
 
 
 def decide_verdict(judgement: Judgement) -> Judgement:
@@ -191,7 +201,7 @@ def decide_verdict(judgement: Judgement) -> Judgement:
             return judgement.export_and_set_verdict(said, KEPT)
     require_accuracy(model.objective, policy)
     tell(f"judging: evaluates version {model.digest[:12]} on the test split")
-    ours = judgement.challenger = evaluate_split(model, judgement.split)
+    ours = judgement.challenger = judgement.evaluate(model)
     if not judgement.add_check(checks.check_finite_outputs(ours)):
         return judgement.export_and_set_verdict()
     if before is None:
@@ -226,7 +236,7 @@ def compare_with_champion(judgement: Judgement, ours: Evaluation, champion: Save
         checks.check_same_task(versions.read_task(model.sidecar), versions.read_task(champion.sidecar))
     ):
         return judgement.export_and_set_verdict()
-    theirs = evaluate_stored_model(champion, split)
+    theirs = evaluate_stored_model(judgement, champion)
     mine, own = (found.columns.get("truth") for found in (ours, theirs))
     if mine is not None and own is not None and not np.array_equal(mine, own, equal_nan=True):
         raise IncomparableError("the champion's own `sample` or `collate` makes other targets than the model's")
@@ -234,12 +244,13 @@ def compare_with_champion(judgement: Judgement, ours: Evaluation, champion: Save
     if best not in (champion.digest, model.digest):
         try:
             best_model = load_stored_model(judgement.registry, best, "", model)
-            others["best version ever"] = evaluate_stored_model(best_model, split)
+            others["best version ever"] = evaluate_stored_model(judgement, best_model)
         except IncomparableError:
             if policy.rule == NOT_WORSE:
                 raise
     judgement.champion = theirs
     judgement.checks += [
+        *checks.note_other_preprocessing(model.sidecar, champion.sidecar),
         checks.check_ratio("size", model.bytes / champion.bytes, policy.size_ratio),
         checks.check_ratio("latency", measure_latency_ratio(model, champion, split), policy.latency_ratio),
         checks.check_score(ours, policy),
@@ -305,13 +316,13 @@ def load_stored_model(registry: Registry, name: str, manifest: str, challenger: 
     return model
 
 
-def evaluate_stored_model(model: SavedModel, split: PreparedSet) -> Evaluation:
+def evaluate_stored_model(judgement: Judgement, model: SavedModel) -> Evaluation:
     """Return a version's evaluation on the test split; IncomparableError if that fails or an output is not finite.
 
     The traceback of an error that is no UserError goes to stderr.
     """
     with translate_model_errors(model.digest, "evaluated"):
-        found = evaluate_split(model, split)
+        found = judgement.evaluate(model)
         found.scores  # noqa: B018  (computed here, where an error of the model's own code is caught)
     if not checks.check_finite_outputs(found).passed:
         raise IncomparableError(f"version {model.digest[:12]} answers with NaN or infinity")

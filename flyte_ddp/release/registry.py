@@ -7,9 +7,10 @@
         looks/00000007.json                 the seventh look: which two models were compared, and by which rule
         pairs/DIGEST.json                   the look of two models by a rule: by it they may be compared again
         verdicts/00000007-DIGEST.json       what came of the seventh look
+        evaluations/DIGEST.pt               of a judgement that has no verdict yet; deleted then
 
-Every file but champion.json is written once and never again. So there is nothing to lock, and nothing half done to
-repair: of two writers of the next entry one succeeds, and the other gets a LostError.
+Every other file but champion.json is written once and never again. So there is nothing to lock, and nothing half done
+to repair: of two writers of the next entry one succeeds, and the other gets a LostError.
 """
 
 from __future__ import annotations

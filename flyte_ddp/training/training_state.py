@@ -90,7 +90,8 @@ class TrainingState:
             torch.use_deterministic_algorithms(True)
         own_code = hp.own_code("dataset")  # data sets are prepared before
         own_files = user_source.list_user_files(*own_code)  # before the user's code runs, as the digest finds them
-        self.own_sources = user_source.read_user_sources(*own_code)
+        prepares = [data.preprocessing["prepare"]] if isinstance(data, SampleArrays) and data.preprocessing else []
+        self.own_sources = user_source.read_user_sources(*own_code, *prepares)
         self._open_splits(data, settings or Settings())
         self.objective = open_objective(data, hp, self.training.order, self.splits.targets)
         for source in self.splits.sources:

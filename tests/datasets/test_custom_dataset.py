@@ -69,7 +69,7 @@ TYPES: dict[str, tuple[Any, Any]] = {
     "16 bits": (Image.fromarray(GREY.astype(np.uint16) * 256 + 17), GREY[..., None]),
     "transparent": (Image.fromarray(np.concatenate([COLOUR, HOLES], 2)), np.where(HOLES, COLOUR, 255)),
     "grey and transparent": (
-        Image.fromarray(np.concatenate([GREY[..., None], HOLES], 2), "LA"),
+        Image.merge("LA", [*map(Image.fromarray, (GREY, HOLES[..., 0]))]),
         np.where(HOLES, GREY[..., None], 255).repeat(3, axis=2),
     ),
 }

@@ -2,10 +2,10 @@
 
 import gzip
 import hashlib
-import io
 import os
 import pickle
 import socket
+import subprocess
 import tarfile
 from collections.abc import Iterator
 from functools import partial
@@ -181,8 +181,8 @@ def test_it_is_read_as_torchvision_reads_it(tmp_path: Path, monkeypatch: pytest.
 
     content = archive()
     ours = open_arrays(fetch_archive(tmp_path, content))
-    with tarfile.open(fileobj=io.BytesIO(content)) as tar:
-        tar.extractall(tmp_path / "torchvision", filter="data")
+    (tmp_path / "torchvision").mkdir()
+    subprocess.run(["tar", "--extract", "--gzip"], input=content, cwd=tmp_path / "torchvision", check=True)
 
     def with_md5(name: str) -> list[str]:
         return [name, hashlib.md5((tmp_path / "torchvision" / FOLDER / name).read_bytes()).hexdigest()]

@@ -257,8 +257,10 @@ def test_what_is_accepted_are_two_names_that_python_could_import(spec: str) -> N
     assert all(part.isidentifier() for part in [*module.split("."), attribute])
 
 
-def test_looking_for_pip_leaves_distutils_to_setuptools() -> None:
+def test_looking_for_pip_leaves_distutils_to_setuptools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else torch's compiler fails in this process."""
+    (tmp_path / "pip.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
     before = find_spec("distutils")
     assert find_top_level("pip") is not None
     after = find_spec("distutils")

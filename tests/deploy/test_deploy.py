@@ -7,6 +7,7 @@ import socket
 import stat
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import packaged
@@ -299,9 +300,16 @@ def test_no_configuration_holds_a_secret() -> None:
         assert (platform.insecure, platform.client_credentials_secret) == (insecure, None)
 
 
-def test_the_dockerfile_is_clean() -> None:
-    ended = run(BIN / "hadolint", "--no-color", ROOT / "Dockerfile")
+def test_the_dockerfiles_are_clean(tmp_path: Path) -> None:
+    """Ours, and the one of users' projects, which installs what the project's wheel is called."""
+    page = (ROOT / "docs/your-project.md").read_text()
+    [recipe] = re.findall(r"^```dockerfile\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    (tmp_path / "Dockerfile").write_text(recipe)
+    ended = run(BIN / "hadolint", "--no-color", ROOT / "Dockerfile", tmp_path / "Dockerfile")
     assert (ended.exit_code, ended.output) == (0, "")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wheel = f"{project['name'].replace('-', '_')}-{project['version']}-py3-none-any.whl"
+    assert re.findall(r"\S+\.whl", recipe) == [f"dist/{wheel}", f"/tmp/{wheel}"]
 
 
 def test_what_flyte_and_operators_call_is_in_the_image(tmp_path: Path) -> None:
@@ -349,6 +357,6 @@ def test_a_download_without_git_packs_no_rubbish_either() -> None:
 
 
 @pytest.mark.skipif(not shutil.which("shellcheck"), reason="needs shellcheck")
-def test_the_script_passes_shellcheck() -> None:
-    ended = run("shellcheck", ROOT / "deploy/register.sh")
+def test_the_scripts_pass_shellcheck() -> None:
+    ended = run("shellcheck", ROOT / "deploy/register.sh", ROOT / ".ci/run", ROOT / ".ci/grounds")
     assert (ended.exit_code, ended.output) == (0, "")

@@ -292,6 +292,7 @@ def test_a_login_without_a_password_is_one_sentence(launch: Any, admin: FakeFlyt
     assert said.startswith(f"{admin.endpoint} asks for a login, which failed: Client ID and Client SECRET both are")
 
 
+@pytest.mark.canary
 def test_a_call_that_takes_too_long_is_one_sentence(
     launch: Any, admin: FakeFlyteAdmin, script: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:

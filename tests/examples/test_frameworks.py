@@ -110,11 +110,13 @@ def test_a_killed_rank(
 
 
 @pytest.mark.slow
+@pytest.mark.canary
 def test_lightning_waits_for_ranks_as_long_as_we_do() -> None:
     assert flyte_ddp.run_ranks(framework_programs.timeout_of_lightning, timeout=77, launch=spawn.launch) == 77
 
 
 @pytest.mark.slow
+@pytest.mark.canary
 def test_accelerate_finds_all_ranks_and_forgets_a_single_one() -> None:
     assert flyte_ddp.run_ranks(framework_programs.processes_of_accelerate, num_ranks=2) == 2
     for _ in range(2):  # in this process

@@ -48,11 +48,16 @@ def make(
     return ended, read(archive, folder / "package") if archive.exists() else Package()
 
 
+def unpack(archive: Path, folder: Path) -> None:
+    """Unpack a tar file; Python 3.11.2, which Debian has, knows no filters, without which Python 3.12 warns."""
+    folder.mkdir(parents=True, exist_ok=True)
+    subprocess.run(["tar", "--extract", "--file", archive], cwd=folder, check=True)
+
+
 def read(archive: Path, folder: Path) -> Package:
     """Unpack a package into ``folder`` and return it; the last digit of a file's name is its kind."""
     package = Package()
-    with tarfile.open(archive) as tar:
-        tar.extractall(folder, filter="data")
+    unpack(archive, folder)
     for path in folder.iterdir():
         content = path.read_bytes()
         if path.name.endswith("_1.pb"):

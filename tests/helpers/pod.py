@@ -5,7 +5,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tarfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -178,6 +177,5 @@ class Cluster:
 def unpacked(package: Package, folder: Path) -> Path:
     """Unpack the package's sources into a folder; return the folder."""
     assert package.sources is not None
-    with tarfile.open(package.sources) as tar:
-        tar.extractall(folder, filter="data")
+    packaged.unpack(package.sources, folder)
     return folder

@@ -134,6 +134,7 @@ def test_equal_weights_are_equal_files_whatever_process_saves_them(tmp_path: Pat
 
 
 @pytest.mark.slow
+@pytest.mark.canary
 def test_a_run_of_a_model_whose_modules_have_versions(digits: Path, tmp_path: Path) -> None:
     """torchvision's MNASNet, which takes no weights without: what is trained is loaded by torch alone and predicted."""
     hp = Hyperparameters(model="mnasnet0_5", image_size=32, max_steps=1, num_ranks=1)

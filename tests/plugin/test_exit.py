@@ -24,6 +24,7 @@ access.put_data(sys.argv[1], "s3://bucket/outputs")
 
 
 @pytest.mark.slow
+@pytest.mark.canary
 def test_a_pod_that_succeeds_ends_without_errors_of_open_connections(tmp_path: Path) -> None:
     (tmp_path / "served/bucket").mkdir(parents=True)
     (tmp_path / "served/bucket/inputs").write_text("content")

@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -138,6 +139,18 @@ def test_test_samples_have_the_users_ids_in_predictions_and_report(shop: Any, tm
     assert again == [{name: value for name, value in row.items() if name != "truth"} for row in of_split]
 
 
+def test_new_rows_are_prepared_by_the_code_of_the_training(shop: Any, tmp_path: Path) -> None:
+    """Also when the module has changed since."""
+    folder, _, result = shop
+    table = write_table(tmp_path / "new.csv", draw_rows()[:5])
+    before = predict(result, tmp_path / "before.csv", table=table)
+    (folder / "shop.py").write_text(CODE.replace("return fitted.transform(table), ids", "return table * 0, ids"))
+    try:
+        assert predict(result, tmp_path / "after.csv", table=table) == before
+    finally:
+        (folder / "shop.py").write_text(CODE)
+
+
 @pytest.mark.slow
 def test_the_command_predicts_a_file_of_new_rows(shop: Any, tmp_path: Path) -> None:
     folder, _, result = shop
@@ -193,6 +206,7 @@ def rows_of(fitted: Any, source: Any) -> Any:
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "a lambda": ({"preprocessing": lambda row: row, "prepare": rows_of}, "preprocessing: cannot be pickled .*lambda"),
     "an inner function": ({"prepare": lambda *rows: rows}, "must be a function that a module defines"),
+    "a partial one": ({"prepare": partial(rows_of, 1)}, "must be a function that a module defines"),
     "no function": ({"preprocessing": 1}, "preprocessing: also give prepare="),
 }
 

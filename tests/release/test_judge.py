@@ -25,7 +25,7 @@ from flyte_ddp.errors import UnreachableError, install_hint
 from flyte_ddp.models.artifacts import save_model
 from flyte_ddp.predict.predict import write_prediction_table
 from flyte_ddp.predict.prediction_batches import SavedModel
-from flyte_ddp.release import judge
+from flyte_ddp.release import judge, kept_evaluations
 from flyte_ddp.release.evaluation import Evaluation, evaluate_split
 from flyte_ddp.release.judge import Judgement, judge_challenger
 from flyte_ddp.release.page import write_page
@@ -212,7 +212,7 @@ def test_a_champion_that_cannot_be_evaluated(
         def failing(model: SavedModel, split: PreparedSet) -> Evaluation:
             return evaluate_split(model, split) if model.digest != entry.version else 1 / 0  # type: ignore[return-value]
 
-        monkeypatch.setattr("flyte_ddp.release.judge.evaluate_split", failing)
+        monkeypatch.setattr("flyte_ddp.release.kept_evaluations.evaluate_split", failing)
     else:
         (version / gone).unlink()
     # The export, which a person who promotes the model needs, is a matter of one kind of failure.
@@ -329,6 +329,35 @@ def test_judging_says_what_it_does(gate: Gate, capfd: pytest.CaptureFixture[str]
         f"judging: evaluates the champion, version {champion[:12]}, and compares 297 scores",
         "judging: exports it, and compares the ONNX with torch on 297 samples",
     ]
+
+
+def test_a_judgement_that_was_stopped_goes_on(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both models are evaluated once: by the first attempt, which is stopped while it times them."""
+    gate.release("good")
+    expected = gate.judge("weak", counts=False)
+    evaluated = []
+
+    def count(model: SavedModel, split: PreparedSet) -> Evaluation:
+        evaluated.append(model.digest)
+        return evaluate_split(model, split)
+
+    def stop(*_: object) -> float:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(kept_evaluations, "evaluate_split", count)
+    with monkeypatch.context() as patch:
+        patch.setattr(judge, "measure_latency_ratio", stop)
+        with pytest.raises(KeyboardInterrupt):
+            gate.judge("weak")
+    found = gate.judge("weak")
+    assert len({*evaluated}) == len(evaluated) == 2
+    assert found.verdict.decision == expected.verdict.decision
+    assert found.verdict.challenger_score == expected.verdict.challenger_score
+    assert found.challenger is not None
+    assert expected.challenger is not None
+    assert found.challenger.ids == expected.challenger.ids
+    np.testing.assert_array_equal(found.challenger.scores, expected.challenger.scores)
+    assert [*gate.folder.rglob("evaluations/*")] == []
 
 
 def test_a_margin_that_no_rule_uses_is_no_other_comparison(gate: Gate) -> None:

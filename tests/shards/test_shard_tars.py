@@ -147,6 +147,7 @@ def test_sizes_that_have_no_room_in_the_header() -> None:
     check_against_tarfile(with_size(content[:BLOCK], b"\x80" + (700).to_bytes(11, "big")) + content[BLOCK:])
 
 
+@pytest.mark.canary
 def test_a_header_of_over_a_mebibyte_is_refused_before_it_is_read() -> None:
     """tarfile would take it into memory, whatever its length; this fails where tarfile no longer asks our object."""
     for form, name, comment in (

@@ -90,6 +90,7 @@ def test_without_a_key_or_with_a_wrong_one(keyed: S3Server, monkeypatch: pytest.
 
 
 @pytest.mark.usefixtures("keys")
+@pytest.mark.canary
 def test_without_a_status_in_obstores_text_its_class_decides(keyed: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
     """As after a release of obstore with other texts, whose patterns other tests here would miss."""
     monkeypatch.setattr("flyte_ddp.storage.objects.STATUS", re.compile("(no)(status)"))

@@ -92,6 +92,7 @@ def model(num_classes, input_shape):
 
 
 @pytest.mark.parametrize(("options", "num_ranks"), [({}, 2), also(ELASTIC, 1), also({}, 1), also(ELASTIC, 2)])
+@pytest.mark.canary
 def test_a_rank_that_raises_is_one_panel(num_ranks: int, options: dict[str, str], tmp_path: Path) -> None:
     """The same command, once the code is right, trains; no temporary file is left by either."""
     temporary = tmp_path / "temporary"

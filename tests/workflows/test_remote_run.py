@@ -43,6 +43,7 @@ def test_all_that_a_pod_needs_is_sent(admin: FakeFlyteAdmin, tmp_path: Path) -> 
         assert sources <= packaged.names(tmp_path / "sources.tar.gz")
 
 
+@pytest.mark.canary
 def test_other_settings_are_another_version(admin: FakeFlyteAdmin) -> None:
     """As Flyte does not take another environment under a version that it has."""
     first, other = [execution.spec.launch_plan.version for execution in admin.executions]
@@ -54,6 +55,7 @@ def test_other_settings_are_another_version(admin: FakeFlyteAdmin) -> None:
 
 
 @pytest.mark.exhaustive
+@pytest.mark.canary
 def test_a_call_that_takes_too_long_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(
         "from flytekit.clients.grpc_utils import deadline_interceptor as flytekits\n"
