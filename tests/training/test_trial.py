@@ -148,7 +148,7 @@ def test_the_trial_changes_no_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     case = {"model": f"{OWN}Changing", "objective": f"{OWN}cross_entropy", "eval_interval": 9, "log_interval": 1}
     with pytest.raises(UserError, match="its file does not hold all of it"):  # as it changes an attribute
         train(tmp_path / "with", table(positive), **case)
-    monkeypatch.setattr(training, "try_evaluation", lambda *_: None)
+    monkeypatch.setattr(training, "try_evaluation", lambda *_: [])
     with pytest.raises(UserError, match="its file does not hold all of it"):
         train(tmp_path / "without", table(positive), **case)
     found = [
