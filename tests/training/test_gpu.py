@@ -119,7 +119,7 @@ def test_the_default_precision_trains(train: Train, device: str) -> None:
     ("device", "image_size", "batch_size", "epochs"),
     [
         pytest.param("cpu", 24, 100, 1, marks=pytest.mark.exhaustive),
-        pytest.param("cuda", 224, 256, 20, marks=needs_gpu),
+        pytest.param("cuda", 224, 256, 50, marks=needs_gpu),
     ],
 )
 def test_the_time_goes_where_the_device_spends_it(
