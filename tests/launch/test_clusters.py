@@ -213,6 +213,7 @@ class TestRay:
         self, late_cluster: Cluster, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setenv("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "1")  # as older releases, which hide such GPUs
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)  # empty in all tests: the node could have no GPU
         engine.init(late_cluster.address)
         node = late_cluster.add_node(num_cpus=1, num_gpus=1)
 
