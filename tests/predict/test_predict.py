@@ -170,7 +170,7 @@ def test_images_are_read_when_their_batch_is_near(folder: Path, grey_model: tupl
     for path in paths[50:]:
         path.unlink()
     with pytest.raises(UserError, match=rf"{paths[50].name} cannot be read"):
-        [*batches]
+        list(batches)
 
 
 @pytest.fixture(scope="module")
