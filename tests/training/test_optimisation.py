@@ -47,6 +47,7 @@ class Case(NamedTuple):
     optimizer: Callable[[nn.Module], torch.optim.Optimizer]
     factor: Factor
     frozen: tuple[int, ...] = ()  # layers
+    tolerance: float = 1e-9
 
 
 def cosine(step: int) -> float:
@@ -82,7 +83,10 @@ CASES = {
     "own": Case(replace(BASE, **OWN), own_groups, lambda step: (1 - step / STEPS) ** 2),
     "own, in parts": Case(replace(BASE, **OWN, accumulation_steps=3), own_groups, lambda step: (1 - step / STEPS) ** 2),
     "sgd": Case(NO_DECAY, decayed_matrices(SGD, momentum=0.9, nesterov=True, weight_decay=0.0), cosine),
-    "adamw": Case(replace(NO_DECAY, optimizer="adamw"), decayed_matrices(ADAMW, weight_decay=0.0), cosine),
+    # AdamW divides the gradient of the convolution's bias, which is rounding alone before BatchNorm, by 1e-8.
+    "adamw": Case(
+        replace(NO_DECAY, optimizer="adamw"), decayed_matrices(ADAMW, weight_decay=0.0), cosine, tolerance=1e-8
+    ),
     "frozen convolution": Case(replace(COSINE, freeze="0"), trained, cosine, frozen=(0,)),
     "frozen normalisation": Case(replace(COSINE, freeze=" 1 ,"), trained, cosine, frozen=(1,)),
     "frozen but the head": Case(replace(COSINE, freeze="0,1"), trained, cosine, frozen=(0, 1)),
@@ -145,7 +149,7 @@ def test_every_step_of_any_number_of_ranks_is_that_of_a_plain_loop(
         expected = plain_loop(case, data)
         for strategy in STRATEGIES[ranks]:
             for state, other in zip(torch.load(tmp_path / f"{number}-{strategy}.pt"), expected, strict=True):
-                torch.testing.assert_close(state, other, rtol=0, atol=1e-9)
+                torch.testing.assert_close(state, other, rtol=0, atol=case.tolerance)
 
 
 SMALL = replace(BASE, max_steps=8, num_ranks=1, epochs=2, precision="fp32", keep="ema", ema_decay=0.5)
@@ -177,7 +181,7 @@ def test_an_optimiser_that_draws_draws_the_same_on_all_ranks(train: Train) -> No
     hp = replace(SMALL, model="small_cnn", optimizer="own_training:noisy", precision="fp64", keep="last")
     one, two = (train(replace(hp, num_ranks=ranks), f"{ranks}") for ranks in (1, 2))
     for name, value in weights(one).items():
-        torch.testing.assert_close(weights(two)[name], value, rtol=0, atol=1e-9)
+        torch.testing.assert_close(weights(two)[name], value, rtol=0, atol=case.tolerance)
 
 
 @pytest.mark.parametrize(

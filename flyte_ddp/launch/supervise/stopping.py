@@ -54,15 +54,16 @@ class StopRequest:
         """Request a stop as if this signal had come. Only the first call has an effect."""
         if self.signal is None:
             self.signal = number
-            self._writer.send(int(number))
+            # Not send(): an exception may rise in here, and CPython 3.12.1 crashes when it collects send()'s buffer.
+            self._writer.send_bytes(bytes([number]))
 
     def wait_for_request(self) -> bool:
         """Wait, without a limit, for the request or for :meth:`end_waiting`; return whether it was the request."""
-        return bool(self.reader.recv() != OVER)
+        return self.reader.recv_bytes()[0] != OVER
 
     def end_waiting(self) -> None:
         """Make a thread return from :meth:`wait_for_request`."""
-        self._writer.send(OVER)
+        self._writer.send_bytes(bytes([OVER]))
 
 
 @contextmanager
