@@ -50,12 +50,21 @@ def atomic_write(path: Path, *, durable: bool = True, create: bool = False) -> I
 def replace_file(path: Path, *, durable: bool = True) -> Iterator[BinaryIO]:
     """Yield a new file that replaces ``path`` when the block succeeds; see :func:`atomic_write`, also for ``durable``.
 
-    An OSError of the block or of the renaming becomes a UserError that names the fix; also a RuntimeError raised while
-    an OSError was handled, as in torch.save. A block that also reads must therefore convert its own OSErrors.
+    Errors of the block or of the renaming become those of :func:`explain_write_errors`.
+    """
+    with explain_write_errors(path), atomic_write(path, durable=durable) as file:
+        yield file
+
+
+@contextmanager
+def explain_write_errors(path: Path) -> Iterator[None]:
+    """Turn an OSError of the block, which writes ``path``, into a UserError that names the fix.
+
+    Also turns a RuntimeError raised while an OSError was handled, as in torch.save. A block that also reads must
+    convert its own OSErrors.
     """
     try:
-        with atomic_write(path, durable=durable) as file:
-            yield file
+        yield
     except (OSError, RuntimeError) as error:
         # When a write fails, torch.save may raise a RuntimeError about the position whose context is the OSError.
         reason = error if isinstance(error, OSError) else error.__context__

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from flyte_ddp.datasets.preprocessing import PREPROCESSING
 from flyte_ddp.errors import UserError
-from flyte_ddp.files import HashingFile, file_digest, replace_file
+from flyte_ddp.files import HashingFile, explain_write_errors, file_digest, replace_file, sync
 from flyte_ddp.models import zoo
 from flyte_ddp.models.images import EVALUATION_SHARE, InputSpec
 from flyte_ddp.models.inputs import LeafSpec, LeavesSpec, ModelInput
@@ -29,19 +29,21 @@ MIDDLE = "middle"  # ``crop`` of a model that was evaluated on the middle square
 def save_model(folder: Path, state_dict: dict[str, Tensor], sidecar: Mapping[str, Any]) -> tuple[Path, Path]:
     """Write ``model.pt`` and ``model.json`` into a folder, replacing older ones; return their paths. Makes the folder.
 
-    Copies the weights to the CPU; writes the sidecar last. ``state_dict`` comes from the model itself, not from DDP's
-    or torch.compile's wrapper. ``sidecar`` can be written as JSON; the file also gets ``format`` and
-    ``digests.weights``, the SHA-256 of ``model.pt``. Raises UserError if writing fails.
+    Copies the weights to the CPU. The sidecar gets its name last, when both files are on the disk. ``state_dict`` comes
+    from the model itself, not from DDP's or torch.compile's wrapper. ``sidecar`` can be written as JSON; the file also
+    gets ``format`` and ``digests.weights``, the SHA-256 of ``model.pt``. Raises UserError if writing fails.
     """
     model_path, sidecar_path = folder / "model.pt", folder / "model.json"
-    with replace_file(model_path) as model_file:
+    # The sidecar gets its name last, so that it never exists without its weights.
+    with replace_file(sidecar_path) as sidecar_file, replace_file(model_path) as model_file:
         hashing = HashingFile(model_file)
         # Equal weights are equal bytes in torch's zip format. Its older format contains memory addresses.
         torch.save(portable_state_dict(state_dict), hashing)  # type: ignore[arg-type]
-    digests = {**sidecar.get("digests", {}), "weights": hashing.sha256.hexdigest()}
-    content = {"format": FORMAT, **sidecar, "digests": digests}
-    with replace_file(sidecar_path) as sidecar_file:
-        sidecar_file.write(json.dumps(content, indent=2, ensure_ascii=False).encode() + b"\n")
+        digests = {**sidecar.get("digests", {}), "weights": hashing.sha256.hexdigest()}
+        content = {"format": FORMAT, **sidecar, "digests": digests}
+        with explain_write_errors(sidecar_path):
+            sidecar_file.write(json.dumps(content, indent=2, ensure_ascii=False).encode() + b"\n")
+            sync(sidecar_file)
     return model_path, sidecar_path
 
 
