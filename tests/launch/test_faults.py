@@ -115,7 +115,7 @@ def test_a_rank_that_hangs_before_there_is_a_process_group(trial: Trial, tmp_pat
     [
         ("training", 0, 3, 3, signal.SIGINT),
         ("training", 0, 0, 0, signal.SIGTERM),  # before the first step
-        pytest.param("evaluation", 1, 1, 14, signal.SIGTERM, marks=again),  # pass 0 tries the model before the first step
+        pytest.param("evaluation", 1, 1, 14, signal.SIGTERM, marks=again),  # pass 0 is the trial before the first step
         ("checkpoint", 0, 0, None, signal.SIGTERM),  # there nothing can be saved
         pytest.param("results", 0, 0, 20, signal.SIGTERM, marks=again),
     ],

@@ -181,7 +181,7 @@ def test_an_optimiser_that_draws_draws_the_same_on_all_ranks(train: Train) -> No
     hp = replace(SMALL, model="small_cnn", optimizer="own_training:noisy", precision="fp64", keep="last")
     one, two = (train(replace(hp, num_ranks=ranks), f"{ranks}") for ranks in (1, 2))
     for name, value in weights(one).items():
-        torch.testing.assert_close(weights(two)[name], value, rtol=0, atol=case.tolerance)
+        torch.testing.assert_close(weights(two)[name], value, rtol=0, atol=1e-9)
 
 
 @pytest.mark.parametrize(
