@@ -25,6 +25,7 @@ STANDARD = [Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "pla
 IMPORTERS = ("import_module", "__import__")
 STORED_BYTES = 4 * 2**20  # of sources that a saved model holds
 Source = tuple[str, Path, bytes, ast.Module | None]  # name, path, content, syntax tree (None: no Python)
+digested: dict[Path, tuple[ModuleSpec | None, str]] = {}  # spec of the imported module (None: was not), and digest
 
 
 def user_source_digest(*specs: str) -> str:
@@ -40,10 +41,27 @@ def user_source_digest(*specs: str) -> str:
 
 def digest_sources(sources: Iterable[Source]) -> str:
     """Return a SHA-256 (hex) of sources' names and normalized content, in any order."""
-    lines = (
-        f"{name} {hashlib.sha256(normalize_code(content, tree)).hexdigest()}" for name, _, content, tree in sources
-    )
+    lines = []
+    for name, path, content, tree in sources:
+        digest = hashlib.sha256(normalize_code(content, tree)).hexdigest()
+        refuse_outdated_module(name, path, digest)
+        lines.append(f"{name} {digest}")
     return hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()
+
+
+def refuse_outdated_module(name: str, path: Path, digest: str) -> None:
+    """Raise UserError if a file has changed since this Python imported it, which would compute as before."""
+    module = name.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+    spec = getattr(sys.modules.get(module), "__spec__", None)  # importlib.reload makes another one
+    if spec is not None and spec.origin != str(path):
+        return
+    before, old = digested.get(path, (None, digest))
+    if spec is not None and (before is None or before is spec) and old != digest:
+        raise UserError(
+            f"module {module} has changed since this Python imported it: call importlib.reload({module}), or start "
+            "Python anew"
+        )
+    digested[path] = spec, digest
 
 
 def read_user_sources(*specs: str) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 import ast
 import gc
+import importlib
 import json
 import shutil
 import sys
@@ -123,6 +124,22 @@ def test_the_digest_changes_with_the_meaning_of_the_top_packages_source(project,
     before = user_source_digest(spec)
     write_sources(project, {path: text})
     assert (user_source_digest(spec) != before) == differs
+
+
+def test_a_module_that_changed_after_its_import_is_refused_until_it_is_imported_again(project: Path) -> None:
+    module = project / "users_module.py"
+    before = user_source_digest("users_module:Three")
+    load_callable("users_module:Three")
+    module.write_text("# a comment\n" + module.read_text())
+    assert user_source_digest("users_module:Three") == before
+    module.write_text(module.read_text() + "\ndef more():\n    return 3\n")
+    for _ in range(2):
+        with pytest.raises(UserError, match=r"module users_module has changed .* importlib.reload\(users_module\)"):
+            user_source_digest("users_module:Three")
+    importlib.invalidate_caches()
+    importlib.reload(sys.modules["users_module"])
+    assert load_callable("users_module:more")() == 3
+    assert user_source_digest("users_module:Three") != before
 
 
 def test_the_digest_imports_nothing(project: Path) -> None:
