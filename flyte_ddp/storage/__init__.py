@@ -1,6 +1,6 @@
 """Read, list, write and delete files by address: a path, file://, http(s)://, s3://, gs:// or az://.
 
-Waits are of up to 10 s for a connection, and 30 s for each piece or response; only :func:`retry` retries. A failure is
+Requests wait up to 10 s for a connection, and 30 s for each piece or response; only :func:`retry` retries. A failure is
 an :class:`UnavailableError`, which says whether a retry may succeed. An address of no known kind, and writing to a web
 server, raise UserErrors. The first use of a bucket may ask servers for credentials and region; from then on forks of
 this process cannot use object storage.
