@@ -1,7 +1,7 @@
 """Launches ranks as workers of torch Elastic, which this process, ``torchrun`` or Flyte's plugin starts.
 
-Elastic restarts workers, but may report a follow-up failure before the root cause. So a thread of rank 0 supervises the
-ranks as other launchers do, and sends the run's outcome to all, so that every host reports the same error.
+Elastic may report a follow-up failure before the root cause. So a thread of rank 0 supervises the ranks, as other
+launchers do. It sends the run's outcome to all ranks, so that every host reports the same error.
 """
 
 import json

@@ -85,8 +85,8 @@ class Checkpoints:
     def save_now(self, seconds: float) -> int:
         """Make a save due, wait for the function to save, and return the newest checkpoint's step, 0 if there is none.
 
-        Waits for 90 % of ``seconds``, but 8 s at most if the function never asks whether a save is due; not at all if
-        it has neither saved, loaded nor asked, or has returned. No checkpoint is written after this call.
+        Waits for 90 % of ``seconds``, but 8 s at most if the function never asks whether a save is due. Does not wait
+        if it has neither saved, loaded nor asked, or has returned. No checkpoint is written after this call.
         """
         limit = ANSWER_SHARE * seconds
         deadline = time.monotonic() + (limit if self.asked else min(limit, UNANNOUNCED_SECONDS))

@@ -111,9 +111,9 @@ class CurrentRank:
     def save(self, step: int, state: Mapping[str, Any]) -> None:
         """Save rank 0's state after a step, from which the next attempt goes on; other ranks' states are ignored.
 
-        ``state`` has tensors, numbers, texts, and lists and dicts of them; ``step`` is how many steps are done. Returns
-        when the state is copied; a thread writes the copy, unless the next one comes before. Raises UserError if the
-        step goes back, or torch.load(weights_only=True) would refuse the state.
+        ``state`` has tensors, numbers, texts, and lists and dicts of them; ``step`` is how many steps are done. A
+        thread writes a copy, unless the next one comes before. Raises UserError if the step goes back, or
+        torch.load(weights_only=True) would refuse the state.
         """
         if self.rank == 0:
             self._checkpoints.save(step, state)

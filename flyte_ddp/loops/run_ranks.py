@@ -46,23 +46,22 @@ def run_ranks(
 ) -> Any:
     """Call ``function(*args, **kwargs)`` on each of ``num_ranks`` ranks, and return what rank 0 has returned.
 
-    In the function, :func:`current_rank` tells its rank. The ranks import it by its name; from a notebook or the main
-    script it goes by value.
+    In the function, :func:`current_rank` tells its rank. Ranks import the function by its name; from a notebook or the
+    main script it goes by value.
 
     Args:
         function: what each rank calls.
         args: its positional arguments, which are pickled.
         num_ranks: number of ranks; each has a GPU of its own where there are GPUs. 0: as many as there is capacity for.
         folder: for records, checkpoints and files of the run, which resumes there. None: a temporary folder.
-        launch: what starts the ranks, such as ``flyte_ddp.launch.ray.launch``. None: processes of this machine; a
-            single rank runs in this process.
+        launch: starts the ranks, such as ``flyte_ddp.launch.ray.launch``. None: processes here; for 1 rank, this one.
         timeout: seconds that a rank waits for others in a collective operation; None: FLYTE_DDP_TIMEOUT.
         kwargs: its keyword arguments, which are pickled; one with a name of those above goes by functools.partial.
 
-    Raises RankError with the traceback of the rank that failed first; UserError for a mistake, such as arguments that
-    cannot be pickled, more ranks than GPUs, another run in the folder, or a checkpoint of other code or arguments;
-    StoppedError after SIGTERM, KeyboardInterrupt after Ctrl-C. Before these two ``due()`` is true, and the function has
-    FLYTE_DDP_SAVE_SECONDS to save. Sets sys.excepthook, which prints uncaught errors without the launcher's traceback.
+    Raises RankError with the traceback of the rank that failed first; StoppedError after SIGTERM, KeyboardInterrupt
+    after Ctrl-C. Before these two ``due()`` is true, and the function has FLYTE_DDP_SAVE_SECONDS to save. Raises
+    UserError for arguments that cannot be pickled, more ranks than GPUs, another run in the folder, or a checkpoint of
+    other code or arguments. Sets sys.excepthook, which prints uncaught errors without the launcher's traceback.
     """
     print_errors_as_messages()
     if type(num_ranks) is not int or num_ranks < 0:

@@ -77,9 +77,8 @@ class CheckpointStore:
     def download_newest_checkpoint(self, path: Path) -> Checkpoint | None:
         """Return the newest readable checkpoint, of the blob store or of the folder of ``path``; None if there is none.
 
-        Downloads it to ``path``, unless the folder has one that is as new. Raises UserError if the blob store refuses
-        access, no checkpoint can be read, or earlier attempts made no progress; UnreachableError if it does not answer
-        in 4 tries.
+        Downloads it to ``path``, unless the folder has one that is as new. Raises UserError if the store refuses
+        access, no checkpoint can be read, or earlier attempts made no progress; UnreachableError if it does not answer.
         """
         try:
             files = self.retry_on_outage(self.folder, lambda _: self.list_files_newest_first())
@@ -146,8 +145,7 @@ class CheckpointStore:
     def download_checkpoint(self, address: str, path: Path) -> Checkpoint:
         """Download a checkpoint, verify it, replace the file ``path`` by it, and return it.
 
-        Raises UnreadableError if the checkpoint is damaged or of another release's format; ``path`` then stays as it
-        was.
+        Raises UnreadableError, and leaves ``path``, if the checkpoint is damaged or of another release's format.
         """
         temporary = path.with_name(f".{path.name}.tmp")
         try:
@@ -161,10 +159,10 @@ class CheckpointStore:
             temporary.unlink(missing_ok=True)
 
     def refuse_futile_attempt(self, files: list[RunFile], step: int) -> None:
-        """Raise UserError if two earlier attempts of this execution failed, or saved nothing in time, without progress.
+        """Raise UserError if earlier attempts of this execution began at ``step`` or later and ended in vain.
 
-        Likewise if five left no note of how they ended. ``files`` are the run's in the blob store, newest first;
-        ``step`` is where this attempt begins. Attempts that were told to stop, or launched no ranks, do not count.
+        Two failed, or had time to save and saved nothing; or five left no note of how they ended. Those that were told
+        to stop, or launched no ranks, do not count. ``files`` are the run's in the blob store, newest first.
         """
         attempts: dict[int, dict[str, RunFile]] = defaultdict(dict)
         # An attempt that Elastic restarted has several starts. The last in the list has the lowest step, and counts.

@@ -48,8 +48,7 @@ def pod_environment() -> dict[str, str]:
 def training_environment() -> dict[str, str]:
     """Return a training pod's variables: those of every pod, limits of cache and shutdown, and settings of training.
 
-    A setting in this process's environment replaces the value made here. Raises the UserErrors of
-    :func:`pod_environment`.
+    A setting in this process's environment replaces the value made here. Raises pod_environment's UserErrors.
     """
     grace = chosen_profile().grace_seconds
     return {

@@ -1,7 +1,7 @@
 """Where tasks put their files: in the runs folder locally, where they stay, and in the pod's own folder on a cluster.
 
-Locally Flyte's cache remembers paths, for all clones on a machine together. A random token of each folder is part of
-the cache key, and is replaced when files are missing, so that no cached path leads to a missing file.
+Locally Flyte's cache remembers paths, for all clones on a machine together. So a random token of each folder is part of
+the cache key. It is replaced when files are missing, so that no cached path leads to a missing file.
 """
 
 import itertools

@@ -35,7 +35,7 @@ class UnreadableError(Exception):
 class Identity:
     """What a checkpoint belongs to: only a run with the same identity can resume from it.
 
-    Ranks, devices and precision are left out: they change the rounding only (:class:`Arithmetic`).
+    Ranks, devices and precision are left out: they change who computes, and the rounding (:class:`Arithmetic`).
     """
 
     hyperparameters: dict[str, Any]  # without num_ranks

@@ -29,9 +29,9 @@ WaitForEnd = Callable[[float], bool]  # waits up to so many seconds for the end 
 def feed_wandb(launcher: Connection[Any, Any]) -> int:
     """Open the wandb run, log records and the table of predictions until training has ended, and close the run.
 
-    The launcher sends the arguments of ``wandb.init``, the offset in metrics.jsonl where this attempt begins, and
-    whether to wait for a first record; then a message when training has ended. It gets wandb's status: folder, url,
-    reason of a failure. Returns the exit code: 0, NOT_SENT, NOTHING_RECORDED, or 1 for another failure.
+    The launcher first sends the arguments of ``wandb.init``, the offset in metrics.jsonl where this attempt begins, and
+    whether to wait for a record. It sends one more message when training has ended, and gets wandb's status: folder,
+    url, reason of a failure. Returns the exit code: 0, NOT_SENT, NOTHING_RECORDED, or 1 for another failure.
     """
     parent = os.getppid()
     arguments, offset, on_first_record = launcher.recv()
@@ -93,7 +93,7 @@ def open_wandb_run(
             if arguments["mode"] == "offline":
                 if not users:
                     raise
-                for name in users:  # of which wandb may refuse one
+                for name in users:  # wandb may refuse one of them
                     del os.environ[name]
             report_error(error)
             wandb.teardown(exit_code=1)  # else wandb refuses the run's id as already in use

@@ -132,8 +132,8 @@ class WandbProcess:
         """Tell the child that training has ended, wait for its exit, and print to stderr where the run is.
 
         If wandb did not open the run, or was killed, a second child writes an offline run. Kills children after
-        ``limit`` or ``settings.wandb_timeout`` seconds in all. Writes the name of a folder that is to be kept to
-        ``wandb/unsent``.
+        ``limit`` or ``settings.wandb_timeout`` seconds. Writes a folder's name to ``wandb/unsent`` if the folder is to
+        be kept.
         """
         seconds = min(limit, self.settings.wandb_timeout)
         deadline = time.monotonic() + seconds

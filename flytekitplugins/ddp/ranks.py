@@ -83,9 +83,8 @@ def run_body(
 ) -> Returned | None:
     """Call a task's function in this rank, in flytekit's context, and return on rank 0 what it has returned.
 
-    ``place`` is None in a local run. ``outputs`` are the types by name and the name of a declared tuple. With
-    ``literals`` uploads the values and returns their literals. Raises UnreachableError for Flyte's recoverable
-    exception.
+    ``place`` is None in a local run. ``outputs`` are the types by name and the name of a declared tuple. ``literals``:
+    upload the values and return their literals. Raises UnreachableError for Flyte's recoverable exception.
     """
     from flyte_ddp.loops.current_rank import current_rank  # imports torch
     from flytekitplugins.ddp.outputs import convert_outputs  # and NumPy

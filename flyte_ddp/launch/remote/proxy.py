@@ -89,15 +89,13 @@ def relay_until_over(
 def relay_messages(
     handle: RankHandle, pipe: Connection, send: Callable[[dict[str, Any]], None], files: FileSender
 ) -> bool:
-    """Relay messages between rank and launcher until the rank exits; return True if the launcher sent "over" first.
-
-    Sends the rank's files before the messages that announce them.
-    """
+    """Relay messages between rank and launcher until the rank exits; return True if the launcher sent "over" first."""
     over = False
 
     def send_from_rank(message: dict[str, Any]) -> None:
         if message["kind"] in ("completed", "exit"):
             files.send_results()
+        # Files go before the message that is about them.
         files.send_outputs(all_files=(message["kind"], handle.rank) == ("completed", 0))
         send(message)
 

@@ -60,8 +60,7 @@ def killed_rank_error(rank: int, by: signal.Signals, *, out_of_memory: bool) -> 
 def collective_failure_error(group: Sequence[RankHandle], timeout: float) -> RankError:
     """Return the error for collective operations that failed while no rank is known to have ended for another cause.
 
-    It names the ranks that timed out and those that have not failed; its details are the latter ranks' stacks. It is
-    recoverable, unless all ranks failed without a timeout on a single host: then the operation is to blame.
+    It is recoverable, unless all ranks failed without a timeout on a single host: then the operation is to blame.
     """
     reports = reports_with_cause(group, "timeout", "peer")
     late = sorted(error["rank"] for error in reports if error["cause"] == "timeout")

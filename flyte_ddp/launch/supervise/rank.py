@@ -75,8 +75,7 @@ def run_rank(
 ) -> None:
     """Do the work as one rank: call its function with a Rank, then leave the process group; all ranks must call it.
 
-    Sets torch's, glibc's and cuBLAS's settings in the whole process. Reports by ``link`` only GPU collectives that
-    hang.
+    Sets torch's, glibc's and cuBLAS's process-wide settings. Reports by ``link`` only collectives that hang on a GPU.
     """
     faulthandler.enable()
     torch.set_num_threads(work.world.threads)

@@ -43,8 +43,7 @@ class RankInfo:
 class Link:
     """A rank's connection to its launcher, with a thread that handles messages whatever the rank is doing.
 
-    ``resumed_step`` is that of the checkpoint that the run resumes from; 0 without one, or if the work is still to
-    come.
+    ``resumed_step`` is the step of the checkpoint that the run resumes from; 0 without one, or before the work comes.
     """
 
     def __init__(self, pipe: Connection, resumed_step: int = 0) -> None:
