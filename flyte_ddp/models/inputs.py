@@ -55,7 +55,6 @@ class LeavesSpec:
         return describe_input(self.to_dict())
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what the sidecar says of such an input."""
         return {"form": self.form, "leaves": {name: leaf._asdict() for name, leaf in self.leaves}}
 
 
@@ -73,7 +72,6 @@ def prepare_inputs(
         return prepare_images(inputs, spec, dtype, memory_format)
 
     def convert(value: Any) -> Any:
-        """Return a floating-point tensor as ``dtype``, and another value unchanged."""
         return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
 
     return convert(inputs) if isinstance(inputs, Tensor) else tree_map(convert, inputs)  # much faster for one tensor
