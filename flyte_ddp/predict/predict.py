@@ -59,24 +59,15 @@ def write_prediction_table(
 ) -> Path:
     """Write a saved model's predictions as a CSV table, a row per sample, and return the path of the table.
 
-    Predicts the image files below the folder ``images``, without hidden ones, the test split of the prepared data set
-    in the folder ``dataset``, or the new rows in the file ``table``, by :func:`read_new_rows`. Also writes an HTML page
-    that shows the first samples with their predictions. Columns are ``id``, ``prediction``, those of the truth (for a
-    data set), and the other answers of the model's objective. Of a classification they are the likeliest class,
-    ``truth``, ``score`` (the prediction's probability) and ``score_<class>`` for every class; docs/model.md has the
-    others. The ``id`` is the path below ``images``; for a data set the file's name, the key in a shard, or, for arrays,
-    the user's id, else the index in the test split. If the model predicts masks, writes each as a PNG into the folder
-    ``<output>.masks`` beside the table, and its path relative to the table's folder into the column ``mask``. An image
-    that cannot be decoded has an id and no answers; ``bad_samples`` of them are allowed, None: as many as the model's
-    training allowed.
+    Predicts the image files below the folder ``images``, the test split of the prepared data set in ``dataset``, or the
+    new rows in the file ``table``, by :func:`read_new_rows`. Also writes an HTML page of the first predictions, and if
+    the model predicts masks, a PNG of each into the folder ``<output>.masks``. Columns are ``id``, ``prediction``,
+    those of the truth (for a data set), and the other answers of the model's objective; docs/model.md lists them. An
+    image that cannot be decoded has an id and no answers; ``bad_samples`` of them are allowed, None: as many as in the
+    model's training.
 
-    Replaces ``output``, the page beside it and, if the model predicts masks, their folder; makes missing folders. Runs
-    the code that the sidecar names, and the model on a GPU if there is one. ``settings`` say where remote shards are
-    cached, how many threads decode, and whether to print to stderr which files are no images and which images have no
-    prediction. Raises UserError unless one of ``images``, ``dataset`` and ``table`` is given; for a ``batch_size``
-    below 1; negative ``bad_samples``; a missing, damaged or mismatched model; no images; an unreadable image, or too
-    many that cannot be decoded; channels that the model does not take; an own objective without columns for the table;
-    unwritable output.
+    Replaces older files; makes missing folders. Runs the code that the sidecar names, on a GPU if there is one. Raises
+    UserError for arguments that do not fit, a model or samples that cannot be used, and unwritable output.
     """
     if [images, dataset, table].count(None) != 2:
         raise UserError(f"images={images}, dataset={dataset}, table={table}: give exactly one of the three")
@@ -129,7 +120,6 @@ def show_inputs(inputs: Leaves, spec: ModelInput) -> Iterable[NDArray[np.uint8] 
 
 
 def print_samples_without_prediction(progress: Progress, undefined: Sequence[str], bad: BadSamples) -> None:
-    """Print the ids of samples whose outputs are NaN, and of images that cannot be decoded, if there are any."""
     if undefined:
         said = f"the outputs of {format_count(len(undefined), 'sample')} are NaN: no prediction for"
         progress.print_note(f"{said} {join_few(undefined)}; look at their inputs")
@@ -147,12 +137,11 @@ def images_from_inputs(inputs: Tensor, spec: InputSpec) -> Iterator[NDArray[np.u
 
 
 def own_decoding(sidecar_path: Path) -> str:
-    """Return the hyperparameter ``sample`` of a model's training, "" if it had none; UserError for a bad sidecar."""
+    """Return the hyperparameter ``sample`` of a model's training, "" if it had none."""
     return str(read_model_json(sidecar_path).get("hyperparameters", {}).get("sample", ""))
 
 
 def mask_folder(table: Path) -> Path:
-    """Return the folder of the predicted masks of a table."""
     return table.with_name(f"{table.name}.masks")
 
 
@@ -167,8 +156,7 @@ class Answers(NamedTuple):
 def answer_batch(batch: Batch, model: SavedModel, masks: MaskFolder, header: Sequence[str]) -> Answers:
     """Predict a batch and return the answers; write predicted masks into their folder.
 
-    ``header`` has the columns of earlier batches; empty before. Raises UserError if the model fails on the batch, or an
-    own objective has no columns for a table, or two of one name.
+    ``header`` has the columns of earlier batches; empty before.
     """
     truths: TableColumns = {}
     if batch.truths is not None:
@@ -217,10 +205,7 @@ def describe_batch(batch: Batch, model: SavedModel) -> str:
 
 
 def find_answers(model: SavedModel, outputs: Any, undefined: NDArray[np.bool_]) -> dict[str, Sequence[Any]]:
-    """Return the objective's answers of a batch by column; no texts of samples that are ``undefined`` [n].
-
-    Raises UserError if an own objective has no columns for a table, or not a value for each sample.
-    """
+    """Return the objective's answers of a batch by column; no texts of samples that are ``undefined`` [n]."""
     given, samples = {**model.objective.answers(outputs)}, len(undefined)
     where = f"objective={model.sidecar.get('objective', 'classification')!r}"
     if not given:

@@ -23,10 +23,9 @@ UNFOLDED = 12  # more charts are grouped by the prefixes of their values, and on
 
 
 def render_function_page(folder: Path, name: str, failure: str = "") -> str:
-    """Read the folder of an own function's run, which may go on; return its page, an HTML document by itself.
+    """Return the HTML page of an own function's run, which may go on; ``failure`` is why it has failed, if it has.
 
-    ``name`` is the title. ``failure`` is why the run has failed, if it has; the duration of a run that has not finished
-    ends now. Imports matplotlib. Raises UserError if ``metrics.jsonl`` is unreadable or has no record of a start.
+    Raises UserError if ``metrics.jsonl`` is unreadable or has no record of a start.
     """
     starts, steps, end = read_function_records(folder / "metrics.jsonl")
     points = collect_points(steps)
@@ -56,11 +55,10 @@ def render_function_page(folder: Path, name: str, failure: str = "") -> str:
 
 
 def read_function_records(path: Path) -> tuple[list[Record], dict[int, Record], Record]:
-    """Read a function's metrics.jsonl; return the starts of all attempts, one record for each step, and the end record.
+    """Return the starts of all attempts of a function, one record for each step, and the end record.
 
-    The records of one step are merged; of a value that was recorded twice the newest counts. An attempt's start drops
-    the steps after the checkpoint from which it resumed. The end record is empty unless the last attempt has finished.
-    Raises UserError if the file is unreadable or has no record of a start.
+    Of a value that was recorded twice in a step the newest counts. An attempt's start drops the steps after its
+    checkpoint. The end record is empty unless the last attempt has finished.
     """
     starts: list[Record] = []
     steps: dict[int, Record] = {}
@@ -106,10 +104,7 @@ def list_pictures(folder: Path) -> Iterator[tuple[str, str]]:
 
 
 def draw_points(name: str, points: Points) -> str:
-    """Draw the finite values of ``points`` over their steps; return an SVG element, or "" if there are none.
-
-    The scale of a value whose name ends with "loss" may be logarithmic.
-    """
+    """Draw the finite values of ``points`` over their steps; return an SVG element, or "" if there are none."""
     finite = [(step, value) for step, value in points if value is not None]
     if not finite:
         return ""

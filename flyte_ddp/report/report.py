@@ -36,10 +36,9 @@ class Run:
     """What the files of a run folder say so far; records are in the order of their steps."""
 
     def __init__(self, folder: Path, name: str = "") -> None:
-        """Read ``metrics.jsonl`` and, where they exist, ``model.json`` and ``predictions.npz`` whole.
+        """Read ``metrics.jsonl`` and, where they exist, ``model.json`` and ``predictions.npz``.
 
-        ``name`` is the run's; by default the folder's name. Raises UserError if a file is damaged, or there is no start
-        record.
+        Raises UserError if a file is damaged, or there is no start record.
         """
         self.name = name or folder.name
         self.starts: list[Record] = []  # of all attempts, oldest first
@@ -90,10 +89,9 @@ class Run:
 
 
 def read_predictions(path: Path) -> tuple[list[Section], dict[int, Picture]]:
-    """Read ``predictions.npz``; return its sections, and the samples that they show by number, with images.
+    """Return the sections of ``predictions.npz``, and the samples that they show by number, with images.
 
-    Leaves out the samples of wandb's table. A damaged file raises OSError, ValueError, TypeError, LookupError or
-    zipfile's errors.
+    A damaged file raises OSError, ValueError, TypeError, LookupError or zipfile's errors.
     """
     with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
         first = int(arrays["table_rows"])  # the rows before are those of wandb's table
@@ -121,18 +119,15 @@ def sample_names(predictions: Mapping[str, NDArray[Any]]) -> list[str]:
 
 
 def write_report(run_folder: Path, name: str = "") -> Path:
-    """Read a run folder, write its report to ``report.html`` in it, and return the path. Imports matplotlib.
-
-    ``name`` is the run's; by default the folder's name. Raises UserError if a file is missing, damaged or unwritable.
-    """
+    """Write a run folder's report to ``report.html`` in it, and return the path; UserError if a file is unusable."""
     return write_html(run_folder / "report.html", render_report(run_folder, name))
 
 
 def render_report(run_folder: Path, name: str = "", failure: str = "") -> str:
-    """Read the folder of a run that may still be training; return its report as an HTML document without other files.
+    """Return the report of a run that may still be training, as an HTML document without other files.
 
-    ``name`` is the run's; by default the folder's name. ``failure`` is why the run has failed, if it has. Imports
-    matplotlib. Raises UserError if ``metrics.jsonl`` has no record of a start, or a file is damaged.
+    ``name`` is the run's; by default the folder's name. ``failure`` is why the run has failed, if it has. Raises
+    UserError if ``metrics.jsonl`` has no record of a start, or a file is damaged.
     """
     run = Run(run_folder, name)
     seconds = {key: max(0.0, run.end.get("seconds", {}).get(key, 0.0)) for key in PARTS}
@@ -157,7 +152,7 @@ def parse_last_record(page: str) -> Record | None:
 
 
 def describe_measures(run: Run) -> Iterator[tuple[str, str, str]]:
-    """Yield label, value and detail of two tiles: the main measure and the loss on the test split, at the last test.
+    """Yield label, value and detail of two tiles: the main measure and the loss on the test split.
 
     A value is "n/a" before the first test, and a dash if it is not defined.
     """

@@ -18,8 +18,7 @@ def list_section_values(
 ) -> Iterator[dict[str, Any]]:
     """Yield the template's values of each section; charts in a row with one title are one section.
 
-    ``pictures`` are the samples' by their numbers in the test split; samples without one are left out. ``classes``
-    names the colours of masks. Imports matplotlib.
+    ``pictures`` are the samples' by their numbers in the test split. ``classes`` names the colours of masks.
     """
 
     def group_of(section: Section) -> Hashable:
