@@ -98,7 +98,6 @@ def export_model(
 
 
 def write_onnx_and_pt2(served: ServedModel, folder: Path) -> None:
-    """Write the graphs of a model of images of any size into a folder."""
     shape = 2, served.height + 1, served.width + 2, served.channels  # two images, as exporters take 1 for a constant
     images = torch.arange(math.prod(shape)).remainder(251).to(torch.uint8).reshape(shape)
     sizes = {place: torch.export.Dim(name, min=min(place + 1, 2)) for place, name in enumerate("nhw")}
@@ -110,8 +109,7 @@ def compare_logits(
 ) -> dict[str, Any]:
     """Run the ONNX at ``path`` on all images in a new process; add its differences from torch to ``found``.
 
-    Sends each image alone and in batches of BATCH_SIZES (1, 7, 64). Returns golden requests: up to 16 images, evenly
-    spread over the test split, as ``image_<number>``, and torch's ``logits`` of them.
+    Returns golden requests: up to 16 images as ``image_<number>``, and torch's ``logits`` of them.
     """
     samples = logits.samples
     waiting: dict[int, list[tuple[Image, NDArray[np.float32]]]] = {size: [] for size in BATCH_SIZES}
@@ -167,10 +165,7 @@ def read_test_images(data: PreparedSet, channels: int, settings: Settings, seed:
 
 
 def place_on_common_canvas(image: Image, served: ServedModel) -> Image:
-    """Return an image with the same logits as ``image``, in the size that all images of a batch have.
-
-    For a model that crops the middle, returns a black square with its resized middle; for others the image itself.
-    """
+    """Return an image of the size of all images of a batch, with the same logits as ``image``."""
     if not served.middle:
         return image
     side = served.height

@@ -97,10 +97,7 @@ def name_inputs(inputs: Leaves, spec: LeavesSpec, collate: str) -> dict[str, Ten
 
 
 def choose_sizes(named: Named, spec: LeavesSpec, collate: str, samples: int) -> dict[str, dict[int, Any]]:
-    """Return which dimensions of a batch's leaves have other sizes in other batches, each with a size for the exporter.
-
-    These are the number of ``samples`` and the lengths of padded leaves; after a collate of the user's own, any.
-    """
+    """Return which dimensions of a batch's leaves differ between batches, each with a size for the exporter."""
     number = Dim("n", min=1)
     names = named if spec.form != "dict" else (name for name, _ in spec.leaves)
     shapes = dict(zip(names, (leaf.shape for _, leaf in spec.leaves), strict=False))  # the mask comes last
@@ -124,8 +121,7 @@ def compare_outputs(
 ) -> dict[str, Any]:
     """Run the ONNX at ``path`` on batches in a new process; add each output's differences from torch's to ``found``.
 
-    Each batch comes with its place in the test split. Returns golden requests: inputs and torch's outputs of the
-    ``chosen`` samples, each alone, of GOLDEN_BYTES (32 MiB) in all, but at least one.
+    Returns golden requests of the ``chosen`` samples, of GOLDEN_BYTES (32 MiB) in all, but at least one.
     """
     golden, size_of_golden = dict[str, Any](), 0
     with OnnxProcess(path, count_cores()) as onnx:

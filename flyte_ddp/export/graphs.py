@@ -82,12 +82,10 @@ def export_recurrent_layers_as_loops(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def silence_torch() -> Iterator[None]:
-    """Silence torch's loggers, Python warnings and sys.stderr of the whole process in the block.
-
-    Exporters try several ways, and log a traceback for each failure.
-    """
+    """Silence torch's loggers, Python warnings and sys.stderr of the whole process in the block."""
     import torch._dynamo  # noqa: F401  # makes its loggers
 
+    # Exporters try several ways, and log a traceback for each failure.
     names = [name for name in logging.root.manager.loggerDict if name.partition(".")[0] == "torch"]
     handlers = [handler for name in names for handler in logging.getLogger(name).handlers]
     nothing = logging.Filter("none of torch's loggers")  # lets through what a logger of that name logs

@@ -101,10 +101,7 @@ def load_weights(model: nn.Module, model_path: Path, sidecar: Mapping[str, Any])
 
 
 def read_model_json(path: Path) -> dict[str, Any]:
-    """Return the content of ``model.json``, by :func:`prefer_stored_code`.
-
-    Raises UserError if the file is missing, not JSON, or incomplete.
-    """
+    """Return the content of ``model.json``; UserError if the file is missing, not JSON, or incomplete."""
     fix = "give the model.json of a finished run"
     try:
         sidecar = json.loads(path.read_bytes())
@@ -127,10 +124,7 @@ def read_model_json(path: Path) -> dict[str, Any]:
 
 
 def prefer_stored_code(sidecar: dict[str, Any]) -> dict[str, Any]:
-    """Let the names of the user's own callables in a sidecar stand for its ``sources``, unless these are today's.
-
-    Changes and returns the sidecar.
-    """
+    """Let the names of the user's callables in a sidecar stand for its ``sources``, unless these are today's."""
     sources, hyperparameters = sidecar.get("sources", {}), sidecar.get("hyperparameters", {})
     named = [(sidecar, "model"), (sidecar, "objective"), (hyperparameters, "collate"), (hyperparameters, "sample")]
     named.append((sidecar.get(PREPROCESSING, {}), "prepare"))
@@ -147,10 +141,7 @@ def count_outputs(sidecar: Mapping[str, Any]) -> int:
 
 
 def describe_model_input(spec: ModelInput, crop: str) -> dict[str, Any]:
-    """Return ``input`` of ``model.json``: the model's input, and how other programs prepare an image for it.
-
-    ``crop`` is ``middle`` if only the middle square of an image is used; empty if all of the image is.
-    """
+    """Return ``input`` of ``model.json``: the model's input, and how other programs prepare an image for it."""
     if isinstance(spec, LeavesSpec):
         return spec.to_dict()
     middle = crop == MIDDLE

@@ -45,9 +45,8 @@ def fetch_weights(
 ) -> Iterator[Path | None]:
     """Yield a local path with the content of ``init_from``; None if ``init_from`` is empty.
 
-    Fetches torchvision's weights of ``model`` from ``mirror`` or their public address. Downloads another remote file
-    into ``folder``, without a retry, and deletes it after the block. Raises UserError if the file cannot be read or
-    written.
+    Downloads torchvision's weights from ``mirror`` or their public address, another remote file into ``folder`` for the
+    block. Raises UserError if the file cannot be read or written.
     """
     temporary = folder / ".initial_weights.tmp"
     try:
@@ -123,10 +122,7 @@ def is_finite(values: Tensor) -> bool:
 
 
 def read_weights(path: Path, init_from: str) -> Any:
-    """Return a file's tensors by name, as a state_dict with the versions of modules as ``_metadata``.
-
-    The file has a state_dict, or a checkpoint that holds one under one of STATE_DICT_KEYS.
-    """
+    """Return a file's tensors by name, as a state_dict with the versions of modules as ``_metadata``."""
     import torch  # not at the top, because the launcher only downloads the file and need not import torch
 
     try:
@@ -156,10 +152,7 @@ def delete_parts(weights: Any, parts: Collection[str]) -> None:
 
 
 def remove_common_prefixes(weights: Any, model_names: Collection[str]) -> None:
-    """Remove prefixes that all names of a state_dict have, in place, until a name is one of ``model_names``.
-
-    DDP, torch.compile and Lightning add them, such as ``module.``.
-    """
+    """Remove prefixes that all names of a state_dict have, such as DDP's, in place, if that gives a model's name."""
     from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 
     names, prefixes = [*weights], []
@@ -193,8 +186,7 @@ def is_in_parts(name: str, parts: Iterable[str]) -> bool:
 def list_seeded_parts(model: Mapping[str, Tensor], init_from: str, init_skip: str) -> list[str]:
     """Return the names of a model's modules and tensors that start from the seed although it has initial weights.
 
-    They are those in ``init_skip``; with torchvision's weights also the last layer, unless it is for 1,000 classes. The
-    last layer is at the end of ``model``, its state_dict.
+    Those are ``init_skip``, and with torchvision's weights the last layer, unless it is for 1,000 classes.
     """
     parts = split_part_names(init_skip)
     if init_from.startswith(PREFIX):
@@ -212,10 +204,7 @@ def list_seeded_tensors(model: Mapping[str, Tensor], init_from: str, init_skip: 
 def describe_misfit(
     wanted: Mapping[str, Tensor], given: Mapping[str, Tensor], skipped: Collection[str], reason: str
 ) -> str:
-    """Return a text with missing, unknown or misshapen tensors, up to 3 of each, or else ``reason``; and advice.
-
-    ``wanted`` are the model's tensors outside the parts ``skipped`` by ``init_skip``, ``given`` those in the file.
-    """
+    """Return a text with missing, unknown or misshapen tensors, up to 3 of each, or else ``reason``; and advice."""
     # Old files lack BatchNorm's count, which load_state_dict allows.
     missing = [name for name in wanted if name not in given and not name.endswith("num_batches_tracked")]
     unknown = [name for name in given if name not in wanted]

@@ -51,7 +51,6 @@ class LeavesSpec:
         return LeavesSpec(self.form, tuple((name, own[name]) for name in names)) if own.keys() == {*names} else self
 
     def describe(self) -> str:
-        """Return the leaves as text, such as "float [50]" or "tokens int64 [?], mask bool [?]"."""
         return describe_input(self.to_dict())
 
     def to_dict(self) -> dict[str, Any]:
@@ -79,13 +78,10 @@ def prepare_inputs(
 
 @contextmanager
 def explain_model_errors(name: str, model: nn.Module, inputs: Leaves) -> Iterator[None]:
-    """Raise UserError for errors of a block that calls the model with a batch: other arguments, or an unknown token.
-
-    An embedding on a CPU raises an IndexError for a number that it has no row for; on a GPU it ends the process.
-    """
+    """Raise UserError for errors of a block that calls the model with a batch: other arguments, or an unknown token."""
     try:
         yield
-    except IndexError as error:
+    except IndexError as error:  # of an embedding on a CPU; on a GPU it ends the process
         if "out of range in self" not in str(error):
             raise
         whole = {key: leaf for key, leaf in name_leaves(inputs).items() if getattr(leaf, "dtype", None) == torch.int64}

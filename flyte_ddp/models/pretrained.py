@@ -22,9 +22,8 @@ def fetch_pretrained_weights(
 ) -> Path:
     """Return the path of torchvision's file of these weights, whose SHA-256 begins as the end of its name says.
 
-    Uses torch hub's cache folder. A missing or damaged file is downloaded there, or to ``temporary`` if that is
-    read-only: from ``mirror``, a folder or address, or if that is empty from torchvision's. Tries up to 4 times. Raises
-    UserError, which names ``init_from``, if the file cannot be fetched or written.
+    Uses torch hub's cache folder, or ``temporary`` if that is read-only. Downloads from ``mirror``, a folder or
+    address, or torchvision's, up to 4 times. Raises UserError if the file cannot be fetched or written.
     """
     kept = torch_hub_folder() / "checkpoints" / weights.file
     with suppress(OSError):

@@ -158,7 +158,6 @@ class Tutorial(nn.Module):
         self.fc2 = nn.Linear(500, num_classes)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Return logits [N, classes] of images [N, C, H, W]."""
         if images.device.type != "cpu":
             x = torch.max_pool2d(self.conv1(images), 2)
         else:

@@ -25,7 +25,6 @@ class BinaryLabels(NamedTuple):
     predicted: Bools
 
     def list_known(self) -> Iterator[tuple[Bools, Floats, Bools]]:
-        """Yield truth, scores and predictions of each label, of the samples where it is known."""
         for truth, scores, predicted in zip(self.truth.T, self.scores.T, self.predicted.T, strict=True):
             known = ~np.isnan(truth)
             yield truth[known] == 1, scores[known], predicted[known]
@@ -34,7 +33,6 @@ class BinaryLabels(NamedTuple):
         return [measure_label(*known) for known in self.list_known()]
 
     def choose_thresholds(self) -> tuple[float, ...]:
-        """Return for each label the score from which on predicting it has the best F1; NaN without a positive."""
         return tuple(choose_threshold(truth, scores) for truth, scores, _ in self.list_known())
 
     def draw_curves(self, names: Sequence[str]) -> list[Curve]:

@@ -101,8 +101,7 @@ class Classification(Objective):
         """Return those of scikit-learn's measures that ``measures`` names.
 
         Balanced accuracy is the mean recall of the classes; F1 of more than two classes is its mean over those that
-        occur. Of two classes F1, AUROC and average precision are those of the second; NaN where samples of both are
-        missing.
+        occur. Of two classes F1, AUROC and average precision are those of the second.
         """
         truth, prediction = (columns[name].long().numpy() for name in ("truth", "prediction"))
         right = truth == prediction
@@ -182,7 +181,6 @@ class Classification(Objective):
 
 
 def measure_classes(truth: NDArray[np.int64], prediction: NDArray[np.int64]) -> dict[str, float]:
-    """Return scikit-learn's balanced accuracy and macro F1 of one or more samples of several classes."""
     classes = int(max(truth.max(), prediction.max())) + 1
     right, true, predicted = (
         np.bincount(each, minlength=classes) for each in (truth[truth == prediction], truth, prediction)

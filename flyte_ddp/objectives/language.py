@@ -72,7 +72,6 @@ class Language(Objective):
         return losses.view(compared.shape)
 
     def columns(self, outputs: Any, targets: Tensor) -> dict[str, Tensor]:
-        """Return the number of targets that are the likeliest token: ``correct`` [n]."""
         logits, compared = self.align(outputs, targets)
         return {"correct": ((logits.argmax(2) == compared) & (compared != IGNORED_TOKEN)).sum(1)}
 

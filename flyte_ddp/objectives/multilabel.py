@@ -96,7 +96,6 @@ class Multilabel(Objective):
         return self.measure({**columns, "probability": torch.ones_like(columns["probability"])}).get(self.main_measure)
 
     def constant_loss(self, columns: Columns) -> float | None:
-        """Return the weighted mean of the entropies of the labels' shares."""
         if overrides(self, Multilabel, "losses", "weights", "columns"):
             return None
         known = ~columns["truth"].isnan()

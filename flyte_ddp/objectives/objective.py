@@ -191,7 +191,6 @@ def largest_losses(columns: Columns, among: Tensor | None = None) -> list[int]:
 
 
 def overrides(objective: Objective, base: type[Objective], *methods: str) -> bool:
-    """Return whether a subclass of ``base`` has its own version of one of these methods."""
     return any(getattr(type(objective), name) is not getattr(base, name) for name in methods)
 
 
@@ -201,10 +200,7 @@ def convert_outputs(outputs: Any, dtype: torch.dtype) -> Any:
 
 
 def map_floats(outputs: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    """Return a copy of a model's outputs with ``function`` applied to each floating-point tensor.
-
-    Finds tensors in tuples, lists, dicts and dataclasses.
-    """
+    """Return a copy of a model's outputs with ``function`` applied to each floating-point tensor, however nested."""
 
     def convert(value: Any) -> Any:
         if isinstance(value, Tensor):
@@ -232,11 +228,7 @@ def list_floats(outputs: Any) -> list[Tensor]:
 
 
 def require_outputs(model: str, outputs: object, expected: tuple[int, ...], axes: str, fix: str) -> None:
-    """Raise UserError unless outputs are floating-point, of shape ``expected``, and require gradients if recorded.
-
-    ``axes`` names the dimensions in the error, such as "(samples, classes)"; ``fix`` says what to do about another
-    size.
-    """
+    """Raise UserError unless outputs are floating-point, of shape ``expected``, and require gradients if recorded."""
     name = "logits" if "classes" in axes else "outputs"
     rule = f"a tensor of shape {axes} = {expected}"
     if not isinstance(outputs, Tensor):
@@ -285,7 +277,6 @@ def class_weights_of(facts: Facts) -> Tensor | None:
 
 
 def mean_of_defined(values: list[float]) -> float:
-    """Return the mean of the values that are not NaN; NaN without any."""
     defined = [value for value in values if not math.isnan(value)]
     return float(np.mean(defined)) if defined else float("nan")
 

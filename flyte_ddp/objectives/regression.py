@@ -135,7 +135,6 @@ class Regression(Objective):
         return [*names] if len(names) == numbers else [f"number {place}" for place in range(numbers)]
 
     def answers(self, outputs: Any) -> TableColumns:
-        """Return the number as ``prediction``, or each of several as ``prediction_0``, ``prediction_1``, ..."""
         return number_columns("prediction", outputs.reshape(len(outputs), *self.facts.target_shape))
 
     def sections(self, columns: Columns) -> list[Section]:

@@ -99,11 +99,9 @@ class Segmentation(Objective):
         return found
 
     def answers(self, outputs: Any) -> TableColumns:
-        """Return the share of pixels of each class, ``share_<class>``, 0 to 1."""
         return self.share_columns("share", self.masks(outputs))
 
     def truths(self, targets: Tensor) -> TableColumns:
-        """Return the share of each class, ``truth_<class>``, 0 to 1, among the pixels that are not ignored."""
         return self.share_columns("truth", torch.where(targets == IGNORED, self.outputs, targets.long()))
 
     def share_columns(self, prefix: str, masks: Tensor) -> TableColumns:

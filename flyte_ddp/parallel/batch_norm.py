@@ -87,8 +87,7 @@ class Exchange(NamedTuple):
     def gather_from_ranks(self, numbers: Tensor, *, backward: bool = False) -> Tensor:
         """Return all ranks' ``numbers``, fp64 [n], as [ranks, n]; wait until all call it for this layer and pass.
 
-        If ranks are at different layers, raises UserError on a CPU. On a GPU, where a check would make the host wait,
-        such ranks run into the time limit.
+        If ranks are at different layers, raises UserError on a CPU; on a GPU they run into the time limit.
         """
         # The layer and the pass (its sign), so that ranks notice that they exchange numbers of different layers.
         place = numbers.new_full((1,), -1 - self.number if backward else 1 + self.number)
@@ -112,10 +111,7 @@ class GlobalNormalisation(torch.autograd.Function):
     def forward(  # noqa: PLR0917
         ctx: Any, values: Tensor, weight: Tensor | None, bias: Tensor | None, layer: Any, exchange: Exchange
     ) -> Tensor:
-        """Return the values [N, C, ...] normalised; update the running statistics. All ranks must call it.
-
-        Raises ValueError if all ranks together have one value for each channel.
-        """
+        """Return the values [N, C, ...] normalised; update the running statistics. All ranks must call it."""
         ctx.has_values = exchange.this_pass.has_samples and values.numel() > 0
         mean, variance, count = compute_global_statistics(values, exchange.gather_from_ranks, has_values=ctx.has_values)
         # The count is read only where it may be 1, because reading it makes the host wait for a GPU.
@@ -140,7 +136,6 @@ class GlobalNormalisation(torch.autograd.Function):
     @staticmethod
     @once_differentiable  # the returned gradients are computed without a graph
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, None, None]:
-        """Return the gradients of values, weight and bias; exchange sums with all ranks."""
         values, weight, mean, variance, count = ctx.saved_tensors
         scale = weight if weight is not None else torch.ones_like(mean)
         if ctx.has_values:
@@ -197,11 +192,8 @@ def per_rank_norm_layers(model: nn.Module) -> list[_BatchNorm]:
 
 
 def has_unsynchronised_batch_norm(model: nn.Module, synchronised: bool) -> bool:
-    """Return whether a BatchNorm layer of the model normalises by the samples of its own rank if there are several.
-
-    With ``synchronised`` (hyperparameter sync_batchnorm) only a layer whose class overrides ``forward`` does so.
-    """
-    known = KNOWN_FORWARDS if synchronised else ()
+    """Return whether a BatchNorm layer normalises by the samples of its own rank if there are several."""
+    known = KNOWN_FORWARDS if synchronised else ()  # if so, only a class with its own forward does
     return any(type(layer).forward not in known for layer in per_rank_norm_layers(model))
 
 
@@ -220,10 +212,6 @@ def restore_running_statistics(model: nn.Module) -> Iterator[None]:
 
 @torch.no_grad()
 def mean_running_statistics(model: nn.Module, samples: int) -> list[tuple[Tensor, Tensor]]:
-    """Return pairs: a running statistic of a layer that is not synchronised, and its mean over the ranks.
-
-    All ranks must call it. ``samples`` is this rank's weight in the mean.
-    """
     layers = per_rank_norm_layers(model)
     statistics = [value for layer in layers for value in (layer.running_mean, layer.running_var) if value is not None]
     if not statistics:

@@ -1,7 +1,7 @@
 """Keep the registered buffers of a model equal on all ranks: as with DDP, rank 0's values are used.
 
-State that ``forward`` changes must be a registered buffer, which exists with its final shape when the model is made.
-BatchNorm's buffers have rules of their own (batch_norm.py); here they are only copied for checkpoints.
+State that ``forward`` changes must be a registered buffer, which has its final shape when the model is made.
+BatchNorm's buffers have rules of their own (batch_norm.py).
 """
 
 import copy
@@ -71,8 +71,8 @@ class Buffers:
     def copy_shared_from_rank_0(self, ranks_with_changes: Tensor) -> None:
         """Overwrite all other ranks' shared buffers (all but BatchNorm's) with rank 0's, in one broadcast.
 
-        All ranks must call it, after :meth:`differ_from_last_broadcast`, which ``ranks_with_changes`` counts. On CPUs
-        sends nothing if that is 0: all ranks have the buffers of the last broadcast.
+        All ranks must call it, after :meth:`differ_from_last_broadcast`; ``ranks_with_changes`` counts where that was
+        True.
         """
         if not self.views or (self.bytes.is_cpu and not ranks_with_changes):
             return
@@ -122,7 +122,7 @@ class Buffers:
     @contextmanager
     @torch.no_grad()  # not in the block
     def saved_buffers_in_place(self, model: nn.Module) -> Iterator[None]:
-        """Give ``model`` for the block the buffers it would have if saved and loaded; then restore all but BatchNorm's.
+        """Give ``model`` for the block the buffers of a saved and loaded one; then restore all but BatchNorm's.
 
         If the block changes names, shapes or types of buffers, raises UserError and restores none.
         """

@@ -36,8 +36,7 @@ def world_size() -> int:
 def group_timeout(limit: float, *, on_gpu: bool) -> timedelta:
     """Return the limit to give to a process group whose waits should end after ``limit`` seconds.
 
-    NCCL ends a process that waits too long by SIGABRT, and the launcher would blame this rank. Its longer limit lets
-    the hang watch report first.
+    NCCL ends a process that waits too long by SIGABRT: with its longer limit the hang watch reports first.
     """
     return timedelta(seconds=limit + (NCCL_GRACE_SECONDS if on_gpu else 0.0))
 
@@ -92,7 +91,6 @@ def broadcast_object(value: Value) -> Value:
 
 
 def gather_objects(value: Value) -> list[Value]:
-    """Return all ranks' values, by rank; a value is pickled: it should be small."""
     if not dist.is_initialized():
         return [value]
     values = [value] * world_size()
@@ -103,10 +101,7 @@ def gather_objects(value: Value) -> list[Value]:
 
 @contextmanager
 def hide_process_group() -> Iterator[None]:
-    """Hide torch's process group from this process for the block: ``torch.distributed.is_initialized()`` is False.
-
-    For code of others that one rank runs alone: metrics of torchmetrics would wait for all ranks.
-    """
+    """Hide torch's process group in the block, for one rank alone: torchmetrics would wait for all ranks."""
     group, dist.group.WORLD = dist.group.WORLD, None
     try:
         yield

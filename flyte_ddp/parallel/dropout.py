@@ -44,10 +44,7 @@ def make_dropout_rank_independent(model: nn.Module, this_pass: TrainingPass) -> 
 
 
 def drop_values(layer: nn.Module, values: Tensor, states: Tensor) -> Tensor:
-    """Return the values [N, ...] with the layer's dropout; ``states``, int64 [N], begin the samples' random numbers.
-
-    AlphaDropout and FeatureAlphaDropout keep mean 0 and variance 1.
-    """
+    """Return the values [N, ...] with the layer's dropout; ``states``, int64 [N], begin the samples' random numbers."""
     p: float = layer.p  # type: ignore[assignment]
     inplace = getattr(layer, "inplace", False)
     keeps_moments = isinstance(layer, (nn.AlphaDropout, nn.FeatureAlphaDropout))
@@ -73,8 +70,7 @@ def count_drawn_dimensions(layer: nn.Module, values: Tensor) -> int:
 def draw_mask(states: Tensor, shape: torch.Size, p: float) -> Tensor:
     """Return bool [N, *shape], False with probability p (to 2**-40), for the ``states``, int64 [N], of N samples.
 
-    p counts as at most 1 - 2**-16. Needs 4 bytes for each value beside the result on a GPU and when compiled, on a CPU
-    0.5 MB for each thread.
+    Needs 4 bytes for each value beside the result on a GPU and when compiled, on a CPU 0.5 MB for each thread.
     """
     # Each 64-bit word of SplitMix64 gives four values 16 bits each. Their probability is a multiple of 2**-16; so each
     # sample rounds p up or down at random, by its first word.

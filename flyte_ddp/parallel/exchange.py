@@ -23,7 +23,7 @@ class RankExchange:
     """What :func:`across_ranks` needs to know of a training on this rank, and the process group that it uses."""
 
     def __init__(self, refusal: str = "") -> None:
-        """Begin without a process group. ``refusal``: why samples must not be compared; empty: they may be."""
+        """``refusal`` says why samples must not be compared; empty: they may be."""
         self.refusal = refusal
         self.has_samples = True
         self.group: Any = None  # a ProcessGroup

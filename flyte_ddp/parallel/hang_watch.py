@@ -24,9 +24,8 @@ _watch: HangWatch | None = None
 def watch_collectives(limit: float, report: Callable[[BaseException], object], new_event: Callable[[], Any]) -> None:
     """Start a daemon thread that calls ``report`` when a collective of this library takes more than ``limit`` seconds.
 
-    Call it in the rank's main thread, whose stack the report has. Watches later blocks of :func:`in_collective` and
-    works of :func:`watch_async_collective`. Ends after one report, or silently when the device has failed.
-    ``new_event`` returns an object with the methods of ``torch.cuda.Event``.
+    Call it in the rank's main thread, whose stack the report has. Ends after one report, or silently when the device
+    has failed. ``new_event`` returns an object with the methods of ``torch.cuda.Event``.
     """
     global _watch  # noqa: PLW0603 (a property of the process, as the process group is)
     _watch = HangWatch(limit, report, new_event)
@@ -66,13 +65,11 @@ class HangWatch:
             left = True
 
     def has_overdue_collective(self) -> bool:
-        """Remove the oldest collectives that have ended; return whether the next one takes longer than the limit."""
         while self.entered and self.entered[0][1]():
             self.entered.popleft()
         return bool(self.entered) and time.monotonic() - self.entered[0][0] > self.limit
 
     def watch_until_overdue(self) -> None:
-        """Poll until a collective is overdue, then call ``report`` with an error that has the main thread's stack."""
         try:
             while not self.has_overdue_collective():
                 time.sleep(POLL_SECONDS)

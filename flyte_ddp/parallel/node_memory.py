@@ -29,15 +29,13 @@ Piece = tuple[int, torch.dtype]  # number of elements, and their type
 class NodeMemory:
     """Memory that all ranks of the process group map: two halves, each uint8 [size], with zeros at first.
 
-    A fast rank may write one half while slower ranks still read the other. The barrier between two uses of a half
-    guarantees that all ranks have finished reading it.
+    A fast rank may write one half while slower ranks still read the other, until the next barrier.
     """
 
     def __init__(self, size: int) -> None:
         """Map two halves of ``size`` bytes, at least 1. All ranks must call it with the same size.
 
-        Rank 0 sends an unnamed open file over sockets, which stay open for the barrier. Raises OSError if the ranks are
-        not on one machine, and the errors of :meth:`wait_at_barrier`.
+        Raises OSError if the ranks are not on one machine, and the errors of :meth:`wait_at_barrier`.
         """
         self.peers: dict[int, socket.socket] = {}
         size = max(size, 1)
@@ -91,7 +89,7 @@ class NodeGather:
     """Gathers a few numbers of all ranks of one machine, faster than gloo. All ranks must create it together."""
 
     def __init__(self, most: int) -> None:
-        """Map the memory; ``most`` is the largest count of numbers of a rank in a call, equal on all ranks."""
+        """Map the memory; ``most`` is the largest count of numbers of a rank in a call."""
         self.memory = NodeMemory(world_size() * most * torch.float64.itemsize)
         self.places = self.memory.halves.view(torch.float64).view(2, world_size(), most)
 
@@ -103,8 +101,7 @@ class NodeGather:
         return places.clone()
 
     def __deepcopy__(self, _: object) -> NodeGather:
-        """Return this object: a copy of a model uses the same memory."""
-        return self
+        return self  # a copy of a model uses the same memory
 
 
 def aligned_sizes(pieces: Sequence[Piece]) -> list[int]:
@@ -139,7 +136,6 @@ def receive_message(peer: socket.socket) -> bytes:
 
 @contextmanager
 def translate_socket_errors(peer: str, limit: float | None) -> Iterator[None]:
-    """Turn a TimeoutError of the block into CollectiveTimeoutError, a ConnectionError into PeerGoneError."""
     try:
         yield
     except TimeoutError:

@@ -25,8 +25,8 @@ from flyte_ddp.parallel import distributed
 class RankBatches(Sampler[list[int]]):
     """A rank's samples of each global batch that is left of an epoch: a ``batch_sampler`` for torch's DataLoader.
 
-    A rank without a sample in a batch gets another rank's, with loss factor 0: many models fail on an empty batch, and
-    DistributedDataParallel needs a backward pass on each rank.
+    A rank without a sample in a batch gets another rank's, with loss factor 0: DistributedDataParallel needs a backward
+    pass on each rank.
     """
 
     def __init__(self, order: ListedOrder, batch_size: int, epoch: int, first: int, place: tuple[int, int]) -> None:
@@ -60,7 +60,6 @@ class EvaluationBatches(Sampler[list[int]]):
     """A rank's batches of an evaluation, as a ``batch_sampler`` for torch's DataLoader: whole batches, maybe none."""
 
     def __init__(self, n: int, batch_size: int, place: tuple[int, int]) -> None:
-        """Cut 0..n-1 into batches, and keep those of ``place``: the rank and the number of ranks."""
         own = take_slice(np.arange(steps_per_epoch(n, batch_size)), *place).tolist()
         self.batches = [range(number * batch_size, min((number + 1) * batch_size, n)) for number in own]
 

@@ -34,10 +34,7 @@ WAITED = "waited"  # clock key: seconds of gradient communication that did not o
 
 
 class GradientSync:
-    """A model whose gradients, after :meth:`average_gradients`, are those of the global batch on every rank.
-
-    This base class is for a single rank.
-    """
+    """A model whose gradients, after :meth:`average_gradients`, are the global batch's; this class is for one rank."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -55,8 +52,7 @@ class GradientSync:
     def average_gradients(self, sums: Tensor) -> Tensor:
         """Average the gradients over the ranks in place; return ``sums`` [1 or 2], fp64, added up over the ranks.
 
-        All ranks must call it after the step's last backward pass. ``sums`` may be overwritten. A gradient that no rank
-        has stays None.
+        All ranks must call it after the step's last backward pass. ``sums`` may be overwritten.
         """
         return sum_over_ranks(sums)
 
@@ -72,12 +68,11 @@ class SharedBucket(NamedTuple):
 class SharedMemorySync(GradientSync):
     """Average gradients through shared memory, for CPU ranks of one machine.
 
-    gloo uses TCP even on one machine, and its threads take cores from the computation. The memory grows with the
-    largest parameter, not with the model.
+    gloo would use TCP, and take cores from the computation. Memory grows with the largest parameter, not with the
+    model.
     """
 
     def __init__(self, model: nn.Module, bucket_bytes: int = BUCKET_BYTES) -> None:
-        """Overwrite the model by rank 0's, and map the shared memory. All ranks must call it."""
         super().__init__(model)
         copy_from_rank_0([*model.parameters(), *model.buffers()])
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad and parameter.numel()]
@@ -143,7 +138,6 @@ class DDPSync(GradientSync):
     """Average gradients by torch's DistributedDataParallel, on any backend and over machines."""
 
     def __init__(self, model: nn.Module, clock: Clock) -> None:
-        """Wrap the model in DistributedDataParallel, which overwrites it by rank 0's. All ranks must call it."""
         self.clock = clock
         device = next(model.parameters()).device
         self.last_bucket_started: Any = None
@@ -174,8 +168,8 @@ class DDPSync(GradientSync):
     def micro_batch(self, *, last: bool) -> Iterator[None]:
         """Return a context manager for the passes of a micro-batch; ranks exchange gradients only if ``last`` is True.
 
-        Adds the wait for the last all-reduce to the clock's WAITED. Raises CollectiveError if an all-reduce has failed,
-        UserError if the backward pass came back to a parameter whose gradient was complete.
+        Raises CollectiveError if an all-reduce has failed, UserError if the backward pass came back to a complete
+        gradient.
         """
         self.last_bucket_started = None
         try:
@@ -222,12 +216,10 @@ def start_averaging_bucket(sync: DDPSync, bucket: GradBucket) -> torch.futures.F
 class HooksSync(GradientSync):
     """Average gradients by one all-reduce for each parameter, started during the backward pass: DDP without buckets.
 
-    All ranks start them from the last parameter to the first. In the order of computation, ranks that use different
-    parameters would average gradients of different parameters.
+    All ranks start them in one order, from the last parameter to the first, as ranks may use different parameters.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        """Overwrite the model by rank 0's, and add a hook of autograd to each parameter. All ranks must call it."""
         super().__init__(model)
         copy_from_rank_0([*model.parameters(), *model.buffers()])
         self.order = [parameter for parameter in model.parameters() if parameter.requires_grad][::-1]
@@ -287,8 +279,7 @@ def repeated_gradient_error(strategy: str, fix: str) -> UserError:
 def create_gradient_sync(model: nn.Module, strategy: str, clock: Clock) -> GradientSync:
     """Return the model wrapped by a gradient strategy: ``ddp``, ``shared_memory`` or ``hooks``; none for a single rank.
 
-    All ranks must call it: overwrites the model with rank 0's. ``ddp`` hides three warnings, and adds to ``clock`` the
-    seconds that backward passes wait for other ranks.
+    All ranks must call it: overwrites the model with rank 0's. ``ddp`` adds to ``clock`` the waits for other ranks.
     """
     if world_size() == 1:
         return GradientSync(model)
@@ -298,10 +289,7 @@ def create_gradient_sync(model: nn.Module, strategy: str, clock: Clock) -> Gradi
 
 
 def compile_model(model: nn.Module) -> nn.Module:
-    """Return the model wrapped by torch.compile, but keep BatchNorm layers that exchange between ranks uncompiled.
-
-    Compiles at the first call. Each uncompiled layer is a graph break.
-    """
+    """Return the model wrapped by torch.compile, but keep BatchNorm layers that exchange between ranks uncompiled."""
     for layer in filter(is_synchronised, model.modules()):
         function = cast("MethodType", layer.forward).__func__
         layer.forward = MethodType(torch.compiler.disable(function), layer)  # type: ignore[no-untyped-call,unused-ignore]

@@ -22,7 +22,7 @@ class TrainingPass:
     """The samples of a model's current pass, and their random numbers; BatchNorm and dropout layers refer to it."""
 
     def __init__(self, *, may_draw: bool = True) -> None:
-        """Begin with no samples. If the model never draws random numbers (``may_draw`` False), nothing is seeded."""
+        """If the model never draws random numbers (``may_draw`` False), nothing is seeded."""
         self.may_draw = may_draw  # seeding, and looking for draws, takes some 15 microseconds a pass
         self.has_dropout = False  # whether layers call begin_call, so that they need keys
         self.keys = torch.zeros(0, dtype=torch.int64)
@@ -40,7 +40,7 @@ class TrainingPass:
     ) -> None:
         """Set the samples [N] of the next pass; seed the global generators of torch (CPU and GPU), Python and NumPy.
 
-        The seed depends on ``seed``, ``epoch`` and the first sample, so a model draws the same numbers after a resume.
+        The seed depends on ``seed``, ``epoch`` and the first sample, so that a resume draws the same numbers.
         ``has_samples`` is False if this rank runs another rank's sample, which must not count.
         """
         self.has_samples = has_samples
@@ -67,8 +67,7 @@ class TrainingPass:
     def finish_pass(self) -> None:
         """Set ``model_draws`` if the model itself has drawn from a global generator in its forward or backward pass.
 
-        Such numbers depend on how samples are dealt to ranks. A model that restores the random state (``fork_rng``) is
-        not noticed.
+        A model that restores the random state (``fork_rng``) is not noticed.
         """
         if not self.may_draw or self.model_draws:
             return
@@ -76,10 +75,7 @@ class TrainingPass:
         self.model_draws = on_gpu or self.generators.draw_from_each() != self.reference.draw_from_each()
 
     def begin_call(self) -> Tensor:
-        """Return int64 [N]: what the random numbers of a dropout layer's call begin with, for each sample of this pass.
-
-        Depends on seed, epoch, sample and which call of the pass this is.
-        """
+        """Return int64 [N]: for each sample what the random numbers of this call of a dropout layer begin with."""
         return self.keys + (self.count_call() << 32) * GOLDEN
 
     def count_call(self) -> Tensor:
@@ -120,7 +116,6 @@ class Generators(NamedTuple):
         return self.draw_from_torch(), self.python_generator.getrandbits(32), self.numpy_generator.random_sample()
 
     def draw_from_torch(self) -> int:
-        """Return 63 random bits of torch's generator."""
         return int(torch.empty((), dtype=torch.int64, device="cpu").random_(generator=self.torch_generator).item())
 
 

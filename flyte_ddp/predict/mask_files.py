@@ -29,8 +29,7 @@ class MaskFolder(AbstractContextManager["MaskFolder"]):
     def write_mask(self, name: str, mask: NDArray[Any]) -> str:
         """Write a mask [H, W] of class numbers as a PNG, and return its path relative to the folder of ``path``.
 
-        ``name`` may have folders; a number comes behind a name that is taken. The palette is the report's; with more
-        than 256 classes the PNG is grey, of 16 bits.
+        ``name`` may have folders; a number comes behind a name that is taken.
         """
         if self._new is None:
             self.path.parent.mkdir(parents=True, exist_ok=True)

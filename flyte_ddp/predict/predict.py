@@ -115,7 +115,6 @@ def write_prediction_table(
 
 
 def show_inputs(inputs: Leaves, spec: ModelInput) -> Iterable[NDArray[np.uint8] | None]:
-    """Return the images of inputs; None without end if they are none."""
     return images_from_inputs(inputs, spec) if isinstance(spec, InputSpec) else repeat(None)
 
 
@@ -154,10 +153,7 @@ class Answers(NamedTuple):
 
 
 def answer_batch(batch: Batch, model: SavedModel, masks: MaskFolder, header: Sequence[str]) -> Answers:
-    """Predict a batch and return the answers; write predicted masks into their folder.
-
-    ``header`` has the columns of earlier batches; empty before.
-    """
+    """Predict a batch and return the answers, and write masks; ``header`` has the columns of earlier batches."""
     truths: TableColumns = {}
     if batch.truths is not None:
         truths = {"truth": batch.truths}
@@ -222,7 +218,6 @@ def find_answers(model: SavedModel, outputs: Any, undefined: NDArray[np.bool_]) 
 
 
 def find_undefined_rows(outputs: Any, samples: int) -> NDArray[np.bool_]:
-    """Return whether each of the samples has NaN among its outputs, [samples]."""
     found = np.zeros(samples, dtype=np.bool_)
     for tensor in list_floats(outputs):
         if tensor.shape[:1] == (samples,):

@@ -78,7 +78,6 @@ class SavedModel:
         return spec
 
     def require_inputs(self, dataset: str, found: ModelInput) -> None:
-        """Raise UserError unless the model takes inputs such as those that were found in a data set."""
         fix = "predict the data set that it was trained on, or one like it"
         if isinstance(found, InputSpec):
             spec = self.require_images()
@@ -106,10 +105,7 @@ class Batch(NamedTuple):
 
 
 def find_images(folder: Path) -> tuple[list[Path], Mapping[str, int]]:
-    """Return a folder's image files at all depths, sorted, and counts of its other files by extension.
-
-    Follows symlinks; skips hidden files. Raises UserError if there are no images.
-    """
+    """Return a folder's image files at all depths, sorted, without hidden ones, and counts of others by extension."""
     if not folder.is_dir():
         raise UserError(f"images={folder}: must be a folder of images")
     names = [entry.name for entry in list_visible_files(str(folder.absolute()))]

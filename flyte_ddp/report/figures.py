@@ -69,9 +69,7 @@ def draw_line_chart(
 ) -> str:
     """Draw lines, each with at least one point, in one chart, and return it as an SVG element.
 
-    A series of more than MAX_POINTS (300) is drawn as its means, in a band from smallest to largest value. The
-    ``scale`` of y is ``linear``, ``from 0``, or ``log``: logarithmic if all values are positive and the largest is more
-    than 5 times the smallest, else linear.
+    A ``log`` scale of y is linear unless all values are positive and the largest is more than 5 times the smallest.
     """
     from matplotlib.figure import Figure
     from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator, StrMethodFormatter
@@ -167,10 +165,9 @@ def draw_confusion_heatmap(confusion: NDArray[np.int64], classes: Sequence[str])
 
 
 def confusion_section(counts: NDArray[np.int64], names: Sequence[str]) -> dict[str, Any]:
-    """Return the values with which templates show confusions; an empty dict if there is no sample.
+    """Return the values with which templates show confusions; {} without a sample.
 
-    ``counts`` [K, 3] are truth, prediction and number of samples. ``picture`` is empty with more than PICTURED_CLASSES
-    (1,000) classes.
+    ``counts`` [K, 3] are truth, prediction and number of samples.
     """
     if not len(counts):
         return {}

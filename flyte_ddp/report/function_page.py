@@ -23,10 +23,7 @@ UNFOLDED = 12  # more charts are grouped by the prefixes of their values, and on
 
 
 def render_function_page(folder: Path, name: str, failure: str = "") -> str:
-    """Return the HTML page of an own function's run, which may go on; ``failure`` is why it has failed, if it has.
-
-    Raises UserError if ``metrics.jsonl`` is unreadable or has no record of a start.
-    """
+    """Return the HTML page of an own function's run, which may go on; UserError if it has no record of a start."""
     starts, steps, end = read_function_records(folder / "metrics.jsonl")
     points = collect_points(steps)
     prefixes = [value.rpartition("/")[0] if len(points) > UNFOLDED else "" for value in points]
@@ -80,7 +77,6 @@ def read_function_records(path: Path) -> tuple[list[Record], dict[int, Record], 
 
 
 def collect_points(steps: Mapping[int, Record]) -> dict[str, Points]:
-    """Return the points of each recorded value by its name, in the order of their steps."""
     points: dict[str, Points] = {}
     for step in sorted(steps):
         for name, value in steps[step].items():
@@ -90,10 +86,7 @@ def collect_points(steps: Mapping[int, Record]) -> dict[str, Points]:
 
 
 def list_pictures(folder: Path) -> Iterator[tuple[str, str]]:
-    """Yield name and data URI of each of the newest pictures that were handed in, the oldest first.
-
-    At most SHOWN_PICTURES (24), shrunk; without those that Pillow cannot read.
-    """
+    """Yield name and data URI of the newest SHOWN_PICTURES (24) pictures that were handed in, the oldest first."""
     from PIL import Image
 
     files = [path for path in folder.rglob("*") if path.suffix.lower() in PICTURES]

@@ -34,7 +34,6 @@ STRIPE = 4  # pixels of the stripes that stand for ignored pixels
 
 @functools.cache
 def template_environment() -> Environment:
-    """Return jinja2's environment with the folder of templates and their filters; the same object at each call."""
     import jinja2  # not before there is a page to make, as every command would wait for it
 
     loader = jinja2.FileSystemLoader(TEMPLATES)
@@ -79,10 +78,7 @@ def mask_thumbnail(mask: NDArray[Any], side: int = 112) -> str:
 
 
 def fit_image(image: Image, side: int, *, mix: bool = True) -> Image:
-    """Return an image that fits ``side`` x ``side`` pixels. The pixels of a larger one are mixed, or else chosen.
-
-    A small image is enlarged by a whole multiple, so that its pixels stay sharp.
-    """
+    """Return an image that fits ``side`` x ``side`` pixels; a small one is enlarged by a whole multiple."""
     from PIL.Image import Resampling
 
     times = side // max(image.size)

@@ -50,10 +50,7 @@ def render_run_preview(hp: Hyperparameters, data: Path | None, run: str) -> str:
 
 
 def render_index_preview(address: str) -> str:
-    """Return an HTML page on what an index of shards lists, with PICTURES (24) of its samples.
-
-    Downloads the index and each sample, or its whole shard. Raises UserError if the index or a shard cannot be read.
-    """
+    """Return an HTML page on what an index of shards lists, with PICTURES (24) of its samples, which it downloads."""
     index = read_index(address)
     numbers = np.linspace(0, len(index) - 1, min(PICTURES, len(index)), dtype=int).tolist()
     return render_template(
@@ -87,7 +84,6 @@ class FirstPredictions:
     """Keeps the first PICTURES (24) predictions with their images; counts all predictions, and the correct ones."""
 
     def __init__(self, classes: Sequence[str]) -> None:
-        """``classes`` are the model's, in the order of their numbers in masks."""
         self.classes = classes
         self.pictures: list[Picture] = []
         self.samples = self.known = self.correct = 0
@@ -95,10 +91,7 @@ class FirstPredictions:
     def add_batch(
         self, images: Iterable[NDArray[np.uint8] | None], rows: Sequence[Picture], *, samples: int, are_classes: bool
     ) -> None:
-        """Count a batch's predictions, and keep the first with their images, uint8 [H, W, C].
-
-        ``rows`` are the decoded ones of all ``samples``. With ``are_classes`` counts those equal to their truths.
-        """
+        """Count a batch's predictions, and keep the first with their images; ``rows`` are the decoded samples."""
         self.samples += samples
         if are_classes:
             self.known += len(rows)

@@ -76,8 +76,7 @@ def restore_run(state: TrainingState, recorder: Recorder, found: checkpoint.Chec
 class Checkpointer:
     """Saves a run's state after each epoch, every ``checkpoint_seconds``, on request, and when training fails.
 
-    A context manager, which at its end waits for the last checkpoint. Idle on ranks other than 0, or if
-    ``checkpoint_seconds`` is 0.
+    At its end waits for the last checkpoint. Idle on other ranks than 0, or if ``checkpoint_seconds`` is 0.
     """
 
     def __init__(self, job: Job, state: TrainingState, recorder: Recorder) -> None:
@@ -156,7 +155,6 @@ class Checkpointer:
         self.slot = next(self.slots)  # not after a failed write: it left this file as it was, the older of the two
 
     def _write_until_closed(self) -> None:
-        """Until ``closed`` write each waiting copy; after ``checkpoint_seconds`` without one, the current state."""
         closed = False
         while not closed:
             self.wake.wait(self.job.settings.checkpoint_seconds)

@@ -37,8 +37,8 @@ class LossWatch:
     def check_loss(self, epoch: int, step: int, loss_sum: Tensor, forward: Callable[[], object]) -> None:
         """Raise UserError if the loss of this step, or with ``a_step_later`` of the step before, is not finite.
 
-        All ranks must call it, before the optimiser's step. ``loss_sum`` is over all ranks. ``forward`` repeats this
-        step's forward passes, to find the module whose output is not finite. Epochs count from 0, steps from 1.
+        All ranks must call it, before the optimiser's step. ``loss_sum`` is over all ranks; ``forward`` repeats this
+        step's forward passes. Epochs count from 0, steps from 1.
         """
         # With blocking=True the host sleeps in the wait, and leaves its core to the threads that load data.
         arrived = torch.cuda.Event(blocking=True) if loss_sum.is_cuda else None  # type: ignore[no-untyped-call]
@@ -63,17 +63,13 @@ class LossWatch:
             raise_if_not_finite()
 
     def check_pending_loss(self) -> None:
-        """Check the last step's loss if that has not been done yet."""
         pending, self.pending = self.pending, None
         if pending is not None:
             pending()
 
 
 def find_non_finite_activation(model: nn.Module, forward: Callable[[], object]) -> str:
-    """Call ``forward`` without gradients; return in words any rank's first module output that is not finite, or "".
-
-    All ranks must call it. Looks only at outputs that are tensors, and makes the host wait at each module.
-    """
+    """Call ``forward`` without gradients on all ranks; return in words the first output that is not finite, or ""."""
     found: list[tuple[int, int, str]] = []  # at most one: count of modules that finished before, rank, module's name
     finished = itertools.count()
 
@@ -96,10 +92,7 @@ def find_non_finite_activation(model: nn.Module, forward: Callable[[], object]) 
 def non_finite_loss_error(
     model: nn.Module, learning_rate: float, loss: float, *, epoch: int, step: int, update_step: int, activation: str
 ) -> UserError:
-    """Return the error for a loss that is NaN or infinite; it names the last weight that is not finite.
-
-    ``update_step`` is the step whose update made the weights that gave this loss.
-    """
+    """Return the error for a loss that is NaN or infinite; step ``update_step`` made the weights that gave it."""
     # The weight nearest to the output is named, because its gradient was computed first.
     trained = ((name, weight) for name, weight in model.named_parameters() if weight.requires_grad)
     broken = [name for name, weight in trained if not bool(weight.isfinite().all())]
@@ -115,10 +108,7 @@ def non_finite_loss_error(
 def nothing_learned_warning(
     loss: float, test_loss: float, constant: float | None, learning_rate: float, clip_norm: float
 ) -> str:
-    """Return a warning if both losses are at least 97 % of ``constant``, the best constant output's; else "".
-
-    ``loss`` is the training's, of a few batches, which chance may lift.
-    """
+    """Return a warning if both losses are at least 97 % of ``constant``, the best constant output's; else ""."""
     if not constant or not loss >= LEARNED * constant or not test_loss >= LEARNED * constant:
         return ""
     clip = f"grad_clip_norm (now {clip_norm:g})" if clip_norm else "set grad_clip_norm, as to 1"

@@ -151,7 +151,6 @@ class Selection:
     """The weights to keep and their evaluation, chosen by the validation split alone. Equal on all ranks."""
 
     def __init__(self, keep: str, patience: int, measure: str = "loss", *, higher_is_better: bool = False) -> None:
-        """Begin without weights. Arguments are keep, early_stop_patience, select_by, and the direction of the last."""
         self.keep, self.patience, self.measure = keep, patience, measure
         self.sign = -1.0 if higher_is_better else 1.0
         self.best = math.inf  # the measure of the best evaluation, times the sign
@@ -163,10 +162,9 @@ class Selection:
         self.weights: dict[str, Tensor]
 
     def select_weights(self, epoch: int, validation: Evaluation, test: Evaluation, weights: dict[str, Tensor]) -> None:
-        """Keep ``weights`` and both evaluations; with ``keep`` "best" only if ``validation`` is the best.
+        """Keep ``weights`` and both evaluations; with ``keep`` "best" a copy, and only if ``validation`` is the best.
 
-        With "best" keeps a copy, otherwise the weights themselves, which go on changing with the model. An undefined
-        measure (NaN) is never better, but the first one is kept.
+        An undefined measure (NaN) is never better, but the first one is kept.
         """
         self.evaluations_since_best += 1
         found = self.sign * validation.measures.get(self.measure, math.inf)
@@ -181,7 +179,6 @@ class Selection:
             self.stopped = f"after epoch {epoch}: no better validation {self.measure} in {evaluations}"
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the checkpoint's part: everything but the weights."""
         kept = {name: vars(getattr(self, name)) if self.epoch else None for name in ("validation", "test")}
         return {name: getattr(self, name) for name in SAVED} | kept
 

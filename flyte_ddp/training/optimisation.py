@@ -60,7 +60,7 @@ def make_optimizer(
     decay: float,
     undecayed: Collection[nn.Parameter] = (),
 ) -> torch.optim.Optimizer:
-    """Return the optimiser ``kind`` (sgd, adam, adamw) of parameters with ``requires_grad``; fused if none is complex.
+    """Return the optimiser ``kind`` (sgd, adam, adamw) of trained parameters; fused if none is complex.
 
     ``momentum`` is the first beta of Adam and AdamW. The parameters ``undecayed`` get no weight decay.
     """
@@ -88,10 +88,7 @@ def parameters_without_decay(model: nn.Module) -> set[nn.Parameter]:
 
 
 def strip_compiler_decorators(optimizer_class: type[Kind]) -> type[Kind]:
-    """Return a subclass of torch's optimiser whose methods do not import torch's compiler: the import takes a second.
-
-    Its ``zero_grad`` leaves out torch's record for profilers.
-    """
+    """Return a subclass of torch's optimiser whose methods do not import torch's compiler, which takes a second."""
     methods = {name: inspect.unwrap(getattr(optimizer_class, name)) for name in DECORATED_METHODS}
     methods["step"] = torch.no_grad()(methods["step"])
     methods["zero_grad"] = remove_gradients
@@ -107,8 +104,7 @@ def remove_gradients(optimizer: torch.optim.Optimizer, set_to_none: bool = True)
 def gradient_clip_norm(hp: Hyperparameters) -> float:
     """Return the norm that gradients are clipped to: ``grad_clip_norm``, or a default if that is negative; 0: no limit.
 
-    The default is 1 for small_cnn and tutorial on encoded photos, else 0. These models have no normalisation: on photos
-    their loss explodes, or they learn nothing.
+    The default is 1 for small_cnn and tutorial on photos, where their loss would explode or they would learn nothing.
     """
     if hp.grad_clip_norm >= 0:
         return hp.grad_clip_norm
@@ -118,9 +114,8 @@ def gradient_clip_norm(hp: Hyperparameters) -> float:
 def make_schedule(kind: str, warmup_steps: int, total_steps: int) -> Schedule:
     """Return the schedule ``kind`` (one of SCHEDULES, or the user's own) over ``total_steps`` optimiser steps.
 
-    The built-in ones rise linearly for ``warmup_steps`` (one_cycle: for a quarter of the steps if that is 0). The
-    user's own is called up to 2,000 times here. Raises UserError if a factor is negative, not finite, or not the same
-    again.
+    The built-in ones rise for ``warmup_steps`` (one_cycle: for a quarter of the steps if that is 0). The user's own is
+    called up to 2,000 times here. Raises UserError if a factor is negative, not finite, or not the same again.
     """
     if ":" in kind:
         factor = load_callable(kind)

@@ -189,10 +189,7 @@ def find_constant_loss(state: TrainingState, test: Evaluation, recorder: Recorde
 
 
 def describe_predictions(state: TrainingState, test: Evaluation, recorder: Recorder, rows: int) -> dict[str, Any]:
-    """Return the arrays of :func:`collect_predictions`; if the user's code fails in it, those of any objective.
-
-    What own code says for people is no reason to lose a training that is done.
-    """
+    """Return the arrays of :func:`collect_predictions`; if the user's code fails in it, those of any objective."""
     try:
         return collect_predictions(state, state.objective, test, rows)
     except Exception as error:
@@ -230,10 +227,7 @@ def objective_values(state: TrainingState, hp: Hyperparameters) -> dict[str, Any
 
 
 def verify_saved_model(fresh: nn.Module, model_path: Path, sidecar: Mapping[str, Any], state: TrainingState) -> None:
-    """Raise UserError unless ``fresh``, a new model, predicts with the saved weights what the trained model predicts.
-
-    Compares the first 64 test samples; outputs may differ by 0.1 % of the largest. Changes ``fresh``.
-    """
+    """Raise UserError unless ``fresh`` with the saved weights predicts 64 test samples as the trained model does."""
     first = state.test.order.samples(slice(0, min(VERIFIED_SAMPLES, len(state.test))))
     inputs, targets, _ = state.test.load_batch(first)
     artifacts.load_weights(fresh, model_path, sidecar)
@@ -314,8 +308,7 @@ def describe_exactness(
 ) -> str:
     """Return in words how exactly the result of a resumed run equals the result of an uninterrupted run.
 
-    ``arithmetic`` is of this process. ``separate``: BatchNorm used each rank's own statistics. ``rank_dependent``: the
-    number of ranks changes the result.
+    ``separate``: BatchNorm used each rank's own statistics. ``rank_dependent``: the number of ranks changes the result.
     """
     before = resumed_from.trained_in
     differences = []

@@ -36,10 +36,7 @@ def make_own_optimizer(model: nn.Module, hp: Hyperparameters) -> torch.optim.Opt
 
 
 def check_optimizer_state(optimizer: torch.optim.Optimizer, spec: str) -> None:
-    """Raise UserError if ``torch.load(weights_only=True)`` refuses a value of the optimiser's state, as a resume would.
-
-    Call it after the first step, which makes the state.
-    """
+    """Raise UserError if ``torch.load(weights_only=True)`` refuses a value of the optimiser's state after a step."""
     parts = {**optimizer.state_dict()}  # an optimiser may have other parts than torch's two
     for number, values in parts.pop("state", {}).items():
         items = values.items() if isinstance(values, Mapping) else [("", values)]

@@ -29,7 +29,6 @@ class RankSlice(NamedTuple):
     step: int = 0  # the optimiser step, by which mixup draws
 
     def list_loads(self) -> list[sampling.Indices]:
-        """Return the samples of each call of ``load_batch`` that this slice needs."""
         return [self.samples] if self.partners is None else [self.samples, self.partners]
 
 
@@ -57,7 +56,6 @@ class LoadedPart(NamedTuple):
         return tree_map(mix, *(prepare(inputs) for inputs in self.inputs))
 
     def loss_sum(self, objective: Objective, outputs: Any) -> Tensor:
-        """Return the weighted sum of the losses of the model's outputs, []."""
         sums = [objective.loss_sum(outputs, targets, weights, self.samples) for targets, weights in self.targets]
         return sums[0] if len(sums) == 1 else sums[0] + sums[1]
 
@@ -65,10 +63,7 @@ class LoadedPart(NamedTuple):
 def split_for_rank(
     batch: sampling.Indices, parts: int, partners: sampling.Indices | None = None, step: int = 0
 ) -> list[RankSlice]:
-    """Return this rank's slice of each of ``parts`` micro-batches; of fewer if the batch has fewer samples.
-
-    ``partners`` [B] are the samples that those of the batch [B] are mixed with in ``step``; None: they are not mixed.
-    """
+    """Return this rank's slice of each of ``parts`` micro-batches; of fewer if the batch has fewer samples."""
     parts = min(parts, len(batch))
 
     def own_slice(samples: sampling.Indices, part: int) -> tuple[sampling.Indices, bool]:
@@ -113,9 +108,8 @@ def load_parts(
 ) -> tuple[Iterator[LoadedPart], Tensor | int]:
     """Return the loaded slices of a step, and the sum of the weights of all losses of all slices and ranks.
 
-    With an objective's weights all slices are loaded at once, because the sum must be known before the first backward
-    pass. All ranks must call it then. The weights of a term are scaled to the sum ``samples``, so that each term is
-    divided by its own weights.
+    With an objective's weights all ranks must call it, and it loads all slices at once: the sum must be known before
+    the first backward pass. The weights of a term are scaled to the sum ``samples``.
     """
     loading = (load_part(state, part) for part in parts)
     if not state.objective.has_weights:

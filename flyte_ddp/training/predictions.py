@@ -21,8 +21,7 @@ from flyte_ddp.training.training_state import TrainingState
 def collect_predictions(state: TrainingState, objective: Objective, test: Evaluation, rows: int) -> dict[str, Any]:
     """Return the predictions file's arrays, by name: of the first ``rows`` test samples and those that sections show.
 
-    Each sample has ``index`` (in the test split), ``names``, ``images``, ``loss``, ``prediction``, ``truth`` and
-    ``score``. Only the first ``rows`` have ``texts`` and ``numbers``, [rows, columns]; only the others ``masks`` and
+    Only the first ``rows`` have ``texts`` and ``numbers``, [rows, columns]; only the others ``masks`` and
     ``true_masks``. Loads and predicts these samples, which seeds the random generators.
     """
     with hide_process_group():
@@ -47,10 +46,7 @@ def collect_predictions(state: TrainingState, objective: Objective, test: Evalua
 
 
 def name_table_columns(columns: TableColumns) -> tuple[list[str], list[str]]:
-    """Return the names of the columns of texts, and of those of numbers.
-
-    Of more than MOST_COLUMNS (1,000) columns of numbers only ``score``: wandb would not show them.
-    """
+    """Return the names of columns of texts, and of numbers; of over 1,000 (MOST_COLUMNS) numbers only ``score``."""
     texts = [name for name, values in columns.items() if len(values) and isinstance(values[0], str)]
     numbers = [name for name in columns if name not in texts]
     return texts, [name for name in numbers if name == "score" or len(numbers) <= MOST_COLUMNS + 1]

@@ -75,8 +75,7 @@ class Recorder:
     ) -> None:
         """Add a step to the sums; every ``log_interval`` steps, and after the last, record the mean and reset the sums.
 
-        A record makes the host wait for the device. Epochs count from 0, steps from 1. ``gradient_norm`` [] is that
-        before clipping.
+        A record makes the host wait for the device. ``gradient_norm`` [] is that before clipping.
         """
         self.loss_sum += sums.loss
         self.weight = self.weight + sums.weight

@@ -83,11 +83,7 @@ def train(rank: Rank) -> None:
 
 
 def equal_pictures_warning(state: TrainingState) -> str:
-    """Return a warning if at least 3/4 of the first 64 pictures of training are equal; else "".
-
-    If shards are fetched, they are this rank's first. A stream gives each picture once, so there they are test
-    pictures.
-    """
+    """Return a warning if 3/4 of the first 64 pictures are equal: of training, or the test split of a stream."""
     hp, split = state.hp, state.training
     if not isinstance(state.spec, InputSpec):
         return ""
@@ -119,7 +115,6 @@ def remaining_batches(state: TrainingState) -> Iterator[sampling.Indices]:
 
 
 def train_step(state: TrainingState, recorder: Recorder, batch: sampling.Indices) -> None:
-    """Do and record an optimiser step on a global batch [B], on all ranks."""
     sums, step = compute_gradients(state, batch), state.step
     # Before the weights change, so that the last checkpoint's are good and the error can name where it began.
     state.loss_watch.check_loss(state.epoch, state.step + 1, sums.loss, lambda: repeat_forward(state, batch, step))
@@ -186,8 +181,7 @@ def compute_outputs(
 ) -> Any:
     """Begin a training pass on the samples of ``part``, and return the model's outputs for their ``inputs``.
 
-    Seeds the random generators; call ``finish_pass`` after the backward pass. Raises UserError for outputs that do not
-    fit the ``targets``, or a batch too small for BatchNorm.
+    Seeds the random generators; call ``finish_pass`` after the backward pass.
     """
     hp = state.hp
     state.this_pass.begin_pass(hp.seed, state.epoch, part.samples, state.device, has_samples=part.has_samples)
@@ -221,10 +215,9 @@ def repeat_forward(state: TrainingState, batch: sampling.Indices, step: int) -> 
 
 
 def apply_gradients(state: TrainingState) -> Tensor | None:
-    """Clip the gradients, step the optimiser at the scheduled rate, and count the step.
+    """Clip the gradients, step the optimiser, and count the step; return the norm before clipping, [], or None.
 
-    Returns the gradient's norm before clipping, [], or None. Seeds the random generators for an own optimiser. Call it
-    in :meth:`TrainingState.exclude_snapshots`.
+    Call it in :meth:`TrainingState.exclude_snapshots`. Seeds the random generators for an own optimiser.
     """
     hp = state.hp
     largest = gradient_clip_norm(hp)
@@ -272,10 +265,7 @@ def evaluate_splits(state: TrainingState) -> tuple[Evaluation, Evaluation]:
 def finish_epoch(
     state: TrainingState, recorder: Recorder, evaluations: tuple[Evaluation, Evaluation] | tuple[()]
 ) -> None:
-    """Count the epoch as done; record ``evaluations`` of validation and test split, and select the weights by them.
-
-    Raises UserError if an evaluation's loss is not finite; no checkpoint is written after that.
-    """
+    """Count the epoch as done; record ``evaluations`` of validation and test split, and select the weights by them."""
     state.check_model()
     with state.exclude_snapshots():
         state.epoch += 1

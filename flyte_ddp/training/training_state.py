@@ -56,10 +56,7 @@ Tensors = tuple[Tensor, ...] | list[Tensor]
 
 
 class TrainingState:
-    """The objects of training on one rank.
-
-    ``model`` is the bare module, ``sync`` averages the gradients of the same module.
-    """
+    """The objects of training on one rank: ``model`` is the bare module, and ``sync`` averages its gradients."""
 
     def __init__(
         self,
@@ -196,10 +193,7 @@ class TrainingState:
                 raise late_parameter_error(name)
 
     def predict(self, inputs: Leaves, targets: Leaves, samples: int, model: nn.Module | None = None) -> Any:
-        """Return the outputs of ``model``, by default the kept weights', for a batch. Use :meth:`evaluation_mode`.
-
-        Seeds the random generators, equally for each batch, for models that draw.
-        """
+        """Return the outputs of ``model``, by default the kept weights', for a batch; seeds the random generators."""
         self.this_pass.begin_pass(self.hp.seed, 0, np.arange(samples), self.device)
         prepared = self.prepare_inputs(inputs)
         with explain_model_errors(self.hp.model, self.model, prepared):
@@ -230,8 +224,6 @@ def open_objective(data: PreparedSet, hp: Hyperparameters, training: Order, targ
     """Return the objective of a training on a prepared data set, whose training samples are those of ``training``.
 
     ``targets`` is None if they are several leaves, or none. Own objectives are asked for the weights of all targets.
-    Raises UserError if the objective does not take the targets, a setting or an option, or has no measure
-    ``select_by``.
     """
     if targets is None and ":" not in hp.objective:
         raise UserError(

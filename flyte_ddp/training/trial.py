@@ -32,10 +32,7 @@ UNDEFINED = (ArithmeticError, IndexError, RuntimeError, ValueError)
 
 
 def try_evaluation(state: TrainingState, data: PreparedSet) -> list[str]:
-    """Return warnings of an evaluation of own code on a few samples, with a copy of the model, before training.
-
-    Raises what own code raises, and UserError for a sample of ``data`` that is not finite and makes the loss so.
-    """
+    """Evaluate own code with a copy of the model on a few samples before training; return warnings."""
     hp, test = state.hp, state.test
     if ":" not in hp.model and ":" not in hp.objective:
         return []
@@ -150,16 +147,13 @@ def try_measure(objective: Objective, columns: Mapping[str, Tensor]) -> None:
 
 
 def refuse_table_of_losses(objective: Objective, outputs: Any, targets: Leaves) -> None:
-    """Raise UserError for the reduced loss of a table, which outputs [n, 1] and targets [n] make together.
-
-    Such a loss is the same for the right outputs in another order.
-    """
+    """Raise UserError for a reduced loss of the table [n, n] that outputs [n, 1] and targets [n] make together."""
     if objective.coupled or not isinstance(outputs, Tensor) or not isinstance(targets, Tensor):
         return
     samples = len(targets)
     if {tuple(outputs.shape), tuple(targets.shape)} != {(samples,), (samples, 1)}:
         return
-    values = targets.flatten().sort().values
+    values = targets.flatten().sort().values  # such a loss is the same for the right outputs in another order
     right = convert_outputs(outputs, torch.float64).new_tensor(values.tolist())
     sums = []
     for each in (right, right.flip(0)):

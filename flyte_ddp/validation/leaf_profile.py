@@ -183,8 +183,7 @@ def name_arrays(leaves: Leaves) -> dict[str, NDArray[Any]]:
 def kind_of_targets(targets: Leaves, classes: Sequence[str], *, of_pictures: bool = False) -> str:
     """Return what a target is: CLASSES, LABELS, MASKS, NUMBERS, TOKENS, or OTHERS for several leaves, texts or objects.
 
-    ``targets`` are the leaf of all samples, or of some. Floats [n, k] are LABELS if all are 0, 1 or NaN, and there is a
-    class for each, or none has a name.
+    Floats [n, k] are LABELS if all are 0, 1 or NaN, and there is a class for each, or none has a name.
     """
     if not isinstance(targets, (np.ndarray, Ragged)) or targets.dtype.kind not in "biuf":
         return OTHERS
@@ -241,18 +240,13 @@ def first_or_nan(values: NDArray[Any], axis: int) -> NDArray[Any]:
 
 
 def reduce_samples(values: Values, function: Any) -> NDArray[Any]:
-    """Return, [n], what a function of values and an axis returns for all numbers of each sample."""
     if isinstance(values, np.ndarray):
         return np.asarray(function(values.reshape(len(values), -1), 1))
     return np.array([function(value.reshape(-1), 0) for value in values])
 
 
 def count_leaf(name: str, values: Values, *, with_numbers: bool) -> dict[str, Counter[str]]:
-    """Return how many samples have each value of a leaf's statistics, by the statistic's name in words.
-
-    These are types and shapes, lengths where they may differ, and of numbers the means of samples, or the columns of a
-    table of up to COLUMNS (64), by sign and power of two.
-    """
+    """Return how many samples have each value of a leaf's statistics, by the statistic's name in words."""
     counts = {f"types of {name}": Counter[str]()}
     if isinstance(values, np.ndarray):
         counts[f"types of {name}"][describe_array(values.dtype, values.shape[1:])] = len(values)
