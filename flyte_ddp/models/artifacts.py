@@ -66,10 +66,10 @@ def load_model(
 ) -> tuple[nn.Module, dict[str, Any]]:
     """Return the trained model in evaluation mode on ``device``, and the content of its sidecar.
 
-    Draws random numbers, as new weights are made first. For a ``package.module:callable`` runs that code as the sidecar
-    holds it, or today's if that is the same or the sidecar holds none, from the working directory: trust both files as
-    you trust code. Raises UserError if a file is missing or damaged, the two are not of one run, or the model does not
-    take these weights any more.
+    Draws random numbers, as new weights are made first. For a ``package.module:callable`` runs the code that the
+    sidecar holds. Runs today's instead, with the working directory on ``sys.path``, if it is the same or the sidecar
+    holds none. Its exceptions go through: trust both files as you trust code. Raises UserError if a file is missing or
+    damaged, the two are not of one run, or the model does not take these weights.
     """
     sidecar = read_model_json(sidecar_path)
     try:

@@ -86,8 +86,8 @@ def load_initial_weights(model: nn.Module, path: Path, *, name: str, init_from: 
     """Load the weights in a file into a new model, except the parts of :func:`list_seeded_parts`.
 
     Removes prefixes that all names in the file have, such as DDP's ``module.``. ``name`` is the model's, for errors.
-    Raises UserError if the file is damaged or could run code, the weights do not fit or have new NaN or infinities, or
-    ``init_skip`` names an unknown part.
+    Raises UserError if the file is damaged or could run code, or the weights do not fit. So it does for NaN or infinity
+    where the new model has none, and for an unknown part in ``init_skip``.
     """
     own, weights = model.state_dict(), read_weights(path, init_from)
     if init_from.startswith(PREFIX):
@@ -186,7 +186,7 @@ def is_in_parts(name: str, parts: Iterable[str]) -> bool:
 def list_seeded_parts(model: Mapping[str, Tensor], init_from: str, init_skip: str) -> list[str]:
     """Return the names of a model's modules and tensors that start from the seed although it has initial weights.
 
-    Those are ``init_skip``, and with torchvision's weights the last layer, unless it is for 1,000 classes.
+    Those in ``init_skip``, and with torchvision's weights the last layer, unless it is for 1,000 classes.
     """
     parts = split_part_names(init_skip)
     if init_from.startswith(PREFIX):

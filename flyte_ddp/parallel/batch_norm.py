@@ -212,6 +212,7 @@ def restore_running_statistics(model: nn.Module) -> Iterator[None]:
 
 @torch.no_grad()
 def mean_running_statistics(model: nn.Module, samples: int) -> list[tuple[Tensor, Tensor]]:
+    """Return running statistics that each rank has alone, with their mean over the ranks, weighted by ``samples``."""
     layers = per_rank_norm_layers(model)
     statistics = [value for layer in layers for value in (layer.running_mean, layer.running_var) if value is not None]
     if not statistics:

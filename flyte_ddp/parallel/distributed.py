@@ -1,4 +1,4 @@
-"""Collectives over the ranks of torch's process group, and types for their failures. All ranks must call each.
+"""Collectives over the ranks of torch's process group, which all ranks must call, and types for their failures.
 
 A process without a group is rank 0 of 1, and waits for nobody. If another rank has ended, gloo raises a plain
 RuntimeError, as user code may: it counts as a collective's if raised while the rank waits for the collective.

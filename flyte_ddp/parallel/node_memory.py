@@ -29,7 +29,8 @@ Piece = tuple[int, torch.dtype]  # number of elements, and their type
 class NodeMemory:
     """Memory that all ranks of the process group map: two halves, each uint8 [size], with zeros at first.
 
-    A fast rank may write one half while slower ranks still read the other, until the next barrier.
+    A fast rank may write one half while slower ranks still read the other. The barrier between two uses of a half
+    guarantees that all ranks have finished reading it.
     """
 
     def __init__(self, size: int) -> None:

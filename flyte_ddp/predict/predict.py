@@ -59,12 +59,11 @@ def write_prediction_table(
 ) -> Path:
     """Write a saved model's predictions as a CSV table, a row per sample, and return the path of the table.
 
-    Predicts the image files below the folder ``images``, the test split of the prepared data set in ``dataset``, or the
-    new rows in the file ``table``, by :func:`read_new_rows`. Also writes an HTML page of the first predictions, and if
-    the model predicts masks, a PNG of each into the folder ``<output>.masks``. Columns are ``id``, ``prediction``,
-    those of the truth (for a data set), and the other answers of the model's objective; docs/model.md lists them. An
-    image that cannot be decoded has an id and no answers; ``bad_samples`` of them are allowed, None: as many as in the
-    model's training.
+    Predicts one of three: the image files below the folder ``images``, the test split of the prepared data set in
+    ``dataset``, or the new rows in the file ``table``. Also writes an HTML page of the first predictions, and a PNG of
+    each predicted mask into the folder ``<output>.masks``. Columns are ``id``, ``prediction``, those of the truth (for
+    a data set), and the other answers of the model's objective; docs/model.md lists them. An image that cannot be
+    decoded has an id and no answers; ``bad_samples`` of them are allowed, None: as many as in the model's training.
 
     Replaces older files; makes missing folders. Runs the code that the sidecar names, on a GPU if there is one. Raises
     UserError for arguments that do not fit, a model or samples that cannot be used, and unwritable output.

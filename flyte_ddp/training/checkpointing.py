@@ -165,7 +165,7 @@ class Checkpointer:
                     self._write_newest_snapshot(now=not closed and self.pending is None)
 
     def _is_resumable(self, snapshot: Snapshot) -> bool:
-        """Return True if losses and trained weights are finite and weights_only can load the state_dict."""
+        """Return True if losses and trained weights are finite, and torch.load(weights_only=True) takes the rest."""
         saved = snapshot.values["model"]
         # A wrong step may show in the weights before it shows in a loss. Frozen weights may be infinite, as a mask is.
         # A user's state_dict may have other names.

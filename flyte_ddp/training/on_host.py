@@ -47,7 +47,7 @@ def find_or_fetch_data(work: Work, fetch_into: Callable[[Path], object] | None =
 
 
 def read_prepared_digest(folder: Path, *, whole: bool = False) -> str:
-    """Return the digest that is stored with prepared data; "" without, or with ``whole`` if a file is truncated."""
+    """Return the digest stored with prepared data, or "" (with ``whole`` also if a file is missing or truncated)."""
     try:
         if whole:
             open_prepared(folder)

@@ -88,7 +88,7 @@ def parameters_without_decay(model: nn.Module) -> set[nn.Parameter]:
 
 
 def strip_compiler_decorators(optimizer_class: type[Kind]) -> type[Kind]:
-    """Return a subclass of torch's optimiser whose methods do not import torch's compiler, which takes a second."""
+    """Return a subclass of torch's optimiser whose methods do not import torch's compiler: that takes a second."""
     methods = {name: inspect.unwrap(getattr(optimizer_class, name)) for name in DECORATED_METHODS}
     methods["step"] = torch.no_grad()(methods["step"])
     methods["zero_grad"] = remove_gradients

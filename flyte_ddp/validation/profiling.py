@@ -173,8 +173,8 @@ def measure_pixels(name: str, label: int, mode: str, pixels: Pixels) -> SampleFa
 def check_profile(profile: DataProfile, hp: Hyperparameters, *, max_duplicates: float, max_conflicts: float) -> None:
     """Raise a UserError if a data set should not be trained on: one line for each problem, with examples and a remedy.
 
-    ``max_duplicates`` is the allowed share of test samples that have the pixels, or inputs, of a training sample,
-    ``max_conflicts`` the allowed share of samples that have those of a sample with another label.
+    ``max_duplicates`` is the allowed share of test samples with the pixels, or inputs, of a training sample.
+    ``max_conflicts`` is the allowed share of samples with those of a sample with another label.
     """
     what = profile.compared
     # Own objectives of samples that are no images may need no classes; others say so when training begins.
@@ -227,9 +227,9 @@ def check_profile(profile: DataProfile, hp: Hyperparameters, *, max_duplicates: 
 def describe_differences(profile: DataProfile, champion: DataProfile) -> Iterator[str]:
     """Yield a warning for each split and statistic that differs from the champion's: by 10 %, with p < 0.001.
 
-    The difference is the total variation distance of the two distributions. Of labels, classes of masks, and tokens, of
-    which a sample may have several or none, it is the largest change of a share of samples. The p-value is of Pearson's
-    chi-squared test (Bonferroni over the leaves' statistics, or over all labels).
+    The difference is the total variation distance of the two distributions. Of labels, classes of masks, and tokens it
+    is the largest change of a share of samples, as a sample may have several. The p-value is of Pearson's chi-squared
+    test (Bonferroni over the leaves' statistics, or over all labels).
     """
     statistics = dict(STATISTICS)
     if profile.classes != champion.classes:
