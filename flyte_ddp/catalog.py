@@ -103,10 +103,7 @@ def encoded_kind(dataset: str) -> str:
 
 
 def check_image_size(model: str, height: int, width: int) -> None:
-    """Raise UserError, with a size that fits, if a model cannot take images of this size in pixels.
-
-    Accepts any size for users' own models, about which nothing is known here.
-    """
+    """Raise UserError, with a size that fits, if a built-in model cannot take images of this size in pixels."""
     smallest = {**SMALL_MODELS, **TORCHVISION_MODELS}.get(model, 1)
     multiple = SIZE_MULTIPLES.get(model, 1)
     if min(height, width) < smallest or height % multiple or width % multiple:

@@ -16,7 +16,6 @@ def mask_credentials(text: str) -> str:
 
 
 def refuse_credentials(name: str, value: str) -> None:
-    """Raise UserError, which begins with ``name``, if ``value`` has an address with a user name or a password."""
     if USER_INFO.search(value):
         raise UserError(
             f"{name}={mask_credentials(value)!r}: has a user name or a password, which would be kept and shown "

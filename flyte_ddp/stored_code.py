@@ -22,7 +22,6 @@ class StoredSpec(str):
     sources: Mapping[str, str]  # by path, such as package/module.py
 
     def __new__(cls, spec: str, sources: Mapping[str, str]) -> Self:
-        """Return the text ``spec`` with its sources."""
         self = super().__new__(cls, spec)
         self.sources = sources
         return self
@@ -60,12 +59,10 @@ class StoredImporter(MetaPathFinder, ExecutionLoader):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return the spec of a module of these sources; None for another module."""
         del path, target
         return importlib.util.spec_from_loader(fullname, self) if self.get_filename(fullname) in self.files else None
 
     def is_package(self, fullname: str) -> bool:
-        """Return whether the module is a package."""
         return f"{fullname.replace('.', '/')}/__init__.py" in self.files
 
     def get_filename(self, fullname: str) -> str:
@@ -73,7 +70,6 @@ class StoredImporter(MetaPathFinder, ExecutionLoader):
         return fullname.replace(".", "/") + ("/__init__.py" if self.is_package(fullname) else ".py")
 
     def get_source(self, fullname: str) -> str:
-        """Return a module's source."""
         return self.files[self.get_filename(fullname)]
 
     def exec_module(self, module: ModuleType) -> None:
