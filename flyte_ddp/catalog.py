@@ -1,7 +1,6 @@
 """Names of data sets and models that configuration may use, and the image sizes that models can take.
 
-The names are written down here, because checking one must not cost an import of torch and torchvision (over 2 s). Tests
-compare them with torchvision's own.
+Written down here, because importing torch and torchvision takes over 2 s. Tests compare them with torchvision's own.
 """
 
 from flyte_ddp.errors import UserError

@@ -38,8 +38,8 @@ def setting(
     """Return a dataclass field with a default, a help text, and the values that :func:`check_value` accepts for it.
 
     ``own``: also takes a user's own ``package.module:callable``, beside its ``choices``. ``json``: takes a JSON object,
-    or
-    its text. ``bounds`` of a number are any of at_least, at_most (2**53 by default for whole numbers), above and below.
+    or its text. ``bounds`` of a number are any of at_least, at_most (2**53 by default for whole numbers), above and
+    below.
     """
     if type(default) is int:
         bounds.setdefault("at_most", LARGEST_INT)
@@ -52,8 +52,7 @@ class CheckedFields(DataClassJsonMixin):
     """Base of a dataclass whose fields are made by :func:`setting`: checks all values when it is instantiated.
 
     A subclass gives ``called``, the noun for a field in errors, and may give ``elsewhere``: what to take in place of
-    names
-    of other programs. Raises UserError for an unknown field, or a value of the wrong type or out of range.
+    names of other programs.
     """
 
     called: ClassVar[str]

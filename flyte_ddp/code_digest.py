@@ -75,10 +75,7 @@ def hash_files(root: Path, paths: Iterable[Path], normalize: Callable[[bytes], b
 
 
 def parse_python(source: bytes) -> ast.Module | None:
-    """Return the syntax tree of Python source; None if it is not Python, or is nested too deeply.
-
-    Meanwhile the whole process hides warnings and collects no garbage.
-    """
+    """Return the syntax tree of Python source; None if it is not Python, or is nested too deeply."""
     with PARSING, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         collecting = gc.isenabled()
@@ -94,9 +91,9 @@ def parse_python(source: bytes) -> ast.Module | None:
 
 
 def normalize_code(source: bytes, tree: ast.Module | None) -> bytes:
-    """Return a syntax tree as text without comments, docstrings, formatting and ``pass``; changes the tree.
+    """Return a syntax tree as text without comments, docstrings, formatting and ``pass``, or else ``source``.
 
-    The text is the same under Python 3.11 and 3.12, but for a few f-strings. Without a usable tree returns ``source``.
+    Changes the tree. The text is the same under Python 3.11 and 3.12, but for a few f-strings.
     """
     if tree is None:
         return source

@@ -297,11 +297,7 @@ class Hyperparameters(CheckedFields, called="hyperparameter", elsewhere=catalog.
         check_fields_together(self)
 
     def own_code(self, *left_out: str) -> tuple[str, ...]:
-        """Return the user's own ``package.module:callable`` in use, in the order of the fields, each once.
-
-        The option ``decode`` of language counts as one of the objective. ``left_out`` are names of fields not to look
-        at.
-        """
+        """Return the user's own ``package.module:callable`` in use, but for fields ``left_out``, each once."""
         fields = [field.name for field in dataclasses.fields(self) if field.metadata["own"]]
         values: list[str] = [getattr(self, name) for name in fields if name not in left_out]
         if self.objective == "language" and "objective" not in left_out:

@@ -1,7 +1,4 @@
-"""Refuse and mask user names and passwords in addresses (``https://user:password@host/``).
-
-Addresses are stored and shown in many places: sidecars, run folders, indexes, reports, Flyte's inputs, logs.
-"""
+"""Refuse and mask user names and passwords in addresses, which are stored and shown in many places."""
 
 import re
 

@@ -22,8 +22,7 @@ def atomic_write(path: Path, *, durable: bool = True, create: bool = False) -> I
     """Yield a new temporary file; rename it to ``path`` when the block succeeds, remove it when the block fails.
 
     Creates missing folders. Several threads and processes may write the same path; the last one wins. ``durable``
-    flushes
-    the content to disk (fsync) first, so that a power cut leaves the old file or the new one. ``create`` raises
+    flushes the content to disk (fsync) first, so that a power cut leaves the old file or the new one. ``create`` raises
     FileExistsError if ``path`` exists, and flushes the folder too.
     """
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
@@ -55,10 +54,7 @@ def replace_file(path: Path, *, durable: bool = True) -> Iterator[BinaryIO]:
 
 @contextmanager
 def explain_write_errors(path: Path) -> Iterator[None]:
-    """Turn an OSError of the block, which writes ``path``, into a UserError that names the fix.
-
-    A block that also reads must convert its own OSErrors.
-    """
+    """Turn an OSError of the block, which only writes ``path``, into a UserError that names the fix."""
     try:
         yield
     except (OSError, RuntimeError) as error:

@@ -33,8 +33,7 @@ def detect_hardware(hp: Hyperparameters) -> Hardware:
     """Return the Hardware of a run whose ranks are all on this machine.
 
     Initialises CUDA if ranks use GPUs, so that forks of this process can use none. Raises UserError if the machine does
-    not
-    have what the hyperparameters need, or if this is a pod that does not see the GPUs that were requested for it.
+    not have what the hyperparameters need, or if this is a pod that does not see the GPUs that were requested for it.
     """
     return choose_hardware(hp, detect_capacity(request_ranks(hp)))
 

@@ -21,8 +21,7 @@ def opaque_picture(image: Image.Image) -> Image.Image:
     """Return a picture with 8 bits a channel, white where it was transparent (then RGBA); the same object if it is so.
 
     Keeps the upper 8 bits of longer values. Raises ValueError for pixels of unknown range: floats, and integers with a
-    sign
-    or 32 bits.
+    sign or 32 bits.
     """
     if image.mode == "F":
         raise ValueError("its pixels are floating-point numbers, of no known range; store 8 or 16 bits, without a sign")
@@ -48,10 +47,7 @@ def opaque_picture(image: Image.Image) -> Image.Image:
 
 
 def picture_to_pixels(image: Any) -> NDArray[Any]:
-    """Return a PIL image, an array [H, W] or [H, W, C], or a tensor [C, H, W] as an array [H, W] or [H, W, C].
-
-    PIL images become grey or RGB uint8; arrays and tensors keep their type.
-    """
+    """Return a PIL image (as grey or RGB uint8), an array, or a tensor [C, H, W] as an array [H, W] or [H, W, C]."""
     if hasattr(image, "convert"):
         image = opaque_picture(image)
         image = image.convert("L" if image.mode in ("1", "L") else "RGB")

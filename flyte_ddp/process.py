@@ -84,10 +84,7 @@ def postpone_signal(number: signal.Signals) -> Iterator[None]:
 
 @contextmanager
 def hide_main_script() -> Iterator[None]:
-    """Keep processes that are spawned during the block from running the main script again.
-
-    With pyflyte as the main script, each process starts 0.7 s sooner.
-    """
+    """Keep processes spawned during the block from running the main script again: with pyflyte 0.7 s each."""
     main = vars(sys.modules["__main__"])
     before: dict[str, Any] = {name: main[name] for name in ("__file__", "__spec__") if name in main}
     main.pop("__file__", None)
@@ -120,9 +117,8 @@ def kill_new_descendants_at_end() -> Iterator[None]:
     """SIGKILL, at the end of the block, the processes that this thread has started in it, and their descendants.
 
     Waits up to KILL_SECONDS (5 s). Spares earlier children, processes of other threads, and Python's and torch's
-    helpers.
-    Kills adopted orphans only in the main thread of a process that had no other children: only there is it known who
-    started them.
+    helpers. Kills adopted orphans only in the main thread of a process that had no other children: only there is it
+    known who started them.
     """
     before = list_children(os.getpid(), ended=True)
     in_main = threading.current_thread() is threading.main_thread()
@@ -148,13 +144,10 @@ def kill_process_trees(roots: Callable[[], Iterable[int]]) -> None:
 
 
 def list_living_trees(roots: Iterable[int]) -> list[int]:
-    """Return the ids of those processes among ``roots`` and their descendants that have not exited.
-
-    A zombie can still have children while other threads of it run, so the descendants of zombies count.
-    """
+    """Return the ids of those processes among ``roots`` and their descendants that have not exited."""
     all_processes = list_processes()
     found = [pid for pid in roots if pid in all_processes]
-    for each in found:
+    for each in found:  # zombies too, which have children while other threads of theirs run
         found += [pid for pid, (parent, _) in all_processes.items() if parent == each]
     return [pid for pid in found if all_processes[pid][1]]
 
@@ -165,10 +158,7 @@ def list_children(pid: int, *, ended: bool = False) -> set[int]:
 
 
 def list_children_of_this_thread() -> set[int]:
-    """Return the ids of the children, zombies too, that this thread started; the main thread's include adopted orphans.
-
-    Returns all children of the process if Linux does not list them by thread.
-    """
+    """Return the ids of this thread's children, zombies too; the main thread's include adopted orphans."""
     own = list_children(os.getpid(), ended=True)
     with suppress(OSError):
         listed = Path(f"/proc/self/task/{threading.get_native_id()}/children").read_text().split()
@@ -188,11 +178,9 @@ def list_processes() -> dict[int, tuple[int, bool]]:
 
 
 def list_helpers() -> set[int]:
-    """Return the ids of multiprocessing's resource tracker and torch's compiling process for GPUs.
-
-    Without the latter later compilations in this process would fail. Both exit with this process.
-    """
+    """Return the ids of multiprocessing's resource tracker and torch's compiling process for GPUs."""
     tracker = getattr(resource_tracker._resource_tracker, "_pid", None)
+    # Without this one, known by its command line, later compilations in this process would fail.
     compiler = f"--parent={os.getpid()}".encode()
     found = set()
     for pid in list_children(os.getpid()):

@@ -31,10 +31,9 @@ class Progress:
 
     @contextmanager
     def track(self, label: str, total: int | None, unit: str) -> Iterator[Callable[[int], object]]:
-        """Show a bar for the block, print a line at its start, or neither, by the mode; yield a function for progress.
+        """Show a bar for the block, or a line at its start; yield a function that takes progress.
 
-        ``total`` is the number of units, None if it is not known; the unit "B" stands for bytes. The yielded function
-        takes the number of units that were done since its last call.
+        The function takes the units done since its last call. ``total`` None: not known; the unit "B" stands for bytes.
         """
         if self._mode == "bar":
             with tqdm(total=total, desc=label, unit=unit, unit_scale=unit == "B", file=self._stream) as bar:

@@ -28,10 +28,8 @@ def submit(name: str, content: bytes) -> None:
     """Write a result file into ``results/`` of the run folder, in place of one of the same name; return when written.
 
     ``name`` is a path below ``results/``, such as ``maps/epoch-3.png``. From a rank on another host the file comes to
-    the
-    run folder later. Does nothing outside a rank's own process. A failure to write is printed to stderr once, and
-    training
-    continues. Raises UserError if the name is no such path, or the content is not bytes.
+    the run folder later. Does nothing outside a rank's own process. A failure to write is printed to stderr once, and
+    training continues. Raises UserError if the name is no such path, or the content is not bytes.
     """
     check_result_name(name)
     if not isinstance(content, (bytes, bytearray, memoryview)):
@@ -44,9 +42,8 @@ def event(**values: Any) -> None:
     """Append a line to ``results/events.jsonl`` of the run folder: the values, the rank, and the time (Unix seconds).
 
     Waits without a limit for the file's lock. Does nothing outside a rank's own process. A failure to write is printed
-    to
-    stderr once, and training continues. NaN and the infinities become null. A resumed run repeats the steps after its
-    checkpoint, and their events. Raises UserError if a value is not of JSON, or is named ``rank`` or ``time``.
+    to stderr once, and training continues. NaN and the infinities become null. A resumed run repeats the steps after
+    its checkpoint, and their events. Raises UserError if a value is not of JSON, or is named ``rank`` or ``time``.
     """
     if taken := [name for name in ("rank", "time") if name in values]:
         raise UserError(f"event: {' and '.join(taken)} is added to each event; choose another name")

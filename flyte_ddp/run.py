@@ -59,19 +59,16 @@ def run_training(
     """Train a model on all ranks, write its files and the report into the run folder, and return their paths.
 
     ``data`` is the folder of a prepared data set, from ``flyte_ddp.datasets.fetch``. Locks the run folder, and resumes
-    from
-    the checkpoint of an interrupted run in it. Replaces an earlier run's files only when all new ones are complete.
-    Waits
-    at the end up to 60 s for the copy of ``results/`` to ``settings.results_copy``, and ``settings.wandb_timeout``
-    seconds
-    for wandb (3 s and 5 s after SIGTERM). Kills the child processes of a single rank at the end.
+    from the checkpoint of an interrupted run in it. Replaces an earlier run's files only when all new ones are
+    complete. Waits at the end up to 60 s for the copy of ``results/`` to ``settings.results_copy``, and
+    ``settings.wandb_timeout`` seconds for wandb (3 s and 5 s after SIGTERM). Kills the child processes of a single rank
+    at the end.
 
     By default the settings are those of the environment, the hardware is chosen for this machine, and ``launch``, which
     starts the ranks and waits for them, runs a single rank in this process and several in processes of their own.
 
     Raises UserError for a mistake that the user can fix, such as another run in the same folder; RankError if a rank
-    failed
-    (the whole error is in ``traceback.txt`` in the run folder's ``unfinished``); StoppedError after SIGTERM, and
+    failed (the whole error is in ``traceback.txt`` in the run folder's ``unfinished``); StoppedError after SIGTERM, and
     KeyboardInterrupt after Ctrl-C. Then there is no new result, unless Ctrl-C came while it was moved into place;
     checkpoints and metrics stay in ``unfinished``.
     """

@@ -1,7 +1,6 @@
 """Variables of the environment: what does not change a run's result, and so stays out of the cache key.
 
-variables.toml is the one table of them. The functions below take defaults from it. flyte_ddp/pods/environment.py takes
-from it which variables pods are given. docs/configuration.md shows it.
+variables.toml is the one table of them, for the functions below, flyte_ddp/pods/environment.py and the documents.
 """
 
 import os

@@ -34,11 +34,8 @@ class StoredSpec(str):
 
 
 def import_stored_module(sources: Mapping[str, str], name: str) -> ModuleType:
-    """Import a module from sources and return it; ``sys.modules`` has it by a name of its own.
-
-    Its imports of other modules of the sources find these; ``importlib.import_module`` in it finds today's.
-    """
-    importer = StoredImporter(sources)
+    """Import a module from sources, under a name of its own in ``sys.modules``, and return it."""
+    importer = StoredImporter(sources)  # not for importlib.import_module in that code, which finds today's modules
     if not any(getattr(finder, "prefix", "") == importer.prefix for finder in sys.meta_path):
         sys.meta_path.insert(0, importer)
     return importlib.import_module(f"{importer.prefix}.{name}")

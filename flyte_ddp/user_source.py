@@ -28,11 +28,9 @@ Source = tuple[str, Path, bytes, ast.Module | None]  # name, path, content, synt
 
 
 def user_source_digest(*specs: str) -> str:
-    """Return a SHA-256 (hex) of the user's own code behind ``specs``: of the files of :func:`find_user_sources`.
+    """Return a SHA-256 (hex) of the files of :func:`find_user_sources` for all ``specs``.
 
-    Comments, docstrings, formatting and the place of the top-level module do not count. Files that do not parse as
-    Python
-    count by their bytes.
+    Comments, docstrings, formatting and the place of the top-level module do not count.
     """
     found = {source[:2]: source for spec in specs for source in find_user_sources(spec)}
     return digest_sources(found.values())
@@ -75,12 +73,10 @@ def find_user_sources(spec: str) -> Iterator[Source]:
     """Yield the source of each file of the user's own behind ``spec``, a ``package.module:callable``; import nothing.
 
     These are the files of the top-level module, wherever it is, and of each one that a file imports, unless it is
-    Python's
-    own, in site-packages, or this library or one it computes with. Of a package all ``.py`` files count, because
-    packages
-    may import their modules by computed names. Misses what :func:`find_imported_modules` misses. Puts the working
-    directory
-    first on ``sys.path``. Raises UserError if the spec is malformed or there is no such top-level module.
+    Python's own, in site-packages, or this library or one it computes with. Of a package all ``.py`` files count,
+    because packages may import their modules by computed names. Misses what :func:`find_imported_modules` misses. Puts
+    the working directory first on ``sys.path``. Raises UserError if the spec is malformed or there is no such top-level
+    module.
     """
     top = split_spec(spec)[0].partition(".")[0]
     search_working_directory()
@@ -123,10 +119,7 @@ def find_top_level(name: str) -> ModuleSpec | None:
 
 
 def list_module_files(found: ModuleSpec, *, only_own: bool = False) -> Iterator[tuple[str, Path]]:
-    """Yield name and path of each ``.py`` file of a top-level module or package; with ``only_own`` of user files only.
-
-    Follows symlinks to folders, each once. Leaves out hidden files and folders.
-    """
+    """Yield name and path of each ``.py`` file of a top-level module; with ``only_own`` of the user's files only."""
     packages = found.submodule_search_locations
     for place in packages if packages is not None else filter(None, [found.origin if found.has_location else None]):
         if only_own and not is_user_file(place):
@@ -171,10 +164,7 @@ def explain_own_errors(what: str) -> Iterator[None]:
 
 
 def find_imported_modules(tree: ast.Module | None) -> set[str]:
-    """Return the names of top-level modules that a source imports, but not relatively.
-
-    Counts import statements, and texts given to ``import_module`` or ``__import__``.
-    """
+    """Return the names of modules that a source imports, by statements or ``import_module``, but not relatively."""
     names: list[str] = []
     for node in ast.walk(tree) if tree else ():
         if isinstance(node, ast.Import):
@@ -191,10 +181,8 @@ def list_files_outside_digest(known: set[Path], specs: Iterable[str], modules: I
     """Return the user's files that ``specs`` imported and the digest left out (not in ``known``): relative paths.
 
     Starts at the modules of ``specs`` and ``modules``, and follows the namespaces of modules; so it misses a module
-    that
-    gave only numbers, texts or containers. Get ``known`` from :func:`list_user_files` before the user's code is
-    imported,
-    because that code may change ``sys.path``.
+    that gave only numbers, texts or containers. Get ``known`` from :func:`list_user_files` before the user's code is
+    imported, because that code may change ``sys.path``.
     """
     names = [split_spec(spec)[0] for spec in specs]
     tops = filter(None, [find_top_level(name.partition(".")[0]) for name in names])

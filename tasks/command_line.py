@@ -48,10 +48,7 @@ EXAMPLES = {"--hp": '{"epochs": 3}', "--policy": '{"rule": "not_worse"}', "--inp
 
 
 def set_up_command() -> None:
-    """Set up the ``pyflyte`` command that imports our modules; do nothing in a pod or for another command.
-
-    Raises UserError if a file of inputs cannot be read, or a setting that pods get is wrong.
-    """
+    """Set up the ``pyflyte`` command that imports our modules; do nothing in a pod or for another command."""
     context = click.get_current_context(silent=True)
     command = None if context is None else context.find_root().invoked_subcommand
     if context is None or command not in ("run", "register", "package"):
@@ -88,27 +85,21 @@ def print_fields(context: click.Context) -> None:
 
 
 def change_remote_run(parameters: RunLevelParams) -> None:
-    """Change parameters of ``pyflyte run --remote``: send all sources, and make settings part of the version.
-
-    flytekit would send only modules that are imported by now, and makes the version from sources alone, by a method of
-    its remote that this replaces.
-    """
-    if parameters.copy == CopyFileDetection.LOADED_MODULES:
+    """Change parameters of ``pyflyte run --remote``: send all sources, and make settings part of the version."""
+    if parameters.copy == CopyFileDetection.LOADED_MODULES:  # only those imported by now
         parameters.copy = CopyFileDetection.ALL
-    remote = parameters.remote_instance()
+    remote = parameters.remote_instance()  # whose method makes the version from sources alone
     remote.register_script = partial(remote.register_script, envs=environment.settings_digest())
     if parameters.overwrite_cache:  # Flyte does not tell pods
         parameters.envvars = {**(parameters.envvars or {}), environment.FROM_SCRATCH_VARIABLE: "yes"}
 
 
 def remove_temporary_folders_at_exit() -> None:
-    """Register the removal of flytekit's temporary folders at the exit of this process; they hold no output of ours.
-
-    Uses multiprocessing's Finalize, as processes that multiprocessing starts do not run ``atexit`` functions.
-    """
+    """Register the removal of flytekit's temporary folders at the exit of this process; they hold no output of ours."""
     sandbox = Path(FlyteContextManager.current_context().file_access.local_sandbox_dir).parent
     for folder in {Path(flyte_tmp_dir), Path(Config.local_sandbox_path), sandbox}:
         if folder.parent == Path(tempfile.gettempdir()) and folder.name.startswith("flyte"):
+            # Processes that multiprocessing starts do not run functions of atexit.
             Finalize(None, shutil.rmtree, (folder,), {"ignore_errors": True}, exitpriority=0)
 
 

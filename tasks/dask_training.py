@@ -31,8 +31,7 @@ WORKERS = node_range()[1] * RANKS_EACH
 def train_on_dask(hp: Hyperparameters, data: FlyteDirectory, run_version: str) -> TrainingOutputs:
     """Train a model on a Dask cluster that Flyte sets up for this task, with a rank on each worker.
 
-    Takes what check_inputs returns, and returns what train_model does. A local run uses the cluster in
-    DASK_SCHEDULER_ADDRESS, or its own.
+    Takes what check_inputs returns, and returns what train_model does. A local run uses DASK_SCHEDULER_ADDRESS, if set.
     """
     return training_outputs(train_in_run_folder(hp, data, run_version, launch_on_dask))
 

@@ -25,8 +25,7 @@ FileType = TypeVar("FileType", bound=FlyteFile)
 def flyte_task(**options: Any) -> Callable[[Callable[..., Any]], Any]:
     """Return a decorator that makes a function a Flyte task with these options of flytekit's ``task``.
 
-    Flyte makes another attempt after errors that :func:`translate_errors_for_flyte` replaces. A UserError for an input
-    counts as the user's: flytekit reports any error before the body as the system's.
+    It translates errors for Flyte's retries, and counts a UserError for an input as the user's, not the system's.
     """
 
     def make_task(function: Callable[..., Any]) -> Any:
@@ -40,6 +39,7 @@ def flyte_task(**options: Any) -> Callable[[Callable[..., Any]], Any]:
                 return dispatch_execute(*args, **kwargs)
 
         made = task(**options)(run)
+        # flytekit reports any error before the body as the system's.
         dispatch_execute, made.dispatch_execute = made.dispatch_execute, dispatch
         return made
 

@@ -86,9 +86,8 @@ def pod_options(
 ) -> dict[str, Any]:
     """Return the options that every task has, for a pod whose limits are ``size``.
 
-    Without ``requests`` the pod requests its limits, so that it is not evicted for memory. ``hours`` is an attempt's
-    time
-    limit; 0: FLYTE_DDP_HOURS.
+    Without ``requests`` the pod requests its limits, so that it is not evicted for memory. ``hours`` 0:
+    FLYTE_DDP_HOURS.
     """
     return {
         "requests": flytekit_resources(requests or size),
@@ -113,10 +112,7 @@ def secret_requests() -> list[Secret]:
 
 
 def cache_by_content(ignored_inputs: tuple[str, ...] = (), code: str = "") -> Cache:
-    """Return the setting by which Flyte caches results by inputs and sources; of equal executions at once, one runs.
-
-    ``code`` is a digest of sources; "" takes that of all that training may import.
-    """
+    """Return the setting by which Flyte caches results by inputs and sources; of equal executions at once, one runs."""
     return Cache(version=code or library_digest(), ignored_inputs=ignored_inputs, serialize=True)
 
 

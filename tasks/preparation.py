@@ -46,12 +46,10 @@ def check_inputs(
 
     Returns the hyperparameters, the data set, and the versions of the data and of the run. The engine is elastic, ray,
     dask, or empty for training in one pod. Data sets that are not downloaded as a whole are prepared here; others by
-    the
-    task fetch_dataset, which has a larger disk. With a model_name also checks the registry's address.
+    the task fetch_dataset, which has a larger disk. With a model_name also checks the registry's address.
 
     Never cached. Its outputs change exactly when training has to run again: with the data, the code, the weights to
-    start
-    from, or the kickoff time of a schedule that retrains at every tick.
+    start from, or the kickoff time of a schedule that retrains at every tick.
     """
     if model_name is not None:
         from flyte_ddp.release.registry import Registry

@@ -29,9 +29,7 @@ CLUSTER = ray_cluster(
 def train_on_ray(hp: Hyperparameters, data: FlyteDirectory, run_version: str) -> TrainingOutputs:
     """Train a model on a Ray cluster that Flyte sets up for this task, with a GPU for each rank, or CPUs.
 
-    Takes what check_inputs returns, and returns what train_model does. A local run uses the cluster in RAY_ADDRESS, or
-    a
-    new one.
+    Takes what check_inputs returns, and returns what train_model does. A local run uses RAY_ADDRESS, if set.
     """
     return training_outputs(train_in_run_folder(hp, data, run_version, launch_on_ray))
 

@@ -52,10 +52,8 @@ def judge_model(
     """Compare a model with the champion on the test split of a data set, by the checks of a policy; promote nothing.
 
     Give the weights and sidecar of a run, the data set and its profile, and the model's name in the registry, which
-    counts
-    the comparison. Returns whether to promote, the verdict, and a folder with its page (also the task's deck), exports,
-    and
-    the data's profile.
+    counts the comparison. Returns whether to promote, the verdict, and a folder with its page, exports, and the
+    profile.
     """
     model = Path(model_state.download()), Path(sidecar.download())
     return judge_files(model, Path(data.download()), open_registry(model_name), policy, profile)
@@ -67,10 +65,8 @@ def evaluate_version(
 ) -> Judged:
     """Compare a version with the champion on the test split of any data set, which decides nothing.
 
-    Give the model's name in the registry, the version (empty for the champion itself), and the data set by its
-    hyperparameters. Returns whether the policy would promote the version, the verdict, and a folder with its page,
-    which is
-    also the task's deck.
+    Give the model's name, the version (empty for the champion itself), and the data set by its hyperparameters. Returns
+    whether the policy would promote the version, the verdict, and a folder with its page, also the task's deck.
     """
     from flyte_ddp.predict.predict import own_decoding  # imports torch, as the judgement does
 
@@ -92,8 +88,7 @@ def promote_challenger(
     """Store a judged model as a version, and make it the champion, unless another one was promoted since the judgement.
 
     Give the weights and sidecar of a run, and what judge_model returned. Copies the champion to wandb if that is
-    online.
-    Returns the versions of the model and of the champion, and the outcome.
+    online. Returns the versions of the model and of the champion, and the outcome.
     """
     return carry_out_verdict(model_state, sidecar, verdict, files, model_name)
 
@@ -113,9 +108,8 @@ def keep_champion(
 def promote_version(model_name: str, version: str, reason: str) -> Released:
     """Make a stored version the champion, as the person who launched this says.
 
-    Give the model's name, the version (SHA-256 of its weights), and the reason, which the registry's log keeps with the
-    author. Copies the champion to wandb if that is online. Returns that version, the champion's version, and the
-    outcome.
+    Give the model's name, the version (SHA-256 of its weights), and the reason, which the log keeps. Copies the
+    champion to wandb if that is online. Returns that version, the champion's version, and the outcome.
     """
     registry = open_registry(model_name)
     entry = promotion.promote_version(registry, version, reason, by=author_name(), once=is_in_pod())
@@ -126,9 +120,8 @@ def promote_version(model_name: str, version: str, reason: str) -> Released:
 def roll_back_champion(model_name: str, reason: str) -> Released:
     """Make the champion before the present one the champion again.
 
-    Give the model's name and the reason, which the registry's log keeps with the author. Copies the champion to wandb
-    if
-    that is online. Returns that version, the champion's version, and the outcome.
+    Give the model's name and the reason, which the log keeps. Copies the champion to wandb if that is online. Returns
+    that version, the champion's version, and the outcome.
     """
     registry = open_registry(model_name)
     return announce_champion(
@@ -145,9 +138,7 @@ def judge_files(
 ) -> Judged:
     """Compare a model with the champion on a prepared data set, and publish the verdict's page as a deck.
 
-    With the data's ``profile`` the verdict may promote: then the registry counts the comparison, and the folder also
-    gets
-    exports and the profile.
+    With the data's ``profile`` the verdict may promote: then the folder also gets exports and the profile.
     """
     from flyte_ddp.release.judge import judge_challenger
     from flyte_ddp.release.page import write_page

@@ -1,8 +1,4 @@
-"""Tasks around data sets of shards: pack, index, join, check, look, plan. Each calls one function of the library.
-
-On a cluster the files they make go to the blob store, as one directory; ``shards:<its address>/train.json`` is then a
-data set to train on.
-"""
+"""Tasks around data sets of shards: pack, index, join, check, look, plan. Each calls one function of the library."""
 
 from pathlib import Path
 from typing import List, NamedTuple, Optional

@@ -63,9 +63,7 @@ def make_launch_plans(
 ) -> dict[str, LaunchPlan]:
     """Make the launch plans of workflows from config/schedules.yaml, and return them by their names.
 
-    Makes none if ``needs`` names an environment variable that is not set; a registration then prints which are left
-    out.
-    Raises UserError if any entry of the file is wrong, or has one of the caller's names in ``taken``.
+    Makes none if ``needs`` names a variable that is not set. A wrong entry, or a name in ``taken``, is a UserError.
     """
     by_name = {workflow.short_name: workflow for workflow in workflows}
     schedules = [schedule for schedule in read_schedules() if schedule.workflow in by_name]

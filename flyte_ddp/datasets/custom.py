@@ -68,10 +68,9 @@ def arrays_from_result(spec: str, result: Any, progress: Progress) -> ImageArray
 
     ``result`` is what ``image_arrays`` or ``arrays`` returns, or a pair (training set, test set) of map-style data sets
     such as torchvision's, with ``len()`` and items (inputs, targets), or dicts with ``labels``, which are read into
-    memory.
-    If the first item's input is an image, all must be (image, label); a label is a number, an array or tensor [d], or a
-    mask [H, W]. Other inputs become leaves, as those of ``arrays``. The training set's attribute ``classes`` names the
-    classes (default: "0", "1", "2", ...), and ``sample_weights`` is for ``sampling`` "weighted".
+    memory. If the first item's input is an image, all must be (image, label); a label is a number, an array or tensor
+    [d], or a mask [H, W]. Other inputs become leaves, as those of ``arrays``. The training set's attribute ``classes``
+    names the classes (default: "0", "1", "2", ...), and ``sample_weights`` is for ``sampling`` "weighted".
     """
     if not isinstance(result, (ImageArrays, SampleArrays)) and not (
         isinstance(result, (tuple, list)) and len(result) == 2

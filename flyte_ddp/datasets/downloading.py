@@ -14,8 +14,7 @@ def download_verified(
     """Download the file at ``address`` into the open ``file``, verify its digest, and return the file's folder.
 
     ``address`` ends with ``name``. ``digests`` (hex, by hashlib's ``algorithm``) are allowed, or their first digits.
-    Does
-    not retry. Raises AlteredError for another digest, UnavailableError if the address cannot be read.
+    Does not retry. Raises AlteredError for another digest, UnavailableError if the address cannot be read.
     """
     digest, place = hashlib.new(algorithm, usedforsecurity=False), address.removesuffix(name)
     remote = storage.local_path(address) is None

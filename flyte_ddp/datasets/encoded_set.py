@@ -1,7 +1,4 @@
-"""Data sets of encoded images that stay where they are: shards, or a folder or prefix of image files.
-
-The prepared folder is small. It holds the list of samples, their addresses and the class names.
-"""
+"""Data sets of encoded images that stay where they are: the prepared folder holds lists, addresses and class names."""
 
 import json
 from collections.abc import Sequence
@@ -60,11 +57,7 @@ def read_encoded_set(dataset: str, test_dataset: str) -> EncodedSet:
 def prepare_encoded_set(
     dataset: str, test_dataset: str, folder: Path, progress: Progress, *, decoded_by_user: bool = False
 ) -> None:
-    """Write the indexes or file lists of a data set into an existing folder, then ``dataset.json``.
-
-    Unless ``decoded_by_user``, reads the first sample of each data set in an index, and refuses one without image or
-    label.
-    """
+    """Write the indexes or file lists of a data set into an existing folder, and ``dataset.json`` last."""
     data = read_encoded_set(dataset, test_dataset)
     left_out = {}
     for split, source in {"train": data.train, "test": data.test}.items():

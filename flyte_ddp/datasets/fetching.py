@@ -59,11 +59,9 @@ def fetch(
     """Download a data set, verify it and write it into ``folder``, which appears complete or not at all.
 
     Does nothing if ``folder`` already holds this data set of this source undamaged; replaces it if its arrays or lists
-    are
-    damaged, or its format is another release's. Does not notice changed content of the same source: put the
+    are damaged, or its format is another release's. Does not notice changed content of the same source: put the
     :func:`fingerprint` into the folder's name. Imports and calls the code of ``package.module:callable``, with the
-    working
-    directory first on ``sys.path``; its errors are not caught.
+    working directory first on ``sys.path``; its errors are not caught.
 
     Args:
         dataset: a name in ``DATASETS``, ``package.module:callable``, ``shards:...``, ``stream:...`` or
@@ -76,8 +74,7 @@ def fetch(
         progress: auto, bar, lines or off; printed to stderr.
 
     Returns the absolute path of ``folder``, for :func:`flyte_ddp.datasets.open_prepared`. Raises a UserError for an
-    unknown
-    data set, unusable data, a full disk, or a folder that holds something else or cannot be written.
+    unknown data set, unusable data, a full disk, or a folder that holds something else or cannot be written.
     """
     if progress not in MODES:
         raise unknown_name_error("progress", progress, MODES)
@@ -116,10 +113,7 @@ def fetch(
 
 
 def holds_usable_set(folder: Path, dataset: str, requested: dict[str, str]) -> bool:
-    """Return whether ``folder`` holds this data set, can be opened and has this release's format; compares no digests.
-
-    Raises a UserError if it holds other data, or a bad ``dataset.json``.
-    """
+    """Return whether ``folder`` holds this data set in this release's format; UserError if it holds another one."""
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return False
     description = read_description(folder)

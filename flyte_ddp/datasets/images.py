@@ -22,10 +22,7 @@ CHUNK_BYTES = 4 << 20  # images are counted in chunks of this size: np.bincount 
 
 @dataclass(frozen=True, eq=False)
 class ImageArrays(StoredSet):
-    """A classification data set as arrays, made by :func:`image_arrays` or opened by :func:`open_arrays`.
-
-    Only :func:`open_arrays` sets ``mean``, ``std`` and ``digest``.
-    """
+    """A data set of images as arrays; only :func:`open_arrays` sets ``mean``, ``std`` and ``digest``."""
 
     name: str
     train_images: Images  # uint8 [N, H, W, C] in C order, with C = 1 for grey
@@ -67,16 +64,12 @@ def image_arrays(
     """Check arrays, lists or CPU tensors of images and labels, and return them as :class:`ImageArrays`.
 
     Images are uint8 [N, H, W, C], or [N, H, W] if grey; test images have the training images' height, width and
-    channels.
-    Labels are what the objective needs: class numbers [N], positions in ``classes``; 0 and 1, or NaN for unknown, for
-    each
-    of several labels [N, len(classes)]; numbers to predict, float [N] or [N, d], without ``classes``; or a mask of
-    class
-    numbers for each image [N, H, W], 255 where a pixel does not count. ``name`` may be empty if the hyperparameter
-    ``dataset`` names the callable that returns these arrays. ``sample_weights`` [N], for ``sampling`` "weighted", are
-    of
-    the training images, not all 0. Raises a UserError for another type or shape, unfit class names, or class numbers
-    outside 0..len(classes)-1. Copies arrays only to convert them.
+    channels. Labels are what the objective needs: class numbers [N], positions in ``classes``; 0 and 1, or NaN for
+    unknown, for each of several labels [N, len(classes)]; numbers to predict, float [N] or [N, d], without ``classes``;
+    or a mask of class numbers for each image [N, H, W], 255 where a pixel does not count. ``name`` may be empty if the
+    hyperparameter ``dataset`` names the callable that returns these arrays. ``sample_weights`` [N], for ``sampling``
+    "weighted", are of the training images, not all 0. Raises a UserError for another type or shape, unfit class names,
+    or class numbers outside 0..len(classes)-1. Copies arrays only to convert them.
     """
     images = [convert_images("train_images", train_images), convert_images("test_images", test_images)]
     labels = [
@@ -131,10 +124,7 @@ def convert_images(name: str, values: Any) -> Images:
 
 
 def convert_targets(name: str, values: Any, images: Images, classes: int) -> Targets:
-    """Return C-contiguous targets: int64 [N], float32 [N] or [N, d], or masks uint8 or int64 [N, H, W].
-
-    Whole numbers and truth values [N, d] become float32. Raises UserError about ``name`` for others.
-    """
+    """Return C-contiguous targets: int64 [N], float32 [N] or [N, d], or masks uint8 or int64 [N, H, W]."""
     targets, samples = require_array(name, values), len(images)
     if targets.dtype.kind not in "biuf":
         raise UserError(f"{name}: must be numbers, got {targets.dtype}")
@@ -191,10 +181,7 @@ def convert_weights(values: Any, samples: int) -> NDArray[np.float64]:
 
 
 def channel_mean_and_std(images: Images) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return mean and standard deviation of each channel of images uint8 [N, H, W, C], scaled to 0..1.
-
-    Computed from exact counts. A constant channel gets the deviation 1, because inputs are divided by it.
-    """
+    """Return exact mean and deviation of each channel of images uint8 [N, H, W, C], scaled to 0..1."""
     rows = max(1, CHUNK_BYTES * len(images) // images.nbytes)  # images in a chunk
     chunks = [images[start : start + rows].reshape(-1, images.shape[3]) for start in range(0, len(images), rows)]
     counts = sum(np.stack([np.bincount(column, minlength=256) for column in chunk.T]) for chunk in chunks)
@@ -203,7 +190,7 @@ def channel_mean_and_std(images: Images) -> tuple[tuple[float, ...], tuple[float
         pixels, total, squares = (sum(value**power * count for value, count in enumerate(row)) for power in range(3))
         spread = pixels * squares - total * total  # exact, as Python's integers are: 0 for a constant channel
         mean.append(total / (255 * pixels))
-        std.append(math.sqrt(spread / (255 * pixels) ** 2) if spread else 1.0)
+        std.append(math.sqrt(spread / (255 * pixels) ** 2) if spread else 1.0)  # inputs are divided by it
     return tuple(mean), tuple(std)
 
 

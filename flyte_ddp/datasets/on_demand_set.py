@@ -80,13 +80,12 @@ def on_demand(train: Any, test: Any, *, classes: Sequence[str] = ()) -> OnDemand
     """Return a data set whose samples stay where they are, for a callable that the hyperparameter ``dataset`` names.
 
     ``train`` and ``test`` are map-style data sets: ``len(set)``, and ``set[i]`` for i in 0..len-1 is (inputs, targets),
-    or
-    a dict with its targets as ``labels``. Inputs and targets are arrays, numbers or CPU tensors, or tuples or dicts of
-    them, of equal shapes unless ``collate`` pads. If the first training sample's inputs are a picture (a PIL image, or
-    uint8 [H, W], [H, W, C] or a tensor [C, H, W]), all must be pictures of one size. Each loader process calls the
-    callable
-    for itself, and seeds the random generators before each sample: its draws depend on seed, epoch and sample alone. An
-    attribute ``sample_weights`` of ``train`` is for ``sampling`` "weighted". Raises a UserError for an empty set.
+    or a dict with its targets as ``labels``. Inputs and targets are arrays, numbers or CPU tensors, or tuples or dicts
+    of them, of equal shapes unless ``collate`` pads. If the first training sample's inputs are a picture (a PIL image,
+    or uint8 [H, W], [H, W, C] or a tensor [C, H, W]), all must be pictures of one size. Each loader process calls the
+    callable for itself, and seeds the random generators before each sample: its draws depend on seed, epoch and sample
+    alone. An attribute ``sample_weights`` of ``train`` is for ``sampling`` "weighted". Raises a UserError for an empty
+    set.
     """
     for name, samples in (("train", train), ("test", test)):
         require_samples(name, samples)

@@ -25,8 +25,7 @@ def pack_source(source: str, folder: Path, *, split: str = "train", **options: A
 
     ``source`` is a name in ``catalog.DATASETS``; a folder or prefix of images, all of the split "train"; or
     ``package.module:callable``, which is called with "" and returns a pair (training set, test set) of map-style data
-    sets.
-    ``options`` are keyword arguments of :func:`flyte_ddp.shards.packing.pack_samples`.
+    sets. ``options`` are keyword arguments of :func:`flyte_ddp.shards.packing.pack_samples`.
     """
     if split not in ("train", "test"):
         raise unknown_name_error("split", split, ("train", "test"))
@@ -61,14 +60,11 @@ def pack_image_folder(address: str, folder: Path, **options: Any) -> ShardIndex:
 
 
 def make_sample_keys(names: Iterable[str]) -> list[str]:
-    """Return a different key for each file: its name without the extension, and with "%2E" for other dots.
-
-    A key in a tar file ends at the first dot. A key that is already taken gets "%2E" and the extension at its end.
-    """
+    """Return a different key for each file: its name without the extension, and with "%2E" for other dots."""
     keys: dict[str, None] = {}
     for name in names:
         stem, _, extension = name.rpartition(".")
-        place, _, last = stem.rpartition("/")
+        place, _, last = stem.rpartition("/")  # a key in a tar file ends at the name's first dot
         key = f"{place}/{last.replace('.', '%2E')}"
         while key in keys:  # as for a.png beside a.jpg
             key += f"%2E{extension}"
@@ -80,8 +76,7 @@ def pack_images(samples: Any, folder: Path, *, classes: Sequence[str] = (), **op
     """Pack a map-style data set of (image, label), such as torchvision's, as lossless PNG; return the shards' index.
 
     Threads read ``samples``, one at a time. Images are those of :func:`convert_sample`, of any size. ``classes``
-    default to
-    the attribute ``classes`` of ``samples``.
+    default to the attribute ``classes`` of ``samples``.
     """
     from PIL import Image
 

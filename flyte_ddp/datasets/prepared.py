@@ -108,9 +108,7 @@ def check_prepared_set(
 ) -> list[str]:
     """Refuse a prepared data set that cannot be trained on; return lines for the user: contents, and warnings.
 
-    ``workers`` is the number of decoding threads or processes of each rank, ``cache_bytes`` the limit of the shard
-    cache
-    (None: no limit).
+    ``workers`` is the number of decoding threads or processes of each rank. ``cache_bytes`` None: no limit.
     """
     data = open_prepared(folder)
     targets = find_training_targets(data)

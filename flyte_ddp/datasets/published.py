@@ -61,8 +61,7 @@ class PublishedSet:
         """Download one file into ``folder``, verify its digest, and return the folder or address it came from.
 
         Tries only ``source``; if that is empty, the system's copy and then the public addresses. Without the mirror's
-        SHA-256
-        in ``sums`` the published MD5 counts.
+        SHA-256 in ``sums`` the published MD5 counts.
         """
         algorithm, digests = ("sha256", (sums[name],)) if sums else ("md5", self.files[name])
         system = [self.system_folder] if self.system_folder and Path(self.system_folder).is_dir() else []
@@ -83,10 +82,7 @@ class PublishedSet:
             ) from None
 
     def read_mirror_digests(self, source: str, progress: Progress) -> dict[str, str]:
-        """Return the SHA-256 of each file by name, from a mirror's ``SHA256SUMS``; {} without a mirror or that file.
-
-        So a team can serve its own data in the format of a published set.
-        """
+        """Return the SHA-256 of each file by name, from a mirror's ``SHA256SUMS``; {} without a mirror or that file."""
         if not source:
             return {}
         where, path = f"data_source={source!r}", storage.local_path(source)

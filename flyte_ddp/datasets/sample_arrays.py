@@ -133,28 +133,21 @@ def arrays(
     """Return a data set of tables, texts, series or whatever else arrays can hold.
 
     ``train`` and ``test`` are pairs (inputs, targets), or (inputs, targets, ids). Inputs and targets are a leaf, a
-    tuple of
-    leaves, or a dict of leaves by name; targets may be None. The model is called with what the inputs are:
-    ``model(x)``,
-    ``model(*leaves)`` or ``model(**leaves)``. A leaf is an array, a table or a CPU tensor [N, ...] of numbers or truth
-    values, or a list of N arrays [length, ...] of different lengths, for which ``collate`` must pad. Floats are kept as
-    float32; in a batch whole numbers are int64. ``ids`` [N] name the samples in errors, report and predictions.
-    ``classes``
-    names the classes of targets that are class numbers or truth values [N]; default: "0", "1", ... ``name`` may be
-    empty if
-    the hyperparameter ``dataset`` names the callable that returns these arrays. ``sample_weights`` [N], for
-    ``sampling``
-    "weighted", are of the training samples.
+    tuple of leaves, or a dict of leaves by name; targets may be None. The model is called with what the inputs are:
+    ``model(x)``, ``model(*leaves)`` or ``model(**leaves)``. A leaf is an array, a table or a CPU tensor [N, ...] of
+    numbers or truth values, or a list of N arrays [length, ...] of different lengths, for which ``collate`` must pad.
+    Floats are kept as float32; in a batch whole numbers are int64. ``ids`` [N] name the samples in errors, report and
+    predictions. ``classes`` names the classes of targets that are class numbers or truth values [N]; default: "0", "1",
+    ... ``name`` may be empty if the hyperparameter ``dataset`` names the callable that returns these arrays.
+    ``sample_weights`` [N], for ``sampling`` "weighted", are of the training samples.
 
     ``preprocessing`` is any object that pickle takes, such as fitted transformers. It is saved in ``model.json``, and
-    given
-    to ``prepare(preprocessing, source)``, a function of a module, which returns (inputs, ids or None) of new rows.
+    given to ``prepare(preprocessing, source)``, a function of a module, which returns (inputs, ids or None) of new
+    rows.
 
     Raises a UserError for leaves that are no numbers or of different numbers of samples, inputs that are NaN or
-    infinite,
-    names that are no Python identifiers, different forms of training and test samples, a ``preprocessing`` that cannot
-    be
-    pickled, and class names and weights that :func:`flyte_ddp.image_arrays` refuses.
+    infinite, names that are no Python identifiers, different forms of training and test samples, a ``preprocessing``
+    that cannot be pickled, and class names and weights that :func:`flyte_ddp.image_arrays` refuses.
     """
     parts, ids, notes = dict[str, Leaves](), dict[str, Any](), list[str]()
     for side, given in (("train", train), ("test", test)):
@@ -297,10 +290,7 @@ def require_one_length(side: str, parts: Sequence[tuple[str, Leaves]]) -> None:
 
 
 def unify_sides(kind: str, train: Leaves, test: Leaves) -> dict[str, Leaves]:
-    """Return the leaves of both sides by name ("train_inputs"), each leaf ragged, and of one type, in both or neither.
-
-    Raises UserError if they have other names, shapes or kinds of numbers. ``kind`` is inputs or targets.
-    """
+    """Return both sides' leaves by name ("train_inputs"), each of one type, and ragged in both or neither."""
     named = name_leaves(train), name_leaves(test)
     if form_of(train) != form_of(test) or named[0].keys() != named[1].keys():
         texts = map(describe_form, (train, test))

@@ -31,11 +31,7 @@ def audit_registry(name: str, registry: str, files: bool) -> None:
 
 
 def find_faults(registry: Registry, *, files: bool = False) -> Iterator[str]:
-    """Yield a line for each entry of a model's log, and file of its versions, that is missing, damaged or altered.
-
-    With ``files`` also reads all files of the versions whole. Raises an UnreachableError if the storage does not
-    answer.
-    """
+    """Yield a line for each entry or version's file that is missing, damaged or altered; ``files`` also reads files."""
     entries, faults = registry.inspect_log()
     yield from faults
     for name, manifest in dict.fromkeys((entry.version, entry.manifest) for entry in entries):

@@ -1,8 +1,4 @@
-"""The documents of a version: its model card and its lineage, both from the sidecar ``model.json`` and the verdict.
-
-The card has the form of the Hugging Face Hub (Mitchell et al., "Model cards for model reporting", FAT* 2019). The
-lineage is an event of OpenLineage: what the version was trained from, and judged on.
-"""
+"""A version's model card, in the Hugging Face Hub's form (Mitchell et al., FAT* 2019), and its OpenLineage event."""
 
 import json
 import uuid

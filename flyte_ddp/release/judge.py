@@ -88,9 +88,7 @@ class Judgement:
     def export_and_set_verdict(self, reason: str = "", decision: str = "", *, best: str = "", power: str = "") -> Self:
         """Export the challenger, add the Check of its ONNX to ``checks``, set ``verdict``, and return this judgement.
 
-        If ``decision`` is empty, the verdict is KEPT with the reasons of all failed Checks, or PROMOTED for ``reason``
-        if none
-        failed. ``best`` names the new best version; empty: as before.
+        Without a ``decision`` the verdict is KEPT for the reasons of failed Checks, or PROMOTED for ``reason``.
         """
         challenger, champion, before = self.challenger, self.champion, self.before
         exports = self.exports if self.policy.export != OFF else None
@@ -146,11 +144,10 @@ def judge_challenger(
 
     ``weights`` and ``sidecar`` are the challenger's ``model.pt`` and ``model.json``, ``data`` is a prepared data set's
     folder, and ``exports`` the folder for an ONNX (None: none). ``counts`` says whether the verdict may promote: then
-    the
-    registry counts the look at the test split. Runs the code that the sidecars name. An export silences this process's
-    stderr. Errors other than NOT_THE_MODELS give a verdict that compares nothing, so that the model can be stored;
-    without
-    ``counts`` only errors of the champion do. Raises a UserError if challenger, data or registry cannot be read.
+    the registry counts the look at the test split. Runs the code that the sidecars name. An export silences this
+    process's stderr. Errors other than NOT_THE_MODELS give a verdict that compares nothing, so that the model can be
+    stored; without ``counts`` only errors of the champion do. Raises a UserError if challenger, data or registry cannot
+    be read.
     """
     before, test_digest = registry.read_champion(), read_description(data).get(TEST_DIGEST)
     if test_digest is None:

@@ -69,7 +69,7 @@ def picture_differences(judgement: Judgement) -> dict[str, list[Picture]]:
 
 
 def read_test_images(judgement: Judgement, wanted: Collection[int]) -> dict[int, NDArray[np.uint8]]:
-    """Return images [H, W, C] of the ``wanted`` ones of the samples that can be decoded; {} if they are no images."""
+    """Return the ``wanted`` images [H, W, C] by number among the decodable samples; {} if these are no images."""
     model, images, start = judgement.model, dict[int, NDArray[np.uint8]](), 0
     if not isinstance(model.spec, InputSpec):
         return images

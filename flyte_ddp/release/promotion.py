@@ -1,7 +1,7 @@
 """Storing versions, promoting them by a verdict or a person's word, and reading the champion.
 
-Every function raises a UserError if the registry cannot be read or written, or if a file that it reads was altered.
-What appends to the log reads it whole before, tests the storage by a small file, and then rewrites champion.json.
+Every function raises a UserError if the registry cannot be read or written, or if a file that it reads was altered. One
+that appends to the log first reads all of it, and tests the storage by a small file.
 """
 
 from __future__ import annotations
@@ -41,9 +41,8 @@ def store_version(
 ) -> versions.Version:
     """Upload a judged model with its verdict, lineage and card, and return the version; promote nothing.
 
-    ``beside`` are further files by their names. Weights that are stored already are uploaded again only if the verdict
-    promotes. Raises a UserError if the verdict is on another model, or the weights are stored with another name or
-    task.
+    ``beside`` are further files by their names. Stored weights are uploaded again only if the verdict promotes. Raises
+    a UserError if the verdict is on another model, or the weights are stored with another name or task.
     """
     verdict_file, about = verdict.to_json(indent=1).encode() + b"\n", json.loads(sidecar.read_bytes())
     name = file_digest(weights)
@@ -76,10 +75,9 @@ def store_version(
 
 
 def apply_verdict(registry: Registry, version: versions.Version, verdict: Verdict, *, by: str) -> Outcome:
-    """Make a stored version the champion if its verdict promotes it; return the outcome.
+    """Make a stored version the champion if its verdict promotes it and no other entry was written since it was judged.
 
-    Appends nothing if another entry was written since the judgement. An entry that ``by``, the Flyte execution or user,
-    appended in an earlier try counts as this one.
+    An entry that ``by``, the Flyte execution or user, appended in an earlier try counts as this one.
     """
     if not verdict.promotes:
         champion = registry.read_champion()
@@ -104,8 +102,8 @@ def apply_verdict(registry: Registry, version: versions.Version, verdict: Verdic
 def promote_version(registry: Registry, version: str, reason: str, *, by: str, once: bool = False) -> Entry:
     """Append the log entry that makes a version the champion because a person says so, and return the entry.
 
-    ``once`` is for a task that may be tried again: if ``by`` has promoted this version before, returns that entry. A
-    UserError says that there is no such version, it is the champion, the reason is blank, or somebody else was faster.
+    ``once``: an entry that ``by`` has appended before for this version is returned. Raises a UserError for a missing
+    version, the champion, a blank reason, or if somebody else was faster.
     """
     history = registry.read_log()
     if once and (earlier := finish_earlier_try(registry, history, by, PROMOTE, version)):
@@ -122,8 +120,8 @@ def promote_version(registry: Registry, version: str, reason: str, *, by: str, o
 def roll_back_champion(registry: Registry, reason: str, *, by: str, once: bool = False) -> Entry:
     """Append the log entry that makes the previous champion the champion again, and return the entry.
 
-    ``once`` is for a task that may be tried again: if the log has a rollback by ``by``, returns that entry. Raises a
-    UserError if there was no champion before, the reason is blank, or somebody else was faster.
+    ``once``: a rollback that ``by`` has appended before is returned. Raises a UserError without a previous champion,
+    for a blank reason, or if somebody else was faster.
     """
     history = registry.read_log()
     if once and (earlier := finish_earlier_try(registry, history, by, ROLLBACK)):
@@ -165,7 +163,8 @@ def download_version(
 ) -> tuple[Path, Path]:
     """Download model.pt and model.json of a version, or ``every_file``, into a folder; return the paths of the two.
 
-    Makes the folder and replaces files of these names. ``manifest`` is the digest of one revision's; empty: the newest.
+    Makes the folder, replaces its files. ``manifest`` is the SHA-256 of a revision's manifest; empty: the newest
+    revision.
     """
     found, needed = versions.read_version(registry, version, manifest), (versions.WEIGHTS, versions.SIDECAR)
     for name in found.files if every_file else needed:

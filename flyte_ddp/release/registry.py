@@ -99,8 +99,7 @@ class Registry:
     """The registry of one model, in a folder or bucket that many models share.
 
     Repeats a failed request up to 3 times, after pauses of up to 1, 2 and 4 s, if another try may help. After that
-    every
-    method but renew_copy raises a UserError. So does a new instance for an unfit address or model name.
+    every method but renew_copy raises a UserError. So does a new instance for an unfit address or model name.
     """
 
     def __init__(self, address: str, name: str) -> None:
@@ -165,6 +164,7 @@ class Registry:
             try:
                 storage.retry(address, lambda to: storage.create_file(to, content))
             except ExistsError:
+                # A try whose response was lost may have written it; so rivals must write different contents.
                 return self.hash_file(address) == content_digest(content)
         return True
 
@@ -256,9 +256,7 @@ class Registry:
     def append_entry(self, before: Entry | None, *, by: str, reason: str, **values: str) -> Entry:
         """Write the entry after ``before``, the last one, to the log, rewrite champion.json, and return the new entry.
 
-        ``values`` are ``action``, ``version``, ``manifest`` and ``best``. Raises a LostError if somebody else has
-        written that
-        entry, a UserError if the reason is blank.
+        ``values``: action, version, manifest, best. Raises LostError if somebody else was faster.
         """
         if not reason.strip():
             raise UserError("reason='': must say why; it is kept in the registry's log")
@@ -276,7 +274,7 @@ class Registry:
     def renew_copy(self, number: int) -> None:
         """Copy the log's entry of that number, and each later one, to champion.json; print a failure, raise nothing."""
         try:
-            while True:
+            while True:  # up to the last entry, which so remains, however many writers do this
                 content = storage.retry(self.entry_address(number), storage.read_file)
                 storage.retry(self.at(CHAMPION), functools.partial(storage.write_file, content=content))
                 number += 1
@@ -301,6 +299,7 @@ class Registry:
             storage.join(folder, f"looks/{number:08}.json"), json.dumps({"look": number, **values}, indent=1).encode()
         ):
             number += 1
+        # A process killed here loses the number, which makes later comparisons a bit stricter.
         # Two who judge the same pair at the same time have two looks: the first one's counts for both from now on.
         self.create_file(pair, json.dumps({"look": number}).encode())
         return number

@@ -26,9 +26,9 @@ Integers = NDArray[np.integer[Any]]
 def sign_flip_p_value(differences: Floats) -> float:
     """Return the one-sided p-value of the exact sign-flip test that the mean of ``differences`` [N] is above 0.
 
-    Exact to about 1e-12 if the differences are multiples of a unit (for 0/1 scores this is McNemar's exact test).
-    Others
-    are rounded to 1 / STEPS of their root mean square: the p-value changes by about 0.03 % times the normal quantile.
+    Its relative error is about 1e-12 if the differences are multiples of a unit (for 0/1 scores this is McNemar's exact
+    test). Others are rounded to 1 / STEPS of their root mean square: the p-value changes by about 0.03 % times the
+    normal quantile.
     """
     differences = differences[differences != 0]
     return p_value_of_integers(round_to_unit(differences, find_unit(differences, STEPS)))
@@ -108,15 +108,10 @@ def p_value_of_integers(differences: Integers) -> float:
 def probability_of_at_most(most: int, values: Integers, counts: Integers, least: float = 0.0) -> float:
     """Return the probability that the sum of the values whose coin shows heads is at most ``most``.
 
-    Each of the positive ``values`` [U] has ``counts`` [U] fair coins. ``most`` must be below half of the sum of all.
-    The
-    result is 0 if the probability is below ``least``.
-
+    Each of the positive ``values`` [U] has ``counts`` [U] fair coins; ``most`` must be below half of the sum of all.
     With biased coins, heads with probability 1 / (1 + exp(tilt * value)), ``most`` is the mean of the sum. The result
-    is a
-    constant times the sum of P(most - m) * exp(-tilt * m) over m from 0 to ``most``, a geometric one for each
-    frequency. P
-    is the inverse Fourier transform of the characteristic function, a product over the values.
+    is a constant times the sum of P(most - m) * exp(-tilt * m) over m from 0 to ``most``, a geometric one for each
+    frequency. P is the inverse Fourier transform of the characteristic function, a product over the values.
     """
     if most < 0:
         return 0.0
@@ -151,17 +146,15 @@ def probability_of_at_most(most: int, values: Integers, counts: Integers, least:
 
 
 def bound_distance(sign: int, mean: int, values: Integers, counts: Integers, heads: Floats) -> int:
-    """Return a distance from ``mean`` that the sum exceeds, upwards or downwards, with probability 1e-18 or less."""
+    """Return a distance from ``mean`` beyond which, on the side of ``sign``, the sum has probability 1e-18 at most."""
     speeds = np.geomspace(0.1 / math.sqrt(float(counts @ np.square(values.astype(float)))), 500 / int(values[-1]), 24)
     growth = np.log1p(heads * np.expm1(sign * np.multiply.outer(speeds, values))) @ counts
     return math.ceil(float(((growth - sign * speeds * mean + OUTSIDE) / speeds).min()))
 
 
 def find_frequencies(values: Integers, counts: Integers, heads: Floats, size: int) -> NDArray[np.int64]:
-    """Return the frequencies, from 0 to half of ``size``, where the characteristic function is not negligible.
-
-    Single precision and 32 bits, which may overflow as ``size`` is a power of two, make that five times as fast.
-    """
+    """Return the frequencies, from 0 to half of ``size``, where the characteristic function is not negligible."""
+    # Single precision and 32 bits, which may overflow as size is a power of two, make this five times as fast.
     frequencies = np.arange(size // 2 + 1, dtype=np.uint32)
     squared_moduli, least = np.ones(len(frequencies), np.float32), np.square(NEGLIGIBLE * (1.0 + frequencies))
     squared_sines = np.square(np.sin(math.pi / size * np.arange(size))).astype(np.float32)

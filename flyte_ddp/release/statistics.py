@@ -39,8 +39,7 @@ def tango_statistic(gained: Counts, lost: Counts, samples: int, difference: floa
     """Return Tango's statistic, standard normal if ``difference`` (in accuracy, first minus second model) is true.
 
     Counts may be arrays of one shape. Tango, "Equivalence test and confidence interval for the difference in
-    proportions
-    for the paired-sample design", Statistics in Medicine 17 (1998).
+    proportions for the paired-sample design", Statistics in Medicine 17 (1998).
     """
     linear = (2 * samples - gained + lost) * difference - gained - lost
     root = np.sqrt(np.maximum(0.0, linear**2 + 8 * samples * lost * difference * (1 - difference)))
@@ -112,23 +111,18 @@ def pass_probability(samples: int, discordant: float, margin: float, alpha: floa
 
 
 def detectable_mean(differences: Floats, bound: float) -> float:
-    """Return the mean difference of scores that a test finds with probability POWER (0.8), if it is normal.
-
-    ``bound`` is the test's lower bound: a mean as far above 0 as theirs is above the bound is found in half of the
-    cases.
-    """
+    """Return the mean difference of scores that a test with this lower ``bound`` finds with probability POWER (0.8)."""
     error = float(differences.std()) / math.sqrt(len(differences))
+    # A mean as far above 0 as theirs is above the bound is found in half of the cases.
     return float(differences.mean()) - bound + float(stats.norm.ppf(POWER)) * error
 
 
 def mean_pass_probability(differences: Floats, bound: float, margin: float) -> float:
-    """Return the probability that an equal model's lower bound is above -``margin``, if its mean is normal.
-
-    ``bound`` is that of ``differences``; an equal model's is as far below its mean.
-    """
+    """Return the probability that an equal model's lower bound is above -``margin``, if its mean is normal."""
     error = float(differences.std()) / math.sqrt(len(differences))
     if not error:  # all differences are the same
         return float(margin > float(differences.mean()) - bound)
+    # An equal model's bound is taken to be as far below its mean.
     return float(stats.norm.cdf((margin - float(differences.mean()) + bound) / error))
 
 

@@ -45,8 +45,7 @@ def write_version(registry: Registry, files: Mapping[str, Path | bytes]) -> Vers
     """Upload the files of a version that are missing, its manifest last, and return the version. Replaces no file.
 
     Weights that are stored with other files get a new revision. The first of ``files`` must differ between judgements:
-    it
-    shows at once that a folder belongs to another one.
+    it shows at once that a folder belongs to another one.
     """
     digests = {file: content_digest(content) for file, content in files.items()}
     manifest = json.dumps({"files": dict(sorted(digests.items()))}, indent=1).encode() + b"\n"
@@ -81,8 +80,7 @@ def find_version(registry: Registry, name: str, manifest: str = "") -> Version |
     """Return the version whose weights have the SHA-256 ``name``; None if no revision of it is complete.
 
     ``manifest`` is the SHA-256 of one revision's manifest; empty: the newest. Raises a UserError if ``name`` is no
-    SHA-256,
-    no revision has that ``manifest``, the manifest is damaged, or a file that it names is missing.
+    SHA-256, no revision has that ``manifest``, the manifest is damaged, or a file that it names is missing.
     """
     if not DIGEST.fullmatch(name):
         raise UserError(f"version {name!r}: must be the SHA-256 of its weights, 64 hexadecimal digits")

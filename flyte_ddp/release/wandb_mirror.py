@@ -72,10 +72,7 @@ def upload_entry(registry: Registry, entry: Entry, settings: Settings) -> str:
 
 
 def upload_artifact(request: str, files: str) -> None:
-    """Upload the folder ``files`` to wandb as an artifact and print its name; or print the error, and exit with 1.
-
-    ``request`` is JSON: ``run`` (arguments of wandb.init), ``artifact`` (of wandb.Artifact) and ``aliases``.
-    """
+    """Upload the folder ``files`` to wandb as an artifact and print its name; or print the error, and exit with 1."""
     import wandb
 
     asked = json.loads(request)
