@@ -84,7 +84,7 @@ class PeerGoneError(CollectiveError):
 
 
 def describe_resumption(step: int | None) -> str:
-    """Return a sentence that says from which step a new start of the same run resumes (0: none, None: not known)."""
+    """Return a sentence that says from which step a new start resumes (0: no checkpoint, None: not known)."""
     if step is None:
         return "the same run will go on from its last checkpoint"
     if step == 0:

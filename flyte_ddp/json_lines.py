@@ -13,7 +13,7 @@ from flyte_ddp.errors import UserError
 
 
 class JsonLines(AbstractContextManager["JsonLines"]):
-    """Appends records to a file of JSON lines, which must have one writer at a time; UserError if that fails."""
+    """Appends records to a file of JSON lines, which must have one writer at a time; UserError if it cannot write."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

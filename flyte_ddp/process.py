@@ -192,7 +192,7 @@ def list_helpers() -> set[int]:
 
 
 def count_out_of_memory_kills() -> int:
-    """Return how many processes of its memory cgroup the kernel has killed for lack of memory; 0 without a count."""
+    """Return how many processes of this one's memory cgroup the kernel has killed for lack of memory; 0 if unknown."""
     with suppress(OSError):
         for line in Path("/proc/self/cgroup").read_text().splitlines():
             _, controllers, own = line.split(":", 2)

@@ -99,7 +99,7 @@ def keep_champion(
 ) -> Released:
     """Store a judged model as a version, and leave the champion as it is.
 
-    Give and get the same as for promote_challenger.
+    Takes and returns what promote_challenger does.
     """
     return carry_out_verdict(model_state, sidecar, verdict, files, model_name)
 
