@@ -47,13 +47,11 @@ class CommandWithShortErrors(click.Command):
     """A command that shows each known error as one sentence, as ``pyflyte`` does with this package's workflows."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse the command line, after reading the files that it names for inputs; UserError if one is wrong."""
         with show_errors_in_panels(ctx):
             check_input_files(args)
             return super().parse_args(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the command and return its result; each call to the cluster may take CALL_SECONDS."""
         with show_errors_in_panels(ctx), scoped_grpc_deadline(CALL_SECONDS):
             return super().invoke(ctx)
 
@@ -120,7 +118,6 @@ def launch(*, name: str, hp: Hyperparameters | None, config: str, version: str |
 
 
 def read_config(path: str) -> Config:
-    """Read flytekit's configuration from a file and return it; UserError if it does not name a cluster's address."""
     with suppress(Exception):  # the file may hold anything
         if yaml.safe_load(Path(path).read_text(encoding="utf-8"))["admin"]["endpoint"]:
             return Config.auto(path)
@@ -128,10 +125,7 @@ def read_config(path: str) -> Config:
 
 
 def fetch_launch_plan(remote: FlyteRemote, name: str, version: str | None) -> FlyteLaunchPlan:
-    """Query the cluster, and return the launch plan of this version; without a version the active one, else the newest.
-
-    Raises a UserError that lists the choices if project, launch plan or version are missing, or if none is registered.
-    """
+    """Return the launch plan of this version; without a version the active one, else the newest."""
     project, domain = remote.default_project, remote.default_domain
     try:
         active = None if version else remote.fetch_active_launchplan(name=name)
@@ -153,10 +147,7 @@ def fetch_launch_plan(remote: FlyteRemote, name: str, version: str | None) -> Fl
 
 
 def check_launch_plan(plan: FlyteLaunchPlan, hp: Hyperparameters | None, folder: Path | None) -> None:
-    """Raise a UserError if the registered version cannot take ``hp``, or does not make the files to download.
-
-    Creates the folder for these files; a UserError if that fails.
-    """
+    """Raise a UserError if the version cannot take ``hp``, or make the files to download; create their folder."""
     what = f"{plan.id.name} of version {plan.id.version}"
     inputs, outputs = plan.interface.inputs, plan.interface.outputs
     if hp is not None:
@@ -190,8 +181,7 @@ class ExecutionWatch:
     def wait_until_done(self) -> None:
         """Query the execution until it ends, at first every second, later every PAUSE_SECONDS; print changes.
 
-        Sets the execution's closure to what the cluster answers. If the cluster is unreachable for AWAY_SECONDS, prints
-        to stderr and raises flytekit's exception.
+        If the cluster is unreachable for AWAY_SECONDS, raises flytekit's exception.
         """
         while True:
             try:
@@ -209,7 +199,7 @@ class ExecutionWatch:
             time.sleep(min(PAUSE_SECONDS, 1 + (time.monotonic() - self.began) / 30))
 
     def iterate_nodes(self, parent: str | None = None) -> Iterator[Any]:
-        """Query the cluster, and yield the nodes that have begun, below a parent node or the workflow, recursively."""
+        """Yield the nodes that have begun, below a parent node or the workflow, recursively."""
         for node in iterate_node_executions(self.client, self.execution.id, unique_parent_id=parent):
             if not node.id.node_id.endswith(("start-node", "end-node")):
                 yield node
@@ -217,10 +207,7 @@ class ExecutionWatch:
                     yield from self.iterate_nodes(node.id.node_id)
 
     def print_changes(self, node: Any) -> None:
-        """Query a node's attempts, and print what is new: phase and error of each, metrics of a running training.
-
-        Reads the metrics from the node's deck, at most every PAUSE_SECONDS, and ignores errors of that.
-        """
+        """Print what is new of a node: phase and error of each attempt, metrics of a running training."""
         name = self.names.get(node.id.node_id, node.id.node_id).rpartition(".")[2]
         for attempt in iterate_task_executions(self.client, node.id):
             name = attempt.id.task_id.name.rpartition(".")[2]
@@ -238,7 +225,7 @@ class ExecutionWatch:
             self.read_deck_at = time.monotonic()
 
     def read_figures(self, node: Any) -> str:
-        """Return the last record of a training's deck at an address that the cluster signs; LookupError if none."""
+        """Return the last record of a training's deck as text; LookupError if it has none."""
         run = self.execution.id
         address = self.client.get_download_artifact_signed_url(node.node_id, run.project, run.domain, run.name)
         record = parse_last_record(storage.read_file(address.signed_url[0]).decode())
@@ -251,7 +238,6 @@ class ExecutionWatch:
         return ", ".join([f"step {record['step']:,}", *figures])
 
     def print_if_new(self, topic: object, line: str) -> None:
-        """Print the time and a line, unless the line is the last one printed on this topic."""
         if self.printed.get(topic) != line:
             click.echo(f"{time.strftime('%H:%M:%S')} {line}")
         self.printed[topic] = line
@@ -265,10 +251,7 @@ def extract_sentence(message: str) -> str:
 
 
 def download_outputs(remote: FlyteRemote, outputs: dict[str, Any], folder: Path) -> None:
-    """Download all of FILES or none, from addresses that the cluster signs, so that no key of its store is needed.
-
-    Replaces files of these names. Raises a UserError if a file cannot be downloaded, after up to 4 tries, or written.
-    """
+    """Download all of FILES or none, from addresses that the cluster signs, so that no key of its store is needed."""
     with ExitStack() as files:
         for output, name in FILES.items():
             address = outputs[output].scalar.blob.uri

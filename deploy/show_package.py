@@ -23,7 +23,7 @@ RESOURCES = (
 
 
 def print_package(archive: str) -> None:
-    """Read a package, and print a table of its launch plans, and a table of the pods of its tasks."""
+    """Print a table of a package's launch plans, and a table of the pods of its tasks."""
     plans, tasks = list[LaunchPlan](), list[tuple[str, TaskSpec]]()
     with tarfile.open(archive) as tar:
         for member in tar:
@@ -83,25 +83,21 @@ def pod_rows(name: str, task: TaskSpec) -> Iterator[tuple[str, ...]]:
 
 
 def container_cells(pod: Mapping[str, Any]) -> Iterator[str]:
-    """Return the texts for the resources of a pod's only container."""
     [container] = pod["containers"]
     return resource_cells(container["resources"]["requests"], container["resources"]["limits"])
 
 
 def resource_cells(requests: Mapping[str, str], limits: Mapping[str, str]) -> Iterator[str]:
-    """Yield a text for each of RESOURCES, such as "2 to 4" for a request of 2 and a limit of 4, or "-" for none."""
     for names in RESOURCES:
         least, most = (next((given[name] for name in names if name in given), "-") for given in (requests, limits))
         yield format_range(least, most)
 
 
 def format_range(least: object, most: object) -> str:
-    """Return "2 to 4", or "2" if both are equal."""
     return f"{least}" if least == most else f"{least} to {most}"
 
 
 def print_table(rows: list[tuple[str, ...]]) -> None:
-    """Print each row as a line, with all columns aligned."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         print("  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())

@@ -1,7 +1,6 @@
 """Names of data sets and models that configuration may use, and the image sizes that models can take.
 
-The names are written down here, because checking one must not cost an import of torch and torchvision (over 2 s). Tests
-compare them with torchvision's own.
+Written down here, because importing torch and torchvision takes over 2 s. Tests compare them with torchvision's own.
 """
 
 from flyte_ddp.errors import UserError
@@ -103,10 +102,7 @@ def encoded_kind(dataset: str) -> str:
 
 
 def check_image_size(model: str, height: int, width: int) -> None:
-    """Raise UserError, with a size that fits, if a model cannot take images of this size in pixels.
-
-    Accepts any size for users' own models, about which nothing is known here.
-    """
+    """Raise UserError, with a size that fits, if a built-in model cannot take images of this size in pixels."""
     smallest = {**SMALL_MODELS, **TORCHVISION_MODELS}.get(model, 1)
     multiple = SIZE_MULTIPLES.get(model, 1)
     if min(height, width) < smallest or height % multiple or width % multiple:

@@ -37,9 +37,9 @@ def setting(
 ) -> Any:
     """Return a dataclass field with a default, a help text, and the values that :func:`check_value` accepts for it.
 
-    ``own``: the field may also name a user's own ``package.module:callable``, beside its ``choices`` if it has any.
-    ``json``: the field is the text of a JSON object, and takes the object itself, whose text it then is.
-    ``bounds`` of a number are any of at_least, at_most (2**53 by default for whole numbers), above and below.
+    ``own``: also takes a user's own ``package.module:callable``, beside its ``choices``. ``json``: takes a JSON object,
+    or its text. ``bounds`` of a number are any of at_least, at_most (2**53 by default for whole numbers), above and
+    below.
     """
     if type(default) is int:
         bounds.setdefault("at_most", LARGEST_INT)
@@ -52,8 +52,7 @@ class CheckedFields(DataClassJsonMixin):
     """Base of a dataclass whose fields are made by :func:`setting`: checks all values when it is instantiated.
 
     A subclass gives ``called``, the noun for a field in errors, and may give ``elsewhere``: what to take in place of
-    names of other programs. Raises UserError for an unknown field, a value of the
-    wrong type, or a value out of range.
+    names of other programs.
     """
 
     called: ClassVar[str]
@@ -87,18 +86,12 @@ class CheckedFields(DataClassJsonMixin):
 
     @classmethod
     def from_dict(cls, kvs: Any, **_: Any) -> Self:
-        """Return an instance from untrusted key-value pairs; UserError for an unknown key or a bad value.
-
-        Replaces the inherited method, which would drop unknown keys and convert values.
-        """
+        """Return an instance from untrusted pairs; the inherited method would drop unknown keys and convert values."""
         return cls(**cls.check_field_names(kvs))
 
     @classmethod
     def from_json(cls, s: Any, **_: Any) -> Self:
-        """Return an instance from JSON text of ``--hp`` or ``--inputs-file``; UserError for bad JSON, keys or values.
-
-        Converts texts such as "1e-1" to numbers, because flytekit's YAML reader leaves these as texts.
-        """
+        """Return an instance from JSON text; texts such as "1e-1", left by flytekit's YAML reader, become numbers."""
         try:
             values = json.loads(s)
         except (ValueError, RecursionError) as error:
@@ -122,13 +115,10 @@ class CheckedFields(DataClassJsonMixin):
 
 
 def check_value(field: "dataclasses.Field[Any]", value: Any) -> Any:
-    """Return a value in its field's type; in an int field 3.0 becomes 3, because the console's form has only doubles.
+    """Return a value in its field's type; UserError for one that does not fit.
 
-    A JSON object becomes its text, with sorted keys, where the field may be one.
-
-    Raises UserError for a value of another type, NaN, infinity, a number out of range, a text that is not UTF-8 or is
-    none of the choices (where own code is allowed, any text with a colon is one), and an address with a user name or a
-    password.
+    In an int field 3.0 becomes 3, because the console's form has only doubles. Refuses texts that are not UTF-8, and
+    addresses with a user name or a password. Where own code is allowed, any text with a colon is a choice.
     """
     rule = field.metadata
     kind: Any = field.type
@@ -160,6 +150,5 @@ def check_value(field: "dataclasses.Field[Any]", value: Any) -> Any:
 
 
 def short_repr(value: Any) -> str:
-    """Return the repr of a value for an error message, cut to 80 characters."""
     text = repr(value)
     return text if len(text) <= 80 else text[:77] + "..."

@@ -7,10 +7,7 @@ from flyte_ddp.errors import UserError
 
 
 def normalize_class_name(dataset: str, name: str) -> str:
-    """Return a class's name in Unicode's form NFC, in which macOS and Linux give a folder the same name.
-
-    Raises UserError if the name is not UTF-8; the error begins with ``dataset``.
-    """
+    """Return a class's name in Unicode's form NFC, in which macOS and Linux give a folder the same name."""
     try:
         name.encode()
     except UnicodeEncodeError:  # Python shows bytes of a file name that are not UTF-8 as surrogates
@@ -19,11 +16,7 @@ def normalize_class_name(dataset: str, name: str) -> str:
 
 
 def normalize_class_names(dataset: str, names: Iterable[object]) -> tuple[str, ...]:
-    """Return the names of classes, in their order, as texts in Unicode's form NFC.
-
-    Raises UserError if a name is not UTF-8, or if two different names are equal in NFC: they would look alike but have
-    two labels. The error begins with ``dataset``.
-    """
+    """Return classes' names in form NFC; UserError if two names that look alike become equal."""
     given: dict[str, str] = {}  # the first name of each form
     result = []
     for name in map(str, names):

@@ -13,9 +13,8 @@ import torch
 class Clock:
     """Adds up seconds by name; ``with clock("data"): ...`` costs about a microsecond.
 
-    ``event`` makes a ``torch.cuda.Event`` with timing; then the clock records one in the GPU's queue before and after
-    each block, and the GPU's time counts. It never waits for an event, so time in which the host works beside the GPU
-    counts nothing, and time in which the GPU is idle counts in full. Without ``event`` the host's time counts.
+    If ``event`` makes CUDA events with timing, the GPU's time counts: host work beside the GPU counts nothing, and idle
+    time of the GPU in full. The clock never waits for an event. Without ``event`` the host's time counts.
     """
 
     def __init__(self, event: Callable[[], Any] | None = None) -> None:
@@ -27,7 +26,7 @@ class Clock:
 
     @property
     def seconds(self) -> defaultdict[str, float]:
-        """Return the clock's own dict of seconds by name, of finished blocks only, which leave ``pending``."""
+        """The clock's own dict of seconds by name, of finished blocks only."""
         with self._lock:
             while self.pending and self.pending[0][2].query():
                 name, begin, end = self.pending.popleft()
@@ -36,7 +35,6 @@ class Clock:
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        """Add the seconds that the block takes to those of ``name``."""
         begin = self.start_timing(name)
         try:
             yield
@@ -44,7 +42,7 @@ class Clock:
             self.add_since(name, begin)
 
     def start_timing(self, name: str) -> Any:
-        """Return for ``add_since`` an event in the GPU's queue; without a GPU, or for "evaluation", the host's time."""
+        """Return for ``add_since`` an event in the GPU's queue, or the host's time."""
         if self.event is None or name == "evaluation":  # evaluation waits for the device anyway
             return time.perf_counter()
         event = self.event()
@@ -52,7 +50,6 @@ class Clock:
         return event
 
     def add_since(self, name: str, begin: Any) -> None:
-        """Add the seconds since ``begin`` = ``start_timing(name)`` to those of ``name``; never wait for the GPU."""
         if isinstance(begin, float):
             self._seconds[name] += time.perf_counter() - begin
         else:
@@ -60,11 +57,9 @@ class Clock:
             _ = self.seconds  # takes finished events out, so that those of many steps do not pile up
 
     def total(self) -> float:
-        """Return the host's seconds since this clock was made."""
         return time.perf_counter() - self.started
 
 
 def make_clock(device: torch.device) -> Clock:
-    """Return a new :class:`Clock` for work on this device: by CUDA events on a CUDA device, else by the host's time."""
     on_gpu = device.type == "cuda"
     return Clock(lambda: torch.cuda.Event(enable_timing=True)) if on_gpu else Clock()  # type: ignore[no-untyped-call]

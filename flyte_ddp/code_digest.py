@@ -31,10 +31,9 @@ NO_PYTHON = (SyntaxError, ValueError, RecursionError, MemoryError)  # what parsi
 
 @cache
 def library_digest(root: Path = Path(__file__).parent) -> str:
-    """Return 16 hexadecimal digits of a SHA-256 over the code that decides a run's result, as listed in DECIDING.
+    """Return 16 hexadecimal digits of a SHA-256 over DECIDING, the code that decides a run's result.
 
-    Comments, docstrings and formatting do not count. Reads the files once in a process. Parses them only if
-    ``__pycache__`` has no digest of exactly these files; stores the new one there if it can.
+    Comments, docstrings and formatting do not count. Keeps the digest in ``__pycache__``.
     """
     paths = [path for name in DECIDING for path in list_python_files(root / name)]
     # Parsing takes 60 ms, reading 1. The bytes of this file count too: it may compute digests in another way one day.
@@ -52,7 +51,7 @@ def library_digest(root: Path = Path(__file__).parent) -> str:
 
 @cache
 def package_digest(root: Path = Path(__file__).parent) -> str:
-    """Return 16 hexadecimal digits of a SHA-256 over the library's Python and TOML files; reads them once a process."""
+    """Return 16 hexadecimal digits of a SHA-256 over the library's Python and TOML files."""
     return hash_files(root, list_package_files(root), bytes)
 
 
@@ -62,12 +61,11 @@ def list_package_files(root: Path) -> list[Path]:
 
 
 def list_python_files(place: Path) -> list[Path]:
-    """Return all Python files below a folder, sorted; for a file the file itself."""
     return sorted(place.rglob("*.py")) if place.is_dir() else [place]
 
 
 def hash_files(root: Path, paths: Iterable[Path], normalize: Callable[[bytes], bytes]) -> str:
-    """Return 16 hexadecimal digits of a SHA-256 over names (below ``root``) and ``normalize(content)`` of the files."""
+    """Return 16 hexadecimal digits of a SHA-256 over relative names and ``normalize(content)`` of the files."""
     digest = hashlib.sha256()
     for path in paths:
         content = normalize(path.read_bytes())
@@ -77,10 +75,7 @@ def hash_files(root: Path, paths: Iterable[Path], normalize: Callable[[bytes], b
 
 
 def parse_python(source: bytes) -> ast.Module | None:
-    """Return the syntax tree of Python source; None if it is not Python, or is nested too deeply.
-
-    Waits while another thread is in this function. Meanwhile the whole process hides warnings and collects no garbage.
-    """
+    """Return the syntax tree of Python source; None if it is not Python, or is nested too deeply."""
     with PARSING, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         collecting = gc.isenabled()
@@ -96,10 +91,9 @@ def parse_python(source: bytes) -> ast.Module | None:
 
 
 def normalize_code(source: bytes, tree: ast.Module | None) -> bytes:
-    """Return a syntax tree as text, without comments, docstrings, formatting, ``pass`` and constants that stand alone.
+    """Return a syntax tree as text without comments, docstrings, formatting and ``pass``, or else ``source``.
 
-    Removes them from the tree. The text is the same under Python 3.11 and 3.12, but for a few f-strings. Returns
-    ``source`` if there is no tree or it is nested too deeply.
+    Changes the tree. The text is the same under Python 3.11 and 3.12, but for a few f-strings.
     """
     if tree is None:
         return source
@@ -119,10 +113,7 @@ def normalize_code(source: bytes, tree: ast.Module | None) -> bytes:
 
 
 def list_releases() -> str:
-    """Return the versions of the installed packages among ARITHMETIC, such as ``torch 2.15.0, numpy 2.3.1``.
-
-    Reads the packages' metadata; does not import them.
-    """
+    """Return the versions of the installed packages among ARITHMETIC, such as ``torch 2.15.0, numpy 2.3.1``."""
     found = []
     for name in ARITHMETIC:
         with suppress(PackageNotFoundError):

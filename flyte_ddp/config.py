@@ -1,8 +1,7 @@
 """Hyperparameters: all that determines the result of a training run, in one flat, frozen, checked dataclass.
 
-It holds only what can change the result, because every field is part of the cache key. Other settings come from the
-environment (:mod:`flyte_ddp.settings`). Nothing heavy is imported: registration, command-line parsing and cache hits
-all pay for what this module loads.
+Every field is part of the cache key; other settings come from the environment (:mod:`flyte_ddp.settings`). Nothing
+heavy is imported: registration, command-line parsing and cache hits all pay for what this module loads.
 """
 
 # No "from __future__ import annotations" here: flytekit derives the console's form from real types.
@@ -298,12 +297,7 @@ class Hyperparameters(CheckedFields, called="hyperparameter", elsewhere=catalog.
         check_fields_together(self)
 
     def own_code(self, *left_out: str) -> tuple[str, ...]:
-        """Return the user's own ``package.module:callable`` in use, in the order of the fields, each once.
-
-        The fields that may name one are those of ``setting(own=True)``; the option ``decode`` of language counts as
-        one of the objective. ``left_out`` are names of fields not to look
-        at. Whoever must know the user's code asks here, so that no new field is forgotten.
-        """
+        """Return the user's own ``package.module:callable`` in use, but for fields ``left_out``, each once."""
         fields = [field.name for field in dataclasses.fields(self) if field.metadata["own"]]
         values: list[str] = [getattr(self, name) for name in fields if name not in left_out]
         if self.objective == "language" and "objective" not in left_out:
@@ -328,7 +322,7 @@ class Hyperparameters(CheckedFields, called="hyperparameter", elsewhere=catalog.
 
 
 def refuse_unused_settings(hp: Hyperparameters, used: Collection[str]) -> None:
-    """Raise UserError for a setting of objectives that is not at its default and not among those that are ``used``."""
+    """Raise UserError for an objective's setting that is not at its default and not among those ``used``."""
     some_use = {name for names in catalog.OBJECTIVES.values() for name in names}
     for field in dataclasses.fields(hp):
         value = getattr(hp, field.name)

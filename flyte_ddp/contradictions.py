@@ -62,7 +62,6 @@ def find_unfit_data_fields(hp: Hyperparameters) -> Iterator[str]:
 
 
 def find_contradictions(hp: Hyperparameters) -> Iterator[str]:
-    """Yield a sentence for each other contradiction between fields: a value, why it does not fit, and what to do."""
     if hp.nesterov and hp.optimizer == "sgd" and hp.momentum == 0:
         yield "nesterov=True: needs momentum above 0; set momentum or nesterov=false"
     if hp.warmup_steps and ":" in hp.schedule:
@@ -82,7 +81,6 @@ def find_contradictions(hp: Hyperparameters) -> Iterator[str]:
 
 
 def refuse_own_code_of_torch(hp: Hyperparameters) -> None:
-    """Raise UserError for a field that names torch's own code, such as an optimiser, which is called in another way."""
     for field in dataclasses.fields(hp):
         value = getattr(hp, field.name)
         if field.metadata["own"] and ":" in value and value.partition(":")[0].partition(".")[0] == "torch":
@@ -108,7 +106,6 @@ def check_class_weights(text: str) -> None:
 
 
 def check_batch_size(hp: Hyperparameters, num_ranks: int) -> None:
-    """Raise UserError if a batch has fewer samples than ranks x accumulation steps."""
     if hp.batch_size < num_ranks * hp.accumulation_steps:
         raise UserError(
             f"batch_size={hp.batch_size}: must be at least ranks x accumulation_steps = "

@@ -1,7 +1,4 @@
-"""Refuse and mask user names and passwords in addresses (``https://user:password@host/``).
-
-Addresses are stored and shown in many places: sidecars, run folders, indexes, reports, Flyte's inputs, logs.
-"""
+"""Refuse and mask user names and passwords in addresses, which are stored and shown in many places."""
 
 import re
 
@@ -16,7 +13,6 @@ def mask_credentials(text: str) -> str:
 
 
 def refuse_credentials(name: str, value: str) -> None:
-    """Raise UserError, which begins with ``name``, if ``value`` has an address with a user name or a password."""
     if USER_INFO.search(value):
         raise UserError(
             f"{name}={mask_credentials(value)!r}: has a user name or a password, which would be kept and shown "

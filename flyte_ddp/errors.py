@@ -17,8 +17,7 @@ LONGEST_MESSAGE = 600  # characters of a rank's message in a panel
 class UserError(click.ClickException, ValueError):
     """A mistake that the user can fix: the message names the value, the rule and the fix.
 
-    It is a ``ValueError`` for callers of the library and a ``ClickException`` for ``pyflyte``, which prints any other
-    exception as a traceback and this one as a single panel, with exit status 1.
+    As a ``ClickException`` it is printed by ``pyflyte`` as a single panel, with exit status 1, without a traceback.
     """
 
 
@@ -29,8 +28,7 @@ class UnreachableError(UserError):
 class RankError(click.ClickException, RuntimeError):
     """A rank failed, not by a known mistake of the user; ``recoverable``: the machine failed, a retry may succeed.
 
-    ``message`` says in a line or two what failed; ``details`` is a traceback, or the stacks of ranks that hang. ``str``
-    returns both, and ``pyflyte`` prints a panel of a few lines with the name of the file that holds the details.
+    ``message`` says in a line or two what failed; ``details`` is a traceback, or the stacks of ranks that hang.
     """
 
     def __init__(self, message: str, *, details: str = "", recoverable: bool = False) -> None:
@@ -44,10 +42,7 @@ class RankError(click.ClickException, RuntimeError):
         return "\n\n".join(filter(None, (f"{self.message}{self.remark}", self.details)))
 
     def format_message(self) -> str:
-        """Return the lines of click's panel: message and remark; file with the details; where a retry resumes.
-
-        Cuts the message after 600 characters. Has no second line without a file, no third unless ``recoverable``.
-        """
+        """Return the lines of click's panel: message and remark; file with the details; where a retry resumes."""
         message = self.message if len(self.message) <= LONGEST_MESSAGE else f"{self.message[:LONGEST_MESSAGE]} ..."
         lines = [f"{message}{self.remark}"]
         if self.file is not None:
@@ -89,10 +84,7 @@ class PeerGoneError(CollectiveError):
 
 
 def describe_resumption(step: int | None) -> str:
-    """Return a sentence that says from which step a new start of the same run resumes.
-
-    ``step`` is that of the run's newest checkpoint; 0: it has none; None: not known.
-    """
+    """Return a sentence that says from which step a new start resumes (0: no checkpoint, None: not known)."""
     if step is None:
         return "the same run will go on from its last checkpoint"
     if step == 0:
@@ -116,17 +108,13 @@ def require_extra(extra: str) -> Iterator[None]:
 
 
 def install_hint(extra: str) -> str:
-    """Return the command that installs an extra of this package, as part of an error's text."""
     return f"it comes with the extra {extra!r}; in the folder of flyte-ddp: uv pip install -e '.[{extra}]'"
 
 
 def unknown_name_error(
     kind: str, name: str, choices: Iterable[str], page: str = "docs/hyperparameters.md"
 ) -> UserError:
-    """Return the error for an unknown name of a kind such as "model": it suggests the nearest choice and lists choices.
-
-    Of more than 12 choices it lists at most 6, and refers to the document ``page``.
-    """
+    """Return the error for an unknown name: it suggests the nearest choice, and lists choices or refers to ``page``."""
     names = sorted(choices)
     near = [name.lower()] if name.lower() in names else difflib.get_close_matches(name, names, n=6, cutoff=0.5)
     hint = f"did you mean {near[0]!r}? " if near else ""

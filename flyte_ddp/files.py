@@ -21,10 +21,9 @@ held: WeakSet[BinaryIO] = WeakSet()  # files that this process locks
 def atomic_write(path: Path, *, durable: bool = True, create: bool = False) -> Iterator[BinaryIO]:
     """Yield a new temporary file; rename it to ``path`` when the block succeeds, remove it when the block fails.
 
-    Creates missing folders. Readers see the old file or the whole new one. The temporary name is unique, so several
-    threads and processes may write the same path; the last one wins. ``durable`` flushes the content to disk (fsync)
-    before the rename, so that a power cut leaves the old file or the new one. ``create`` raises FileExistsError if
-    ``path`` exists, and flushes the folder too. Raises OSError if the file cannot be written.
+    Creates missing folders. Several threads and processes may write the same path; the last one wins. ``durable``
+    flushes the content to disk (fsync) first, so that a power cut leaves the old file or the new one. ``create`` raises
+    FileExistsError if ``path`` exists, and flushes the folder too.
     """
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -48,21 +47,14 @@ def atomic_write(path: Path, *, durable: bool = True, create: bool = False) -> I
 
 @contextmanager
 def replace_file(path: Path, *, durable: bool = True) -> Iterator[BinaryIO]:
-    """Yield a new file that replaces ``path`` when the block succeeds; see :func:`atomic_write`, also for ``durable``.
-
-    Errors of the block or of the renaming become those of :func:`explain_write_errors`.
-    """
+    """Yield a new file that replaces ``path`` when the block succeeds; UserError if it cannot be written."""
     with explain_write_errors(path), atomic_write(path, durable=durable) as file:
         yield file
 
 
 @contextmanager
 def explain_write_errors(path: Path) -> Iterator[None]:
-    """Turn an OSError of the block, which writes ``path``, into a UserError that names the fix.
-
-    Also turns a RuntimeError raised while an OSError was handled, as in torch.save. A block that also reads must
-    convert its own OSErrors.
-    """
+    """Turn an OSError of the block, which only writes ``path``, into a UserError that names the fix."""
     try:
         yield
     except (OSError, RuntimeError) as error:
@@ -84,23 +76,20 @@ class HashingFile:
         self.file, self.sha256 = file, hashlib.sha256()
 
     def write(self, data: bytes) -> int:
-        """Write data to the file and add it to the digest; return the number of bytes written."""
         self.sha256.update(data)
         return self.file.write(data)
 
     def flush(self) -> None:
-        """Flush the file, for torch.save."""
         self.file.flush()
 
 
 def sync(file: IO[Any]) -> None:
-    """Flush and fsync a file, so that a power cut cannot lose its content; OSError if the disk is full."""
     file.flush()
     os.fsync(file.fileno())
 
 
 def file_digest(path: Path) -> str:
-    """Return the SHA-256 of a file in hex, as ``sha256sum`` prints it; reads the whole file."""
+    """Return the SHA-256 of a file in hex, as ``sha256sum`` prints it."""
     with path.open("rb", buffering=0) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -112,11 +101,11 @@ def list_files(folder: Path) -> list[Path]:
 
 @contextmanager
 def hold_lock(folder: Path, name: str, *, wait: bool = True) -> Iterator[BinaryIO]:
-    """Hold an exclusive lock on the file ``name`` in ``folder`` during the block; create both if missing.
+    """Hold an exclusive lock on the file ``name`` in ``folder`` during the block; yield the file, open for appending.
 
-    Yields the file, open for appending without a buffer. Waits without a limit while the lock is held, even by this
-    thread; with ``wait=False`` raises BlockingIOError instead. Raises OSError if the folder cannot be written to. The
-    file stays there. The kernel releases the lock when the process ends, whatever it has forked.
+    Creates both if missing; the file stays. Waits without a limit while the lock is held, even by this thread; with
+    ``wait=False`` raises BlockingIOError instead. The kernel releases the lock when the process ends, whatever it has
+    forked.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / name).open("ab", buffering=0) as file:

@@ -11,7 +11,6 @@ def format_percent(share: float | None) -> str:
 
 
 def format_number(value: float | None, form: str = ".4f") -> str:
-    """Return a number in one of Python's formats; None as "n/a"."""
     return "n/a" if value is None else format(value, form)
 
 
@@ -70,5 +69,4 @@ def format_duration(seconds: float | None) -> str:
 
 
 def format_moment(unix: float | None) -> str:
-    """Return Unix seconds as date and time in UTC; None as "at an unknown time"."""
     return "at an unknown time" if unix is None else time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(unix))

@@ -32,24 +32,20 @@ class Hardware:
 def detect_hardware(hp: Hyperparameters) -> Hardware:
     """Return the Hardware of a run whose ranks are all on this machine.
 
-    Imports torch if there are GPUs; if ranks use them, initialises CUDA, so forks of this process can use no GPU.
-    Raises UserError if the machine does not have what the hyperparameters need, if the batch has too few samples for
-    the ranks, or if this is a pod that does not see the GPUs that were requested for it.
+    Initialises CUDA if ranks use GPUs, so that forks of this process can use none. Raises UserError if the machine does
+    not have what the hyperparameters need, or if this is a pod that does not see the GPUs that were requested for it.
     """
     return choose_hardware(hp, detect_capacity(request_ranks(hp)))
 
 
 def request_ranks(hp: Hyperparameters) -> Request:
-    """Return what a training with these hyperparameters asks a machine or a cluster for."""
     return Request(hp.num_ranks, hp.backend, most=hp.batch_size, asks_bf16=hp.precision in ("auto", "bf16"))
 
 
 def check_requested_resources(hp: Hyperparameters, nodes: int = 1, ranks: int = 0, capacity: int = 0) -> None:
     """Raise UserError if the GPUs that are requested for training pods do not fit ``hp``.
 
-    Refuses nccl without GPUs, more ranks than GPUs (without any: than ``capacity``), ``num_ranks`` other than
-    ``ranks``, a batch with fewer samples than ranks x accumulation steps, and a strategy that the devices do not allow.
-    Assumes that the pods have bf16: only they can tell. Does nothing if FLYTE_DDP_GPUS is not set, as outside pods.
+    Does nothing if FLYTE_DDP_GPUS is not set, as outside pods.
 
     Args:
         nodes: largest number of training pods.
@@ -78,10 +74,7 @@ def check_requested_resources(hp: Hyperparameters, nodes: int = 1, ranks: int = 
 
 
 def choose_hardware(hp: Hyperparameters, capacity: Capacity) -> Hardware:
-    """Return the Hardware of a run that has this capacity; decide every ``auto`` of the hyperparameters.
-
-    Raises UserError if the batch has too few samples for the ranks, or the devices cannot do what ``hp`` asks for.
-    """
+    """Return the Hardware of a run that has this capacity; decide every ``auto`` of the hyperparameters."""
     device_type, bf16 = capacity.device_type, capacity.bf16
     check_batch_size(hp, capacity.num_ranks)
     small = hp.model in catalog.SMALL_MODELS
@@ -107,10 +100,7 @@ def choose_hardware(hp: Hyperparameters, capacity: Capacity) -> Hardware:
 
 
 def adapt_to_hosts(hardware: Hardware, hp: Hyperparameters, hosts: Collection[str]) -> Hardware:
-    """Return the Hardware for ranks on these hosts: on several hosts ddp replaces the strategy shared_memory.
-
-    Raises UserError on several hosts if the hyperparameters name shared_memory, which needs all ranks on one host.
-    """
+    """Return the Hardware for ranks on these hosts; on several, ddp replaces an automatic shared_memory."""
     if len({*hosts}) < 2 or hardware.strategy != "shared_memory":
         return hardware
     if hp.strategy == "shared_memory":
@@ -122,10 +112,7 @@ def adapt_to_hosts(hardware: Hardware, hp: Hyperparameters, hosts: Collection[st
 
 
 def choose_strategy(hp: Hyperparameters, device_type: str) -> str:
-    """Return the gradient strategy of ``hp``; for "auto" shared memory on CPUs under Linux, else ddp.
-
-    Raises UserError if ``hp`` asks for shared memory, and the ranks are on GPUs or not on Linux.
-    """
+    """Return the gradient strategy of ``hp``; for "auto" shared memory on CPUs under Linux, else ddp."""
     possible = device_type == "cpu" and sys.platform == "linux"
     if hp.strategy == "shared_memory" and not possible:
         raise UserError(

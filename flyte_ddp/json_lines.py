@@ -13,10 +13,7 @@ from flyte_ddp.errors import UserError
 
 
 class JsonLines(AbstractContextManager["JsonLines"]):
-    """Appends records to a file of JSON lines, and closes it at the end of a ``with`` block.
-
-    The file must have one writer at a time. Raises UserError if it cannot be opened or written.
-    """
+    """Appends records to a file of JSON lines, which must have one writer at a time; UserError if it cannot write."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -37,7 +34,6 @@ class JsonLines(AbstractContextManager["JsonLines"]):
 
     @contextmanager
     def _convert_os_errors(self) -> Iterator[None]:
-        """Convert an OSError in the block to a UserError with advice."""
         try:
             yield
         except OSError as error:
@@ -46,11 +42,9 @@ class JsonLines(AbstractContextManager["JsonLines"]):
             ) from error
 
     def size(self) -> int:
-        """Return the size of the file in bytes."""
         return self._file.tell()
 
     def close(self) -> None:
-        """Close the file."""
         self._file.close()
 
     def __exit__(self, *_: object) -> None:
@@ -58,7 +52,6 @@ class JsonLines(AbstractContextManager["JsonLines"]):
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
-    """Return the JSON objects in a file of JSON lines, which is read whole; UserError if it is unreadable."""
     try:
         return [*parse_records(path.read_bytes().splitlines())]
     except OSError as error:

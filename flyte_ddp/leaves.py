@@ -14,7 +14,6 @@ Leaves = Any
 
 
 def map_leaves(function: Callable[[Any], Any], leaves: Leaves) -> Leaves:
-    """Return leaves of the same form, each replaced by what ``function`` returns for it; None stays None."""
     if isinstance(leaves, Mapping):
         return {name: map_leaves(function, leaf) for name, leaf in leaves.items()}
     if isinstance(leaves, tuple):
@@ -48,11 +47,7 @@ def form_of(leaves: Leaves) -> str:
 
 
 def group_leaves(kind: str, samples: Sequence[Leaves], names: Sequence[str]) -> dict[str, list[Any]]:
-    """Return each leaf of all samples as a list, by its name.
-
-    Raises UserError if a sample has another form, or other names, than the first. ``kind`` is inputs or targets,
-    ``names`` are the samples' names in the error.
-    """
+    """Return each leaf of all samples as a list, by its name; UserError if a sample has another form."""
     named = [name_leaves(leaves) for leaves in samples]
     for name, leaves, each in zip(names, samples, named, strict=True):
         if form_of(leaves) != form_of(samples[0]) or each.keys() != named[0].keys():
@@ -62,7 +57,6 @@ def group_leaves(kind: str, samples: Sequence[Leaves], names: Sequence[str]) -> 
 
 
 def describe_form(leaves: Leaves) -> str:
-    """Return the form of leaves in words, such as "one array", "a tuple of 2", or "a dict with tokens, mask"."""
     form = form_of(leaves)
     if form == "dict":
         return f"a dict with {', '.join(map(str, leaves)) or 'nothing'}"
@@ -70,7 +64,6 @@ def describe_form(leaves: Leaves) -> str:
 
 
 def require_numbers(what: str, array: NDArray[Any], fix: str) -> None:
-    """Raise UserError unless an array holds truth values, whole numbers or floats; ``what`` names it in the error."""
     if array.dtype.kind not in "biuf":
         got = {"O": "objects", "U": "texts", "S": "bytes"}.get(array.dtype.kind, str(array.dtype))
         raise UserError(f"{what}: must be numbers or truth values, got {got}; {fix}")

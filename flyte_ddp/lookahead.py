@@ -12,10 +12,7 @@ Result = TypeVar("Result")
 
 
 def start_ahead(start: Callable[[Item], Started], items: Iterable[Item], ahead: int) -> Iterator[Started]:
-    """Yield ``start(item)`` of each item in order; call ``start`` for up to ``ahead`` later items before each yield.
-
-    Calls ``start``, and takes items, in the thread that iterates.
-    """
+    """Yield ``start(item)`` of each item in order; call ``start`` for up to ``ahead`` later items before each yield."""
     started: deque[Started] = deque()
     for item in items:
         started.append(start(item))
@@ -35,9 +32,8 @@ def map_in_threads(
 ) -> Iterator[Iterator[Result]]:
     """Yield an iterator over ``function(item)`` of each item, in order; a pool of ``threads`` threads makes the calls.
 
-    The thread that iterates takes the items, and starts up to ``ahead`` calls (default 2 * threads - 1) before it waits
-    for an earlier result. The iterator raises an exception of ``function`` when it reaches that item. The end of the
-    block cancels calls that have not begun and does not wait for running ones. Each thread first calls ``initializer``.
+    Starts up to ``ahead`` calls (default 2 * threads - 1) before it waits for an earlier result. The end of the block
+    cancels calls that have not begun and does not wait for running ones.
     """
     pool = ThreadPoolExecutor(threads, initializer=initializer)
     number = 2 * threads - 1 if ahead is None else ahead

@@ -46,13 +46,13 @@ class Cpu:
     flags: frozenset[str]
 
     def __str__(self) -> str:
-        """Return what decides how the CPU rounds: vendor, family, model and widest vector instructions, as text."""
+        """Return what decides how the CPU rounds: vendor, family, model and widest vector instructions."""
         widest = next((flag for flag in WIDEST_FIRST if flag in self.flags), "")
         parts = {"": self.vendor or platform.machine(), "family": self.family, "model": self.model, "with": widest}
         return " ".join(f"{name} {value}" for name, value in parts.items() if value).lstrip()
 
     def bf16_support(self) -> Bf16:
-        """Return whether bf16 is faster than fp32 in training the two small CNNs; SLOWER if that was never measured."""
+        """Return whether bf16 is faster than fp32 for the two small CNNs; SLOWER if that was never measured."""
         for vendor, family, flag, worth in MEASURED:
             if (vendor, family) == (self.vendor, self.family) and flag in self.flags:
                 return worth
@@ -107,7 +107,7 @@ def read_cpu_quota(root: Path = Path("/sys/fs/cgroup")) -> float:
 
 
 def count_gpus(devices: Path = Path("/dev")) -> int:
-    """Return how many GPUs torch sees; imports torch only if ``devices`` has a GPU driver's file, such as nvidia0."""
+    """Return how many GPUs torch sees; import torch only if ``devices`` has a GPU driver's file."""
     if not any((devices / name).exists() for name in ("nvidiactl", "nvidia0", "kfd", "dxg")):
         return 0
     import torch
@@ -116,10 +116,7 @@ def count_gpus(devices: Path = Path("/dev")) -> int:
 
 
 def bf16_support(device_type: str) -> Bf16:
-    """Return the Bf16 of this machine's devices of a type; "cuda" means the current GPU, and initialises CUDA here.
-
-    CPUs by the table MEASURED; every GPU that computes in bf16 without emulation counts as FASTER.
-    """
+    """Return the Bf16 of the CPU, or of the current GPU, for which this initialises CUDA."""
     if device_type == "cpu":
         return read_cpu().bf16_support()
     import torch
@@ -130,9 +127,7 @@ def bf16_support(device_type: str) -> Bf16:
 def detect_capacity(request: Request) -> Capacity:
     """Return this machine's Capacity for a request: a GPU for each rank, or CPUs.
 
-    Imports torch if there are GPUs; if ranks use them and the request asks for bf16, initialises CUDA, so forks of this
-    process can use no GPU. Raises UserError if there are too few GPUs, or if this is a pod that does not see the GPUs
-    requested for it.
+    Initialises CUDA if ranks use GPUs and the request asks for bf16, so that forks of this process can use none.
     """
     gpus = count_gpus()
     check_expected_gpus(gpus)
@@ -154,20 +149,14 @@ def check_expected_gpus(visible: int) -> None:
 
 
 def choose_device_type(backend: str, has_gpus: bool, lack: str, other_fix: str = "") -> str:
-    """Return "cuda" if there are GPUs and ``backend`` is not gloo, else "cpu"; UserError for nccl without GPUs.
-
-    ``lack`` is the error's reason, such as "this process sees no GPU"; ``other_fix`` is more advice at its end.
-    """
+    """Return "cuda" if there are GPUs and ``backend`` is not gloo, else "cpu"; UserError for nccl without GPUs."""
     if backend == "nccl" and not has_gpus:
         raise UserError(f"backend='nccl': {lack}; use backend='gloo' or 'auto'{other_fix}")
     return "cuda" if has_gpus and backend != "gloo" else "cpu"
 
 
 def choose_local_device_type(request: Request, gpus: int, who_has: str, other_fix: str = "") -> str:
-    """Return the device type for a request where there are so many GPUs; UserError if some rank cannot have its own.
-
-    ``who_has`` is subject and verb of the error, such as "this process sees"; ``other_fix`` is more advice at its end.
-    """
+    """Return the device type for a request where there are so many GPUs; UserError if some rank cannot have one."""
     device_type = choose_device_type(request.backend, gpus > 0, f"{who_has} no GPU", other_fix)
     if device_type == "cuda" and request.num_ranks > gpus:
         raise UserError(

@@ -18,11 +18,10 @@ GREY_LEVELS = {"L;2": 85, "L;4": 17}  # by layout: the factor by which Pillow sc
 
 
 def opaque_picture(image: Image.Image) -> Image.Image:
-    """Return a picture with 8 bits a channel, white where it was transparent; the same object if nothing must change.
+    """Return a picture with 8 bits a channel, white where it was transparent (then RGBA); the same object if it is so.
 
-    Keeps the upper 8 bits of 16-bit values, and of 12-bit values in TIFF. A picture with transparency becomes RGBA with
-    an alpha of 255 everywhere. Raises ValueError for pixels of unknown range: floats, and integers with a sign or 32
-    bits.
+    Keeps the upper 8 bits of longer values. Raises ValueError for pixels of unknown range: floats, and integers with a
+    sign or 32 bits.
     """
     if image.mode == "F":
         raise ValueError("its pixels are floating-point numbers, of no known range; store 8 or 16 bits, without a sign")
@@ -48,11 +47,7 @@ def opaque_picture(image: Image.Image) -> Image.Image:
 
 
 def picture_to_pixels(image: Any) -> NDArray[Any]:
-    """Return a PIL image, an array [H, W] or [H, W, C], or a tensor [C, H, W] as an array [H, W] or [H, W, C].
-
-    PIL images become uint8, white where transparent: bitmaps and 16-bit images grey, palettes, CMYK and others RGB.
-    Arrays and tensors keep their type. Raises ValueError for a PIL image as :func:`opaque_picture` does.
-    """
+    """Return a PIL image (as grey or RGB uint8), an array, or a tensor [C, H, W] as an array [H, W] or [H, W, C]."""
     if hasattr(image, "convert"):
         image = opaque_picture(image)
         image = image.convert("L" if image.mode in ("1", "L") else "RGB")

@@ -28,13 +28,11 @@ POLL_SECONDS = 0.005
 
 
 def prctl(option: int, argument: Any) -> None:
-    """Call Linux's prctl without checking its result; do nothing on other systems."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(option, argument)
 
 
 def set_malloc_option(option: int, value: int) -> None:
-    """Call glibc's mallopt for this process; do nothing with another C library."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if mallopt is not None:
         mallopt(option, value)
@@ -86,11 +84,7 @@ def postpone_signal(number: signal.Signals) -> Iterator[None]:
 
 @contextmanager
 def hide_main_script() -> Iterator[None]:
-    """Keep processes that are spawned during the block from running the main script again.
-
-    Removes ``__file__`` from the main module and sets its ``__spec__`` to None until the end of the block. With pyflyte
-    as the main script, each process starts 0.7 s sooner.
-    """
+    """Keep processes spawned during the block from running the main script again: with pyflyte 0.7 s each."""
     main = vars(sys.modules["__main__"])
     before: dict[str, Any] = {name: main[name] for name in ("__file__", "__spec__") if name in main}
     main.pop("__file__", None)
@@ -103,10 +97,7 @@ def hide_main_script() -> Iterator[None]:
 
 @contextmanager
 def spawn_context() -> Iterator[SpawnContext]:
-    """Yield multiprocessing's spawn context; processes started in the block begin with SIGTERM and SIGINT blocked.
-
-    Blocks both signals in this thread until the end. Spawned processes do not run this process's main script.
-    """
+    """Yield multiprocessing's spawn context; during the block this thread, and new processes, block SIGNALS."""
     resource_tracker.ensure_running()  # before signals are blocked, because it unblocks them
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
@@ -125,9 +116,9 @@ def kill_descendants() -> None:
 def kill_new_descendants_at_end() -> Iterator[None]:
     """SIGKILL, at the end of the block, the processes that this thread has started in it, and their descendants.
 
-    Waits up to KILL_SECONDS (5 s). Spares earlier children with their descendants, processes that other threads start,
-    and Python's and torch's own helpers. In the main thread of a process that had no other children, adopts orphans
-    during the block and kills them, too: only there it is known who started them. Linux only.
+    Waits up to KILL_SECONDS (5 s). Spares earlier children, processes of other threads, and Python's and torch's
+    helpers. Kills adopted orphans only in the main thread of a process that had no other children: only there is it
+    known who started them.
     """
     before = list_children(os.getpid(), ended=True)
     in_main = threading.current_thread() is threading.main_thread()
@@ -143,10 +134,7 @@ def kill_new_descendants_at_end() -> Iterator[None]:
 
 
 def kill_process_trees(roots: Callable[[], Iterable[int]]) -> None:
-    """SIGKILL the processes whose ids ``roots()`` returns, and their descendants; Linux only.
-
-    Calls ``roots`` and kills again until none is alive or KILL_SECONDS (5 s) have passed. Survivors are not reported.
-    """
+    """SIGKILL the processes ``roots()`` and their descendants, until none lives or KILL_SECONDS (5 s) are over."""
     deadline = time.monotonic() + KILL_SECONDS
     while (found := list_living_trees(roots())) and time.monotonic() < deadline:
         for pid in found:
@@ -156,13 +144,10 @@ def kill_process_trees(roots: Callable[[], Iterable[int]]) -> None:
 
 
 def list_living_trees(roots: Iterable[int]) -> list[int]:
-    """Return the ids of those processes among ``roots`` and their descendants that have not exited.
-
-    A zombie can still have children while other threads of it run, so the descendants of zombies count.
-    """
+    """Return the ids of those processes among ``roots`` and their descendants that have not exited."""
     all_processes = list_processes()
     found = [pid for pid in roots if pid in all_processes]
-    for each in found:
+    for each in found:  # zombies too, which have children while other threads of theirs run
         found += [pid for pid, (parent, _) in all_processes.items() if parent == each]
     return [pid for pid in found if all_processes[pid][1]]
 
@@ -173,10 +158,7 @@ def list_children(pid: int, *, ended: bool = False) -> set[int]:
 
 
 def list_children_of_this_thread() -> set[int]:
-    """Return the ids of the children, zombies too, that this thread started; the main thread's include adopted orphans.
-
-    Returns all children of the process if Linux does not list them by thread.
-    """
+    """Return the ids of this thread's children, zombies too; the main thread's include adopted orphans."""
     own = list_children(os.getpid(), ended=True)
     with suppress(OSError):
         listed = Path(f"/proc/self/task/{threading.get_native_id()}/children").read_text().split()
@@ -196,12 +178,9 @@ def list_processes() -> dict[int, tuple[int, bool]]:
 
 
 def list_helpers() -> set[int]:
-    """Return the ids of children that Python and torch have started for themselves, and that exit with this process.
-
-    These are multiprocessing's resource tracker, and the process in which torch compiles for GPUs, known by its command
-    line; without that process later compilations in this one would fail.
-    """
+    """Return the ids of multiprocessing's resource tracker and torch's compiling process for GPUs."""
     tracker = getattr(resource_tracker._resource_tracker, "_pid", None)
+    # Without this one, known by its command line, later compilations in this process would fail.
     compiler = f"--parent={os.getpid()}".encode()
     found = set()
     for pid in list_children(os.getpid()):
@@ -213,10 +192,7 @@ def list_helpers() -> set[int]:
 
 
 def count_out_of_memory_kills() -> int:
-    """Return how many processes the kernel has killed in this process's memory cgroup because memory ran out.
-
-    A container has a cgroup of its own. Returns 0 if there is no such count: not on Linux, or in no cgroup.
-    """
+    """Return how many processes of this one's memory cgroup the kernel has killed for lack of memory; 0 if unknown."""
     with suppress(OSError):
         for line in Path("/proc/self/cgroup").read_text().splitlines():
             _, controllers, own = line.split(":", 2)

@@ -31,10 +31,9 @@ class Progress:
 
     @contextmanager
     def track(self, label: str, total: int | None, unit: str) -> Iterator[Callable[[int], object]]:
-        """Show a bar for the block, print a line at its start, or neither, by the mode; yield a function for progress.
+        """Show a bar for the block, or a line at its start; yield a function that takes progress.
 
-        ``total`` is the number of units, None if it is not known; the unit "B" stands for bytes. The yielded function
-        takes the number of units that were done since its last call.
+        The function takes the units done since its last call. ``total`` None: not known; the unit "B" stands for bytes.
         """
         if self._mode == "bar":
             with tqdm(total=total, desc=label, unit=unit, unit_scale=unit == "B", file=self._stream) as bar:
@@ -45,7 +44,7 @@ class Progress:
             yield lambda _: None
 
     def print_note(self, text: str) -> None:
-        """Print a text on a line of its own, above a bar, unless progress is off; a stream that fails turns it off."""
+        """Print a text on a line of its own, above a bar, unless progress is off."""
         with self._turn_off_on_failure():
             if self._mode == "bar":
                 tqdm.write(text, file=self._stream)
@@ -62,7 +61,6 @@ class Progress:
 
 
 def format_size(number: int) -> str:
-    """Return a number of bytes as a text such as "26.4MB"."""
     return f"{tqdm.format_sizeof(number)}B"
 
 
@@ -84,19 +82,14 @@ class StepProgress(Progress):
         return self._mode != "off" and self._elapsed() >= self._next
 
     def _elapsed(self) -> float:
-        """Return the seconds since the start."""
         return self._clock() - self._start
 
     def _schedule_next(self, now: float) -> None:
-        """Set when the next step is due; this one is shown ``now``, in seconds from the start."""
         self._next = now + 0.1 if self._mode == "bar" else max(1.3 * now, now + 2.0)
 
 
 class TrainingProgress(StepProgress):
-    """Shows a run's optimiser steps and evaluations, in one of MODES, on ``stream`` (default stderr).
-
-    Steps are shown when they are due; each evaluation has a line.
-    """
+    """Shows a run's optimiser steps when they are due, and a line for each evaluation."""
 
     def __init__(
         self,
@@ -119,10 +112,9 @@ class TrainingProgress(StepProgress):
     def show_step(
         self, epoch: int, step: int, loss: float | None, samples_per_second: float | None, tokens: float | None = None
     ) -> None:
-        """Store the values of step number ``step`` of the run; show them if :meth:`is_due`, and schedule the next time.
+        """Store the values of a step, from 1; show them if :meth:`is_due`; for None shows the last known value.
 
-        ``epoch`` counts from 0, ``step`` from 1; the rates, ``tokens`` a second is one, are those of all
-        ranks. For None shows the last known value.
+        ``epoch`` counts from 0; the rates, samples and ``tokens`` a second, are those of all ranks.
         """
         self._last_step = step
         if loss is not None:
@@ -149,7 +141,7 @@ class TrainingProgress(StepProgress):
         self.print_note(", ".join(parts))
 
     def print_evaluation(self, record: Mapping[str, Any], measure: str = "accuracy") -> None:
-        """Print a line with a measure and the loss of an evaluation record of metrics.jsonl, unless progress is off."""
+        """Print a line with a measure and the loss of an evaluation record of metrics.jsonl."""
         self._last_step = record["step"]
         results = []
         for split in ("validation", "test"):
@@ -168,21 +160,15 @@ class TrainingProgress(StepProgress):
                 self._bar.close()
 
     def _name_epoch(self, epoch: int) -> str:
-        """Return "epoch 1/3" for the epoch 0 of 3."""
         return f"epoch {epoch + 1}/{self._epochs}"
 
     def _update_bar(self) -> None:
-        """Show the newest values and the last step in the bar."""
         self._bar.set_postfix_str(", ".join(self._values.values()), refresh=False)
         self._bar.update(self._last_step - self._bar.n)
 
 
 class FunctionProgress(StepProgress):
-    """Shows the values that an own function records by step, in one of MODES, on ``stream`` (default stderr).
-
-    Steps are shown when they are due, and the last one at :meth:`close`. Nobody knows how many there will be. A bar
-    begins with the first step.
-    """
+    """Shows the values that an own function records by step, when they are due, and the last step at :meth:`close`."""
 
     def __init__(self, mode: str, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__(mode, stream, clock)
@@ -192,10 +178,7 @@ class FunctionProgress(StepProgress):
         self._bar: Any = None
 
     def show_step(self, step: int, values: Mapping[str, float]) -> None:
-        """Store values of a step, also some more of the last step; show all names' newest ones if :meth:`is_due`.
-
-        Of more than SHOWN_VALUES (6) values shows the first, and how many more there are.
-        """
+        """Store values of a step; show all names' newest ones, up to SHOWN_VALUES (6), if :meth:`is_due`."""
         if self._mode == "off":
             return
         self._last_step, self._is_shown = step, False
@@ -214,7 +197,6 @@ class FunctionProgress(StepProgress):
                 self._bar.close()
 
     def _show_last_step(self) -> None:
-        """Show the last step with the newest values, by the mode, and schedule the next time."""
         now = self._elapsed()
         self._schedule_next(now)
         self._is_shown = True

@@ -1,8 +1,7 @@
 """Let users' code hand in intermediate results, files and events, while it trains in any rank.
 
-Models, and other code in a rank, call :func:`submit` and :func:`event`. The rank writes both into ``results/`` of the
-run folder. A rank on a host that does not see the run folder sends them to the launcher (launch/remote/file_sync.py).
-runs/result_store.py copies them elsewhere.
+A rank writes them into ``results/`` of the run folder; from a host that does not see it, launch/remote/file_sync.py
+sends them to the launcher. runs/result_store.py copies them elsewhere.
 """
 
 import json
@@ -28,10 +27,9 @@ _delivery: tuple[int, int, Deliver] | None = None  # process id, rank, and the f
 def submit(name: str, content: bytes) -> None:
     """Write a result file into ``results/`` of the run folder, in place of one of the same name; return when written.
 
-    ``name`` is a path below ``results/``, such as ``maps/epoch-3.png``. A rank on another host writes to that host,
-    which sends the file to the run folder later. Does nothing outside a rank's own process, such as in prediction and
-    in worker processes of streams. A failure to write is printed to stderr once, and training continues. Raises
-    UserError if the name is no path below ``results/``, or the content is not bytes.
+    ``name`` is a path below ``results/``, such as ``maps/epoch-3.png``. From a rank on another host the file comes to
+    the run folder later. Does nothing outside a rank's own process. A failure to write is printed to stderr once, and
+    training continues. Raises UserError if the name is no such path, or the content is not bytes.
     """
     check_result_name(name)
     if not isinstance(content, (bytes, bytearray, memoryview)):
@@ -59,7 +57,6 @@ def event(**values: Any) -> None:
 
 
 def check_result_name(name: str) -> None:
-    """Raise UserError if a name is no plain relative path, has a part that begins with a dot, or is events.jsonl."""
     path = PurePosixPath(name)
     wrong = not path.parts or str(path) != name or path.is_absolute() or "\\" in name or not name.isprintable()
     if wrong or any(part.startswith(".") for part in path.parts) or path.parts[0] == EVENTS:
@@ -88,10 +85,7 @@ class ResultWriter:
         self.failed = False
 
     def write(self, kind: str, **values: Any) -> None:
-        """Write a file (kind "result": name, content) or an event (kind "event": record); any thread may call this.
-
-        Prints the first failure to stderr, and hides later ones. An event waits without a limit for the file's lock.
-        """
+        """Write a file ("result": name, content) or an event ("event": record); any thread may call this."""
         try:
             if kind == "result":
                 self.write_file(**values)
@@ -105,10 +99,7 @@ class ResultWriter:
             self.failed = True
 
     def write_file(self, name: str, content: bytes) -> None:
-        """Create or replace a result file atomically, with missing folders.
-
-        Raises UserError if that fails, if the path leads out of the folder, has a hidden part, or is events.jsonl.
-        """
+        """Create or replace a result file atomically, with missing folders."""
         check_result_name(name)
         path = self.folder / name
         if not path.resolve().is_relative_to(self.folder.resolve()):

@@ -58,17 +58,14 @@ def run_training(
 ) -> Result:
     """Train a model on all ranks, write its files and the report into the run folder, and return their paths.
 
-    ``data`` is the folder of a prepared data set, from ``flyte_ddp.datasets.fetch``. Locks the run folder. Resumes from
-    the checkpoint of an interrupted run in it. Replaces an earlier run's files only when all new ones are complete.
-    Downloads a remote ``hp.init_from``; torchvision's weights stay in torch hub's cache folder. Copies ``results/`` to
-    ``settings.results_copy``, and waits for this at the end up to 60 s. Unless wandb is disabled, a child process logs
-    to it; waits for its end up to ``settings.wandb_timeout`` seconds. If SIGTERM stopped the run, these waits are 3 s
-    and 5 s. Prints warnings and progress to stderr; with progress off, failures and where wandb's run is. Kills the
-    child processes of a single rank at the end.
+    ``data`` is the folder of a prepared data set, from ``flyte_ddp.datasets.fetch``. Locks the run folder, and resumes
+    from the checkpoint of an interrupted run in it. Replaces an earlier run's files only when all new ones are
+    complete. Waits at the end up to 60 s for the copy of ``results/`` to ``settings.results_copy``, and
+    ``settings.wandb_timeout`` seconds for wandb (3 s and 5 s after SIGTERM). Kills the child processes of a single rank
+    at the end.
 
-    By default the settings (logging, caching, timeouts) are those of the environment, the ranks' hardware is chosen for
-    this machine, and ``launch``, which starts the ranks and waits for them, runs a single rank in this process and
-    several in processes of their own.
+    By default the settings are those of the environment, the hardware is chosen for this machine, and ``launch``, which
+    starts the ranks and waits for them, runs a single rank in this process and several in processes of their own.
 
     Raises UserError for a mistake that the user can fix, such as another run in the same folder; RankError if a rank
     failed (the whole error is in ``traceback.txt`` in the run folder's ``unfinished``); StoppedError after SIGTERM, and
@@ -139,16 +136,12 @@ def publish_complete_run(run_folder: Path) -> None:
 
 
 def checkpoint_identity(hp: Hyperparameters, data: Path) -> checkpoint.Identity:
-    """Return the identity that a checkpoint must have for this run to resume from it, whatever the number of ranks.
-
-    Reads the data set's description and what :func:`model_identity` reads.
-    """
+    """Return the identity that a checkpoint must have for this run to resume from it, whatever the number of ranks."""
     values = {name: value for name, value in hp.to_dict().items() if name != "num_ranks"}
     return checkpoint.Identity(values, data=read_description(data)["digest"], **model_identity(hp))
 
 
 def read_result(folder: Path) -> Result:
-    """Return the result of a finished run by reading its ``model.json``."""
     model, sidecar, metrics, report = (folder / name for name in ("model.pt", "model.json", METRICS, REPORT))
     found = json.loads(sidecar.read_bytes())["metrics"]
     measures = {

@@ -82,12 +82,11 @@ KINDS: dict[str, type[Section]] = {kind.__name__.lower(): kind for kind in get_a
 
 
 def encode_sections(sections: Iterable[Section]) -> str:
-    """Return sections as JSON; numbers that are not finite become null."""
     return json.dumps(
         [replace_non_finite({"kind": type(section).__name__.lower(), **asdict(section)}) for section in sections]
     )
 
 
 def decode_sections(text: str) -> list[Section]:
-    """Return the sections that :func:`encode_sections` has written; ValueError, LookupError or TypeError for others."""
+    """Return the sections of :func:`encode_sections`; ValueError, LookupError or TypeError for others."""
     return [KINDS[values.pop("kind")](**values) for values in json.loads(text)]

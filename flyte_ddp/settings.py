@@ -1,7 +1,6 @@
 """Variables of the environment: what does not change a run's result, and so stays out of the cache key.
 
-variables.toml is the one table of them. The functions below take defaults from it. flyte_ddp/pods/environment.py takes
-from it which variables pods are given. docs/configuration.md shows it.
+variables.toml is the one table of them, for the functions below, flyte_ddp/pods/environment.py and the documents.
 """
 
 import os
@@ -31,14 +30,13 @@ class Variable(NamedTuple):
 
 @cache
 def read_variable_table() -> dict[str, Variable]:
-    """Return the variables that people may set, by name, in the order of variables.toml. Read it once in a process."""
+    """Return the variables that people may set, by name, in the order of variables.toml."""
     tables = load_variables_file()
     del tables["internal"]
     return {name: Variable(name, where, *row) for where, rows in tables.items() for name, row in rows.items()}
 
 
 def load_variables_file() -> dict[str, Any]:
-    """Return the tables of variables.toml, by their names."""
     import tomllib  # takes 5 ms, which most who import this module do not need
 
     return tomllib.loads(Path(__file__).with_name("variables.toml").read_text(encoding="utf-8"))
@@ -93,10 +91,7 @@ def read_settings() -> Settings:
 
 
 def check_wandb_settings(settings: Settings) -> None:
-    """Raise UserError if wandb would refuse its project or WANDB_BASE_URL. Do nothing if wandb is disabled.
-
-    wandb checks both when it opens its run, also offline, and would then log nothing.
-    """
+    """Raise UserError if wandb would refuse its project or WANDB_BASE_URL, and then log nothing."""
     if settings.wandb_mode == "disabled":
         return
     project, address = settings.wandb_project, read_text("WANDB_BASE_URL")
@@ -126,7 +121,6 @@ def read_text(name: str) -> str:
 
 
 def read_choice(name: str, choices: tuple[str, ...]) -> str:
-    """Return a variable's value, else its default, else "". Raise UserError if the value is none of ``choices``."""
     value = read_text(name)
     if value and value not in choices:
         raise UserError(f"{name}={value!r}: choose one of {', '.join(choices)}")
@@ -146,7 +140,6 @@ def read_number(name: str, at_least: float = 0.0) -> float:
 
 
 def read_whole_number(name: str) -> int:
-    """Return the whole number in a variable (1e9 is one), else its default. Raise UserError for other values."""
     value = read_number(name)
     if value != int(value):
         raise UserError(f"{name}={os.environ[name]!r}: must be a whole number")

@@ -22,7 +22,6 @@ class StoredSpec(str):
     sources: Mapping[str, str]  # by path, such as package/module.py
 
     def __new__(cls, spec: str, sources: Mapping[str, str]) -> Self:
-        """Return the text ``spec`` with its sources."""
         self = super().__new__(cls, spec)
         self.sources = sources
         return self
@@ -35,11 +34,8 @@ class StoredSpec(str):
 
 
 def import_stored_module(sources: Mapping[str, str], name: str) -> ModuleType:
-    """Import a module from sources and return it; ``sys.modules`` has it by a name of its own.
-
-    Its imports of other modules of the sources find these; ``importlib.import_module`` in it finds today's.
-    """
-    importer = StoredImporter(sources)
+    """Import a module from sources, under a name of its own in ``sys.modules``, and return it."""
+    importer = StoredImporter(sources)  # not for importlib.import_module in that code, which finds today's modules
     if not any(getattr(finder, "prefix", "") == importer.prefix for finder in sys.meta_path):
         sys.meta_path.insert(0, importer)
     return importlib.import_module(f"{importer.prefix}.{name}")
@@ -60,12 +56,10 @@ class StoredImporter(MetaPathFinder, ExecutionLoader):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return the spec of a module of these sources; None for another module."""
         del path, target
         return importlib.util.spec_from_loader(fullname, self) if self.get_filename(fullname) in self.files else None
 
     def is_package(self, fullname: str) -> bool:
-        """Return whether the module is a package."""
         return f"{fullname.replace('.', '/')}/__init__.py" in self.files
 
     def get_filename(self, fullname: str) -> str:
@@ -73,7 +67,6 @@ class StoredImporter(MetaPathFinder, ExecutionLoader):
         return fullname.replace(".", "/") + ("/__init__.py" if self.is_package(fullname) else ".py")
 
     def get_source(self, fullname: str) -> str:
-        """Return a module's source."""
         return self.files[self.get_filename(fullname)]
 
     def exec_module(self, module: ModuleType) -> None:

@@ -1,7 +1,6 @@
 """torchvision's pretrained weights by name: their files, and the input that they were trained on.
 
-They are written down here, because asking torchvision costs its import (over 2 s), which registration, the command line
-and cache hits would pay. A test compares the table with torchvision's own.
+Written down here, because importing torchvision takes over 2 s. A test compares the table with torchvision's own.
 """
 
 from dataclasses import dataclass
@@ -155,20 +154,17 @@ class PretrainedWeights:
 
     @property
     def digest_start(self) -> str:
-        """Return the first 8 digits or more of the file's SHA-256 (hex), which its name ends with."""
+        """The first 8 digits or more of the file's SHA-256 (hex), which its name ends with."""
         return self.file.removesuffix(".pth").rpartition("-")[2]
 
 
 def choose_side(image_size: int, weights: PretrainedWeights | None) -> int:
-    """Return the side of a model's images, in pixels: ``image_size``; where it is 0 that of the weights, 0 without."""
+    """Return the side of a model's images in pixels: ``image_size``, or if 0 that of the weights, or 0."""
     return image_size or (weights.side if weights else 0)
 
 
 def find_weights(model: str, init_from: str) -> PretrainedWeights | None:
-    """Return the weights that ``torchvision:NAME`` stands for with this model; None for any other ``init_from``.
-
-    Raises UserError if the model is not torchvision's, or has no weights of that name.
-    """
+    """Return the weights that ``torchvision:NAME`` stands for with this model; None for any other ``init_from``."""
     if not init_from.startswith(PREFIX):
         return None
     if model not in catalog.TORCHVISION_MODELS:

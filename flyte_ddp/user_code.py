@@ -18,9 +18,8 @@ SPEC = re.compile(rf"({NAME}(?:\.{NAME})*):({NAME})")
 def load_callable(spec: str) -> Callable[..., Any]:
     """Import a module and return the callable in it that ``spec``, ``package.module:callable``, names.
 
-    First puts the working directory on ``sys.path``. Of a StoredSpec imports its own sources. Raises UserError if the
-    spec is malformed, if there is no such module, attribute or callable, or if the import raises ImportError or
-    SyntaxError; its other exceptions go through.
+    First puts the working directory on ``sys.path``. Of a StoredSpec imports its own sources. Other exceptions of the
+    import than ImportError and SyntaxError, which become a UserError, go through.
     """
     module_name, attribute = split_spec(spec)
     search_working_directory()
@@ -50,10 +49,7 @@ def load_callable(spec: str) -> Callable[..., Any]:
 def require_options(
     what: str, function: Callable[..., Any], options: Mapping[str, Any], *positional: Any, **keywords: Any
 ) -> None:
-    """Raise UserError if a callable does not take these options as keyword arguments, beside the other arguments.
-
-    ``what`` names the callable in the error.
-    """
+    """Raise UserError if a callable does not take these options as keyword arguments, beside the other arguments."""
     try:
         inspect.signature(function).bind(*positional, **keywords, **options)
     except TypeError as error:
@@ -69,7 +65,6 @@ def select_arguments(function: Callable[..., Any], arguments: Mapping[str, Any])
 
 
 def split_spec(spec: str) -> tuple[str, str]:
-    """Return module name and attribute name of ``package.module:callable``; UserError for another form."""
     match = SPEC.fullmatch(spec)
     if match is None:
         raise UserError(f"{spec!r}: must have the form package.module:callable, such as my_data.flowers:load")
@@ -77,10 +72,7 @@ def split_spec(spec: str) -> tuple[str, str]:
 
 
 def search_working_directory() -> None:
-    """Put the working directory first on ``sys.path``, unless it is there, and clear importlib's caches of folders.
-
-    ``python -m`` does this, console scripts such as pyflyte don't.
-    """
+    """Put the working directory first on ``sys.path``, as ``python -m`` does and console scripts don't."""
     here = str(Path.cwd())
     if here not in sys.path and "" not in sys.path:
         sys.path.insert(0, here)
@@ -94,6 +86,5 @@ def find_modules_shadowing_stdlib() -> dict[str, Path]:
 
 
 def missing_module_error(spec: str, module: str) -> UserError:
-    """Return the error for a module of ``spec`` that Python does not find."""
     fix = f"install it, or start from the directory that holds it (now {Path.cwd()})"
     return UserError(f"{spec!r}: no module named {module!r}; {fix}")

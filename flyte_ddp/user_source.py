@@ -29,18 +29,15 @@ digested: dict[Path, tuple[ModuleSpec | None, str]] = {}  # spec of the imported
 
 
 def user_source_digest(*specs: str) -> str:
-    """Return a SHA-256 (hex) of the user's own code behind ``specs``: of the files of :func:`find_user_sources`.
+    """Return a SHA-256 (hex) of the files of :func:`find_user_sources` for all ``specs``.
 
-    A file that several specs need counts once. Comments, docstrings, formatting and the place of the top-level module
-    do not count. Files that do not parse as Python count by their bytes. Puts the working directory first on
-    ``sys.path``. UserError for a bad spec or a missing module.
+    Comments, docstrings, formatting and the place of the top-level module do not count.
     """
     found = {source[:2]: source for spec in specs for source in find_user_sources(spec)}
     return digest_sources(found.values())
 
 
 def digest_sources(sources: Iterable[Source]) -> str:
-    """Return a SHA-256 (hex) of sources' names and normalized content, in any order."""
     lines = []
     for name, path, content, tree in sources:
         digest = hashlib.sha256(normalize_code(content, tree)).hexdigest()
@@ -65,10 +62,7 @@ def refuse_outdated_module(name: str, path: Path, digest: str) -> None:
 
 
 def read_user_sources(*specs: str) -> dict[str, str]:
-    """Return the text of the files of :func:`find_user_sources` by name, but for IDENTIFIED packages; {} if over 4 MiB.
-
-    Such a large one (transformers, timm) counts as a library. ``specs`` are as there, whose errors it raises.
-    """
+    """Return the text of the files of :func:`find_user_sources` by name; {} if over 4 MiB, like a library's."""
     own = [spec for spec in specs if split_spec(spec)[0].partition(".")[0] not in IDENTIFIED]
     found = {name: content for spec in own for name, _, content, tree in find_user_sources(spec) if tree is not None}
     if sum(map(len, found.values())) > STORED_BYTES:
@@ -90,19 +84,17 @@ def are_todays_sources(sources: Mapping[str, str], *specs: str) -> bool:
 
 
 def list_user_files(*specs: str) -> set[Path]:
-    """Return the resolved paths of the files of :func:`find_user_sources` for each of ``specs``."""
     return {path.resolve() for spec in specs for _, path, *_ in find_user_sources(spec)}
 
 
 def find_user_sources(spec: str) -> Iterator[Source]:
-    """Yield the source of each file of the user's own behind ``spec``.
+    """Yield the source of each file of the user's own behind ``spec``, a ``package.module:callable``; import nothing.
 
-    ``spec`` is ``package.module:callable``. Imports nothing. First come the files of the top-level module, wherever it
-    is; then the files of each top-level module that a file imports, unless it is Python's own, is in site-packages (an
-    editable install is not), or is this library or one it computes with. Of a package all ``.py`` files count, because
-    packages may import their modules by computed names. Misses data files, files that cannot be read, and what
-    :func:`find_imported_modules` misses. Puts the working directory first on ``sys.path``. Raises UserError if the spec
-    is malformed or there is no such top-level module.
+    These are the files of the top-level module, wherever it is, and of each one that a file imports, unless it is
+    Python's own, in site-packages, or this library or one it computes with. Of a package all ``.py`` files count,
+    because packages may import their modules by computed names. Misses what :func:`find_imported_modules` misses. Puts
+    the working directory first on ``sys.path``. Raises UserError if the spec is malformed or there is no such top-level
+    module.
     """
     top = split_spec(spec)[0].partition(".")[0]
     search_working_directory()
@@ -119,10 +111,7 @@ def find_script_sources(script: Path) -> Iterator[Source]:
 
 
 def follow_imports(files: list[tuple[str, Path]], seen: set[str]) -> Iterator[Source]:
-    """Yield the sources of ``files`` (names and paths) and of the user's modules that they import, and so on.
-
-    Changes ``files`` and ``seen``, the names of top-level modules that are left out.
-    """
+    """Yield the sources of ``files`` and of the user's modules that they import, but for ``seen``; change both."""
     while files:
         name, path = files.pop()
         try:
@@ -148,11 +137,7 @@ def find_top_level(name: str) -> ModuleSpec | None:
 
 
 def list_module_files(found: ModuleSpec, *, only_own: bool = False) -> Iterator[tuple[str, Path]]:
-    """Yield name and path of each ``.py`` file of a top-level module or package; names begin with the module's name.
-
-    Follows symlinks to folders, each once. Leaves out hidden files and folders; with ``only_own`` also Python's and
-    installed ones.
-    """
+    """Yield name and path of each ``.py`` file of a top-level module; with ``only_own`` of the user's files only."""
     packages = found.submodule_search_locations
     for place in packages if packages is not None else filter(None, [found.origin if found.has_location else None]):
         if only_own and not is_user_file(place):
@@ -178,10 +163,7 @@ def is_user_file(place: str) -> bool:
 
 @contextmanager
 def explain_own_errors(what: str) -> Iterator[None]:
-    """Raise UserError for an exception of the user's code in the block: it begins with his line, and has the traceback.
-
-    ``what`` names the code. Of the traceback leaves out this library's calls before his first one.
-    """
+    """Raise UserError for an exception of the user's code in the block, with his line and traceback."""
     try:
         yield
     except click.ClickException:
@@ -200,10 +182,7 @@ def explain_own_errors(what: str) -> Iterator[None]:
 
 
 def find_imported_modules(tree: ast.Module | None) -> set[str]:
-    """Return the names of top-level modules that a source imports; the empty set for None.
-
-    Counts import statements, and texts given to ``import_module`` or ``__import__``; leaves out relative imports.
-    """
+    """Return the names of modules that a source imports, by statements or ``import_module``, but not relatively."""
     names: list[str] = []
     for node in ast.walk(tree) if tree else ():
         if isinstance(node, ast.Import):
@@ -219,11 +198,9 @@ def find_imported_modules(tree: ast.Module | None) -> set[str]:
 def list_files_outside_digest(known: set[Path], specs: Iterable[str], modules: Iterable[str]) -> list[str]:
     """Return the user's files that ``specs`` imported and the digest left out (not in ``known``): relative paths.
 
-    Starts at the modules of ``specs`` and ``modules`` (names in ``sys.modules``, such as those of the model's layers).
-    Follows the modules in each module's namespace, and the modules that define its classes, functions and instances; so
-    it misses a module that gave only numbers, texts or containers. Only files below a folder that holds a top-level
-    module of ``specs`` count; paths are relative to it, and sorted. Get ``known`` from :func:`list_user_files` before
-    the user's code is imported, because that code may change ``sys.path``.
+    Starts at the modules of ``specs`` and ``modules``, and follows the namespaces of modules; so it misses a module
+    that gave only numbers, texts or containers. Get ``known`` from :func:`list_user_files` before the user's code is
+    imported, because that code may change ``sys.path``.
     """
     names = [split_spec(spec)[0] for spec in specs]
     tops = filter(None, [find_top_level(name.partition(".")[0]) for name in names])

@@ -1,9 +1,8 @@
 """What a person sees of ``pyflyte``: errors as one panel, missing engines, and nothing left in the temporary folder.
 
 flytekit reads the command line before any code of ours runs, and shows most mistakes in it as a traceback. But it
-imports our modules within click's context of the command, and click (since 8.3) passes exceptions to the resources of a
-context. So a resource of ours translates the exceptions. For ``pyflyte run --remote`` this module also changes the
-options of the command, and the method of flytekit's remote that registers a script.
+imports our modules within click's context of the command, and click (since 8.3) passes exceptions to a context's
+resources. So a resource of ours translates the exceptions.
 """
 
 from __future__ import annotations
@@ -49,13 +48,7 @@ EXAMPLES = {"--hp": '{"epochs": 3}', "--policy": '{"rule": "not_worse"}', "--inp
 
 
 def set_up_command() -> None:
-    """Set up the ``pyflyte`` command that imports our modules; do nothing in a pod or for another command.
-
-    For run, register and package: shows errors as panels, and removes flytekit's temporary folders at exit. For run:
-    reads the files of inputs. For pods: checks the settings, and prints to stderr which of them stay here. For run
-    --remote: limits each call to CALL_SECONDS, and changes what is sent. Raises UserError if a file of inputs cannot be
-    read, or a setting that pods get is wrong.
-    """
+    """Set up the ``pyflyte`` command that imports our modules; do nothing in a pod or for another command."""
     context = click.get_current_context(silent=True)
     command = None if context is None else context.find_root().invoked_subcommand
     if context is None or command not in ("run", "register", "package"):
@@ -78,7 +71,7 @@ def set_up_command() -> None:
 
 
 def print_fields(context: click.Context) -> None:
-    """Print name, default and meaning of each hyperparameter, and of a policy's fields, if the command takes them."""
+    """Print name, default and meaning of each hyperparameter and policy's field, if the command takes them."""
     if context.invoked_subcommand is None:  # --help of the file
         return
     command = context.command.get_command(context, context.invoked_subcommand)  # type: ignore[attr-defined]
@@ -92,35 +85,26 @@ def print_fields(context: click.Context) -> None:
 
 
 def change_remote_run(parameters: RunLevelParams) -> None:
-    """Change parameters of ``pyflyte run --remote``: send all sources, and make settings part of the version.
-
-    flytekit would send only modules that are imported by now, and makes the version from sources alone, by a method of
-    its remote that this replaces. With --overwrite-cache pods get FLYTE_DDP_FROM_SCRATCH.
-    """
-    if parameters.copy == CopyFileDetection.LOADED_MODULES:
+    """Change parameters of ``pyflyte run --remote``: send all sources, and make settings part of the version."""
+    if parameters.copy == CopyFileDetection.LOADED_MODULES:  # only those imported by now
         parameters.copy = CopyFileDetection.ALL
-    remote = parameters.remote_instance()
+    remote = parameters.remote_instance()  # whose method makes the version from sources alone
     remote.register_script = partial(remote.register_script, envs=environment.settings_digest())
     if parameters.overwrite_cache:  # Flyte does not tell pods
         parameters.envvars = {**(parameters.envvars or {}), environment.FROM_SCRATCH_VARIABLE: "yes"}
 
 
 def remove_temporary_folders_at_exit() -> None:
-    """Register the removal of flytekit's temporary folders at the exit of this process; they hold no output of ours.
-
-    Uses multiprocessing's Finalize, as processes that multiprocessing starts do not run ``atexit`` functions.
-    """
+    """Register the removal of flytekit's temporary folders at the exit of this process; they hold no output of ours."""
     sandbox = Path(FlyteContextManager.current_context().file_access.local_sandbox_dir).parent
     for folder in {Path(flyte_tmp_dir), Path(Config.local_sandbox_path), sandbox}:
         if folder.parent == Path(tempfile.gettempdir()) and folder.name.startswith("flyte"):
+            # Processes that multiprocessing starts do not run functions of atexit.
             Finalize(None, shutil.rmtree, (folder,), {"ignore_errors": True}, exitpriority=0)
 
 
 def check_input_files(arguments: Sequence[str]) -> None:
-    """Read and parse the files after --hp, --policy and --inputs-file on a command line, as flytekit does later.
-
-    Raises UserError if a file cannot be read or is neither JSON nor YAML, or if --inputs-file holds no object.
-    """
+    """Parse the files after --hp, --policy and --inputs-file, as flytekit does later; UserError if one is unfit."""
     for option, example in EXAMPLES.items():
         value = word_after_option(arguments, option)
         if option not in arguments or (value or "").lstrip().startswith(("{", "[", "'")):  # flytekit's words are enough
@@ -141,7 +125,7 @@ def check_input_files(arguments: Sequence[str]) -> None:
 
 
 def unreadable_reason(error: Exception) -> str:
-    """Return a short reason why a file of JSON or YAML cannot be read, from the exception of reading or parsing it."""
+    """Return a short reason why a file of JSON or YAML cannot be read or parsed."""
     if isinstance(error, OSError):
         return error.strerror or str(error)
     if isinstance(error, UnicodeDecodeError):
@@ -153,17 +137,13 @@ def unreadable_reason(error: Exception) -> str:
 
 
 def word_after_option(arguments: Sequence[str], option: str) -> str | None:
-    """Return the word after an option; None if the option or the word is missing."""
     rest = arguments[arguments.index(option) + 1 :] if option in arguments else []
     return rest[0] if rest else None
 
 
 @contextmanager
 def show_errors_in_panels(context: click.Context) -> Iterator[None]:
-    """Replace exceptions of the block that a person can fix by a click exception, shown as a panel; let others pass.
-
-    ``context`` is click's context of the command. Reads the command line from sys.argv for the texts.
-    """
+    """Replace exceptions of the block that a person can fix by a click exception, shown as a panel; let others pass."""
     try:
         yield
     except (KeyboardInterrupt, RankError, StoppedError) as error:
@@ -193,7 +173,6 @@ def is_engine_installed(name: str) -> bool:
 
 
 def unknown_entity_error(context: click.Context) -> UserError:
-    """Return the error for a name on the command line that is no workflow, task or launch plan of the file."""
     name = word_after_option(sys.argv, str(context.info_name)) or ""
     if name in left_out:
         return UserError(left_out[name])
@@ -217,7 +196,7 @@ def missing_path_error(error: BaseException | None) -> UserError | None:
 
 
 def unknown_option_error(error: Exception) -> UserError | None:
-    """Return the error for an unknown option or an unknown key of --inputs-file; None where click's text is enough."""
+    """Return the error for an unknown option or key of --inputs-file; None where click's text is enough."""
     if not isinstance(error, click.NoSuchOption):
         return None
     name, path = error.option_name.lstrip("-"), word_after_option(sys.argv, "--inputs-file")
@@ -232,7 +211,6 @@ def unknown_option_error(error: Exception) -> UserError | None:
 
 
 def local_cache_error(error: Exception) -> UserError | None:
-    """Return the error for a local cache of flytekit that cannot be used; None if the exception has another cause."""
     folder = str(Path(local_cache.CACHE_LOCATION).expanduser())
     if not isinstance(error, sqlite3.Error) and not (isinstance(error, OSError) and folder in str(error)):
         return None
@@ -243,10 +221,7 @@ def local_cache_error(error: Exception) -> UserError | None:
 
 
 def cluster_call_error(error: BaseException | None, config: str) -> UserError | None:
-    """Return the error for a failed call to a Flyte cluster, by the call's status; None if the exception is another.
-
-    ``config`` is the path of the configuration that names the cluster; "" takes flytekit's default.
-    """
+    """Return the error for a failed call to a Flyte cluster, by the call's status; None if the exception is another."""
     from flytekit.configuration import PlatformConfig
     from flytekit.exceptions.system import FlyteSystemException
     from grpc import RpcError, StatusCode

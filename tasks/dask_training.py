@@ -31,18 +31,12 @@ WORKERS = node_range()[1] * RANKS_EACH
 def train_on_dask(hp: Hyperparameters, data: FlyteDirectory, run_version: str) -> TrainingOutputs:
     """Train a model on a Dask cluster that Flyte sets up for this task, with a rank on each worker.
 
-    Give the hyperparameters, the data and the run version that check_inputs returns. Returns accuracies, weights,
-    sidecar, report and metrics, as train_model does. A local run uses the cluster in DASK_SCHEDULER_ADDRESS, or its
-    own.
+    Takes what check_inputs returns, and returns what train_model does. A local run uses DASK_SCHEDULER_ADDRESS, if set.
     """
     return training_outputs(train_in_run_folder(hp, data, run_version, launch_on_dask))
 
 
 def launch_on_dask(hp: Hyperparameters, data: Path, run_folder: Path, settings: Settings) -> Result:
-    """Train on the Dask cluster that Flyte has set up, or locally on one of this machine, and return the result.
-
-    Raises UnreachableError if the cluster's workers do not come within FLYTE_DDP_TIMEOUT.
-    """
     from flyte_ddp.launch import dask
 
     local = not is_in_pod()

@@ -40,12 +40,9 @@ class ElasticTrainingTask(ReplacedPodsTask):
     """The task type of :func:`train_on_elastic`, which is registered for ElasticTraining."""
 
     def _execute(self, **inputs: Any) -> Any:
-        """Start this node's workers, wait for their end, and return rank 0's outputs, or those of a finished local run.
+        """Start this node's workers, wait for their end, and return rank 0's outputs.
 
-        A local run has one node, and as many workers as fit this machine. In a pod with rank 0, publishes the console's
-        page meanwhile: Flyte's decks are of this process, not of workers. Raises the errors of ``launch_workers``, or
-        Flyte's recoverable error in place of one after which another attempt may succeed, and UserError if this
-        machine's name has no address.
+        A pod with rank 0 publishes the console's page meanwhile: Flyte's decks are of this process, not of workers.
         """
         version = inputs["run_version"]
         result = read_finished_run(version)
@@ -74,8 +71,7 @@ TaskPlugins.register_pythontask_plugin(ElasticTraining, ElasticTrainingTask)
 def train_on_elastic(hp: Hyperparameters, data: FlyteDirectory, run_version: str) -> TrainingOutputs:
     """Train a model on torch Elastic, on one node or several, with a rank in each of Elastic's workers.
 
-    Give the hyperparameters, the data and the run version that check_inputs returns. Returns accuracies, weights,
-    sidecar, report and metrics, as train_model does.
+    Takes what check_inputs returns, and returns what train_model does.
     """
     from flyte_ddp.launch import elastic
     from flyte_ddp.launch.remote.elastic_link import pickle_exception
@@ -102,6 +98,5 @@ def launch_as_leader(hp: Hyperparameters, data: Path, run_folder: Path, settings
 
 
 def download_data(data: FlyteDirectory, folder: Path) -> None:
-    """Download all files of a directory from the blob store into a folder."""
     access = FlyteContextManager.current_context().file_access
     access.get_data(str(data.remote_source or data.path), str(folder), is_multipart=True)

@@ -1,8 +1,7 @@
 """The decorator of our Flyte tasks, and types of their outputs.
 
-Import PythonPickledFile from here for an input or output of a task. With python-magic installed, flytekit looks into
-local files and accepts only libmagic's MIME type of bare pickles. This module replaces flytekit's transformer of the
-type by one that also accepts torch's zip format.
+With python-magic installed, flytekit accepts only bare pickles as PythonPickledFile. This module replaces its
+transformer by one that also accepts torch's zip format; import the type from here.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,9 +25,7 @@ FileType = TypeVar("FileType", bound=FlyteFile)
 def flyte_task(**options: Any) -> Callable[[Callable[..., Any]], Any]:
     """Return a decorator that makes a function a Flyte task with these options of flytekit's ``task``.
 
-    Flyte makes another attempt after errors that :func:`translate_errors_for_flyte` replaces, and counts a UserError
-    for an input as the user's: flytekit reports any error before the body as the system's, so this replaces the task's
-    ``dispatch_execute``.
+    It translates errors for Flyte's retries, and counts a UserError for an input as the user's, not the system's.
     """
 
     def make_task(function: Callable[..., Any]) -> Any:
@@ -42,6 +39,7 @@ def flyte_task(**options: Any) -> Callable[[Callable[..., Any]], Any]:
                 return dispatch_execute(*args, **kwargs)
 
         made = task(**options)(run)
+        # flytekit reports any error before the body as the system's.
         dispatch_execute, made.dispatch_execute = made.dispatch_execute, dispatch
         return made
 
@@ -49,15 +47,12 @@ def flyte_task(**options: Any) -> Callable[[Callable[..., Any]], Any]:
 
 
 def output_file(kind: type[FileType], path: Path) -> FileType:
-    """Return a file as a task's output, of type FlyteFile or PythonPickledFile.
-
-    Locally the file stays; in a pod flytekit uploads it at the task's end.
-    """
+    """Return a file as a task's output: locally it stays, in a pod flytekit uploads it at the task's end."""
     return kind(str(path)) if is_in_pod() else kind(str(path), remote_path=False)
 
 
 def output_folder(path: Path) -> FlyteDirectory:
-    """Return a folder as a task's output. Locally the folder stays; in a pod flytekit uploads it at the task's end."""
+    """Return a folder as a task's output: locally it stays, in a pod flytekit uploads it at the task's end."""
     return FlyteDirectory(str(path)) if is_in_pod() else FlyteDirectory(str(path), remote_directory=False)
 
 
@@ -68,7 +63,6 @@ class PickledFileTransformer(FlyteFilePathTransformer):  # type: ignore[misc]  #
         AsyncTypeTransformer.__init__(self, name="PythonPickledFile", t=PythonPickledFile)
 
     def get_mime_type_from_extension(self, extension: str) -> str | Sequence[str]:
-        """Return the MIME types that a local file with this extension may have: flytekit's and zip's."""
         known = super().get_mime_type_from_extension(extension)
         return [known, "application/zip"] if isinstance(known, str) else [*known, "application/zip"]
 

@@ -1,7 +1,7 @@
 """The console's forms for hyperparameters and policies: a field for each with its help, its default and its choices.
 
-The console draws a form from a JSON schema of an older draft than flytekit writes into the type of a dataclass. So the
-two dataclasses get a transformer that adds a schema of the older draft to flytekit's. Values are sent as by flytekit.
+The console draws a form from a JSON schema of an older draft than flytekit writes into the type of a dataclass. So
+these transformers add such a schema to flytekit's.
 """
 
 import dataclasses
@@ -28,14 +28,12 @@ class FormTransformer(DataclassTransformer):  # type: ignore[misc]  # which flyt
         TypeTransformer.__init__(self, name=form.__name__, t=form)
 
     def get_literal_type(self, t: type[CheckedFields]) -> LiteralType:
-        """Return Flyte's type of the dataclass, with the console's schema in its metadata; none for ``--help``."""
         found = super().get_literal_type(t)
         # pyflyte's help would print all of it; set_up_command() prints columns.
         found.metadata = {} if "--help" in sys.argv else found.metadata | form_metadata(self.form())
         return found
 
     def guess_python_type(self, literal_type: LiteralType) -> type[CheckedFields]:
-        """Return the dataclass for a type that this transformer made; raise ValueError for another type."""
         if literal_type.metadata and self.form.__name__ in literal_type.metadata.get("definitions", {}):
             return self.form
         raise ValueError(f"{literal_type} is not the type {self.form.__name__}")

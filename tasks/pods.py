@@ -22,22 +22,17 @@ Variables = Optional[dict[str, str]]  # of a pod's environment, besides those of
 
 
 def light_pod(variables: Variables = None, disk: str = "") -> dict[str, Any]:
-    """Return the options of a task that checks inputs or reads an index: a small pod without GPUs.
-
-    ``disk`` is its request and limit of disk; "" takes the profile's for light pods.
-    """
+    """Return the options of a task that checks inputs or reads an index; ``disk`` "" takes the profile's."""
     limits = chosen_profile().light
     limits = replace(limits, ephemeral_storage=disk or limits.ephemeral_storage)
     return pod_options(limits, variables, requests=replace(limits, cpu="500m", memory="1Gi"), hours=1)
 
 
 def checking_pod() -> dict[str, Any]:
-    """Return the options of a task that checks a training or a release: a light pod with the registry and a deck."""
     return {**light_pod(environment.registry_variable()), **WITH_DECK}
 
 
 def storing_pod(variables: Variables = None) -> dict[str, Any]:
-    """Return the options of a task that puts a version into the registry: a light pod with a large disk."""
     variables = environment.registry_variable() | (variables or {})
     return light_pod(variables, disk=chosen_profile().data.ephemeral_storage)
 
@@ -49,15 +44,11 @@ def promoting_pod() -> dict[str, Any]:
 
 
 def data_pod() -> dict[str, Any]:
-    """Return the options of a task that reads whole data sets: the profile's size for data, without GPUs."""
     return pod_options(chosen_profile().data)
 
 
 def prediction_pod() -> dict[str, Any]:
-    """Return the options of a task that applies a model: one GPU of the profile and its share of the other resources.
-
-    Without GPUs the pod has the profile's whole size.
-    """
+    """Return the options of a task that applies a model: one GPU and its share of the profile, else the whole."""
     profile = chosen_profile()
     gpus = {REQUESTED_GPUS: str(min(1, profile.gpus))}
     variables = environment.cache_limit_variable() | environment.registry_variable() | gpus
@@ -66,7 +57,6 @@ def prediction_pod() -> dict[str, Any]:
 
 
 def training_pod() -> dict[str, Any]:
-    """Return the options of a training task whose ranks are in the task's own pod."""
     profile = chosen_profile()
     return {**launching_pod(profile), "accelerator": gpu_type(), "shared_memory": profile.shared_memory}
 
@@ -96,8 +86,8 @@ def pod_options(
 ) -> dict[str, Any]:
     """Return the options that every task has, for a pod whose limits are ``size``.
 
-    Without ``requests`` the pod requests its limits, so that it is not evicted for memory. ``template`` is a pod
-    template's name in the cluster, ``hours`` an attempt's time limit; else FLYTE_DDP_POD_TEMPLATE and FLYTE_DDP_HOURS.
+    Without ``requests`` the pod requests its limits, so that it is not evicted for memory. ``hours`` 0:
+    FLYTE_DDP_HOURS.
     """
     return {
         "requests": flytekit_resources(requests or size),
@@ -111,7 +101,6 @@ def pod_options(
 
 
 def gpu_type() -> Optional[GPUAccelerator]:
-    """Return the profile's type of GPU as flytekit's GPUAccelerator; None if any type will do."""
     name = chosen_profile().gpu_type
     return GPUAccelerator(name) if name else None
 
@@ -123,10 +112,7 @@ def secret_requests() -> list[Secret]:
 
 
 def cache_by_content(ignored_inputs: tuple[str, ...] = (), code: str = "") -> Cache:
-    """Return the setting by which Flyte caches results by inputs and sources; of equal executions at once, one runs.
-
-    The others wait for its result. ``code`` is a digest of sources; "" takes that of all that training may import.
-    """
+    """Return the setting by which Flyte caches results by inputs and sources; of equal executions at once, one runs."""
     return Cache(version=code or library_digest(), ignored_inputs=ignored_inputs, serialize=True)
 
 
@@ -142,10 +128,7 @@ class RestrictedPod(PodTemplate):  # type: ignore[misc]
 
     @cached_property
     def pod_spec(self) -> "V1PodSpec":
-        """Specification of the pod, made at the first access, when a task is serialized.
-
-        Importing Kubernetes' client takes a second, which local runs and pods save.
-        """
+        """The pod's specification, made when a task is serialized: importing Kubernetes' client takes a second."""
         from kubernetes import client
 
         container = client.V1SecurityContext(

@@ -44,11 +44,9 @@ def check_inputs(
 ) -> CheckedInputs:
     """Check hyperparameters, identify the run, and prepare the data, before any GPU pod starts.
 
-    Returns the hyperparameters, the data set, and the versions of the data and of the run. The engine (elastic, ray,
-    dask, or empty for training in one pod) decides how many GPUs there will be. Data sets that are not downloaded as a
-    whole (digits, shards, streams, image folders) are prepared here; others by the task fetch_dataset, which has a
-    larger disk. For a release (model_name is given), also checks that name and the registry's address. Locks a local
-    run's folder. In a pod, publishes a page that shows what will be trained.
+    Returns the hyperparameters, the data set, and the versions of the data and of the run. The engine is elastic, ray,
+    dask, or empty for training in one pod. Data sets that are not downloaded as a whole are prepared here; others by
+    the task fetch_dataset, which has a larger disk. With a model_name also checks the registry's address.
 
     Never cached. Its outputs change exactly when training has to run again: with the data, the code, the weights to
     start from, or the kickoff time of a schedule that retrains at every tick.

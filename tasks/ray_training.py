@@ -29,17 +29,12 @@ CLUSTER = ray_cluster(
 def train_on_ray(hp: Hyperparameters, data: FlyteDirectory, run_version: str) -> TrainingOutputs:
     """Train a model on a Ray cluster that Flyte sets up for this task, with a GPU for each rank, or CPUs.
 
-    Give the hyperparameters, the data and the run version that check_inputs returns. Returns accuracies, weights,
-    sidecar, report and metrics, as train_model does. A local run uses the cluster in RAY_ADDRESS, or a new one.
+    Takes what check_inputs returns, and returns what train_model does. A local run uses RAY_ADDRESS, if set.
     """
     return training_outputs(train_in_run_folder(hp, data, run_version, launch_on_ray))
 
 
 def launch_on_ray(hp: Hyperparameters, data: Path, run_folder: Path, settings: Settings) -> Result:
-    """Train on the Ray cluster to which Flyte's plugin has connected this process, and return the result.
-
-    Raises UnreachableError if a pod's cluster does not get its nodes within FLYTE_DDP_TIMEOUT.
-    """
     from flyte_ddp.launch import ray
 
     nodes = node_range()[1] if is_in_pod() else 0

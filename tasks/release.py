@@ -51,9 +51,9 @@ def judge_model(
 ) -> Judged:
     """Compare a model with the champion on the test split of a data set, by the checks of a policy; promote nothing.
 
-    Give the weights and sidecar of a run, the data set and its profile, and the model's name in the registry. Downloads
-    them and the champion, and counts the comparison in the registry. Returns whether to promote, the verdict, and a
-    folder with the verdict's page (also the task's deck), exports, and the data's profile.
+    Give the weights and sidecar of a run, the data set and its profile, and the model's name in the registry, which
+    counts the comparison. Returns whether to promote, the verdict, and a folder with its page, exports, and the
+    profile.
     """
     model = Path(model_state.download()), Path(sidecar.download())
     return judge_files(model, Path(data.download()), open_registry(model_name), policy, profile)
@@ -65,9 +65,8 @@ def evaluate_version(
 ) -> Judged:
     """Compare a version with the champion on the test split of any data set, which decides nothing.
 
-    Give the model's name in the registry, the version (empty for the champion itself), and the data set by its
-    hyperparameters; both models and the data are downloaded. Returns whether the policy would promote the version, the
-    verdict, and a folder with the verdict's page, which is also the task's deck. The champion stays as it is.
+    Give the model's name, the version (empty for the champion itself), and the data set by its hyperparameters. Returns
+    whether the policy would promote the version, the verdict, and a folder with its page, also the task's deck.
     """
     from flyte_ddp.predict.predict import own_decoding  # imports torch, as the judgement does
 
@@ -88,9 +87,8 @@ def promote_challenger(
 ) -> Released:
     """Store a judged model as a version, and make it the champion, unless another one was promoted since the judgement.
 
-    Give the weights and sidecar of a run, and what judge_model returned. Writes the model's files and an entry of the
-    log to the registry, and copies the champion to wandb if that is online. Returns the versions of the model and of
-    the champion, and the outcome.
+    Give the weights and sidecar of a run, and what judge_model returned. Copies the champion to wandb if that is
+    online. Returns the versions of the model and of the champion, and the outcome.
     """
     return carry_out_verdict(model_state, sidecar, verdict, files, model_name)
 
@@ -101,8 +99,7 @@ def keep_champion(
 ) -> Released:
     """Store a judged model as a version, and leave the champion as it is.
 
-    Give the weights and sidecar of a run, and what judge_model returned. Writes the model's files to the registry.
-    Returns the versions of the model and of the champion, and the outcome in words.
+    Takes and returns what promote_challenger does.
     """
     return carry_out_verdict(model_state, sidecar, verdict, files, model_name)
 
@@ -111,9 +108,8 @@ def keep_champion(
 def promote_version(model_name: str, version: str, reason: str) -> Released:
     """Make a stored version the champion, as the person who launched this says.
 
-    Give the model's name, the version (SHA-256 of its weights), and the reason. Writes an entry of the log with reason
-    and author to the registry, and copies the champion to wandb if that is online. Returns that version, the champion's
-    version, and the outcome.
+    Give the model's name, the version (SHA-256 of its weights), and the reason, which the log keeps. Copies the
+    champion to wandb if that is online. Returns that version, the champion's version, and the outcome.
     """
     registry = open_registry(model_name)
     entry = promotion.promote_version(registry, version, reason, by=author_name(), once=is_in_pod())
@@ -124,8 +120,8 @@ def promote_version(model_name: str, version: str, reason: str) -> Released:
 def roll_back_champion(model_name: str, reason: str) -> Released:
     """Make the champion before the present one the champion again.
 
-    Give the model's name and the reason. Writes an entry of the log with reason and author to the registry, and copies
-    the champion to wandb if that is online. Returns that version, the champion's version, and the outcome.
+    Give the model's name and the reason, which the log keeps. Copies the champion to wandb if that is online. Returns
+    that version, the champion's version, and the outcome.
     """
     registry = open_registry(model_name)
     return announce_champion(
@@ -134,19 +130,15 @@ def roll_back_champion(model_name: str, reason: str) -> Released:
 
 
 def open_registry(model_name: str) -> Registry:
-    """Return the registry of a model's versions at this task's address of the registry."""
     return Registry(paths.registry_address(), model_name)
 
 
 def judge_files(
     model: tuple[Path, Path], data: Path, registry: Registry, policy: Policy, profile: DataProfile | None = None
 ) -> Judged:
-    """Compare a model (weights and sidecar) with the registry's champion on a prepared data set; return the verdict.
+    """Compare a model with the champion on a prepared data set, and publish the verdict's page as a deck.
 
-    Downloads the champion. Makes a folder with the verdict's page, and publishes the page as a deck; prints the folder
-    in a local run. With the data's ``profile`` the verdict may promote: then the comparison is counted in the registry,
-    and the folder also gets exports and the profile. Raises UserError if this pod sees another number of GPUs than
-    requested, or if the judgement refuses its inputs.
+    With the data's ``profile`` the verdict may promote: then the folder also gets exports and the profile.
     """
     from flyte_ddp.release.judge import judge_challenger
     from flyte_ddp.release.page import write_page
@@ -167,11 +159,7 @@ def judge_files(
 def carry_out_verdict(
     model_state: PythonPickledFile, sidecar: FlyteFile, verdict: Verdict, files: FlyteDirectory, model_name: str
 ) -> Released:
-    """Store a model as a version in the registry, promote it if the verdict says so, and return the outcome.
-
-    Downloads the files first. Does not promote if another version was promoted since the judgement. Copies a champion
-    to wandb if that is online, and prints the outcome in a local run.
-    """
+    """Store a model as a version, promote it if the verdict says so, and return the outcome."""
     registry, by = open_registry(model_name), author_name()
     model = Path(model_state.download()), Path(sidecar.download())
     beside = {path.name: path for path in sorted(Path(files.download()).iterdir())}
@@ -181,20 +169,13 @@ def carry_out_verdict(
 
 
 def announce_champion(registry: Registry, entry: Entry) -> Released:
-    """Return the outcome of a new entry of the registry's log, and the champion, which is read from the registry.
-
-    Copies that version to wandb and prints the outcome as announce_release does.
-    """
     now = registry.read_champion() or entry  # after a retry of this task another entry may be newer
     released = Released(entry.version, now.version, f"champion {entry.number}: {entry.reason}")
     return announce_release(registry, released, promoted=True)
 
 
 def announce_release(registry: Registry, released: Released, *, promoted: bool) -> Released:
-    """Return the outcome, and print it in a local run; copy a promoted version to wandb if wandb is online.
-
-    Copies only the present champion. An error of wandb's is printed and stops nothing.
-    """
+    """Return the outcome, and print it in a local run; copy a promoted version, if still champion, to wandb."""
     if promoted:
         settings = read_run_settings(PLATFORM, f"{registry.name}-champion")
         copy_champion_to_wandb(registry, released.version, settings)

@@ -1,8 +1,4 @@
-"""Tasks around data sets of shards: pack, index, join, check, look, plan. Each calls one function of the library.
-
-On a cluster the files they make go to the blob store, as one directory; ``shards:<its address>/train.json`` is then a
-data set to train on.
-"""
+"""Tasks around data sets of shards: pack, index, join, check, look, plan. Each calls one function of the library."""
 
 from pathlib import Path
 from typing import List, NamedTuple, Optional
@@ -119,10 +115,6 @@ def verify_packed(packed: FlyteDirectory, name: str = "train") -> PackedShards:
 
 
 def refuse_damaged_shards(index: str, *, decode: bool) -> None:
-    """Read all shards of an index, decode each image if ``decode``, and print the progress to stderr.
-
-    Raises UserError with the first 20 differences from the index.
-    """
     from flyte_ddp.shards.scanning import verify_index
 
     problems = verify_index(index, decode=decode, progress=read_settings().progress)
@@ -132,10 +124,7 @@ def refuse_damaged_shards(index: str, *, decode: bool) -> None:
 
 @flyte_task(**pods.light_pod())
 def show_shards(index: str) -> str:
-    """Describe the index at an address, without opening a shard.
-
-    Returns a line each for the name, the shards, the samples, the bytes, the classes and more.
-    """
+    """Describe the index at an address, without opening a shard: name, shards, samples, bytes, classes and more."""
     from flyte_ddp.shards.index import read_index
 
     return "\n".join(f"{key}: {value}" for key, value in read_index(index).summary().items())
@@ -161,8 +150,7 @@ def sample_shards(index: str, number: int) -> FlyteDirectory:
 def plan_shards(request: PlanRequest) -> str:
     """Describe a training on shards: batches of each rank, what nodes read and cache, and whether DDP would hang.
 
-    Give an index, or numbers of shards and samples, and how many nodes and ranks there are. Reads the index and its
-    first samples. Returns the lines of the plan; fails if DDP would hang.
+    Give an index, or numbers of shards and samples, and how many nodes and ranks there are. Fails if DDP would hang.
     """
     from flyte_ddp.shards.planning import describe_plan
 

@@ -42,9 +42,8 @@ def train_model(hp: Hyperparameters, data: FlyteDirectory, run_version: str) -> 
 
     Give the hyperparameters, the data and the run version that check_inputs returns. Returns the test accuracy, or the
     objective's main measure, after each evaluation, the weights (a bare state_dict), a JSON sidecar that makes them
-    usable, an HTML report, and all metrics as JSON lines. A local run leaves these files in its run folder, and trains
-    only if they are not there. A pod continues from the run's newest checkpoint, uploads checkpoints, and shows the
-    report while it trains.
+    usable, an HTML report, and all metrics as JSON lines. A local run trains only if its run folder lacks these files.
+    A pod continues from the run's newest checkpoint, and shows the report while it trains.
     """
     return training_outputs(train_in_run_folder(hp, data, run_version, run_training))
 
@@ -52,12 +51,7 @@ def train_model(hp: Hyperparameters, data: FlyteDirectory, run_version: str) -> 
 def train_in_run_folder(
     hp: Hyperparameters, data: FlyteDirectory, run_version: str, train: Train, *, page: bool = True
 ) -> Result:
-    """Download the data, train in the run's folder, and return the result; do not train if a local run has its result.
-
-    ``train`` launches the ranks and returns the result. ``run_version`` is the run's name, locally with @ and a token.
-    In a pod, downloads the run's newest checkpoint and uploads new ones, uploads what wandb could not send, and
-    publishes the console's page while training, unless another process does (``page`` is False).
-    """
+    """Download the data, train in the run's folder unless a local run is finished there, and return the result."""
     result = read_finished_run(run_version)
     if result is None:
         folder = paths.resolve_folder(run_version)
@@ -73,11 +67,8 @@ def train_in_run_folder(
 
 
 def read_finished_run(run_version: str) -> Result | None:
-    """Return the result of a finished local run, and print that it is; None in a pod, or if retraining was requested.
-
-    Flyte's cache does not know a run whose launching process was killed at the very end, or that another launcher
-    trained. ``run_version`` is the run's name, followed by @ and the token of its folder.
-    """
+    """Return the result of a finished local run; None in a pod, or if retraining was requested."""
+    # Flyte's cache misses a run whose launching process was killed at the very end, or that another launcher trained.
     folder = paths.resolve_folder(run_version)
     if is_in_pod() or PLATFORM.is_retraining_requested() or not is_finished(folder):
         return None

@@ -53,9 +53,8 @@ def validate_dataset(
     """Refuse data that should not be trained on, and warn of differences from the champion's data.
 
     Give the data, their profile, the hyperparameters, the model's name in the registry, and the policy. Returns the
-    data and the warnings, which are also printed and on the task's page. Fails for data that the policy refuses, for a
-    policy by which no model of these data could be judged, and for a registry that cannot be written to or whose log
-    has a gap. Writes a probe file to the registry.
+    data and the warnings, which are also on the task's page. Fails for data that the policy refuses, a policy by which
+    no model of these data could be judged, and a registry that cannot be written to or whose log has a gap.
     """
     from flyte_ddp.release.policy_check import check_policy
     from flyte_ddp.validation.profiling import check_profile, describe_differences

@@ -26,8 +26,8 @@ def predict_wf(
 ) -> Predictions:
     """Predict a folder of images, the test split of a data set, or new rows, with a trained model.
 
-    Give the model as model_state and sidecar, or as model_name. Give images, a dataset or a table. Returns a
-    table (CSV) with one row for each sample, and the predicted masks, PNG files, of a model for segmentation.
+    Give the model as model_state and sidecar, or as model_name. Give images, a dataset or a table. Returns a table
+    (CSV) with one row for each sample, and the predicted masks, PNG files, of a model for segmentation.
 
     Args:
         model_state: Weights (model.pt) that a training returned. Give sidecar too.

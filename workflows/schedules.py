@@ -63,8 +63,7 @@ def make_launch_plans(
 ) -> dict[str, LaunchPlan]:
     """Make the launch plans of workflows from config/schedules.yaml, and return them by their names.
 
-    Makes none if ``needs`` names an environment variable that is not set; a registration then prints to stderr which
-    are left out. Raises UserError if any entry of the file is wrong, or has one of the caller's names in ``taken``.
+    Makes none if ``needs`` names a variable that is not set. A wrong entry, or a name in ``taken``, is a UserError.
     """
     by_name = {workflow.short_name: workflow for workflow in workflows}
     schedules = [schedule for schedule in read_schedules() if schedule.workflow in by_name]
@@ -81,10 +80,7 @@ def make_launch_plans(
 
 
 def make_launch_plan(schedule: Schedule, workflow: PythonFunctionWorkflow) -> LaunchPlan:
-    """Make and return the launch plan of an entry. Flyte skips a tick while an execution of the plan runs.
-
-    Flyte sends mail to FLYTE_DDP_NOTIFY when an execution fails, if the variable is set.
-    """
+    """Make the launch plan of an entry. Flyte skips a tick while an execution of the plan runs."""
     inputs = workflow.python_interface.inputs
     given = {"hp": schedule.hp, "model_name": schedule.model_name, "policy": schedule.policy}
     given = {name: value for name, value in given.items() if name in inputs}
@@ -108,10 +104,7 @@ def make_launch_plan(schedule: Schedule, workflow: PythonFunctionWorkflow) -> La
 
 @cache
 def read_schedules(file: Path = FILE) -> list[Schedule]:
-    """Read the file and the presets that it names, once in a process; check and return all entries; [] for no entries.
-
-    Raises UserError, which names the entry, if the file or a preset cannot be read, or an entry is wrong.
-    """
+    """Return all entries of the file, checked, and read once in a process; [] for no entries."""
     label = f"{file.parent.name}/{file.name}"
     try:
         entries = yaml.safe_load(file.read_text(encoding="utf-8")) or []
@@ -133,10 +126,6 @@ def read_schedules(file: Path = FILE) -> list[Schedule]:
 
 
 def parse_entry(entry: object, taken: list[str]) -> Schedule:
-    """Check an entry of the file, as YAML's parser returned it, read the presets in it, and return it as a Schedule.
-
-    Raises UserError if a key or its value is missing, unknown or wrong, or if an entry before has ``taken`` the name.
-    """
     if not isinstance(entry, Mapping):
         raise UserError(f"must be an object such as {EXAMPLE}, got {short_repr(entry)}")
     name, workflow, cron, model_name = (read_text_key(entry, key) for key in ("name", "workflow", "cron", "model_name"))
@@ -159,7 +148,6 @@ def parse_entry(entry: object, taken: list[str]) -> Schedule:
 
 
 def read_text_key(entry: Mapping[str, Any], key: str) -> str:
-    """Return the text under a key of an entry; "" if there is none. Raise UserError if the value is no text."""
     value = entry.get(key)
     if not isinstance(value, str | None):
         raise UserError(f"{key}={short_repr(value)}: must be text; put it in quotes")
@@ -167,10 +155,9 @@ def read_text_key(entry: Mapping[str, Any], key: str) -> str:
 
 
 def read_fields_key(entry: Mapping[str, Any], key: str, kind: type[Fields]) -> Fields:
-    """Return the hyperparameters or the policy under a key of an entry; fields that are left out have their defaults.
+    """Return the hyperparameters or the policy under a key of an entry: an object, or a file's path.
 
-    A text as the value is the path of a JSON or YAML file, which is read. The file must be in the repository, as only
-    such a file is part of a registration's version. Raises UserError for another file, or if a value is refused.
+    The file must be in the repository, as only such a file is part of a registration's version.
     """
     values = entry.get(key) or {}
     if isinstance(values, str):

@@ -16,10 +16,9 @@ OTHERWISE = "give numbers for them, or a list of arrays of different lengths"
 
 
 def convert_columns(name: str, given: Any, array: NDArray[Any]) -> NDArray[Any]:
-    """Return objects [rows], or [rows, columns] as floats, as numbers if they are, and any other array as it is.
+    """Return objects [rows] or [rows, columns] as numbers, missing ones as NaN, and any other array as it is.
 
-    What is missing becomes NaN. ``given`` is what ``array`` was made of, such as a frame of pandas. UserError, which
-    names the column, for texts and dates; and for what else is no number.
+    ``given`` is what ``array`` was made of, such as a frame of pandas. UserError for what is no number.
     """
     if array.ndim in (1, 2) and array.dtype.kind == "O":
         array = convert_objects(name, given, array)
@@ -28,7 +27,6 @@ def convert_columns(name: str, given: Any, array: NDArray[Any]) -> NDArray[Any]:
 
 
 def convert_objects(name: str, given: Any, array: NDArray[Any]) -> NDArray[Any]:
-    """Return objects [rows] or [rows, columns] as numbers if they are; the rest is as for :func:`convert_columns`."""
     columns = list[list[Any]]()
     for place, values in enumerate(array.T if array.ndim == 2 else [array]):
         columns.append([np.nan if value is None or type(value).__name__ == "NAType" else value for value in values])
@@ -45,10 +43,7 @@ def convert_objects(name: str, given: Any, array: NDArray[Any]) -> NDArray[Any]:
 def require_finite(
     name: str, values: NDArray[Any], given: Any, ids: NDArray[np.str_] | None, ends: NDArray[np.int64] | None = None
 ) -> None:
-    """Raise UserError, which names row and column, if a number is NaN or infinite.
-
-    ``given`` is what ``values`` were made of; ``ends`` are those of samples of different lengths.
-    """
+    """Raise UserError, with row and column, if a number is NaN or infinite; ``ends`` are those of ragged samples."""
     if values.dtype.kind != "f" or not values.size or np.isfinite([values.min(), values.max()]).all():
         return
     at = np.argwhere(~np.isfinite(values))[0].tolist()
@@ -62,12 +57,11 @@ def require_finite(
 
 
 def list_columns(inputs: Any) -> dict[str, list[str]]:
-    """Return the names of the columns of each leaf that is a frame, such as one of pandas, by the leaf's name."""
+    """Return the columns' names of each leaf that is a frame, such as one of pandas, by the leaf's name."""
     return {key: [*map(str, each.columns)] for key, each in name_leaves(inputs).items() if hasattr(each, "columns")}
 
 
 def require_same_columns(name: str, inputs: Any, expected: Mapping[str, Sequence[str]]) -> None:
-    """Raise UserError if a frame has other columns than the frame of ``expected``, or has them in another order."""
     for key, columns in list_columns(inputs).items():
         if columns != expected.get(key, columns):
             raise UserError(
@@ -77,5 +71,4 @@ def require_same_columns(name: str, inputs: Any, expected: Mapping[str, Sequence
 
 
 def name_column(given: Any, place: int) -> str:
-    """Return a column's name in words: that of a frame, else its place."""
     return f"column {str(given.columns[place])!r}" if hasattr(given, "columns") else f"column {place}"

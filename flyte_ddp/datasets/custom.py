@@ -40,10 +40,7 @@ class CustomSet:
     def fingerprint(self, source: str) -> str:
         """Return a name that changes with name and code of the callable, and with address and content of ``source``.
 
-        Reads the user's modules that ``spec`` needs, without importing them; their comments do not count. Puts the
-        working directory first on ``sys.path``. Reads a local source whole; of a remote one reads digests, ETags or
-        times, or without these the file, in up to 4 tries with messages on stderr. Raises a UserError if ``spec`` is
-        malformed, there is no such module, or the source is missing, an empty folder, or cannot be read.
+        Reads the user's modules that ``spec`` needs, without importing them; their comments do not count.
         """
         identity = digest_lines([self.spec, user_source_digest(self.spec), source, content_identity(source)])
         return f"{re.sub(r'[^A-Za-z0-9_.]', '-', self.spec)}-{identity[:16]}"
@@ -51,9 +48,7 @@ class CustomSet:
     def load(self, source: str, workspace: Path, progress: Progress) -> tuple[CustomData, str]:
         """Import the user's callable, call it with ``source``, and return the checked data, and the call as text.
 
-        Puts the working directory first on ``sys.path``; shows progress on stderr. Raises a UserError for a missing
-        callable, an ImportError or SyntaxError of the import, or a wrong result; other errors of the user's code are
-        not caught. Of a set on demand reads the first training sample. Ignores ``workspace``.
+        Ignores ``workspace``. Does not catch errors of the user's code but an ImportError or SyntaxError of the import.
         """
         del workspace  # the user's code chooses its own place for downloads
         result = call_seeded(load_callable(self.spec), source)
@@ -73,13 +68,9 @@ def arrays_from_result(spec: str, result: Any, progress: Progress) -> ImageArray
 
     ``result`` is what ``image_arrays`` or ``arrays`` returns, or a pair (training set, test set) of map-style data sets
     such as torchvision's, with ``len()`` and items (inputs, targets), or dicts with ``labels``, which are read into
-    memory. If the first item's input is an image, all must be (image, label): a PIL image, a uint8 array [H, W] or
-    [H, W, C], or a uint8 tensor [H, W] or [C, H, W]. PIL images become 8-bit grey or RGB (the upper 8 of 16 bits),
-    white where transparent. A label is a whole number, a float, an array or tensor [d] of them, or a mask [H, W], also
-    a PIL image. Other inputs become leaves, as those of ``arrays``. The class names are the training set's attribute
-    ``classes``; without it, whole numbers get the names "0", "1", "2", ... Its attribute ``sample_weights``, if there
-    is one, is for ``sampling`` "weighted". ``progress`` shows what is read. Raises a UserError that names ``spec`` for
-    a result, image or label of another type; does not catch the errors of the sets themselves.
+    memory. If the first item's input is an image, all must be (image, label); a label is a number, an array or tensor
+    [d], or a mask [H, W]. Other inputs become leaves, as those of ``arrays``. The training set's attribute ``classes``
+    names the classes (default: "0", "1", "2", ...), and ``sample_weights`` is for ``sampling`` "weighted".
     """
     if not isinstance(result, (ImageArrays, SampleArrays)) and not (
         isinstance(result, (tuple, list)) and len(result) == 2
@@ -114,7 +105,7 @@ def arrays_from_result(spec: str, result: Any, progress: Progress) -> ImageArray
 
 
 def has_images(set_name: str, samples: Any) -> bool:
-    """Return whether the first item of a map-style data set is a pair with a picture; UserError for no set or item."""
+    """Return whether the first item of a map-style data set is a pair with a picture."""
     require_samples(set_name, samples)
     item = samples[0]
     if not isinstance(item, (tuple, list)) or len(item) != 2:
@@ -124,10 +115,7 @@ def has_images(set_name: str, samples: Any) -> bool:
 
 
 def read_leaves(set_name: str, samples: Any, progress: Progress) -> tuple[Leaves, Leaves]:
-    """Read all samples of a map-style data set; return inputs and targets, each leaf a list of its samples' arrays.
-
-    Raises a UserError if the set has no length or is empty, or an item has another form than the first.
-    """
+    """Read a map-style data set; return inputs and targets, each leaf a list of its samples' arrays."""
     count = require_samples(set_name, samples)
     pairs = list[tuple[Leaves, Leaves]]()
     with progress.track(set_name, count, "samples") as advance:
@@ -148,11 +136,7 @@ def read_leaves(set_name: str, samples: Any, progress: Progress) -> tuple[Leaves
 
 
 def read_map_style_set(set_name: str, samples: Any, progress: Progress) -> tuple[Images, Targets]:
-    """Read all samples of a map-style data set; return images uint8 [N, H, W, C] and labels [N] or [N, ...].
-
-    Raises a UserError if the set has no length or is empty, an item is no image with a label, or an image or label has
-    another shape than the first. ``set_name`` names the set in errors and in the displayed progress.
-    """
+    """Read a map-style data set; return images uint8 [N, H, W, C] and labels [N] or [N, ...]."""
     count = require_samples(set_name, samples)
     images, labels = np.empty((0,), dtype=np.uint8), list[Targets]()
     with progress.track(set_name, count, "images") as advance:
@@ -178,11 +162,7 @@ def read_map_style_set(set_name: str, samples: Any, progress: Progress) -> tuple
 
 
 def convert_sample(where: str, item: Any) -> tuple[Images, Targets]:
-    """Convert an item (image, label) of a map-style data set; return pixels uint8 [H, W, C], and the label as an array.
-
-    PIL images become 8-bit grey or RGB, white where transparent. Raises a UserError that begins with ``where``, the
-    item's name, if it is something else.
-    """
+    """Return pixels uint8 [H, W, C] and label of an item; ``where`` begins the text of a UserError."""
     try:
         image, given = item
         label = require_array("its label", given)

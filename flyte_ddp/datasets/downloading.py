@@ -13,10 +13,8 @@ def download_verified(
 ) -> str:
     """Download the file at ``address`` into the open ``file``, verify its digest, and return the file's folder.
 
-    Empties ``file`` first, and does not retry. ``address`` ends with ``name``; the folder is the rest of the address.
-    ``digests`` are the allowed digests (hex) by ``algorithm`` of hashlib, or the first digits of each. Waits up to
-    10 s to connect and 30 s for each piece, and shows progress on stderr. Raises AlteredError for another digest,
-    UnavailableError if the address cannot be read, OSError if ``file`` cannot be written.
+    ``address`` ends with ``name``. ``digests`` (hex, by hashlib's ``algorithm``) are allowed, or their first digits.
+    Does not retry. Raises AlteredError for another digest, UnavailableError if the address cannot be read.
     """
     digest, place = hashlib.new(algorithm, usedforsecurity=False), address.removesuffix(name)
     remote = storage.local_path(address) is None

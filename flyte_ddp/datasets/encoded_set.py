@@ -1,7 +1,4 @@
-"""Data sets of encoded images that stay where they are: shards, or a folder or prefix of image files.
-
-The prepared folder is small. It holds the list of samples, their addresses and the class names.
-"""
+"""Data sets of encoded images that stay where they are: the prepared folder holds lists, addresses and class names."""
 
 import json
 from collections.abc import Sequence
@@ -39,16 +36,11 @@ class EncodedSet:
 
     @property
     def test_source(self) -> ShardIndex | ImageList:
-        """The source that holds the test split: ``test``, else ``train``."""
         return self.train if self.test is None else self.test
 
 
 def read_encoded_set(dataset: str, test_dataset: str) -> EncodedSet:
-    """Read the shard indexes, or list the image files, of ``dataset`` and ``test_dataset``; return the EncodedSet.
-
-    Reads no images. Tries up to 4 times; turns Python's garbage collector off while it reads an index. Raises a
-    UserError if either is empty, malformed or cannot be read, or classes differ.
-    """
+    """Read the shard indexes, or list the image files, of both addresses; UserError if their classes differ."""
     read = list_images if encoded_kind(dataset) == IMAGE_FOLDER else read_index
     train: Any = read(dataset.partition(":")[2])
     test: Any = read(test_dataset.partition(":")[2]) if test_dataset else None
@@ -65,14 +57,7 @@ def read_encoded_set(dataset: str, test_dataset: str) -> EncodedSet:
 def prepare_encoded_set(
     dataset: str, test_dataset: str, folder: Path, progress: Progress, *, decoded_by_user: bool = False
 ) -> None:
-    """Read or list a data set, write its indexes or file lists into an existing folder, then ``dataset.json``.
-
-    ``dataset.json`` holds names, classes, digests, and counts of files that are no images. Unless ``decoded_by_user``,
-    reads the first sample of each data set in an index, in up to 4 tries. Prints a warning about an index without
-    checksums of headers. Raises a UserError if a data set is empty or
-    cannot be read, if their classes differ, or if a first sample cannot be read or lacks image or label; an OSError if
-    a file cannot be written.
-    """
+    """Write the indexes or file lists of a data set into an existing folder, and ``dataset.json`` last."""
     data = read_encoded_set(dataset, test_dataset)
     left_out = {}
     for split, source in {"train": data.train, "test": data.test}.items():
@@ -107,18 +92,10 @@ def prepare_encoded_set(
 
 
 def open_encoded_set(folder: Path) -> EncodedSet:
-    """Open a folder that :func:`prepare_encoded_set` wrote, and return its EncodedSet.
-
-    Lists of image files are memory-mapped, so all processes share one copy in memory. Turns Python's garbage collector
-    off while it reads an index. Raises a UserError if a file is missing or damaged.
-    """
+    """Open a folder that :func:`prepare_encoded_set` wrote; lists of image files are memory-mapped."""
 
     def open_split_source(dataset: str, split: str) -> ShardIndex | ImageList:
-        """Read the split's shard index from ``folder``, or memory-map its image list there, and return it.
-
-        ``dataset``, which is ``kind:ADDRESS``, decides which of the two; nothing is read from the address. Exceptions
-        for damaged files go through.
-        """
+        """Read the split's shard index from ``folder``, or memory-map its image list there, and return it."""
         if encoded_kind(dataset) != IMAGE_FOLDER:
             with pause_garbage_collector():
                 content = json.loads((folder / f"{split}.json").read_bytes())

@@ -19,10 +19,7 @@ from flyte_ddp.progress import MODES, Progress, format_size
 
 
 def find_dataset(dataset: str, source: str) -> PublishedSet | CustomSet | None:
-    """Return the published data set of that name, or a CustomSet for ``package.module:callable``; import nothing.
-
-    Returns None for shards, stream and image folder. UserError if one of them has a ``source``, or for an unknown name.
-    """
+    """Return the definition of a data set, but None for shards, stream and image folder; import nothing."""
     if encoded_kind(dataset):
         if source:
             raise UserError(
@@ -39,12 +36,9 @@ def find_dataset(dataset: str, source: str) -> PublishedSet | CustomSet | None:
 def fingerprint(dataset: str, source: str, test_dataset: str = "") -> str:
     """Return a short text, fit for a file name, that changes when the content of the data does.
 
-    The text covers, for a published set: its files' digests, from ``SHA256SUMS`` at ``source`` if that exists; for
-    shards: address and index; for an image folder: address and list of files; for ``package.module:callable``: the
-    source code, which is not imported, and address and content of ``source``. Tries remote reads up to 4 times, and
-    prints failed reads of ``source`` to stderr. Puts the working directory first on ``sys.path`` for
-    ``package.module:callable``. Raises a UserError for an unknown data set, a ``source`` given with shards or an image
-    folder, or a source that is missing, empty or cannot be read.
+    It covers the files' digests of a published set, and address and index, or list of files, of encoded images. For
+    ``package.module:callable`` it covers the source code, which is not imported, and address and content of ``source``.
+    Raises a UserError for an unknown data set, or a source that is missing, empty, unfit or cannot be read.
     """
     definition = find_dataset(dataset, source)
     if definition is not None:
@@ -55,7 +49,7 @@ def fingerprint(dataset: str, source: str, test_dataset: str = "") -> str:
 
 
 def is_quickly_prepared(dataset: str) -> bool:
-    """Return whether :func:`fetch` is quick for this name: it fetches an index, a list of files, or nothing."""
+    """Return whether :func:`fetch` gets only an index, a list of files, or nothing."""
     return bool(encoded_kind(dataset)) or dataset == "digits"
 
 
@@ -66,8 +60,8 @@ def fetch(
 
     Does nothing if ``folder`` already holds this data set of this source undamaged; replaces it if its arrays or lists
     are damaged, or its format is another release's. Does not notice changed content of the same source: put the
-    :func:`fingerprint` into the folder's name. Tries each download up to 4 times. Imports and calls the code of
-    ``package.module:callable``, with the working directory first on ``sys.path``; its errors are not caught.
+    :func:`fingerprint` into the folder's name. Imports and calls the code of ``package.module:callable``, with the
+    working directory first on ``sys.path``; its errors are not caught.
 
     Args:
         dataset: a name in ``DATASETS``, ``package.module:callable``, ``shards:...``, ``stream:...`` or
@@ -80,8 +74,7 @@ def fetch(
         progress: auto, bar, lines or off; printed to stderr.
 
     Returns the absolute path of ``folder``, for :func:`flyte_ddp.datasets.open_prepared`. Raises a UserError for an
-    unknown data set; a source that is unreachable, empty, damaged or altered; shards whose first sample lacks image or
-    label; a full disk; a folder that holds something else or no readable ``dataset.json``, or cannot be written.
+    unknown data set, unusable data, a full disk, or a folder that holds something else or cannot be written.
     """
     if progress not in MODES:
         raise unknown_name_error("progress", progress, MODES)
@@ -120,11 +113,7 @@ def fetch(
 
 
 def holds_usable_set(folder: Path, dataset: str, requested: dict[str, str]) -> bool:
-    """Return whether ``folder`` holds this data set, can be opened and has this release's format.
-
-    Compares no digests. Returns False if it is missing, empty, or its arrays or lists are damaged. ``requested`` has
-    ``data_source`` and ``test_dataset``. Raises a UserError for other data or a bad ``dataset.json``.
-    """
+    """Return whether ``folder`` holds this data set in this release's format; UserError if it holds another one."""
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return False
     description = read_description(folder)
@@ -137,10 +126,7 @@ def holds_usable_set(folder: Path, dataset: str, requested: dict[str, str]) -> b
 
 
 def is_whole(folder: Path) -> bool:
-    """Return whether a prepared data set can be opened (digests are not compared) and has this release's format.
-
-    Turns Python's garbage collector off while it reads an index.
-    """
+    """Return whether a prepared data set can be opened (digests are not compared) and has this release's format."""
     try:
         open_prepared(folder)
         return FORMAT.items() <= read_description(folder).items()
@@ -150,10 +136,7 @@ def is_whole(folder: Path) -> bool:
 
 @contextmanager
 def make_workspace_beside(folder: Path) -> Iterator[Path]:
-    """Create a temporary folder beside ``folder``, on the same file system, and yield its path.
-
-    Creates missing parents; raises a UserError if it cannot. Removes the folder after the block, unless it was renamed.
-    """
+    """Yield a new temporary folder on the same file system; remove it after the block, unless it was renamed."""
     # Not tempfile.mkdtemp, whose folders other users cannot read.
     workspace = folder.with_name(f".{folder.name}.{secrets.token_hex(8)}")
     try:

@@ -16,10 +16,8 @@ from flyte_ddp.storage.digest_list import SUMS
 def content_identity(source: str, hyperparameter: str = "data_source") -> str:
     """Return a SHA-256 (hex) that changes with the content of ``source``; "" for an empty ``source``.
 
-    Reads a local file, or the files of :func:`list_data_files`, whole. Lists object storage. Asks a web server for
-    ``SHA256SUMS`` or the file's ETag or time of change, and downloads the file only if it gives none of these. Tries up
-    to 4 times, prints failures to stderr. A missing, empty or unreadable ``source`` is a UserError about
-    ``hyperparameter``.
+    Reads local files whole, but of a server only listings, digests or headers where it has them. A ``source`` that is
+    missing, empty or unreadable is a UserError about ``hyperparameter``.
     """
     if not source:
         return ""
@@ -59,15 +57,11 @@ def list_data_files(folder: Path) -> Iterator[Path]:
 
 
 def digest_lines(lines: Iterable[str]) -> str:
-    """Return the SHA-256 (hex) of lines of text."""
     return hashlib.sha256("\n".join(lines).encode("utf-8", "surrogateescape")).hexdigest()
 
 
 def hash_object_listing(source: str) -> str:
-    """Return the SHA-256 (hex) of name, size and ETag of all files under a prefix, or of the one file of that address.
-
-    Asks for the one file only if nothing is listed. Does not retry. Raises an UnavailableError.
-    """
+    """Return the SHA-256 (hex) of name, size and ETag of all files under a prefix, or of one file."""
     entries = list(storage.list_files(source))
     if not entries:
         try:
@@ -78,11 +72,7 @@ def hash_object_listing(source: str) -> str:
 
 
 def identify_http_content(source: str) -> str:
-    """Return a SHA-256 (hex): of ``SHA256SUMS`` in the folder ``source``, else of the headers of the file ``source``.
-
-    The headers are size and ETag, or size and time of change without an ETag. If the server sends neither tag,
-    downloads the file and hashes its bytes. Does not retry. Raises an UnavailableError.
-    """
+    """Return a SHA-256 (hex) of ``SHA256SUMS`` in ``source``, else of the file's headers, else of the file."""
     try:
         return hashlib.sha256(storage.read_file(storage.join(source, SUMS))).hexdigest()
     except (storage.MissingError, storage.ForbiddenError):  # web servers answer 403 for missing files, too

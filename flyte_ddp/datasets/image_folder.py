@@ -36,18 +36,13 @@ class ImageList:
     left_out: Mapping[str, int] = field(default_factory=dict)  # how many other files there are of each kind
 
     def image_address(self, number: int) -> str:
-        """Return the address of image ``number``."""
         return storage.join(self.address, self.names[number])
 
     def read_image(self, number: int) -> bytes:
-        """Read an image file whole, in up to 4 tries, and return its bytes.
-
-        Raises a UserError if the file cannot be read, or has changed since it was listed.
-        """
+        """Return the bytes of an image file; UserError if it cannot be read, or has changed since it was listed."""
         address, size, tag = self.image_address(number), int(self.sizes[number]), self.tags[number].decode()
 
         def read_once(address: str) -> bytes:
-            """Read the file once; return its bytes. Raises an UnavailableError, an AlteredError for a changed file."""
             content = storage.read_file(address, tag=tag if size >= 0 else "")
             if size < 0 and hashlib.sha256(content).hexdigest() != tag:
                 raise storage.AlteredError("does not have the SHA-256 of the list")
@@ -64,10 +59,7 @@ class ImageList:
             raise failure.to_user_error(f"image {address}: cannot be read ({failure}); {advice}") from None
 
     def describe_images(self) -> list[str]:
-        """Return lines for the user: how many images and classes there are, which files were left out, and warnings.
-
-        Warns if several classes have names of splits, such as train and test, or if there is a single class.
-        """
+        """Return lines for the user: numbers of images and classes, files left out, warnings of splits or one class."""
         where = f"image folder {self.address}:"
         counts = np.bincount(self.labels, minlength=len(self.classes)).tolist()
         numbers = ", ".join(f"{name} {count:,}" for name, count in zip(self.classes, counts, strict=True))
@@ -101,12 +93,10 @@ class ImageList:
 
 
 def list_images(address: str) -> ImageList:
-    """List the images below ``address``, in up to 4 tries, and return the list. Reads no image.
+    """List the images below ``address`` by torchvision's rule: the first folder of a file's name is the class.
 
-    As in torchvision's ImageFolder, the first folder in a file's name is the class. Leaves out hidden files and
-    folders. Class names are the folders' names in Unicode form NFC, so folders whose names differ only in form are one
-    class. Raises a UserError if the address cannot be listed, no image is in a class's folder, a class's folder has no
-    images (empty folders are seen on this machine only), or a folder's name is not UTF-8.
+    Leaves out hidden files and folders. Folders whose names differ only in Unicode's form are one class. Raises a
+    UserError if the address cannot be listed, a class's folder has no images, or its name is not UTF-8.
     """
     where, files = f"image folder {address}", sorted(list_visible_files(address), key=lambda entry: entry.name)
     images = [entry for entry in files if "/" in entry.name and is_image(entry.name)]
@@ -142,11 +132,7 @@ def list_images(address: str) -> ImageList:
 
 
 def list_visible_files(address: str) -> list[storage.Entry]:
-    """List the files below a folder or prefix, in up to 4 tries; return their names, sizes and tags. Follows links.
-
-    Leaves out SHA256SUMS, the runs folder and hidden files: those with a dot at the beginning of their name or of a
-    folder's. Raises a UserError if the address cannot be listed.
-    """
+    """List the files below a folder or prefix, but SHA256SUMS, the runs folder, and hidden files and folders."""
     root, runs = storage.local_path(address), runs_folder()
     own = f"{runs.relative_to(root)}/" if root and runs.is_relative_to(root) else "./"  # so begins no entry
     try:
@@ -160,22 +146,17 @@ def list_visible_files(address: str) -> list[storage.Entry]:
 
 
 def is_image(name: str) -> bool:
-    """Return whether a file's name has the extension of an image."""
     return name.lower().endswith(SUFFIXES)
 
 
 def file_kind(name: str) -> str:
-    """Return a file's kind as text for the user: its extension, such as ``.heic``, or "without an extension".
-
-    Adds "in no class's folder" for an image outside of all folders.
-    """
+    """Return a file's kind as text: its extension, and "in no class's folder" for an image outside of all folders."""
     _, dot, extension = name.rpartition("/")[2].rpartition(".")
     kind = f".{extension.lower()}" if dot else "without an extension"
     return f"{kind} in no class's folder" if is_image(name) and "/" not in name else kind
 
 
 def join_kinds(kinds: Mapping[str, int]) -> str:
-    """Return the most frequent kinds of files with their counts as text, 10 kinds at most."""
     most = sorted(kinds.items(), key=lambda item: (-item[1], item[0]))
     listed = ", ".join(f"{count:,} {kind}" for kind, count in most[:LISTED])
     return listed + (", ..." if len(most) > LISTED else "")

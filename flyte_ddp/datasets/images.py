@@ -22,10 +22,7 @@ CHUNK_BYTES = 4 << 20  # images are counted in chunks of this size: np.bincount 
 
 @dataclass(frozen=True, eq=False)
 class ImageArrays(StoredSet):
-    """A classification data set as arrays, made by :func:`image_arrays` or opened by :func:`open_arrays`.
-
-    Only :func:`open_arrays` sets ``mean``, ``std`` and ``digest``.
-    """
+    """A data set of images as arrays; only :func:`open_arrays` sets ``mean``, ``std`` and ``digest``."""
 
     name: str
     train_images: Images  # uint8 [N, H, W, C] in C order, with C = 1 for grey
@@ -40,20 +37,16 @@ class ImageArrays(StoredSet):
 
     @property
     def train_samples(self) -> int:
-        """The number of training images."""
         return len(self.train_images)
 
     @property
     def test_samples(self) -> int:
-        """The number of test images."""
         return len(self.test_images)
 
     def list_arrays(self) -> dict[str, NDArray[Any]]:
-        """Return the four arrays by name."""
         return {name: getattr(self, name) for name in ARRAYS}
 
     def describe_content(self) -> dict[str, Any]:
-        """Return mean and standard deviation of the training images."""
         mean, std = channel_mean_and_std(self.train_images)
         return {"mean": mean, "std": std}
 
@@ -73,12 +66,10 @@ def image_arrays(
     Images are uint8 [N, H, W, C], or [N, H, W] if grey; test images have the training images' height, width and
     channels. Labels are what the objective needs: class numbers [N], positions in ``classes``; 0 and 1, or NaN for
     unknown, for each of several labels [N, len(classes)]; numbers to predict, float [N] or [N, d], without ``classes``;
-    or a mask of class numbers for each image [N, H, W], 255 where a pixel does not count. The class names become
-    Unicode's form NFC. ``name`` may be empty if the hyperparameter ``dataset`` names the callable that returns these
-    arrays. ``sample_weights`` [N], for ``sampling`` "weighted", are of the training images. Raises a UserError for
-    another type or shape, a set without images, class numbers without ``classes``, a class name that is not UTF-8, two
-    names that differ only in Unicode's form, a class number that is not in 0..len(classes)-1, or weights that are
-    negative, not finite or all 0. Copies arrays only to convert them.
+    or a mask of class numbers for each image [N, H, W], 255 where a pixel does not count. ``name`` may be empty if the
+    hyperparameter ``dataset`` names the callable that returns these arrays. ``sample_weights`` [N], for ``sampling``
+    "weighted", are of the training images, not all 0. Raises a UserError for another type or shape, unfit class names,
+    or class numbers outside 0..len(classes)-1. Copies arrays only to convert them.
     """
     images = [convert_images("train_images", train_images), convert_images("test_images", test_images)]
     labels = [
@@ -98,10 +89,7 @@ def image_arrays(
 
 
 def require_array(name: str, values: Any) -> NDArray[Any]:
-    """Return ``values`` as an array; UserError, with ``name`` in its text, for what is none or would lose content.
-
-    That is ragged lists, a tensor on a GPU, masked values, and whole numbers of 2**63 and more.
-    """
+    """Return ``values`` as an array; UserError about ``name`` for ragged, GPU or masked ones, or 2**63 and more."""
     refuse_masked(name, values)
     try:
         array = np.asarray(values)
@@ -113,7 +101,6 @@ def require_array(name: str, values: Any) -> NDArray[Any]:
 
 
 def refuse_masked(name: str, values: Any) -> None:
-    """Raise UserError, with ``name`` in its text, for an array in which values are masked, or a list with one."""
     parts = values if isinstance(values, (list, tuple)) else [values]
     if any(isinstance(part, np.ma.MaskedArray) and np.ma.is_masked(part) for part in parts):
         raise UserError(
@@ -123,11 +110,7 @@ def refuse_masked(name: str, values: Any) -> None:
 
 
 def convert_images(name: str, values: Any) -> Images:
-    """Return ``values`` as uint8 [N, H, W, C] in C order, copied only if needed; [N, H, W] gets one channel.
-
-    Raises UserError, with ``name`` in its text, for another type than uint8, not 3 or 4 dimensions, a dimension of 0,
-    or what looks like [N, C, H, W]: a second dimension of 1 or 3, a last one above 4.
-    """
+    """Return ``values`` as C-contiguous uint8 [N, H, W, C]; [N, H, W] gets one channel; UserError for other shapes."""
     images = require_array(name, values)
     if images.dtype != np.uint8:
         raise UserError(f"{name}: must be uint8 with values 0..255, got {images.dtype}; scale and convert them")
@@ -141,11 +124,7 @@ def convert_images(name: str, values: Any) -> Images:
 
 
 def convert_targets(name: str, values: Any, images: Images, classes: int) -> Targets:
-    """Return the targets of ``images`` in C order: int64 [N], float32 [N] or [N, d], or masks uint8 or int64 [N, H, W].
-
-    Whole numbers and truth values [N, d] become float32. Copies only to convert. Raises UserError, with ``name`` in its
-    text, for another type or shape, and for class numbers [N] that are not in 0..classes-1.
-    """
+    """Return C-contiguous targets: int64 [N], float32 [N] or [N, d], or masks uint8 or int64 [N, H, W]."""
     targets, samples = require_array(name, values), len(images)
     if targets.dtype.kind not in "biuf":
         raise UserError(f"{name}: must be numbers, got {targets.dtype}")
@@ -202,11 +181,7 @@ def convert_weights(values: Any, samples: int) -> NDArray[np.float64]:
 
 
 def channel_mean_and_std(images: Images) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return mean and standard deviation of each channel of images uint8 [N, H, W, C], scaled to 0..1.
-
-    Computes from exact counts of the values; rounds only the result (float64). A constant channel gets the deviation 1,
-    because inputs are divided by it. Uses ten times CHUNK_BYTES (4 MiB) of memory, or ten images if these are larger.
-    """
+    """Return exact mean and deviation of each channel of images uint8 [N, H, W, C], scaled to 0..1."""
     rows = max(1, CHUNK_BYTES * len(images) // images.nbytes)  # images in a chunk
     chunks = [images[start : start + rows].reshape(-1, images.shape[3]) for start in range(0, len(images), rows)]
     counts = sum(np.stack([np.bincount(column, minlength=256) for column in chunk.T]) for chunk in chunks)
@@ -215,16 +190,12 @@ def channel_mean_and_std(images: Images) -> tuple[tuple[float, ...], tuple[float
         pixels, total, squares = (sum(value**power * count for value, count in enumerate(row)) for power in range(3))
         spread = pixels * squares - total * total  # exact, as Python's integers are: 0 for a constant channel
         mean.append(total / (255 * pixels))
-        std.append(math.sqrt(spread / (255 * pixels) ** 2) if spread else 1.0)
+        std.append(math.sqrt(spread / (255 * pixels) ** 2) if spread else 1.0)  # inputs are divided by it
     return tuple(mean), tuple(std)
 
 
 def open_arrays(folder: Path) -> ImageArrays:
-    """Open a prepared folder of arrays, and return its :class:`ImageArrays`.
-
-    The arrays are memory-mapped. Raises a UserError if the folder is not a prepared data set, or a file in it is
-    missing or truncated.
-    """
+    """Open a prepared folder of arrays, which are memory-mapped."""
     with open_folder(folder) as (description, fields):
         fields |= {key: tuple(description[key]) for key in ("mean", "std")}
         fields |= {name: read_array(folder, f"{name}.npy") for name in ARRAYS}

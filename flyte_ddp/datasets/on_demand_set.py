@@ -45,7 +45,7 @@ class OnDemandSet(StoredSet):
 
     @cached_property
     def sets(self) -> OnDemand:
-        """What the user's function returns; calls it at the first use in this process. UserError for another length."""
+        """What the user's function returns, called at the first use in this process; UserError for another length."""
         found = call_seeded(load_callable(self.name), self.source)
         if not isinstance(found, OnDemand):
             raise UserError(f"dataset={self.name!r}: returned {type(found).__name__} now, and on_demand(...) before")
@@ -59,7 +59,6 @@ class OnDemandSet(StoredSet):
         return found
 
     def describe_content(self) -> dict[str, Any]:
-        """Return the numbers of samples, and whether they are pictures."""
         return {ON_DEMAND: [self.train_samples, self.test_samples], PICTURES: self.pictures}
 
     def __reduce__(self) -> tuple[Any, ...]:  # without the user's sets, which each process makes for itself
@@ -67,10 +66,7 @@ class OnDemandSet(StoredSet):
 
 
 def call_seeded(function: Callable[[str], Any], source: str) -> Any:
-    """Return what a user's function returns for ``source``, in every process the same if it draws random numbers.
-
-    Seeds the global generators of Python, NumPy and torch for the call, and restores them. Imports torch.
-    """
+    """Return ``function(source)``; seeds the global generators of Python, NumPy and torch for the call."""
     import torch
 
     with keep_random_state():
@@ -86,10 +82,10 @@ def on_demand(train: Any, test: Any, *, classes: Sequence[str] = ()) -> OnDemand
     ``train`` and ``test`` are map-style data sets: ``len(set)``, and ``set[i]`` for i in 0..len-1 is (inputs, targets),
     or a dict with its targets as ``labels``. Inputs and targets are arrays, numbers or CPU tensors, or tuples or dicts
     of them, of equal shapes unless ``collate`` pads. If the first training sample's inputs are a picture (a PIL image,
-    or uint8 [H, W], [H, W, C] or a tensor [C, H, W]), all must be pictures of one size. Loader processes read the
-    samples. Each calls the callable for itself, and seeds the random generators before each sample: its draws depend on
-    seed, epoch and sample alone. An attribute ``sample_weights`` of ``train`` is for ``sampling`` "weighted". Raises
-    the errors of :func:`require_samples`.
+    or uint8 [H, W], [H, W, C] or a tensor [C, H, W]), all must be pictures of one size. Each loader process calls the
+    callable for itself, and seeds the random generators before each sample: its draws depend on seed, epoch and sample
+    alone. An attribute ``sample_weights`` of ``train`` is for ``sampling`` "weighted". Raises a UserError for an empty
+    set.
     """
     for name, samples in (("train", train), ("test", test)):
         require_samples(name, samples)
@@ -97,7 +93,7 @@ def on_demand(train: Any, test: Any, *, classes: Sequence[str] = ()) -> OnDemand
 
 
 def require_samples(set_name: str, samples: Any) -> int:
-    """Return ``len(samples)``; raise a UserError, which names the set, if it is empty or no map-style set."""
+    """Return ``len(samples)``; UserError, which names the set, if it is empty or no map-style set."""
     kind = type(samples).__name__
     for method, missing in (("__len__", "len()"), ("__getitem__", "[number]")):
         if not hasattr(samples, method):
@@ -108,7 +104,7 @@ def require_samples(set_name: str, samples: Any) -> int:
 
 
 def split_item(item: Any) -> tuple[Leaves, Leaves]:
-    """Return inputs and targets of an item: a pair, or a dict with ``labels``; raise ValueError for another one."""
+    """Return inputs and targets of an item: a pair, or a dict with ``labels``; ValueError for another one."""
     if isinstance(item, (tuple, list)) and len(item) == 2:
         return item[0], item[1]
     if isinstance(item, Mapping) and "labels" in item:
@@ -117,10 +113,7 @@ def split_item(item: Any) -> tuple[Leaves, Leaves]:
 
 
 def open_on_demand(folder: Path) -> OnDemandSet:
-    """Open a prepared folder of such a set; does not call the user's function yet.
-
-    Raises a UserError if the file of its weights is missing or truncated.
-    """
+    """Open a prepared folder of such a set; does not call the user's function yet."""
     with open_folder(folder) as (description, fields):
         train, test = description[ON_DEMAND]
         return OnDemandSet(

@@ -21,14 +21,11 @@ from flyte_ddp.user_code import SPEC, load_callable
 
 
 def pack_source(source: str, folder: Path, *, split: str = "train", **options: Any) -> ShardIndex:
-    """Pack a source into shards and their index in ``folder``; return the index. Prints progress to stderr.
+    """Pack a source into shards and their index in ``folder``; return the index.
 
-    ``source`` is a name in ``catalog.DATASETS``, whose data are downloaded into a temporary folder; or
-    ``package.module:callable``, which is imported, is called with "" and returns a pair (training set, test set) of
-    map-style data sets; or a folder or prefix of images, all of the split "train". ``split`` is "train" or "test".
-    ``options`` are keyword arguments of :func:`flyte_ddp.shards.packing.pack_samples`. For a callable puts the working
-    directory first on ``sys.path``. Raises a UserError for another source or split, the test split of a folder, or a
-    source that cannot be read; does not catch other errors of the user's code.
+    ``source`` is a name in ``catalog.DATASETS``; a folder or prefix of images, all of the split "train"; or
+    ``package.module:callable``, which is called with "" and returns a pair (training set, test set) of map-style data
+    sets. ``options`` are keyword arguments of :func:`flyte_ddp.shards.packing.pack_samples`.
     """
     if split not in ("train", "test"):
         raise unknown_name_error("split", split, ("train", "test"))
@@ -49,18 +46,13 @@ def pack_source(source: str, folder: Path, *, split: str = "train", **options: A
 
 
 def pack_image_folder(address: str, folder: Path, **options: Any) -> ShardIndex:
-    """Pack the files ``class/name.jpg`` below a path or prefix unchanged into ``folder``; return the shards' index.
-
-    Lists the files and reads each in up to 4 tries; prints what it found to stderr. ``options`` are keyword arguments
-    of :func:`flyte_ddp.shards.packing.pack_samples`. Raises a UserError if there are no images or they cannot be read.
-    """
+    """Pack the files ``class/name.jpg`` below a path or prefix unchanged into ``folder``; return the shards' index."""
     images = list_images(address)
     for line in images.describe_images():
         Progress(options.get("progress", "auto")).print_note(line)
     keys = make_sample_keys(images.names)
 
     def make_sample(number: int) -> tuple[str, Members]:
-        """Return key, unchanged image and label of a sample."""
         extension = images.names[number].rpartition(".")[2].lower()
         return keys[number], {f".{extension}": images.read_image(number), ".cls": str(images.labels[number]).encode()}
 
@@ -68,15 +60,11 @@ def pack_image_folder(address: str, folder: Path, **options: Any) -> ShardIndex:
 
 
 def make_sample_keys(names: Iterable[str]) -> list[str]:
-    """Return a different key for each file: its name without the extension.
-
-    Other dots in the name become "%2E", because a key in a tar file ends at the first dot. A key that is already taken
-    gets "%2E" and the extension at its end.
-    """
+    """Return a different key for each file: its name without the extension, and with "%2E" for other dots."""
     keys: dict[str, None] = {}
     for name in names:
         stem, _, extension = name.rpartition(".")
-        place, _, last = stem.rpartition("/")
+        place, _, last = stem.rpartition("/")  # a key in a tar file ends at the name's first dot
         key = f"{place}/{last.replace('.', '%2E')}"
         while key in keys:  # as for a.png beside a.jpg
             key += f"%2E{extension}"
@@ -87,10 +75,8 @@ def make_sample_keys(names: Iterable[str]) -> list[str]:
 def pack_images(samples: Any, folder: Path, *, classes: Sequence[str] = (), **options: Any) -> ShardIndex:
     """Pack a map-style data set of (image, label), such as torchvision's, as lossless PNG; return the shards' index.
 
-    ``samples`` has ``len()`` and gives (image, label) for each index; threads read it, one at a time. An image is a PIL
-    image, a uint8 array [H, W] or [H, W, C], or a uint8 tensor [H, W] or [C, H, W], of any size. ``classes`` are the
-    class names; default: the attribute ``classes`` of ``samples``, if it has one. ``options`` are keyword arguments of
-    :func:`flyte_ddp.shards.packing.pack_samples`. UserError if ``samples`` is no such set or raises an OSError.
+    An image is a PIL image, a uint8 array [H, W] or [H, W, C], or a uint8 tensor [H, W] or [C, H, W], of any size.
+    Threads read ``samples``, one at a time. ``classes`` default to the attribute ``classes`` of ``samples``.
     """
     from PIL import Image
 
@@ -100,10 +86,6 @@ def pack_images(samples: Any, folder: Path, *, classes: Sequence[str] = (), **op
     one_at_a_time = threading.Lock()  # the user's data set need not be thread-safe
 
     def encode_sample_as_png(number: int) -> tuple[str, Members]:
-        """Read a sample, one thread at a time; return its key, and PNG and label (bytes) by ".png" and ".cls".
-
-        Raises a UserError for an OSError while reading, an item of another type, or not 1, 3 or 4 channels.
-        """
         try:
             with one_at_a_time:
                 pixels, label = convert_sample(f"{what}: item {number}", samples[number])

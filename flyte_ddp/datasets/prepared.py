@@ -32,10 +32,7 @@ SampleOrder = ListedOrder | ShardOrder  # samples of a stream have no numbers, s
 
 
 def open_prepared(folder: Path) -> PreparedSet:
-    """Open a folder that :func:`flyte_ddp.datasets.fetch` has written, and return its data set.
-
-    Arrays and file lists are memory-mapped. Raises a UserError if the folder is not a prepared data set, or damaged.
-    """
+    """Open a folder that :func:`flyte_ddp.datasets.fetch` has written; arrays and file lists are memory-mapped."""
     description = read_description(folder)
     if LEAVES in description:
         return open_sample_arrays(folder)
@@ -45,10 +42,7 @@ def open_prepared(folder: Path) -> PreparedSet:
 
 
 def order_test_split(data: PreparedSet) -> SampleOrder:
-    """Return the order of the test split: all of the test set, or without one a tenth of the encoded images.
-
-    The tenth does not depend on the run's seed; for a stream it consists of whole shards.
-    """
+    """Return the order of the test set; without one, of a tenth of the encoded images (whole shards of a stream)."""
     if not isinstance(data, EncodedSet):
         return ListedOrder(np.arange(data.test_samples, dtype=np.int32))
     if isinstance(data.test_source, ImageList):
@@ -66,10 +60,7 @@ def order_test_split(data: PreparedSet) -> SampleOrder:
 def order_splits(
     data: PreparedSet, *, validation_fraction: float, seed: int, shuffle_shards: int
 ) -> dict[str, SampleOrder]:
-    """Return the orders of the splits by name: "training", "validation" and "test".
-
-    Validation gets ``validation_fraction`` of the samples outside the test split; of a stream, whole shards.
-    """
+    """Return the orders of "training", "validation" and "test"; a validation split of a stream has whole shards."""
     tests = order_test_split(data)
     if not isinstance(data, EncodedSet):
         samples = np.arange(data.train_samples, dtype=np.int32)
@@ -89,11 +80,7 @@ def order_splits(
 
 
 def order_training(data: PreparedSet, order: SampleOrder, sampling: str) -> SampleOrder:
-    """Return the order of training by the hyperparameter ``sampling``; ``order`` is that of :func:`order_splits`.
-
-    Imports and calls the user's function if ``sampling`` names it, with the errors of :func:`choose_by_function`.
-    Raises a UserError if the data set has no weights for "weighted", or no class for each sample for "balanced".
-    """
+    """Return the order of training by the hyperparameter ``sampling``; ``order`` is that of :func:`order_splits`."""
     if sampling == "shuffled":
         return order
     assert isinstance(order, ListedOrder)  # Hyperparameters refuses shards and streams
@@ -121,11 +108,7 @@ def check_prepared_set(
 ) -> list[str]:
     """Refuse a prepared data set that cannot be trained on; return lines for the user: contents, and warnings.
 
-    Call it before ranks start. ``workers`` is the number of decoding threads or processes of each rank, ``cache_bytes``
-    the limit of the shard cache (None: no limit). Raises a UserError if the folder is damaged, the number of classes is
-    unknown, not ``num_classes``, or not that of ``select_by``, no samples are left for training or testing, or
-    ``sampling`` does not fit; for a stream also if webdataset is not installed, the index has weights, or there are
-    fewer shards than decoding workers of all ranks.
+    ``workers`` is the number of decoding threads or processes of each rank. ``cache_bytes`` None: no limit.
     """
     data = open_prepared(folder)
     targets = find_training_targets(data)
@@ -200,10 +183,7 @@ def cache_size_warnings(index: ShardIndex, hp: Hyperparameters, ranks: int, cach
 
 
 def refuse_unusable_stream(index: ShardIndex, dataset: str, shards: int, ranks: int, workers: int) -> None:
-    """Raise a UserError for a stream with weights, without webdataset installed, or with too few shards.
-
-    ``shards`` is the number of shards left for training: each of the ``workers`` of each rank needs at least one.
-    """
+    """Raise a UserError for a stream with weights, without webdataset, or with fewer ``shards`` than all workers."""
     where = f"dataset={dataset!r}"
     if importlib.util.find_spec("webdataset") is None:
         raise UserError(f"{where}: streams need webdataset, which is not there; pip install webdataset")
@@ -221,14 +201,13 @@ def refuse_unusable_stream(index: ShardIndex, dataset: str, shards: int, ranks: 
 
 
 def no_samples_error(dataset: str, purpose: str) -> UserError:
-    """Return a UserError for a split that has no samples; ``purpose`` is "training" or "testing"."""
     stream = encoded_kind(dataset) == "stream"
     more = "a stream holds out whole shards: pack it into more of them" if stream else "give more"
     return UserError(f"dataset={dataset!r}: has no samples for {purpose}; {more}, or hold out less, or test_dataset")
 
 
 def find_training_targets(data: PreparedSet) -> NDArray[Any] | None:
-    """Return the targets of all training samples [N, ...]; None if they are no single array, or are not in one."""
+    """Return the targets of all training samples [N, ...]; None if they are not in one array."""
     if isinstance(data, EncodedSet):
         return data.train.labels if isinstance(data.train, ImageList) else None
     if isinstance(data, ImageArrays):
@@ -238,15 +217,10 @@ def find_training_targets(data: PreparedSet) -> NDArray[Any] | None:
 
 
 def has_pictures(data: PreparedSet) -> TypeGuard[OnDemandSet]:
-    """Return whether the samples of a data set are pictures that the user's own code reads on demand."""
     return isinstance(data, OnDemandSet) and data.pictures
 
 
 def refuse_unfit_settings(data: PreparedSet, hp: Hyperparameters) -> None:
-    """Raise a UserError for a model or a setting that takes images if samples are none, for ``collate`` if they are.
-
-    Also for ``bad_samples`` with a set of items, which own code reads.
-    """
     if isinstance(data, ItemSet) and hp.bad_samples:
         what = f"dataset={data.name!r} reads its samples itself"
         raise UserError(f"bad_samples={hp.bad_samples}: {what}; leave it 0, and leave out what cannot be read")
@@ -266,10 +240,7 @@ def refuse_unfit_settings(data: PreparedSet, hp: Hyperparameters) -> None:
 
 
 def count_training_classes(data: PreparedSet, training: Order, classes: int) -> tuple[int, ...]:
-    """Return how many training samples each class has, or pixels for masks; empty if the data do not say that.
-
-    Samples of several labels count for each label that they have. ``training`` lists the samples of training.
-    """
+    """Return each class's number of training samples, labels or mask pixels; () if the data do not say that."""
     labels = find_training_targets(data)
     if labels is None:
         return ()
@@ -284,11 +255,7 @@ def count_training_classes(data: PreparedSet, training: Order, classes: int) -> 
 
 
 def resolve_class_names(classes: Sequence[str], hp: Hyperparameters, *, of_numbers: bool = False) -> tuple[str, ...]:
-    """Return the data set's class names; without names, the numbers 0..num_classes-1 as texts.
-
-    Raises a UserError if there are no names and no ``num_classes``, unless the targets are ``of_numbers`` and need no
-    names; or if ``num_classes`` is another number.
-    """
+    """Return the data set's class names, or 0..num_classes-1 as texts; UserError unless they fit ``num_classes``."""
     if classes and hp.num_classes not in (0, len(classes)):
         raise UserError(f"num_classes={hp.num_classes}: the data set has {len(classes)}; set that, or 0")
     names = tuple(classes) or tuple(map(str, range(hp.num_classes)))

@@ -37,10 +37,7 @@ class StoredSet:
 
 
 def arrays_sha256(data: StoredSet, start: str = "") -> str:
-    """Return the SHA-256 (hex) of the class names, and of name, type, shape and values of each array.
-
-    With ``start`` only of arrays whose names begin with it, without it of ``sample_weights``, too.
-    """
+    """Return the SHA-256 (hex) of class names and arrays; with ``start`` only of arrays whose names begin with it."""
     digest = hashlib.sha256(json.dumps(data.classes).encode())
     named = {name: array for name, array in data.list_arrays().items() if name.startswith(start)}
     if data.sample_weights is not None and not start:
@@ -52,11 +49,7 @@ def arrays_sha256(data: StoredSet, start: str = "") -> str:
 
 
 def write_prepared_set(data: StoredSet, folder: Path, origin: Mapping[str, str]) -> None:
-    """Write a data set into an existing folder: one ``.npy`` file for each array, then ``dataset.json``.
-
-    Replaces files of these names. ``origin`` are more entries of ``dataset.json``. Raises an OSError if a file cannot
-    be written; errno ENOSPC if the disk is full.
-    """
+    """Write a data set into an existing folder, ``dataset.json`` last; ``origin`` are more entries of that."""
     arrays = data.list_arrays()
     for name, array in arrays.items():
         write_array(folder / f"{name}.npy", array)
@@ -76,20 +69,18 @@ def write_prepared_set(data: StoredSet, folder: Path, origin: Mapping[str, str])
 
 
 def write_json(path: Path, content: Any, indent: int | None = None) -> None:
-    """Write ``content`` to ``path`` as JSON. Replaces the file atomically."""
     with atomic_write(path) as file:
         file.write(json.dumps(content, indent=indent).encode())  # json.dump encodes in Python, which is slow
 
 
 def write_array(path: Path, array: NDArray[Any]) -> None:
-    """Write an array in C order as a ``.npy`` file. Replaces the file atomically."""
     with atomic_write(path) as file:  # numpy.save's error for a full disk has no errno
         np.lib.format.write_array_header_1_0(file, np.lib.format.header_data_from_array_1_0(array))
         file.write(array.data)
 
 
 def read_description(folder: Path) -> dict[str, Any]:
-    """Return the content of ``dataset.json`` in a prepared folder. Raises a UserError if it is missing or damaged."""
+    """Return the content of ``dataset.json`` in a prepared folder; UserError if it is missing or damaged."""
     if not (folder / DESCRIPTION).exists():
         raise UserError(f"{folder}: is not a prepared data set, there is no {DESCRIPTION} in it; fetch one there")
     with translate_damage_to_user_error(folder):
@@ -98,10 +89,7 @@ def read_description(folder: Path) -> dict[str, Any]:
 
 @contextmanager
 def open_folder(folder: Path) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-    """Yield the description in a prepared folder, and the fields that all classes of :class:`StoredSet` have.
-
-    Raises a UserError in place of the block's errors, as :func:`translate_damage_to_user_error` does.
-    """
+    """Yield the description in a prepared folder, and the fields that all classes of :class:`StoredSet` have."""
     description = read_description(folder)
     with translate_damage_to_user_error(folder):
         weights = read_array(folder, WEIGHTS) if description.get("weighted") else None
@@ -117,10 +105,6 @@ def read_array(folder: Path, name: str) -> NDArray[Any]:
 
 @contextmanager
 def translate_damage_to_user_error(folder: Path) -> Iterator[None]:
-    """Raise a UserError in place of an OSError, EOFError, ValueError, KeyError or TypeError of the block.
-
-    The error says that the prepared ``folder`` is damaged, and advises to delete it and to fetch it again.
-    """
     try:
         yield
     except (OSError, EOFError, ValueError, KeyError, TypeError) as error:

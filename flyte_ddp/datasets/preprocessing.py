@@ -16,12 +16,7 @@ PREPROCESSING = "preprocessing"  # key in the description of a data set, and in 
 def pack_preprocessing(
     preprocessing: Any, prepare: Callable[[Any, Any], Any] | None, columns: Mapping[str, Sequence[str]]
 ) -> dict[str, Any]:
-    """Return an object as texts for JSON, with the name of the function that takes it; empty without a function.
-
-    Beside it are the ``columns`` of the inputs that are frames.
-
-    Raises UserError for an object without a function, one that cannot be pickled, or a function of no module.
-    """
+    """Return an object as texts for JSON, with its function and the columns of inputs; empty without a function."""
     if prepare is None:
         if preprocessing is None:
             return {}

@@ -39,20 +39,13 @@ class PublishedSet:
     system_folder: str = ""  # where a system or Python package installs the files
 
     def fingerprint(self, source: str) -> str:
-        """Return the set's name with a hash of the digests that its files must have.
-
-        Reads a mirror's ``SHA256SUMS`` in up to 4 tries; failures go to stderr. UserError if it is unusable.
-        """
+        """Return the set's name with a hash of the digests that its files must have."""
         sums = self.read_mirror_digests(source, Progress())
         lines = (f"{name} {sums.get(name, known[0])}" for name, known in self.files.items())
         return f"{self.name}-{digest_lines(lines)[:16]}"
 
     def load(self, source: str, workspace: Path, progress: Progress) -> tuple[ImageArrays, str]:
-        """Download and verify the files; return checked arrays, and the addresses that served them as text.
-
-        Downloads into ``workspace/raw``; removes it after reading, not after an error. Tries each address up to 4
-        times; shows progress. Raises a UserError if no address serves a verified file or a file has another format.
-        """
+        """Download and verify the files; return checked arrays, and the addresses that served them as text."""
         sums = self.read_mirror_digests(source, progress)
         raw = workspace / "raw"
         raw.mkdir()
@@ -67,9 +60,8 @@ class PublishedSet:
     def download_file(self, name: str, source: str, sums: dict[str, str], folder: Path, progress: Progress) -> str:
         """Download one file into ``folder``, verify its digest, and return the folder or address it came from.
 
-        Tries only ``source``; if that is empty, the system's copy and then the public addresses. Tries each up to 4
-        times. ``sums`` holds the mirror's SHA-256 by file name; if it is empty, the published MD5 counts. Shows
-        progress on stderr. Raises a UserError if no address serves the verified file.
+        Tries only ``source``; if that is empty, the system's copy and then the public addresses. Without the mirror's
+        SHA-256 in ``sums`` the published MD5 counts.
         """
         algorithm, digests = ("sha256", (sums[name],)) if sums else ("md5", self.files[name])
         system = [self.system_folder] if self.system_folder and Path(self.system_folder).is_dir() else []
@@ -90,11 +82,7 @@ class PublishedSet:
             ) from None
 
     def read_mirror_digests(self, source: str, progress: Progress) -> dict[str, str]:
-        """Return the SHA-256 of each file by name, from a mirror's ``SHA256SUMS``; {} without a mirror or that file.
-
-        So a team can serve its own data in the format of a published set. Tries up to 4 times, and shows failures on
-        stderr. Raises a UserError if the mirror cannot be read, or ``SHA256SUMS`` cannot be parsed or lacks a file.
-        """
+        """Return the SHA-256 of each file by name, from a mirror's ``SHA256SUMS``; {} without a mirror or that file."""
         if not source:
             return {}
         where, path = f"data_source={source!r}", storage.local_path(source)
@@ -118,7 +106,6 @@ class PublishedSet:
         raise UserError(f"{where}: {SUMS} there {problem}; renew it in the folder of the files: {RENEW}")
 
     def mirror_error(self, name: str, source: str, failure: storage.UnavailableError) -> UserError:
-        """Return a UserError that says why the mirror did not serve the file ``name``, and what to do."""
         where = f"data_source={source!r}"
         if isinstance(failure, storage.MissingError):
             return UserError(f"{where}: has no {name} ({failure}); it must hold {', '.join(self.files)}")
@@ -138,8 +125,7 @@ SKLEARN = importlib.util.find_spec("sklearn")  # found but not imported: the imp
 def read_digits_file(folder: Path) -> Arrays:
     """Read scikit-learn's digits; return train images [N, 8, 8] and labels, then test ones. Scales 0..16 to 0..255.
 
-    The first 1,500 images are for training, the last 297 for testing. One writer's digits are neighbours in the file,
-    so most writers of the test set are not in the training set. Raises a UserError for a file of another format.
+    One writer's digits are neighbours in the file, so most writers of the last 297, the test set, are not in training.
     """
     try:
         rows = np.loadtxt(folder / DIGITS_FILE, delimiter=",", ndmin=2)  # 64 pixels and the label
@@ -170,7 +156,6 @@ def read_idx_files(folder: Path) -> Arrays:
 
     IDX ("THE IDX FILE FORMAT", LeCun, Cortes, Burges): two zero bytes, the type of the values (8: unsigned bytes), the
     number of dimensions, each dimension as a big-endian uint32, then the values in C order.
-    Raises a UserError for a file of another kind or a truncated one.
     """
     arrays = []
     for name in IDX_FILES:
@@ -229,17 +214,13 @@ class BatchUnpickler(pickle.Unpickler):
     """Unpickler for arrays, lists and text only. A mirror with its own digests could otherwise run code here."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return the named class or function if a batch of arrays needs it. Raises a UserError for any other."""
         if (module, name) not in ALLOWED_GLOBALS:
             raise UserError(f"{CIFAR10_FILE}: asks for {module}.{name}, which a batch of images does not need; refused")
         return super().find_class(module, name)
 
 
 def read_cifar10_archive(folder: Path) -> Arrays:
-    """Read CIFAR-10's archive; return train images [N, 32, 32, 3] and labels, then the test ones.
-
-    Raises a UserError for a damaged archive, one that lacks a batch, or one whose pickles ask for more than arrays.
-    """
+    """Read CIFAR-10's archive; return train images [N, 32, 32, 3] and labels, then the test ones."""
     images, labels = {}, {}
     try:
         with tarfile.open(folder / CIFAR10_FILE, "r:gz") as archive:

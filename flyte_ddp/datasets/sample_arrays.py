@@ -41,7 +41,6 @@ class Ragged:
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """The type of the values."""
         return self.values.dtype
 
     @property
@@ -51,7 +50,6 @@ class Ragged:
 
     @property
     def nbytes(self) -> int:
-        """The size in bytes."""
         return self.values.nbytes + self.ends.nbytes
 
 
@@ -78,12 +76,10 @@ class SampleArrays(StoredSet):
 
     @property
     def train_samples(self) -> int:
-        """The number of training samples."""
         return len(next(iter(name_leaves(self.train_inputs).values())))
 
     @property
     def test_samples(self) -> int:
-        """The number of test samples."""
         return len(next(iter(name_leaves(self.test_inputs).values())))
 
     def list_arrays(self) -> dict[str, NDArray[Any]]:
@@ -97,7 +93,6 @@ class SampleArrays(StoredSet):
         return arrays | {name: each for name, each in ids.items() if each is not None}
 
     def describe_content(self) -> dict[str, Any]:
-        """Return the forms of inputs and targets, which sides have ids, the preprocessing, and what is to be said."""
         forms = {
             kind: {
                 "form": form_of(leaves),
@@ -142,18 +137,17 @@ def arrays(
     ``model(x)``, ``model(*leaves)`` or ``model(**leaves)``. A leaf is an array, a table or a CPU tensor [N, ...] of
     numbers or truth values, or a list of N arrays [length, ...] of different lengths, for which ``collate`` must pad.
     Floats are kept as float32; in a batch whole numbers are int64. ``ids`` [N] name the samples in errors, report and
-    predictions. ``classes`` names the classes of targets that are class numbers or truth values [N]; without it they
-    are called "0", "1", ... ``name`` may be empty if the hyperparameter ``dataset`` names the callable that returns
-    these arrays. ``sample_weights`` [N], for ``sampling`` "weighted", are of the training samples.
+    predictions. ``classes`` names the classes of targets that are class numbers or truth values [N]; default: "0", "1",
+    ... ``name`` may be empty if the hyperparameter ``dataset`` names the callable that returns these arrays.
+    ``sample_weights`` [N], for ``sampling`` "weighted", are of the training samples.
 
     ``preprocessing`` is any object that pickle takes, such as fitted transformers. It is saved in ``model.json``, and
-    given to ``prepare(preprocessing, source)``, a function of a module, which returns (inputs, ids) of new rows; its
-    ids may be None.
+    given to ``prepare(preprocessing, source)``, a function of a module, which returns (inputs, ids or None) of new
+    rows.
 
-    Raises a UserError for leaves of different numbers of samples, objects or texts where numbers are needed, inputs
-    that are NaN or infinite, names that are no Python identifiers, training and test samples of different forms, shapes
-    or kinds of numbers, a ``preprocessing`` that cannot be pickled, and what :func:`flyte_ddp.image_arrays` refuses of
-    class names and weights.
+    Raises a UserError for leaves that are no numbers or of different numbers of samples, inputs that are NaN or
+    infinite, names that are no Python identifiers, different forms of training and test samples, a ``preprocessing``
+    that cannot be pickled, and class names and weights that :func:`flyte_ddp.image_arrays` refuses.
     """
     parts, ids, notes = dict[str, Leaves](), dict[str, Any](), list[str]()
     for side, given in (("train", train), ("test", test)):
@@ -199,10 +193,7 @@ def store_inputs(name: str, inputs: Any, ids: NDArray[np.str_] | None, notes: li
 
 
 def store_leaves(name: str, leaves: Any, notes: list[str]) -> Leaves:
-    """Return leaves as arrays and :class:`Ragged`; ``name`` names them in errors, which are those of :func:`arrays`.
-
-    Adds to ``notes`` what their types lose.
-    """
+    """Return leaves as arrays and :class:`Ragged`; add to ``notes`` what their types lose."""
     require_identifiers(name, leaves)
     if form_of(leaves) == "dict" or isinstance(leaves, tuple):
         if not leaves:
@@ -213,17 +204,13 @@ def store_leaves(name: str, leaves: Any, notes: list[str]) -> Leaves:
 
 
 def require_identifiers(name: str, leaves: Leaves) -> None:
-    """Raise UserError, with ``name`` in its text, for names of a dict that are no Python identifiers."""
     for key in leaves if form_of(leaves) == "dict" else ():
         if not isinstance(key, str) or not key.isidentifier():
             raise UserError(f"{name}: the name {key!r} must be a Python identifier: the model is called with it")
 
 
 def store_leaf(name: str, values: Any, notes: list[str]) -> NDArray[Any] | Ragged:
-    """Return values of N samples as an array [N, ...] in C order, or a list of arrays of different lengths as Ragged.
-
-    Floats become float32. UserError, with ``name`` in its text, for objects, texts and what is no array.
-    """
+    """Return values of N samples as a C-contiguous array [N, ...], or a list of different lengths as Ragged."""
     values = values.toarray() if hasattr(values, "toarray") else values  # sparse ones of SciPy and scikit-learn
     try:
         array = require_array(name, values)
@@ -241,7 +228,6 @@ def store_leaf(name: str, values: Any, notes: list[str]) -> NDArray[Any] | Ragge
 
 
 def store_ragged(name: str, notes: list[str], samples: Sequence[NDArray[Any]]) -> Ragged:
-    """Return arrays [length, ...] as Ragged; UserError, with ``name`` in its text, for other differences of shape."""
     for place, sample in enumerate(samples):
         require_numbers(f"{name}[{place}]", sample, "give numbers for them")
         if not sample.ndim or sample.shape[1:] != samples[0].shape[1:]:
@@ -265,10 +251,7 @@ def store_values(name: str, values: NDArray[Any]) -> NDArray[Any]:
 
 
 def describe_lost_digits(name: str, values: NDArray[Any], columns: Sequence[Any] | None = None) -> list[str]:
-    """Return a note if columns have different numbers, such as times or ids, that become equal in float32.
-
-    Looks at up to COMPARED_ROWS (10,000) first rows, and about 1,000,000 numbers. A column is the last dimension.
-    """
+    """Return a note if columns have different numbers, such as times or ids, that become equal in float32."""
     if values.dtype.kind != "f" or values.dtype.itemsize <= 4:
         return []
     rows = values.reshape(-1, values.shape[-1] if values.ndim > 1 else 1)
@@ -295,7 +278,6 @@ def stored_type(dtype: np.dtype[Any]) -> np.dtype[Any]:
 
 
 def require_one_length(side: str, parts: Sequence[tuple[str, Leaves]]) -> None:
-    """Raise UserError unless all leaves of the parts of "train" or "test" have the same number of samples."""
     lengths = {
         f"{side}_{kind}{f'[{key!r}]' if key else ''}": len(leaf)
         for kind, leaves in parts
@@ -308,10 +290,7 @@ def require_one_length(side: str, parts: Sequence[tuple[str, Leaves]]) -> None:
 
 
 def unify_sides(kind: str, train: Leaves, test: Leaves) -> dict[str, Leaves]:
-    """Return the leaves of both sides by name ("train_inputs"), each leaf ragged, and of one type, in both or neither.
-
-    Raises UserError if they have other names, shapes or kinds of numbers. ``kind`` is inputs or targets.
-    """
+    """Return both sides' leaves by name ("train_inputs"), each of one type, and ragged in both or neither."""
     named = name_leaves(train), name_leaves(test)
     if form_of(train) != form_of(test) or named[0].keys() != named[1].keys():
         texts = map(describe_form, (train, test))
@@ -352,7 +331,6 @@ def make_ragged(leaf: NDArray[Any] | Ragged) -> Ragged:
 
 
 def is_class_numbers(targets: Leaves) -> bool:
-    """Return whether targets are whole numbers [N]."""
     return isinstance(targets, np.ndarray) and targets.ndim == 1 and targets.dtype.kind in "iu"
 
 
@@ -382,10 +360,7 @@ def name_class_numbers(parts: dict[str, Leaves]) -> tuple[str, ...]:
 
 
 def open_sample_arrays(folder: Path) -> SampleArrays:
-    """Open a prepared folder of such arrays, which are memory-mapped and read-only.
-
-    Raises a UserError if a file in it is missing or truncated.
-    """
+    """Open a prepared folder of such arrays, which are memory-mapped and read-only."""
     with open_folder(folder) as (description, fields):
         for part in PARTS:
             kind, named = description[LEAVES][part.rpartition("_")[2]], dict[str, Any]()

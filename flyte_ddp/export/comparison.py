@@ -29,7 +29,6 @@ class Comparison:
 
     @property
     def passed(self) -> bool:
-        """Whether all differences are within the tolerance, and no sample has another class."""
         return self.worst <= self.tolerance and not self.others
 
     def add_batch(self, first_sample: int, of_onnx: NDArray[np.float32], of_torch: NDArray[np.float32]) -> None:

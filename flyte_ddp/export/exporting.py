@@ -39,7 +39,7 @@ Image = NDArray[np.uint8]
 class TorchLogits(NamedTuple):
     """Torch's logits on the test samples that can be decoded, one after the other: all may be gigabytes.
 
-    Other outputs than logits are compared as they are. For inputs that are no images none of this is used.
+    Unused for inputs that are no images.
     """
 
     rows: Iterable[NDArray[np.float32]]  # [classes], or of any shape, of each sample, in the split's order
@@ -60,11 +60,10 @@ def export_model(
 
     Writes ``model.onnx``, ``model.pt2``, ``golden.npz`` and ``serve_check.py`` into an existing folder: none of them if
     the comparison does not pass, and no .pt2 if torch cannot write or run it. Runs the code that ``model.json`` names.
-    Reads the whole test split, downloading shards into the cache of ``settings``. Runs the ONNX in a new process.
-    Silences torch's loggers, warnings and sys.stderr of this process while the exporters run. ``device``, cpu or cuda,
-    is where torch computed its logits; it decides the tolerance. For inputs that are no images see
-    :func:`export_leaves_model`. Raises UnreachableError if the storage of the test
-    split does not answer; NotExportedError if the extra ``export`` is not installed, or after any other exception.
+    ``device``, cpu or cuda, is where torch computed its logits; it decides the tolerance.
+
+    Raises UnreachableError if the storage of the test split does not answer; NotExportedError if the extra ``export``
+    is not installed, or after any other exception.
     """
     settings = settings or Settings()
     with TemporaryDirectory(dir=folder) as name:  # so that files appear only if the comparison passes
@@ -99,7 +98,6 @@ def export_model(
 
 
 def write_onnx_and_pt2(served: ServedModel, folder: Path) -> None:
-    """Write the graphs of a model of images of any size into a folder, with the errors of :func:`write_graphs`."""
     shape = 2, served.height + 1, served.width + 2, served.channels  # two images, as exporters take 1 for a constant
     images = torch.arange(math.prod(shape)).remainder(251).to(torch.uint8).reshape(shape)
     sizes = {place: torch.export.Dim(name, min=min(place + 1, 2)) for place, name in enumerate("nhw")}
@@ -111,9 +109,7 @@ def compare_logits(
 ) -> dict[str, Any]:
     """Run the ONNX at ``path`` on all images in a new process; add its differences from torch to ``found``.
 
-    Sends each image alone and in batches of BATCH_SIZES (1, 7, 64); waits without a timeout. Returns golden requests:
-    up to 16 images, evenly spread over the test split, as ``image_<number>``, and torch's ``logits`` of them. Keeps
-    these and 64 images in memory. Raises OSError if the process ends, ValueError if images and logits differ in number.
+    Returns golden requests: up to 16 images as ``image_<number>``, and torch's ``logits`` of them.
     """
     samples = logits.samples
     waiting: dict[int, list[tuple[Image, NDArray[np.float32]]]] = {size: [] for size in BATCH_SIZES}
@@ -142,9 +138,8 @@ def compare_logits(
 def read_test_images(data: PreparedSet, channels: int, settings: Settings, seed: int = 0) -> Iterator[Image]:
     """Yield the images of the test split that can be decoded, uint8 [H, W, channels], in the split's order.
 
-    Images are neither cropped nor resized; grey ones become RGB if ``channels`` is 3. Encoded images are read and
-    decoded by threads; remote shards are downloaded into the cache. Pictures on demand are read in this process, whose
-    random generators are seeded by ``seed`` for that. Raises UserError if the data cannot be read.
+    Images are neither cropped nor resized; grey ones become RGB if ``channels`` is 3. ``seed`` is for pictures on
+    demand.
     """
     if isinstance(data, ImageArrays) or has_pictures(data):
         items = open_items(data)["test"]
@@ -170,10 +165,7 @@ def read_test_images(data: PreparedSet, channels: int, settings: Settings, seed:
 
 
 def place_on_common_canvas(image: Image, served: ServedModel) -> Image:
-    """Return an image with the same logits as ``image``, in the size that all images of a batch have.
-
-    For a model that crops the middle, returns a black square with its resized middle; for others the image itself.
-    """
+    """Return an image of the size of all images of a batch, with the same logits as ``image``."""
     if not served.middle:
         return image
     side = served.height

@@ -40,10 +40,8 @@ def export_leaves_model(
 
     Returns the comparison of the output that is furthest from torch's for its range, and golden requests: the arrays
     ``<number of the sample>/inputs/<name>``, ``<number>/outputs/<name>``, and ``tolerance/<name>`` of each output.
-    ``model`` is on the CPU, where torch computes the outputs of the same batches; they are collated as in the training.
-    Reads the test split once for each size of batches, in loader processes if the user's own code loads it, which end
-    before it returns. Leaves out batches of 64 whose outputs would be larger than BATCH_BYTES (1 GiB). Raises
-    NotExportedError for inputs or outputs without names, and the errors of exporters, loader processes and onnxruntime.
+    Leaves out batches of 64 whose outputs would be larger than BATCH_BYTES (1 GiB). Raises NotExportedError for inputs
+    or outputs without names.
     """
     hyperparameters = sidecar.get("hyperparameters", {})
     collate, seed = str(hyperparameters.get("collate", STACKED)), int(hyperparameters.get("seed", 0))
@@ -80,10 +78,10 @@ def export_leaves_model(
 
 
 def name_inputs(inputs: Leaves, spec: LeavesSpec, collate: str) -> dict[str, Tensor]:
-    """Return the leaves of a batch by name: float32, int64 or bool.
+    """Return the leaves of a batch by name, as float32, int64 or bool; NotExportedError if they are no tensors.
 
     Those of a dict have their keys. A leaf is called ``inputs``, those of a tuple ``inputs_0``, ``inputs_1``, ...; the
-    mask of padded ones ``mask``. ``spec`` is of a sample. Raises NotExportedError for leaves that are no tensors.
+    mask of padded ones ``mask``. ``spec`` is of a sample.
     """
     if isinstance(inputs, Mapping):
         named = dict(inputs)
@@ -99,11 +97,7 @@ def name_inputs(inputs: Leaves, spec: LeavesSpec, collate: str) -> dict[str, Ten
 
 
 def choose_sizes(named: Named, spec: LeavesSpec, collate: str, samples: int) -> dict[str, dict[int, Any]]:
-    """Return which dimensions of a batch's leaves have other sizes in other batches, each with a size for the exporter.
-
-    These are the number of ``samples`` and the lengths of padded leaves; after a collate of the user's own any that the
-    exporter need not take for a constant. ``spec`` is of a sample.
-    """
+    """Return which dimensions of a batch's leaves differ between batches, each with a size for the exporter."""
     number = Dim("n", min=1)
     names = named if spec.form != "dict" else (name for name, _ in spec.leaves)
     shapes = dict(zip(names, (leaf.shape for _, leaf in spec.leaves), strict=False))  # the mask comes last
@@ -127,9 +121,7 @@ def compare_outputs(
 ) -> dict[str, Any]:
     """Run the ONNX at ``path`` on batches in a new process; add each output's differences from torch's to ``found``.
 
-    Each batch comes with its place in the test split. Waits without a timeout. Returns golden requests: inputs and
-    torch's outputs of the ``chosen`` samples, each alone, of GOLDEN_BYTES (32 MiB) in all, but at least one. Keeps
-    these and a batch in memory. Raises OSError if the process ends.
+    Returns golden requests of the ``chosen`` samples, of GOLDEN_BYTES (32 MiB) in all, but at least one.
     """
     golden, size_of_golden = dict[str, Any](), 0
     with OnnxProcess(path, count_cores()) as onnx:
@@ -150,5 +142,4 @@ def compare_outputs(
 
 
 def tensors_to_arrays(named: Named) -> dict[str, NDArray[Any]]:
-    """Return tensors by name as arrays."""
     return {name: values.numpy() for name, values in named.items()}

@@ -31,8 +31,7 @@ def write_graphs(
 ) -> None:
     """Write ``model.onnx`` into a folder, and ``model.pt2`` if torch can write, load and run it with the same outputs.
 
-    Silences torch's loggers, warnings and sys.stderr meanwhile. Raises NotExportedError if the extra ``export`` is not
-    installed, or this torch cannot export the module's recurrent layers; exporters' exceptions go through.
+    Raises NotExportedError if the extra ``export`` is not installed; exporters' exceptions go through.
 
     Args:
         module: a module in evaluation mode, which takes one argument.
@@ -66,10 +65,7 @@ def write_graphs(
 
 @contextmanager
 def export_recurrent_layers_as_loops(module: nn.Module) -> Iterator[None]:
-    """Have torch export LSTM and GRU layers for any length in the block: without its private patches it is one length.
-
-    Raises NotExportedError if the module has such layers and torch no such patches.
-    """
+    """Have torch export LSTM and GRU layers for any length in the block: without its private patches for one only."""
     try:
         from torch.export import _patches
 
@@ -86,12 +82,10 @@ def export_recurrent_layers_as_loops(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def silence_torch() -> Iterator[None]:
-    """Silence torch's loggers, Python warnings and sys.stderr of the whole process in the block; imports torch._dynamo.
-
-    Exporters try several ways, and log a traceback for each failure, which is hidden. If all fail, they raise.
-    """
+    """Silence torch's loggers, Python warnings and sys.stderr of the whole process in the block."""
     import torch._dynamo  # noqa: F401  # makes its loggers
 
+    # Exporters try several ways, and log a traceback for each failure.
     names = [name for name in logging.root.manager.loggerDict if name.partition(".")[0] == "torch"]
     handlers = [handler for name in names for handler in logging.getLogger(name).handlers]
     nothing = logging.Filter("none of torch's loggers")  # lets through what a logger of that name logs

@@ -32,10 +32,7 @@ class OnnxProcess:
         self.stderr.close()
 
     def compute_outputs(self, inputs: Arrays) -> Arrays:
-        """Send a batch's inputs by name to the process, and return its outputs by name; waits without a timeout.
-
-        Raises OSError if the process has ended: the text is the last error on its stderr.
-        """
+        """Return the outputs of a batch by name, without a timeout; OSError if the process has ended."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         try:
@@ -60,7 +57,7 @@ def write_arrays(pipe: IO[bytes], arrays: Arrays) -> None:
 
 
 def read_arrays(pipe: IO[bytes]) -> dict[str, Array]:
-    """Read and return arrays that write_arrays wrote to a pipe, read-only; wait for them. EOFError if the pipe ends."""
+    """Return read-only arrays that write_arrays wrote to a pipe; EOFError if the pipe ends."""
     header = pipe.readline()
     if not header.endswith(b"\n"):
         raise EOFError
@@ -74,11 +71,8 @@ def read_arrays(pipe: IO[bytes]) -> dict[str, Array]:
 
 
 def serve_outputs_on_stdio(model_path: str, threads: str) -> None:
-    """Read batches of inputs from stdin and write the outputs to stdout, until stdin ends; both as by write_arrays.
-
-    Runs the ONNX at the path ``model_path`` on CPU ``threads``. Makes each later import of torch in this process fail.
-    """
-    sys.modules["torch"] = None  # type: ignore[assignment]
+    """Compute the outputs of batches from stdin until it ends, and write them to stdout."""
+    sys.modules["torch"] = None  # type: ignore[assignment]  # an import of torch now fails
     import onnxruntime
 
     options = onnxruntime.SessionOptions()

@@ -12,7 +12,6 @@ golden = dict(np.load(here / "golden.npz"))
 
 
 def read_part(start: str) -> dict[str, np.ndarray]:
-    """Return the arrays whose names begin with ``start``, by the rest of their names."""
     return {name.removeprefix(start): values for name, values in golden.items() if name.startswith(start)}
 
 

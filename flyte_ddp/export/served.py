@@ -34,10 +34,7 @@ class ServedModel(nn.Module):
         self.register_buffer("shift", shift.clone())
 
     def forward(self, images: Tensor) -> Tensor:
-        """Crop, resize and normalise images uint8 [N, H, W, C], and return the model's outputs float32 [N, ...].
-
-        Of a dict, as torchvision's segmentation models return, these are ``out``.
-        """
+        """Return the model's outputs float32 [N, ...] for images uint8 [N, H, W, C]; of a dict ``out``."""
         if self.middle:
             height, width = images.shape[1], images.shape[2]
             side = middle_square_side(torch.sym_min(height, width), self.share)
@@ -54,12 +51,10 @@ class ServedLeaves(nn.Module):
     """A module that calls a model with its inputs, which come by name, and returns its outputs by name, float32."""
 
     def __init__(self, model: nn.Module, form: str) -> None:
-        """Keep the model, and the form of its inputs: leaf, tuple or dict."""
         super().__init__()
         self.model, self.form = model, form
 
     def forward(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return the outputs of the model for a batch of inputs."""
         return name_outputs(call_with_leaves(self.model, restore_leaves(self.form, inputs)))
 
 
@@ -67,7 +62,7 @@ def name_outputs(outputs: Any) -> dict[str, Tensor]:
     """Return the floating-point tensors among a model's outputs by name, as float32.
 
     A tensor is called ``outputs``, those of a tuple ``outputs_0``, ``outputs_1``, ...; those of a dict or a dataclass
-    have their names there. Of another object returns ``logits``. Tensors deeper in the outputs are left out.
+    have their names there. Of another object returns ``logits``.
     """
     if isinstance(outputs, Tensor):
         named: Mapping[Any, Any] = {"outputs": outputs}
@@ -87,10 +82,10 @@ def name_outputs(outputs: Any) -> dict[str, Tensor]:
 
 
 def middle_square_side(shorter: Any, share: float) -> Any:
-    """Return the side of the square that is cropped: ``share`` of the shorter side, at least 1.
+    """Return the side of the cropped square: ``share`` of the shorter side, rounded as by ``round``, at least 1.
 
-    It is rounded as by ``round``. ``share`` is at most 1, and a quotient of whole numbers below 1,000. Uses only
-    operations that exporters can follow for a size that is not known yet (torch's SymInt).
+    ``share`` is at most 1, and a quotient of whole numbers below 1,000. Uses only operations that exporters can follow
+    for a size that is not known yet (torch's SymInt).
     """
     part, whole = Fraction(share).limit_denominator(999).as_integer_ratio()
     doubled = 2 * part * shorter + whole  # by 2 * whole: the side, of which halves are rounded up
@@ -100,10 +95,7 @@ def middle_square_side(shorter: Any, share: float) -> Any:
 
 
 def resize_rows(pixels: Tensor, size: int, *, rounded: bool) -> Tensor:
-    """Resize images of values 0..255 to the width ``size``, and return them: float32 [N, H, W, C] to [N, H, size, C].
-
-    If ``rounded``, the values are whole numbers, those that torch computes for uint8.
-    """
+    """Resize images of values 0..255, float32 [N, H, W, C], to [N, H, size, C]; ``rounded`` as torch does for uint8."""
     weights = resize_weights(pixels.shape[2], size)
     if not rounded:
         return torch.matmul(weights.float(), pixels)
@@ -118,8 +110,8 @@ def resize_rows(pixels: Tensor, size: int, *, rounded: bool) -> Tensor:
 def resize_weights(inputs: Any, outputs: int) -> Tensor:
     """Return the float64 matrix [outputs, inputs] that resizes a row of ``inputs`` pixels to ``outputs`` pixels.
 
-    Each row sums to 1. The weights are those of bilinear interpolation with antialiasing, as in torch and Pillow: a
-    triangle as wide as two pixels of the row that has fewer. ``inputs`` is an int, or torch's SymInt.
+    The weights are those of bilinear interpolation with antialiasing, as in torch and Pillow: a triangle as wide as two
+    pixels of the row that has fewer. ``inputs`` is an int, or torch's SymInt.
     """
     scale = torch.full((), inputs, dtype=torch.float64) / outputs
     centers = (torch.arange(outputs, dtype=torch.float64) + 0.5) * scale

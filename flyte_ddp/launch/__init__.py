@@ -1,7 +1,7 @@
 """Launchers: single, spawn, elastic, ray and dask, one file each.
 
-Each has ``launch(work)``, which starts the ranks of a Work, supervises them, and returns when all have completed. The
-last three have ``find_capacity(request)``, as ``machine.detect_capacity`` is for a single machine.
+``launch(work)`` returns when all ranks have completed. The last three have ``find_capacity(request)``, as
+``machine.detect_capacity`` is for a single machine.
 
 All launchers raise:
     UserError: the user's mistake, as the rank that failed first reported it.

@@ -13,7 +13,7 @@ POLL_SECONDS = 0.5
 
 
 def choose_world(work: Work, find_capacity: Callable[[Request], Capacity]) -> Work:
-    """Return the work with the World that there is capacity for by its request; unchanged if it has no request."""
+    """Return the work with the World that there is capacity for; unchanged if it has no request."""
     if work.request is None:
         return work
     found = find_capacity(work.request)
@@ -21,10 +21,9 @@ def choose_world(work: Work, find_capacity: Callable[[Request], Capacity]) -> Wo
 
 
 def wait_for_hosts(count_hosts: Callable[[], int], wanted: int, hosts_name: str, seconds: float) -> None:
-    """Wait up to ``seconds`` until ``count_hosts()`` is at least ``wanted``; print each change of the count to stderr.
+    """Wait until ``count_hosts()`` is at least ``wanted``, and print each change of the count to stderr.
 
-    ``hosts_name`` is for messages, such as "nodes of the Ray cluster". Prints nothing if the first count is enough.
-    Raises UnreachableError if there are still too few hosts after ``seconds``.
+    ``hosts_name`` is for messages, such as "nodes of the Ray cluster". Raises UnreachableError after ``seconds``.
     """
     deadline, printed = time.monotonic() + seconds, wanted
     while (found := count_hosts()) < wanted:
@@ -42,10 +41,9 @@ def wait_for_hosts(count_hosts: Callable[[], int], wanted: int, hosts_name: str,
 
 
 def clamp_ranks(num_ranks: int, capacity: int, capacity_in_words: str, most: int, *, exact: bool = False) -> int:
-    """Return ``num_ranks``, or ``most`` if that is 0; but at most ``capacity``.
+    """Return ``num_ranks`` (0: ``most``), but at most ``capacity``: then print so, or with ``exact`` raise UserError.
 
-    If ``num_ranks`` is above ``capacity``, prints so to stderr; with ``exact`` raises UserError instead. Also raises
-    UserError if ``capacity`` is below 1. ``capacity_in_words`` is for messages.
+    Raises UserError if ``capacity`` is below 1. ``capacity_in_words`` is for messages.
     """
     if capacity < 1:
         raise UserError(

@@ -37,12 +37,9 @@ LESS_MONITORING = {
 def launch(work: Work, *, client: Any = None, retries: int = 0, coming: int = 0) -> None:
     """Do the work on workers, one for each rank, on as few hosts as possible, and wait for its end.
 
-    ``client`` is for :func:`connected`; if the work has a request, ``coming`` is for :func:`find_capacity`. Waits for
-    the workers up to the work's time limit, and sends them the library's and the user's sources. Dask starts a failed
-    task again up to ``retries`` times; all ranks then resume from the newest checkpoint. A lost worker ends the run,
-    because its rank may run on no other. At the end waits up to 10 s for the tasks, and cancels the rest. Raises the
-    error of the rank that failed first, StoppedError or KeyboardInterrupt after a signal, UserError if workers have
-    other versions, UnreachableError if too few come in time.
+    ``client`` is for :func:`connected`, ``coming`` for :func:`find_capacity`. Waits for workers up to the work's limit.
+    Dask restarts a failed task up to ``retries`` times; all ranks then resume from the newest checkpoint. A lost worker
+    ends the run, because its rank may run on no other. Raises the launchers' errors.
     """
     with require_extra("dask"):
         from dask import annotate  # type: ignore[attr-defined]
@@ -89,7 +86,6 @@ def launch(work: Work, *, client: Any = None, retries: int = 0, coming: int = 0)
 
 
 def raise_if_task_failed(futures: Sequence[Any], workers: Sequence[str], living: Collection[str]) -> None:
-    """Raise UnreachableError if a task has failed and Dask has no retry left, or its worker is not in ``living``."""
     for future, worker in zip(futures, workers, strict=True):
         if future.status == "error":
             raise agent.agent_start_error("a Dask worker", future.exception())
@@ -98,16 +94,10 @@ def raise_if_task_failed(futures: Sequence[Any], workers: Sequence[str], living:
 
 
 def find_capacity(request: Request, client: Any, *, coming: int = 0, seconds: float | None = None) -> Capacity:
-    """Ask the cluster's workers what they have, and return the Capacity for ranks on them, one rank a worker.
+    """Return the Capacity for ranks on a cluster's workers, one rank a worker, on GPUs if every worker sees one.
 
-    Ranks get a GPU each if every worker sees one, else CPUs; each gets an equal share of the cores of its host.
-
-    ``coming`` is the number of workers that the cluster will have, 0 if it is not known. Waits up to ``seconds`` (None:
-    FLYTE_DDP_TIMEOUT) for as many workers as ranks are requested; if ``request.num_ranks`` is 0, for ``coming``
-    workers, at least one. If fewer have come, raises UnreachableError if ``coming`` is not 0 or none has come, and
-    UserError if the request is exact; otherwise prints so to stderr. Workers import torch if they have GPUs, and
-    initialise CUDA if the request asks for bf16. Raises UserError if workers have other versions; UnreachableError if
-    the cluster does not answer.
+    Waits up to ``seconds`` (None: FLYTE_DDP_TIMEOUT) for a worker for each requested rank. ``coming`` is the number of
+    workers that the cluster will have, 0 if unknown: then fewer are enough, unless the request is exact.
     """
     wanted = max(1, request.num_ranks)
     if coming:
@@ -141,17 +131,13 @@ def find_capacity(request: Request, client: Any, *, coming: int = 0, seconds: fl
 
 @contextmanager
 def keep_asking_for_workers(client: Any, wanted: int) -> Iterator[Callable[[], int]]:
-    """Yield a function that counts a cluster's workers and, if they are fewer than ``wanted``, asks for more.
-
-    It asks by tasks that no worker can run, because an adaptive cluster starts workers for waiting tasks; the end of
-    the block cancels them. It raises UnreachableError if the scheduler does not answer.
-    """
+    """Yield a function that counts a cluster's workers and, if they are fewer than ``wanted``, asks for more."""
     tasks: list[Any] = []
 
     def count_workers() -> int:
-        """Return the number of workers; if there are too few, submit tasks that no worker can run."""
         workers = describe_workers(client)
         threads = max((worker["nthreads"] for worker in workers.values()), default=1)
+        # An adaptive cluster starts workers for waiting tasks, and no worker can run these.
         more = range(len(tasks), wanted * threads * TASKS_PER_THREAD)
         if more and len(workers) < wanted:
             with translate_cluster_errors(client):
@@ -166,11 +152,7 @@ def keep_asking_for_workers(client: Any, wanted: int) -> Iterator[Callable[[], i
 
 
 def choose_workers(workers: Mapping[str, Any], num_ranks: int) -> list[str]:
-    """Return the addresses of ``num_ranks`` workers, grouped by host, on as few hosts as possible.
-
-    Takes workers with tasks only if there are too few without tasks. ``workers`` is the result of
-    :func:`describe_workers`. Raises UnreachableError if there are fewer workers than ranks.
-    """
+    """Return the addresses of ``num_ranks`` workers by host, on as few hosts as possible, idle ones if enough."""
     idle = [address for address in workers if not workers[address]["tasks"]]
     candidates = idle if len(idle) >= num_ranks else [*workers]
     host = {address: workers[address]["host"] for address in candidates}
@@ -185,10 +167,9 @@ def choose_workers(workers: Mapping[str, Any], num_ranks: int) -> list[str]:
 
 
 def choose_gpus(workers: Sequence[str], visible: Mapping[str, str | None]) -> list[int]:
-    """Return for each worker the number, from 0, of the GPU for its rank among the GPUs that the worker sees.
+    """Return each worker's GPU number among the GPUs that it sees; ``visible`` is its CUDA_VISIBLE_DEVICES by address.
 
-    ``visible`` is each worker's CUDA_VISIBLE_DEVICES, by address. Workers of one host with equal values take 0, 1, 2
-    and so on. dask-cuda gives each worker a list that begins with another GPU, so each takes 0.
+    Workers of one host with equal values get 0, 1, 2. dask-cuda gives each another list, so each gets 0.
     """
     numbers: dict[tuple[str, str], Iterator[int]] = defaultdict(itertools.count)
     return [next(numbers[worker.rpartition(":")[0], visible.get(worker) or ""]) for worker in workers]
@@ -210,7 +191,6 @@ def refuse_version_mismatch(client: Any, workers: Iterable[str]) -> None:
 
 
 def describe_workers(client: Any) -> dict[str, Any]:
-    """Ask the scheduler for descriptions of the workers, by address; UnreachableError if it does not answer."""
     with translate_cluster_errors(client):
         workers, tasks = client.sync(client.scheduler.identity, n_workers=-1)["workers"], client.processing()
     return {address: {**worker, "tasks": tasks.get(address, ())} for address, worker in workers.items()}
@@ -219,20 +199,13 @@ def describe_workers(client: Any) -> dict[str, Any]:
 def run_on_workers(
     client: Any, function: Callable[..., Any], *arguments: Any, workers: Sequence[str] | None = None
 ) -> Any:
-    """Call a function on all workers, or on ``workers`` alone, and return its results by worker address.
-
-    Pickles a function of this library by value, so workers need not have the library. Raises UnreachableError if the
-    cluster does not answer.
-    """
+    """Call a function on all workers, or on ``workers`` alone, and return its results by worker address."""
     with translate_cluster_errors(client):
         return client.run(pickle_by_value(function), *arguments, workers=workers)
 
 
 def pickle_by_value(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a function of this library so that workers without this library, or with another release, can call it.
-
-    Pickles it with the functions that it calls. Modules that it imports while it runs must exist on the worker.
-    """
+    """Wrap a function of this library, with those it calls, for workers without the library or with another release."""
     import cloudpickle  # type: ignore[import-untyped]
 
     cloudpickle.register_pickle_by_value(flyte_ddp)
@@ -252,7 +225,7 @@ def pickle_by_value(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def translate_cluster_errors(client: Any) -> Iterator[None]:
-    """Raise UnreachableError in place of an OSError of the block, and of any exception if the client is not running."""
+    """Raise UnreachableError for an OSError of the block, and for any exception if the client is not running."""
     where = f" of {client.scheduler.address}" if client.scheduler else ""  # None: Dask has given up the scheduler
     try:
         yield
@@ -264,12 +237,10 @@ def translate_cluster_errors(client: Any) -> Iterator[None]:
 
 @contextmanager
 def connected(client: Any = None, num_ranks: int = 0, seconds: float | None = None) -> Iterator[Any]:
-    """Yield ``client``; if that is None, Dask's current client; without one, a new client, which is closed at the end.
+    """Yield ``client``, else Dask's current client, else a new one, which is closed at the end.
 
-    A new client connects to the scheduler at ``DASK_SCHEDULER_ADDRESS`` within ``seconds`` (None: 10). If the variable
-    is not set, starts a cluster on this machine for the block, of ``num_ranks`` workers; for 0 one for each GPU,
-    without GPUs one for each core up to MOST_CPU_RANKS (4). Raises UserError if Dask is not installed, or the address
-    has not the form tcp://host:port, and UnreachableError if no scheduler answers at the address.
+    A new client connects to ``DASK_SCHEDULER_ADDRESS`` within ``seconds`` (None: 10). Without that variable it gets a
+    cluster on this machine of ``num_ranks`` workers (0: one for each GPU, or for each core up to 4).
     """
     with require_extra("dask"):
         from dask import config

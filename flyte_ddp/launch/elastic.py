@@ -1,9 +1,7 @@
 """Launches ranks as workers of torch Elastic, which this process, ``torchrun`` or Flyte's plugin starts.
 
-Elastic starts workers, gives each its rank, ends the workers of a host when one has failed, and restarts all as often
-as it may. It only reports that some worker on each host has exited, and a follow-up failure can be recorded before the
-root cause. So a thread of rank 0 supervises the ranks as other launchers do. It sends the run's outcome to all ranks,
-and each raises it, so that every host reports the same error.
+Elastic may report a follow-up failure before the root cause. So a thread of rank 0 supervises the ranks, as other
+launchers do. It sends the run's outcome to all ranks, so that every host reports the same error.
 """
 
 import json
@@ -49,11 +47,7 @@ POLL_SECONDS = 0.1
 
 
 def find_capacity(request: Request) -> Capacity:
-    """Return the Capacity for the ranks of a run: in a worker of Elastic's its WORLD_SIZE, elsewhere this machine's.
-
-    Assumes that all hosts are like this one. In a worker, prints to stderr if ``request.num_ranks`` is neither 0 nor
-    WORLD_SIZE. Raises UserError if there is not a GPU for each rank, and the request needs one.
-    """
+    """Return the Capacity for a run's ranks: in a worker of Elastic's its WORLD_SIZE, elsewhere this machine's."""
     if RUN_ID not in os.environ:
         return machine.detect_capacity(request)
     num_ranks, on_this_host = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"])
@@ -62,7 +56,7 @@ def find_capacity(request: Request) -> Capacity:
             f"num_ranks={request.num_ranks}: Elastic has started {num_ranks} workers, so there will be {num_ranks}"
         )
         print(message, file=sys.stderr, flush=True)
-    gpus = machine.count_gpus()
+    gpus = machine.count_gpus()  # assumes that all hosts are like this one
     lack = f"this host has {gpus} GPU(s) for {on_this_host} workers of Elastic's"
     device = machine.choose_device_type(request.backend, gpus >= on_this_host, lack)
     threads = max(1, machine.count_cores() // on_this_host)
@@ -73,10 +67,8 @@ def find_capacity(request: Request) -> Capacity:
 def launch(work: Work, *, max_restarts: int = 0) -> None:
     """Do the work: as rank 0 in a worker of Elastic's, elsewhere in new workers on this machine, one for each rank.
 
-    If a new worker fails, Elastic restarts all of them, up to ``max_restarts`` times; the run then resumes from its
-    newest checkpoint. At the end kills the processes that this thread has started, restores signal handlers and
-    environment variables that Elastic changes, and deletes Elastic's logs. Raises the error of the rank that failed
-    first, or StoppedError or KeyboardInterrupt after a signal.
+    Elastic restarts all new workers after a failure up to ``max_restarts`` times, from the newest checkpoint. At the
+    end kills the processes that this thread has started. Raises the launchers' errors.
     """
     work = capacity.choose_world(work, find_capacity)
     if RUN_ID in os.environ:
@@ -117,7 +109,7 @@ def launch(work: Work, *, max_restarts: int = 0) -> None:
 
 @contextmanager
 def silence_elastic_logs() -> Iterator[None]:
-    """Silence Elastic's two loggers during the block: they print what the launcher raises as an error."""
+    # They print what the launcher raises as an error.
     loggers = [logging.getLogger(f"torch.{name}") for name in ("distributed.elastic", "multiprocessing.spawn")]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
@@ -131,7 +123,7 @@ def silence_elastic_logs() -> Iterator[None]:
 
 @contextmanager
 def restore_process_state() -> Iterator[None]:
-    """Restore signal handlers after the block, and delete the TORCH_* and TORCHELASTIC_* variables that it has set."""
+    """Restore after the block the signal handlers and the environment variables that Elastic changes."""
     names = {*os.environ}
     numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
     try:
@@ -146,8 +138,7 @@ def restore_process_state() -> Iterator[None]:
 def first_worker_error(error: Any, memory_kills: int) -> BaseException:
     """Return the exception of the worker that failed first, or an error that says how the worker ended.
 
-    ``error`` is Elastic's ChildFailedError. ``memory_kills`` is the result of process.count_out_of_memory_kills before
-    the workers started. Unpickles the file that the worker has left beside Elastic's error file.
+    ``memory_kills`` is the result of process.count_out_of_memory_kills before the workers started.
     """
     rank, first = error.get_first_failure()
     if first.exitcode < 0:
@@ -165,12 +156,9 @@ def first_worker_error(error: Any, memory_kills: int) -> BaseException:
 
 
 def run_in_worker(work: Work, key: str) -> None:
-    """Do the work as this worker's rank. The first function of a worker that :func:`launch` has started.
+    """Do the work as the rank of a worker that :func:`launch` has started; all ranks raise the error of a failed run.
 
-    Ranks other than 0 wait up to an hour for rank 0. Sets FLYTE_DDP_ELASTIC_KEY to ``key``, the secret by which ranks
-    know each other. A restarted rank 0 resumes from the newest checkpoint, and prints so to stderr. Kills at the end
-    the processes that this thread has started. If the run fails, all ranks raise the same error, and pickle it for
-    :func:`first_worker_error`; a rank that still runs 2 s (rank 0: 10 s) after the failure is ended by os._exit(1).
+    ``key`` is the secret by which ranks know each other.
     """
     os.environ[KEY_VARIABLE] = key
     with pickle_exception():
@@ -183,16 +171,11 @@ def run_in_worker(work: Work, key: str) -> None:
 
 
 def is_leader() -> bool:
-    """Return whether this worker of Elastic's is rank 0."""
     return os.environ["RANK"] == "0"
 
 
 def run_as_rank_0(work: Work) -> None:
-    """Do the work as rank 0 in this process, and supervise all ranks in a thread; raise the error of a failed run.
-
-    Publishes this process's address in Elastic's store. Kills at the end the processes that this thread has started.
-    Every rank raises the same UserError, RankError, StoppedError or KeyboardInterrupt.
-    """
+    """Do the work as rank 0 in this process, and supervise all ranks in a thread; raise the error of a failed run."""
     store, info = join_group(work.timeout)
     alone = info.world_size == int(os.environ["LOCAL_WORLD_SIZE"])  # then no other host need reach this one
     hosts = (LOOPBACK,) if alone else host_addresses()
@@ -215,11 +198,9 @@ def run_as_rank_0(work: Work) -> None:
 
 
 def follow(prepare: Callable[[Work], Work] = Work.prepare_on_host, timeout: float = RANK_0_SECONDS) -> None:
-    """Connect to rank 0, receive the work, and do it as another rank; raise the run's error if it has failed.
+    """Connect to rank 0 within ``timeout`` seconds, and do its work as another rank; raise the error of a failed run.
 
-    Waits up to ``timeout`` seconds for rank 0, which may have to fetch the data first; then raises UnreachableError.
-    ``prepare`` takes the work that rank 0 has sent and returns that for this host, as after fetching data. Every rank
-    raises the same UserError, RankError, StoppedError or KeyboardInterrupt.
+    ``prepare`` returns rank 0's work for this host, as after fetching data. Raises UnreachableError after the timeout.
     """
     store, info = join_group(timeout)
     tried: set[str] = set()
@@ -245,10 +226,7 @@ def follow(prepare: Callable[[Work], Work] = Work.prepare_on_host, timeout: floa
 
 
 def join_group(timeout: float) -> tuple[Any, RankInfo]:
-    """Connect to the store of this group of Elastic's workers; return the store and this worker's RankInfo.
-
-    ``timeout`` is the limit in seconds of each operation of the store.
-    """
+    """Return the store of this group of workers and this worker's RankInfo; ``timeout`` limits each operation."""
     from torch.distributed import rendezvous as connect_to_store  # type: ignore[attr-defined]
 
     info = RankInfo(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_RANK"]))
@@ -256,12 +234,10 @@ def join_group(timeout: float) -> tuple[Any, RankInfo]:
 
 
 def shared_secret() -> bytes:
-    """Return the secret of the run's key: FLYTE_DDP_ELASTIC_KEY if set, else Elastic's run id."""
     return (os.environ.get(KEY_VARIABLE) or os.environ[RUN_ID]).encode()  # the run id is also in Elastic's open store
 
 
 def read_ticket(text: bytes, info: RankInfo) -> connection.JoinTicket:
-    """Return this rank's ticket from the JSON that rank 0 has put into Elastic's store, and from the shared secret."""
     hosts, port, run_folder, mark = json.loads(text)
     # Ranks reach MASTER_ADDR, because the store is there. If it is not rank 0's host, nobody there knows the key.
     reachable = tuple(dict.fromkeys((os.environ["MASTER_ADDR"], *hosts)))
@@ -277,9 +253,7 @@ def run_worker_rank(
 ) -> None:
     """Receive the work, run this worker's rank, and wait until the run has ended; raise the error of a failed run.
 
-    Waits without a limit. ``prepare`` is that of :func:`follow`. If this host does not see the run folder, sends rank 0
-    the files of ``folder``. SIGTERM and Ctrl-C make rank 0 stop all ranks. Sets this process's name and gloo's and
-    NCCL's network variables. Kills at the end the processes that this thread has started; does not close the pipe.
+    Waits without a limit. SIGTERM and Ctrl-C make rank 0 stop all ranks. Does not close the pipe.
     """
     from flyte_ddp.launch.supervise.rank import run_rank
 

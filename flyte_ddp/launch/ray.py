@@ -27,10 +27,8 @@ SETTINGS = 4  # type of the first frame that an HTTP/2 server sends; it is the f
 def launch(work: Work, *, max_retries: int = 0, nodes_to_come: int = 0, seconds: float = 0.0) -> None:
     """Do the work in tasks of the cluster, one for each rank, on as few hosts as possible, and wait for their end.
 
-    Connects by :func:`connected`. If the work has a request, ``nodes_to_come`` and ``seconds`` are for
-    :func:`find_capacity`. Ray starts a task again up to ``max_retries`` times when it has failed or its host is gone;
-    all ranks then resume from the newest checkpoint. At the end cancels the tasks, and waits for them up to 20 s.
-    Raises the error of the rank that failed first, or StoppedError or KeyboardInterrupt after a signal.
+    ``nodes_to_come`` and ``seconds`` are for :func:`find_capacity`. Ray restarts a failed or lost task up to
+    ``max_retries`` times; all ranks then resume from the newest checkpoint. Raises the launchers' errors.
     """
     with connected():
         import ray
@@ -68,7 +66,6 @@ def launch(work: Work, *, max_retries: int = 0, nodes_to_come: int = 0, seconds:
 
 
 def raise_if_task_failed(tasks: Sequence[Any]) -> None:
-    """Raise UnreachableError if a task has failed and Ray has no retry left; do not wait for tasks."""
     import ray
 
     ended, _ = ray.wait(list(tasks), num_returns=len(tasks), timeout=0)
@@ -81,11 +78,8 @@ def raise_if_task_failed(tasks: Sequence[Any]) -> None:
 def find_capacity(request: Request, nodes_to_come: int = 0, seconds: float = 0.0) -> Capacity:
     """Return the Ray cluster's Capacity for a request: one GPU for each rank, or the same number of CPUs for each.
 
-    Connects by :func:`connected`, which without RAY_ADDRESS starts a cluster and ends it. Waits up to ``seconds`` for
-    ``nodes_to_come`` nodes; prints to stderr how many there are until then. If fewer ranks fit than requested, raises
-    UserError if ``nodes_to_come`` is not 0 or the request is exact; otherwise prints so. If it asks for bf16 runs a
-    task on each node, and waits for it without a limit. Also raises UserError if Ray is missing or refuses this
-    process; UnreachableError if no cluster answers at RAY_ADDRESS, or too few nodes have come in time.
+    Waits up to ``seconds`` for ``nodes_to_come`` nodes, and raises UnreachableError if fewer come. If ``nodes_to_come``
+    is not 0 or the request is exact, raises UserError if fewer ranks fit than requested.
     """
     with connected():
         capacity.wait_for_hosts(lambda: len(list_rank_nodes()), nodes_to_come, "nodes of the Ray cluster", seconds)
@@ -119,16 +113,12 @@ def cpus_per_rank(cpus: Sequence[int], num_ranks: int) -> int:
 
 
 def least_bf16_support(device: str) -> Bf16:
-    """Return the least bf16 support among the nodes that may get ranks.
-
-    Call it inside :func:`connected`. Runs a task on each such node, and waits for all tasks without a limit. The tasks
-    reserve no CPU or GPU, so they also run on busy nodes. For "cuda" looks at each node's first GPU. Raises Ray's own
-    exceptions, such as for a lost node.
-    """
+    """Return the least bf16 support among the nodes that may get ranks, by a task on each, inside :func:`connected`."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     gpus, ask = 1 if device == "cuda" else 0, ray.remote(machine.bf16_support)
+    # Without reserving a CPU or GPU, so that the tasks also run on busy nodes.
     options = {"num_cpus": 0, "num_gpus": 0, "runtime_env": {"env_vars": SHOW_GPUS} if gpus else None}
     nodes = [node["NodeID"] for node in list_rank_nodes() if node["Resources"].get("GPU", 0) >= gpus]
     places = [NodeAffinitySchedulingStrategy(node, False) for node in nodes]
@@ -139,9 +129,8 @@ def least_bf16_support(device: str) -> Bf16:
 def connected() -> Iterator[None]:
     """Connect to Ray for the block: to the cluster of ``RAY_ADDRESS``, or to one that is started on this machine.
 
-    Does nothing if Ray is initialised already. Otherwise restores the handler of SIGTERM, which Ray replaces, and at
-    the end shuts Ray down, with a cluster that was started. Raises UserError if Ray is not installed, refuses this
-    process, or does not start here, and UnreachableError if no cluster answers at the address within 10 s.
+    Does nothing if Ray is initialised already. Raises UserError if Ray is missing, refuses this process or does not
+    start, and UnreachableError if no cluster answers at the address within 10 s.
     """
     with require_extra("ray"):
         import ray
@@ -169,10 +158,9 @@ def connected() -> Iterator[None]:
 
 
 def refuse_unanswered_address(address: str | None) -> None:
-    """Connect to the address once; raise OSError unless a server answers in HTTP/2, Ray's protocol, within 10 s.
+    """Raise OSError unless a server of HTTP/2, Ray's protocol, answers within 10 s; with RAY_USE_TLS any server.
 
-    With RAY_USE_TLS any connection is enough. Connects to nothing if Ray would start a cluster on this machine. Raises
-    UserError if the address has a scheme, such as ``ray://``, and ValueError if Ray does not understand it.
+    Raises UserError if the address has a scheme, such as ``ray://``, and ValueError if Ray does not understand it.
     """
     from ray._private.services import canonicalize_bootstrap_address
 
@@ -182,7 +170,7 @@ def refuse_unanswered_address(address: str | None) -> None:
             "cluster's head as host:port, such as 10.0.0.1:6379"
         )
     place = canonicalize_bootstrap_address(address)  # type: ignore[arg-type]  # None is one
-    if place is None:
+    if place is None:  # Ray would start a cluster on this machine
         return
     host, _, port = place.rpartition(":")
     try:

@@ -17,11 +17,9 @@ from flyte_ddp.runs.work import Work
 
 
 def launch(work: Work) -> None:
-    """Do the work as its only rank, in this process.
+    """Do the work as its only rank, in this process, and restore process-wide settings; ValueError for several ranks.
 
-    Restores process-wide settings of torch, Python, NumPy and glibc at the end, and kills the processes that this
-    thread has started. On SIGTERM and Ctrl-C writes a checkpoint, and raises StoppedError or KeyboardInterrupt. Raises
-    UserError for the user's mistake, RankError for any other failure, and ValueError if the work has several ranks.
+    At the end kills the processes that this thread has started. Raises the launchers' errors.
     """
     from flyte_ddp.launch.supervise.rank import restore_settings, run_rank
 
@@ -45,10 +43,8 @@ def launch(work: Work) -> None:
 def stop_with_checkpoint(work: Work) -> Iterator[Callable[[SaveFunction], None]]:
     """On SIGTERM or Ctrl-C write a checkpoint in a thread, and end the block by StoppedError or KeyboardInterrupt.
 
-    Yields a setter for the function that saves a checkpoint and returns its step. Without that function saves none, and
-    StoppedError names the step that the work resumes from. A second Ctrl-C raises KeyboardInterrupt in the block at
-    once. The end of the block waits, without a limit, for a checkpoint that is being written, and restores the signals'
-    handlers.
+    Yields a setter for the function that saves a checkpoint and returns its step. A second Ctrl-C raises
+    KeyboardInterrupt at once. The end of the block waits, without a limit, for a checkpoint that is being written.
     """
     resumed_step = work.checkpoint.step if work.checkpoint else 0
     save: SaveFunction = lambda _: resumed_step  # noqa: E731
@@ -60,7 +56,6 @@ def stop_with_checkpoint(work: Work) -> Iterator[Callable[[SaveFunction], None]]
         save = function
 
     def save_and_interrupt() -> None:
-        """Wait for a request to stop or the end of the block; after a request save, and interrupt the main thread."""
         nonlocal saved_step
         if stop.wait_for_request():
             saved_step = save(work.save_seconds)

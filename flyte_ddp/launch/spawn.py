@@ -1,4 +1,4 @@
-"""Launches ranks on this machine as processes, and supervises them.
+"""Launches ranks on this machine as processes: forks of a server process on Linux, spawned elsewhere.
 
 ``torch.multiprocessing.spawn`` would import torch in this process, which does not need it, and once in each rank.
 """
@@ -18,11 +18,7 @@ from flyte_ddp.runs.work import Work
 
 
 def launch(work: Work) -> None:
-    """Do the work in processes of this machine, one for each rank, and wait for their end; kill all if one fails.
-
-    Ranks are forks of a server process on Linux, spawned elsewhere. Catches SIGTERM and Ctrl-C. Waits up to 20 s for a
-    killed rank. Raises the error of the rank that failed first, or StoppedError or KeyboardInterrupt after a signal.
-    """
+    """Do the work in processes of this machine, one for each rank; raise the launchers' errors."""
     work = choose_world(work, detect_capacity)
     num_ranks = work.world.num_ranks
     work = replace(work, world=replace(work.world, hosts=(HOST,) * num_ranks), on_host="")  # as this host is ready

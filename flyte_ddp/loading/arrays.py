@@ -19,7 +19,7 @@ from flyte_ddp.loading.split import Batch, BatchSource
 from flyte_ddp.order.augmentation import augment_images
 from flyte_ddp.order.sampling import Indices
 
-MOST_OF_GPU = 0.25  # of the free memory, for the arrays of one side
+MOST_OF_GPU = 0.25  # of the free memory, for the arrays of one side; model and outputs need the rest
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,6 @@ class ArrayImages(BatchSource):
     seed: int = 0  # of the augmentation
 
     def load_batch(self, samples: Indices, epoch: int | None = None) -> Batch:
-        """Return a batch of these rows of the arrays, on the device; augmented if ``epoch`` is given."""
         rows = copy_to_device(torch.from_numpy(samples), self.images.device)
         images, targets = (take_rows(values, rows, self.device) for values in (self.images, self.targets))
         if epoch is not None:
@@ -50,10 +49,7 @@ def take_rows(values: Tensor, rows: Tensor, device: torch.device) -> Tensor:
 def augment_batch(
     images: Tensor, targets: Tensor, samples: Indices, *, kind: str, seed: int, epoch: int
 ) -> tuple[Tensor, Tensor]:
-    """Return images [n, H, W, C], and masks [n, H, W] with them, as :func:`augment_images` does; other targets as are.
-
-    What a mask does not cover becomes 255, an ignored pixel.
-    """
+    """Augment images [n, H, W, C], and with them masks [n, H, W], whose uncovered pixels become 255 (ignored)."""
     augment = partial(augment_images, kind=kind, seed=seed, epoch=epoch, samples=samples)
     if targets.dim() == 3:
         targets = augment(targets[..., None], fill=IGNORED)[..., 0]
@@ -69,10 +65,7 @@ class LoadedLeaf:
     ends: NDArray[np.int64] | None = None  # [N]
 
     def take_samples(self, samples: Indices, kind: str) -> tuple[Tensor, Tensor | None]:
-        """Return the leaf of these samples on the device, [n, ...], padded if it is ragged, and where it has values.
-
-        That is bool [n, longest]; None of a leaf that is not ragged. ``kind`` is inputs or targets.
-        """
+        """Return the leaf of these samples on the device, [n, ...]; if ragged, padded and with a mask [n, longest]."""
         if self.ends is None:
             rows = copy_to_device(torch.from_numpy(samples), self.values.device)
             return widen_type(take_rows(self.values, rows, self.device)), None
@@ -101,7 +94,6 @@ class ArrayBatches(BatchSource):
     ids: NDArray[np.str_] | None = None  # [N]
 
     def load_batch(self, samples: Indices, epoch: int | None = None) -> Batch:  # noqa: ARG002
-        """Return a batch of these rows of the arrays, on the device, with the mask of ``masked``."""
         found = {name: leaf.take_samples(samples, "inputs") for name, leaf in name_leaves(self.inputs).items()}
         inputs = restore_leaves(form_of(self.inputs), {name: values for name, (values, _) in found.items()})
         if self.masked is not None:
@@ -115,10 +107,7 @@ class ArrayBatches(BatchSource):
 def open_array_images(
     device: torch.device, images: NDArray[np.uint8], targets: NDArray[Any], augment: str = "none", seed: int = 0
 ) -> ArrayImages:
-    """Return an ArrayImages of these arrays; it holds a copy where :func:`choose_store` says, on a CPU the arrays.
-
-    ``augment`` is the kind of augmentation (none, crop or crop_flip), ``seed`` the seed of its random numbers.
-    """
+    """Return an ArrayImages of these arrays, stored where :func:`choose_store` says."""
     store = choose_store(device, images.nbytes + targets.nbytes)
     return ArrayImages(to_device(images, store), to_device(targets, store), device, augment, seed)
 
@@ -130,15 +119,11 @@ def open_array_batches(
     masked: str | None,
     ids: NDArray[np.str_] | None = None,
 ) -> ArrayBatches:
-    """Return an ArrayBatches of these arrays; it holds copies where :func:`choose_store` says, on a CPU the arrays.
-
-    ``masked`` names the input whose mask the model also gets; None: it gets none. ``ids`` [N] name the samples.
-    """
+    """Return an ArrayBatches of these arrays, stored where :func:`choose_store` says."""
     leaves = [*name_leaves(inputs).values(), *name_leaves(targets).values()]
     store = choose_store(device, sum(leaf.nbytes for leaf in leaves))
 
     def load_leaf(leaf: Any) -> LoadedLeaf:
-        """Return a leaf where the arrays are stored."""
         if isinstance(leaf, Ragged):
             return LoadedLeaf(to_device(leaf.values, store), device, np.asarray(leaf.ends))
         return LoadedLeaf(to_device(leaf, store), device)
@@ -147,17 +132,14 @@ def open_array_batches(
 
 
 def choose_store(device: torch.device, needed: int) -> torch.device:
-    """Return where arrays of ``needed`` bytes are kept: on the device, or on the CPU if a GPU has not room for them.
-
-    They may take a quarter of the GPU's free memory, because model and outputs need the rest.
-    """
+    """Return the device, or the CPU if ``needed`` bytes are over a quarter of the GPU's free memory."""
     if device.type != "cuda" or needed <= torch.cuda.mem_get_info(device)[0] * MOST_OF_GPU:
         return device
     return torch.device("cpu")
 
 
 def to_device(array: NDArray[Any], device: torch.device) -> Tensor:
-    """Return an array as a tensor, on a CPU with the same memory. Hides warnings of this process meanwhile."""
+    """Return an array as a tensor, on a CPU with the same memory."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's, that mapped memory may not be written to, which nothing does
         return torch.from_numpy(array).to(device)

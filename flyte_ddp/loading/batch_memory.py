@@ -23,27 +23,22 @@ class Layout(NamedTuple):
 
     @property
     def start_of_targets(self) -> int:
-        """The byte at which the targets begin; the images begin at 0."""
         return -(-self.samples * self.image_bytes // ALIGNMENT) * ALIGNMENT
 
     @property
     def size(self) -> int:
-        """The size of the memory in bytes, at least 1."""
         return self.start_of_targets + max(1, self.targets_bytes)
 
     @property
     def targets_bytes(self) -> int:
-        """The size of all targets in bytes."""
         return int(self.samples * np.prod(self.shape, dtype=np.int64) * np.dtype(self.dtype).itemsize)
 
     def targets(self, memory: NDArray[np.uint8]) -> NDArray[Any]:
-        """Return the targets in a batch's memory as an array [samples, ...]."""
         part = memory[self.start_of_targets : self.start_of_targets + self.targets_bytes]
         found: NDArray[Any] = part.view(self.dtype).reshape(self.samples, *self.shape)
         return found
 
     def images(self, memory: NDArray[np.uint8], shape: tuple[int, ...]) -> NDArray[np.uint8]:
-        """Return the images in a batch's memory as an array [samples, *shape]."""
         rows = memory[: self.samples * self.image_bytes].reshape(self.samples, self.image_bytes)
         return rows[:, : int(np.prod(shape))].reshape(self.samples, *shape)
 
@@ -68,8 +63,7 @@ class BatchMemory:
 def write_tree(opened: dict[str, mmap.mmap], path: str, tree: Any) -> tuple[int, int]:
     """Write ``tree`` into the memory at a path, its arrays first; return where the rest is: first byte, and the end.
 
-    All of the tree is there, so that the answer of a process always fits into a pipe's buffer. Makes the memory larger
-    if needed.
+    All of the tree is there, so that the answer of a process always fits into a pipe's buffer.
     """
     buffers = list[pickle.PickleBuffer]()
     pickled = pickle.dumps(tree, protocol=5, buffer_callback=buffers.append)

@@ -20,14 +20,9 @@ Samples = Sequence[tuple[Leaves, Leaves]]
 
 
 def stack_samples(samples: Samples, names: Sequence[str]) -> tuple[Leaves, Leaves]:
-    """Return inputs and targets of samples as one batch: each leaf a tensor [n, ...].
-
-    ``names`` are the samples' names in errors. Raises UserError for leaves of different shapes or forms,
-    and what is no number.
-    """
+    """Return inputs and targets of samples as one batch: each leaf a tensor [n, ...]; ``names`` are for errors."""
 
     def stack_leaf(name: str, leaves: Sequence[NDArray[Any]], kind: str) -> Tensor:
-        """Return a leaf of all samples as one tensor."""
         shape = leaves[0].shape
         for sample, leaf in zip(names, leaves, strict=True):
             if leaf.shape != shape:
@@ -45,13 +40,11 @@ def pad_samples(samples: Samples, names: Sequence[str], masked: str | None) -> t
     """Return inputs and targets of samples as one batch: leaves with a first dimension are padded at their ends.
 
     Inputs are padded with 0, targets as :func:`padding_of` says. :func:`add_mask` adds the mask, bool [n, longest], of
-    the input ``masked``: where it has values; None: there is no mask. ``names`` are the samples' names in errors, which
-    are those of :func:`stack_samples` for other dimensions than the first.
+    the input ``masked``: where it has values.
     """
     masks = list[Tensor]()
 
     def pad_leaf(name: str, leaves: Sequence[NDArray[Any]], kind: str) -> Tensor:
-        """Return a leaf of all samples as one tensor, padded to the longest."""
         dtype, rest = wide_type(leaves), leaves[0].shape[1:]
         if not any(leaf.ndim for leaf in leaves):
             return torch.from_numpy(np.stack(leaves, dtype=dtype))
@@ -74,10 +67,7 @@ def pad_samples(samples: Samples, names: Sequence[str], masked: str | None) -> t
 
 
 def combine_leaves(function: Any, leaves: Sequence[Leaves], side: int, names: Sequence[str]) -> Leaves:
-    """Return leaves of the first sample's form, each made by ``function`` out of that leaf of all samples.
-
-    ``side`` is 0 for inputs and 1 for targets. Raises UserError if a sample has another form than the first.
-    """
+    """Return leaves of the first sample's form, each made by ``function`` out of that leaf of all samples."""
     kind, made = ("inputs", "targets")[side], dict[str, Tensor]()
     for name, values in group_leaves(kind, leaves, names).items():
         arrays = list[NDArray[Any]]()
@@ -89,15 +79,11 @@ def combine_leaves(function: Any, leaves: Sequence[Leaves], side: int, names: Se
 
 
 def describe_leaf(kind: str, name: str) -> str:
-    """Return a leaf in words, such as "the inputs" or "the inputs 'tokens'"."""
     return f"the {kind} {name!r}" if name else f"the {kind}"
 
 
 def wide_type(leaves: Sequence[NDArray[Any]]) -> np.dtype[Any]:
-    """Return the type of a leaf in a batch: int64 for whole numbers, float32 for floats, or bool.
-
-    An empty list, which is an array of floats, does not count beside others.
-    """
+    """Return the type of a leaf in a batch: int64, float32 or bool; empty lists, which are of floats, do not count."""
     kinds = {leaf.dtype.kind for leaf in leaves if leaf.size} or {leaves[0].dtype.kind}
     return np.dtype(np.float32 if "f" in kinds else np.bool_ if kinds == {"b"} else np.int64)
 
@@ -110,10 +96,7 @@ def widen_type(values: Tensor) -> Tensor:
 
 
 def padding_of(dtype_kind: str, kind: str) -> float | int | bool:
-    """Return what fills up a padded leaf: 0 for inputs; for targets, which must not count, -100, NaN or False.
-
-    ``dtype_kind`` is NumPy's "b", "i" or "f", ``kind`` is inputs or targets.
-    """
+    """Return the padding of a leaf: 0 for inputs; for targets, which must not count, -100, NaN or False."""
     return 0 if kind == "inputs" else {"b": False, "f": float("nan")}.get(dtype_kind, IGNORED_TOKEN)
 
 

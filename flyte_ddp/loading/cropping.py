@@ -39,11 +39,7 @@ def draw_crops(seed: int, epoch: int, samples: Indices) -> NDArray[np.float64]:
 
 
 def random_crop(draws: NDArray[np.float64], height: int, width: int) -> Crop:
-    """Return the part of a ``height`` x ``width`` image that the random numbers ``draws`` [DRAWS (23)] select.
-
-    Takes the first of ten proposals of area and ratio (width to height) that fits into the image. If none fits, takes
-    the middle, in the allowed ratio nearest to the image's. Mirrors half of the parts.
-    """
+    """Return the part of a ``height`` x ``width`` image that the random numbers ``draws`` [DRAWS (23)] select."""
     *proposals, vertical, horizontal, mirror = draws.tolist()
     low, high = math.log(RATIO[0]), math.log(RATIO[1])
     for drawn_area, drawn_ratio in zip(proposals[::2], proposals[1::2], strict=True):
@@ -53,6 +49,7 @@ def random_crop(draws: NDArray[np.float64], height: int, width: int) -> Crop:
         if 0 < across <= width and 0 < down <= height:
             top, left = int(vertical * (height - down + 1)), int(horizontal * (width - across + 1))
             return Crop(top, left, down, across, mirror < 0.5)
+    # No proposal fits: the middle, in the allowed ratio nearest to the image's.
     across, down = min(width, round(height * RATIO[1])), min(height, round(width / RATIO[0]))
     return Crop((height - down) // 2, (width - across) // 2, down, across, mirror < 0.5)
 
@@ -74,10 +71,7 @@ def resize_crop(pixels: Pixels, crop: Crop, size: int) -> Pixels:
 
 
 def resize_mask(mask: NDArray[Any], crop: Crop, size: int) -> NDArray[Any]:
-    """Return the part of a mask [H, W, ...] that :func:`resize_crop` takes of its image: [size, size, ...].
-
-    Takes the nearest pixel, so that no value is made up.
-    """
+    """Return the part of a mask [H, W, ...] that :func:`resize_crop` takes of its image, by nearest pixels."""
     rows = crop.top + ((np.arange(size) + 0.5) * crop.height / size).astype(np.int64)
     columns = crop.left + ((np.arange(size) + 0.5) * crop.width / size).astype(np.int64)
     return mask[rows[:, None], columns[::-1] if crop.mirrored else columns]
@@ -86,10 +80,7 @@ def resize_mask(mask: NDArray[Any], crop: Crop, size: int) -> NDArray[Any]:
 def crop_to_square(
     pixels: Pixels, size: int, draws: NDArray[np.float64] | None = None, share: float = EVALUATION_SHARE
 ) -> Pixels:
-    """Return a part of an image uint8 [H, W, 3] as a square [size, size, 3]: random by ``draws``, else the middle.
-
-    The middle has ``share`` of the image's shorter side.
-    """
+    """Return a part of an image as a square [size, size, 3]: random by ``draws``, else the middle."""
     height, width, _ = pixels.shape
     crop = middle_crop(height, width, share) if draws is None else random_crop(draws, height, width)
     return resize_crop(pixels, crop, size)

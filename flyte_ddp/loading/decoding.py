@@ -27,15 +27,14 @@ class DecodingError(ValueError):
 def decode_image(content: bytes) -> Pixels:
     """Decode an image file; return upright RGB pixels, white where transparent, with the upper 8 bits of 16-bit values.
 
-    Uses torchcodec if it can be imported, else Pillow. Raises a DecodingError for bytes that are no image, a damaged
-    image, more than twice Pillow's limit of pixels, or pixels without a known range (floating-point, 32-bit or signed).
+    Uses torchcodec if it can be imported, else Pillow. Raises DecodingError for bytes that are no image, a damaged
+    image, more than twice Pillow's limit of pixels, or floating-point, 32-bit or signed pixels, whose range is unknown.
     """
     return choose_decoder()(content)
 
 
 @functools.cache
 def choose_decoder() -> Callable[[bytes], Pixels]:
-    """Import torchcodec if possible, once in a process; return the function that decodes with it, else with Pillow."""
     try:
         import torchcodec.decoders  # noqa: F401
     except (ImportError, RuntimeError, OSError):  # not installed, or built for another version of torch
@@ -44,10 +43,6 @@ def choose_decoder() -> Callable[[bytes], Pixels]:
 
 
 def decode_with_torchcodec(content: bytes) -> Pixels:
-    """Decode an image file with torchcodec to the upright RGB pixels, and with the errors, of :func:`decode_image`.
-
-    Animations, 16-bit PNGs and files that torchcodec refuses are decoded with Pillow.
-    """
     from torchcodec import decoders
 
     # Pillow reads the header first, because it refuses huge sizes that torchcodec would allocate. Pillow also decodes
@@ -74,10 +69,7 @@ def decode_with_torchcodec(content: bytes) -> Pixels:
 
 
 def decode_with_pillow(content: bytes, mode: str = "RGB") -> NDArray[np.uint8]:
-    """Decode an image file with Pillow to upright RGB, or grey [H, W] for mode "L".
-
-    Treats transparency and 16-bit values as :func:`decode_image` does, and raises its DecodingErrors.
-    """
+    """Decode an image file as :func:`decode_image` does, or to grey [H, W] for mode "L"."""
     with open_with_pillow(content) as image:
         image.load()
         opaque, orientation = opaque_picture(image).convert(mode), exif_orientation(image)
@@ -85,7 +77,7 @@ def decode_with_pillow(content: bytes, mode: str = "RGB") -> NDArray[np.uint8]:
 
 
 def exif_orientation(image: Image.Image) -> int:
-    """Return the orientation stored in the image's EXIF data, normally 1 to 8; 1 (upright) if missing or damaged.
+    """Return the EXIF orientation, normally 1 to 8; 1 (upright) if it is missing or damaged.
 
     Reads 16 bits whatever the entry's type, and no XMP, as torchcodec does. Pillow's ``exif_transpose`` would fail for
     a wrong type, and read XMP. Pillow itself turns a TIFF upright when it loads it.
@@ -106,12 +98,7 @@ def exif_orientation(image: Image.Image) -> int:
 
 @contextmanager
 def open_with_pillow(content: bytes) -> Iterator[Image.Image]:
-    """Open an image file with Pillow, and yield the image, of which only the header is read.
-
-    Scales a PNG's transparent colour to 8 bits. Raises a DecodingError for bytes that are no image, a damaged image, or
-    more than twice Pillow's limit of pixels (above the limit Pillow warns). Turns an OSError, EOFError, ValueError or
-    SyntaxError of the block into a DecodingError.
-    """
+    """Yield an image with only its header read; turn Pillow's errors, in the block too, into DecodingErrors."""
     try:
         with Image.open(io.BytesIO(content)) as image:
             scale_transparent_colour(image)

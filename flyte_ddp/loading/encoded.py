@@ -103,10 +103,8 @@ class SubstitutingReader:
     def load_image_or_substitute(self, sample: int, encoded: Encoded) -> tuple[Pixels, Any, str]:
         """Return pixels, target and key of a sample; for a damaged one, pixels and target of another of its split.
 
-        ``encoded`` is the sample as it was read. The other sample is the next (with shards: in the same shard) that can
-        be decoded; this thread loads it. Reads a damaged sample once more, by :func:`decode_or_refetch`. Adds damaged
-        samples to ``bad``, and ``sample`` to ``replaced``. Raises a UserError if no other sample can be decoded, there
-        are too many bad samples, a label is outside 0..classes-1, or a file cannot be read.
+        The other is the next (with shards: in the same shard) that can be decoded. Adds damaged samples to ``bad``, and
+        ``sample`` to ``replaced``. Raises a UserError if there are too many, or no other sample can be decoded.
         """
         if loaded := self.decode_or_record(sample, encoded):
             return *loaded, encoded.key
@@ -124,11 +122,7 @@ class SubstitutingReader:
         raise UserError(f"{encoded.name}: neither this nor any of its {len(others) - 1} substitutes can be decoded")
 
     def decode_or_record(self, sample: int, encoded: Encoded) -> tuple[Pixels, Any] | None:
-        """Decode a sample; return pixels and target, or None for a damaged image, which is recorded in ``bad``.
-
-        Reads a damaged sample once more, by :func:`decode_or_refetch`. Raises a UserError for a label outside
-        0..classes-1, too many bad samples, or a file that cannot be read again.
-        """
+        """Return pixels and target of a sample, or None for a damaged one, which is recorded in ``bad``."""
         if encoded.name in self.bad.names:
             return None
         try:
@@ -163,18 +157,15 @@ class EncodedImages(SubstitutingReader, BatchSource):
         self.pending: dict[tuple[int | None, bytes], tuple[Batch, list[Future[None]]]] = {}
 
     def prefetch_batch(self, samples: Indices, epoch: int | None) -> None:
-        """Start to load these samples in the threads, unless they are already being loaded."""
         key = (epoch, samples.tobytes())
         if key not in self.pending:
             self.pending[key] = self.submit_batch(samples, epoch)
 
     def load_batch(self, samples: Indices, epoch: int | None) -> Batch:
-        """Return a batch of images uint8 [n, size, size, 3] and labels int64 [n] on the device, and the samples' names.
+        """Return images uint8 [n, size, size, 3] and labels int64 [n] on the device, and the samples' names.
 
-        Images are augmented for an ``epoch`` of training, not for None. A sample that cannot be decoded gets the image
-        and label of another, but keeps its name; ``bad`` and ``replaced`` record it. Starts to load the samples unless
-        :meth:`prefetch_batch` has, and waits for the threads without a timeout. Raises the first exception of a thread,
-        such as a UserError for too many bad samples.
+        A sample that cannot be decoded gets the image and label of another, but keeps its name. Waits for the threads
+        without a timeout, and raises the first exception of one.
         """
         self.prefetch_batch(samples, epoch)
         batch, tasks = self.pending.pop((epoch, samples.tobytes()))
@@ -185,10 +176,7 @@ class EncodedImages(SubstitutingReader, BatchSource):
         return Batch(images, labels, batch.names)
 
     def submit_batch(self, samples: Indices, epoch: int | None) -> tuple[Batch, list[Future[None]]]:
-        """Start to read all samples, and submit tasks that decode up to 8 of them each; return the batch and the tasks.
-
-        The tasks fill the batch, which is in CPU memory (page-locked for a GPU); it is complete after all tasks.
-        """
+        """Return a batch in CPU memory (page-locked for a GPU), and the tasks that fill it, up to 8 samples each."""
         on_gpu = self.device.type == "cuda"
         images = torch.empty(len(samples), self.size, self.size, 3, dtype=torch.uint8, pin_memory=on_gpu)
         labels = torch.empty(len(samples), dtype=torch.int64, pin_memory=on_gpu)
@@ -198,7 +186,6 @@ class EncodedImages(SubstitutingReader, BatchSource):
         pixels, classes, names = images.numpy(), labels.numpy(), [""] * len(samples)
 
         def load_places(places: range) -> None:
-            """Decode and crop the samples at these places of the batch, and write them into its tensors."""
             for place in places:
                 image, classes[place], names[place] = self.load_image_or_substitute(int(samples[place]), reads[place]())
                 own_draws = None if draws is None else draws[place]
@@ -210,15 +197,13 @@ class EncodedImages(SubstitutingReader, BatchSource):
         return Batch(images, labels, names), tasks
 
     def decode_sample(self, sample: int, encoded: Encoded) -> tuple[Pixels, int]:
-        """Return pixels and label, with the errors of :func:`decode_checked_sample`."""
         return decode_checked_sample(self.reader, sample, encoded, self.classes)
 
     def read_label(self, sample: int) -> int:
-        """Read a sample and return its label, even for a damaged image. UserError for a label outside 0..classes-1."""
+        """Read and return a sample's label, also of a damaged image; UserError if it is outside 0..classes-1."""
         return require_valid_label(self.reader.read_sample(sample), self.classes)
 
     def facts(self) -> Facts:
-        """Return the decoder's name, the bad samples, and how often each shard was fetched."""
         return Facts(name_decoder(), frozenset(self.bad.names), dict(self.reader.fetch_counts()))
 
     def close(self) -> None:
@@ -228,7 +213,6 @@ class EncodedImages(SubstitutingReader, BatchSource):
 
 
 def name_decoder() -> str:
-    """Return the name of the library that decodes images: torchcodec or Pillow. Imports torchcodec if possible."""
     return "torchcodec" if choose_decoder() is decode_with_torchcodec else "Pillow"
 
 
@@ -237,12 +221,10 @@ def map_samples(
 ) -> Iterator[Result]:
     """Read samples, call ``use`` in threads with each sample's number and encoded image; yield the results in order.
 
-    At most ``ahead`` samples are read or in use at a time; the files of up to ``2 * ahead`` samples are being fetched.
-    Raises the exceptions of reading and of ``use``. The end of the iterator ends the threads, without waiting for them.
+    At most ``ahead`` samples are read or in use at a time; the files of up to ``2 * ahead`` are being fetched.
     """
 
     def start_reads() -> Iterator[tuple[int, Callable[[], Encoded]]]:
-        """Yield each sample with its started read, and start to fetch the files of the samples ahead."""
         for place, sample in enumerate(samples.tolist()):
             if place % ahead == 0:
                 reader.prefetch_files(samples[place : place + 2 * ahead])
@@ -261,21 +243,16 @@ def limit_threads() -> None:
 
 
 def decode_or_refetch(reader: ImageReader, sample: int, encoded: Encoded) -> tuple[Pixels, Encoded]:
-    """Decode a sample that was read as ``encoded``; return its pixels, and the sample whose bytes were decoded.
-
-    If decoding fails, removes the file's cached copy if this is damaged, and reads and decodes the sample once more.
-    Raises a DecodingError if the file is damaged at its source, a UserError if it cannot be read again.
-    """
+    """Return a sample's pixels, and the sample whose bytes were decoded: read again if it was damaged."""
     return decode_with_or_refetch(lambda read: decode_image(read.content), reader, sample, encoded)
 
 
 def decode_with_or_refetch(
     decode: Callable[[Encoded], Result], reader: ImageReader, sample: int, encoded: Encoded
 ) -> tuple[Result, Encoded]:
-    """Return what ``decode`` makes of a sample that was read as ``encoded``, and the sample as it was read last.
+    """Return what ``decode`` makes of a sample, and the sample as it was read last.
 
-    If ``decode`` raises a DecodingError, removes the file's cached copy if this is damaged, reads the sample once more
-    and calls ``decode`` again; passes the error on if the sample is the same as before.
+    After a DecodingError removes the file's cached copy if it is damaged, and reads and decodes the sample once more.
     """
     try:
         return decode(encoded), encoded
@@ -288,17 +265,13 @@ def decode_with_or_refetch(
 
 
 def decode_checked_sample(reader: ImageReader, sample: int, encoded: Encoded, classes: int) -> tuple[Pixels, int]:
-    """Decode a sample, and return its pixels and label. Reads a damaged one once more, by :func:`decode_or_refetch`.
-
-    Raises a UserError for a label outside 0..classes-1, and a DecodingError for an image that is damaged at its source.
-    """
+    """Return a sample's pixels and label; DecodingError if damaged, UserError for a label outside 0..classes-1."""
     require_valid_label(encoded, classes)
     pixels, whole = decode_or_refetch(reader, sample, encoded)
     return pixels, require_valid_label(whole, classes)
 
 
 def require_valid_label(encoded: Encoded, classes: int) -> int:
-    """Return the sample's label; raise a UserError if it is not in 0..classes-1."""
     if not 0 <= encoded.label < classes:
         raise UserError(
             f"{encoded.name} has label {encoded.label}: must be 0..{classes - 1} with {classes} classes; "

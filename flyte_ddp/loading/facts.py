@@ -19,7 +19,6 @@ class Facts:
     fetched: Mapping[str, int] = field(default_factory=dict)  # how often each shard was fetched, by its address
 
     def describe_loading(self) -> list[str]:
-        """Return up to three sentences for the report: the decoder, replaced samples, how many shards were fetched."""
         sentences = []
         if self.decoder:
             instead = "; torchcodec is not installed or cannot be loaded" if self.decoder == "Pillow" else ""
@@ -36,7 +35,6 @@ class Facts:
 
 
 def sum_facts(parts: Iterable[Facts]) -> Facts:
-    """Combine the facts of several sources, or of several ranks, and return them."""
     parts = list(parts)
     decoder = next((part.decoder for part in parts if part.decoder), "")
     fetched = sum((Counter(part.fetched) for part in parts), Counter[str]())
@@ -44,16 +42,13 @@ def sum_facts(parts: Iterable[Facts]) -> Facts:
 
 
 def combine_facts_of_ranks(facts: Facts) -> Facts:
-    """Return the combined facts of all ranks, on each rank. Collective: all ranks must call it."""
+    """Combine the facts of all ranks. Collective: all ranks must call it."""
     return sum_facts(gather_objects(facts))
 
 
 def refuse_too_many_bad_samples(facts: Facts, allowed: int) -> None:
-    """Raise a UserError if all ranks together found more than ``allowed`` undecodable samples.
-
-    Collective: all ranks must call it. Does nothing if ``allowed`` is 0: then a rank fails at its first bad sample.
-    """
-    if not allowed:
+    """Raise UserError if all ranks together have more than ``allowed`` undecodable samples. Collective."""
+    if not allowed:  # then a rank fails at its first bad sample
         return
     bad = combine_facts_of_ranks(facts).bad
     if len(bad) > allowed:
@@ -64,6 +59,5 @@ def refuse_too_many_bad_samples(facts: Facts, allowed: int) -> None:
 
 
 def join_few(names: Iterable[str]) -> str:
-    """Return the first 5 names, sorted, as one text; ", ..." stands for more."""
     listed = sorted(names)
     return ", ".join(listed[:FEW]) + (", ..." if len(listed) > FEW else "")

@@ -46,7 +46,6 @@ class Task(NamedTuple):
     path: str  # of the batch's memory
 
     def run(self, loader: SampleLoader, opened: dict[str, mmap.mmap]) -> Loaded:
-        """Load the samples, and return the answer; ``opened`` are memories that this process has opened."""
         return load_into(open_memory(opened, self.path, self.layout.size), loader, self)
 
 
@@ -59,7 +58,6 @@ class Call(NamedTuple):
     path: str  # of the memory, which may grow
 
     def run(self, loader: Any, opened: dict[str, mmap.mmap]) -> Written:
-        """Call the method, write its result with its tensors into the memory, and return the answer."""
         result = getattr(loader, self.method)(*self.arguments)
         return Written(*write_tree(opened, self.path, tree_map(tensor_to_array, result)))
 
@@ -80,13 +78,10 @@ class Loaded(NamedTuple):
 
 
 def run_loader_server(pipes: Sequence[Connection], exits: Connection) -> None:
-    """Fork a loader process for each of the pipes, and send their numbers and exit codes by ``exits``, until all ended.
-
-    The first function of a process that has just imported this module. Imports torchvision's transforms, which most
-    users' pipelines need. Linux ends this process with the rank's thread that started it, and its forks with it.
-    """
+    """Fork a loader process for each of the pipes; send their numbers and exit codes by ``exits``, until all ended."""
     die_with_parent()
     set_process_name(NAME)
+    # Before the forks, because most users' pipelines need it.
     import torchvision.transforms.v2  # noqa: F401
 
     gc.freeze()  # the collector writes to the objects that it visits, and forks no longer share written memory
@@ -111,10 +106,7 @@ def run_loader_server(pipes: Sequence[Connection], exits: Connection) -> None:
 
 
 def run_loader_process(pipe: Connection) -> None:
-    """Load the samples of each task that comes by the pipe, after the pickled loaders, and answer, until the rank ends.
-
-    The end of the rank is the end of the pipe. Uses one thread of torch. Keeps up to 128 MiB of freed memory.
-    """
+    """Receive the pickled loaders, then tasks; answer each, until the rank ends and with it the pipe."""
     torch.set_num_threads(1)
     # What an item frees the next one allocates again, without page faults; large blocks still go back to the kernel.
     set_malloc_option(M_MMAP_THRESHOLD, KEPT_BLOCK_BYTES)
@@ -136,12 +128,10 @@ def run_loader_process(pipe: Connection) -> None:
 
 
 def tensor_to_array(value: Any) -> Any:
-    """Return a tensor that NumPy has a type for as an array with the same memory; another value unchanged."""
     return value.numpy() if isinstance(value, Tensor) and value.dtype != torch.bfloat16 else value
 
 
 def load_into(memory: NDArray[np.uint8], loader: SampleLoader, task: Task) -> Loaded:
-    """Load a task's samples into the memory of their batch. UserError if images have different shapes."""
     targets, names = task.layout.targets(memory), []
     shapes = set[tuple[int, ...]]()
     for place, sample in enumerate(task.samples, task.first):
@@ -154,7 +144,7 @@ def load_into(memory: NDArray[np.uint8], loader: SampleLoader, task: Task) -> Lo
 
 
 def copy_image(image: NDArray[np.uint8], to: NDArray[np.uint8]) -> None:
-    """Copy an image [H, W, C] to ``to``, by channels if each is in one piece, as in tensors: three times as fast."""
+    """Copy ``image`` [H, W, C] into ``to``; a view of a [C, H, W] array is copied by channels, three times as fast."""
     if image.flags.c_contiguous:
         to[...] = image
     else:
@@ -163,7 +153,6 @@ def copy_image(image: NDArray[np.uint8], to: NDArray[np.uint8]) -> None:
 
 
 def common_shape(shapes: Collection[tuple[int, ...]]) -> tuple[int, ...]:
-    """Return the shape of the images of a batch; UserError if they have different ones."""
     if len({*shapes}) > 1:
         found = " and ".join(str(list(shape)) for shape in sorted({*shapes}))
         raise UserError(f"augment: images of one batch are {found}; return images of one size")

@@ -47,9 +47,8 @@ def open_splits(
 ) -> Splits:
     """Open the training, validation and test split of a prepared data set for this rank, and return them.
 
-    Copies arrays to a GPU that has room. Threads that decode encoded images, worker processes of a stream, and
-    loader processes start at the first batch; :meth:`Splits.close` ends them. Without a process group this is rank 0
-    of 1.
+    Copies arrays to a GPU that has room. :meth:`Splits.close` ends threads and processes that load. Without a process
+    group this is rank 0 of 1.
     """
     orders = order_splits(
         data, validation_fraction=hp.validation_fraction, seed=hp.seed, shuffle_shards=hp.shuffle_shards
@@ -72,11 +71,7 @@ def open_encoded_splits(
     threads: int,
     settings: Settings,
 ) -> Splits:
-    """Return the splits of shards, a stream or image files, decoded by ``threads`` threads, or as many processes.
-
-    Processes decode what needs the user's own code. With ``sample``, decodes the first training sample here, to know
-    what the targets are.
-    """
+    """Return the splits of encoded images, decoded by ``threads`` threads, or processes with the user's own code."""
     weights, classes = find_weights(hp.model, hp.init_from), len(data.classes) or hp.num_classes
     side = choose_side(hp.image_size, weights) or ENCODED_SIDE
     share = weights.crop_share if weights else EVALUATION_SHARE
@@ -128,10 +123,8 @@ def open_encoded_test_split(
 ) -> tuple[Split, Collection[int]]:
     """Open the test split of encoded images alone; return it, and the set of replaced samples, which grows as it loads.
 
-    ``spec`` is the input of the model that gets the images, a square; ``bad`` collects undecodable samples. ``sample``
-    is the hyperparameter of that name, with which the user's code decodes the first sample here. Decoding threads, or
-    with ``sample`` loader processes, start at the first batch. Raises a UserError for an empty split, and the errors of
-    decoding.
+    ``spec`` is the input, a square, of the model that gets the images; ``bad`` collects undecodable samples. With
+    ``sample``, the hyperparameter, the user's code decodes the first sample here. Raises UserError for an empty split.
     """
     order = order_test_split(data)
     if not len(order):
@@ -152,10 +145,7 @@ def open_encoded_test_split(
 def open_image_reader(
     source: ShardIndex | ImageList, settings: Settings, streams: int = 16, *, members: bool = False
 ) -> ImageReader:
-    """Return a reader of a list of image files, or of shards: of images, or of all ``members``. Reads nothing yet.
-
-    At most ``2 * streams`` shards stay open; at most ``streams`` are fetched ahead into the cache of ``settings``.
-    """
+    """Return a reader of image files, or of shards: of images and labels, or of all ``members``. Reads nothing yet."""
     if isinstance(source, ImageList):
         return (FileMembers if members else FileReader)(source)
     cache = ShardCache(settings.cache_folder, settings.cache_bytes)

@@ -48,12 +48,7 @@ def open_image_splits(
     device: torch.device,
     workers: int,
 ) -> Splits:
-    """Return the splits of images in arrays, or of pictures on demand, of which the first one is read here.
-
-    Copies arrays to a GPU that has room (:func:`flyte_ddp.loading.arrays.choose_store`). ``workers`` processes read
-    pictures on demand, and load what ``augment`` of the user's own augments. Raises the errors of
-    :meth:`ItemImages.load_sample`.
-    """
+    """Return the splits of images in arrays, or of pictures on demand; ``workers`` processes run the user's code."""
     _, augment = import_own_loading(hp)
     crop = "none" if augment else hp.augment
     inputs, targets = describe_images(data, "train", orders["training"], hp.seed, hp.num_classes)
@@ -75,12 +70,7 @@ def open_image_splits(
 def open_leaf_splits(
     data: ItemSet, orders: Mapping[str, Order], hp: Hyperparameters, device: torch.device, workers: int
 ) -> Splits:
-    """Return the splits of samples of any leaves.
-
-    Arrays are stacked or padded by the rank, and copied to a GPU that has room. ``workers`` processes load what
-    needs the user's own code: items on demand, and batches with an own ``augment`` or ``collate``. Raises the errors of
-    :func:`describe_items`, and UserError for ``mixup`` of inputs that are not all floats of one shape.
-    """
+    """Return the splits of samples of any leaves; ``workers`` processes load what needs the user's own code."""
     _, augment = import_own_loading(hp)
     items = open_items(data)
     facts = describe_items(data, "train", orders["training"], hp.collate, hp.seed)
@@ -117,10 +107,8 @@ def open_item_test_split(
 ) -> tuple[Split, ModelInput]:
     """Open the test split alone; return it, and what its inputs are.
 
-    Copies arrays to a GPU that has room. Reads up to LOOKED_AT (16) samples here if the user's own code reads or
-    collates them, which ``workers`` processes then do; they end when the split's source is closed. ``collate`` and
-    ``seed`` are the hyperparameters of the model that gets the samples, ``like`` its inputs, in whose order those of a
-    dict come. Raises the errors of :func:`open_image_splits` and :func:`open_leaf_splits`.
+    Reads up to LOOKED_AT (16) samples here if the user's own code reads or collates them. ``collate`` and ``seed`` are
+    the hyperparameters of the model that gets the samples, ``like`` its inputs, whose order a dict of inputs gets.
     """
     items, order = open_items(data)["test"], order_test_split(data)
     if isinstance(data, ImageArrays) or has_pictures(data):
@@ -138,7 +126,6 @@ def open_item_test_split(
 
 
 def open_items(data: ImageArrays | ItemSet) -> dict[str, Items]:
-    """Return the items of the two sides of a data set, "train" and "test"."""
     if isinstance(data, OnDemandSet):
         return {side: OnDemandItems(data, side) for side in ("train", "test")}
     if isinstance(data, ImageArrays):
@@ -153,7 +140,6 @@ def open_items(data: ImageArrays | ItemSet) -> dict[str, Items]:
 def make_image_loader(
     data: ImageArrays | OnDemandSet, side: str, inputs: InputSpec, targets: TargetSpec, seed: int, **augmentation: Any
 ) -> ItemImages:
-    """Return the loader of one side, "train" or "test", of images."""
     size = inputs.height, inputs.width, inputs.channels
     name = f"dataset={data.name!r}: {side}"
     return ItemImages(open_items(data)[side], name, size=size, targets=targets, seed=seed, **augmentation)
@@ -162,10 +148,9 @@ def make_image_loader(
 def describe_images(
     data: ImageArrays | OnDemandSet, side: str, order: Order, seed: int, num_classes: int
 ) -> tuple[InputSpec, TargetSpec]:
-    """Return size and normalisation of images, and what their targets are; of pictures, given the first of an order.
+    """Return size and normalisation of images, and what their targets are; read the first of pictures on demand.
 
-    Mean and deviation of pictures on demand are ImageNet's, for other than three channels the mean of its channels',
-    because those of the data set would need all pictures. Raises the errors of reading.
+    Pictures on demand are normalised as ImageNet, because their own mean and deviation would need all of them.
     """
     if isinstance(data, ImageArrays):
         _, height, width, channels = data.train_images.shape
@@ -186,9 +171,7 @@ def describe_items(
 ) -> ItemFacts:
     """Return the facts of a data set, the inputs in the order of ``like``.
 
-    Of arrays they are known. Of a set on demand, and with a ``collate`` of the user's own, they are of LOOKED_AT (16)
-    samples of ``order``, which are of the ``side`` "train" or "test". Raises the errors of loading these samples, and
-    UserError for samples of different lengths if ``collate`` is "stacked", and names of inputs that are no identifiers.
+    On demand, or with a ``collate`` of the user's own, they are of up to 16 samples (LOOKED_AT), which are read here.
     """
     if isinstance(data, SampleArrays) and ":" not in collate:
         inputs, targets = describe_leaves(data.train_inputs), describe_leaves(data.train_targets)
@@ -217,7 +200,6 @@ def describe_leaves(leaves: Leaves) -> LeavesSpec:
     """Return the spec of a sample, given leaves of several: arrays, ragged ones or tensors; others are "other"."""
 
     def describe(leaf: Any) -> LeafSpec:
-        """Return the spec of a leaf."""
         dtype = next((TYPES[part] for part in TYPES if part in str(getattr(leaf, "dtype", ""))), None)
         return LeafSpec(tuple(leaf.shape[1:]), dtype) if dtype else OTHER
 

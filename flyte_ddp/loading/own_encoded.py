@@ -66,7 +66,6 @@ class EncodedSamples(SubstitutingReader, SampleLoader):
         self.reported = self.count_found()  # what the process that pickled this object has found is known there
 
     def count_found(self) -> tuple[int, int, Counter[str]]:
-        """Return the numbers of bad and of replaced samples, and how often each shard was fetched by this process."""
         return len(self.bad.names), len(self.replaced), Counter(self.reader.fetch_counts())
 
     def find_target_spec(self, order: Order) -> TargetSpec:
@@ -80,12 +79,6 @@ class EncodedSamples(SubstitutingReader, SampleLoader):
         return target_spec(self.decode, target, self.classes, where)
 
     def load_sample(self, sample: int, epoch: int | None) -> Sample:
-        """Return a sample as a square, augmented for an ``epoch`` of training.
-
-        An image that has the size already is taken as it is, of another one the middle, or by ``crop`` a random part.
-        A target of the image's height and width is cropped with it. Another sample stands for one that cannot be
-        decoded, as in :meth:`load_image_or_substitute`. Raises OwnCodeError or UserError, which name the sample.
-        """
         self.epoch = epoch or 0
         image, target, name = self.load_image_or_substitute(sample, self.reader.read_sample(sample))
         loaded, where = Sample(image, np.asarray(target), name), f"sample {name!r}"
@@ -97,20 +90,15 @@ class EncodedSamples(SubstitutingReader, SampleLoader):
         return Sample(image, convert_target(own, target, self.targets, where), name)
 
     def decode_sample(self, sample: int, encoded: Encoded) -> tuple[Pixels, Any]:
-        """Return image and target, the image of any size. Reads a sample that cannot be decoded once more.
+        """Return image and target, the image of any size; read a sample that cannot be decoded once more.
 
-        An exception of the user's function means that the sample cannot be decoded: a DecodingError if such samples are
-        allowed, else an OwnCodeError. Raises the errors of :func:`decode_checked_sample` without own decoding.
+        An exception of the user's function is a DecodingError if such samples are allowed, else an OwnCodeError.
         """
         own = self.decode
         if own is None:
             return decode_checked_sample(self.reader, sample, encoded, self.classes)
 
         def decode_members(read: Encoded) -> Sample:
-            """Call the user's function with a copy of the members; turn its exception into a DecodingError.
-
-            Seeds the random generators for the sample and the epoch.
-            """
             own.seed(self.seed, self.epoch, sample)
             try:
                 return own.call(read.name, dict(read.members or {}))
@@ -128,10 +116,7 @@ class EncodedSamples(SubstitutingReader, SampleLoader):
     def fit_to_square(
         self, image: Pixels, target: NDArray[Any], sample: int, epoch: int | None, where: str
     ) -> tuple[Pixels, NDArray[Any]]:
-        """Return image and target with the image as a square in colour, and with it a target of its height and width.
-
-        Raises UserError for an image that is neither grey nor of three channels.
-        """
+        """Return the image as a square in colour, whole or a part, and a target of its size, cropped alike."""
         if image.shape[2] == 1:
             image = image.repeat(3, axis=2)
         if image.shape[2] != 3:
@@ -149,7 +134,6 @@ class EncodedSamples(SubstitutingReader, SampleLoader):
         return cropping.resize_crop(image, crop, self.size), target
 
     def skip_read(self, samples: Indices) -> None:
-        """Note that another process has read these samples: files behind theirs may be fetched."""
         self.reader.skip_read(samples)
 
     def take_report(self) -> Any:
@@ -160,7 +144,6 @@ class EncodedSamples(SubstitutingReader, SampleLoader):
         return dict(self.bad.names), set(self.replaced), self.reported[2] - before[2]
 
     def add_report(self, report: Any) -> None:
-        """Add the report of another process. Raises UserError if there are too many undecodable samples."""
         names, replaced, fetched = report
         for name, reason in names.items():
             if name not in self.bad.names:
@@ -169,10 +152,8 @@ class EncodedSamples(SubstitutingReader, SampleLoader):
         self.fetched.update(fetched)
 
     def facts(self) -> Facts:
-        """Return the decoder's name, the bad samples, and how often each shard was fetched, in all processes."""
         fetched = self.fetched + Counter(self.reader.fetch_counts())
         return Facts("" if self.decode else name_decoder(), frozenset(self.bad.names), fetched)
 
     def close(self) -> None:
-        """Close files."""
         self.reader.close()

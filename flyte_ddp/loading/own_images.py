@@ -28,10 +28,6 @@ class ItemImages(SampleLoader):
         self.sizes = (self.size, own) if self.image_size else (self.size,)
 
     def load_sample(self, sample: int, epoch: int | None) -> Sample:
-        """Return the sample, augmented for an ``epoch`` of training.
-
-        Raises OwnCodeError or UserError, which name the sample, if the user's code fails or returns what does not fit.
-        """
         own, where = self.name, f"sample {sample}"
         image, target = self.items.read_item(sample, self.seed, epoch)
         loaded = Sample(image, np.asarray(target), "")

@@ -35,7 +35,6 @@ class ArrayItems:
     ids: NDArray[np.str_] | None = None  # [N]
 
     def read_item(self, sample: int, seed: int, epoch: int | None) -> tuple[Leaves, Leaves]:  # noqa: ARG002
-        """Return the inputs and targets of a row of the arrays: views of them, and numbers."""
         inputs, targets = (map_leaves(lambda leaf: leaf[sample], leaves) for leaves in (self.inputs, self.targets))
         return inputs, targets
 
@@ -62,12 +61,7 @@ class OnDemandItems:
         return samples, seeded
 
     def read_item(self, sample: int, seed: int, epoch: int | None) -> tuple[Leaves, Leaves]:
-        """Return inputs and targets of an item. Seeds the random generators for the sample and the epoch.
-
-        A picture is returned as uint8 [H, W, C], and its target as an array. Raises OwnCodeError, which names the
-        sample, whose cause is the user's exception, if his code raises one; UserError for an item that is no pair, or
-        among pictures no picture with numbers.
-        """
+        """Return inputs and targets of an item, a picture as uint8 [H, W, C]; seed the generators for the sample."""
         samples, transforms = self.opened
         where = f"dataset={self.data.name!r}: {self.side} sample {sample}"
         seed_for("dataset", seed, epoch or 0, sample, transforms)
@@ -98,10 +92,7 @@ class ItemLoader:
         self.own_collate = OwnFunction("collate", self.collate) if ":" in self.collate else None
 
     def load_items(self, samples: Sequence[int], epoch: int | None) -> tuple[Leaves, Leaves]:
-        """Return inputs and targets of these samples as a batch, augmented for an ``epoch`` of training.
-
-        Raises the errors of reading, augmenting and collating.
-        """
+        """Return inputs and targets of these samples as a batch, augmented for an ``epoch`` of training."""
         names = [f"{self.side} sample {sample}" for sample in self.name_samples(samples) or samples]
         loaded = [self.load_item(sample, epoch, name) for sample, name in zip(samples, names, strict=True)]
         if self.own_collate is not None:
@@ -116,11 +107,7 @@ class ItemLoader:
     def call_own_collate(
         self, own: OwnFunction, loaded: Samples, samples: Sequence[int], epoch: int | None, where: str
     ) -> tuple[Leaves, Leaves]:
-        """Return what the user's collate makes of samples; seeds this process's generators for the first of them.
-
-        Raises the errors of :meth:`OwnFunction.call_pair`, and UserError for inputs without a tensor, or a tensor of
-        targets that has not a row for each sample. ``where`` names the samples in errors.
-        """
+        """Return the batch that the user's collate makes; seed this process's generators for the first sample."""
         own.seed(self.seed, epoch or 0, samples[0])
         # A mapping of another kind, such as a tokenizer's, becomes a dict, in which tensors are found, a list a tuple.
         returned = (tuple(side) if isinstance(side, list) else side for side in own.call_pair(where, loaded))
@@ -135,11 +122,7 @@ class ItemLoader:
         return inputs, targets
 
     def load_item(self, sample: int, epoch: int | None, name: str) -> tuple[Leaves, Leaves]:
-        """Read a sample, and return its inputs and targets, augmented for an ``epoch`` of training, not for None.
-
-        Seeds this process's random generators for what is read on demand, and again for the user's ``augment``. Raises
-        the errors of :meth:`Items.read_item` and :meth:`OwnFunction.call_pair`, which name the sample by ``name``.
-        """
+        """Read a sample; augment it for an ``epoch`` of training, after seeding this process's generators."""
         inputs, targets = self.items.read_item(sample, self.seed, epoch)
         augment = self.augment if epoch is not None else None
         if augment is not None or self.own_collate is not None:
@@ -152,5 +135,4 @@ class ItemLoader:
 
 
 def copy_leaf(leaf: Any) -> Any:
-    """Return a copy of an array or a tensor, and any other leaf unchanged."""
     return np.array(leaf) if isinstance(leaf, np.ndarray) else leaf.clone() if isinstance(leaf, Tensor) else leaf

@@ -50,7 +50,6 @@ class SampleLoader:
         """Note that another process has loaded these samples."""
 
     def facts(self) -> Facts:
-        """Return facts about the loading for the report."""
         return Facts()
 
     def take_report(self) -> Any:
@@ -64,10 +63,7 @@ class SampleLoader:
 
 
 class OwnFunction:
-    """A user's function by its ``package.module:callable``, imported when it is first called in this process.
-
-    Of a class makes one object, without arguments. ``setting`` is the hyperparameter that names it.
-    """
+    """A user's function ``package.module:callable``, or an object of such a class, imported when it is first used."""
 
     def __init__(self, setting: str, spec: str) -> None:
         self.setting, self.spec = setting, spec
@@ -78,7 +74,7 @@ class OwnFunction:
         return OwnFunction, (self.setting, self.spec)
 
     def load(self) -> Callable[..., Any]:
-        """Import the module and return the function; only at the first call. Raises UserError if that is impossible."""
+        """Import and return the function, only at the first call; raise UserError if that is impossible."""
         if self.function is None:
             found: Any = load_callable(self.spec)
             if inspect.isclass(found):
@@ -94,10 +90,9 @@ class OwnFunction:
         seed_for(self.setting, seed, epoch, sample, self.transforms)
 
     def call_pair(self, name: str, *arguments: Any, returns: str = "(inputs, targets)") -> tuple[Any, Any]:
-        """Call the function for ``name``, which is a sample or several, and return the pair that it returns.
+        """Call the function for ``name``, one sample or several, and return the pair that it returns.
 
-        Raises OwnCodeError, whose cause is the user's exception, if the function raises one; UserError if it returns
-        anything else than a pair, which ``returns`` describes.
+        Raises OwnCodeError, whose cause is the user's exception, or UserError for anything else than a pair.
         """
         function = self.load()
         try:
@@ -109,10 +104,7 @@ class OwnFunction:
         return returned[0], returned[1]
 
     def call(self, name: str, *arguments: Any) -> Sample:
-        """Call the function, and return the image and the target of the sample ``name`` that it returns.
-
-        Raises the errors of :meth:`call_pair`, and UserError if the first part of the pair is no image.
-        """
+        """Call the function, and return the image and the target of the sample ``name`` that it returns."""
         image, target = self.call_pair(name, *arguments, returns="(image, target)")
         return Sample(require_pixels(f"{self}: the image of {name}", image), np.asarray(target), name)
 
@@ -121,11 +113,7 @@ class OwnFunction:
 
 
 def augment_sample(own: OwnFunction, loaded: Sample, draws: tuple[int, int, int], where: str) -> Sample:
-    """Return a sample augmented by the user's function, which gets a copy of the image, and the target.
-
-    Seeds this process's random generators by ``draws``: seed, epoch and number of the sample. ``where`` names the
-    sample in errors, which are those of :meth:`OwnFunction.call`.
-    """
+    """Return a sample augmented by the user's function, seeded by ``draws``: seed, epoch and number of the sample."""
     own.seed(*draws)
     # Copies: the arrays are read-only, and the same for all processes.
     target = np.array(loaded.target) if loaded.target.ndim else loaded.target.item()
@@ -134,10 +122,7 @@ def augment_sample(own: OwnFunction, loaded: Sample, draws: tuple[int, int, int]
 
 
 def convert_target(own: object, target: NDArray[Any], kind: TargetSpec, where: str) -> NDArray[Any]:
-    """Return a target that the user's code ``own`` returned; UserError if it does not fit the data set's.
-
-    It must have the shape of the others; whole numbers may become floats, but not the reverse, and must be classes.
-    """
+    """Return ``target``, which ``own`` returned; raise UserError if shape, type or classes are not those of others."""
     allowed = "biuf" if kind.dtype.kind == "f" else "biu"
     if target.shape != kind.shape or target.dtype.kind not in allowed:
         raise UserError(
@@ -156,11 +141,7 @@ def convert_target(own: object, target: NDArray[Any], kind: TargetSpec, where: s
 
 
 def target_spec(own: object, target: NDArray[Any], classes: int, where: str) -> TargetSpec:
-    """Return what all targets are, given the first: a class int64 [], a mask, or float32 [] or [n].
-
-    A mask is of whole numbers, [H, W] or more, uint8 or int64. Raises UserError for what is no numbers; ``own`` is the
-    user's code that has returned the target.
-    """
+    """Return what all targets are, given one: a class int64 [], a mask [H, W, ...] uint8 or int64, or float32."""
     if target.dtype.kind not in "biuf":
         raise UserError(
             f"{own} returned {target.dtype} as the target of {where}: must be a number, or an array of them"
@@ -172,12 +153,7 @@ def target_spec(own: object, target: NDArray[Any], classes: int, where: str) -> 
 
 
 def import_own_loading(hp: Hyperparameters) -> tuple[OwnFunction | None, OwnFunction | None]:
-    """Import the user's functions that the hyperparameters ``sample`` and ``augment`` name, and return them.
-
-    Returns None in place of a function that no hyperparameter names. Makes the object of a class. Leaves the random
-    generators as they were. Raises UserError if one cannot be imported, so that a mistake is known before training, and
-    the report can name files that the function's module imports.
-    """
+    """Import the user's functions that ``sample`` and ``augment`` name; None for a hyperparameter without one."""
     named = ("sample", hp.sample), ("augment", hp.augment)
     decode, augment = (OwnFunction(setting, spec) if ":" in spec else None for setting, spec in named)
     with keep_random_state():

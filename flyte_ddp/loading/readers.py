@@ -24,11 +24,6 @@ class ShardImages(ImageReader):
         self.reader, self.fetches_files = reader, bool(reader.index.remote.any())
 
     def read_sample(self, sample: int) -> Encoded:
-        """Read and return a sample's image and label from its shard; fetch the shard if it is not cached or is damaged.
-
-        Waits up to 60 s while the cache is full, and without a limit while another process downloads the shard. Raises
-        a UserError if image, label or shard is missing or cannot be read.
-        """
         key, contents = self.reader.read_sample(sample, WANTED)
         if len(contents) < 2:  # read all members, because the error of find_image_and_label() lists them
             key, contents = self.reader.read_sample(sample)
@@ -38,24 +33,19 @@ class ShardImages(ImageReader):
         return Encoded(contents[image], parse_class_number(name, contents[label]), name, key)
 
     def skip_read(self, samples: Indices) -> None:
-        """Note that another process has read these samples: the next shards may be fetched."""
         self.reader.skip_read(np.unique(np.searchsorted(self.reader.index.ends, samples, side="right")).tolist())
 
     def refetch_if_damaged(self, sample: int) -> None:
-        """Check the cached copy of the sample's shard, and remove it if it is damaged: the next read fetches it."""
         self.reader.remove_damaged_shard(sample)
 
     def prefetch_files(self, samples: Indices) -> None:
-        """Start threads that fetch the remote shards that hold these samples."""
         shards = np.unique(np.searchsorted(self.reader.index.ends, samples, side="right"))
         self.reader.prefetch_shards(shards[self.reader.index.remote[shards]].tolist())
 
     def fetch_counts(self) -> Mapping[str, int]:
-        """Return how often each shard was fetched, by its address."""
         return self.reader.cache.fetched
 
     def close(self) -> None:
-        """Close the open shards."""
         self.reader.close()
 
 
@@ -63,7 +53,6 @@ class ShardMembers(ShardImages):
     """Reads all members of samples in shards, for users' own decoding."""
 
     def read_sample(self, sample: int) -> Encoded:
-        """Return a sample's members with its key; else as the base class does, but no member is missed."""
         key, contents = self.reader.read_sample(sample)
         shard, _ = self.reader.index.locate(sample)
         name = f"sample {key!r} in shard {self.reader.index.shards[shard].url}"
@@ -82,17 +71,14 @@ class FileReader(ImageReader):
         return type(self), (self.images,)
 
     def start_read(self, sample: int) -> Callable[[], Encoded]:
-        """Return a function that returns the sample. The read of a remote image starts at once, in a thread."""
         return super().start_read(sample) if self.pool is None else self.pool.submit(self.read_sample, sample).result
 
     def read_sample(self, sample: int) -> Encoded:
-        """Read an image file whole, in up to 4 tries; return it and its label. Raises a UserError if that fails."""
         content = self.images.read_image(sample)
         name, label = str(self.images.names[sample]), int(self.images.labels[sample])
         return Encoded(content, label, f"image {self.images.image_address(sample)}", name)
 
     def close(self) -> None:
-        """Cancel the reads that have not started; do not wait for the others."""
         if self.pool is not None:
             self.pool.shutdown(wait=False, cancel_futures=True)
 
@@ -101,7 +87,6 @@ class FileMembers(FileReader):
     """Reads image files as samples of one member, for users' own decoding."""
 
     def read_sample(self, sample: int) -> Encoded:
-        """Read an image file whole, in up to 4 tries; return it by its extension, with the rest of its name as key."""
         encoded = super().read_sample(sample)
         stem, dot, extension = encoded.key.rpartition(".")
         return Encoded(b"", 0, encoded.name, encoded.key, {f"{dot}{extension}": encoded.content, "__key__": stem})

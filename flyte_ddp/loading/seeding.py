@@ -21,8 +21,8 @@ GLOBAL = Generators(torch.default_generator, random, np.random)
 def seed_for(purpose: str, seed: int, epoch: int, sample: int, transforms: Iterable[Any] = ()) -> None:
     """Seed this process's generators of Python, NumPy and torch (CPU), and ``transforms``, for one sample in an epoch.
 
-    ``purpose``, such as the hyperparameter that names the user's function, makes draws of one sample independent of
-    those for another purpose. ``transforms`` are objects with ``set_random_seed``, such as those of Albumentations.
+    Draws for one ``purpose``, such as a hyperparameter, are independent of those for another. ``transforms`` have a
+    method ``set_random_seed``, such as those of Albumentations.
     """
     packed = struct.pack("<3q", seed, epoch, sample)
     hashed = hashlib.blake2b(packed, digest_size=8, person=purpose.encode()).digest()
@@ -35,8 +35,8 @@ def seed_for(purpose: str, seed: int, epoch: int, sample: int, transforms: Itera
 def find_seeded_transforms(own: Callable[..., Any]) -> list[Any]:
     """Return the objects with a method ``set_random_seed`` that a function or object uses, each once.
 
-    Looks at the callable itself, at its attributes and those of its class, and at the global variables and closure of
-    its function, but not into lists, nor into other functions that it calls.
+    Looks at the callable, its attributes and those of its class, and the global variables and closure of its function,
+    but not into lists, nor into other functions.
     """
     function = inspect.unwrap(own if inspect.isroutine(own) else type(own).__call__)
     found = [

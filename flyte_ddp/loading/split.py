@@ -54,7 +54,6 @@ class BatchSource:
         """Start to load these samples for a later :meth:`load_batch` with the same arguments."""
 
     def facts(self) -> Facts:
-        """Return facts about the loading for the report."""
         return Facts()
 
     def close(self) -> None:
@@ -72,15 +71,10 @@ class Split:
         return len(self.order)
 
     def load_batch(self, samples: Indices, epoch: int | None = None) -> Batch:
-        """Load these samples as a batch on the device, and return it; augmented if ``epoch`` is given."""
         return self.source.load_batch(samples, epoch)
 
     def load_evaluation_batches(self, batch_size: int, part: int, parts: int) -> Iterator[tuple[slice, Batch]]:
-        """Yield one share of the split's batches, unaugmented, each with its slice of the split's order.
-
-        The batches are divided into ``parts`` shares of consecutive batches; ``part`` is the share's number, from 0.
-        Begins to load later batches before it yields one; raises the errors of :meth:`BatchSource.load_batch`.
-        """
+        """Yield share ``part`` of ``parts`` of the split's batches, unaugmented, each with its slice of the order."""
         numbers = take_slice(np.arange(-(-len(self) // batch_size)), part, parts).tolist()
         places = [slice(number * batch_size, min((number + 1) * batch_size, len(self))) for number in numbers]
         wanted = ((place, self.order.samples(place)) for place in places)
@@ -96,13 +90,11 @@ class Split:
     ) -> Iterator[Item]:
         """Yield ``items``, such as batches, in order; before each, start to load or fetch the samples of later items.
 
-        ``list_samples`` returns the samples of an item that this rank loads, as one or more arrays, each for one call
-        of :meth:`load_batch`. ``epoch`` is the epoch of training that the items are for; None for an evaluation.
-        ``batch_size`` is the number of samples of an item over all ranks.
+        ``list_samples`` returns the samples of an item that this rank loads, one array for each call of
+        :meth:`load_batch`. ``batch_size`` is the number of samples of an item over all ranks.
         """
 
         def begin_item(begin: Callable[[Indices], None], item: Item) -> Item:
-            """Call ``begin`` with each array of the item's samples; return the item."""
             for samples in list_samples(item):
                 begin(samples)
             return item
@@ -128,12 +120,10 @@ class Splits:
 
     @property
     def sources(self) -> list[BatchSource]:
-        """The different sources of the three splits."""
         sources = (split.source for split in (self.training, self.validation, self.test))
         return list({id(source): source for source in sources}.values())
 
     def facts(self) -> Facts:
-        """Return the combined facts of this rank's sources."""
         return sum_facts(source.facts() for source in self.sources)
 
     def close(self) -> None:
@@ -151,8 +141,7 @@ def make_splits(
 ) -> Splits:
     """Return the splits, given their orders, and sources of "train" and "test"; without "test" it is a part of "train".
 
-    ``by_processes`` are sources with the user's own code, for training; evaluations use the ``direct`` ones, which are
-    without it, where there are such.
+    ``by_processes`` are sources with the user's own code, for training; evaluations prefer the ``direct`` ones.
     """
     sources = {**by_processes, **direct}
     return Splits(
@@ -165,10 +154,7 @@ def make_splits(
 
 
 def describe_equal_pictures(split: Split, samples: Indices) -> str:
-    """Load ``samples`` of ``split``, unaugmented; return a warning if at least 3/4 are equal pictures, else "".
-
-    Pictures may have lost their differences in decoding. For fewer than 8 samples always returns "".
-    """
+    """Return a warning if at least 3/4 of 8 or more unaugmented ``samples`` are equal pictures, else an empty text."""
     batch = split.load_batch(samples)
     pixels = [image.tobytes() for image in batch.inputs.cpu().numpy()]
     [(commonest, count)] = Counter(pixels).most_common(1)

@@ -1,10 +1,9 @@
 """Train without epochs on shards that are read sequentially, as webdataset does.
 
-Shards are dealt to the ranks, and to the worker processes of each rank. A worker reads its shards again and again, in a
-new order each time. It shuffles samples in a buffer and sends small batches to the rank, which splits and shuffles them
-again.
-The samples of a step depend on the numbers of ranks and workers, and on where a run resumed: streams are the only
-exception from the global order. Each rank gets as many samples in a step as with other data sets, so DDP cannot hang.
+Each worker process of a rank reads its own shards again and again, in a new order each time, and shuffles samples in a
+buffer. The rank shuffles the workers' samples again. The samples of a step depend on the numbers of ranks and workers,
+and on where a run resumed: streams are the only exception from the global order. Each rank gets as many samples in a
+step as with other data sets, so DDP cannot hang.
 """
 
 import itertools
@@ -49,11 +48,9 @@ class StreamOrder(Order):
         return self.total
 
     def samples(self, place: slice) -> Indices:
-        """Return the numbers in the slice."""
         return np.arange(place.start, place.stop)
 
     def batches(self, epoch: int, batch_size: int, first: int = 0) -> Iterator[Indices]:
-        """Yield ``batch_size`` consecutive numbers for each step, from step ``first`` of the epoch on."""
         for start in range(epoch * self.total + first * batch_size, (epoch + 1) * self.total, batch_size):
             yield np.arange(start, start + batch_size)
 
@@ -87,11 +84,10 @@ class StreamImages(BatchSource):
         self.last: tuple[bytes, Batch] | None = None  # the last batch, with the bytes of its numbers
 
     def load_batch(self, samples: Indices, epoch: int | None) -> Batch:  # noqa: ARG002
-        """Return a batch: the stream's next ``len(samples)`` images uint8 [n, size, size, 3] and labels, on the device.
+        """Return the stream's next ``len(samples)`` images uint8 [n, size, size, 3] and labels, on the device.
 
-        A call with the same numbers ``samples`` as the last call returns the last batch again. ``epoch`` is ignored.
-        The first call starts the worker processes. Waits for the workers without a timeout; raises their UserError, and
-        ends them after any error.
+        A call with the same ``samples`` as the last one returns the last batch again. The first call starts the
+        workers. Waits for them without a timeout; raises their UserError, and ends them after any error.
         """
         key = samples.tobytes()
         if self.last is None or self.last[0] != key:
@@ -114,20 +110,17 @@ class StreamImages(BatchSource):
         return self.last[1]
 
     def close(self) -> None:
-        """Stop the worker processes."""
         self.samples = self.last = None
 
 
 def open_sample_stream(stream: RankStream) -> Iterator[tuple[Pixels, int]]:
     """Return an endless iterator of a rank's shuffled samples: images uint8 [size, size, 3] with their labels.
 
-    The iterator starts the worker processes at the first sample, waits for them without a timeout, and raises a
-    UserError that a worker raised. The workers end when the iterator is released.
+    The workers start at the first sample, and end when the iterator is released.
     """
     import webdataset as wds
 
     def raise_forwarded_error(batches: Iterable[Any]) -> Iterator[Any]:
-        """Yield batches. Raises the UserError that a worker sent as its last item."""
         for batch in batches:
             if isinstance(batch, UserError):
                 raise batch
@@ -155,8 +148,8 @@ def open_sample_stream(stream: RankStream) -> Iterator[tuple[Pixels, int]]:
 def return_batch_unchanged(batch: Any) -> Any:
     """Return a worker's batch unchanged: NumPy arrays, which are sent through a pipe.
 
-    A DataLoader's default converts them to tensors, which are sent through ``/dev/shm``. If ``/dev/shm`` is full (a
-    container usually has 64 MB), a batch is lost and the rank waits for ever.
+    A DataLoader's default makes tensors, which are sent through ``/dev/shm``. If that is full (a container usually has
+    64 MB), a batch is lost and the rank waits for ever.
     """
     return batch
 
@@ -168,10 +161,7 @@ def prepare_worker(_: int) -> None:
 
 
 def make_worker_pipeline(stream: RankStream) -> Any:
-    """Return a worker's endless pipeline, which reads its shards, shuffles, decodes, and yields batches of 16 samples.
-
-    A UserError of these steps is yielded as the last item.
-    """
+    """Return a worker's endless pipeline of batches of 16 samples; a UserError comes as its last item."""
     import webdataset as wds
 
     buffer = stream.hp.shuffle_buffer
@@ -197,16 +187,10 @@ def order_worker_shards(stream: RankStream) -> Iterator[tuple[int, int]]:
 
 
 def read_shard_samples(reader: ShardImages, shards: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int, Encoded]]:
-    """Yield pass, sample number and encoded sample for all samples of each (pass, shard), in order.
-
-    While a shard is read, a thread fetches the next one. Waits up to 60 s while the cache is full, and without a limit
-    while another process downloads a shard. Raises a UserError if a shard cannot be fetched or read, or if a sample has
-    no image or label.
-    """
+    """Yield pass, sample number and encoded sample of each (pass, shard), in order; fetch the next shard ahead."""
     index = reader.reader.index
 
     def start_fetch(item: tuple[int, int]) -> tuple[int, int]:
-        """Start to fetch the item's shard, and return the item."""
         reader.reader.prefetch_shards([item[1]])
         return item
 
@@ -219,11 +203,7 @@ def read_shard_samples(reader: ShardImages, shards: Iterable[tuple[int, int]]) -
 def decode_samples(
     stream: RankStream, reader: ShardImages, samples: Iterable[tuple[int, int, Encoded]]
 ) -> Iterator[tuple[Pixels, int]]:
-    """Decode and crop samples (pass, number, encoded image); yield images uint8 [size, size, 3] and labels.
-
-    Leaves out samples that cannot be decoded. Raises a UserError for more than ``bad_samples`` of them in this worker,
-    if no sample of a whole pass can be decoded, and for a label outside 0..classes-1.
-    """
+    """Yield images uint8 [size, size, 3] and labels of samples; leave out up to ``bad_samples`` damaged ones."""
     bad, failures_in_a_row = BadSamples(stream.hp.bad_samples), 0
     number, workers = worker_number_and_count()
     # More failures in a row than this only a whole pass of bad samples can cause.
@@ -252,6 +232,5 @@ def forward_error_as_value(batches: Iterable[Any]) -> Iterator[Any]:
 
 
 def worker_number_and_count() -> tuple[int, int]:
-    """Return this worker's number and the number of workers; (0, 1) in the rank's own process."""
     info = get_worker_info()
     return (info.id, info.num_workers) if info else (0, 1)

@@ -35,17 +35,15 @@ class WorkerSource(BatchSource):
         self.pending: dict[tuple[int | None, bytes], Any] = {}
 
     def submit_batch(self, pool: LoaderPool, samples: Indices, epoch: int | None) -> Any:
-        """Start to load these samples in the processes, and return what is needed to take them from there."""
+        """Start to load these samples in the processes, and return what is needed to receive them."""
         raise NotImplementedError
 
     def prefetch_batch(self, samples: Indices, epoch: int | None) -> None:
-        """Start to load these samples in the processes, unless they are already being loaded."""
         key = (epoch, samples.tobytes())
         if self.pool is not None and key not in self.pending:
             self.pending[key] = self.submit_batch(self.pool, samples, epoch)
 
     def take_pending(self, samples: Indices, epoch: int | None) -> Any:
-        """Return what :meth:`submit_batch` has returned for these samples; call it now unless it has been called."""
         self.prefetch_batch(samples, epoch)
         return self.pending.pop((epoch, samples.tobytes()))
 
@@ -71,11 +69,7 @@ class WorkerImages(WorkerSource):
         self.prefetch_files = loader.prefetch_files
 
     def load_batch(self, samples: Indices, epoch: int | None) -> Batch:
-        """Return these samples on the device, augmented for an ``epoch`` of training, not for None.
-
-        Starts to load the samples unless :meth:`prefetch_batch` has, and waits for the processes without a timeout.
-        Raises the first error of a process, with the text of its traceback as cause; RuntimeError if one has ended.
-        """
+        """Load a batch; wait for the processes without a timeout, and raise the first error of one."""
         if self.pool is None:
             layout = self.layout(samples)
             memory = np.empty(layout.size, np.uint8)
@@ -101,14 +95,13 @@ class WorkerImages(WorkerSource):
         return Batch(inputs, labels, [name for each in loaded for name in each.names if name])
 
     def layout(self, samples: Indices) -> Layout:
-        """Return the layout of a batch of these samples."""
         kind = self.loader.targets
         return Layout(len(samples), max(int(np.prod(size)) for size in self.loader.sizes), kind.dtype, kind.shape)
 
     def submit_batch(
         self, pool: LoaderPool, samples: Indices, epoch: int | None
     ) -> tuple[NDArray[np.uint8], Layout, list[int]]:
-        """Give each process two tasks, more for many samples; return the memory, its layout, and the tasks' numbers."""
+        """Submit about two tasks a process, more for many samples; return memory, layout and the tasks' numbers."""
         layout, number = self.layout(samples), pool.loaders.index(self.loader)
         free = pool.take_memory()
         memory = pool.map_memory(free, layout.size)
@@ -120,11 +113,9 @@ class WorkerImages(WorkerSource):
         return memory, layout, tasks
 
     def facts(self) -> Facts:
-        """Return facts about the loading for the report."""
         return self.loader.facts()
 
     def close(self) -> None:
-        """End the processes, also those of other sources of the same pool, and close files."""
         super().close()
         self.loader.close()
 
@@ -138,11 +129,9 @@ class ItemBatches(WorkerSource):
         self.batches_ahead = 2 * pool.number if pool else 0  # each process finds its next task when it has done one
 
     def submit_batch(self, pool: LoaderPool, samples: Indices, epoch: int | None) -> tuple[BatchMemory, int]:
-        """Give the batch to a process; return what :meth:`LoaderPool.take_result` needs."""
         return pool.submit_call(self.loader.load_items, samples.tolist(), epoch)
 
     def load_batch(self, samples: Indices, epoch: int | None) -> Batch:
-        """Return these samples on the device; starts, waits and raises as :meth:`WorkerImages.load_batch` does."""
         if self.pool is None:
             with keep_random_state():
                 inputs, targets = self.loader.load_items(samples.tolist(), epoch)
@@ -156,14 +145,13 @@ class ItemBatches(WorkerSource):
         return Batch(inputs, targets, ids)
 
     def put_on_device(self, value: Any) -> Any:
-        """Return an array or tensor as a tensor on the device, and another value unchanged."""
         if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
             value = torch.from_numpy(value)
         return copy_to_device(value, self.device) if isinstance(value, Tensor) else value
 
 
 def check_each_target(check: Callable[[NDArray[Any]], None], targets: NDArray[Any], names: Sequence[str]) -> None:
-    """Call ``check`` with all targets [n, ...] of a batch; raise UserError, which names the sample, for a wrong one."""
+    """Call ``check`` with all targets [n, ...] of a batch; raise a UserError that names the sample of a wrong one."""
     try:
         check(targets)
     except UserError:

@@ -57,8 +57,8 @@ class LoaderPool:
     def __init__(self, loaders: Sequence[Any], workers: int) -> None:
         """Start a process that imports torch and forks the loader processes, and do not wait for it.
 
-        The loader processes get ``loaders``, by pickling, with the first task. One import of torch is enough for all of
-        them. They never hear SIGINT and SIGTERM, so that a rank that is asked to stop can do its last steps.
+        The loader processes get ``loaders``, by pickling, with the first task. They never hear SIGINT and SIGTERM, so
+        that a rank that is asked to stop can do its last steps.
         """
         self.loaders, self.number = loaders, workers
         self.answers: dict[int, Any] = {}  # by task; an exception for a task that failed
@@ -85,10 +85,7 @@ class LoaderPool:
             worker.pipe.send_bytes(content)
 
     def submit(self, task: Task | Call) -> int:
-        """Give a task to the process that has the fewest, and return the task's number.
-
-        Raises RuntimeError if a process has ended.
-        """
+        """Give a task to the process that has the fewest, and return the task's number."""
         number, worker = next(self.numbers), min(self.workers.values(), key=lambda each: each.tasks)
         try:
             if not self.started:
@@ -108,16 +105,13 @@ class LoaderPool:
         return memory, self.submit(call)
 
     def take_result(self, submitted: tuple[BatchMemory, int]) -> Any:
-        """Wait for a call, with the errors of :meth:`wait_for`; return its result, whose arrays keep memory in use."""
+        """Wait for a call, and return its result, whose arrays keep memory in use."""
         memory, number = submitted
         written = self.wait_for(number)
         return read_tree(self.map_memory(memory, written.end), written)
 
     def wait_for(self, number: int) -> Any:
-        """Wait for a task, without a limit, and return what its process answered; raise the exception of the task.
-
-        Raises RuntimeError if a process has ended.
-        """
+        """Wait for a task, without a limit; return its answer, or raise its error; RuntimeError if a process ended."""
         while number not in self.answers:
             self.receive(wait=True)
         answer = self.answers.pop(number)
@@ -127,7 +121,7 @@ class LoaderPool:
         raise error from RemoteTraceback(text)
 
     def receive(self, *, wait: bool) -> None:
-        """Take all answers that have come; with ``wait``, at least one. RuntimeError if a process has ended."""
+        """Receive all answers that have come; with ``wait``, at least one. RuntimeError if a process has ended."""
         while ready := connection.wait(self.workers, None if wait else 0):
             for pipe in ready:
                 worker = self.workers[pipe]  # type: ignore[index]
@@ -140,7 +134,6 @@ class LoaderPool:
             wait = False
 
     def take_memory(self) -> BatchMemory:
-        """Return memory for a batch that is not in use."""
         if not self.free:
             self.memories.append(BatchMemory())
             return self.memories[-1]
@@ -153,10 +146,7 @@ class LoaderPool:
         return whole
 
     def ended_error(self, worker: Worker) -> RuntimeError:
-        """Return the error for a loader process that has ended; its text names the signal or the exit code.
-
-        Waits up to 5 s for the exit code, and as long again for each other process that ended before.
-        """
+        """Return an error with the exit code of a process; wait up to 5 s for it, and for each that ended before."""
         code = None
         with suppress(EOFError, OSError):
             while code is None and self.exits[0].poll(END_SECONDS):
@@ -174,7 +164,6 @@ class LoaderPool:
 
 
 def end_processes(server: BaseProcess, pipes: Sequence[Connection]) -> None:
-    """Kill the process that forked the loader processes, and so these; wait up to 5 s for it, and close the pipes."""
     server.kill()
     server.join(END_SECONDS)
     for pipe in pipes:
@@ -187,10 +176,7 @@ def make_pool(loaders: Sequence[Any], workers: int) -> LoaderPool | None:
 
 
 def call_for_each(pool: LoaderPool | None, method: Any, parts: Iterable[Any]) -> Iterator[Any]:
-    """Yield what a bound method of a loader returns for each of the parts, in order; processes compute two each ahead.
-
-    Without a pool this process computes it. Raises the errors of the method and of :meth:`LoaderPool.wait_for`.
-    """
+    """Yield what a bound method of a loader returns for each of the parts, in order; processes compute ahead."""
     if pool is None:
         for part in parts:
             with keep_random_state():
@@ -205,14 +191,12 @@ class MappingPickler(pickle.Pickler):
     """Pickles memory-mapped arrays as the names of their files, so that all processes read the same memory."""
 
     def reducer_override(self, value: Any) -> Any:
-        """Return how an array that is a whole file is opened again; NotImplemented for all else."""
         if isinstance(value, np.memmap) and isinstance(value.base, mmap.mmap):
             return np.memmap, (value.filename, value.dtype, "r", value.offset, value.shape)
         return NotImplemented
 
 
 def pickle_with_mapped_files(value: Any) -> bytes:
-    """Return a value pickled by MappingPickler."""
     buffer = io.BytesIO()
     MappingPickler(buffer, pickle.HIGHEST_PROTOCOL).dump(value)
     return buffer.getvalue()

@@ -34,10 +34,7 @@ class Call:
     own_code: tuple[str, ...] = ()  # package.module:callable of users, whose sources other hosts may lack
 
     def load(self) -> partial[Any]:
-        """Unpickle the call, which imports modules, and return the function with its arguments; call it without any.
-
-        Raises UserError if function or arguments cannot be imported or unpickled here.
-        """
+        """Unpickle the call, which imports modules, and return the function with its arguments; call it without any."""
         try:
             function, args, kwargs = cloudpickle.loads(self.payload)
         except (ImportError, AttributeError, pickle.UnpicklingError) as error:
@@ -61,9 +58,8 @@ def describe_call(
 ) -> Call:
     """Pickle a call and return it: by name what its module has under its name, else by value.
 
-    ``taken`` are keywords that run_ranks has kept, and that the function must not wait for. Reads the sources of the
-    function and of the user's modules that it imports. Raises UserError if the arguments do not fit the function,
-    something cannot be pickled, or the function's module has no file to be found.
+    ``taken`` are keywords that run_ranks has kept, and that the function must not wait for. Raises UserError if the
+    arguments do not fit the function, something cannot be pickled, or the function's module has no file to be found.
     """
     if not callable(function):
         raise UserError(f"{function!r} is of type {type(function).__name__}, not callable; give a function")
@@ -102,27 +98,22 @@ def bound_values(function: Callable[..., Any]) -> dict[str, Any]:
 
 
 class ModulePickler(cloudpickle.CloudPickler):  # type: ignore[misc]
-    """Pickles by name also modules of a class of their own, such as torch.backends.cudnn.
-
-    cloudpickle refuses them, and finds them in each function that names torch and one of their attributes' names.
-    """
+    """Pickles by name also modules of a class of their own, such as torch.backends.cudnn, which cloudpickle refuses."""
 
     def reducer_override(self, value: Any) -> Any:
-        """Return how to import such a module; for anything else what cloudpickle returns."""
         if isinstance(value, ModuleType) and type(value) is not ModuleType and value.__name__ in sys.modules:
             return import_module, (value.__name__,)
         return super().reducer_override(value)
 
 
 def pickle_by_value(value: Any) -> bytes:
-    """Return cloudpickle's bytes of a value, of which :class:`ModulePickler` pickles modules."""
     file = io.BytesIO()
     ModulePickler(file).dump(value)
     return file.getvalue()
 
 
 def pickle_call(name: str, parts: Mapping[str, Any], function: Callable[..., Any], *args: Any, **kwargs: Any) -> bytes:
-    """Return the payload of a Call; UserError if it cannot be pickled, with the first of ``parts`` that is to blame."""
+    """Return the payload of a Call; raise UserError with the first of ``parts`` that cannot be pickled."""
     try:
         return pickle_by_value((function, args, kwargs))
     except Exception as error:  # an object's own code may raise anything
@@ -133,7 +124,6 @@ def pickle_call(name: str, parts: Mapping[str, Any], function: Callable[..., Any
 
 
 def can_be_pickled(value: Any) -> bool:
-    """Return whether :func:`pickle_by_value` pickles a value, which it tries."""
     try:
         pickle_by_value(value)
     except Exception:  # an object's own code may raise anything
@@ -180,13 +170,9 @@ def describe_object(value: Any) -> Any:
 
 
 class StablePickler(pickle.Pickler):
-    """Pickles equal values to equal bytes in all processes, where sets have other orders, and tensors other addresses.
-
-    What it has pickled cannot be unpickled.
-    """
+    """Pickles equal values to equal bytes in all processes, for digests: sets differ in order, tensors in address."""
 
     def persistent_id(self, value: Any) -> Any:
-        """Return what is pickled in place of a set or a tensor; None for anything else, which is pickled as it is."""
         if isinstance(value, (set, frozenset)):
             return type(value).__qualname__, sorted(map(digest_value, value))
         torch = sys.modules.get("torch")  # not imported for this: without it there are no tensors
@@ -211,8 +197,7 @@ def digest_value(value: Any) -> str:
 def digest_code(function: Callable[..., Any]) -> tuple[str, tuple[str, ...]]:
     """Return a digest of a function's sources, and the user's modules among them as ``module:function``.
 
-    Covers what user_source covers, begun at the function's module, or at the main script's file. In a notebook only the
-    text of the function counts. Raises UserError if the function's module cannot be found by other processes.
+    In a notebook only the text of the function counts.
     """
     module, _, name = function_name(function).partition(":")
     name = name.partition(".")[0].strip("<>")  # only the module counts, and a lambda's name is none

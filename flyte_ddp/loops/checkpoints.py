@@ -38,7 +38,7 @@ class Checkpoints:
     """Saves and loads states in ``folder/checkpoints``; call :meth:`close` when the function has ended.
 
     ``found`` is the checkpoint that the function begins with. A save is due ``seconds`` after the last one (0: never),
-    and after a request to stop. Starts a thread at the first save.
+    and after a request to stop.
     """
 
     def __init__(self, folder: Path, identity: Identity, found: Checkpoint | None, seconds: float) -> None:
@@ -55,16 +55,11 @@ class Checkpoints:
         self.thread = threading.Thread(target=self._write_until_closed, name="checkpoints", daemon=True)
 
     def due(self) -> bool:
-        """Return whether it is time to save: by the clock, or because the run is to stop."""
         self.asked = self.used = True
         return self.stop_requested or 0 < self.seconds <= time.monotonic() - self.last_time
 
     def save(self, step: int, state: Mapping[str, Any]) -> None:
-        """Copy a state to the CPU for the thread to write; the copy replaces one that is not written yet.
-
-        Raises UserError if the step is below the last one, the state is no dict with texts as keys, or torch.load would
-        refuse a value, which is looked for whenever there are values of new types.
-        """
+        """Copy a state to the CPU for the thread to write; the copy replaces one that is not written yet."""
         self.used = True
         check_step("save", step, self.last_step)
         if not isinstance(state, Mapping) or not all(isinstance(key, str) for key in state):
@@ -90,8 +85,8 @@ class Checkpoints:
     def save_now(self, seconds: float) -> int:
         """Make a save due, wait for the function to save, and return the newest checkpoint's step, 0 if there is none.
 
-        Waits for 90 % of ``seconds``, but 8 s at most if the function never asks whether a save is due; not at all if
-        it has neither saved, loaded nor asked, or has returned. No checkpoint is written after this call.
+        Waits for 90 % of ``seconds``, but 8 s at most if the function never asks whether a save is due. Does not wait
+        if it has neither saved, loaded nor asked, or has returned. No checkpoint is written after this call.
         """
         limit = ANSWER_SHARE * seconds
         deadline = time.monotonic() + (limit if self.asked else min(limit, UNANNOUNCED_SECONDS))
@@ -106,7 +101,6 @@ class Checkpoints:
             return self.newest.step if self.newest else 0
 
     def load(self) -> dict[str, Any] | None:
-        """Return the state that was saved last, by this attempt or an earlier one; None if none was."""
         self.used = True
         with self.changed:
             self.changed.wait_for(lambda: self.closed or self.pending is None)
@@ -122,7 +116,6 @@ class Checkpoints:
             self.thread.join()
 
     def _write_until_closed(self) -> None:
-        """Write each waiting copy until ``closed``; print the first failure to stderr, and raise none."""
         while True:
             with self.changed:
                 self.changed.wait_for(lambda: self.closed or self.pending is not None)
@@ -149,7 +142,6 @@ class Checkpoints:
                 self.changed.notify_all()
 
     def _write(self, state: State) -> Checkpoint | None:
-        """Write a state to the older of the two files, with metrics.jsonl up to it; return the checkpoint."""
         path, metrics = self.slot, self.folder / METRICS
         with metrics.open("rb") as file:
             content = file.read(state.metrics_bytes)
@@ -162,7 +154,6 @@ class Checkpoints:
 
 
 def read_state(found: Checkpoint | None) -> dict[str, Any] | None:
-    """Return the state in a checkpoint, on the CPU; None for None."""
     if found is None:
         return None
     state: dict[str, Any] = torch.load(checkpoint.read_saved_state(found), map_location="cpu", weights_only=True)
@@ -170,7 +161,6 @@ def read_state(found: Checkpoint | None) -> dict[str, Any] | None:
 
 
 def find_types(value: Any) -> set[type]:
-    """Return the types of a value and of all keys and items of dicts, lists and tuples in it."""
     inner = [*value.keys(), *value.values()] if isinstance(value, Mapping) else value
     parts = inner if isinstance(inner, (list, tuple)) else ()
     return {type(value)}.union(*map(find_types, parts))
@@ -200,7 +190,6 @@ def empty_tensors(value: Any) -> Any:
 
 
 def check_step(what: str, step: int, last: int) -> None:
-    """Raise UserError unless a step is a whole number, and not below the last one that ``what`` got."""
     if type(step) is not int or step < 0:
         raise UserError(f"{what}: step={step!r} must be a whole number from 0 on: the steps that are done")
     if step < last:

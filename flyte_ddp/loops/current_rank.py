@@ -29,10 +29,7 @@ _current: "CurrentRank | None" = None  # of this process
 
 
 class CurrentRank:
-    """The rank that this process is: its place, its folder, and how it saves and records.
-
-    Get it by :func:`current_rank`.
-    """
+    """The rank that this process is, by :func:`current_rank`: its place, its folder, and how it saves and records."""
 
     def __init__(
         self,
@@ -56,11 +53,10 @@ class CurrentRank:
     def join(self) -> None:
         """Join torch's process group, gloo or on GPUs nccl; all ranks must call this, and wait for all.
 
-        Raises UserError if there is a process group already; without a launcher, where a function may be called twice
-        in a process, does nothing then.
+        Raises UserError if there is a process group already; without a launcher does nothing then.
         """
         if dist.is_initialized():
-            if self._temporary is not None:
+            if self._temporary is not None:  # without a launcher a function may be called twice in a process
                 return
             raise UserError("join: this process has a process group; call join() or init_process_group(), and once")
         self._join()
@@ -69,7 +65,7 @@ class CurrentRank:
         """Return what :meth:`save` got last, in this attempt or an earlier one, on the CPU; None without any.
 
         All ranks must call it equally often, and wait for all, up to the run's time limit: they get what rank 0 gets.
-        Waits for a checkpoint that is being written. Under torchrun other ranks get it only in a process group.
+        Under torchrun other ranks get it only in a process group.
         """
         store = self._store
         if store is None and self.world_size > 1 and dist.is_initialized():
@@ -80,7 +76,7 @@ class CurrentRank:
         return self._load_as_rank_0(store) if self.rank == 0 else self._load_from_rank_0(store)
 
     def _load_as_rank_0(self, store: Any) -> dict[str, Any] | None:
-        """Return the newest state, after all ranks have it; put it into the store if others did not begin with it."""
+        """Return the newest state when all ranks have it; put it into the store if others did not begin with it."""
         state = self._checkpoints.load()
         newest = self._checkpoints.newest
         chunks: list[bytes] = []
@@ -100,7 +96,6 @@ class CurrentRank:
         return state
 
     def _load_from_rank_0(self, store: Any) -> dict[str, Any] | None:
-        """Return the state that rank 0 has loaded at its call of the same number."""
         with translate_collective_errors():
             chunks = int(store.get(f"{ANSWER} {self._loads}"))
             content = b"".join(store.get(f"{ANSWER} {self._loads} {number}") for number in range(chunks))
@@ -114,11 +109,11 @@ class CurrentRank:
         return state
 
     def save(self, step: int, state: Mapping[str, Any]) -> None:
-        """Save a state after a step, from which the next attempt goes on; rank 0's counts. Returns when it is copied.
+        """Save rank 0's state after a step, from which the next attempt goes on; other ranks' states are ignored.
 
         ``state`` has tensors, numbers, texts, and lists and dicts of them; ``step`` is how many steps are done. A
-        thread writes the copy, unless the next one comes before. On other ranks this does nothing; rank 1 says so once.
-        Raises UserError if the step goes back, or torch.load(weights_only=True) would refuse the state.
+        thread writes a copy, unless the next one comes before. Raises UserError if the step goes back, or
+        torch.load(weights_only=True) would refuse the state.
         """
         if self.rank == 0:
             self._checkpoints.save(step, state)
@@ -127,17 +122,14 @@ class CurrentRank:
             print("save: rank 0's state is saved, what other ranks give is ignored", file=sys.stderr, flush=True)
 
     def due(self) -> bool:
-        """Return whether it is time for rank 0 to save: by the clock, or as the run is to stop; False on other ranks.
-
-        The time is FLYTE_DDP_CHECKPOINT_SECONDS after the last save or the begin.
-        """
+        """Return whether it is time for rank 0 to save, by FLYTE_DDP_CHECKPOINT_SECONDS or a stop; False on others."""
         return self.rank == 0 and self._checkpoints.due()
 
     def seed_step(self, step: int, seed: int = 0) -> None:
-        """Seed the random numbers of torch, NumPy and Python in this process by ``seed``, this rank and ``step``.
+        """Seed torch, NumPy and Python in this process by ``seed``, this rank and ``step``; call it first in each step.
 
-        Call it first in each step, on all ranks: noise and dropout of the step then differ from rank to rank, and a
-        step that is done again after a resume draws what it drew before. Processes of a DataLoader are not seeded.
+        Noise and dropout then differ from rank to rank, and are the same in a step that is done again after a resume.
+        Processes of a DataLoader are not seeded.
         """
         bits = bits_of_one_sample(seed, step, self.rank)
         Generators(torch.default_generator, random, np.random).seed_each(bits)
@@ -145,9 +137,9 @@ class CurrentRank:
             torch.cuda.manual_seed(bits)
 
     def record(self, step: int, **values: SupportsFloat) -> None:
-        """Record numbers of a step: in metrics.jsonl, the progress, the page, and wandb. Rank 0's count.
+        """Record rank 0's numbers of a step in metrics.jsonl, the progress, the page, and wandb.
 
-        A tensor or array of one element is a number. ``step`` is how many steps are done; several calls may have one
+        Takes tensors and arrays of one element, too. ``step`` is how many steps are done; several calls may have one
         step. Raises UserError if the step goes back, or a value is no number or has the name ``kind`` or ``time``.
         """
         if self._records is not None:
@@ -166,14 +158,12 @@ def current_rank() -> CurrentRank:
 
 
 def set_current_rank(rank: CurrentRank | None) -> CurrentRank | None:
-    """Set the rank that :func:`current_rank` returns in this process, and return the one before."""
     global _current
     before, _current = _current, rank
     return before
 
 
 def make_rank_without_launcher() -> CurrentRank:
-    """Return the rank of a process that no launcher of this library has started."""
     names = (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"))
     place = tuple(int(os.environ.get(name, default)) for name, default in names)
     rank, world_size, local_rank = place
@@ -183,7 +173,6 @@ def make_rank_without_launcher() -> CurrentRank:
     identity = Identity({}, data="", code="", user_code="", initial_weights="", releases="")
 
     def join() -> None:
-        """Join torch's process group by torchrun's variables; alone without them."""
         backend = "nccl" if device.type == "cuda" else "gloo"
         store = dist.HashStore() if "MASTER_PORT" not in os.environ else None  # type: ignore[attr-defined]
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)

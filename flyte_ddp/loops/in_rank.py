@@ -31,11 +31,10 @@ AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 
 
 def run_function(rank: Rank) -> None:
-    """Call the user's function in this rank; then wait for the other ranks. All ranks must call this.
+    """Call the user's function in this rank, and write rank 0's return value to ``returned.pickle``.
 
-    Writes rank 0's return value to ``returned.pickle`` in the run's folder. Sets torchrun's variables and torch's time
-    limit of process groups, and destroys the function's process group. Raises the function's own exceptions, a
-    RuntimeError for ``sys.exit``, and UserError if the call or the return value cannot be pickled.
+    All ranks must call it, and wait for all. Raises the function's own exceptions, a RuntimeError for ``sys.exit``, and
+    UserError if the call or the return value cannot be pickled.
     """
     given: FunctionCall = rank.work.arguments
     store = rank.open_store()
@@ -63,7 +62,6 @@ def run_function(rank: Rank) -> None:
 
 
 def add_hint(error: ValueError) -> None:
-    """Add a note, which tracebacks end with, to torch's errors of a process group that is missing or there twice."""
     if "process group has not been initialized" in str(error):
         error.add_note("call current_rank().join() first, or torch.distributed.init_process_group()")
     elif "initialize the default process group twice" in str(error):
@@ -72,10 +70,7 @@ def add_hint(error: ValueError) -> None:
 
 @contextmanager
 def offered(rank: Rank, store: Any) -> Iterator[CurrentRank]:
-    """Let :func:`current_rank` return this rank in the block; write the start record, and save when the launcher asks.
-
-    At the end writes the state that was saved last.
-    """
+    """Let :func:`current_rank` return this rank in the block, and write the state that was saved last at its end."""
     work, info, given = rank.work, rank.info, rank.work.arguments
     checkpoints = Checkpoints(work.run_folder, work.identity, work.checkpoint, given.settings.checkpoint_seconds)
     is_leader = info.rank == 0
@@ -108,7 +103,6 @@ def offered(rank: Rank, store: Any) -> Iterator[CurrentRank]:
 
 
 def describe_run(rank: Rank, device: torch.device) -> dict[str, Any]:
-    """Return the facts of the start record."""
     call: Call = rank.work.arguments.call
     return {
         "function": call.name,
@@ -122,11 +116,8 @@ def describe_run(rank: Rank, device: torch.device) -> dict[str, Any]:
 
 @contextmanager
 def own_process_group(rank: Rank) -> Iterator[None]:
-    """Destroy the process group that the block has made; if it raises only where the process goes on, as launcher.
-
-    Restores sys.excepthook, in place of which torch puts one that prints the rank before each line.
-    """
-    before, hook = dist.is_initialized(), sys.excepthook
+    """Destroy the process group that the block has made; if it raises only where the process goes on, as launcher."""
+    before, hook = dist.is_initialized(), sys.excepthook  # torch's own hook prints the rank before each line
     failed = True
     try:
         yield
@@ -140,13 +131,13 @@ def own_process_group(rank: Rank) -> Iterator[None]:
 
 @contextmanager
 def torchrun_variables(rank: Rank, port: int) -> Iterator[None]:
-    """Set, for the block, the environment variables that torchrun gives its processes, with the address of ``port``.
+    """Set torchrun's environment variables for the block, with MASTER_PORT=``port``.
 
-    LOCAL_RANK is the number of the rank's GPU; on CPUs that of the rank on its host. A rank that sees one GPU, as on
-    Ray, is a node of its own: Lightning and others look for LOCAL_WORLD_SIZE GPUs.
+    LOCAL_RANK is the number of the rank's GPU; on CPUs that of the rank on its host.
     """
     info, world = rank.info, rank.work.world
     on_cpu = world.device_type == "cpu"
+    # A rank that sees one GPU, as on Ray, is a node of its own: Lightning and others look for LOCAL_WORLD_SIZE GPUs.
     sees_one = not on_cpu and torch.cuda.device_count() == 1
     hosts = tuple(map(str, range(info.world_size))) if sees_one else world.hosts
     here = hosts[info.rank]
@@ -214,7 +205,6 @@ def own_accelerator() -> Iterator[None]:
 
 @contextmanager
 def default_group_timeout(seconds: float) -> Iterator[None]:
-    """Make ``seconds`` torch's default time limit of process groups in the block."""
     # Lightning takes its default from `constants` when it is imported.
     names = ("default_pg_timeout", "default_pg_nccl_timeout")
     places = [(module, name) for module in (distributed_c10d, constants) for name in names]
@@ -229,10 +219,7 @@ def default_group_timeout(seconds: float) -> Iterator[None]:
 
 
 def write_returned(name: str, value: Any, path: Path) -> None:
-    """Pickle what a function has returned to a file; UserError if it cannot be pickled.
-
-    Tensors in tuples, lists and dicts go to the CPU, because the launcher's host may have no GPU.
-    """
+    """Pickle a function's return value to a file, tensors on the CPU: the launcher's host may have no GPU."""
     try:
         content = cloudpickle.dumps(tree_map(lambda each: each.cpu() if isinstance(each, Tensor) else each, value))
     except Exception as error:  # an object's own code may raise anything
@@ -245,11 +232,7 @@ def write_returned(name: str, value: Any, path: Path) -> None:
 
 
 def wait_for_others(rank: Rank, store: Any) -> None:
-    """Wait until all ranks may leave: rank 0 has the store, and no rank may go while another still needs it.
-
-    The wait for rank 0 has no limit, because it may still write results; after the time limit rank 1 says once on
-    stderr that it waits. Rank 0 waits for others up to the time limit.
-    """
+    """Wait until all ranks may leave: rank 0 has the store, and no rank may go while another still needs it."""
     others = range(1, rank.info.world_size)
     if not others:
         return
@@ -266,6 +249,6 @@ def wait_for_others(rank: Rank, store: Any) -> None:
             notice.daemon = True
             if rank.info.rank == 1:
                 notice.start()
-            store.wait([DONE], NO_LIMIT)
+            store.wait([DONE], NO_LIMIT)  # rank 0 may still write results
             notice.cancel()
             store.set(f"{LEFT} {rank.info.rank}", "")

@@ -24,11 +24,9 @@ class Records:
         self.step, self.began = first, time.monotonic()
 
     def start(self, facts: Mapping[str, Any]) -> None:
-        """Write the start record, with these facts."""
         self.log.write({"kind": "start", **facts, "resumed_after_step": self.step})
 
     def record(self, step: int, values: Mapping[str, Any]) -> None:
-        """Write a record of a step, and show it. UserError if the step goes back, or a value cannot be recorded."""
         check_step("record", step, self.step)
         numbers = {}
         for name, value in values.items():
@@ -49,10 +47,8 @@ class Records:
         self.progress.show_step(step, numbers)
 
     def end(self) -> None:
-        """Write the end record."""
         self.log.write({"kind": "end", "step": self.step, "seconds": time.monotonic() - self.began})
 
     def close(self) -> None:
-        """Close the file and the progress."""
         self.progress.close()
         self.log.close()

@@ -46,26 +46,22 @@ def run_ranks(
 ) -> Any:
     """Call ``function(*args, **kwargs)`` on each of ``num_ranks`` ranks, and return what rank 0 has returned.
 
-    In the function, :func:`current_rank` tells its rank. The function goes to the ranks by its name, so that they must
-    be able to import it; from a notebook or the main script by value.
+    In the function, :func:`current_rank` tells its rank. Ranks import the function by its name; from a notebook or the
+    main script it goes by value.
 
     Args:
         function: what each rank calls.
         args: its positional arguments, which are pickled.
         num_ranks: number of ranks; each has a GPU of its own where there are GPUs. 0: as many as there is capacity for.
-        folder: where records, checkpoints and files of the run go. A run that was cut off goes on from its checkpoint.
-            None: a temporary folder, which is deleted at the end.
-        launch: what starts the ranks, such as ``flyte_ddp.launch.ray.launch``. None: processes of this machine; a
-            single rank runs in this process.
+        folder: for records, checkpoints and files of the run, which resumes there. None: a temporary folder.
+        launch: starts the ranks, such as ``flyte_ddp.launch.ray.launch``. None: processes here; for 1 rank, this one.
         timeout: seconds that a rank waits for others in a collective operation; None: FLYTE_DDP_TIMEOUT.
-        kwargs: the function's keyword arguments, which are pickled; one with a name of those above goes by position,
-            or by functools.partial.
+        kwargs: its keyword arguments, which are pickled; one with a name of those above goes by functools.partial.
 
-    Raises RankError with the type, message and traceback of the rank that failed first; UserError for a mistake, such
-    as arguments that cannot be pickled, more ranks than GPUs, another run in the folder, or a checkpoint of other code
-    or other arguments; StoppedError after SIGTERM, KeyboardInterrupt after Ctrl-C. Before these two the function has
-    time to save (FLYTE_DDP_SAVE_SECONDS): ``due()`` is true then. Where nothing catches one of these, Python prints its
-    message without the launcher's traceback, by sys.excepthook.
+    Raises RankError with the traceback of the rank that failed first; StoppedError after SIGTERM, KeyboardInterrupt
+    after Ctrl-C. Before these two ``due()`` is true, and the function has FLYTE_DDP_SAVE_SECONDS to save. Raises
+    UserError for arguments that cannot be pickled, more ranks than GPUs, another run in the folder, or a checkpoint of
+    other code or arguments. Sets sys.excepthook, which prints uncaught errors without the launcher's traceback.
     """
     print_errors_as_messages()
     if type(num_ranks) is not int or num_ranks < 0:
@@ -112,10 +108,7 @@ def print_errors_as_messages() -> None:
 
 
 def disable_wandb_without_key(settings: Settings) -> Settings:
-    """Return the settings with wandb disabled, unless there is WANDB_API_KEY, or WANDB_MODE says otherwise.
-
-    For own functions, which may use wandb themselves.
-    """
+    """Return the settings with wandb disabled, unless WANDB_API_KEY is set, or WANDB_MODE says otherwise."""
     asked = settings.wandb_mode == "online" or os.environ.get("WANDB_MODE")
     return settings if asked else replace(settings, wandb_mode="disabled")
 
@@ -130,12 +123,10 @@ def run_call(
     keep: bool = True,
     keep_saves: bool = False,
 ) -> Any:
-    """Run a call on the ranks that are requested, and return what rank 0 has returned.
+    """Run a call in a locked folder on the ranks that are requested, and return what rank 0 has returned.
 
-    Locks the folder, resumes from its checkpoint, and removes the checkpoints when the function has returned. Copies
-    results to ``settings.results_copy``; starts wandb, unless it is disabled, at the first record. Writes report.html
-    if anything was recorded. ``keep`` False: the folder is not kept, so errors name no files of it. ``keep_saves``: the
-    caller removes the checkpoints, by :func:`remove_saves`. Raises what :func:`run_ranks` raises.
+    ``keep`` False: the folder is not kept, so errors name no files of it. ``keep_saves``: the caller removes the
+    checkpoints, by :func:`remove_saves`. Raises what :func:`run_ranks` raises.
     """
     from flyte_ddp.tracking import wandb_run  # takes a tenth of a second, and most who import this need it later
 
@@ -187,10 +178,7 @@ def run_call(
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Make the run's folder, and remove what earlier runs have left but metrics, checkpoints, results and users' files.
-
-    Raises UserError if nothing can be written there, or there are results of no run, which would be removed.
-    """
+    """Create the run's folder; delete an earlier run's report, traceback, returned value and temporary files."""
     if (folder / results.FOLDER).exists() and not (folder / METRICS).exists():
         raise UserError(f"run folder {folder}: its {results.FOLDER}/ is of no run; move it, or name another folder")
     try:
@@ -217,7 +205,7 @@ def remove_saves(folder: Path) -> None:
 
 
 def read_returned(name: str, path: Path) -> Any:
-    """Read and remove the file with what rank 0 has returned, and return that; UserError if it cannot be unpickled."""
+    """Read and remove the file with rank 0's return value, and return that."""
     content = path.read_bytes()
     path.unlink()
     try:
@@ -230,10 +218,7 @@ def read_returned(name: str, path: Path) -> Any:
 
 
 def write_page(folder: Path) -> None:
-    """Write report.html, if the function has recorded anything or handed in results. Imports matplotlib.
-
-    Prints to stderr why there is no page if it cannot be made: what the function has returned counts all the same.
-    """
+    """Write report.html, or print why it cannot be made, if the function has recorded anything or handed in results."""
     is_recorded = any(record.get("kind") == "record" for record in read_records(folder / METRICS))
     if not is_recorded and not (folder / results.FOLDER).exists():
         return

@@ -29,9 +29,8 @@ MIDDLE = "middle"  # ``crop`` of a model that was evaluated on the middle square
 def save_model(folder: Path, state_dict: dict[str, Tensor], sidecar: Mapping[str, Any]) -> tuple[Path, Path]:
     """Write ``model.pt`` and ``model.json`` into a folder, replacing older ones; return their paths. Makes the folder.
 
-    Copies the weights to the CPU. The sidecar gets its name last, when both files are on the disk. ``state_dict`` comes
-    from the model itself, not from DDP's or torch.compile's wrapper. ``sidecar`` can be written as JSON; the file also
-    gets ``format`` and ``digests.weights``, the SHA-256 of ``model.pt``. Raises UserError if writing fails.
+    ``state_dict`` comes from the model itself, not from DDP's or torch.compile's wrapper. ``model.json`` also gets
+    ``format`` and ``digests.weights``, the SHA-256 of ``model.pt``. Raises UserError if writing fails.
     """
     model_path, sidecar_path = folder / "model.pt", folder / "model.json"
     # The sidecar gets its name last, so that it never exists without its weights.
@@ -51,7 +50,7 @@ def portable_state_dict(state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return the state_dict with copies of its tensors: on the CPU, in row-major order, each with its own storage.
 
     torch would save a view with the whole storage behind it, and a channels-last tensor in an order that other
-    frameworks do not expect. Sparse tensors keep their layout. Keeps modules' extra state and versions (``_metadata``).
+    frameworks do not expect.
     """
     portable = copy.copy(state_dict)  # with ``_metadata``, which a new dict would not have
     for name, value in state_dict.items():
@@ -65,13 +64,12 @@ def portable_state_dict(state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
 def load_model(
     model_path: Path, sidecar_path: Path, device: torch.device | str = "cpu"
 ) -> tuple[nn.Module, dict[str, Any]]:
-    """Return the trained model in evaluation mode on ``device``, and the content of its sidecar. Reads both files.
+    """Return the trained model in evaluation mode on ``device``, and the content of its sidecar.
 
-    Builds the model by :func:`flyte_ddp.models.zoo.build_model`, which draws random numbers, and for a
-    ``package.module:callable`` runs that code as the sidecar holds it, or puts the working directory on ``sys.path``
-    and runs today's if that is the same or the sidecar holds none. Its exceptions go through: trust both files as you
-    trust code. Raises UserError if a file is missing or damaged, the two are not of one run, or the model that the
-    sidecar names does not take these weights any more.
+    Draws random numbers, as new weights are made first. For a ``package.module:callable`` runs the code that the
+    sidecar holds. Runs today's instead, with the working directory on ``sys.path``, if it is the same or the sidecar
+    holds none. Its exceptions go through: trust both files as you trust code. Raises UserError if a file is missing or
+    damaged, the two are not of one run, or the model does not take these weights.
     """
     sidecar = read_model_json(sidecar_path)
     try:
@@ -92,10 +90,7 @@ def load_model(
 
 
 def load_weights(model: nn.Module, model_path: Path, sidecar: Mapping[str, Any]) -> None:
-    """Read ``model.pt`` whole and load its weights into ``model``, which is of the kind that ``sidecar`` names.
-
-    Does not check its SHA-256. Raises UserError if the model does not take these weights, OSError if there is no file.
-    """
+    """Load ``model.pt`` into ``model``, without a check of its SHA-256; UserError if the weights do not fit."""
     try:
         model.load_state_dict(torch.load(model_path, map_location="cpu", weights_only=True))
     except (RuntimeError, pickle.UnpicklingError, EOFError) as error:
@@ -106,10 +101,7 @@ def load_weights(model: nn.Module, model_path: Path, sidecar: Mapping[str, Any])
 
 
 def read_model_json(path: Path) -> dict[str, Any]:
-    """Read ``model.json`` and return its content, by :func:`prefer_stored_code`.
-
-    Raises UserError if the file is missing, not JSON, or incomplete.
-    """
+    """Return the content of ``model.json``; UserError if the file is missing, not JSON, or incomplete."""
     fix = "give the model.json of a finished run"
     try:
         sidecar = json.loads(path.read_bytes())
@@ -132,10 +124,7 @@ def read_model_json(path: Path) -> dict[str, Any]:
 
 
 def prefer_stored_code(sidecar: dict[str, Any]) -> dict[str, Any]:
-    """Let the names of the user's own callables in a sidecar stand for its ``sources``, unless these are today's.
-
-    Changes and returns the sidecar. It has no sources if there are none, or too many to hold.
-    """
+    """Let the names of the user's callables in a sidecar stand for its ``sources``, unless these are today's."""
     sources, hyperparameters = sidecar.get("sources", {}), sidecar.get("hyperparameters", {})
     named = [(sidecar, "model"), (sidecar, "objective"), (hyperparameters, "collate"), (hyperparameters, "sample")]
     named.append((sidecar.get(PREPROCESSING, {}), "prepare"))
@@ -147,18 +136,12 @@ def prefer_stored_code(sidecar: dict[str, Any]) -> dict[str, Any]:
 
 
 def count_outputs(sidecar: Mapping[str, Any]) -> int:
-    """Return the size of the model's last layer: the sidecar's ``outputs``, by default the number of its classes.
-
-    Raises KeyError or TypeError if the sidecar has no list of classes, which is empty for numbers.
-    """
+    """Return the size of the model's last layer: the sidecar's ``outputs``, by default the number of its classes."""
     return int(sidecar.get("outputs", len(sidecar["classes"])))
 
 
 def describe_model_input(spec: ModelInput, crop: str) -> dict[str, Any]:
-    """Return ``input`` of ``model.json``: the model's input, and how other programs prepare an image for it.
-
-    ``crop`` is ``middle`` if only the middle square of an image is used; empty if all of the image is.
-    """
+    """Return ``input`` of ``model.json``: the model's input, and how other programs prepare an image for it."""
     if isinstance(spec, LeavesSpec):
         return spec.to_dict()
     middle = crop == MIDDLE

@@ -11,9 +11,8 @@ from flyte_ddp.models.initial_weights import is_in_parts, split_part_names, unkn
 def freeze_parts(model: nn.Module, freeze: str) -> list[str]:
     """Set ``requires_grad`` False for the parameters that ``freeze`` names; return the names of the frozen modules.
 
-    ``freeze`` lists modules and parameters, separated by commas; a module stands for all that is in it. A parameter
-    that several modules share is frozen by any of its names. Raises UserError for an unknown name, with those near it,
-    or if nothing is left to train.
+    ``freeze`` lists modules and parameters, separated by commas. Raises UserError for an unknown name, or if nothing is
+    left to train.
     """
     parts = split_part_names(freeze)
     parameters = dict(model.named_parameters(remove_duplicate=False))
@@ -30,10 +29,7 @@ def freeze_parts(model: nn.Module, freeze: str) -> list[str]:
 
 
 def set_training_mode(model: nn.Module, frozen: Iterable[str]) -> None:
-    """Set the model to training mode, and then its modules named in ``frozen`` to evaluation mode.
-
-    So their BatchNorm layers use and keep the running statistics, and their dropout layers do nothing.
-    """
+    """Set the model to training mode, and its modules named in ``frozen`` to evaluation mode."""
     model.train()  # called as in every training loop: a model may override it to keep layers in evaluation mode
     for name in frozen:
         model.get_submodule(name).eval()

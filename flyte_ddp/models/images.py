@@ -31,11 +31,7 @@ def prepare_images(
     dtype: torch.dtype = torch.float32,
     memory_format: torch.memory_format = torch.contiguous_format,
 ) -> Tensor:
-    """Return images scaled to the model's size and normalised; grey images as RGB if the model needs three channels.
-
-    Images are uint8 [N, H, W, C]; C is ``spec.channels``, or 1 if ``spec.channels`` is 3. The result is a new tensor
-    [N, spec.channels, spec.height, spec.width] in ``memory_format``, of type ``dtype``, on the images' device.
-    """
+    """Return uint8 images [N, H, W, C] scaled, normalised, and as RGB if needed: a new tensor [N, C, height, width]."""
     scale, shift = normalisation(spec, images.device, dtype)
     batch = images.to(dtype, memory_format=torch.contiguous_format)
     if batch.shape[1:] == (spec.height, spec.width, spec.channels):
@@ -58,6 +54,5 @@ def prepare_images(
 
 @functools.lru_cache(maxsize=8)
 def normalisation(spec: InputSpec, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return factors and offsets, each [channels], that normalise values in 0..255. Caches the last 8 results."""
     mean, std = (torch.tensor(values, dtype=torch.float64, device=device) for values in (spec.mean, spec.std))
     return (1.0 / (std * 255.0)).to(dtype), (-mean / std).to(dtype)

@@ -30,10 +30,8 @@ FILE_ADVICE = "give a file that torch.save has written, with the weights as tens
 def identify_weights(init_from: str, model: str) -> str:
     """Return a SHA-256 (hex) that changes with the weights' file; empty if ``init_from`` is empty.
 
-    For torchvision's weights of ``model`` hashes the file's address, which ends with the first digits of the file's own
-    SHA-256. Reads a local file whole. Asks the server of another remote file for its ETag, or else its time of change;
-    downloads the file if a web server sends neither. Retries up to 3 times, and prints each retry to stderr. Raises
-    UserError if the file is missing or cannot be read, its server does not give it, or torchvision has no such weights.
+    Hashes a local file whole, the address of torchvision's weights, and another remote file's ETag or time of change;
+    without these two downloads it. Raises UserError if the file cannot be read.
     """
     if weights := find_weights(model, init_from):
         return digest_lines([f"{ADDRESS}/{weights.file}"])
@@ -47,10 +45,8 @@ def fetch_weights(
 ) -> Iterator[Path | None]:
     """Yield a local path with the content of ``init_from``; None if ``init_from`` is empty.
 
-    Fetches torchvision's weights of ``model`` as :func:`fetch_pretrained_weights` does, from ``mirror`` or their public
-    address. Downloads another remote file into ``folder``, without a retry, and deletes it after the block. Raises
-    UserError if a local file is missing, a remote one cannot be read, or the download cannot be written, as on a full
-    disk.
+    Downloads torchvision's weights from ``mirror`` or their public address, another remote file into ``folder`` for the
+    block. Raises UserError if the file cannot be read or written.
     """
     temporary = folder / ".initial_weights.tmp"
     try:
@@ -66,10 +62,6 @@ def fetch_weights(
 
 
 def download_weights(init_from: str, path: Path) -> Path:
-    """Download a remote file to ``path``, without a retry, and return ``path``.
-
-    Raises UserError if the file cannot be read, or ``path`` cannot be written.
-    """
     try:
         with replace_file(path, durable=False) as target:
             storage.download_file(init_from, target)
@@ -79,10 +71,7 @@ def download_weights(init_from: str, path: Path) -> Path:
 
 
 def local_weights_path(init_from: str) -> Path | None:
-    """Return the path of a file on this machine; None for a remote or empty address.
-
-    Raises UserError if there is no such file, or its folder may not be entered.
-    """
+    """Return the path of a file on this machine, UserError if it is missing; None for a remote or empty address."""
     path = storage.local_path(init_from) if init_from else None
     try:
         if path is not None and not path.is_file():
@@ -94,12 +83,11 @@ def local_weights_path(init_from: str) -> Path | None:
 
 
 def load_initial_weights(model: nn.Module, path: Path, *, name: str, init_from: str, init_skip: str) -> None:
-    """Load the weights in a file into a new model, except the parts of :func:`list_seeded_parts`. Reads the file whole.
+    """Load the weights in a file into a new model, except the parts of :func:`list_seeded_parts`.
 
-    Removes prefixes that all names in the file have, such as DDP's ``module.``; adapts the names of a file of
-    torchvision's. ``name`` is the model's, for errors. Raises UserError if the file is damaged, has no named tensors,
-    or could run code when it is read; if the weights do not fit; if a tensor has NaN or infinity where the new model
-    has none; or if ``init_skip`` names an unknown part.
+    Removes prefixes that all names in the file have, such as DDP's ``module.``. ``name`` is the model's, for errors.
+    Raises UserError if the file is damaged or could run code, or the weights do not fit. So it does for NaN or infinity
+    where the new model has none, and for an unknown part in ``init_skip``.
     """
     own, weights = model.state_dict(), read_weights(path, init_from)
     if init_from.startswith(PREFIX):
@@ -134,11 +122,7 @@ def is_finite(values: Tensor) -> bool:
 
 
 def read_weights(path: Path, init_from: str) -> Any:
-    """Read a file whole; return its tensors by name, as a state_dict with the versions of modules as ``_metadata``.
-
-    The file has a state_dict, or a checkpoint that holds one under one of STATE_DICT_KEYS. Raises UserError if it
-    cannot be read, has no tensors with names, or reading it could run code.
-    """
+    """Return a file's tensors by name, as a state_dict with the versions of modules as ``_metadata``."""
     import torch  # not at the top, because the launcher only downloads the file and need not import torch
 
     try:
@@ -168,11 +152,7 @@ def delete_parts(weights: Any, parts: Collection[str]) -> None:
 
 
 def remove_common_prefixes(weights: Any, model_names: Collection[str]) -> None:
-    """Remove prefixes that all names of a state_dict have, in place, until a name is one of ``model_names``.
-
-    DDP, torch.compile and Lightning add them, such as ``module.``. Changes nothing if no removal leads to a name of the
-    model.
-    """
+    """Remove prefixes that all names of a state_dict have, such as DDP's, in place, if that gives a model's name."""
     from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 
     names, prefixes = [*weights], []
@@ -191,10 +171,7 @@ def split_part_names(names: str) -> list[str]:
 
 
 def unknown_part_error(setting: str, part: str, names: Iterable[str]) -> UserError:
-    """Return the error for a ``part`` that is not among the model's ``names``, which proposes those near it.
-
-    ``setting`` is the hyperparameter with its value. If no name is near, lists the outermost modules, 12 at most.
-    """
+    """Return the error for a ``part`` that is not among the model's ``names``, which proposes those near it."""
     near = difflib.get_close_matches(part, names := [*names], n=3)
     parts = list_first_names(dict.fromkeys(name.partition(".")[0] for name in names), 12)
     hint = f"did you mean {' or '.join(near)}?" if near else f"its parts are {parts}"
@@ -209,8 +186,7 @@ def is_in_parts(name: str, parts: Iterable[str]) -> bool:
 def list_seeded_parts(model: Mapping[str, Tensor], init_from: str, init_skip: str) -> list[str]:
     """Return the names of a model's modules and tensors that start from the seed although it has initial weights.
 
-    They are those in ``init_skip``; with torchvision's weights also the last layer, unless it is for 1,000 classes as
-    theirs is. ``model`` is the model's state_dict, in torchvision's models with the last layer at its end.
+    Those in ``init_skip``, and with torchvision's weights the last layer, unless it is for 1,000 classes.
     """
     parts = split_part_names(init_skip)
     if init_from.startswith(PREFIX):
@@ -221,7 +197,6 @@ def list_seeded_parts(model: Mapping[str, Tensor], init_from: str, init_skip: st
 
 
 def list_seeded_tensors(model: Mapping[str, Tensor], init_from: str, init_skip: str) -> list[str]:
-    """Return the names of the tensors in a model's state_dict that are in the parts of :func:`list_seeded_parts`."""
     parts = list_seeded_parts(model, init_from, init_skip)
     return [name for name in model if is_in_parts(name, parts)]
 
@@ -229,11 +204,7 @@ def list_seeded_tensors(model: Mapping[str, Tensor], init_from: str, init_skip: 
 def describe_misfit(
     wanted: Mapping[str, Tensor], given: Mapping[str, Tensor], skipped: Collection[str], reason: str
 ) -> str:
-    """Return a text with missing, unknown or misshapen tensors, up to 3 of each, or else ``reason``; and advice.
-
-    ``wanted`` are the model's tensors outside the parts ``skipped`` by ``init_skip``, ``given`` those in the file;
-    ``reason`` is the text of torch's exception. Advises a longer ``init_skip`` if up to 3 modules do not fit.
-    """
+    """Return a text with missing, unknown or misshapen tensors, up to 3 of each, or else ``reason``; and advice."""
     # Old files lack BatchNorm's count, which load_state_dict allows.
     missing = [name for name in wanted if name not in given and not name.endswith("num_batches_tracked")]
     unknown = [name for name in given if name not in wanted]
@@ -251,5 +222,4 @@ def describe_misfit(
 
 
 def list_first_names(names: Collection[str], most: int) -> str:
-    """Return the first ``most`` names as text, with the number of the other names."""
     return ", ".join([*names][:most]) + (f" and {len(names) - most:,} more" if len(names) > most else "")

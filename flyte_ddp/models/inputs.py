@@ -51,11 +51,9 @@ class LeavesSpec:
         return LeavesSpec(self.form, tuple((name, own[name]) for name in names)) if own.keys() == {*names} else self
 
     def describe(self) -> str:
-        """Return the leaves as text, such as "float [50]" or "tokens int64 [?], mask bool [?]"."""
         return describe_input(self.to_dict())
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what the sidecar says of such an input."""
         return {"form": self.form, "leaves": {name: leaf._asdict() for name, leaf in self.leaves}}
 
 
@@ -73,7 +71,6 @@ def prepare_inputs(
         return prepare_images(inputs, spec, dtype, memory_format)
 
     def convert(value: Any) -> Any:
-        """Return a floating-point tensor as ``dtype``, and another value unchanged."""
         return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
 
     return convert(inputs) if isinstance(inputs, Tensor) else tree_map(convert, inputs)  # much faster for one tensor
@@ -81,13 +78,10 @@ def prepare_inputs(
 
 @contextmanager
 def explain_model_errors(name: str, model: nn.Module, inputs: Leaves) -> Iterator[None]:
-    """Raise UserError for errors of a block that calls the model with a batch: other arguments, or an unknown token.
-
-    An embedding on a CPU raises an IndexError for a number that it has no row for; on a GPU it ends the process.
-    """
+    """Raise UserError for errors of a block that calls the model with a batch: other arguments, or an unknown token."""
     try:
         yield
-    except IndexError as error:
+    except IndexError as error:  # of an embedding on a CPU; on a GPU it ends the process
         if "out of range in self" not in str(error):
             raise
         whole = {key: leaf for key, leaf in name_leaves(inputs).items() if getattr(leaf, "dtype", None) == torch.int64}

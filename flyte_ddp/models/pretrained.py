@@ -22,10 +22,8 @@ def fetch_pretrained_weights(
 ) -> Path:
     """Return the path of torchvision's file of these weights, whose SHA-256 begins as the end of its name says.
 
-    Uses the file in torch hub's cache folder, which is read whole. If it is missing or damaged, downloads it into that
-    folder, as torchvision does, or to ``temporary`` if the folder cannot be written: from ``mirror``, a folder or
-    address that holds files of these names, or if that is empty from torchvision's own address. Tries up to 4 times;
-    shows progress on stderr. Raises UserError, which names ``init_from``, if the file cannot be fetched or written.
+    Uses torch hub's cache folder, or ``temporary`` if that is read-only. Downloads from ``mirror``, a folder or
+    address, or torchvision's, up to 4 times. Raises UserError if the file cannot be fetched or written.
     """
     kept = torch_hub_folder() / "checkpoints" / weights.file
     with suppress(OSError):

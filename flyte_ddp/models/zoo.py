@@ -22,9 +22,8 @@ from flyte_ddp.user_code import load_callable, require_options, select_arguments
 def choose_input_spec(model: str, images: InputSpec, size: int, weights: PretrainedWeights | None = None) -> InputSpec:
     """Return the input of a model that gets images such as ``images``, resized to ``size`` x ``size`` unless that is 0.
 
-    torchvision's models get grey images as RGB. If they start from torchvision's ``weights``, these decide on mean, std
-    and the share of encoded images that is seen, and on the size if ``size`` is 0. Raises UserError, with a size that
-    fits, if the model cannot take them.
+    torchvision's models get grey images as RGB; their ``weights`` decide on mean, std and crop, and on the size if
+    ``size`` is 0. Raises UserError, with a size that fits, if the model cannot take them.
     """
     size = choose_side(size, weights)
     spec = replace(images, height=size or images.height, width=size or images.width)
@@ -46,12 +45,11 @@ def build_model(
 ) -> nn.Module:
     """Return a model with new weights, drawn from the global random generators of torch, Python and NumPy.
 
-    A built-in one maps float32 [N, spec.channels, spec.height, spec.width] to outputs [N, num_classes], also in
-    training: torchvision's have no auxiliary heads. For a ``package.module:callable`` puts the working directory on
-    ``sys.path``, imports and calls the user's code; its exceptions go through. It gets ``num_classes`` and
-    ``input_shape``, if it has arguments of these names: for images (channels, height, width), for other inputs the
-    shape of a sample, or a tuple or dict of its leaves' shapes. ``options`` are more keyword arguments of the user's
-    callable, or of torchvision's. Raises UserError for an unknown or unusable name, or options that it does not take.
+    A built-in one maps float32 [N, channels, height, width] to outputs [N, num_classes]. A ``package.module:callable``
+    is imported with the working directory on ``sys.path``; its exceptions go through. It gets ``num_classes`` and
+    ``input_shape``, if it has arguments of these names: (channels, height, width), or the shapes of a sample's leaves.
+    ``options`` are more keyword arguments. Raises UserError for an unknown or unusable name, or options that do not
+    fit.
     """
     if ":" in name:
         own = load_callable(name)
@@ -81,7 +79,6 @@ def build_model(
 
 
 def build_torchvision_model(name: str, num_classes: int, spec: InputSpec, options: Mapping[str, Any]) -> nn.Module:
-    """Return torchvision's model with new weights; UserError for an unknown name, or options that it does not take."""
     if name not in catalog.TORCHVISION_MODELS:
         raise unknown_name_error("model", name, catalog.MODELS, catalog.MODELS_PAGE)
     from torchvision import models
@@ -103,10 +100,7 @@ def build_torchvision_model(name: str, num_classes: int, spec: InputSpec, option
 
 
 def check_model(name: str, model: nn.Module) -> None:
-    """Raise UserError for a model that cannot be trained here, or whose state no file can hold.
-
-    These are models wrapped for ranks, lazy layers, nothing to train, and sparse gradients.
-    """
+    """Raise UserError for a model that cannot be trained here, or whose state no file can hold."""
     for module in model.modules():
         if isinstance(module, (DataParallel, DistributedDataParallel)):
             raise UserError(
@@ -129,7 +123,6 @@ def check_model(name: str, model: nn.Module) -> None:
 
 
 def check_state_dict(name: str, state_dict: Mapping[str, Any]) -> None:
-    """Raise UserError for a state_dict with a value that ``torch.load(weights_only=True)`` refuses."""
     if found := find_refused_value(state_dict):
         key, value = found
         raise UserError(
@@ -139,10 +132,7 @@ def check_state_dict(name: str, state_dict: Mapping[str, Any]) -> None:
 
 
 def find_refused_value(state_dict: Mapping[str, Any]) -> tuple[str, object] | None:
-    """Return key and value of the first entry that ``torch.load(weights_only=True)`` refuses; None if it takes all.
-
-    Saves and loads each value in memory, except tensors, which are never refused.
-    """
+    """Return key and value of the first entry that ``torch.load(weights_only=True)`` refuses; None if it takes all."""
     extra = {key: value for key, value in state_dict.items() if not isinstance(value, Tensor)}
     extra["_metadata"] = getattr(state_dict, "_metadata", None)  # versions of modules; a user's hooks may add objects
     for key, value in extra.items():
@@ -168,7 +158,6 @@ class Tutorial(nn.Module):
         self.fc2 = nn.Linear(500, num_classes)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Return logits [N, classes] of images [N, C, H, W]."""
         if images.device.type != "cpu":
             x = torch.max_pool2d(self.conv1(images), 2)
         else:
@@ -200,7 +189,6 @@ class SmallCNN(nn.Module):
         self.fc2 = nn.Linear(128, num_classes)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Return logits [N, classes] of images [N, C, H, W]."""
         x = torch.relu(self.conv1(images))
         x = torch.relu(torch.max_pool2d(self.conv2(x), 2))
         x = torch.relu(self.fc1(x.flatten(1)))

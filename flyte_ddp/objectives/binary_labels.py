@@ -25,21 +25,18 @@ class BinaryLabels(NamedTuple):
     predicted: Bools
 
     def list_known(self) -> Iterator[tuple[Bools, Floats, Bools]]:
-        """Yield truth, scores and predictions of each label, of the samples where it is known."""
         for truth, scores, predicted in zip(self.truth.T, self.scores.T, self.predicted.T, strict=True):
             known = ~np.isnan(truth)
             yield truth[known] == 1, scores[known], predicted[known]
 
     def measure(self) -> list[dict[str, float]]:
-        """Return the MEASURES of each label; NaN where they are not defined."""
         return [measure_label(*known) for known in self.list_known()]
 
     def choose_thresholds(self) -> tuple[float, ...]:
-        """Return for each label the score from which on predicting it has the best F1; NaN without a positive."""
         return tuple(choose_threshold(truth, scores) for truth, scores, _ in self.list_known())
 
     def draw_curves(self, names: Sequence[str]) -> list[Curve]:
-        """Return the ROC and the precision-recall curves of the first MOST_CURVES (8) labels that have both kinds."""
+        """Return ROC and precision-recall curves of the first MOST_CURVES (8) labels that have both kinds."""
         known = [(name, *found[:2]) for name, found in zip(names, self.list_known(), strict=True)]
         drawn = [label for label in known if label[1].any() and not label[1].all()][:MOST_CURVES]
         pairs = [draw_label(*label) for label in drawn]
@@ -74,7 +71,6 @@ def measure_label(truth: Bools, scores: Floats, predicted: Bools) -> dict[str, f
 
 
 def choose_threshold(truth: Bools, scores: Floats) -> float:
-    """Return the score from which on predicting the label has the best F1, the highest of equals; NaN without one."""
     if not truth.any():
         return float("nan")
     thresholds, right, wrong = count_above(truth, scores)

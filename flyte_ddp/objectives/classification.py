@@ -49,16 +49,13 @@ class Classification(Objective):
 
     @property
     def is_binary(self) -> bool:
-        """Whether there are two classes."""
         return len(self.facts.classes) == 2
 
     @property
     def has_weights(self) -> bool:
-        """Whether there are class weights, or a subclass has weights of its own."""
         return self.class_weights is not None or overrides(self, Classification, "weights")
 
     def check_targets(self, targets: NDArray[Any]) -> None:
-        """Raise UserError unless the targets are whole numbers [N]."""
         if targets.ndim != 1 or targets.dtype.kind not in "iu":
             raise UserError(
                 f"objective='classification': the targets are {targets.dtype} {list(targets.shape)}; must be a class "
@@ -73,12 +70,10 @@ class Classification(Objective):
             )
 
     def check_outputs(self, model: str, outputs: Any, targets: Tensor) -> None:
-        """Raise UserError unless the outputs are logits [n, classes]."""
         shape = len(targets), self.outputs
         require_outputs(model, outputs, shape, "(samples, classes)", "size its last layer by num_classes")
 
     def weights(self, targets: Tensor) -> Tensor | None:
-        """Return each sample's class weight, [n]; None without class weights."""
         return None if self.class_weights is None else self.class_weights_at(targets.device)[targets]
 
     def losses(self, outputs: Any, targets: Tensor) -> Tensor:
@@ -92,26 +87,21 @@ class Classification(Objective):
         return losses / weights[targets]
 
     def loss_sum(self, outputs: Any, targets: Tensor, weights: Terms | None, samples: int) -> Tensor:
-        """Return the weighted sum of all losses, []; without weights by torch's fused form."""
         if weights is not None or overrides(self, Classification, "losses"):
             return super().loss_sum(outputs, targets, weights, samples)
         smoothing = self.facts.label_smoothing
         return functional.cross_entropy(outputs, targets, reduction="sum", label_smoothing=smoothing)
 
     def columns(self, outputs: Any, targets: Tensor) -> dict[str, Tensor]:
-        """Return the class of the largest logit, and the true class: ``prediction`` and ``truth`` [n].
-
-        Of two classes also the ``probability`` of the second one.
-        """
+        """Return ``prediction`` and ``truth`` [n], and of two classes the ``probability`` of the second one."""
         found = {"prediction": outputs.argmax(1), "truth": targets}
         return {**found, "probability": outputs.softmax(1)[:, 1]} if self.is_binary else found
 
     def measure(self, columns: Columns) -> dict[str, float]:
         """Return those of scikit-learn's measures that ``measures`` names.
 
-        The accuracy (the share of correct predictions), the balanced accuracy (the mean recall of the classes), F1: of
-        more than two classes its mean over those in truth or predictions. Of two classes F1, AUROC and average
-        precision are those of the second; each that needs samples of both is NaN without.
+        Balanced accuracy is the mean recall of the classes; F1 of more than two classes is its mean over those that
+        occur. Of two classes F1, AUROC and average precision are those of the second.
         """
         truth, prediction = (columns[name].long().numpy() for name in ("truth", "prediction"))
         right = truth == prediction
@@ -123,17 +113,13 @@ class Classification(Objective):
         return {name: found[name] for name in self.measures if name in found}
 
     def binary_labels(self, columns: Columns) -> BinaryLabels | None:
-        """Return whether samples are of the second of two classes; None of more classes."""
         if "probability" not in columns or not self.is_binary:
             return None
         truth, scores, predicted = (columns[name].numpy()[:, None] for name in ("truth", "probability", "prediction"))
         return BinaryLabels(truth, scores, predicted == 1)
 
     def constant_measure(self, columns: Columns) -> float | None:
-        """Return the main measure of naming one class for all samples: the commonest, or of two the better one.
-
-        None for a subclass with a measure or columns of its own.
-        """
+        """Return the main measure of naming one class for all samples: the commonest, or of two the better one."""
         if overrides(self, Classification, "measure", "columns") or self.main_measure not in self.measures:
             return None
         truth = columns["truth"]
@@ -143,10 +129,7 @@ class Classification(Objective):
         return max(self.measure(each)[self.main_measure] for each in named)
 
     def constant_loss(self, columns: Columns) -> float | None:
-        """Return the loss of predicting each class by its share of the samples, weighted by any class weights.
-
-        That is the entropy of the shares. None for a subclass with losses or columns of its own.
-        """
+        """Return the loss of predicting each class by its weighted share of the samples: the shares' entropy."""
         if overrides(self, Classification, "losses", "columns"):
             return None
         shares = columns["truth"].long().bincount(columns.get("weight")).double()
@@ -154,7 +137,6 @@ class Classification(Objective):
         return float(-torch.special.xlogy(shares, shares).sum())
 
     def scores(self, columns: Columns) -> Tensor:
-        """Return 1 for a correct prediction, 0 for a wrong one: [N]."""
         return (columns["prediction"] == columns["truth"]).double()
 
     def answers(self, outputs: Any) -> TableColumns:
@@ -168,7 +150,6 @@ class Classification(Objective):
         }
 
     def sections(self, columns: Columns) -> list[Section]:
-        """Return the confusions, of two classes thresholds and curves, and the worst of the wrong predictions."""
         truth, prediction = (columns[name].long() for name in ("truth", "prediction"))
         worst = largest_losses(columns, among=truth != prediction)
         text = "The test samples with the largest loss. "
@@ -200,7 +181,6 @@ class Classification(Objective):
 
 
 def measure_classes(truth: NDArray[np.int64], prediction: NDArray[np.int64]) -> dict[str, float]:
-    """Return scikit-learn's balanced accuracy and macro F1 of one or more samples of several classes."""
     classes = int(max(truth.max(), prediction.max())) + 1
     right, true, predicted = (
         np.bincount(each, minlength=classes) for each in (truth[truth == prediction], truth, prediction)

@@ -23,13 +23,10 @@ BINS = 30
 class Language(Objective):
     """Targets are token numbers int64 [n, T], -100 where none counts; outputs logits [n, T, tokens].
 
-    The option ``decode`` names the user's ``package.module:callable`` that makes a text of a list of tokens, as a
-    tokenizer does, for tables and the report.
-
-    The option ``shift`` is for targets that are the inputs themselves, as many models want: the logits of a place are
-    then compared with the target of the next one. The model may also return an object with the logits as ``logits``, a
-    dict with them as ``logits``, or a tuple with them first. The number of tokens is that of the classes, or the
-    hyperparameter ``num_classes``.
+    The model may also return an object or dict with ``logits``, or a tuple with them first. ``num_classes`` is the
+    number of tokens. The option ``decode`` names the user's callable that makes a text of a list of tokens, for tables
+    and the report. The option ``shift`` is for targets that are the inputs themselves: the logits of a place are then
+    compared with the target of the next one.
     """
 
     measures: Mapping[str, str] = {"perplexity": LOWER, "token_accuracy": HIGHER}
@@ -42,7 +39,6 @@ class Language(Objective):
         self.decode: Callable[[list[int]], str] | None = load_callable(decode) if decode else None
 
     def check_targets(self, targets: NDArray[Any]) -> None:
-        """Raise UserError unless the targets are token numbers [N, T], or -100."""
         if targets.ndim != 2 or targets.dtype.kind not in "iu":
             raise UserError(
                 f"objective='language': the targets are {targets.dtype} {list(targets.shape)}; must be whole numbers "
@@ -56,7 +52,6 @@ class Language(Objective):
             )
 
     def check_outputs(self, model: str, outputs: Any, targets: Tensor) -> None:
-        """Raise UserError unless the outputs are logits [n, T, tokens]."""
         shape = *targets.shape, self.outputs
         require_outputs(model, find_logits(outputs), shape, "(samples, places, classes)", "size it by num_classes")
 
@@ -67,7 +62,6 @@ class Language(Objective):
         return (logits[:, :-1], targets[:, 1:]) if self.shift else (logits, targets)
 
     def weights(self, targets: Tensor) -> Tensor:
-        """Return 1 for each target that counts, and 0 for others: [n, P]."""
         return ((targets[:, 1:] if self.shift else targets) != IGNORED_TOKEN).to(torch.float32)
 
     def losses(self, outputs: Any, targets: Tensor) -> Tensor:
@@ -78,7 +72,6 @@ class Language(Objective):
         return losses.view(compared.shape)
 
     def columns(self, outputs: Any, targets: Tensor) -> dict[str, Tensor]:
-        """Return the number of targets that are the likeliest token: ``correct`` [n]."""
         logits, compared = self.align(outputs, targets)
         return {"correct": ((logits.argmax(2) == compared) & (compared != IGNORED_TOKEN)).sum(1)}
 
@@ -91,25 +84,19 @@ class Language(Objective):
         return {"perplexity": math.exp(min(mean, 700.0)), "token_accuracy": columns["correct"].sum().item() / tokens}
 
     def answers(self, outputs: Any) -> TableColumns:
-        """Return the likeliest tokens of each sample as a text, ``prediction``: their names if tokens have names."""
         return {"prediction": [self.describe_tokens(row) for row in find_logits(outputs).argmax(2).tolist()]}
 
     def truths(self, targets: Tensor) -> TableColumns:
-        """Return the tokens that count as a text, ``truth``."""
         return {"truth": [self.describe_tokens([each for each in row if each >= 0]) for row in targets.tolist()]}
 
     def describe_tokens(self, tokens: list[int]) -> str:
-        """Return the first 200 tokens as a text, by ``decode``, or by their names; at most 200 characters.
-
-        Names of one character each are joined without spaces.
-        """
+        """Return the first 200 tokens as a text, by ``decode``, or by their names; at most 200 characters."""
         if self.decode is not None:
             return str(self.decode(tokens[:LONGEST_TEXT]))[:LONGEST_TEXT]
         names = [self.facts.classes[token] for token in tokens[:LONGEST_TEXT]]
         return ("" if all(len(name) == 1 for name in self.facts.classes) else " ").join(names)[:LONGEST_TEXT]
 
     def sections(self, columns: Columns) -> list[Section]:
-        """Return the distribution of the samples' mean losses, and the samples of the largest."""
         losses = mean_losses(columns)[columns["weight"] > 0]
         if not len(losses):
             return []

@@ -36,7 +36,6 @@ class Multilabel(Objective):
     loss_unit = "binary cross-entropy (nats)"
 
     def check_targets(self, targets: NDArray[Any]) -> None:
-        """Raise UserError unless the targets are [N, labels] of 0, 1 and NaN, with as many labels as classes."""
         if targets.ndim != 2 or targets.dtype.kind != "f":
             raise UserError(
                 f"objective='multilabel': the targets are {targets.dtype} {list(targets.shape)}; must be float "
@@ -55,7 +54,6 @@ class Multilabel(Objective):
             raise UserError(f"label {label} of row {sample} is {found:g}: must be 0, 1, or NaN for unknown")
 
     def check_outputs(self, model: str, outputs: Any, targets: Tensor) -> None:
-        """Raise UserError unless the outputs are logits [n, labels]."""
         require_outputs(
             model, outputs, tuple(targets.shape), "(samples, classes)", "size its last layer by num_classes"
         )
@@ -66,7 +64,6 @@ class Multilabel(Objective):
         return known if self.class_weights is None else known * self.class_weights_at(targets.device)
 
     def losses(self, outputs: Any, targets: Tensor) -> Tensor:
-        """Return the binary cross-entropy of each label, [n, labels]."""
         # An unknown label is replaced: NaN times a weight of 0 would be NaN.
         known = targets.nan_to_num(nan=0.0).to(outputs.dtype)
         return functional.binary_cross_entropy_with_logits(outputs, known, reduction="none")
@@ -78,8 +75,8 @@ class Multilabel(Objective):
     def measure(self, columns: Columns) -> dict[str, float]:
         """Return those of scikit-learn's measures that ``measures`` names: means over the labels (macro averages).
 
-        Only known labels count. A label without a positive sample, and for AUROC and balanced accuracy one without a
-        negative sample, is left out of the mean; NaN if no label is left.
+        A label without a known positive sample, and for AUROC and balanced accuracy one without a negative sample, is
+        left out; NaN if none is left.
         """
         rows = self.binary_labels(columns).measure()
         return {
@@ -89,7 +86,6 @@ class Multilabel(Objective):
         }
 
     def binary_labels(self, columns: Columns) -> BinaryLabels:
-        """Return the labels, predicted from a probability of 0.5 on."""
         truth, scores = columns["truth"].numpy(), columns["probability"].numpy()
         return BinaryLabels(truth, scores, scores >= THRESHOLD)
 
@@ -100,10 +96,6 @@ class Multilabel(Objective):
         return self.measure({**columns, "probability": torch.ones_like(columns["probability"])}).get(self.main_measure)
 
     def constant_loss(self, columns: Columns) -> float | None:
-        """Return the weighted mean of the entropies of the labels' shares.
-
-        None for a subclass with losses, weights or columns of its own.
-        """
         if overrides(self, Multilabel, "losses", "weights", "columns"):
             return None
         known = ~columns["truth"].isnan()
@@ -115,7 +107,6 @@ class Multilabel(Objective):
         return float((entropy * counts).sum() / (counts.sum() or 1))
 
     def name_labels(self, labels: int) -> tuple[str, ...]:
-        """Return the names of the labels; their numbers as texts if they have no names."""
         return self.facts.classes or tuple(map(str, range(labels)))
 
     def answers(self, outputs: Any) -> TableColumns:
@@ -129,10 +120,7 @@ class Multilabel(Objective):
         }
 
     def truths(self, targets: Tensor) -> TableColumns:
-        """Return the labels that are there as ``truth``, and ``truth_<label>``: 0, 1, or NaN for unknown.
-
-        The text is "unknown" if all labels are.
-        """
+        """Return the labels that are there as ``truth``, and ``truth_<label>``: 0, 1, or NaN for unknown."""
         names = self.name_labels(targets.shape[1])
         columns, texts = name_columns("truth", names), list_labels(targets.cpu() == 1, names)
         return {
@@ -144,7 +132,6 @@ class Multilabel(Objective):
         }
 
     def sections(self, columns: Columns) -> list[Section]:
-        """Return a table with a row for each label, and pictures of the largest losses."""
         rows: list[list[str | float | None]] = []
         labels = self.binary_labels(columns)
         measured = labels.measure()

@@ -45,10 +45,9 @@ class Facts:
 class Objective:
     """What training minimises and evaluations measure; the base class of the user's own objectives.
 
-    An objective never reduces: it returns one loss for each sample, or for each element of a sample's target. The
-    library adds them up and divides by the sum of their weights in the whole step, over all ranks and accumulation
-    parts. If losses and weights are dicts of terms, each term is divided by the sum of its own weights, and then the
-    terms are added. An objective keeps no state.
+    An objective never reduces, and keeps no state: it returns one loss for each sample, or for each element of a
+    sample's target. The library adds them up and divides by the sum of their weights in the whole step, over all ranks.
+    If losses and weights are dicts of terms, each term is divided by its own weights, and then the terms are added.
     """
 
     # The names of what :meth:`measure` returns, each with LOWER or HIGHER; the main one first. Each also has "loss".
@@ -93,9 +92,8 @@ class Objective:
     def weights(self, targets: Any) -> Terms | None:  # noqa: ARG002
         """Return the weights of the losses, of their shape and at least 0; None: each loss has the weight 1.
 
-        Terms need weights, which are a dict with the same names in each batch.
-
-        They depend on the targets alone, because they are asked for before the forward pass.
+        They depend on the targets alone, because they are needed before the forward pass. Terms need weights: a dict
+        with the same names in each batch.
         """
         return None
 
@@ -108,17 +106,12 @@ class Objective:
     def losses(self, outputs: Any, targets: Any) -> Terms:
         """Return the loss of each sample, [n], or of each element of its target, in fp32 or more.
 
-        A loss whose weight is 0 must still be a number, because its gradient is multiplied by 0. A single number is
-        taken for the mean of these samples.
+        A loss whose weight is 0 must still be a number. A single number counts as the mean of these samples.
         """
         raise NotImplementedError
 
     def loss_sum(self, outputs: Any, targets: Leaves, weights: Terms | None, samples: int) -> Tensor:
-        """Return the weighted sum of all losses of a batch, []. Override it for a fused form of the same value.
-
-        Sets ``came_reduced`` if the loss is a single number. Raises UserError for losses of another shape than
-        [samples], or than the weights.
-        """
+        """Return the weighted sum of all losses of a batch, []. Override it for a fused form of the same value."""
         sums = []
         for losses, own in pair_terms(self.losses(outputs, targets), weights, samples).values():
             self.came_reduced |= losses.dim() == 0
@@ -148,21 +141,21 @@ class Objective:
         return None
 
     def binary_labels(self, columns: Columns) -> BinaryLabels | None:  # noqa: ARG002
-        """Return the labels that samples have or not, of which :meth:`measure` computes its measures; None without."""
+        """Return the labels that samples have or not, as :meth:`measure` counts them; None without."""
         return None
 
     def scores(self, columns: Columns) -> Tensor:
         """Return a score of each sample, [N], more is better, by which the gate compares models: minus its loss.
 
-        Where a class does not define it, but measures, the gate makes scores of the first measure instead.
+        Where a class defines measures but no scores, the gate makes scores of the first measure instead.
         """
         return -mean_losses(columns)
 
     def answers(self, outputs: Any) -> TableColumns:
         """Return what the model says of n samples, as columns of a table: texts or numbers by the column's name.
 
-        By default the outputs: ``output``, or ``output_0``, ``output_1``, ... The columns ``prediction``, or those that
-        begin with ``prediction_``, and ``score``, a probability, are also shown below pictures.
+        By default the outputs: ``output``, or ``output_0``, ... The columns ``prediction``, or ``prediction_...``, and
+        ``score``, a probability, are also shown below pictures.
         """
         return number_columns("output", outputs)
 
@@ -189,10 +182,7 @@ def mean_losses(columns: Columns) -> Tensor:
 
 
 def largest_losses(columns: Columns, among: Tensor | None = None) -> list[int]:
-    """Return the numbers of up to PICTURED (16) samples, the largest loss first; none without weight.
-
-    ``among``: whether each sample may be one of them, bool [N]; None: each may.
-    """
+    """Return the numbers of up to PICTURED (16) samples with weight and ``among`` [N], the largest loss first."""
     losses = mean_losses(columns)
     counts = columns["weight"] > 0 if "weight" in columns else torch.ones_like(losses, dtype=torch.bool)
     counts = counts if among is None else counts & among
@@ -201,7 +191,6 @@ def largest_losses(columns: Columns, among: Tensor | None = None) -> list[int]:
 
 
 def overrides(objective: Objective, base: type[Objective], *methods: str) -> bool:
-    """Return whether a subclass of ``base`` has its own version of one of these methods."""
     return any(getattr(type(objective), name) is not getattr(base, name) for name in methods)
 
 
@@ -211,10 +200,7 @@ def convert_outputs(outputs: Any, dtype: torch.dtype) -> Any:
 
 
 def map_floats(outputs: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    """Return a copy of a model's outputs with ``function`` applied to each floating-point tensor.
-
-    Finds tensors in tuples, lists, dicts and dataclasses. Returns other objects unchanged.
-    """
+    """Return a copy of a model's outputs with ``function`` applied to each floating-point tensor, however nested."""
 
     def convert(value: Any) -> Any:
         if isinstance(value, Tensor):
@@ -234,7 +220,6 @@ def list_floats(outputs: Any) -> list[Tensor]:
     found: list[Tensor] = []
 
     def keep(values: Tensor) -> Tensor:
-        """Add a tensor to those that were found, and return it."""
         found.append(values)
         return values
 
@@ -243,11 +228,7 @@ def list_floats(outputs: Any) -> list[Tensor]:
 
 
 def require_outputs(model: str, outputs: object, expected: tuple[int, ...], axes: str, fix: str) -> None:
-    """Raise UserError unless a model's outputs are a floating-point tensor of the shape ``expected``.
-
-    While torch records gradients, they must require gradients. ``axes`` names the dimensions in the error, such as
-    "(samples, classes)"; ``fix`` says what to do about another shape of the same number of dimensions.
-    """
+    """Raise UserError unless outputs are floating-point, of shape ``expected``, and require gradients if recorded."""
     name = "logits" if "classes" in axes else "outputs"
     rule = f"a tensor of shape {axes} = {expected}"
     if not isinstance(outputs, Tensor):
@@ -268,9 +249,7 @@ def require_outputs(model: str, outputs: object, expected: tuple[int, ...], axes
 def class_weights_of(facts: Facts) -> Tensor | None:
     """Return the hyperparameter ``class_weights`` as numbers fp32 [classes]; None if it is empty.
 
-    "balanced" gives samples / (classes * samples of the class), as scikit-learn does. Raises UserError for a single
-    class, another number of weights than classes, and for "balanced" where the classes' samples are not known, or one
-    has none.
+    "balanced" gives samples / (classes * samples of the class), as scikit-learn does.
     """
     text = facts.class_weights
     if not text:
@@ -298,11 +277,9 @@ def class_weights_of(facts: Facts) -> Tensor | None:
 
 
 def mean_of_defined(values: list[float]) -> float:
-    """Return the mean of the values that are not NaN; NaN without any."""
     defined = [value for value in values if not math.isnan(value)]
     return float(np.mean(defined)) if defined else float("nan")
 
 
 def list_names(names: Sequence[str]) -> str:
-    """Return names as a text, separated by commas; of more than LISTED (20) the first, and how many there are."""
     return ", ".join(names[:LISTED]) + (f", ... ({len(names)} in all)" if len(names) > LISTED else "")

@@ -26,11 +26,7 @@ OBJECTIVES: dict[str, type[Objective]] = {
 
 
 def objective_of_sidecar(sidecar: Mapping[str, Any]) -> Objective:
-    """Return the objective of a saved model, as its sidecar describes it; classification if it names none.
-
-    Its losses have no label smoothing. Runs the user's code of an own objective, as :func:`make_objective` does; raises
-    its errors.
-    """
+    """Return the objective of a saved model, as its sidecar describes it; classification if it names none."""
     weights = ",".join(map(repr, sidecar.get("class_weights", ())))
     facts = Facts(
         classes=tuple(map(str, sidecar["classes"])),
@@ -66,11 +62,9 @@ def copy_own_tensors(objective: Objective) -> list[Tensor]:
 def make_objective(name: str, facts: Facts, options: Mapping[str, Any]) -> Objective:
     """Return the objective called ``name``: built in, or the user's ``package.module:callable``.
 
-    A class is an Objective. A function of outputs and targets gives the losses, and gets the measures of
-    classification where the targets are classes, else the loss alone. ``options`` are keyword arguments of the class or
-    of the function. Runs the user's code, and puts the working directory first on ``sys.path`` for it. Raises
-    UserError for an unknown name, options that the class or function does not take, a class that is no Objective or
-    lacks losses, and a measure whose direction is neither LOWER nor HIGHER.
+    A class is an Objective. A function of outputs and targets gives the losses, and gets the measures of classification
+    where the targets are classes, else the loss alone. ``options`` are keyword arguments of either. Runs the user's
+    code. Raises UserError if name, options or the class do not fit.
     """
     if ":" not in name and name not in OBJECTIVES:
         raise unknown_name_error("objective", name, [*OBJECTIVES, "package.module:callable"])
@@ -100,7 +94,6 @@ def make_objective(name: str, facts: Facts, options: Mapping[str, Any]) -> Objec
         loss_unit = Objective.loss_unit
 
         def losses(self, outputs: Any, targets: Tensor) -> Tensor:
-            """Return what the function returns."""
             found: Tensor = own(outputs, targets, **options)
             if not isinstance(found, Tensor):
                 raise UserError(f"objective={name!r} returned a {type(found).__name__}: must be a tensor of losses")

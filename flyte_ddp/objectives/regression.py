@@ -54,11 +54,9 @@ class Regression(Objective):
 
     @property
     def outputs(self) -> int:
-        """The numbers in a target."""
         return int(np.prod(self.facts.target_shape))
 
     def check_targets(self, targets: NDArray[Any]) -> None:
-        """Raise UserError unless the targets are float [N] or [N, d], finite or NaN."""
         if targets.ndim not in (1, 2) or targets.dtype.kind != "f":
             raise UserError(
                 f"objective='regression': the targets are {targets.dtype} {list(targets.shape)}; must be float "
@@ -68,7 +66,6 @@ class Regression(Objective):
             raise UserError("objective='regression': a target is infinite; must be a number, or NaN for unknown")
 
     def check_outputs(self, model: str, outputs: Any, targets: Tensor) -> None:
-        """Raise UserError unless the outputs are [n, d], or [n] for targets [n]."""
         expected = tuple(targets.shape)
         if targets.dim() == 1 and isinstance(outputs, Tensor) and outputs.dim() == 2:
             expected = (len(targets), 1)
@@ -80,7 +77,6 @@ class Regression(Objective):
         return not self.facts.no_nan_targets or overrides(self, Regression, "weights", "losses")
 
     def weights(self, targets: Tensor) -> Tensor | None:
-        """Return 1 for each known number, and 0 for each unknown one: of the targets' shape. None if all are known."""
         return (~targets.isnan()).to(torch.float32) if self.has_weights else None
 
     def losses(self, outputs: Any, targets: Tensor) -> Tensor:
@@ -93,14 +89,12 @@ class Regression(Objective):
         return LOSSES[self.loss](outputs.reshape(targets.shape), known, reduction="none")
 
     def loss_sum(self, outputs: Any, targets: Tensor, weights: Terms | None, samples: int) -> Tensor:
-        """Return the weighted sum of all losses of a batch, []; if all numbers are known, by one fused operation."""
         if weights is not None or self.has_weights:
             return super().loss_sum(outputs, targets, weights, samples)
         total = LOSSES[self.loss](outputs.reshape(targets.shape), targets.to(outputs.dtype), reduction="sum")
         return total if targets.dim() == 1 else total / targets.shape[1]
 
     def columns(self, outputs: Any, targets: Tensor) -> dict[str, Tensor]:
-        """Return the outputs as ``prediction``, and the targets as ``truth``, both of the targets' shape."""
         return {"prediction": outputs.reshape(targets.shape), "truth": targets}
 
     def measure(self, columns: Columns) -> dict[str, float]:
@@ -112,7 +106,6 @@ class Regression(Objective):
         return {name: mean_of_defined([row[name] for row in found]) for name in self.measures}
 
     def measure_numbers(self, columns: Columns) -> list[dict[str, float]]:
-        """Return the three measures of each number; NaN where a measure is not defined. Imports scikit-learn."""
         from sklearn import metrics  # which takes a second that other ranks need not wait
 
         functions = {
@@ -129,10 +122,7 @@ class Regression(Objective):
         ]
 
     def constant_loss(self, columns: Columns) -> float | None:
-        """Return the loss of the best constant: the mean for mse, the median for l1.
-
-        None for huber, and for a subclass with losses, weights or columns of its own.
-        """
+        """Return the loss of the best constant: the mean for mse, the median for l1; None for huber."""
         if overrides(self, Regression, "losses", "weights", "columns") or self.loss == "huber":
             return None
         truth = columns["truth"] if columns["truth"].dim() > 1 else columns["truth"][:, None]
@@ -141,16 +131,13 @@ class Regression(Objective):
         return float((apart**2 if self.loss == "mse" else apart).nanmean())
 
     def name_numbers(self, numbers: int) -> list[str]:
-        """Return a name for each of a target's numbers: the data set's, or else "number 0" and so on."""
         names = self.facts.classes
         return [*names] if len(names) == numbers else [f"number {place}" for place in range(numbers)]
 
     def answers(self, outputs: Any) -> TableColumns:
-        """Return the number as ``prediction``, or each of several as ``prediction_0``, ``prediction_1``, ..."""
         return number_columns("prediction", outputs.reshape(len(outputs), *self.facts.target_shape))
 
     def sections(self, columns: Columns) -> list[Section]:
-        """Return charts of truth against prediction and of residuals, a table of errors, and the largest losses."""
         rows: list[list[str | float | None]] = []
         charts: list[Section] = []
         measured = self.measure_numbers(columns)

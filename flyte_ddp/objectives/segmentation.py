@@ -34,7 +34,6 @@ class Segmentation(Objective):
     loss_unit = "cross-entropy (nats)"
 
     def check_targets(self, targets: NDArray[Any]) -> None:
-        """Raise UserError unless the targets are masks [N, H, W] of 0..classes-1 and 255."""
         if targets.ndim != 3 or targets.dtype.kind not in "iu":
             raise UserError(
                 f"objective='segmentation': the targets are {targets.dtype} {list(targets.shape)}; must be a mask "
@@ -49,13 +48,11 @@ class Segmentation(Objective):
                 )
 
     def check_outputs(self, model: str, outputs: Any, targets: Tensor) -> None:
-        """Raise UserError unless the outputs are logits [n, classes, H, W] of the masks' size."""
         shape = len(targets), self.outputs, *targets.shape[1:]
         fix = "upsample to the mask's size, and size its last layer by num_classes"
         require_outputs(model, logits_of(outputs), shape, "(samples, classes, height, width)", fix)
 
     def weights(self, targets: Tensor) -> Tensor:
-        """Return 1, or the class weight, for each pixel, and 0 for ignored ones: [n, H, W]."""
         counts = targets != IGNORED
         if self.class_weights is None:
             return counts.to(torch.float32)
@@ -69,10 +66,7 @@ class Segmentation(Objective):
         return losses.view(targets.shape)
 
     def columns(self, outputs: Any, targets: Tensor) -> dict[str, Tensor]:
-        """Return numbers of pixels of each class, [n, classes]: ``correct``, ``predicted`` and ``true``.
-
-        Ignored pixels do not count.
-        """
+        """Return ``correct``, ``predicted`` and ``true`` pixels of each class, [n, classes], without ignored ones."""
         classes = self.outputs
         predicted = torch.where(targets == IGNORED, classes, logits_of(outputs).argmax(1))
         truth = torch.where(targets == IGNORED, classes, targets.long())
@@ -94,36 +88,28 @@ class Segmentation(Objective):
         return {"miou": defined.mean().item() if len(defined) else float("nan"), "pixel_accuracy": accuracy}
 
     def constant_loss(self, columns: Columns) -> float | None:
-        """Return the entropy of the classes' shares of all pixels.
-
-        None with class weights, and for a subclass with losses, weights or columns of its own.
-        """
+        """Return the entropy of the classes' shares of all pixels; None with class weights."""
         if overrides(self, Segmentation, "losses", "weights", "columns") or self.class_weights is not None:
             return None
         shares = columns["true"].sum(0) / columns["true"].sum().clamp(min=1)
         return float(-torch.special.xlogy(shares, shares).sum())
 
     def masks(self, outputs: Any) -> Tensor:
-        """Return the class of the largest logit of each pixel, [n, H, W]."""
         found: Tensor = logits_of(outputs).argmax(1)
         return found
 
     def answers(self, outputs: Any) -> TableColumns:
-        """Return the share of pixels of each class, ``share_<class>``, 0 to 1."""
         return self.share_columns("share", self.masks(outputs))
 
     def truths(self, targets: Tensor) -> TableColumns:
-        """Return the share of each class, ``truth_<class>``, 0 to 1, among the pixels that are not ignored."""
         return self.share_columns("truth", torch.where(targets == IGNORED, self.outputs, targets.long()))
 
     def share_columns(self, prefix: str, masks: Tensor) -> TableColumns:
-        """Return the share of pixels of each class as columns, NaN for a mask without any class."""
         counts = count_pixels(masks, self.outputs).double().cpu()
         names = name_columns(prefix, self.facts.classes)
         return dict(zip(names, (counts / counts.sum(1, keepdim=True)).T.tolist(), strict=True))
 
     def sections(self, columns: Columns) -> list[Section]:
-        """Return a table with the IoU of each class, and pictures of the largest losses, with their masks."""
         correct, predicted, true = (columns[name].sum(0).long().tolist() for name in ("correct", "predicted", "true"))
         found = intersection_over_union(columns).tolist()
         counts = zip(true, predicted, correct, strict=True)
@@ -141,7 +127,6 @@ class Segmentation(Objective):
 
 
 def logits_of(outputs: Any) -> Any:
-    """Return ``out`` of a dict of outputs, and other outputs unchanged."""
     return outputs.get("out") if isinstance(outputs, Mapping) else outputs
 
 

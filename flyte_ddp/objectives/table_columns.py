@@ -32,8 +32,7 @@ def name_columns(prefix: str, names: Iterable[str]) -> list[str]:
 def number_columns(name: str, values: Any) -> TableColumns:
     """Return the numbers of n samples as columns, ``name`` or ``name_0``, ``name_1``, ...; {} if there are none.
 
-    ``values`` is a tensor [n, ...], or nested tuples, lists and dicts of such, whose numbers are counted through. Of a
-    sample with more than MOST_COLUMNS (1,000) numbers there are no columns.
+    ``values`` is a tensor [n, ...], or nested ones. More than MOST_COLUMNS (1,000) numbers of a sample give no columns.
     """
     tensors = [value for value in tree_leaves(values) if isinstance(value, Tensor) and value.dim()]
     if not tensors or len({len(tensor) for tensor in tensors}) > 1:
@@ -48,10 +47,7 @@ def number_columns(name: str, values: Any) -> TableColumns:
 
 
 def merge_columns(answers: TableColumns, truths: TableColumns) -> TableColumns:
-    """Return a table's columns in their order: ``prediction``, those of the truth, the other answers.
-
-    Raises UserError if a column of an own objective is called ``id``, ``image``, ``mask``, or as one of the truth.
-    """
+    """Return a table's columns in their order: ``prediction``, those of the truth, the other answers."""
     for name in answers:
         if name in ("id", "image", "mask") or name in truths:
             raise UserError(f"the objective's answers have a column {name!r}, which the table has already; rename it")
@@ -60,10 +56,7 @@ def merge_columns(answers: TableColumns, truths: TableColumns) -> TableColumns:
 
 
 def describe_samples(columns: Mapping[str, Sequence[Any]], name: str, samples: int) -> list[str]:
-    """Return a text for each sample: its value in the column ``name``, or else those in ``name_...``; else "".
-
-    Numbers have about four digits; of more than SHOWN_NUMBERS (6) the first are shown. Cuts texts after 100 characters.
-    """
+    """Return a text for each sample: its value in the column ``name``, or else those in ``name_...``; else ""."""
     chosen = [columns[name]] if name in columns else [
         values for column, values in columns.items() if column.startswith(f"{name}_")
     ]  # fmt: skip
@@ -74,5 +67,4 @@ def describe_samples(columns: Mapping[str, Sequence[Any]], name: str, samples: i
 
 
 def describe_value(value: Any) -> str:
-    """Return a text as it is, a number with about four digits, and NaN as "unknown"."""
     return value if isinstance(value, str) else "unknown" if math.isnan(value) else format_value(value)

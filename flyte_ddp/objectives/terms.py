@@ -16,11 +16,7 @@ def name_terms(values: Terms | None) -> dict[str, Tensor | None]:
 
 
 def pair_terms(losses: Terms, weights: Terms | None, samples: int) -> dict[str, tuple[Tensor, Tensor | None]]:
-    """Return losses and weights of each term by its name, or by "" a single loss, whose weights may be None.
-
-    Raises UserError for losses of other terms than the weights, or of another shape than [] and the weights', which is
-    [samples] without weights.
-    """
+    """Return losses and weights of each term by its name ("" for a single loss); UserError if they do not fit."""
     named, own = name_terms(losses), name_terms(weights)
     if named.keys() != own.keys() or (weights is None and isinstance(losses, dict)):
         raise UserError(
@@ -49,9 +45,7 @@ def sum_term(losses: Tensor, weights: Tensor | None, samples: int) -> Tensor:
 def loss_columns(losses: Terms, weights: Terms | None, samples: int) -> dict[str, Tensor]:
     """Return the column ``loss`` [samples], and with weights each sample's sums of weighted losses and of ``weight``.
 
-    Of terms these are ``loss_NAME`` and ``weight_NAME`` of each; ``loss`` is then made of all samples' by
-    :func:`add_loss_of_terms`. A loss that is a single number counts as the loss of each sample. Raises the errors of
-    :func:`require_weights` and :func:`pair_terms`.
+    Of terms these are ``loss_NAME`` and ``weight_NAME`` of each, to be joined by :func:`add_loss_of_terms`.
     """
     require_weights(weights, samples)
     columns = dict[str, Tensor]()

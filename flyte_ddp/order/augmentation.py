@@ -48,8 +48,8 @@ def uniform_draws(seed: int, epoch: int, samples: Indices, draws: int) -> NDArra
 def augment_images(images: Tensor, kind: str, *, seed: int, epoch: int, samples: Indices, fill: int = 0) -> Tensor:
     """Return images [N, H, W, C] shifted at random by up to 1/8 of their sides, with ``fill`` in the uncovered part.
 
-    ``kind`` "crop" shifts, "crop_flip" also mirrors half of the images, "none" returns ``images`` themselves. The
-    random numbers depend on seed, epoch (from 0) and ``samples``: [N] positions in the training set.
+    ``kind`` "crop" shifts, "crop_flip" also mirrors half of the images, "none" returns ``images`` themselves.
+    ``samples`` [N] are positions in the training set.
     """
     if kind == "none":
         return images

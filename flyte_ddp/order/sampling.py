@@ -1,7 +1,6 @@
 """The global order of samples: pure functions of (seed, epoch, step), whatever the number of ranks.
 
-A rank trains on a slice of each global batch. So the number of ranks changes which rank computes a sample, never which
-samples make up a step.
+A rank trains on a slice of each global batch, so the number of ranks never changes which samples make up a step.
 """
 
 from collections.abc import Iterator
@@ -18,15 +17,11 @@ SPLIT, ORDER, PACKING, TEST, CYCLE, WITHIN, DRAWS, MIXING = range(8)
 
 
 def make_generator(purpose: int, seed: int, first: int = 0, second: int = 0) -> np.random.Generator:
-    """Return a new random generator whose numbers depend on the arguments alone, on all machines (counter-based).
-
-    ``purpose`` is one of SPLIT to MIXING; ``first`` and ``second`` are numbers such as epoch and shard.
-    """
+    """Return a random generator whose numbers depend on the arguments alone, on all machines (counter-based)."""
     return np.random.Generator(np.random.Philox(np.random.SeedSequence([purpose, seed, first, second])))
 
 
 def count_held_out(samples: int, fraction: float) -> int:
-    """Return how many samples :func:`split_indices` holds out of ``samples``."""
     return round(samples * fraction)
 
 
@@ -69,19 +64,15 @@ class ListedOrder(Order):
         return len(self.listed)
 
     def samples(self, place: slice) -> Indices:
-        """Return the samples in a slice of the list."""
         return self.listed[place]
 
     def substitutes(self, sample: int) -> Indices:  # noqa: ARG002
-        """Return the samples that may replace ``sample``: all of the list."""
         return self.listed
 
     def epoch_order(self, epoch: int) -> Indices:
-        """Return all samples of an epoch of training, in order."""
         return make_generator(ORDER, self.seed, epoch).permutation(self.listed)
 
     def batches(self, epoch: int, batch_size: int, first: int = 0) -> Iterator[Indices]:
-        """Yield the global batches of an epoch from number ``first`` on. The last batch may be smaller."""
         order = self.epoch_order(epoch)
         for start in range(first * batch_size, len(order), batch_size):
             yield order[start : start + batch_size]

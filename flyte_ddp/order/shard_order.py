@@ -1,13 +1,12 @@
 """The global order of samples in shards. Few shards are read at a time, so a small cache is enough.
 
-Each epoch permutes the shards, and the samples within each shard. Put one after another, these samples are the epoch's
-*sequence*. The sequence is cut into ``shuffle_streams`` *streams*: parts of nearly equal length. A global batch takes
-the next samples of each stream, equally many of each. A rank trains on a slice of the batch (of each micro-batch, if
-gradients are accumulated), so it reads only shards of the streams that its slice overlaps.
+Each epoch permutes the shards, and the samples within each shard, to the epoch's *sequence*. The sequence is cut into
+``shuffle_streams`` *streams* of nearly equal length. A global batch takes the next samples of each stream, equally many
+of each. A rank trains on a slice of the batch (of each micro-batch, if gradients are accumulated), so it reads only
+shards of the streams that its slice overlaps. Within a stream samples are not shuffled across shards.
 
-MosaicML's streaming cuts its sequence into ``num_canonical_nodes`` parts for the same reason, and gives whole parts to
-each node. Here every batch takes samples of all streams, so the order does not depend on the number of nodes or ranks.
-Within a stream samples are not shuffled across shards. No sample is dropped or repeated to make numbers even.
+MosaicML's streaming gives each node whole parts (``num_canonical_nodes``). Here every batch takes samples of all
+streams, so the order does not depend on the number of nodes or ranks.
 """
 
 import functools
@@ -76,7 +75,6 @@ class WholeShardSplits(ShardSplits):
 
     @functools.cached_property
     def sizes(self) -> dict[str, NDArray[np.int64]]:
-        """Return the number of samples of each shard, [shards], for each split: all of the shard, or 0."""
         every = np.arange(len(self.counts))
         rest, shards = every, {}
         for split, fraction, seed, purpose in (
@@ -90,7 +88,6 @@ class WholeShardSplits(ShardSplits):
         return {split: np.where(np.isin(every, own), self.counts, 0) for split, own in shards.items()}
 
     def samples(self, shard: int, split: str) -> NDArray[np.int64]:
-        """Return the numbers within the shard of the split's samples: all of the shard, or none."""
         return np.arange(self.sizes[split][shard])
 
 
@@ -102,10 +99,9 @@ class ShardOrder(sampling.Order):
     ) -> None:
         """Compute the sizes of the split ("training", "validation" or "test") in each shard.
 
-        ``weights`` [shards] are how many times an epoch goes through each shard's samples; None: once. Samples per
-        epoch are weight * size, rounded so that the total is exact. A shard with a fractional weight continues in the
-        next epoch where it stopped. A shard whose share is below one sample may be in no epoch. ``shuffle_streams`` is
-        the number of streams that a batch takes samples from.
+        ``weights`` [shards] are the passes of an epoch through each shard's samples; None: one. A shard with a
+        fractional weight continues in the next epoch where it stopped. One with a share below one sample may be in no
+        epoch.
         """
         self.splits, self.shuffle_streams = splits, shuffle_streams
         weights = np.ones(len(splits.counts)) if weights is None else weights
@@ -143,11 +139,7 @@ class ShardOrder(sampling.Order):
         return np.asarray(self.firsts[shard] + self.samples_in_shard(shard))
 
     def batches(self, epoch: int, batch_size: int, first: int = 0) -> Iterator[Indices]:
-        """Yield an epoch's global batches, from number ``first`` on, as numbers of samples in the data set.
-
-        A batch takes about equally many samples of each shuffle stream, one stream after another; the last may be
-        smaller.
-        """
+        """Yield an epoch's global batches: about equally many samples of each stream, one stream after another."""
         starts, each = self.locate_streams(batch_size)
         shards, ends_of_shards = self.sequence(epoch)
         full, ragged = divmod(self.total, batch_size)
@@ -162,11 +154,7 @@ class ShardOrder(sampling.Order):
             yield np.concatenate(parts)
 
     def prefetch_distance(self, batch_size: int, *, mixed: bool) -> int:
-        """Return how many batches ahead to fetch shards: the number of batches that take samples of the largest shard.
-
-        ``mixed`` True is for training, where a batch takes equally many samples of each stream; False is for an
-        evaluation, which goes shard by shard.
-        """
+        """Return how many batches take samples of the largest shard: so many batches ahead to fetch shards."""
         longest = int(self.taken.max()) if mixed else int(self.available.max())
         return -(-longest // max(1, batch_size // self.shuffle_streams if mixed else batch_size))
 

@@ -21,7 +21,6 @@ class WeightedOrder(ListedOrder):
     ends: NDArray[np.float64]  # running sums of the weights of ``listed``
 
     def epoch_order(self, epoch: int) -> Indices:
-        """Return the samples that the epoch draws, in order."""
         # A draw is below 1, and so below the last end. It takes the first sample whose end is above it: one with
         # weight 0 ends where the sample before it does, and is never taken.
         draws = make_generator(DRAWS, self.seed, epoch).random(len(self.listed)) * self.ends[-1]
@@ -41,7 +40,6 @@ class OwnOrder(ListedOrder):
         return self.length
 
     def epoch_order(self, epoch: int) -> Indices:
-        """Return what the function chooses for an epoch; UserError if that is no order of the length of the others."""
         chosen = choose_checked(self.spec, self.choose_samples, self.listed, self.seed, epoch)
         if len(chosen) != self.length:
             raise UserError(
@@ -52,10 +50,7 @@ class OwnOrder(ListedOrder):
 
 
 def draw_by_weights(order: ListedOrder, weights: NDArray[Any]) -> WeightedOrder:
-    """Return the order that draws the samples of ``order`` by ``weights``, a number of at least 0 for each of them.
-
-    Raises UserError if all weights are 0.
-    """
+    """Return the order that draws the samples of ``order`` by ``weights`` [N]; raise UserError if all are 0."""
     ends = np.cumsum(weights, dtype=np.float64)
     if not len(ends) or ends[-1] == 0:
         raise UserError("sampling='weighted': the weights of all training samples are 0; give some of them more")
@@ -63,18 +58,14 @@ def draw_by_weights(order: ListedOrder, weights: NDArray[Any]) -> WeightedOrder:
 
 
 def inverse_class_counts(labels: NDArray[Any]) -> NDArray[np.float64]:
-    """Return for each label [N] 1 over the number of samples with this label: so all classes are drawn as often."""
+    """Return for each label [N] 1 over the number of samples with this label, to draw all classes as often."""
     _, classes, counts = np.unique(labels, return_inverse=True, return_counts=True)
     weights: NDArray[np.float64] = 1.0 / counts[classes]
     return weights
 
 
 def choose_by_function(order: ListedOrder, spec: str, choose_samples: Callable[[Indices, int, int], Any]) -> OwnOrder:
-    """Return the order that the user's function ``choose_samples``, named ``spec``, makes of the samples of ``order``.
-
-    Calls the function twice, for epoch 0. Raises UserError if it returns no whole numbers, other samples than it got,
-    none at all, or something else when it is called again.
-    """
+    """Return the order that the user's function makes; call it twice, to refuse one that is not deterministic."""
     first, again = (choose_checked(spec, choose_samples, order.listed, order.seed, 0) for _ in range(2))
     if not np.array_equal(first, again):
         raise UserError(
@@ -87,10 +78,7 @@ def choose_by_function(order: ListedOrder, spec: str, choose_samples: Callable[[
 def choose_checked(
     spec: str, choose_samples: Callable[[Indices, int, int], Any], samples: Indices, seed: int, epoch: int
 ) -> Indices:
-    """Call the user's function with a copy of ``samples`` [N], seed and epoch; return what it chooses, int64 [M].
-
-    Raises UserError unless that is at least one whole number, and all are among ``samples``.
-    """
+    """Return what the user's function chooses of a copy of ``samples`` [N], int64 [M]; UserError if it does not fit."""
     chosen = np.asarray(choose_samples(samples.astype(np.int64), seed, epoch))
     if chosen.ndim != 1 or not len(chosen) or chosen.dtype.kind not in "iu":
         raise UserError(

@@ -1,7 +1,6 @@
-"""BatchNorm with statistics of the global batch: several ranks compute the result of one rank.
+"""BatchNorm with statistics of the global batch, on CPUs and GPUs: several ranks compute the result of one rank.
 
-torch's ``SyncBatchNorm`` refuses CPU tensors. This one works on CPUs and GPUs, and weighs each rank by its number of
-samples, which may be 0.
+torch's ``SyncBatchNorm`` refuses CPU tensors. Each rank weighs by its number of samples, which may be 0.
 """
 
 from __future__ import annotations
@@ -31,9 +30,9 @@ Gather = Callable[[Tensor], Tensor]  # takes this rank's fp64 [n], and returns t
 def synchronise_batch_norm(model: nn.Module, this_pass: TrainingPass, *, on_one_machine: bool) -> None:
     """Give each BatchNorm layer of a model a ``forward`` that uses the statistics of all ranks.
 
-    All ranks must call it. Sets the attribute ``forward`` of the layers themselves: their classes stay, except that
-    SyncBatchNorm becomes RankedBatchNorm. Layers with another ``forward``, and scripted modules, stay as they are.
-    ``on_one_machine`` exchanges statistics through shared memory (mapped here), not by collectives.
+    All ranks must call it. The layers' classes stay, except that SyncBatchNorm becomes RankedBatchNorm. Layers with
+    another ``forward``, and scripted modules, stay as they are. ``on_one_machine`` exchanges statistics through shared
+    memory.
     """
     # The forward of a scripted module, or one that a user has set, is no method of these classes.
     forwards = {layer: getattr(layer, "forward", None) for layer in model.modules()}
@@ -63,12 +62,7 @@ def make_forward(exchange: Exchange) -> Callable[[_BatchNorm, Tensor], Tensor]:
 
     # Of a bound method pickle saves the object and the name "forward": a pickled model has torch's own layers.
     def forward(layer: _BatchNorm, values: Tensor) -> Tensor:
-        """Return the values [N, C, ...] normalised for each channel; N may differ between ranks.
-
-        In training all ranks must call it; it exchanges statistics and updates the running statistics. Raises
-        ValueError for an input of dimensions that the layer does not take, or if all ranks together have one value for
-        each channel; UserError on a CPU if ranks are at different layers.
-        """
+        """Return the values [N, C, ...] normalised for each channel; N may differ between ranks."""
         if not layer.training:
             normalised: Tensor = type(layer).forward(layer, values)
             return normalised
@@ -80,7 +74,6 @@ def make_forward(exchange: Exchange) -> Callable[[_BatchNorm, Tensor], Tensor]:
 
 
 def is_synchronised(layer: nn.Module) -> bool:
-    """Return whether the layer is a BatchNorm layer with the statistics of all ranks."""
     return getattr(getattr(layer, "forward", None), "over_ranks", False)
 
 
@@ -94,8 +87,7 @@ class Exchange(NamedTuple):
     def gather_from_ranks(self, numbers: Tensor, *, backward: bool = False) -> Tensor:
         """Return all ranks' ``numbers``, fp64 [n], as [ranks, n]; wait until all call it for this layer and pass.
 
-        If ranks are at different layers, raises UserError on a CPU. On a GPU a check would make the host wait; there
-        such ranks run into the time limit.
+        If ranks are at different layers, raises UserError on a CPU; on a GPU they run into the time limit.
         """
         # The layer and the pass (its sign), so that ranks notice that they exchange numbers of different layers.
         place = numbers.new_full((1,), -1 - self.number if backward else 1 + self.number)
@@ -119,11 +111,7 @@ class GlobalNormalisation(torch.autograd.Function):
     def forward(  # noqa: PLR0917
         ctx: Any, values: Tensor, weight: Tensor | None, bias: Tensor | None, layer: Any, exchange: Exchange
     ) -> Tensor:
-        """Return the values [N, C, ...] normalised; exchange statistics with all ranks, update the running statistics.
-
-        All ranks must call it. ``layer`` is the BatchNorm layer. Raises ValueError if all ranks together have one value
-        for each channel; on a CPU UserError if ranks are at different layers.
-        """
+        """Return the values [N, C, ...] normalised; update the running statistics. All ranks must call it."""
         ctx.has_values = exchange.this_pass.has_samples and values.numel() > 0
         mean, variance, count = compute_global_statistics(values, exchange.gather_from_ranks, has_values=ctx.has_values)
         # The count is read only where it may be 1, because reading it makes the host wait for a GPU.
@@ -148,7 +136,6 @@ class GlobalNormalisation(torch.autograd.Function):
     @staticmethod
     @once_differentiable  # the returned gradients are computed without a graph
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, None, None]:
-        """Return the gradients of values, weight and bias; exchange sums with all ranks, which must run this pass."""
         values, weight, mean, variance, count = ctx.saved_tensors
         scale = weight if weight is not None else torch.ones_like(mean)
         if ctx.has_values:
@@ -179,10 +166,7 @@ class GlobalNormalisation(torch.autograd.Function):
 
 
 def compute_global_statistics(values: Tensor, gather: Gather, *, has_values: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Return mean [C], biased variance [C] and count [] of the values [N, C, ...] of all ranks, in fp64.
-
-    All ranks must call it. The values of ranks with ``has_values`` False do not count.
-    """
+    """Return mean [C], biased variance [C] and count [] of the values [N, C, ...] of all ranks, in fp64."""
     # Each rank's mean and sum of squared deviations are gathered in one exchange, and combined in the order of the
     # ranks: Chan, Golub and LeVeque, "Algorithms for computing the sample variance", 1983. Sums of plain squares would
     # lose digits.
@@ -202,21 +186,14 @@ def compute_global_statistics(values: Tensor, gather: Gather, *, has_values: boo
 
 
 def per_rank_norm_layers(model: nn.Module) -> list[_BatchNorm]:
-    """Return the BatchNorm layers of a model in training in which each rank has statistics of its own samples.
-
-    Layers in evaluation mode, as of frozen parts, are left out: they use and keep the running statistics.
-    """
+    """Return the BatchNorm layers in training mode that use the statistics of their own rank's samples."""
     norms = (module for module in model.modules() if isinstance(module, _BatchNorm) and module.training)
     return [norm for norm in norms if not is_synchronised(norm)]
 
 
 def has_unsynchronised_batch_norm(model: nn.Module, synchronised: bool) -> bool:
-    """Return whether a BatchNorm layer of the model normalises by the samples of its own rank if there are several.
-
-    Without ``synchronised`` (hyperparameter sync_batchnorm) any layer that is not synchronised over the ranks does so;
-    with it, only a layer whose class overrides ``forward``.
-    """
-    known = KNOWN_FORWARDS if synchronised else ()
+    """Return whether a BatchNorm layer normalises by the samples of its own rank if there are several."""
+    known = KNOWN_FORWARDS if synchronised else ()  # if so, only a class with its own forward does
     return any(type(layer).forward not in known for layer in per_rank_norm_layers(model))
 
 
@@ -235,10 +212,7 @@ def restore_running_statistics(model: nn.Module) -> Iterator[None]:
 
 @torch.no_grad()
 def mean_running_statistics(model: nn.Module, samples: int) -> list[tuple[Tensor, Tensor]]:
-    """Return pairs: a running statistic of a layer that is not synchronised, and its mean over the ranks.
-
-    All ranks must call it. ``samples`` is this rank's weight in the mean. Changes no statistic.
-    """
+    """Return running statistics that each rank has alone, with their mean over the ranks, weighted by ``samples``."""
     layers = per_rank_norm_layers(model)
     statistics = [value for layer in layers for value in (layer.running_mean, layer.running_var) if value is not None]
     if not statistics:

@@ -1,7 +1,7 @@
 """Keep the registered buffers of a model equal on all ranks: as with DDP, rank 0's values are used.
 
-State that ``forward`` changes must be a registered buffer, which exists with its final shape when the model is made.
-BatchNorm's buffers have rules of their own (batch_norm.py); here they are only copied for checkpoints.
+State that ``forward`` changes must be a registered buffer, which has its final shape when the model is made.
+BatchNorm's buffers have rules of their own (batch_norm.py).
 """
 
 import copy
@@ -19,10 +19,7 @@ from flyte_ddp.parallel.node_memory import aligned_sizes, split_memory
 
 
 class Buffers:
-    """The registered buffers of a model in training, by all their names. Sparse and expanded buffers are ignored.
-
-    A model without buffers costs nothing in a step.
-    """
+    """The registered buffers of a model in training, by all their names, without sparse and expanded ones."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -46,10 +43,7 @@ class Buffers:
         self.last_broadcast = torch.zeros_like(self.bytes)  # the bytes that all ranks had after the last broadcast
 
     def require_same_buffers(self, model: nn.Module) -> dict[str, Tensor]:
-        """Return the buffers by name of ``model``, which is the trained model or its moving average.
-
-        Raises UserError if names, shapes or types of the buffers have changed since the model was made.
-        """
+        """Return the buffers of the model or its average by name; UserError if names, shapes or types have changed."""
         values = copyable_buffers(model)
         if (layout := buffer_layout(values)) != self.layout:
             first = min(name for name in layout | self.layout if layout.get(name) != self.layout.get(name))
@@ -61,10 +55,9 @@ class Buffers:
 
     @torch.no_grad()
     def differ_from_last_broadcast(self) -> bool:
-        """Return whether any bit of the shared buffers has changed since the last broadcast; False on one rank.
+        """Copy the shared buffers for the next broadcast; return whether any bit has changed since the last one.
 
-        Copies the buffers to the tensor that the next broadcast sends. On a GPU always True, because the host would
-        have to wait for a comparison. Raises UserError if names, shapes or types of the buffers have changed.
+        On a GPU always True, because the host would have to wait for a comparison; on one rank False.
         """
         values = self.require_same_buffers(self.model)
         if not self.views:
@@ -78,9 +71,8 @@ class Buffers:
     def copy_shared_from_rank_0(self, ranks_with_changes: Tensor) -> None:
         """Overwrite all other ranks' shared buffers (all but BatchNorm's) with rank 0's, in one broadcast.
 
-        All ranks must call it, after :meth:`differ_from_last_broadcast`, whose copy of the buffers is sent.
-        ``ranks_with_changes`` is the number of ranks on which that method returned True. If it is 0 and the buffers are
-        on a CPU, sends nothing: all ranks have the buffers of the last broadcast. Does nothing on one rank.
+        All ranks must call it, after :meth:`differ_from_last_broadcast`; ``ranks_with_changes`` counts where that was
+        True.
         """
         if not self.views or (self.bytes.is_cpu and not ranks_with_changes):
             return
@@ -110,7 +102,6 @@ class Buffers:
         return sorted(self.changed_before_resume | now)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return rank 0's part of a checkpoint: ``unsaved``, buffers of no state_dict; ``changed``, buffers' names."""
         return {
             "unsaved": {name: self.after_last_step[name] for name in self.unsaved_names},
             "changed": self.changed_names(),
@@ -131,11 +122,9 @@ class Buffers:
     @contextmanager
     @torch.no_grad()  # not in the block
     def saved_buffers_in_place(self, model: nn.Module) -> Iterator[None]:
-        """Give ``model`` for the block the buffers it would have if saved and loaded; then restore all but BatchNorm's.
+        """Give ``model`` for the block the buffers of a saved and loaded one; then restore all but BatchNorm's.
 
-        Buffers that no ``state_dict`` holds get a new model's values. Raises UserError if names, shapes or types of the
-        buffers have changed before the block, or are changed by it (an exception of the block goes first). After such a
-        change in the block, restores none.
+        If the block changes names, shapes or types of buffers, raises UserError and restores none.
         """
         values = self.require_same_buffers(model)
         before = {name: values[name].clone() for name in self.shared_names}
@@ -159,5 +148,4 @@ def copyable_buffers(model: nn.Module) -> dict[str, Tensor]:
 
 
 def buffer_layout(buffers: Mapping[str, Tensor]) -> dict[str, tuple[torch.Size, torch.dtype]]:
-    """Return the shape and the type of each buffer."""
     return {name: (value.shape, value.dtype) for name, value in buffers.items()}

@@ -1,8 +1,7 @@
-"""Collectives over the ranks of torch's process group, and types for their failures.
+"""Collectives over the ranks of torch's process group, which all ranks must call, and types for their failures.
 
-A process without a group is rank 0 of 1, and waits for nobody. If another rank has ended or does not come, gloo raises
-a plain RuntimeError, as any user code may. A RuntimeError is the collective's own if it is raised while the rank waits
-for the collective.
+A process without a group is rank 0 of 1, and waits for nobody. If another rank has ended, gloo raises a plain
+RuntimeError, as user code may: it counts as a collective's if raised while the rank waits for the collective.
 """
 
 import time
@@ -27,33 +26,29 @@ timeout_seconds = 600.0  # limit of this process for waits for other ranks; torc
 
 
 def rank() -> int:
-    """Return the rank of this process; 0 without a process group."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 
 def world_size() -> int:
-    """Return the number of ranks; 1 without a process group."""
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def group_timeout(limit: float, *, on_gpu: bool) -> timedelta:
     """Return the limit to give to a process group whose waits should end after ``limit`` seconds.
 
-    NCCL ends a process that has waited too long by SIGABRT, and the launcher would blame this rank. So NCCL gets a
-    longer limit, and the report of the thread that watches for hangs comes first.
+    NCCL ends a process that waits too long by SIGABRT: with its longer limit the hang watch reports first.
     """
     return timedelta(seconds=limit + (NCCL_GRACE_SECONDS if on_gpu else 0.0))
 
 
 def wait_for_all_ranks() -> None:
-    """Wait until all ranks have called this function. Returns at once without a process group."""
     if dist.is_initialized():
         with in_collective():
             dist.barrier()
 
 
 def sum_over_ranks(values: Tensor) -> Tensor:
-    """Add up a tensor over all ranks, in place (CPU for gloo, GPU for NCCL); return it. All ranks must call it."""
+    """Add up a tensor over all ranks, in place (CPU for gloo, GPU for NCCL); return it."""
     if dist.is_initialized():
         with in_collective():
             dist.all_reduce(values, op=dist.ReduceOp.SUM)
@@ -61,17 +56,14 @@ def sum_over_ranks(values: Tensor) -> Tensor:
 
 
 def gather_numbers(numbers: Tensor) -> Tensor:
-    """Return the [n] of all ranks as [ranks, n]; n must be equal on all ranks. All ranks must call it."""
+    """Return the [n] of all ranks as [ranks, n]; n must be equal on all ranks."""
     of_ranks = numbers.new_zeros(world_size(), numbers.numel())
     of_ranks[rank()] = numbers
     return sum_over_ranks(of_ranks)
 
 
 def copy_from_rank_0(tensors: Iterable[Tensor]) -> None:
-    """Overwrite tensors in place with rank 0's, one broadcast each; all ranks must call it, in a process group.
-
-    Sparse and expanded tensors stay as they are.
-    """
+    """Overwrite tensors in place with rank 0's, except sparse and expanded ones. Needs a process group."""
     for tensor in filter(has_own_elements, tensors):
         # Sent as the bytes of a dense copy, because gloo ignores strides and does not know all types.
         value = tensor.detach().resolve_conj().resolve_neg().contiguous()
@@ -89,7 +81,7 @@ def has_own_elements(tensor: Tensor) -> bool:
 
 
 def broadcast_object(value: Value) -> Value:
-    """Return rank 0's value; all ranks must call it, and wait for rank 0. The value is pickled: it should be small."""
+    """Return rank 0's value, which is pickled: it should be small."""
     if not dist.is_initialized():
         return value
     values = [value]
@@ -99,7 +91,6 @@ def broadcast_object(value: Value) -> Value:
 
 
 def gather_objects(value: Value) -> list[Value]:
-    """Return all ranks' values, by rank; all must call it, and wait for all. A value is pickled: it should be small."""
     if not dist.is_initialized():
         return [value]
     values = [value] * world_size()
@@ -110,10 +101,7 @@ def gather_objects(value: Value) -> list[Value]:
 
 @contextmanager
 def hide_process_group() -> Iterator[None]:
-    """Hide torch's process group from this process for the block: ``torch.distributed.is_initialized()`` is False.
-
-    For code of others that one rank runs alone: metrics of torchmetrics would wait for all ranks.
-    """
+    """Hide torch's process group in the block, for one rank alone: torchmetrics would wait for all ranks."""
     group, dist.group.WORLD = dist.group.WORLD, None
     try:
         yield
@@ -124,8 +112,7 @@ def hide_process_group() -> Iterator[None]:
 def patch_collective_wait() -> None:
     """Replace ``torch.distributed.Work.wait`` in this process by a wait that raises CollectiveError, not RuntimeError.
 
-    torch's blocking functions, such as ``all_reduce``, call ``Work.wait``, also in user code. Does not change waits in
-    C++, such as in DistributedDataParallel (see strategies.py) and in functional collectives.
+    torch's blocking functions call it, also in user code. Waits in C++, as in DistributedDataParallel, do not.
     """
 
     def wait(work: dist.Work, timeout: timedelta = GROUP_TIMEOUT) -> bool:
@@ -139,8 +126,7 @@ def patch_collective_wait() -> None:
 def translate_collective_errors(since: float | None = None) -> Iterator[None]:
     """Turn a RuntimeError of the block, which must only wait for other ranks, into a CollectiveError.
 
-    After at least 90 % of ``timeout_seconds`` it is a CollectiveTimeoutError. That time counts from ``since``, a value
-    of ``time.monotonic()``; None: from the start of the block.
+    After 90 % of ``timeout_seconds`` since the time ``since`` (monotonic; None: now) it is a CollectiveTimeoutError.
     """
     begin = time.monotonic() if since is None else since
     try:

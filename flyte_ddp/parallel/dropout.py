@@ -15,19 +15,15 @@ TILE_WORDS = 2**15  # random words made at a time on a CPU thread, so that they 
 
 
 def make_dropout_rank_independent(model: nn.Module, this_pass: TrainingPass) -> None:
-    """Give the model's dropout layers a ``forward`` that draws by the samples of ``this_pass``.
+    """Give the model's dropout layers a ``forward`` that draws by the samples of ``this_pass``; their classes stay.
 
-    Those are torch's dropout layers and torchvision's StochasticDepth in mode "row". Sets the attribute ``forward`` of
-    the layers themselves: their classes stay. Layers with another ``forward``, and scripted modules, stay as they are.
+    Those are torch's dropout layers and torchvision's StochasticDepth in mode "row". Layers with another ``forward``,
+    and scripted modules, stay as they are.
     """
 
     # A pickled model has torch's own layers, because pickle saves a bound method as its object and its name.
     def forward(layer: nn.Module, values: Tensor) -> Tensor:
-        """Return the values [N, ...] with dropout by the samples of ``this_pass``; the input itself without dropout.
-
-        Draws once from torch's CPU generator, except in a compiled model. Changes the input if the layer is
-        ``inplace``. If N is not the number of samples of the pass, draws as the layer's class does.
-        """
+        """Return the values [N, ...] with dropout; if N is not the pass's, draw as the layer's class does."""
         if not layer.training or layer.p == 0.0:
             return values
         if values.shape[:1] != this_pass.keys.shape:
@@ -48,12 +44,7 @@ def make_dropout_rank_independent(model: nn.Module, this_pass: TrainingPass) -> 
 
 
 def drop_values(layer: nn.Module, values: Tensor, states: Tensor) -> Tensor:
-    """Return the values [N, ...] with the layer's dropout; ``states``, int64 [N], begin the samples' random numbers.
-
-    Dropout zeroes each value with probability p and divides the others by 1 - p. Dropout1d to 3d do so with whole
-    channels, StochasticDepth with whole samples. AlphaDropout and FeatureAlphaDropout keep mean 0 and variance 1.
-    Changes the input if the layer is ``inplace``.
-    """
+    """Return the values [N, ...] with the layer's dropout; ``states``, int64 [N], begin the samples' random numbers."""
     p: float = layer.p  # type: ignore[assignment]
     inplace = getattr(layer, "inplace", False)
     keeps_moments = isinstance(layer, (nn.AlphaDropout, nn.FeatureAlphaDropout))
@@ -68,11 +59,7 @@ def drop_values(layer: nn.Module, values: Tensor, states: Tensor) -> Tensor:
 
 
 def count_drawn_dimensions(layer: nn.Module, values: Tensor) -> int:
-    """Return how many leading dimensions, N included, have a random number for each index.
-
-    Values along the other dimensions are dropped together: whole channels for Dropout1d to 3d and FeatureAlphaDropout,
-    whole samples for StochasticDepth. Dropout and AlphaDropout have no other dimensions.
-    """
+    """Return how many leading dimensions, N included, have a random number for each index; the others drop together."""
     if isinstance(layer, (nn.Dropout1d, nn.Dropout3d)):  # they also take a batch without channels
         return 1 if values.dim() == (2 if isinstance(layer, nn.Dropout1d) else 4) else 2
     if isinstance(layer, (nn.Dropout2d, nn.FeatureAlphaDropout)):
@@ -83,7 +70,6 @@ def count_drawn_dimensions(layer: nn.Module, values: Tensor) -> int:
 def draw_mask(states: Tensor, shape: torch.Size, p: float) -> Tensor:
     """Return bool [N, *shape], False with probability p (to 2**-40), for the ``states``, int64 [N], of N samples.
 
-    p is below 1; above 1 - 2**-16 it counts as that. Each value depends on its sample's state and its position alone.
     Needs 4 bytes for each value beside the result on a GPU and when compiled, on a CPU 0.5 MB for each thread.
     """
     # Each 64-bit word of SplitMix64 gives four values 16 bits each. Their probability is a multiple of 2**-16; so each

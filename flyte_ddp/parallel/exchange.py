@@ -23,18 +23,14 @@ class RankExchange:
     """What :func:`across_ranks` needs to know of a training on this rank, and the process group that it uses."""
 
     def __init__(self, refusal: str = "") -> None:
-        """Begin without a process group. ``refusal``: why samples must not be compared; empty: they may be."""
+        """``refusal`` says why samples must not be compared; empty: they may be."""
         self.refusal = refusal
         self.has_samples = True
         self.group: Any = None  # a ProcessGroup
 
     @contextmanager
     def during_losses(self, *, has_samples: bool) -> Iterator[None]:
-        """Make :func:`across_ranks` exchange values in the block, which computes a part's losses.
-
-        ``has_samples`` is False if this rank has no sample of its own, and runs the batch's first one, which must not
-        count.
-        """
+        """Make :func:`across_ranks` exchange values in the block; ``has_samples``: this rank's samples count."""
         global _exchange  # noqa: PLW0603 (a user's function, which calls across_ranks, is not given the training)
         _exchange, self.has_samples = self, has_samples
         try:
@@ -54,18 +50,15 @@ class RankExchange:
 def across_ranks(values: Tensor) -> tuple[Tensor, Tensor]:
     """Return the rows [N, ...] of all ranks' values [n, ...], in the batch's order, and where own rows are, int64 [n].
 
-    For ``losses`` of an objective that compares a batch's samples. Gradients flow back to the ranks that the rows come
-    from, so with one loss for each own sample, and no factor, a step is that of one process. The row of a rank without
-    samples of its own, which computes the batch's first one, is left out. All ranks must call it equally often, and
-    their losses must use the result. Waits for all of them.
+    For ``losses`` of an objective that compares a batch's samples. Gradients flow back to the rows' ranks, so with one
+    loss for each own sample, and no factor, a step is that of one process. All ranks must call it equally often, wait
+    for each other, and use the result in their losses. A rank without samples of its own adds no row.
 
-    On one rank, and in an evaluation, returns the values themselves and 0..n-1. In an evaluation each batch of
-    ``test_batch_size`` is whole on one rank, so that the loss compares its samples, whatever the number of ranks. To
-    compare all samples of a split, use ``measure``, which gets whole columns.
+    On one rank, and in an evaluation, returns the values themselves and 0..n-1: each batch of ``test_batch_size`` is
+    whole on one rank. To compare all samples of a split, use ``measure``, which gets whole columns.
 
-    Raises UserError if a batch is trained in parts or mixed, for values without a first dimension or whose other
-    dimensions differ between ranks, and if several ranks call it while gradients are recorded but no losses computed,
-    such as in a model or in a loop of one's own.
+    Raises UserError if a batch is trained in parts or mixed, or if values have no first dimension or differ in the
+    others. Also raises it outside losses while several ranks record gradients, as in a model or in a loop of one's own.
     """
     if _exchange is None and world_size() > 1 and torch.is_grad_enabled():
         raise UserError(
@@ -97,7 +90,7 @@ class GatheredRows(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, lengths: list[int], group: Any) -> Tensor:
-        """Return the rows [N, ...]: of each rank's values as many as ``lengths`` says, from the first on."""
+        """Return the rows [N, ...]: of each rank's values the first ``lengths[rank]``."""
         ctx.lengths, ctx.group, ctx.shape = lengths, group, values.shape
         own = values.new_zeros(max(lengths), *values.shape[1:])
         own[: lengths[rank()]] = values[: lengths[rank()]]

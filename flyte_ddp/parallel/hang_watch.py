@@ -1,8 +1,7 @@
 """Report that this rank waits for other ranks longer than the time limit, wherever its host code is. For GPUs.
 
-NCCL's collectives do not block the host. The host waits later, without a limit, where it needs a result of the device:
-a number, a copy to ordinary memory, room in the device's queue. Much of that is code of torch or of a user's model. So
-a thread watches the collectives, and not the places where the host may wait.
+NCCL's collectives do not block the host. It waits later, without a limit, wherever it needs a result of the device,
+often in code of torch or of a user's model. So a thread watches the collectives, and not those places.
 """
 
 from __future__ import annotations
@@ -25,10 +24,8 @@ _watch: HangWatch | None = None
 def watch_collectives(limit: float, report: Callable[[BaseException], object], new_event: Callable[[], Any]) -> None:
     """Start a daemon thread that calls ``report`` when a collective of this library takes more than ``limit`` seconds.
 
-    Call it in the rank's main thread, whose stack the report has. Watches blocks of :func:`in_collective` and what
-    :func:`watch_async_collective` gets after this call; no other collectives. The thread ends after ``report`` has got
-    a CollectiveTimeoutError, or without a report when the device has failed. ``new_event`` returns an object with the
-    methods of ``torch.cuda.Event``.
+    Call it in the rank's main thread, whose stack the report has. Ends after one report, or silently when the device
+    has failed. ``new_event`` returns an object with the methods of ``torch.cuda.Event``.
     """
     global _watch  # noqa: PLW0603 (a property of the process, as the process group is)
     _watch = HangWatch(limit, report, new_event)
@@ -68,20 +65,15 @@ class HangWatch:
             left = True
 
     def has_overdue_collective(self) -> bool:
-        """Remove the oldest collectives that have ended; return whether the next one takes longer than the limit."""
         while self.entered and self.entered[0][1]():
             self.entered.popleft()
         return bool(self.entered) and time.monotonic() - self.entered[0][0] > self.limit
 
     def watch_until_overdue(self) -> None:
-        """Poll until a collective is overdue, then call ``report`` with an error that has the main thread's stack.
-
-        Returns without a report if the device has failed, because the rank's main thread gets that failure, too.
-        """
         try:
             while not self.has_overdue_collective():
                 time.sleep(POLL_SECONDS)
-        except RuntimeError:
+        except RuntimeError:  # the device has failed, and the rank's main thread gets that failure, too
             return
         error = CollectiveTimeoutError(f"the GPU waited for other ranks for {self.limit:g} s")
         if (frame := sys._current_frames().get(self.own_thread)) is not None:

@@ -1,7 +1,6 @@
 """Memory that the ranks of one machine share, with a barrier. Linux only.
 
-The memory has no name in a file system. So nothing is left behind however the ranks end, and the size of ``/dev/shm``
-(64 MB in a pod) is no limit.
+It has no name in a file system: nothing is left behind, and the size of ``/dev/shm`` (64 MB in a pod) is no limit.
 """
 
 from __future__ import annotations
@@ -37,9 +36,7 @@ class NodeMemory:
     def __init__(self, size: int) -> None:
         """Map two halves of ``size`` bytes, at least 1. All ranks must call it with the same size.
 
-        Opens sockets from rank 0 to every other rank, which stay open for the barrier. Rank 0 sends the memory through
-        them as an unnamed open file. Raises OSError if the ranks are not on one machine, CollectiveTimeoutError if a
-        rank does not come within the time limit of collectives, PeerGoneError if one has ended.
+        Raises OSError if the ranks are not on one machine, and the errors of :meth:`wait_at_barrier`.
         """
         self.peers: dict[int, socket.socket] = {}
         size = max(size, 1)
@@ -50,7 +47,6 @@ class NodeMemory:
         os.close(file)
 
     def _create_and_send_memory(self, size: int) -> int:
-        """Create an unnamed file, send it to the other ranks by sockets kept in ``peers``, return its descriptor."""
         # A name that starts with \0 is in no file system, and found by processes of the same network namespace only.
         address = f"\0flyte-ddp-{secrets.token_hex(16)}"
         file = os.memfd_create("flyte-ddp")
@@ -67,10 +63,6 @@ class NodeMemory:
         return file
 
     def _receive_memory(self) -> int:
-        """Get rank 0's address by a broadcast, connect, keep the socket in ``peers``; return the memory's descriptor.
-
-        All ranks must take part. Raises TimeoutError after the collectives' limit, ConnectionError if rank 0 has ended.
-        """
         self.peers[0] = peer = create_socket()
         peer.connect(broadcast_object(""))
         peer.send(str(rank()).encode())
@@ -82,8 +74,8 @@ class NodeMemory:
     def wait_at_barrier(self) -> None:
         """Wait until all ranks have called this method; then every rank sees what the others wrote. Change ``turn``.
 
-        Raises CollectiveTimeoutError if a rank does not come within the time limit of collectives, PeerGoneError if a
-        rank has ended.
+        Raises CollectiveTimeoutError if a rank does not come within the collectives' limit, PeerGoneError if one has
+        ended.
         """
         # Every rank sends a message to rank 0 and gets one back: two wake-ups. The backend's barrier takes more.
         steps = [receive_message, send_message] if rank() == 0 else [send_message, receive_message]
@@ -98,23 +90,19 @@ class NodeGather:
     """Gathers a few numbers of all ranks of one machine, faster than gloo. All ranks must create it together."""
 
     def __init__(self, most: int) -> None:
-        """Map the memory; ``most`` is the largest count of numbers that a rank may give at once, equal on all ranks."""
+        """Map the memory; ``most`` is the largest count of numbers of a rank in a call."""
         self.memory = NodeMemory(world_size() * most * torch.float64.itemsize)
         self.places = self.memory.halves.view(torch.float64).view(2, world_size(), most)
 
     def __call__(self, numbers: Tensor) -> Tensor:
-        """Return the fp64 [n] of all ranks as [ranks, n]; n must be equal on all ranks.
-
-        Waits until all ranks have called it; raises the errors of :meth:`NodeMemory.wait_at_barrier`.
-        """
+        """Return the fp64 [n] of all ranks as [ranks, n]; n must be equal on all ranks, which wait for each other."""
         places = self.places[self.memory.turn, :, : numbers.numel()]
         places[rank()] = numbers
         self.memory.wait_at_barrier()
         return places.clone()
 
     def __deepcopy__(self, _: object) -> NodeGather:
-        """Return this object: a copy of a model uses the same memory."""
-        return self
+        return self  # a copy of a model uses the same memory
 
 
 def aligned_sizes(pieces: Sequence[Piece]) -> list[int]:
@@ -132,19 +120,16 @@ def split_memory(memory: Tensor, pieces: Sequence[Piece]) -> list[Tensor]:
 
 
 def create_socket() -> socket.socket:
-    """Return a new socket for messages between processes of one machine, with the time limit of collectives."""
     made = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     made.settimeout(distributed.timeout_seconds)
     return made
 
 
 def send_message(peer: socket.socket) -> None:
-    """Send a message without meaning to the peer."""
     peer.send(b"here")
 
 
 def receive_message(peer: socket.socket) -> bytes:
-    """Return the peer's next message. Raises ConnectionResetError if the peer has ended."""
     if not (message := peer.recv(LONGEST_MESSAGE)):
         raise ConnectionResetError
     return message
@@ -152,10 +137,6 @@ def receive_message(peer: socket.socket) -> bytes:
 
 @contextmanager
 def translate_socket_errors(peer: str, limit: float | None) -> Iterator[None]:
-    """Turn a TimeoutError of the block into CollectiveTimeoutError, a ConnectionError into PeerGoneError.
-
-    ``peer`` names whom the block waits for, ``limit`` is the socket's time limit in seconds; both for the message.
-    """
     try:
         yield
     except TimeoutError:

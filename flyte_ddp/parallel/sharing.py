@@ -25,8 +25,8 @@ from flyte_ddp.parallel import distributed
 class RankBatches(Sampler[list[int]]):
     """A rank's samples of each global batch that is left of an epoch: a ``batch_sampler`` for torch's DataLoader.
 
-    If a global batch has fewer samples than there are ranks, a rank without one gets another rank's, because many
-    models fail on an empty batch, and DistributedDataParallel needs a backward pass on each rank. Its loss factor is 0.
+    A rank without a sample in a batch gets another rank's, with loss factor 0: DistributedDataParallel needs a backward
+    pass on each rank.
     """
 
     def __init__(self, order: ListedOrder, batch_size: int, epoch: int, first: int, place: tuple[int, int]) -> None:
@@ -46,9 +46,8 @@ class RankBatches(Sampler[list[int]]):
     def loss_factors(self) -> Iterator[float]:
         """Yield for each batch the factor for the mean loss of this rank's samples: own samples * ranks / batch's size.
 
-        With it, the average over ranks of loss and gradients is the mean over the global batch. Only the last batch of
-        an epoch can have another factor than 1 where the batch size is a multiple of the number of ranks. A rank whose
-        sample does not count gets 0.0.
+        With it, the average over ranks of loss and gradients is the mean over the global batch. A rank whose sample
+        does not count gets 0.0.
         """
         rank, num_ranks = self.place
         for start in range(self.first * self.batch_size, len(self.order), self.batch_size):
@@ -61,16 +60,14 @@ class EvaluationBatches(Sampler[list[int]]):
     """A rank's batches of an evaluation, as a ``batch_sampler`` for torch's DataLoader: whole batches, maybe none."""
 
     def __init__(self, n: int, batch_size: int, place: tuple[int, int]) -> None:
-        """Cut 0..n-1 into batches, and take those of ``place``: the rank and the number of ranks."""
         own = take_slice(np.arange(steps_per_epoch(n, batch_size)), *place).tolist()
         self.batches = [range(number * batch_size, min((number + 1) * batch_size, n)) for number in own]
 
     def __len__(self) -> int:
-        """Return the number of this rank's batches; it may be 0, and another one on other ranks."""
+        """Return the number of this rank's batches, which may be 0 and differ between ranks."""
         return len(self.batches)
 
     def __iter__(self) -> Iterator[list[int]]:
-        """Yield the samples of each of this rank's batches, ascending."""
         yield from map(list, self.batches)
 
 
@@ -88,18 +85,17 @@ def batches(
 
     Each epoch permutes all of 0..n-1, by ``seed`` and ``epoch`` alone; no sample is dropped or repeated, so the last
     batch may be smaller. Multiply the mean loss of a rank's batch by its :meth:`RankBatches.loss_factors`. Layers that
-    compute over a whole batch, such as BatchNorm, also see samples with factor 0.0. Raises UserError for a number that
-    is out of range.
+    compute over a whole batch, such as BatchNorm, also see samples with factor 0.0. Raises UserError for a number out
+    of range.
 
     Args:
         n: number of samples.
         batch_size: number of samples of a global batch: of all ranks together.
         seed: seed of the order of all epochs.
         epoch: number of the epoch, from 0.
-        first: number of global batches that are done in this epoch, for a resume. All of them leave none.
-        rank: this rank, if not that of torch's process group, or, before there is one, of torchrun's variables RANK and
-            WORLD_SIZE; without these it is 0 of 1. For ranks that share samples in another way, as with tensor
-            parallelism.
+        first: number of global batches that are done in this epoch, for a resume.
+        rank: this rank; None: that of torch's process group, else of torchrun's variable RANK, else 0. Give it where
+            ranks share samples in another way, as with tensor parallelism.
         num_ranks: number of ranks; give both or none.
     """
     require_at_least(1, n=n, batch_size=batch_size)
@@ -116,10 +112,10 @@ def evaluation_batches(
 ) -> EvaluationBatches:
     """Return this rank's batches of an evaluation: all ranks together get each of 0..n-1 once, in ascending order.
 
-    Batches are whole, of ``batch_size`` samples on one rank, and the same whatever the number of ranks, so a sample's
-    result has the same bits. Ranks get different numbers of batches, or none: exchange results after the loop, such as
-    by :func:`sum_over_ranks`, and evaluate ``ddp.module``, as DistributedDataParallel may exchange buffers in each
-    pass. ``rank`` and ``num_ranks`` are as in :func:`batches`. Raises UserError for a number that is out of range.
+    Batches are whole, of ``batch_size`` samples on one rank, so a sample's result has the same bits for any number of
+    ranks. Ranks get different numbers of batches, or none: exchange results after the loop, as by
+    :func:`sum_over_ranks`, and evaluate ``ddp.module``. ``rank`` and ``num_ranks`` are as in :func:`batches`. Raises
+    UserError for a number out of range.
     """
     require_at_least(0, n=n)
     require_at_least(1, batch_size=batch_size)
@@ -129,8 +125,7 @@ def evaluation_batches(
 def sum_over_ranks(values: Tensor) -> Tensor:
     """Add up a tensor over all ranks, in place (CPU for gloo, GPU for NCCL); return it. All ranks must call it.
 
-    Returns it unchanged for one rank without a process group. Raises UserError if torchrun's WORLD_SIZE is above 1 and
-    this process has no process group.
+    Raises UserError if torchrun's WORLD_SIZE is above 1 and this process has no process group.
     """
     if not dist.is_initialized() and (ranks := find_place()[1]) > 1:
         raise UserError(
@@ -148,7 +143,6 @@ def find_place() -> tuple[int, int]:
 
 
 def choose_place(rank: int | None, num_ranks: int | None) -> tuple[int, int]:
-    """Return the given rank and number of ranks, or :func:`find_place`; UserError if they do not fit together."""
     if rank is None and num_ranks is None:
         return find_place()
     if rank is None or num_ranks is None or not 0 <= rank < num_ranks:
@@ -157,7 +151,6 @@ def choose_place(rank: int | None, num_ranks: int | None) -> tuple[int, int]:
 
 
 def require_at_least(least: int, **numbers: int) -> None:
-    """Raise UserError for the first of the named numbers that is less than ``least``."""
     for name, number in numbers.items():
         if number < least:
             raise UserError(f"{name}={number}: must be at least {least}")

@@ -1,8 +1,7 @@
 """Average gradients over the ranks: through memory that a machine's ranks share, or by torch's DistributedDataParallel.
 
-Each rank's loss is a sum, times the number of ranks and divided by the global batch's sample count. Gradients are
-averaged over the ranks. So the last, smaller batch is exact, too. What a model adds to its gradients beside the loss (a
-hook, or a loss of a layer's own) counts once and not once for each rank.
+Each rank's loss is a sum, times the number of ranks and divided by the global batch's sample count; so a smaller last
+batch is exact. What a model adds to its gradients beside the loss (a hook) counts once, not once for each rank.
 """
 
 # No "from __future__ import annotations" here: DDP checks a communication hook's annotations, and wants real types.
@@ -35,16 +34,12 @@ WAITED = "waited"  # clock key: seconds of gradient communication that did not o
 
 
 class GradientSync:
-    """A model whose gradients, after :meth:`average_gradients`, are those of the global batch on every rank.
-
-    This base class is for a single rank, whose gradients are those of the global batch without any exchange.
-    """
+    """A model whose gradients, after :meth:`average_gradients`, are the global batch's; this class is for one rank."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
 
     def __call__(self, inputs: Leaves) -> Any:
-        """Return the model's outputs for this rank's share of a batch."""
         return call_with_leaves(self.model, inputs)
 
     def prepare_backward(self, outputs: Any, loss: Tensor) -> None:
@@ -57,8 +52,7 @@ class GradientSync:
     def average_gradients(self, sums: Tensor) -> Tensor:
         """Average the gradients over the ranks in place; return ``sums`` [1 or 2], fp64, added up over the ranks.
 
-        All ranks must call it after the step's last backward pass. ``sums`` may be overwritten. Here the gradients need
-        no average: there is one rank, or the backward pass has averaged them.
+        All ranks must call it after the step's last backward pass. ``sums`` may be overwritten.
         """
         return sum_over_ranks(sums)
 
@@ -74,12 +68,11 @@ class SharedBucket(NamedTuple):
 class SharedMemorySync(GradientSync):
     """Average gradients through shared memory, for CPU ranks of one machine.
 
-    gloo uses TCP even on one machine, and its threads take cores from the computation. All ranks add gradients in the
-    same order and so get the same bits. The memory grows with the largest parameter, not with the model.
+    gloo would use TCP, and take cores from the computation. Memory grows with the largest parameter, not with the
+    model.
     """
 
     def __init__(self, model: nn.Module, bucket_bytes: int = BUCKET_BYTES) -> None:
-        """Overwrite the model by rank 0's, and map the shared memory. All ranks must call it."""
         super().__init__(model)
         copy_from_rank_0([*model.parameters(), *model.buffers()])
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad and parameter.numel()]
@@ -89,10 +82,6 @@ class SharedMemorySync(GradientSync):
 
     @torch.no_grad()
     def average_gradients(self, sums: Tensor) -> Tensor:
-        """Average the gradients over the ranks in place; return ``sums`` [1 or 2], fp64, added up over the ranks.
-
-        All ranks must call it and wait in :meth:`NodeMemory.wait_at_barrier`. A gradient that no rank has stays None.
-        """
         own = rank()
         for number, parameters in enumerate(self.groups):
             bucket = self.buckets[self.memory.turn][number]
@@ -127,7 +116,6 @@ def create_bucket(parameters: Sequence[nn.Parameter], memory: Tensor) -> SharedB
 
 
 def bucket_layout(parameters: Sequence[nn.Parameter]) -> list[Piece]:
-    """Return the pieces of memory of a bucket: sums, flags and gradients of all ranks."""
     ranks = world_size()
     gradients = [(ranks * parameter.numel(), parameter.dtype) for parameter in parameters]
     return [(2 * ranks, torch.float64), (ranks * len(parameters), torch.bool), *gradients]
@@ -150,10 +138,6 @@ class DDPSync(GradientSync):
     """Average gradients by torch's DistributedDataParallel, on any backend and over machines."""
 
     def __init__(self, model: nn.Module, clock: Clock) -> None:
-        """Wrap the model in DistributedDataParallel, which overwrites it by rank 0's. All ranks must call it.
-
-        Hides three of DDP's warnings in this process.
-        """
         self.clock = clock
         device = next(model.parameters()).device
         self.last_bucket_started: Any = None
@@ -184,9 +168,8 @@ class DDPSync(GradientSync):
     def micro_batch(self, *, last: bool) -> Iterator[None]:
         """Return a context manager for the passes of a micro-batch; ranks exchange gradients only if ``last`` is True.
 
-        ``last``: it is the step's last micro-batch. Adds the wait for the last all-reduce to the clock's WAITED. Raises
-        CollectiveError if an all-reduce has failed, UserError if the backward pass came back to a parameter whose
-        gradient was complete.
+        Raises CollectiveError if an all-reduce has failed, UserError if the backward pass came back to a complete
+        gradient.
         """
         self.last_bucket_started = None
         try:
@@ -211,20 +194,13 @@ class DDPSync(GradientSync):
 
 
 def start_averaging_bucket(sync: DDPSync, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-    """Start the all-reduce of a bucket of gradients, and return the future of their mean over the ranks.
-
-    This is DDP's communication hook. Sets ``sync.last_bucket_started``, and ``sync.failure`` if the all-reduce fails.
-    """
+    """Start the all-reduce of a bucket of gradients, and return the future of their mean over the ranks: DDP's hook."""
     sync.last_bucket_started = sync.clock.start_timing(WAITED)
     begin = time.monotonic()
     work: Any = dist.all_reduce(bucket.buffer(), async_op=True)
     watch_async_collective(work)  # the backward pass may wait for it, as DDP asks which parameters any rank has used
 
     def divide_sum(done: torch.futures.Future[Any]) -> Tensor:
-        """Return the mean: the finished all-reduce's sum, divided in place by the number of ranks.
-
-        If the all-reduce has failed, raises CollectiveError, and keeps it in ``sync.failure``.
-        """
         try:
             with distributed.translate_collective_errors(begin):
                 total: Tensor = done.value()[0]
@@ -240,12 +216,10 @@ def start_averaging_bucket(sync: DDPSync, bucket: GradBucket) -> torch.futures.F
 class HooksSync(GradientSync):
     """Average gradients by one all-reduce for each parameter, started during the backward pass: DDP without buckets.
 
-    All ranks start the all-reduces in the same order, from the last parameter to the first. In the order of
-    computation, ranks that use different parameters would average gradients of different parameters.
+    All ranks start them in one order, from the last parameter to the first, as ranks may use different parameters.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        """Overwrite the model by rank 0's, and add a hook of autograd to each parameter. All ranks must call it."""
         super().__init__(model)
         copy_from_rank_0([*model.parameters(), *model.buffers()])
         self.order = [parameter for parameter in model.parameters() if parameter.requires_grad][::-1]
@@ -256,11 +230,7 @@ class HooksSync(GradientSync):
             parameter.register_post_accumulate_grad_hook(partial(self.start_ready_all_reduces, place))  # type: ignore[no-untyped-call]
 
     def start_ready_all_reduces(self, place: int, _: Tensor) -> None:
-        """Record that the gradient of ``order[place]`` is complete; start all-reduces in order, up to a missing one.
-
-        Called by autograd. Does nothing before the last micro-batch. Raises UserError if this gradient's all-reduce has
-        been started before.
-        """
+        """Record that the gradient of ``order[place]`` is complete; start all-reduces in order, up to a missing one."""
         if self.last:
             if place < len(self.started):
                 raise repeated_gradient_error("hooks", "use_reentrant=False")
@@ -269,22 +239,17 @@ class HooksSync(GradientSync):
                 self.start_next_all_reduce()
 
     def start_next_all_reduce(self) -> None:
-        """Start the all-reduce of the next parameter in the order; a missing gradient is set to zeros before."""
         parameter = self.order[len(self.started)]
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
         self.started.append(dist.all_reduce(parameter.grad, async_op=True))
 
     def micro_batch(self, *, last: bool) -> AbstractContextManager[None]:
-        """Return a context manager that does nothing; hooks may start all-reduces from now on if ``last`` is True."""
+        """Let hooks start all-reduces from now on if ``last`` is True; the context manager does nothing."""
         self.last = last
         return nullcontext()
 
     def average_gradients(self, sums: Tensor) -> Tensor:
-        """Start missing all-reduces, wait for all, and average the gradients; return ``sums`` added up over the ranks.
-
-        All ranks must call it. Works in place. A gradient that no rank has becomes None, as on one rank.
-        """
         # Read before missing gradients become zeros: a parameter that no rank has used must not be updated.
         has_gradient = torch.tensor([parameter.grad is not None for parameter in self.order], dtype=torch.int32)
         has_gradient = copy_to_device(has_gradient, sums.device)
@@ -305,7 +270,6 @@ class HooksSync(GradientSync):
 
 
 def repeated_gradient_error(strategy: str, fix: str) -> UserError:
-    """Return the error for a backward pass that comes back to a parameter after its all-reduce has started."""
     return UserError(
         f"strategy={strategy!r}: the backward pass added to a gradient that was complete, as with "
         f"torch.utils.checkpoint(use_reentrant=True); each gradient must be computed once; use {fix}"
@@ -315,8 +279,7 @@ def repeated_gradient_error(strategy: str, fix: str) -> UserError:
 def create_gradient_sync(model: nn.Module, strategy: str, clock: Clock) -> GradientSync:
     """Return the model wrapped by a gradient strategy: ``ddp``, ``shared_memory`` or ``hooks``; none for a single rank.
 
-    All ranks must call it: overwrites the model with rank 0's. ``shared_memory`` maps memory, ``hooks`` adds autograd's
-    hooks, ``ddp`` hides three warnings, and adds to ``clock`` the seconds that backward passes wait for other ranks.
+    All ranks must call it: overwrites the model with rank 0's. ``ddp`` adds to ``clock`` the waits for other ranks.
     """
     if world_size() == 1:
         return GradientSync(model)
@@ -326,10 +289,7 @@ def create_gradient_sync(model: nn.Module, strategy: str, clock: Clock) -> Gradi
 
 
 def compile_model(model: nn.Module) -> nn.Module:
-    """Return the model wrapped by torch.compile, but keep BatchNorm layers that exchange between ranks uncompiled.
-
-    Compiles at the first call. Replaces ``forward`` of the uncompiled layers; each is a graph break.
-    """
+    """Return the model wrapped by torch.compile, but keep BatchNorm layers that exchange between ranks uncompiled."""
     for layer in filter(is_synchronised, model.modules()):
         function = cast("MethodType", layer.forward).__func__
         layer.forward = MethodType(torch.compiler.disable(function), layer)  # type: ignore[no-untyped-call,unused-ignore]

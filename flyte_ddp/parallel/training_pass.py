@@ -22,7 +22,7 @@ class TrainingPass:
     """The samples of a model's current pass, and their random numbers; BatchNorm and dropout layers refer to it."""
 
     def __init__(self, *, may_draw: bool = True) -> None:
-        """Begin with no samples. If the model never draws random numbers (``may_draw`` False), nothing is seeded."""
+        """If the model never draws random numbers (``may_draw`` False), nothing is seeded."""
         self.may_draw = may_draw  # seeding, and looking for draws, takes some 15 microseconds a pass
         self.has_dropout = False  # whether layers call begin_call, so that they need keys
         self.keys = torch.zeros(0, dtype=torch.int64)
@@ -40,9 +40,8 @@ class TrainingPass:
     ) -> None:
         """Set the samples [N] of the next pass; seed the global generators of torch (CPU and GPU), Python and NumPy.
 
-        The seed depends on ``seed``, ``epoch`` and the first sample. So a model that draws from these generators draws
-        the same numbers after a resume. ``has_samples`` is False if this rank has no sample of its own, and runs
-        another rank's sample that must not count. If ``may_draw`` is False, sets only ``has_samples``.
+        The seed depends on ``seed``, ``epoch`` and the first sample, so that a resume draws the same numbers.
+        ``has_samples`` is False if this rank runs another rank's sample, which must not count.
         """
         self.has_samples = has_samples
         if not self.may_draw:
@@ -68,8 +67,7 @@ class TrainingPass:
     def finish_pass(self) -> None:
         """Set ``model_draws`` if the model itself has drawn from a global generator in its forward or backward pass.
 
-        Such numbers depend on how samples are dealt to ranks. Draws up to one number from each generator on the CPU.
-        Does not notice a model that restores the random state (``fork_rng``).
+        A model that restores the random state (``fork_rng``) is not noticed.
         """
         if not self.may_draw or self.model_draws:
             return
@@ -77,12 +75,7 @@ class TrainingPass:
         self.model_draws = on_gpu or self.generators.draw_from_each() != self.reference.draw_from_each()
 
     def begin_call(self) -> Tensor:
-        """Return int64 [N]: what the random numbers of a dropout layer's call begin with, for each sample of this pass.
-
-        Depends on seed, epoch, sample and which call of the pass this is. Draws once from torch's CPU generator. If it
-        is in the state of an earlier call, as when torch.utils.checkpoint runs a block again, returns that call's.
-        Compiled code draws nothing. Raises UserError in a backward pass that runs compiled code again.
-        """
+        """Return int64 [N]: for each sample what the random numbers of this call of a dropout layer begin with."""
         return self.keys + (self.count_call() << 32) * GOLDEN
 
     def count_call(self) -> Tensor:
@@ -115,17 +108,14 @@ class Generators(NamedTuple):
     numpy_generator: Any
 
     def seed_each(self, seed: int) -> None:
-        """Seed each generator with ``seed``; NumPy's with its last 32 bits."""
         self.torch_generator.manual_seed(seed)  # torch.manual_seed takes 200 us, as it looks for all kinds of devices
         self.python_generator.seed(seed)
         self.numpy_generator.seed(seed % 2**32)
 
     def draw_from_each(self) -> tuple[int, int, float]:
-        """Return one random number of each generator."""
         return self.draw_from_torch(), self.python_generator.getrandbits(32), self.numpy_generator.random_sample()
 
     def draw_from_torch(self) -> int:
-        """Return 63 random bits of torch's generator."""
         return int(torch.empty((), dtype=torch.int64, device="cpu").random_(generator=self.torch_generator).item())
 
 

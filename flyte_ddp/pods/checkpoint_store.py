@@ -1,9 +1,7 @@
 """A run's checkpoints in the blob store, for the next attempt at the run and for other executions of the same run.
 
-Each attempt writes files under names of its own, so that two attempts at the same time never mix. An attempt resumes
-from the newest readable checkpoint of any attempt. The files of a run are
-BASE/RUN/EXECUTION/KIND-ATTEMPT-STEP-EPOCH-TIME. A checkpoint has the kind SAVED. The other kinds are notes of a few
-bytes that tell later attempts how this one ended.
+An attempt writes files of its own, BASE/RUN/EXECUTION/KIND-ATTEMPT-STEP-EPOCH-TIME, and resumes from the newest
+readable checkpoint of any attempt. Kinds other than SAVED are notes of a few bytes that tell how an attempt ended.
 """
 
 import posixpath
@@ -49,12 +47,10 @@ class RunFile(NamedTuple):
 
     @property
     def address(self) -> str:
-        """Address of the file."""
         return f"{self.folder}/{'-'.join(map(str, self[1:]))}"
 
     @property
     def execution(self) -> str:
-        """Id of the execution that wrote the file."""
         return posixpath.basename(self.folder)
 
 
@@ -81,10 +77,8 @@ class CheckpointStore:
     def download_newest_checkpoint(self, path: Path) -> Checkpoint | None:
         """Return the newest readable checkpoint, of the blob store or of the folder of ``path``; None if there is none.
 
-        Downloads it to ``path``, unless the folder has one that is as new. Prints retries, which checkpoint is used,
-        and which ones cannot be read. Raises UserError if the blob store refuses access, if there are checkpoints and
-        none can be read, or if earlier attempts made no progress; UnreachableError if the blob store does not answer in
-        4 tries, or if another attempt replaced the checkpoints during the download.
+        Downloads it to ``path``, unless the folder has one that is as new. Raises UserError if the store refuses
+        access, no checkpoint can be read, or earlier attempts made no progress; UnreachableError if it does not answer.
         """
         try:
             files = self.retry_on_outage(self.folder, lambda _: self.list_files_newest_first())
@@ -98,10 +92,7 @@ class CheckpointStore:
         return newest
 
     def retry_on_outage(self, address: str, action: Callable[[str], Result]) -> Result:
-        """Return ``action(address)``, in up to 4 tries, with pauses of up to 4 s, if the blob store does not answer.
-
-        Prints why it waits. Raises UnavailableError if the blob store refuses, UnreachableError if it answers no try.
-        """
+        """Return ``action(address)``, in up to 4 tries; raise UnreachableError if the blob store answers none."""
         try:
             return storage.retry(address, action, lambda note: print(f"checkpoints: {note}", flush=True))
         except UnavailableError as error:
@@ -110,9 +101,9 @@ class CheckpointStore:
             raise UnreachableError(f"checkpoints in {address}: {error}; the same run will try again") from error
 
     def list_files_newest_first(self) -> list[RunFile]:
-        """List the run's files in the blob store, without retries, and return them, highest step first.
+        """Return the run's files, highest step first, without those of other executions that have a result.
 
-        With ``from_scratch`` leaves out the files of all other executions, otherwise of those that have a result.
+        With ``from_scratch`` leaves out the files of all other executions.
         """
         files = list_run_files(self.folder)
         ignored = {file.execution for file in files if file.kind == DONE or self.from_scratch} - {self.execution}
@@ -120,11 +111,7 @@ class CheckpointStore:
         return sorted(files, key=lambda file: (file.step, file.epoch, file.time), reverse=True)
 
     def download_newest_readable(self, files: list[RunFile], path: Path) -> Checkpoint | None:
-        """Return the newest readable checkpoint, of ``files`` or of the folder of ``path``; None if there is none.
-
-        Downloads ``files``, which are ordered newest first, in turn to ``path`` until one can be read or is as old as
-        the folder's. Prints and raises what :meth:`download_newest_checkpoint` does, except about attempts.
-        """
+        """Return the newest readable checkpoint, of ``files``, newest first, or of the folder of ``path``, or None."""
         # Only a pod whose ranks Elastic has restarted has checkpoints in its folder.
         newest, unreadable = checkpoint.verify_checkpoints(path.parent)
         reasons = {str(local): reason for local, reason in unreadable.items()}
@@ -158,9 +145,7 @@ class CheckpointStore:
     def download_checkpoint(self, address: str, path: Path) -> Checkpoint:
         """Download a checkpoint, verify it, replace the file ``path`` by it, and return it.
 
-        Raises UnavailableError if the blob store refuses (MissingError if it has no such file), UnreachableError if it
-        does not answer in 4 tries, UnreadableError if the checkpoint is damaged or of another release's format, and
-        OSError if it cannot be written; ``path`` then stays as it was.
+        Raises UnreadableError, and leaves ``path``, if the checkpoint is damaged or of another release's format.
         """
         temporary = path.with_name(f".{path.name}.tmp")
         try:
@@ -174,11 +159,10 @@ class CheckpointStore:
             temporary.unlink(missing_ok=True)
 
     def refuse_futile_attempt(self, files: list[RunFile], step: int) -> None:
-        """Raise UserError if too many earlier attempts of this execution began at ``step`` or later and ended in vain.
+        """Raise UserError if earlier attempts of this execution began at ``step`` or later and ended in vain.
 
-        Too many are two in which a rank failed, or which had time to save a checkpoint and saved none; or five that
-        left no note of how they ended. Attempts that were told to stop, could not reach something, or launched no ranks
-        do not count. ``files`` are the run's in the blob store, newest first. Downloads a note for the error's text.
+        Two failed, or had time to save and saved nothing; or five left no note of how they ended. Those that were told
+        to stop, or launched no ranks, do not count. ``files`` are the run's in the blob store, newest first.
         """
         attempts: dict[int, dict[str, RunFile]] = defaultdict(dict)
         # An attempt that Elastic restarted has several starts. The last in the list has the lowest step, and counts.
@@ -204,16 +188,13 @@ class CheckpointStore:
             )
 
     def record_attempt_start(self, step: int) -> None:
-        """Write a note that the attempt has its data and launches its ranks, which resume after ``step``.
-
-        Raises UnreachableError if the blob store does not answer in 4 tries, UnavailableError if it refuses.
-        """
+        """Write a note that the attempt launches its ranks, after ``step``; UnreachableError after 4 tries."""
         self.retry_on_outage(self.folder, lambda _: self.write_note(STARTED, step))
 
     def upload_checkpoint(self, path: Path) -> None:
         """Verify and upload a checkpoint, without a retry; then delete this execution's checkpoints but the 2 newest.
 
-        Raises FileNotFoundError if there is no file ``path``, UnreadableError if it is damaged, and UnavailableError.
+        Raises FileNotFoundError without a file ``path``, UnreadableError if it is damaged, and UnavailableError.
         """
         header = checkpoint.read_checkpoint(path)
         if header is None:
@@ -222,41 +203,33 @@ class CheckpointStore:
         self.delete_older_checkpoints(KEPT_CHECKPOINTS)
 
     def record_attempt_end(self, error: BaseException | None) -> None:
-        """Write a note to the blob store that this attempt ended by ``error``, or with a result if ``error`` is None.
-
-        After a result, deletes all but the newest checkpoint of this execution. Writes nothing for a RankLostError:
-        without a note the attempt counts as lost. Does not retry; raises UnavailableError.
-        """
+        """Write a note that this attempt ended by ``error``, or with a result (None); nothing for a RankLostError."""
         if error is None:
             self.write_note(DONE)
             self.delete_older_checkpoints(1)  # this pod may be lost before the platform has the result
         elif isinstance(error, OutOfMemoryError):
             self.write_note(FAILED, text=f"{error}; {self.memory_advice}")
-        elif not isinstance(error, RankLostError):
+        elif not isinstance(error, RankLostError):  # without a note the attempt counts as lost
             self.write_note(FAILED if isinstance(error, RankError) else ENDED, text=str(error))
 
     def write_note(self, kind: str, step: int = 0, text: str = "") -> None:
-        """Write a small file of this attempt, which holds ``text``, or ``kind`` if that is empty. Does not retry."""
         content = text or kind  # some stores take no empty file
         storage.write_file(self.new_file_address(kind, step), content.encode(errors="replace"))
 
     def new_file_address(self, kind: str, step: int, epoch: int = 0, written: float | None = None) -> str:
-        """Return the address for a file of this attempt that was ``written`` then (None: now)."""
         seconds = int(time.time() if written is None else written)
         return RunFile(f"{self.folder}/{self.execution}", kind, self.attempt, step, epoch, seconds).address
 
     def delete_older_checkpoints(self, kept: int) -> None:
-        """Delete this execution's checkpoints except the ``kept`` newest; ignore errors of the blob store."""
         with suppress(UnavailableError):
             files = self.list_files_newest_first()
             mine = [file for file in files if (file.execution, file.kind) == (self.execution, SAVED)]
             delete_run_files(mine[kept:])
 
     def delete_abandoned_files(self, seconds: float) -> None:
-        """Delete the files, of all runs in this project and domain, that nobody needs any more; ignore all errors.
+        """Delete old files of all runs in this project and domain for up to ``seconds``, and ignore all errors.
 
-        Such files are older than ``days``, or of an execution that has had a result for DONE_SECONDS (an hour). Begins
-        no deletion when ``seconds`` have passed, but waits for the list of files and for a deletion that has begun.
+        They are older than ``days``, or of an execution that has had a result for an hour.
         """
         now, deadline = time.time(), time.monotonic() + seconds
         with suppress(Exception):  # the next pod repeats what fails
@@ -269,7 +242,6 @@ class CheckpointStore:
 
 
 def list_run_files(folder: str) -> list[RunFile]:
-    """List the files below a folder, and return what the addresses of runs' files say; [] if there is no folder."""
     with suppress(MissingError):  # for a path only: a missing prefix of a bucket is empty
         files = [parse_run_file(f"{folder}/{entry.name}") for entry in storage.list_files(folder)]
         return [file for file in files if file is not None]
@@ -277,6 +249,5 @@ def list_run_files(folder: str) -> list[RunFile]:
 
 
 def delete_run_files(files: list[RunFile]) -> None:
-    """Delete files; stop without an error if the blob store refuses or does not answer, or if a file is missing."""
     with suppress(UnavailableError):
         storage.delete_files([file.address for file in files])

@@ -37,18 +37,14 @@ def refuse_unresolvable_host_name() -> None:
 
 
 def has_rank_0() -> bool:
-    """Return whether this pod has rank 0: it is the job's only pod, or the host of Elastic's store by its variable."""
+    """Return whether this pod has rank 0: it is the job's only pod, or the host of Elastic's store."""
     host, _, _ = os.environ.get(STORE_VARIABLE, "").rpartition(":")
     return host in ("", socket.gethostname())
 
 
 @contextmanager
 def add_step_to_error(run_version: str) -> Iterator[None]:
-    """Add to an error of a local run the step of the run's newest checkpoint, after which the same run would resume.
-
-    Replaces a StoppedError by a new one; changes a RankError in place, and writes its details to a file in the run
-    folder; gives a KeyboardInterrupt a text. Leaves other errors, and all in a pod.
-    """
+    """Add to an error of a local run the step of the run's newest checkpoint, after which the same run would resume."""
     try:
         yield
     except BaseException as error:
@@ -63,11 +59,7 @@ def add_step_to_error(run_version: str) -> Iterator[None]:
 
 @contextmanager
 def prepare_for_workers(root: Path) -> Iterator[None]:
-    """Put ``root`` first in sys.path for the block; let child processes write into this thread's run folders.
-
-    Sets FLYTE_DDP_HELD_FOR_CHILDREN in this process's environment, with the run folders that this thread has reserved,
-    and removes it at the end.
-    """
+    """Put ``root`` first in sys.path for the block; let child processes write into this thread's run folders."""
     variables = reserved_folders_variable()
     os.environ.update(variables)
     sys.path.insert(0, str(root))
@@ -81,13 +73,11 @@ def prepare_for_workers(root: Path) -> Iterator[None]:
 
 @contextmanager
 def end_after_rank_0(ended_without_outputs: type[BaseException]) -> Iterator[None]:
-    """Let this pod of a PyTorchJob, if the block raises, end only after rank 0's pod; do nothing if it is the only pod.
+    """Let this pod of a PyTorchJob, if the block raises, end only after rank 0's pod, which may still upload.
 
-    The operator deletes the other pods when rank 0's pod ends, which may upload for a while. So after an exception in
-    another pod, such as ``ended_without_outputs``, this process sleeps at its exit up to UPLOAD_SECONDS (600 s). After
-    SIGTERM, or if Elastic's store is gone, prints so and ends this process at once, without an error for the platform,
-    and the operator starts another pod. Imports torch, and replaces its DynamicRendezvousHandler.next_rendezvous for
-    the block. Raises UnreachableError if too few pods join within FLYTE_DDP_MEET_SECONDS.
+    After an exception in another pod, such as ``ended_without_outputs``, this process sleeps at its exit up to 600 s.
+    After SIGTERM, or if Elastic's store is gone, it ends at once, and the operator starts another pod. Raises
+    UnreachableError if too few pods join within FLYTE_DDP_MEET_SECONDS.
     """
     from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -120,16 +110,15 @@ def end_after_rank_0(ended_without_outputs: type[BaseException]) -> Iterator[Non
 
 @contextmanager
 def publish_address_each_time() -> Iterator[None]:
-    """Replace torch's DynamicRendezvousHandler.next_rendezvous for the block: rank 0 publishes its address each time.
+    """Have rank 0 publish its address at each rendezvous in the block, for pods that replace a lost one.
 
-    torch's own publishes the address at the first rendezvous alone. A pod that replaces a lost pod would wait for it.
+    torch's own handler, which is replaced in the whole process, publishes it at the first rendezvous alone.
     """
     from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler as Handler
 
     original = Handler.next_rendezvous
 
     def next_rendezvous(handler: Handler) -> Any:
-        """Forget the address that was published, and join the next rendezvous."""
         handler._bootstrap_store_info = None
         return original(handler)
 
@@ -141,16 +130,12 @@ def publish_address_each_time() -> Iterator[None]:
 
 
 def exit_for_replacement(reason: str, code: int) -> NoReturn:
-    """Print a reason to stderr and end this process at once with an exit code, so that the operator replaces this pod.
-
-    The platform gets no error: for it this attempt of the task goes on. Runs no ``finally`` block and no handler that
-    is registered with atexit.
-    """
+    """Print a reason to stderr and end this process at once, so that the operator replaces this pod."""
     print(f"{reason}; the operator starts another one in this one's place", file=sys.stderr, flush=True)
-    os._exit(code)
+    os._exit(code)  # the platform gets no error: for it this attempt of the task goes on
 
 
 def wait_for_deletion() -> None:
-    """Sleep for UPLOAD_SECONDS (600 s), so that rank 0's pod can upload; SIGTERM ends this process with code 0."""
+    """Sleep for 600 s, so that rank 0's pod can upload; SIGTERM ends this process with code 0."""
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
     time.sleep(UPLOAD_SECONDS)

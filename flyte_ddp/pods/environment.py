@@ -32,11 +32,9 @@ REPORT_SECONDS = 5  # of a pod's time to stop, to report to the platform
 
 
 def pod_environment() -> dict[str, str]:
-    """Return the environment variables that a registration gives to every pod, from this process's environment.
+    """Return the environment variables that a registration gives to every pod.
 
-    Among them are the profile's name and its number of GPUs, the number of nodes, and a digest of the library's
-    sources, which are read. Raises UserError for an unknown profile, or an address that contains a user name or
-    password; checks no other values.
+    Raises UserError for an unknown profile, or an address that contains a user name or password.
     """
     return {
         CODE_VARIABLE: package_digest(),
@@ -50,16 +48,13 @@ def pod_environment() -> dict[str, str]:
 def training_environment() -> dict[str, str]:
     """Return a training pod's variables: those of every pod, limits of cache and shutdown, and settings of training.
 
-    Half of the profile's grace period is for writing the last checkpoint, half for ending the ranks and uploading the
-    checkpoint. FLYTE_DDP_WANDB_SECRET is the name of wandb's secret, or off. A setting in this process's environment
-    replaces the value made here. Raises UserError if the secret's name is not group/key, and the UserErrors of
-    :func:`pod_environment`.
+    A setting in this process's environment replaces the value made here. Raises pod_environment's UserErrors.
     """
     grace = chosen_profile().grace_seconds
     return {
         **pod_environment(),
         **cache_limit_variable(),
-        "FLYTE_DDP_SAVE_SECONDS": str(grace // 2),
+        "FLYTE_DDP_SAVE_SECONDS": str(grace // 2),  # the rest is for ending the ranks, and uploading the checkpoint
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(grace - REPORT_SECONDS),
         SECRET_VARIABLE: "/".join(wandb_secret_id() or ("off",)),
         **registered_settings(TRAINING_PODS),
@@ -67,24 +62,19 @@ def training_environment() -> dict[str, str]:
 
 
 def cache_limit_variable() -> dict[str, str]:
-    """Return FLYTE_DDP_CACHE_BYTES, the limit of a pod's cache of shards: this process's, or half of the pod's disk.
-
-    Raises UserError for an unknown profile.
-    """
+    """Return the limit of a pod's cache of shards: this process's FLYTE_DDP_CACHE_BYTES, or half of the pod's disk."""
     disk = parse_bytes(chosen_profile().ephemeral_storage)
     return {CACHE_VARIABLE: os.environ.get(CACHE_VARIABLE) or str(disk // 2)}
 
 
 def registry_variable() -> dict[str, str]:
-    """Return FLYTE_DDP_REGISTRY, the address of the registry of models: as set at registration, or empty."""
     return {REGISTRY_VARIABLE: read_text(REGISTRY_VARIABLE)}
 
 
 def registered_settings(kind: str = "") -> dict[str, str]:
-    """Return the settings of this process's environment that a registration gives to pods, ordered by name.
+    """Return the settings that a registration gives to pods, ordered by name; with ``kind`` only those for such pods.
 
-    With ``kind``, such as ALL_PODS, returns only the settings for that kind of pods. Raises UserError if any setting is
-    an address with a user name or a password, which anybody who sees the pod could read.
+    Raises UserError for an address with a user name or a password, which anybody who sees the pod could read.
     """
     left_here, settings = list_settings_left_here(), {}
     for name, variable in sorted(read_variable_table().items()):
@@ -105,10 +95,7 @@ def list_settings_left_here() -> list[str]:
 
 
 def check_registration() -> None:
-    """Print to stderr which settings of this environment no pod is given; raise UserError for an unknown variable.
-
-    Unknown is a variable that begins with FLYTE_DDP_ and is not in variables.toml.
-    """
+    """Print which settings no pod is given; raise UserError for a FLYTE_DDP_ variable that is not in variables.toml."""
     known = [name for name in read_variable_table() if name.startswith("FLYTE_DDP_")]
     for name in sorted(os.environ):
         if name.startswith("FLYTE_DDP_") and name not in known and name not in load_variables_file()["internal"]:
@@ -118,10 +105,7 @@ def check_registration() -> None:
 
 
 def settings_digest() -> dict[str, str]:
-    """Return FLYTE_DDP_SETTINGS, a digest of all variables of pods; a registration's version depends on it.
-
-    Raises the UserErrors of :func:`pod_environment`.
-    """
+    """Return FLYTE_DDP_SETTINGS, a digest of all variables of pods; a registration's version depends on it."""
     variables = registered_settings() | pod_environment()
     text = "\n".join(f"{name}={value}" for name, value in sorted(variables.items()))
     return {"FLYTE_DDP_SETTINGS": hashlib.sha256(text.encode()).hexdigest()[:12]}
@@ -130,9 +114,9 @@ def settings_digest() -> dict[str, str]:
 def wandb_secret_id() -> tuple[str, str] | None:
     """Return group and key of the platform's secret that holds wandb's key; None if pods get no secret.
 
-    FLYTE_DDP_WANDB_SECRET names the secret, or is ``off``; raises UserError if it has another form than group/key.
-    Without the variable only pods with GPUs get the secret wandb/api_key: pods without GPUs are mostly for trials.
+    FLYTE_DDP_WANDB_SECRET names it as group/key, or is ``off``. Raises UserError if it has another form.
     """
+    # Pods without GPUs are mostly for trials.
     name = read_text(SECRET_VARIABLE) or (DEFAULT_SECRET if chosen_profile().gpus else "off")
     if name == "off":
         return None
@@ -143,10 +127,7 @@ def wandb_secret_id() -> tuple[str, str] | None:
 
 
 def refuse_unregistered_code() -> None:
-    """Raise UserError if this pod's copy of the library, whose sources are read, is not the registered one.
-
-    So no result of an outdated copy gets into the platform's cache. Does nothing without FLYTE_DDP_CODE, the digest.
-    """
+    """Raise UserError if this pod's copy of the library is not the registered one: its results would be cached."""
     registered = os.environ.get(CODE_VARIABLE)
     if registered is not None and registered != (here := package_digest()):
         raise UserError(

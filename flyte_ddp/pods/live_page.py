@@ -25,12 +25,10 @@ Render = Callable[[str, bool], str]  # why the run has failed, or "", and whethe
 def publish_page_while_running(
     platform: Platform, render: Render, *, title: str = FUNCTION_TITLE, placeholder: str = FUNCTION_PLACEHOLDER
 ) -> Iterator[None]:
-    """Publish a pod's page ``title`` every PAGE_SECONDS (30 s) during the block, and at its end; do nothing locally.
+    """Publish a pod's page ``title`` every 30 s during the block, and at its end; do nothing locally.
 
-    ``render`` is called in a thread for each page. Until it has returned one, ``placeholder`` is published; if it
-    raises later, the page before. The last page is rendered after the block, or after an exception in it, with the
-    exception's text. Errors of rendering and uploading are ignored. The end of the block waits up to 10 s for the last
-    page.
+    ``render`` is called in a thread; until it has returned a page, ``placeholder`` is published. Ignores errors. The
+    end of the block waits up to 10 s for the last page.
     """
     if not is_in_pod():
         yield
@@ -38,7 +36,6 @@ def publish_page_while_running(
     ended, failure = threading.Event(), ""
 
     def publish_pages() -> None:
-        """Render and upload a page every PAGE_SECONDS until ``ended`` is set, then the last page."""
         page, is_last = placeholder, False
         while not is_last:
             is_last = ended.is_set()
@@ -60,13 +57,9 @@ def publish_page_while_running(
 
 
 def publish_report_while_training(platform: Platform, run_folder: Path) -> AbstractContextManager[None]:
-    """Publish a pod's report of its training by :func:`publish_page_while_running`.
-
-    The last page is the finished report; after an exception, the report so far with the error.
-    """
+    """Publish a pod's report of its training; the last page is the finished report, or one with the error."""
 
     def render(failure: str, is_last: bool) -> str:
-        """Read the finished report of a training that has ended without failure, else render the report so far."""
         if is_last and not failure:
             return (run_folder / "report.html").read_text(encoding="ascii")
         return report.render_report(run_folder / UNFINISHED, run_folder.name, failure)
@@ -75,5 +68,4 @@ def publish_report_while_training(platform: Platform, run_folder: Path) -> Abstr
 
 
 def publish_function_page(platform: Platform, folder: Path, name: str) -> AbstractContextManager[None]:
-    """Publish the page ``name`` of an own function's run in a pod by :func:`publish_page_while_running`."""
     return publish_page_while_running(platform, lambda failure, _: render_function_page(folder, name, failure))

@@ -1,8 +1,7 @@
 """Where tasks put their files: in the runs folder locally, where they stay, and in the pod's own folder on a cluster.
 
-Locally Flyte's cache remembers paths, for all clones on a machine together. Each folder therefore has a token: a random
-text that is part of the cache key, and is replaced when files of the folder are missing. So the cache never answers a
-second clone, or a run whose folder was deleted, with paths that are not there.
+Locally Flyte's cache remembers paths, for all clones on a machine together. So a random token of each folder is part of
+the cache key. It is replaced when files are missing, so that no cached path leads to a missing file.
 """
 
 import itertools
@@ -21,10 +20,7 @@ from flyte_ddp.settings import read_text, runs_folder
 
 
 def resolve_folder(name: str) -> Path:
-    """Return the path of a run's or data set's folder: in the runs folder, or in a pod in its pod_folder.
-
-    Does not make the folder. A token after an @ in the name is ignored.
-    """
+    """Return the path of a run's or data set's folder; ignore a token after an @ in the name."""
     return (pod_folder() if is_in_pod() else runs_folder()) / name.partition("@")[0]
 
 
@@ -45,11 +41,9 @@ def registry_address() -> str:
 
 
 def reserve_run(platform: Platform, name: str) -> str:
-    """Lock a local run's folder for this thread, and return the run's name; in a pod only return ``name``.
+    """Lock a local run's folder, or NAME-2, NAME-3 and so on, for this thread, and return its name; in a pod ``name``.
 
-    If another process or run has locked the folder, prints so and tries NAME-2, NAME-3 and so on. Moves a complete
-    run's files from ``unfinished`` to the folder. If the folder then holds a result and no retraining was requested, no
-    training follows: unlocks it again. Raises UserError if the lock cannot be written.
+    If the folder holds a result and no retraining was requested, unlocks it again: no training follows.
     """
     if is_in_pod():
         return name
@@ -67,8 +61,7 @@ def reserve_run(platform: Platform, name: str) -> str:
 def add_folder_token(name: str, *, complete: bool) -> str:
     """Return NAME@TOKEN for a local folder of that name; in a pod only return ``name``.
 
-    The token is stored in a file of ``.tokens`` in the runs folder. Writes a new token if there is none, or if the
-    folder is not ``complete``: cached results then name missing files. Raises UserError if the file cannot be written.
+    Writes a new token into ``.tokens`` if there is none, or if the folder is not ``complete``.
     """
     if is_in_pod():
         return name
@@ -82,10 +75,7 @@ def add_folder_token(name: str, *, complete: bool) -> str:
 
 @contextmanager
 def make_dated_folder(prefix: str) -> Iterator[Path]:
-    """Make a folder PREFIX-TIME-RANDOM, yield its path, and remove the folder after the block if it is empty.
-
-    Makes it in the runs folder, or in a pod in the pod's own folder. Raises UserError if it cannot be made.
-    """
+    """Make a folder PREFIX-TIME-RANDOM, yield its path, and remove the folder after the block if it is empty."""
     folder = resolve_folder(f"{prefix}-{datetime.now(UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(2)}")
     with explain_unwritable_runs_folder():
         folder.mkdir(parents=True)
@@ -98,7 +88,6 @@ def make_dated_folder(prefix: str) -> Iterator[Path]:
 
 @contextmanager
 def explain_unwritable_runs_folder() -> Iterator[None]:
-    """Replace an OSError of the block by a UserError that says how to make the runs folder writable."""
     try:
         yield
     except OSError as error:
@@ -109,10 +98,7 @@ def explain_unwritable_runs_folder() -> Iterator[None]:
 
 
 def print_local_files(headline: str, files: Mapping[Path, str]) -> None:
-    """Print a headline with the folder of a local run's files, and a line for each file; print nothing in a pod.
-
-    ``files`` has what each file holds, by the file's path; all files are in one folder.
-    """
+    """Print a headline with the folder of a local run's files, and a line for each; ``files`` has what each holds."""
     if not is_in_pod():
         [folder] = {path.parent for path in files}
         width = max(len(path.name) for path in files)

@@ -1,7 +1,7 @@
-"""What this room needs to know of the platform that runs tasks, such as Flyte.
+"""What pods need to know of the platform that runs tasks, such as Flyte.
 
-A front implements ``Platform``; flytekitplugins/ddp/flyte.py is the one implementation. The other facts are in
-variables of a pod's environment, which Flyte 1 and Flyte 2 set alike.
+A front implements ``Platform``, as flytekitplugins/ddp/flyte.py does. The other facts are in variables of a pod's
+environment, which Flyte 1 and Flyte 2 set alike.
 """
 
 import getpass
@@ -44,17 +44,14 @@ def is_in_pod() -> bool:
 
 
 def pod_folder() -> Path:
-    """Return the folder for the files of this pod's task. Only for pods.
-
-    The first call makes a temporary folder, and sets FLYTE_DDP_POD_FOLDER so that child processes use the folder too.
-    """
+    """Return the folder for the files of this pod's task and its child processes; the first call makes it."""
     if POD_FOLDER not in os.environ:
         os.environ[POD_FOLDER] = tempfile.mkdtemp(prefix="flyte-ddp-")
     return Path(os.environ[POD_FOLDER])
 
 
 def execution_names() -> tuple[str, str, str]:
-    """Return the project, the domain and the id of the execution to which this pod belongs, from its environment."""
+    """Return the project, the domain and the id of this pod's execution."""
     project, domain = (os.environ[f"FLYTE_INTERNAL_EXECUTION_{part}"] for part in ("PROJECT", "DOMAIN"))
     return project, domain, os.environ[EXECUTION_ID]
 

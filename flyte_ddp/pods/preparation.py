@@ -21,11 +21,9 @@ def check_and_identify_run(
 ) -> tuple[str, str]:
     """Check hyperparameters and the pods' hardware; reserve a local run's folder; return the versions of run and data.
 
-    Versions are names of folders; locally they end in @ and a token, for which a file is written. Reads local data,
-    model code and initial weights; asks the servers of remote ones, in up to 4 tries. Raises UserError if model, data
-    or pods do not fit the hyperparameters, an environment variable has an invalid value, a server does not answer, or
-    the runs folder cannot be written. ``engine`` is elastic, ray, dask, or "" for one pod. ``kickoff_time`` makes this
-    another run: the time of a schedule; NO_SCHEDULE: the present time; None: no other run.
+    Versions are names of folders; locally they end in @ and a token. ``engine`` is elastic, ray, dask, or "" for one
+    pod. ``kickoff_time`` makes this another run: a schedule's time, or NO_SCHEDULE for the present time. Raises
+    UserError if anything does not fit, or a server does not answer in 4 tries.
     """
     if not is_in_pod():
         check_wandb_settings(read_settings())  # settings of pods were checked at registration
@@ -45,10 +43,8 @@ def fetch_data_set(
 ) -> Path:
     """Return the folder of a data set; download, verify and prepare the data set if the folder is not complete.
 
-    The first three arguments, and ``sample``, are hyperparameters. ``data_version`` is the folder's name, with or
-    without @ and its token; "" asks the data's origin for it. Tries downloads up to 4 times; runs the code of a user's
-    own data set; prints the progress to stderr. Raises UserError if the data cannot be fetched or written, and for an
-    exception of the user's code.
+    ``data_version`` is the folder's name, with or without @ and its token; "" asks the data's origin for it. Raises
+    UserError if the data cannot be fetched or written, and for an exception of the user's code.
     """
     name = data_version or f"datasets/{datasets.fingerprint(dataset, data_source, test_dataset)}"
     folder, progress = paths.resolve_folder(name), read_settings().progress

@@ -1,7 +1,4 @@
-"""Profiles: the sizes of pods. FLYTE_DDP_PROFILE chooses a profile at registration, and pods get the variable too.
-
-So Kubernetes' requests and the expectations of training come from one entry of PROFILES.
-"""
+"""Profiles: the sizes of pods. FLYTE_DDP_PROFILE chooses one at registration, and pods get the variable too."""
 
 import math
 import re
@@ -97,10 +94,7 @@ def chosen_profile() -> Profile:
 
 
 def size_of_part(size: Size, parts: int) -> Size:
-    """Return a size with 1/``parts`` of the CPUs, the memory and the GPUs, each rounded down, and with the whole disk.
-
-    GPUs may become 0, CPUs stay at least 0.001; memory is in whole MiB. UserError for a malformed quantity.
-    """
+    """Return a size with 1/``parts`` of CPUs (at least 0.001), memory (whole MiB) and GPUs, and with the whole disk."""
     thousandths = max(1, int(parse_quantity(size.cpu) / parts * 1000))
     return Size(
         cpu=f"{thousandths}m" if thousandths % 1000 else f"{thousandths // 1000}",
@@ -111,7 +105,7 @@ def size_of_part(size: Size, parts: int) -> Size:
 
 
 def node_range() -> tuple[int, int]:
-    """Return the least and the highest number of nodes of a training on an engine; each node is a pod of the profile.
+    """Return the least and the highest number of nodes (pods) of a training on an engine, by FLYTE_DDP_NODES.
 
     Raises UserError if FLYTE_DDP_NODES is neither a number above 0 nor a range such as 2:4.
     """
@@ -127,10 +121,7 @@ def node_range() -> tuple[int, int]:
 
 
 def elastic_ranks_per_node() -> int:
-    """Return how many ranks torch Elastic has on each node: one for each GPU; without GPUs one for each CPU, up to 4.
-
-    Raises UserError if FLYTE_DDP_PROFILE names no profile.
-    """
+    """Return how many ranks torch Elastic has on each node: one for each GPU, else one for each CPU, up to 4."""
     profile = chosen_profile()
     return profile.gpus or max(1, min(int(parse_quantity(profile.cpu)), MOST_CPU_RANKS))
 
@@ -138,9 +129,8 @@ def elastic_ranks_per_node() -> int:
 def node_and_rank_limits(engine: str) -> tuple[int, int, int]:
     """Return three limits of a training on ``engine``: most nodes, ranks on that many nodes, most ranks without GPUs.
 
-    The second limit is 0 if the hyperparameter num_ranks decides; the third is 0 if there is none. ``engine`` is
-    elastic, ray, dask, or "" for one pod, which gives (1, 0, 0). Raises UserError if ``engine`` is none of these; for
-    an engine also if FLYTE_DDP_NODES is no number or range, or FLYTE_DDP_PROFILE names no profile.
+    The second is 0 if the hyperparameter num_ranks decides, the third if there is none. ``engine`` is elastic, ray,
+    dask, or "" for one pod; UserError for another.
     """
     if not engine:
         return 1, 0, 0
@@ -152,10 +142,7 @@ def node_and_rank_limits(engine: str) -> tuple[int, int, int]:
 
 
 def parse_quantity(text: str) -> Decimal:
-    """Return the number that a Kubernetes quantity, such as 20Gi, 3500m or 1.5e9, stands for.
-
-    Raises UserError if the text is no quantity, or the number is not positive.
-    """
+    """Return the number that a Kubernetes quantity, such as 20Gi or 3500m, stands for; UserError unless positive."""
     found = re.fullmatch(r"(\d+\.?\d*|\.\d+)(?:([eE][+-]?\d+)|([KMGTPE]i|[numkMGTPE])?)", text)
     if found is None or not Decimal(found[1]):
         raise UserError(
@@ -166,5 +153,4 @@ def parse_quantity(text: str) -> Decimal:
 
 
 def parse_bytes(text: str) -> int:
-    """Return the number of bytes that a Kubernetes quantity of memory or disk stands for, rounded down."""
     return int(parse_quantity(text))

@@ -34,7 +34,6 @@ class Sigterm(BaseException):
 
 
 def raise_sigterm(*_: object) -> None:
-    """Raise Sigterm: the handler of the signal."""
     raise Sigterm
 
 
@@ -42,9 +41,8 @@ def raise_sigterm(*_: object) -> None:
 def raise_retryable_errors(platform: Platform) -> Iterator[None]:
     """In a pod, raise the platform's retryable error in place of an exception after which a retry may succeed.
 
-    Such exceptions are UnreachableError, StoppedError, SIGTERM, and a RankError with ``recoverable``. In the main
-    thread, sets a handler of SIGTERM for the block. After any exception, unlocks the run folders that this thread has
-    reserved. Raises StoppedError for SIGTERM in a local run, and UserError in a pod with an unregistered library.
+    Handles SIGTERM in the block, in the main thread: in a local run it raises StoppedError. After any exception,
+    unlocks the run folders that this thread has reserved. Raises UserError in a pod with an unregistered library.
     """
     with signal_handlers({signal.SIGTERM: raise_sigterm}):
         try:
@@ -63,10 +61,7 @@ def raise_retryable_errors(platform: Platform) -> Iterator[None]:
 
 
 def explain_eviction(limit: str) -> str:
-    """Return a clause for an error if this pod's files exceed ``limit``, at which Kubernetes evicts the pod; else "".
-
-    Adds up files in working directory and temporary folder, for up to COUNT_SECONDS (0.3 s). ``limit`` "" means none.
-    """
+    """Return a clause for an error if this pod's files exceed ``limit``, so that Kubernetes evicts it; else ""."""
     if not limit:
         return ""
     deadline, most, taken = time.monotonic() + COUNT_SECONDS, parse_bytes(limit), 0
@@ -89,12 +84,9 @@ def sync_checkpoints(
 ) -> Iterator[Callable[[], None]]:
     """Download the run's newest checkpoint, and upload new checkpoints during the block; do nothing outside pods.
 
-    ``run`` is the run's name, ``work`` the folder in which it writes. ``own_function``: a user's function runs, which
-    need not save, and whose task says its memory. Yields a function that records in the blob store that ranks are
-    launched: call it when the data are there. Defers SIGTERM during the download. A thread looks for new checkpoints
-    every 0.5 s. The end of the block waits for the thread, uploads the last checkpoint and records how the attempt
-    ended; after a result it also deletes, for up to 30 s, old files of all runs in the project and domain. Raises the
-    errors of CheckpointStore.download_newest_checkpoint.
+    Yields a function that records that ranks are launched: call it when the data are there. ``work`` is the folder in
+    which the run ``run`` writes. ``own_function``: a user's function runs, which need not save. The end of the block
+    waits for the last upload, and deletes abandoned files for up to 30 s after a result.
     """
     if not is_in_pod():
         yield lambda: None
@@ -109,7 +101,6 @@ def sync_checkpoints(
     uploader.saved_or_recorded = own_function  # so that it does not take a missing checkpoint for a failure
 
     def record_attempt_start() -> None:
-        """Record in the blob store that ranks are launched, in up to 4 tries; print a refusal instead of raising it."""
         try:
             store.record_attempt_start(newest.step if newest else 0)
         except ForbiddenError as error:
@@ -135,10 +126,6 @@ def sync_checkpoints(
 
 
 def open_checkpoint_store(platform: Platform, run: str, memory_advice: str) -> CheckpointStore:
-    """Return the CheckpointStore of a run for this pod's attempt, by the pod's environment; send no request yet.
-
-    ``memory_advice`` is for an attempt whose memory ran out.
-    """
     project, domain, execution = execution_names()
     return CheckpointStore(
         posixpath.join(checkpoints_address(platform.output_address()), project, domain, run),
@@ -160,7 +147,6 @@ def checkpoints_address(output_address: str) -> str:
 
 
 def profile_memory_advice() -> str:
-    """Return advice for a pod whose memory ran out: the profile with its memory, and what to change."""
     given = f"profile {read_text(PROFILE_VARIABLE)!r} gives {chosen_profile().memory} of memory"
     return f"{given}: take one with more, fewer num_ranks, or a smaller batch_size"
 
@@ -186,17 +172,13 @@ class CheckpointUploader:
         self.failure_printed = False
 
     def upload_until_stopped(self) -> None:
-        """Upload new checkpoints every POLL_SECONDS (0.5 s) until ``stop`` is set."""
         while not self.stop.wait(POLL_SECONDS):
             self.upload_changed_checkpoints()
             with suppress(Exception):  # the blob store does not answer, or the file is being replaced
                 self.record_missing_checkpoint()
 
     def upload_changed_checkpoints(self) -> None:
-        """Upload the checkpoints that have changed since their last upload, and delete older ones in the blob store.
-
-        Makes hard links in a folder ``.sending``. Prints the first failure, raises none: the next call tries again.
-        """
+        """Upload the checkpoints that have changed since their last upload; print the first failure, raise none."""
         # The later of two saves of one step last: it replaces the other, or is the newer one.
         for name in sorted(SLOTS, key=lambda name: (self.file_version(name) or (0, 0))[1]):
             # A hard link keeps the content while a newer checkpoint takes the place of this one.
@@ -220,11 +202,7 @@ class CheckpointUploader:
                 link.unlink(missing_ok=True)
 
     def record_missing_checkpoint(self) -> None:
-        """Write a note to the blob store, once, if training has had time for a checkpoint and none was uploaded.
-
-        The time is FLYTE_DDP_TIMEOUT plus the time between two checkpoints. Each call reads the run's metrics.jsonl
-        whole until training has begun; raises FileNotFoundError without that file.
-        """
+        """Record, once, that training has had time for a checkpoint and none was uploaded."""
         seconds = self.settings.timeout + self.settings.checkpoint_seconds
         if self.saved_or_recorded or not self.settings.checkpoint_seconds:
             return

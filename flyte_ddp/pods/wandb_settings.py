@@ -15,11 +15,9 @@ from flyte_ddp.settings import Settings, read_settings
 
 
 def read_run_settings(platform: Platform, run: str) -> Settings:
-    """Return the settings of a run from the environment, with one wandb run id for all attempts at the run.
+    """Return the settings of a run, with one wandb run id for all attempts: the run's name, in a pod EXECUTION-RUN.
 
-    The id is the run's name locally; in a pod it is EXECUTION-RUN. In a pod without WANDB_API_KEY, sets that variable
-    from the platform's secret, or prints that the pod has no such secret. Raises the UserErrors of
-    :func:`read_settings`, and in a pod one if FLYTE_DDP_WANDB_SECRET is neither group/key nor off.
+    In a pod without WANDB_API_KEY, sets that variable from the platform's secret, or prints that there is none.
     """
     if not is_in_pod():
         return replace(read_settings(), wandb_run_id=run)
@@ -36,16 +34,12 @@ def read_run_settings(platform: Platform, run: str) -> Settings:
 
 
 def unsent_address(platform: Platform) -> str:
-    """Return the address, among a pod's outputs, to which wandb's folder is uploaded if wandb could not send it."""
     return posixpath.join(storage_address(platform.output_address()), "wandb")
 
 
 @contextmanager
 def upload_unsent_wandb(platform: Platform, run_folder: Path) -> Iterator[None]:
-    """After the block, or an exception in it, upload a pod's wandb folder to :func:`unsent_address` if it was not sent.
-
-    Does nothing locally. Does not retry; prints errors to stdout and raises none.
-    """
+    """After the block, or an exception in it, upload a pod's wandb folder to its outputs if it was not sent."""
     try:
         yield
     finally:

@@ -18,8 +18,7 @@ PALETTE = 256  # colours that a PNG with a palette can have
 class MaskFolder(AbstractContextManager["MaskFolder"]):
     """Writes masks into a new folder, which replaces the folder at ``path`` when the block ends without an error.
 
-    Makes the new folder, beside ``path``, with the first mask; without a mask leaves ``path`` as it is. After an error
-    removes the new folder. ``classes`` is the number of classes. Raises OSError if a file cannot be written.
+    Without a mask leaves ``path`` as it is. Raises OSError if a file cannot be written.
     """
 
     def __init__(self, path: Path, classes: int) -> None:
@@ -28,11 +27,9 @@ class MaskFolder(AbstractContextManager["MaskFolder"]):
         self._names: set[str] = set()
 
     def write_mask(self, name: str, mask: NDArray[Any]) -> str:
-        """Write a mask [H, W] of class numbers as a PNG; return its path relative to the folder of ``path``.
+        """Write a mask [H, W] of class numbers as a PNG, and return its path relative to the folder of ``path``.
 
-        The file is called ``<name>.png``; ``name`` may have folders, and its parts "/" and ".." are left out. If there
-        is such a file already, a number comes behind its name. The PNG has a palette, whose colours are the report's;
-        with more than 256 classes it is grey, of 16 bits.
+        ``name`` may have folders; a number comes behind a name that is taken.
         """
         if self._new is None:
             self.path.parent.mkdir(parents=True, exist_ok=True)

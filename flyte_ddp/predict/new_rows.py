@@ -21,10 +21,9 @@ from flyte_ddp.user_source import explain_own_errors
 def read_new_rows(sidecar: Mapping[str, Any], source: Any) -> tuple[Leaves, NDArray[np.str_] | None]:
     """Return the inputs [N, ...] of new rows, as the model of a sidecar takes them, and their ids.
 
-    Unpickles the model's preprocessing, and calls ``prepare`` with it and ``source``: trust ``model.json`` as you trust
-    code. ``source`` is a path, or whatever else ``prepare`` takes. Raises UserError for a model without a
-    preprocessing, one that cannot be unpickled here, an exception of ``prepare``, and inputs that
-    :func:`flyte_ddp.arrays` would refuse.
+    Unpickles the model's preprocessing, and calls ``prepare`` with it and ``source``, a path or whatever else it takes:
+    trust ``model.json`` as you trust code. Raises UserError for a model without a preprocessing, one that cannot be
+    unpickled here, an exception of ``prepare``, and inputs that :func:`flyte_ddp.arrays` would refuse.
     """
     packed = sidecar.get(PREPROCESSING)
     if not packed:

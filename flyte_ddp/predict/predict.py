@@ -59,24 +59,14 @@ def write_prediction_table(
 ) -> Path:
     """Write a saved model's predictions as a CSV table, a row per sample, and return the path of the table.
 
-    Predicts the image files below the folder ``images``, without hidden ones, the test split of the prepared data set
-    in the folder ``dataset``, or the new rows in the file ``table``, by :func:`read_new_rows`. Also writes an HTML page
-    that shows the first samples with their predictions. Columns are ``id``, ``prediction``, those of the truth (for a
-    data set), and the other answers of the model's objective. Of a classification they are the likeliest class,
-    ``truth``, ``score`` (the prediction's probability) and ``score_<class>`` for every class; docs/model.md has the
-    others. The ``id`` is the path below ``images``; for a data set the file's name, the key in a shard, or, for arrays,
-    the user's id, else the index in the test split. If the model predicts masks, writes each as a PNG into the folder
-    ``<output>.masks`` beside the table, and its path relative to the table's folder into the column ``mask``. An image
-    that cannot be decoded has an id and no answers; ``bad_samples`` of them are allowed, None: as many as the model's
-    training allowed.
+    Predicts one of three: the image files below the folder ``images``, the test split of the prepared data set in
+    ``dataset``, or the new rows in the file ``table``. Also writes an HTML page of the first predictions, and a PNG of
+    each predicted mask into the folder ``<output>.masks``. Columns are ``id``, ``prediction``, those of the truth (for
+    a data set), and the other answers of the model's objective; docs/model.md lists them. An image that cannot be
+    decoded has an id and no answers; ``bad_samples`` of them are allowed, None: as many as in the model's training.
 
-    Replaces ``output``, the page beside it and, if the model predicts masks, their folder; makes missing folders. Runs
-    the code that the sidecar names, and the model on a GPU if there is one. ``settings`` say where remote shards are
-    cached, how many threads decode, and whether to print to stderr which files are no images and which images have no
-    prediction. Raises UserError unless one of ``images``, ``dataset`` and ``table`` is given; for a ``batch_size``
-    below 1; negative ``bad_samples``; a missing, damaged or mismatched model; no images; an unreadable image, or too
-    many that cannot be decoded; channels that the model does not take; an own objective without columns for the table;
-    unwritable output.
+    Replaces older files; makes missing folders. Runs the code that the sidecar names, on a GPU if there is one. Raises
+    UserError for arguments that do not fit, a model or samples that cannot be used, and unwritable output.
     """
     if [images, dataset, table].count(None) != 2:
         raise UserError(f"images={images}, dataset={dataset}, table={table}: give exactly one of the three")
@@ -124,12 +114,10 @@ def write_prediction_table(
 
 
 def show_inputs(inputs: Leaves, spec: ModelInput) -> Iterable[NDArray[np.uint8] | None]:
-    """Return the images of inputs; None without end if they are none."""
     return images_from_inputs(inputs, spec) if isinstance(spec, InputSpec) else repeat(None)
 
 
 def print_samples_without_prediction(progress: Progress, undefined: Sequence[str], bad: BadSamples) -> None:
-    """Print the ids of samples whose outputs are NaN, and of images that cannot be decoded, if there are any."""
     if undefined:
         said = f"the outputs of {format_count(len(undefined), 'sample')} are NaN: no prediction for"
         progress.print_note(f"{said} {join_few(undefined)}; look at their inputs")
@@ -147,12 +135,11 @@ def images_from_inputs(inputs: Tensor, spec: InputSpec) -> Iterator[NDArray[np.u
 
 
 def own_decoding(sidecar_path: Path) -> str:
-    """Return the hyperparameter ``sample`` of a model's training, "" if it had none; UserError for a bad sidecar."""
+    """Return the hyperparameter ``sample`` of a model's training, "" if it had none."""
     return str(read_model_json(sidecar_path).get("hyperparameters", {}).get("sample", ""))
 
 
 def mask_folder(table: Path) -> Path:
-    """Return the folder of the predicted masks of a table."""
     return table.with_name(f"{table.name}.masks")
 
 
@@ -165,11 +152,7 @@ class Answers(NamedTuple):
 
 
 def answer_batch(batch: Batch, model: SavedModel, masks: MaskFolder, header: Sequence[str]) -> Answers:
-    """Predict a batch and return the answers; write predicted masks into their folder.
-
-    ``header`` has the columns of earlier batches; empty before. Raises UserError if the model fails on the batch, or an
-    own objective has no columns for a table, or two of one name.
-    """
+    """Predict a batch and return the answers, and write masks; ``header`` has the columns of earlier batches."""
     truths: TableColumns = {}
     if batch.truths is not None:
         truths = {"truth": batch.truths}
@@ -217,10 +200,7 @@ def describe_batch(batch: Batch, model: SavedModel) -> str:
 
 
 def find_answers(model: SavedModel, outputs: Any, undefined: NDArray[np.bool_]) -> dict[str, Sequence[Any]]:
-    """Return the objective's answers of a batch by column; no texts of samples that are ``undefined`` [n].
-
-    Raises UserError if an own objective has no columns for a table, or not a value for each sample.
-    """
+    """Return the objective's answers of a batch by column; no texts of samples that are ``undefined`` [n]."""
     given, samples = {**model.objective.answers(outputs)}, len(undefined)
     where = f"objective={model.sidecar.get('objective', 'classification')!r}"
     if not given:
@@ -237,7 +217,6 @@ def find_answers(model: SavedModel, outputs: Any, undefined: NDArray[np.bool_]) 
 
 
 def find_undefined_rows(outputs: Any, samples: int) -> NDArray[np.bool_]:
-    """Return whether each of the samples has NaN among its outputs, [samples]."""
     found = np.zeros(samples, dtype=np.bool_)
     for tensor in list_floats(outputs):
         if tensor.shape[:1] == (samples,):

@@ -38,9 +38,7 @@ BATCH_SIZE = 500  # images in memory at a time, unless the caller says how many
 class SavedModel:
     """``model.pt`` and ``model.json`` of one run, loaded in evaluation mode to the GPU if there is one.
 
-    ``settings`` say for the images of a data set where shards are cached, and how many threads decode. ``bad_samples``
-    is how many images may be impossible to decode; None: as many as the model's training allowed. Runs the code that
-    the sidecar names. Raises UserError if a file is missing or damaged, or the two do not belong together.
+    ``bad_samples`` is how many images may be impossible to decode; None: as many as the model's training allowed.
     """
 
     def __init__(self, weights: Path, sidecar: Path, settings: Settings, bad_samples: int | None = None) -> None:
@@ -63,17 +61,14 @@ class SavedModel:
         return evaluated if isinstance(self.spec, LeavesSpec) else BATCH_SIZE
 
     def describe_input(self) -> str:
-        """Return the model's input as text, as :func:`flyte_ddp.models.input_text.describe_input` does."""
         return describe_input(self.sidecar["input"])
 
     def require_images(self) -> InputSpec:
-        """Return the model's input; raise UserError if the model does not take images."""
         if isinstance(self.spec, LeavesSpec):
             raise UserError(f"the model takes {self.describe_input()}, no images; give a data set of such samples")
         return self.spec
 
     def require_squares(self, dataset: str) -> InputSpec:
-        """Return the model's input; UserError if the model does not take squares in colour."""
         spec = self.require_images()
         if spec.channels != 3 or spec.height != spec.width:
             raise UserError(
@@ -83,7 +78,6 @@ class SavedModel:
         return spec
 
     def require_inputs(self, dataset: str, found: ModelInput) -> None:
-        """Raise UserError unless the model takes inputs such as those that were found in a data set."""
         fix = "predict the data set that it was trained on, or one like it"
         if isinstance(found, InputSpec):
             spec = self.require_images()
@@ -95,10 +89,7 @@ class SavedModel:
             raise UserError(f"data set {dataset!r} has {what}; {fix}")
 
     def compute_outputs(self, inputs: Leaves) -> Any:
-        """Run the model without gradients on a batch of at least one; return its outputs, fp32 or more.
-
-        Raises the errors of :func:`explain_model_errors`.
-        """
+        """Run the model without gradients on a batch of at least one; return its outputs, fp32 or more."""
         with torch.no_grad(), explain_model_errors(str(self.sidecar["model"]), self.module, inputs):
             return convert_outputs(call_with_leaves(self.module, inputs), torch.float32)
 
@@ -114,10 +105,7 @@ class Batch(NamedTuple):
 
 
 def find_images(folder: Path) -> tuple[list[Path], Mapping[str, int]]:
-    """List a folder at all depths; return its image files, sorted, and counts of its other files by extension.
-
-    Follows symlinks; skips hidden files. Raises UserError if the folder is missing, cannot be listed, or has no images.
-    """
+    """Return a folder's image files at all depths, sorted, without hidden ones, and counts of others by extension."""
     if not folder.is_dir():
         raise UserError(f"images={folder}: must be a folder of images")
     names = [entry.name for entry in list_visible_files(str(folder.absolute()))]
@@ -131,11 +119,10 @@ def find_images(folder: Path) -> tuple[list[Path], Mapping[str, int]]:
 def read_folder_batches(
     model: SavedModel, folder: Path, paths: Sequence[Path], batch_size: int, bad: BadSamples
 ) -> Iterator[Batch]:
-    """Read the image files at ``paths`` in order; yield batches of ``batch_size``, with ids relative to ``folder``.
+    """Yield batches of ``batch_size`` of the image files at ``paths``, with ids relative to ``folder``.
 
     Threads decode the images and scale them to the model's size, so that each holds one large image at a time. Images
-    that cannot be decoded count for the size of a batch, and are recorded in ``bad``. Raises UserError if the model
-    takes neither 1 nor 3 channels, a file cannot be read, or ``bad`` does not allow so many.
+    that cannot be decoded count for the size of a batch, and are recorded in ``bad``.
     """
     spec = model.require_images()
     if spec.channels not in (1, 3):
@@ -164,11 +151,7 @@ def read_folder_batches(
 
 
 def read_pixels(path: Path, spec: InputSpec, *, middle: bool) -> Tensor:
-    """Read an image file and return its pixels uint8 [H, W, C]; DecodingError if they cannot be decoded.
-
-    If the model's evaluations used only the ``middle`` square of images, returns that in the model's size. Raises
-    UserError if the file cannot be read.
-    """
+    """Return an image file's pixels uint8 [H, W, C], with ``middle`` only the middle square, in the model's size."""
     try:
         content = path.read_bytes()
     except OSError as error:
@@ -182,13 +165,11 @@ def read_pixels(path: Path, spec: InputSpec, *, middle: bool) -> Tensor:
 def read_test_split(
     model: SavedModel, data: PreparedSet, batch_size: int | None = None, bad: BadSamples | None = None
 ) -> Generator[Batch, None, None]:
-    """Read the test split of a prepared data set, and yield it in batches of the model's inputs.
+    """Yield the test split of a prepared data set in batches of the model's inputs.
 
-    Ids are the keys of encoded images, and else the numbers of samples. If the user's own code decoded, read or
-    collated the samples of the training, it does so here. Threads and processes that load samples end with the
-    generator. Downloads remote shards into the cache. Undecodable images count for the size of a batch, and are
-    recorded in ``bad`` (None: up to ``model.bad_samples``). Raises UserError for more of them, inputs that the model
-    does not take, targets of other names than the model's, and the errors of loading.
+    Ids are the keys of encoded images, and else the numbers of samples. Undecodable images count for the size of a
+    batch, and are recorded in ``bad`` (None: up to ``model.bad_samples``). Raises UserError for inputs that the model
+    does not take, and for targets of other names than the model's.
     """
     trained, names = model.sidecar.get("hyperparameters", {}), [*data.classes]
     replaced: Collection[int] = ()
@@ -238,7 +219,6 @@ def require_same_names(model: SavedModel, dataset: str, names: Sequence[str]) ->
 
 
 def name_class(dataset: str, label: int, names: Sequence[str]) -> str:
-    """Return the name of a class number; UserError for a number without a name."""
     if not 0 <= label < len(names):
         raise UserError(f"data set {dataset!r} has the class {label}: must be 0..{len(names) - 1}")
     return names[label]

@@ -31,13 +31,7 @@ def audit_registry(name: str, registry: str, files: bool) -> None:
 
 
 def find_faults(registry: Registry, *, files: bool = False) -> Iterator[str]:
-    """Read a model's whole log, champion.json and the manifests of the log's versions; yield a line for each fault.
-
-    A fault is an entry or file that is missing, damaged or altered; one line names all missing files of a version. With
-    ``files`` also reads all files of the other versions whole, and compares their SHA-256 with the manifest's. Makes up
-    to 4 tries of each request. Raises an UnreachableError if the storage does not answer, another UserError if the log
-    cannot be read.
-    """
+    """Yield a line for each entry or version's file that is missing, damaged or altered; ``files`` also reads files."""
     entries, faults = registry.inspect_log()
     yield from faults
     for name, manifest in dict.fromkeys((entry.version, entry.manifest) for entry in entries):

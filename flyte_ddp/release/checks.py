@@ -30,10 +30,7 @@ def compare_evaluations(mine: Evaluation, theirs: Evaluation, part: NDArray[np.i
 
 
 def check_same_task(challenger: Mapping[str, Any], champion: Mapping[str, Any]) -> Check:
-    """Return the Check that two models have the same task, as :func:`flyte_ddp.release.versions.read_task` returns it.
-
-    The order of the classes counts.
-    """
+    """Return the Check that two tasks (:func:`flyte_ddp.release.versions.read_task`) are the same."""
     changed = next((name for name, value in challenger.items() if champion[name] != value), "")
     reason = f"the {changed} changed, so whoever uses it must change too: promote it by hand" if changed else ""
     return Check(
@@ -42,7 +39,7 @@ def check_same_task(challenger: Mapping[str, Any], champion: Mapping[str, Any]) 
 
 
 def note_other_preprocessing(challenger: Mapping[str, Any], champion: Mapping[str, Any]) -> list[Check]:
-    """Return a Check, passed, that says so if the models with these sidecars have other preprocessing; [] otherwise."""
+    """Return a passed Check that names the preprocessing of both sidecars if they differ; [] otherwise."""
     mine, theirs = (sidecar.get(PREPROCESSING, {}).get("sha256", "none")[:12] for sidecar in (challenger, champion))
     if mine == theirs:
         return []
@@ -51,7 +48,6 @@ def note_other_preprocessing(challenger: Mapping[str, Any], champion: Mapping[st
 
 
 def describe_task(task: Mapping[str, Any]) -> str:
-    """Return a task as text: objective, options if there are any, number of classes, shapes of target and input."""
     options = json.dumps(task["objective's options"], sort_keys=True) if task["objective's options"] else ""
     target = " x ".join(map(str, task["target shape"]))
     classes = f"{len(task['classes'])} classes" if task["classes"] else ""
@@ -59,7 +55,6 @@ def describe_task(task: Mapping[str, Any]) -> str:
 
 
 def check_finite_outputs(challenger: Evaluation) -> Check:
-    """Return the Check that no output is NaN or infinite; its reason names the first sample that has one."""
     bad = np.flatnonzero(~challenger.finite)
     reason = f"sample {challenger.ids[bad[0]] if challenger.ids else bad[0]} gives NaN or infinity" if len(bad) else ""
     return Check("finite", not len(bad), f"{format_count(len(bad), 'sample')} with NaN or infinity", "none", reason)
@@ -73,10 +68,7 @@ def check_ratio(name: str, value: float, limit: float) -> Check:
 
 
 def check_score(challenger: Evaluation, policy: Policy) -> Check:
-    """Return the Check that the main measure is at least the policy's ``min_score``, at most if less is better.
-
-    Accuracy must also be at least ``min_accuracy``.
-    """
+    """Return the Check that the main measure satisfies the policy's ``min_score``, and ``min_accuracy``."""
     name, limit, setting = challenger.objective.main_measure, policy.min_score, "min_score"
     if name == "accuracy" and policy.min_accuracy >= limit:
         limit, setting = policy.min_accuracy, "min_accuracy"
@@ -89,12 +81,7 @@ def check_score(challenger: Evaluation, policy: Policy) -> Check:
 
 
 def check_above_constant(challenger: Evaluation, alpha: float) -> Check:
-    """Return the Check that the challenger is better than the best constant answer, by the main measure.
-
-    Of the accuracy that is naming the most frequent class, and a binomial test decides; of other measures of classes
-    and labels a paired test. Otherwise a sign-flip test decides whether its losses are below the best constant's; where
-    that is not known the Check passes.
-    """
+    """Return the Check that the challenger is better than the best constant answer; it passes where that is unknown."""
     objective, columns, name = challenger.objective, challenger.columns, "better than the best constant answer"
     if challenger.classifies and objective.main_measure == "accuracy":
         share = float(columns["truth"].long().bincount().max()) / challenger.samples
@@ -136,10 +123,7 @@ def check_not_worse(name: str, pair: Pair, margin: float, alpha: float) -> Check
 def check_losses_by_part(
     kind: str, members: Mapping[str, NDArray[np.int64]], challenger: Evaluation, champion: Evaluation, policy: Policy
 ) -> tuple[Check, list[Check]]:
-    """Return the Check that the challenger loses no part of the split, as :func:`check_losses` does.
-
-    ``members`` holds the positions of each part's samples, one or more, by the part's name.
-    """
+    """Return :func:`check_losses` of parts of the split; ``members`` are the positions of each part's samples."""
     pairs = {name: compare_evaluations(challenger, champion, part) for name, part in members.items()}
     return check_losses(kind, pairs, policy)
 
@@ -147,10 +131,7 @@ def check_losses_by_part(
 def check_losses_by_label(
     kind: str, classes: Sequence[str], challenger: Evaluation, champion: Evaluation, policy: Policy
 ) -> tuple[Check, list[Check]] | None:
-    """Return the Check that the challenger loses no label, as :func:`check_losses` does; None without scores of labels.
-
-    ``classes`` are the labels' names. A label whose measure is not defined is left out.
-    """
+    """Return :func:`check_losses` of labels whose measure is defined; None without scores of labels."""
     ours, theirs = (score_labels(model.objective, model.columns) for model in (challenger, champion))
     if ours is None or theirs is None:
         return None
@@ -168,9 +149,8 @@ def check_losses_by_label(
 def check_losses(kind: str, pairs: Mapping[str, Pair], policy: Policy) -> tuple[Check, list[Check]]:
     """Return the Check that the challenger loses no part or label to the champion, and a Check for each of them.
 
-    One fails if it loses more than the policy's ``class_loss`` and the p-value (of McNemar's or the sign-flip test,
-    with Holm's correction) is at most the policy's ``alpha``; the first Check fails if any fails. Those of fewer than
-    LEAST_SAMPLES (30) samples pass. ``kind``, class, label or slice, says what ``pairs`` are, by their names.
+    One fails if it loses more than the policy's ``class_loss`` with a p-value, after Holm's correction, of at most
+    ``alpha``. Those of fewer than LEAST_SAMPLES (30) samples pass.
     """
     tested = {name: pair for name, pair in pairs.items() if pair.samples >= LEAST_SAMPLES}
     corrected = statistics.correct_p_values([pair.p_value_of_loss() for pair in tested.values()])
@@ -193,7 +173,7 @@ def check_losses(kind: str, pairs: Mapping[str, Pair], policy: Policy) -> tuple[
 
 
 def group_by_class(challenger: Evaluation, classes: Sequence[str]) -> dict[str, NDArray[np.int64]]:
-    """Return the positions of each class's samples by its name; leaves out classes without a sample."""
+    """Return the positions of each class's samples by its name, without classes that have none."""
     truth = challenger.columns["truth"].numpy()
     members = {name: np.flatnonzero(truth == place) for place, name in enumerate(classes)}
     return {name: samples for name, samples in members.items() if len(samples)}
@@ -202,11 +182,7 @@ def group_by_class(challenger: Evaluation, classes: Sequence[str]) -> dict[str, 
 def check_loss_rise(
     name: str, challenger: NDArray[np.float64], champion: NDArray[np.float64], limit: float, alpha: float
 ) -> Check:
-    """Return the Check that the mean of the loss ``name`` rises by at most ``limit``, or that the rise may be chance.
-
-    A rise may be chance if its lower confidence bound at 1 - ``alpha``, by a bootstrap, is at most 0. ``challenger``
-    and ``champion`` [N] hold each sample's loss.
-    """
+    """Return the Check that the mean loss rises by at most ``limit``, or by chance (lower bound at most 0)."""
     rise = float((challenger - champion).mean())
     bound = statistics.lower_bound_of_mean(challenger - champion, alpha)
     passed = bound <= 0 or rise <= limit
@@ -216,7 +192,6 @@ def check_loss_rise(
 
 
 def check_likelihoods(challenger: Evaluation, champion: Evaluation, policy: Policy) -> list[Check]:
-    """Return the Checks that likelihood and Brier score of two classifiers do not rise."""
     kinds = (("negative log-likelihood", "nll", policy.nll_rise), ("Brier score", "brier", policy.brier_rise))
     return [
         check_loss_rise(name, challenger.columns[key].numpy(), champion.columns[key].numpy(), limit, policy.alpha)
@@ -225,10 +200,7 @@ def check_likelihoods(challenger: Evaluation, champion: Evaluation, policy: Poli
 
 
 def check_calibration(*models: Evaluation) -> list[Check]:
-    """Return a Check that always passes and holds the models' calibration errors; none if they do not classify.
-
-    The errors depend on the bins.
-    """
+    """Return a Check, always passed, of the models' calibration errors; [] if they do not classify."""
     if not all(model.classifies for model in models):
         return []
     errors = [statistics.calibration_error(model.columns["confidence"].numpy(), model.correct) for model in models]
@@ -236,10 +208,7 @@ def check_calibration(*models: Evaluation) -> list[Check]:
 
 
 def check_export(found: Comparison | str, *, required: bool) -> Check:
-    """Return the Check that there is an ONNX with torch's logits; it always passes unless ``required``.
-
-    ``found`` says how far the ONNX's logits are from torch's, or why there is no ONNX.
-    """
+    """Return the Check that there is an ONNX with torch's logits, or why not; passes unless ``required``."""
     limit = "as torch" if required else ""
     if isinstance(found, str):
         return Check("export", not required, "none", limit, f"not exported: {found}")

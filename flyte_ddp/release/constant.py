@@ -17,11 +17,7 @@ ROWS = 4096  # of a batch
 
 
 def evaluate_constant(found: Evaluation) -> Evaluation | None:
-    """Return the evaluation of the best constant answer by the main measure, on a model's samples.
-
-    Tried are the shares of classes or labels as probabilities, one class for all, and all labels. None unless the
-    objective is one of classes or labels, and has a column ``truth``.
-    """
+    """Return the evaluation of the best constant answer by the main measure; None without classes or labels."""
     objective, truth = found.objective, found.columns.get("truth")
     if truth is None or not isinstance(objective, (Classification, Multilabel)):
         return None

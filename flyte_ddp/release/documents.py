@@ -1,8 +1,4 @@
-"""The documents of a version: its model card and its lineage, both from the sidecar ``model.json`` and the verdict.
-
-The card is README.md in the form that the Hugging Face Hub reads: Mitchell et al., "Model cards for model reporting",
-FAT* 2019. The lineage is an event of OpenLineage: by name and digest what the version was trained from, and judged on.
-"""
+"""A version's model card, in the Hugging Face Hub's form (Mitchell et al., FAT* 2019), and its OpenLineage event."""
 
 import json
 import uuid
@@ -30,11 +26,7 @@ PRODUCER = f"urn:flyte-ddp:{flyte_ddp.__version__}"
 
 
 def render_model_card(name: str, sidecar: Mapping[str, Any], verdict: Verdict, files: Collection[str]) -> bytes:
-    """Read the template card.md, and return the model card as Markdown in UTF-8; optional facts may be "not stated".
-
-    ``name`` is the model's in the registry. ``files`` are names of files in the version: with "model.onnx" among them
-    the card says how to use it. Raises KeyError if ``sidecar`` lacks classes, model, input or digests.
-    """
+    """Return the model card as Markdown in UTF-8; with "model.onnx" among ``files`` it says how to use that."""
     import jinja2
 
     hp, takes, metrics = (sidecar.get(key, {}) for key in ("hyperparameters", "input", "metrics"))
@@ -84,12 +76,7 @@ def render_model_card(name: str, sidecar: Mapping[str, Any], verdict: Verdict, f
 
 
 def render_lineage_event(address: str, name: str, sidecar: Mapping[str, Any], verdict: Verdict, *, by: str) -> bytes:
-    """Return the OpenLineage event of a version as JSON: what it was trained from, and how it was judged.
-
-    ``address`` and ``name`` are those of the registry and the model in it; ``by`` is the Flyte execution, or the user,
-    that trained the model. Facets of our own begin with ``flyteDdp``. Raises KeyError if ``sidecar`` lacks the weights'
-    digest.
-    """
+    """Return the OpenLineage event of a version as JSON; ``by`` is the Flyte execution, or user, that trained it."""
     hp, digests = sidecar.get("hyperparameters", {}), sidecar["digests"]
     trained_on, started_from = hp.get("dataset", ""), hp.get("init_from")
     inputs = [
@@ -125,15 +112,11 @@ def render_lineage_event(address: str, name: str, sidecar: Mapping[str, Any], ve
 
 
 def dataset_entry(namespace: str, name: str, digest: str, **about: str) -> dict[str, Any]:
-    """Return an input or output of an OpenLineage event: a data set or a model, with the SHA-256 of its content.
-
-    ``namespace`` is data, weights, or the address of a registry. An empty digest is left out. ``about`` are more facts.
-    """
+    """Return an input or output of an OpenLineage event; ``namespace`` is data, weights, or a registry's address."""
     facets = {"version": {**make_facet(datasetVersion=digest), "_schemaURL": VERSION_FACET}} if digest else {}
     facets |= {"flyteDdpData": make_facet(**about)} if about else {}
     return {"namespace": namespace, "name": name, "facets": facets}
 
 
 def make_facet(**values: Any) -> dict[str, Any]:
-    """Return a facet of OpenLineage: the values, with the producer and the schema that every facet must name."""
     return {"_producer": PRODUCER, "_schemaURL": f"{SPEC}/BaseFacet", **values}

@@ -46,10 +46,7 @@ class Evaluation:
 
     @classmethod
     def from_batches(cls, objective: Objective, batches: Iterable[tuple[Any, Leaves, int]]) -> Self:
-        """Return the evaluation of one or more batches of outputs, targets and number of samples; no ``ids``.
-
-        Raises UserError if the samples do not define the main measure, or for an error of the objective's.
-        """
+        """Return the evaluation of one or more batches of outputs, targets and number of samples; no ``ids``."""
         parts, finite_parts, lowest, highest = list[dict[str, Tensor]](), list[Tensor](), math.inf, -math.inf
         with torch.no_grad():  # else losses are those of training
             for outputs, targets, samples in batches:
@@ -79,7 +76,6 @@ class Evaluation:
 
     @property
     def samples(self) -> int:
-        """The number of samples, N."""
         return len(self.finite)
 
     @property
@@ -89,7 +85,7 @@ class Evaluation:
 
     @cached_property
     def scores(self) -> NDArray[np.float64]:
-        """The score of each sample, [N], more is better; empty where ``measures`` is. Computed when first asked for."""
+        """The score of each sample, [N], more is better; empty where ``measures`` is."""
         return score_samples(self.objective, self.columns) if self.measures else np.empty(0)
 
     @property
@@ -112,12 +108,7 @@ def compute_likelihoods(logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
 
 
 def evaluate_split(model: SavedModel, data: PreparedSet) -> Evaluation:
-    """Read a data set's test split, and return the model's evaluation on those of its samples that can be decoded.
-
-    Downloads remote shards into the cache; decodes in threads, which end before it returns. Raises UserError if the
-    split cannot be read, has a class that the model lacks, images that it does not take, targets of another kind, no
-    sample that can be decoded, or more than ``model.bad_samples`` that cannot, or if it does not define the measure.
-    """
+    """Return the model's evaluation on the samples of the test split that can be decoded; UserError if none can."""
     places = {name: place for place, name in enumerate(model.classes)}
     ids, undecoded = list[str](), list[str]()
 
@@ -151,11 +142,7 @@ def evaluate_split(model: SavedModel, data: PreparedSet) -> Evaluation:
 
 
 def compute_outputs_of_split(model: SavedModel, data: PreparedSet) -> Iterator[NDArray[np.float32]]:
-    """Read the test split, and yield the outputs [...] of each sample that can be decoded, in the split's order.
-
-    For classification these are logits [classes]; of a dict they are ``out``. Downloads remote shards into the cache.
-    Raises UserError if :func:`read_test_split` does.
-    """
+    """Yield the outputs of each decodable sample in order: logits [classes] for classification, ``out`` of a dict."""
     for batch in read_test_split(model, data):
         if len(batch.inputs):
             yield from logits_of(model.compute_outputs(batch.inputs)).float().cpu().numpy()

@@ -66,24 +66,17 @@ class Judgement:
     verdict: Verdict = field(init=False)  # missing until it is set
 
     def add_check(self, check: Check) -> bool:
-        """Add a check to the verdict, and return whether it passed."""
         self.checks.append(check)
         return check.passed
 
     def evaluate(self, model: SavedModel) -> Evaluation:
-        """Return a model's evaluation on the test split; keep it in the registry until the verdict if it ``counts``."""
+        """Return a model's evaluation on the test split; keep it in the registry until the verdict if ``counts``."""
         if not self.counts:
             return evaluate_split(model, self.split)
         return evaluate_once(self.registry, self.test_digest, model, self.split, self.model.sidecar)
 
     def claim_alpha(self) -> float:
-        """Number this judgement among those on the test split; return its significance level.
-
-        Sets ``look``, the number, and ``alpha``, the level: a share of the policy's alpha. Writes two files to the
-        registry, unless the registry has this comparison already. If not ``counts``, writes nothing, keeps ``look`` 0,
-        and returns the level of number 1. Raises UserError if the registry does not answer in 4 tries, or its file of
-        this comparison is damaged.
-        """
+        """Set ``look``, the number of this judgement on the test split, and ``alpha``, its level; return the latter."""
         if self.counts:
             champion = self.before.version if self.before else "none"
             margin = f" {self.policy.margin!r}" if self.policy.rule == NOT_WORSE else ""
@@ -95,12 +88,7 @@ class Judgement:
     def export_and_set_verdict(self, reason: str = "", decision: str = "", *, best: str = "", power: str = "") -> Self:
         """Export the challenger, add the Check of its ONNX to ``checks``, set ``verdict``, and return this judgement.
 
-        Promotes nothing. Exports nothing if ``exports`` or ``challenger`` is None, an output of ``challenger`` is not
-        finite, or the policy's ``export`` is off. An export reads the test split twice, starts a process, silences
-        stderr meanwhile, and raises UnreachableError if the storage of the test split does not answer. ``decision`` is
-        KEPT, PROMOTED, NO_COMPARISON or empty. If empty, the verdict is KEPT with the reasons of all failed Checks, or
-        PROMOTED for ``reason`` if none failed. ``best`` names the new best version (empty: as before); ``power`` says
-        which differences the comparison could find.
+        Without a ``decision`` the verdict is KEPT for the reasons of failed Checks, or PROMOTED for ``reason``.
         """
         challenger, champion, before = self.challenger, self.champion, self.before
         exports = self.exports if self.policy.export != OFF else None
@@ -155,14 +143,11 @@ def judge_challenger(
     """Compare a model with the champion, or judge it alone if there is no champion; return the judgement.
 
     ``weights`` and ``sidecar`` are the challenger's ``model.pt`` and ``model.json``, ``data`` is a prepared data set's
-    folder, ``exports`` the folder for an ONNX and other exports (None: none). ``counts`` says whether the verdict may
-    promote: then writes two files to the registry if samples decide, and evaluates nothing if the challenger is the
-    champion or was rolled back. Otherwise evaluates the challenger on the whole test split. If its outputs are finite,
-    also downloads and evaluates the champion and the best version ever, and times both models. Runs the code that the
-    sidecars name. An export starts a process, and silences this process's stderr meanwhile. What goes wrong in
-    the judgement gives a verdict that compares nothing, with the error as its reason, so that the model can be stored;
-    the traceback of an error that is no UserError goes to stderr. Without ``counts`` only errors of the champion do so,
-    and others are raised. Always raises a UserError if challenger, data or registry cannot be read.
+    folder, and ``exports`` the folder for an ONNX (None: none). ``counts`` says whether the verdict may promote: then
+    the registry counts the look at the test split. Runs the code that the sidecars name. An export silences this
+    process's stderr. Errors other than NOT_THE_MODELS give a verdict that compares nothing, so that the model can be
+    stored; without ``counts`` only errors of the champion do. Raises a UserError if challenger, data or registry cannot
+    be read.
     """
     before, test_digest = registry.read_champion(), read_description(data).get(TEST_DIGEST)
     if test_digest is None:
@@ -184,10 +169,7 @@ def judge_challenger(
 
 
 def decide_verdict(judgement: Judgement) -> Judgement:
-    """Evaluate the challenger, and the champion where there is another; set the verdict, and return the judgement.
-
-    Raises an IncomparableError as :func:`compare_with_champion` does, and the errors of the challenger's own code.
-    """
+    """Evaluate the challenger, and the champion where there is another; set the verdict, and return the judgement."""
     registry, policy, before, model = judgement.registry, judgement.policy, judgement.before, judgement.model
     counts, tell = judgement.counts, Progress(model.settings.progress).print_note
     is_champion = before is not None and before.version == model.digest
@@ -219,13 +201,7 @@ def decide_verdict(judgement: Judgement) -> Judgement:
 
 
 def compare_with_champion(judgement: Judgement, ours: Evaluation, champion: SavedModel, best: str) -> Judgement:
-    """Evaluate the champion, check the challenger against it, set the verdict in the judgement; return the judgement.
-
-    ``ours`` is the challenger's evaluation. Also downloads and evaluates ``best``, the version with the best measure so
-    far, if that is neither of the two; evaluates nothing if objective, classes or input differ. Times both models, and
-    exports the challenger. If the judgement may promote, and the scores of the two differ, writes two files to the
-    registry. Raises an IncomparableError if it cannot evaluate the champion (rule not_worse: or the best version).
-    """
+    """Compare the challenger with the champion, and with ``best``, the best version so far; set the verdict."""
     policy, model, split = judgement.policy, judgement.model, judgement.split
     groups: dict[str, Mapping[str, NDArray[np.int64]]] = {}
     if ours.classifies:
@@ -275,10 +251,7 @@ def compare_with_champion(judgement: Judgement, ours: Evaluation, champion: Save
 def add_vetoes(
     judgement: Judgement, ours: Evaluation, theirs: Evaluation, groups: Mapping[str, Mapping[str, NDArray[np.int64]]]
 ) -> None:
-    """Add the Checks of classes, labels and slices to the judgement, and for classification those of likelihoods.
-
-    ``groups`` holds the positions of the samples of each "class" and each "slice".
-    """
+    """Add the Checks of groups ("class", "slice": positions of their samples), labels and likelihoods."""
     model, policy = judgement.model, judgement.policy
     found = {kind: checks.check_losses_by_part(kind, parts, ours, theirs, policy) for kind, parts in groups.items()}
     kind = "label" if isinstance(model.objective, Multilabel) else "class"
@@ -293,7 +266,6 @@ def add_vetoes(
 
 
 def require_accuracy(objective: Objective, policy: Policy) -> None:
-    """Raise UserError if the policy has a ``min_accuracy``, and the objective another main measure."""
     measure = objective.main_measure
     if policy.min_accuracy and measure != "accuracy":
         raise UserError(
@@ -302,12 +274,7 @@ def require_accuracy(objective: Objective, policy: Policy) -> None:
 
 
 def load_stored_model(registry: Registry, name: str, manifest: str, challenger: SavedModel) -> SavedModel:
-    """Download a version's weights and sidecar into a temporary folder, load the model and return it.
-
-    Runs the code that the sidecar holds, but measures by the challenger's objective. Allows the model as many
-    undecodable images as the challenger. Raises an IncomparableError if it cannot be loaded; the traceback of an error
-    that is no UserError goes to stderr.
-    """
+    """Download and load a version; give it the challenger's objective and limit of undecodable images."""
     with translate_model_errors(name, "loaded"), tempfile.TemporaryDirectory() as folder:
         files = download_version(registry, name, Path(folder), manifest)
         model = SavedModel(*files, challenger.settings, challenger.bad_samples)
@@ -317,10 +284,7 @@ def load_stored_model(registry: Registry, name: str, manifest: str, challenger: 
 
 
 def evaluate_stored_model(judgement: Judgement, model: SavedModel) -> Evaluation:
-    """Return a version's evaluation on the test split; IncomparableError if that fails or an output is not finite.
-
-    The traceback of an error that is no UserError goes to stderr.
-    """
+    """Return a version's evaluation; IncomparableError if that fails or an output is not finite."""
     with translate_model_errors(model.digest, "evaluated"):
         found = judgement.evaluate(model)
         found.scores  # noqa: B018  (computed here, where an error of the model's own code is caught)
@@ -331,11 +295,7 @@ def evaluate_stored_model(judgement: Judgement, model: SavedModel) -> Evaluation
 
 @contextmanager
 def translate_model_errors(version: str, action: str) -> Iterator[None]:
-    """Turn exceptions of the block into an IncomparableError: the version cannot be ``action`` ("loaded", "evaluated").
-
-    Exceptions of any class may come from the user's model; only NOT_THE_MODELS (lost connections, lack of memory) pass
-    unchanged. The error has the exception's message; the traceback of one that is no UserError goes to stderr.
-    """
+    """Turn exceptions of the block, but NOT_THE_MODELS, into an IncomparableError: the version cannot be ``action``."""
     try:
         yield
     except NOT_THE_MODELS:
@@ -345,7 +305,7 @@ def translate_model_errors(version: str, action: str) -> Iterator[None]:
 
 
 def describe_model_error(error: Exception) -> str:
-    """Return an error as text; print the traceback of one that is no UserError to stderr."""
+    """Return an error as text; print the traceback to stderr unless it is a UserError."""
     if isinstance(error, UserError):
         return str(error)
     traceback.print_exception(error)
@@ -353,11 +313,7 @@ def describe_model_error(error: Exception) -> str:
 
 
 def measure_latency_ratio(challenger: SavedModel, champion: SavedModel, split: PreparedSet) -> float:
-    """Return the challenger's time for a batch as a multiple of the champion's.
-
-    Reads up to LATENCY_BATCH (64) test samples, which both models compute by turns; waits for the GPU. The result is
-    the median of LATENCY_ROUNDS (15) ratios. Downloads remote shards. Raises UserError if :func:`read_test_split` does.
-    """
+    """Return the challenger's time for a batch as a multiple of the champion's, the median of rounds by turns."""
     inputs: dict[SavedModel, Leaves] = {}
     for model in (challenger, champion):
         with closing(read_test_split(model, split, LATENCY_BATCH)) as batches:

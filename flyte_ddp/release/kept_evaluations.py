@@ -22,11 +22,7 @@ FOLDER = "evaluations"
 def evaluate_once(
     registry: Registry, test_digest: str, model: SavedModel, split: PreparedSet, challenger: Mapping[str, Any]
 ) -> Evaluation:
-    """Return a model's evaluation with its scores; read it from the registry, or compute it and write it there.
-
-    ``challenger`` is the sidecar of the model by whose objective all are measured. An output that is not finite is not
-    kept. Raises what :func:`evaluate_split` does, and UserError if the registry cannot be read or written.
-    """
+    """Return a model's evaluation; read it from the registry, or compute it and, if finite, write it there."""
     parts = [
         library_digest(),
         model.digest,
@@ -51,7 +47,6 @@ def evaluate_once(
 
 
 def delete_evaluations(registry: Registry, test_digest: str) -> None:
-    """Delete all kept evaluations on a test split."""
     folder = registry.at("judgements", test_digest, FOLDER)
     for name in registry.list_files(folder):
         with suppress(storage.UnavailableError):  # what stays costs space only

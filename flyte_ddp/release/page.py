@@ -21,10 +21,7 @@ PICTURED = 12  # samples of each kind
 
 
 def write_page(judgement: Judgement, name: str, path: Path) -> Path:
-    """Write the HTML page of a judgement of the model ``name`` to a path, replacing a file there; return the path.
-
-    Reads the test split again, for pictures, if both models were evaluated. UserError if the page cannot be written.
-    """
+    """Write the HTML page of a judgement of the model ``name`` to a path, replacing a file there; return the path."""
     evaluations = {"Challenger": judgement.challenger, "Champion": judgement.champion}
     models = {title: model for title, model in evaluations.items() if model is not None}
     page = render_template(
@@ -48,11 +45,7 @@ def write_page(judgement: Judgement, name: str, path: Path) -> Path:
 
 
 def picture_differences(judgement: Judgement) -> dict[str, list[Picture]]:
-    """Return pictures by headline: the first PICTURED (12) samples that only challenger, or only champion, gets right.
-
-    Reads the test split up to the last of these for their images; samples that are no images have none. Reads nothing
-    and returns {} unless both models were evaluated, and classify.
-    """
+    """Return the first PICTURED (12) samples that only challenger, or only champion, gets right, by headline."""
     mine, theirs, names = judgement.challenger, judgement.champion, judgement.model.classes
     found: dict[str, list[Picture]] = {}
     if mine is None or theirs is None or not (mine.classifies and theirs.classifies):
@@ -76,10 +69,7 @@ def picture_differences(judgement: Judgement) -> dict[str, list[Picture]]:
 
 
 def read_test_images(judgement: Judgement, wanted: Collection[int]) -> dict[int, NDArray[np.uint8]]:
-    """Read the test split up to the last of the ``wanted`` samples; return their images [H, W, C] by number.
-
-    The number is that among the samples that can be decoded. Reads nothing and returns {} if samples are no images.
-    """
+    """Return the ``wanted`` images [H, W, C] by number among the decodable samples; {} if these are no images."""
     model, images, start = judgement.model, dict[int, NDArray[np.uint8]](), 0
     if not isinstance(model.spec, InputSpec):
         return images

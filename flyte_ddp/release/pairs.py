@@ -36,16 +36,13 @@ class PairedCounts:
 
     @property
     def differs(self) -> bool:
-        """Whether only one of the models gets some sample right."""
         return self.gained + self.lost > 0
 
     def describe(self) -> str:
-        """Return the difference and its counts as text."""
         counts = f"{self.gained:,} samples gained and {self.lost:,} lost of {self.samples:,}"
         return f"{self.format_difference(self.difference)}: {counts}"
 
     def format_difference(self, difference: float) -> str:
-        """Return a difference in accuracy as text: 0.0125 as +1.25 points."""
         return f"{100 * difference:+.2f} points"
 
     def p_value(self) -> float:
@@ -53,7 +50,6 @@ class PairedCounts:
         return statistics.mcnemar_p_value(self.gained, self.lost)
 
     def p_value_of_loss(self) -> float:
-        """Return the p-value of McNemar's exact test that the challenger is worse."""
         return statistics.mcnemar_p_value(self.lost, self.gained)
 
     def lower_bound(self, alpha: float) -> float:
@@ -61,7 +57,7 @@ class PairedCounts:
         return statistics.lower_bound_of_difference(self.gained, self.lost, self.samples, alpha)
 
     def describe_power(self, alpha: float, margin: float | None) -> str:
-        """Return a clause that says which difference is found, or with a margin how often an equal model passes."""
+        """Return a clause: which difference is found, or with a margin how often an equal model passes."""
         samples, discordant = format_count(self.samples, "sample"), (self.gained + self.lost) / self.samples
         if margin is not None:
             share = statistics.pass_probability(self.samples, discordant, margin, alpha)
@@ -83,21 +79,17 @@ class PairedScores:
 
     @property
     def samples(self) -> int:
-        """The number of all samples."""
         return len(self.differences)
 
     @property
     def difference(self) -> float:
-        """The mean difference."""
         return float(self.differences.mean())
 
     @property
     def differs(self) -> bool:
-        """Whether a sample's scores differ."""
         return bool(np.any(self.differences))
 
     def describe(self) -> str:
-        """Return the mean difference, and how many samples are better and worse, as text."""
         better, worse = (int((sign * self.differences > 0).sum()) for sign in (1, -1))
         counts = f"{format_count(better, 'sample')} better and {worse:,} worse of {self.samples:,}"
         change = f"{'worse' if self.difference < 0 else 'better'} by {self.format_difference(self.difference)[1:]}"
@@ -112,20 +104,14 @@ class PairedScores:
         return sign_flip_p_value(self.differences)
 
     def p_value_of_loss(self) -> float:
-        """Return the p-value of the exact sign-flip test that the challenger is worse."""
         return sign_flip_p_value(-self.differences)
 
     def lower_bound(self, alpha: float) -> float:
-        """Return the lower confidence bound of the mean difference, at 1 - ``alpha``.
-
-        That is the lower one of two: of the sign-flip test, exact where differences are symmetric about their mean; and
-        of a studentised bootstrap, which knows skewness, but not small ``alpha``.
-        """
+        """Return the lower 1 - ``alpha`` bound of the mean difference."""
         by_flips = lower_bound_by_sign_flips(self.differences, alpha)
         return min(by_flips, statistics.lower_bound_of_mean(self.differences, alpha))
 
     def describe_power(self, alpha: float, margin: float | None) -> str:
-        """Return a clause that says which difference is found, or with a margin how often an equal model passes."""
         samples = format_count(self.samples, "sample")
         if margin is not None:
             share = statistics.mean_pass_probability(self.differences, self.lower_bound(alpha), margin)
@@ -141,8 +127,7 @@ Pair = PairedCounts | PairedScores
 def compare_scores(mine: Floats, theirs: Floats, measure: str, *, is_loss: bool = False) -> Pair:
     """Return the comparison of two models' scores [N] of the same samples: of counts if all scores are 0 or 1.
 
-    ``measure`` says in words what the scores are of. With ``is_loss`` they are losses times -1, and differences are
-    shares of ``theirs``'s mean, unless that is 0.
+    With ``is_loss`` scores are losses times -1, and differences are shares of the mean of ``theirs``, unless that is 0.
     """
     if not is_loss and all(np.isin(scores, (0, 1)).all() for scores in (mine, theirs)):
         return PairedCounts.count(mine == 1, theirs == 1)

@@ -11,10 +11,7 @@ IF_POSSIBLE, REQUIRED, OFF = "if_possible", "required", "off"
 
 @dataclass(frozen=True)
 class Policy(CheckedFields, called="policy setting"):
-    """What data must be like, and what a challenger must show on the same samples as the champion.
-
-    A value of the wrong type or out of range, or an unknown field, is a UserError.
-    """
+    """What data must be like, and what a challenger must show on the same samples as the champion."""
 
     rule: str = setting(
         SUPERIOR,

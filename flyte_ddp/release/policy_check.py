@@ -16,8 +16,7 @@ from flyte_ddp.validation.profile import DataProfile
 def check_policy(policy: Policy, hp: Hyperparameters, profile: DataProfile) -> None:
     """Raise a UserError if a model of these hyperparameters and data could not be judged by the policy.
 
-    Imports an own objective and makes one; its measures are not known if it is a function. Reads the file of slices; of
-    encoded images, whose keys the profile does not hold, does not look for their ids.
+    Measures of an own objective that is a function, and the ids of encoded images, are not known here, and not checked.
     """
     samples = profile.test.samples
     if policy.slices and encoded_kind(hp.dataset):

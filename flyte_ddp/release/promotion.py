@@ -1,6 +1,7 @@
 """Storing versions, promoting them by a verdict or a person's word, and reading the champion.
 
-Every function raises a UserError if the registry cannot be read or written, or if a file that it reads was altered.
+Every function raises a UserError if the registry cannot be read or written, or if a file that it reads was altered. One
+that appends to the log first reads all of it, and tests the storage by a small file.
 """
 
 from __future__ import annotations
@@ -40,11 +41,8 @@ def store_version(
 ) -> versions.Version:
     """Upload a judged model with its verdict, lineage and card, and return the version; promote nothing.
 
-    ``weights`` and ``sidecar`` are ``model.pt`` and ``model.json`` of one run, ``beside`` further files by their names,
-    and ``by`` the Flyte execution, or the user, that trained the model. If the verdict has a number (``look``), first
-    writes it to the registry's folder of its test split. If the same weights were stored before and the verdict does
-    not promote, uploads nothing else and returns the stored version. Raises a UserError if the verdict is on another
-    model, or if the same weights are stored with another model name, classes, input or objective.
+    ``beside`` are further files by their names. Stored weights are uploaded again only if the verdict promotes. Raises
+    a UserError if the verdict is on another model, or the weights are stored with another name or task.
     """
     verdict_file, about = verdict.to_json(indent=1).encode() + b"\n", json.loads(sidecar.read_bytes())
     name = file_digest(weights)
@@ -77,11 +75,9 @@ def store_version(
 
 
 def apply_verdict(registry: Registry, version: versions.Version, verdict: Verdict, *, by: str) -> Outcome:
-    """Append the log entry that makes a stored version the champion, if its verdict promotes; return the outcome.
+    """Make a stored version the champion if its verdict promotes it and no other entry was written since it was judged.
 
-    To promote, reads the whole log, writes a small file that tests the storage, and rewrites champion.json. If ``by``,
-    the Flyte execution or user, has appended the entry in an earlier try, only rewrites champion.json. If another entry
-    was written since the judgement, appends none: the outcome's reason names the other one.
+    An entry that ``by``, the Flyte execution or user, appended in an earlier try counts as this one.
     """
     if not verdict.promotes:
         champion = registry.read_champion()
@@ -106,11 +102,8 @@ def apply_verdict(registry: Registry, version: versions.Version, verdict: Verdic
 def promote_version(registry: Registry, version: str, reason: str, *, by: str, once: bool = False) -> Entry:
     """Append the log entry that makes a version the champion because a person says so, and return the entry.
 
-    First reads the whole log and all files of the version, and writes a small file that tests the storage; then
-    rewrites champion.json, or prints that it cannot. ``once`` is for a task that may be tried again: if ``by`` has
-    promoted this version before, only rewrites champion.json and returns that entry. Raises a UserError if there is no
-    such version, it is the champion, the reason is blank, somebody else has appended an entry meanwhile, the registry
-    cannot be read or written, or a file was altered.
+    ``once``: an entry that ``by`` has appended before for this version is returned. Raises a UserError for a missing
+    version, the champion, a blank reason, or if somebody else was faster.
     """
     history = registry.read_log()
     if once and (earlier := finish_earlier_try(registry, history, by, PROMOTE, version)):
@@ -127,12 +120,8 @@ def promote_version(registry: Registry, version: str, reason: str, *, by: str, o
 def roll_back_champion(registry: Registry, reason: str, *, by: str, once: bool = False) -> Entry:
     """Append the log entry that makes the previous champion the champion again, and return the entry.
 
-    First reads the whole log and all files of that version, and writes a small file that tests the storage; then
-    rewrites champion.json, or prints that it cannot. Takes ``best``, the version that later models are compared with,
-    from that champion's own entry. ``once`` is for a task that may be tried again: if the log has a rollback by ``by``,
-    only rewrites champion.json and returns that rollback. Raises a UserError if there was no champion before, the
-    reason is blank, somebody else has appended an entry meanwhile, the registry cannot be read or written, or a file
-    was altered.
+    ``once``: a rollback that ``by`` has appended before is returned. Raises a UserError without a previous champion,
+    for a blank reason, or if somebody else was faster.
     """
     history = registry.read_log()
     if once and (earlier := finish_earlier_try(registry, history, by, ROLLBACK)):
@@ -147,10 +136,7 @@ def roll_back_champion(registry: Registry, reason: str, *, by: str, once: bool =
 
 
 def finish_earlier_try(registry: Registry, log: list[Entry], by: str, action: str, version: str = "") -> Entry | None:
-    """Return the first entry of a log with this author, action and version (empty: any version); None without one.
-
-    If there is one, rewrites champion.json: its author may have been killed before it did so.
-    """
+    """Return the first such entry of a log (any version if empty), and rewrite champion.json; None without one."""
     for entry in log:
         if (entry.by, entry.action) == (by, action) and version in ("", entry.version):
             registry.renew_copy(log[-1].number)
@@ -159,10 +145,7 @@ def finish_earlier_try(registry: Registry, log: list[Entry], by: str, action: st
 
 
 def has_task_of(registry: Registry, best: str, version: versions.Version) -> bool:
-    """Read ``model.json`` of two versions, and return whether their tasks (:func:`versions.read_task`) are the same.
-
-    ``best`` is the name of the other version; returns False if its file is missing or was altered.
-    """
+    """Return whether version ``best`` has the same task as the other; False if its files are missing or altered."""
     try:
         one, other = (
             json.loads(versions.read_version_file(registry, found, versions.SIDECAR))
@@ -180,9 +163,8 @@ def download_version(
 ) -> tuple[Path, Path]:
     """Download model.pt and model.json of a version, or ``every_file``, into a folder; return the paths of the two.
 
-    Makes the folder, replaces files of these names, tries each up to 4 times. ``version`` is the SHA-256 of the
-    weights; ``manifest`` the SHA-256 of the manifest of one revision (the same weights, judged again), empty for the
-    newest. Raises a UserError if the registry cannot be read, or a file is missing or altered; an altered one stays.
+    Makes the folder, replaces its files. ``manifest`` is the SHA-256 of a revision's manifest; empty: the newest
+    revision.
     """
     found, needed = versions.read_version(registry, version, manifest), (versions.WEIGHTS, versions.SIDECAR)
     for name in found.files if every_file else needed:
@@ -195,10 +177,7 @@ def download_version(
 
 
 def download_champion(registry: Registry, folder: Path) -> tuple[Path, Path]:
-    """Download weights and sidecar of the champion into an existing folder; return their paths.
-
-    Raises a UserError if there is no champion, or if :func:`download_version` does.
-    """
+    """Download model.pt and model.json of the champion into an existing folder; UserError if there is no champion."""
     entry = registry.read_champion()
     if entry is None:
         raise UserError(f"registry {registry.address!r}: {registry.name} has no champion; promote a version first")
@@ -206,11 +185,7 @@ def download_champion(registry: Registry, folder: Path) -> tuple[Path, Path]:
 
 
 def read_data_profile(registry: Registry, entry: Entry) -> DataProfile | None:
-    """Read and return the profile of a log entry's version's training data; None if it was stored without one.
-
-    Raises a UserError if the registry cannot be read in up to 4 tries, if the version or its profile is missing or was
-    altered, or if the profile is of another release of this library.
-    """
+    """Return the profile of the training data of an entry's version; None if it was stored without one."""
     version = versions.read_version(registry, entry.version, entry.manifest)
     if PROFILE not in version.files:
         return None
@@ -225,7 +200,7 @@ def load_champion(address: str, name: str, device: str = "cpu") -> tuple[nn.Modu
     """Download the champion; return its model in evaluation mode on ``device``, and its sidecar.
 
     Runs the code that the sidecar names, so you must trust the registry at ``address``: a folder, or an address of S3,
-    Google Cloud Storage or Azure. ``name`` is that of the model in it. Raises a UserError if no champion can be read.
+    Google Cloud Storage or Azure. Raises a UserError if no champion can be read.
     """
     from flyte_ddp.models.artifacts import load_model
 

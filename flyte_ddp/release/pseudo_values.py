@@ -1,9 +1,9 @@
 """Leave-one-out pseudo-values: a measure of a whole split, such as AUROC, as one number for each sample.
 
 The pseudo-value of a sample is N times the measure minus N - 1 times the measure without the sample (Tukey, "Bias and
-confidence in not-quite large samples", Annals of Mathematical Statistics 29, 1958). For a mean of N scores these are
-the scores; for others their mean is the measure but for terms of order 1 / N. Where a measure of a label is not defined
-without a sample, because it is the label's only one, the sample does not change it.
+confidence in not-quite large samples", Annals of Mathematical Statistics 29, 1958). Of a mean of N scores these are the
+scores; of others their mean is the measure up to order 1 / N. A sample without which a label's measure is not defined
+does not change it.
 """
 
 from collections.abc import Callable, Mapping
@@ -21,11 +21,7 @@ Floats = NDArray[np.float64]
 
 
 def compute_pseudo_values(measures: Floats, without: Floats) -> Floats:
-    """Return the pseudo-values [N, K] of a measure of each of K labels; NaN for a label whose measure is NaN.
-
-    ``measures`` [K] are those of all samples; ``without`` [N, K] those without each sample, NaN where not defined. The
-    mean of a sample's pseudo-values over labels is the pseudo-value of the mean over labels.
-    """
+    """Return pseudo-values [N, K] from K ``measures`` and those ``without`` each sample [N, K]; NaN: not defined."""
     samples = len(without)
     return np.asarray(samples * measures - (samples - 1) * np.where(np.isnan(without), measures, without))
 
@@ -33,8 +29,7 @@ def compute_pseudo_values(measures: Floats, without: Floats) -> Floats:
 def pseudo_values_of_ratios(numerators: Floats, denominators: Floats, members: Floats | None = None) -> Floats:
     """Return the pseudo-values [N, K] of K sums of ``numerators`` [N, K] over sums of ``denominators`` [N, K].
 
-    So are F1 (2 true positives; 2 true positives, false positives and false negatives) and IoU (intersections; unions).
-    A ratio is defined where the sum of ``members`` [N, K], by default of the denominators, is not 0.
+    A ratio, such as F1 or IoU, is defined where the sum of ``members`` [N, K] (default: the denominators) is not 0.
     """
     above, below = numerators.sum(axis=0), denominators.sum(axis=0)
     members = denominators if members is None else members
@@ -46,10 +41,9 @@ def pseudo_values_of_ratios(numerators: Floats, denominators: Floats, members: F
 
 
 def pseudo_values_of_auroc(scores: Floats, targets: Floats) -> Floats:
-    """Return the pseudo-values [N, K] of the area under the ROC curve of each label.
+    """Return the pseudo-values [N, K] of each label's area under the ROC curve; NaN without samples of both kinds.
 
-    ``scores`` [N, K] are higher where a label is likelier; ``targets`` [N, K] are 1, 0 or NaN: unknown, and then the
-    sample has no influence on the label. NaN for labels without a sample of each kind.
+    ``scores`` [N, K] are higher where a label is likelier; ``targets`` [N, K] are 1, 0 or NaN (unknown: no influence).
     """
     areas, without = np.full(scores.shape[1], np.nan), np.full(scores.shape, np.nan)
     for label in range(scores.shape[1]):
@@ -67,10 +61,7 @@ def pseudo_values_of_auroc(scores: Floats, targets: Floats) -> Floats:
 
 
 def pseudo_values_of_average_precision(scores: Floats, targets: Floats) -> Floats:
-    """Return the pseudo-values [N, K] of the average precision of each label; arguments as for the AUROC.
-
-    That is the mean over positive samples of the precision at the sample's score. NaN for labels without a positive.
-    """
+    """Return the pseudo-values [N, K] of each label's average precision; arguments as for the AUROC."""
     areas, without = np.full(scores.shape[1], np.nan), np.full(scores.shape, np.nan)
     for label in range(scores.shape[1]):
         positive, known = targets[:, label] == 1, ~np.isnan(targets[:, label])
@@ -101,10 +92,7 @@ def share_below(values: Floats, others: Floats) -> Floats:
 
 
 def pseudo_values_by_calls(measure: Callable[[Mapping[str, Tensor]], float], columns: Mapping[str, Tensor]) -> Floats:
-    """Return the pseudo-values [N] of any measure of columns [N, ...]: calls it N + 1 times, with copies of N - 1 rows.
-
-    Raises a UserError for more than MOST_CALLS (20,000) samples.
-    """
+    """Return the pseudo-values [N] of any measure of columns [N, ...] by N + 1 calls, with copies of N - 1 rows."""
     samples = len(next(iter(columns.values())))
     refuse_many_calls(samples)
     without = [

@@ -9,8 +9,8 @@
         verdicts/00000007-DIGEST.json       what came of the seventh look
         evaluations/DIGEST.pt               of a judgement that has no verdict yet; deleted then
 
-Every other file but champion.json is written once and never again. So there is nothing to lock, and nothing half done
-to repair: of two writers of the next entry one succeeds, and the other gets a LostError.
+Every other file but champion.json is written once. So nothing is locked and nothing half done needs a repair: of two
+writers of the next entry one succeeds, and the other gets a LostError.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Entry:
 
     @classmethod
     def from_file(cls, content: bytes) -> Self:
-        """Parse the content of an entry's file, return the entry; ValueError, TypeError or KeyError if it is none."""
+        """Parse the content of an entry's file; ValueError, TypeError or KeyError if it is none."""
         values = {**json.loads(content), "digest": content_digest(content)}
         found = {field.name: values[field.name] for field in dataclasses.fields(cls)}
         if any(type(found[field.name]).__name__ != field.type for field in dataclasses.fields(cls)):
@@ -85,7 +85,6 @@ class Entry:
 
 
 def check_model_name(name: str) -> None:
-    """Raise a UserError for a name that cannot be the folder of a model."""
     if not NAME.fullmatch(name):
         raise UserError(
             f"model name {name!r}: must be letters, digits, '_', '-' and '.' only, and begin with a letter or digit"
@@ -93,16 +92,14 @@ def check_model_name(name: str) -> None:
 
 
 def content_digest(content: Path | bytes) -> str:
-    """Return the SHA-256 of bytes, or of the file at a path, which is read whole."""
     return file_digest(content) if isinstance(content, Path) else hashlib.sha256(content).hexdigest()
 
 
 class Registry:
     """The registry of one model, in a folder or bucket that many models share.
 
-    A request that fails is repeated up to 3 times, after pauses of up to 1, 2 and 4 s, if another try may help. Then
-    every method but renew_copy raises a UserError. So does a new instance if the address is neither a path nor of S3,
-    Google Cloud Storage or Azure, or if the model's name cannot be a folder's.
+    Repeats a failed request up to 3 times, after pauses of up to 1, 2 and 4 s, if another try may help. After that
+    every method but renew_copy raises a UserError. So does a new instance for an unfit address or model name.
     """
 
     def __init__(self, address: str, name: str) -> None:
@@ -116,7 +113,6 @@ class Registry:
         return storage.join(self.address, "/".join((self.name, *parts)))
 
     def entry_address(self, number: int) -> str:
-        """Return the address of the log's entry with that number."""
         return self.at("log", f"{number:08}.json")
 
     @contextmanager
@@ -129,7 +125,7 @@ class Registry:
             raise failure.to_user_error(f"registry {self.address!r}: {said}") from None
 
     def read_file(self, address: str) -> bytes | None:
-        """Read a file into memory and return its content; None if it is missing. UserError if up to 4 tries fail."""
+        """Return a file's content; None if the file is missing."""
         with self.explain_failures("read"):
             try:
                 return storage.retry(address, storage.read_file)
@@ -137,7 +133,7 @@ class Registry:
                 return None
 
     def hash_file(self, address: str) -> str:
-        """Read a file in pieces and return its SHA-256; "" if it is missing. UserError if all of up to 4 tries fail."""
+        """Read a file in pieces and return its SHA-256; "" if it is missing."""
 
         def hash_chunks(address: str) -> str:
             digest = hashlib.sha256()
@@ -153,10 +149,7 @@ class Registry:
                 return ""
 
     def list_files(self, folder: str) -> list[str]:
-        """Return the sorted paths of all files below a folder, relative to it; none if the folder is missing.
-
-        Leaves out hidden files of this machine. Raises a UserError if the folder cannot be listed in up to 4 tries.
-        """
+        """Return the sorted relative paths of all files below a folder, but hidden local ones; [] if it is missing."""
         with self.explain_failures("listed"):
             try:
                 return [entry.name for entry in storage.retry(folder, lambda of: [*storage.list_files(of)])]
@@ -166,24 +159,17 @@ class Registry:
                 return []
 
     def create_file(self, address: str, content: bytes | Path) -> bool:
-        """Write a file if the address has none, otherwise read the one there; return whether it has this content now.
-
-        Makes up to 4 tries; then raises a UserError. Equal content counts as written, as a try whose response was lost
-        may have written it: two writers who must not both succeed must write different contents.
-        """
+        """Write a file if the address has none; return whether the address has this content now."""
         with self.explain_failures("written"):
             try:
                 storage.retry(address, lambda to: storage.create_file(to, content))
             except ExistsError:
+                # A try whose response was lost may have written it; so rivals must write different contents.
                 return self.hash_file(address) == content_digest(content)
         return True
 
     def refuse_storage_that_overwrites(self) -> None:
-        """Raise a UserError if the storage replaces an existing file when it is asked to create that file.
-
-        On such a storage two promotions at the same time could both succeed. Tries to create the small file
-        .creates-once at the registry's address, which stays; after success tries again: the second try must fail.
-        """
+        """Raise a UserError if the storage replaces existing files: tests that by a small file, PROBE, which stays."""
         probe = storage.join(self.address, PROBE)
         if all(self.create_file(probe, secrets.token_bytes(16)) for _ in range(2)):
             raise UserError(
@@ -192,12 +178,7 @@ class Registry:
             )
 
     def read_champion(self) -> Entry | None:
-        """Return the last entry of the log, which names the champion; None if nothing was promoted.
-
-        Reads champion.json (which may be late), the entry that it copies, and later entries until one is missing. Lists
-        the log only if champion.json is missing or damaged. Raises a LogError if an entry that it reads is damaged, a
-        UserError if the registry cannot be read.
-        """
+        """Return the last entry of the log, which names the champion; None if nothing was promoted."""
         last = self.read_copy()
         if last is None and (numbers := self.list_entry_numbers()):
             last = self.read_entry(numbers[-1])
@@ -206,10 +187,7 @@ class Registry:
         return last
 
     def read_copy(self) -> Entry | None:
-        """Read champion.json and return the entry in it; None if that file is missing or damaged.
-
-        Raises a LogError if the log's entry of that number differs, not if the log has none.
-        """
+        """Return the entry in champion.json; None if it is missing or damaged, LogError if the log's entry differs."""
         content = self.read_file(self.at(CHAMPION)) or b""
         try:
             copy = Entry.from_file(content)
@@ -224,21 +202,14 @@ class Registry:
         return copy
 
     def read_log(self, at_least: int = 0) -> list[Entry]:
-        """Read the whole log and return its entries, oldest first.
-
-        Raises a LogError if an entry is missing, damaged or altered, or if there are fewer than ``at_least`` entries.
-        """
+        """Return all entries, oldest first; LogError if one, or one of ``at_least`` entries, is missing or altered."""
         entries, faults = self.inspect_log(at_least)
         if faults:
             raise LogError(faults[0])
         return entries
 
     def inspect_log(self, at_least: int = 0) -> tuple[list[Entry], list[str]]:
-        """Read champion.json and the whole log; return the readable entries, oldest first, and a line for each fault.
-
-        Faults are entries that are damaged, altered or missing, also where the log has fewer than ``at_least``. READERS
-        (16) threads read the entries. Raises a UserError if the storage cannot be read.
-        """
+        """Return the log's readable entries, oldest first, and a line for each one missing, damaged or altered."""
         faults, entries = list[str](), dict[int, Entry]()
         try:
             if copy := self.read_copy():  # before the list: entries that are written meanwhile are not missing
@@ -263,20 +234,16 @@ class Registry:
         return [*entries.values()], faults
 
     def list_entry_numbers(self) -> list[int]:
-        """List the log's folder and return the ascending numbers of its entries."""
         return [int(name.removesuffix(".json")) for name in self.list_files(self.at("log")) if ENTRY.fullmatch(name)]
 
     def read_entry(self, number: int) -> Entry:
-        """Read and return the log's entry with that number; raise a LogError if it is missing or damaged."""
+        """Return the log's entry with that number; LogError if it is missing or damaged."""
         if (entry := self.find_entry(number)) is None:
             raise LogError(f"{self.entry_address(number)} is missing; restore it, as no entry may be deleted")
         return entry
 
     def find_entry(self, number: int) -> Entry | None:
-        """Read and return the log's entry with that number; None if it is missing.
-
-        Raises a LogError if it is damaged, another UserError if the registry cannot be read in up to 4 tries.
-        """
+        """Return the log's entry with that number; None if it is missing, LogError if it is damaged."""
         address = self.entry_address(number)
         if (content := self.read_file(address)) is None:
             return None
@@ -289,10 +256,7 @@ class Registry:
     def append_entry(self, before: Entry | None, *, by: str, reason: str, **values: str) -> Entry:
         """Write the entry after ``before``, the last one, to the log, rewrite champion.json, and return the new entry.
 
-        ``before`` is None for an empty log, ``by`` a Flyte execution or user@host, and ``values`` are the other fields:
-        ``action``, ``version``, ``manifest`` and ``best``. First tests the storage by a small file,
-        :meth:`refuse_storage_that_overwrites`. Raises a LostError if somebody else has written the entry of that
-        number, a UserError if the reason is blank.
+        ``values``: action, version, manifest, best. Raises LostError if somebody else was faster.
         """
         if not reason.strip():
             raise UserError("reason='': must say why; it is kept in the registry's log")
@@ -308,13 +272,9 @@ class Registry:
         return Entry.from_file(content)
 
     def renew_copy(self, number: int) -> None:
-        """Copy the log's entry with that number, and then each later one, to champion.json.
-
-        Stops at the last entry, so the last entry remains even if many writers do this. Prints a line to stdout, and
-        raises nothing, if the registry cannot be read or written in up to 4 tries.
-        """
+        """Copy the log's entry of that number, and each later one, to champion.json; print a failure, raise nothing."""
         try:
-            while True:
+            while True:  # up to the last entry, which so remains, however many writers do this
                 content = storage.retry(self.entry_address(number), storage.read_file)
                 storage.retry(self.at(CHAMPION), functools.partial(storage.write_file, content=content))
                 number += 1
@@ -324,12 +284,7 @@ class Registry:
             print(f"{self.at(CHAMPION)}: not renewed: {error}; the log counts, which has entry {number}", flush=True)
 
     def claim_look(self, test_digest: str, challenger: str, champion: str, rule: str) -> int:
-        """Count a comparison of two models on a test split; return its number, from 1, among all on this split.
-
-        The same models (SHA-256 of their weights) compared by the same rule keep their number. For a new comparison
-        writes two files; if the process is killed between them, the number is lost, and later comparisons are a bit
-        stricter. Raises a UserError if the two models' file is damaged, or the registry cannot be used in 4 tries.
-        """
+        """Count a comparison of two models on a test split, unless it is a repeated one; return its number, from 1."""
         folder = self.at("judgements", test_digest)
         compared = {"challenger": challenger, "champion": champion, "rule": rule}
         pair = storage.join(folder, f"pairs/{content_digest(json.dumps(compared).encode())}.json")
@@ -344,17 +299,14 @@ class Registry:
             storage.join(folder, f"looks/{number:08}.json"), json.dumps({"look": number, **values}, indent=1).encode()
         ):
             number += 1
+        # A process killed here loses the number, which makes later comparisons a bit stricter.
         # Two who judge the same pair at the same time have two looks: the first one's counts for both from now on.
         self.create_file(pair, json.dumps({"look": number}).encode())
         return number
 
 
 def replay_promotions(history: list[Entry]) -> tuple[list[Entry], dict[str, Entry]]:
-    """Return the promotions of a whole log that were not undone, oldest first; and the rollbacks by the version undone.
-
-    A rollback undoes the last promotion, a second rollback the one before it. A version that became champion again is
-    not undone.
-    """
+    """Return the promotions that no rollback has undone, oldest first, and the rollbacks by the version undone."""
     standing, taken_back = list[Entry](), dict[str, Entry]()
     for entry in history:
         if entry.action == PROMOTE:

@@ -31,14 +31,13 @@ from flyte_ddp.release.pseudo_values import (
 
 
 def name_scores(objective: Objective) -> str:
-    """Return in words what the scores of :func:`score_samples` are of, such as the main measure."""
     if scores_are_squared_errors(objective):
         return "squared error"
     return "loss of a token" if scores_are_token_losses(objective) else name_measure(objective.main_measure)
 
 
 def scores_are_squared_errors(objective: Objective) -> bool:
-    """Return whether the objective's main measure is RMSE, as regression computes it, and it has no own scores."""
+    """Return whether the main measure is RMSE, as regression computes it, and there are no own scores."""
     if not isinstance(objective, Regression) or objective.main_measure != "rmse":
         return False
     return type(objective).measure is Regression.measure and type(objective).scores is Objective.scores
@@ -52,17 +51,15 @@ def scores_are_token_losses(objective: Objective) -> bool:
 
 
 def is_higher_better(objective: Objective) -> bool:
-    """Return whether a higher value of the objective's main measure is better."""
     return objective.measures.get(objective.main_measure, LOWER) == HIGHER
 
 
 def score_samples(objective: Objective, columns: Columns) -> Floats:
     """Return the score of each sample, [N].
 
-    These are ``objective.scores(columns)`` if its class defines them (classification: 1 or 0 for correct or not) or it
-    has no measure. Otherwise, of labels' measures and mIoU the means over labels of pseudo-values; of RMSE minus the
-    mean squared error of the known numbers; of perplexity minus the mean loss of all tokens; of any other main measure
-    the pseudo-values, by N calls of ``objective.measure``. Raises UserError for more than 20,000 samples then.
+    The objective's own scores come first (for accuracy 1 or 0). Otherwise: of labels' measures and mIoU the mean over
+    labels of pseudo-values; of RMSE minus the mean squared error; of perplexity minus the mean loss of a token; of any
+    other main measure pseudo-values by calls.
     """
     name, sign = objective.main_measure, 1 if is_higher_better(objective) else -1
     inherited = {Objective.scores} if name == "accuracy" else {Objective.scores, Classification.scores}
@@ -92,10 +89,7 @@ def require_scores(scores: Floats, samples: int) -> Floats:
 
 
 def score_labels(objective: Objective, columns: Columns) -> Floats | None:
-    """Return pseudo-values of the main measure of each label or class, [N, K]; None if they are not known.
-
-    They are known for multilabel, and for segmentation with mIoU. NaN for a label of which the measure is not defined.
-    """
+    """Return pseudo-values [N, K] of each label's main measure (multilabel), or each class's mIoU; otherwise None."""
     name = objective.main_measure
     if isinstance(objective, Multilabel):
         return score_binary_labels(objective, columns)
@@ -127,7 +121,6 @@ def score_binary_labels(objective: Objective, columns: Columns) -> Floats | None
 
 
 def mean_over_labels(values: Floats) -> Floats:
-    """Return the means [N] over the columns of ``values`` [N, K] that are not NaN; NaN without any."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # of a mean of nothing
         return np.asarray(np.nanmean(values, axis=1))

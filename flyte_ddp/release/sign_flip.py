@@ -1,9 +1,9 @@
 """Tests whether paired differences are above 0 by flipping their signs, and bounds their mean from below.
 
-If two models are equally good, either could have had either score of a sample: each difference may have either sign.
-The p-value is the probability that random signs give a sum of at least the observed one (Fisher, "The design of
-experiments", 1935, 21). It is the tail of a sum of N independent values, computed from its characteristic function
-under an exponential tilt, which makes the observed sum a likely one: small p-values have as many digits as large ones.
+If two models are equally good, each difference may have either sign. The p-value is the probability that random signs
+give a sum of at least the observed one (Fisher, "The design of experiments", 1935, 21). It is computed from the sum's
+characteristic function under an exponential tilt, which makes the observed sum likely: small p-values are as exact as
+large ones.
 """
 
 import math
@@ -26,10 +26,9 @@ Integers = NDArray[np.integer[Any]]
 def sign_flip_p_value(differences: Floats) -> float:
     """Return the one-sided p-value of the exact sign-flip test that the mean of ``differences`` [N] is above 0.
 
-    Sums that equal the observed one count. Differences of 0 have no influence; the p-value is 1 if all are 0. If the
-    others are multiples of a unit (0/1 scores: the p-value is that of McNemar's exact test), its relative error is
-    about 1e-12. Otherwise they are first rounded to 1 / STEPS (1,024) of their root mean square. The test of the
-    rounded differences is exact, too; its p-value differs by about 0.03 % times the normal quantile.
+    Its relative error is about 1e-12 if the differences are multiples of a unit (for 0/1 scores this is McNemar's exact
+    test). Others are rounded to 1 / STEPS of their root mean square: the p-value changes by about 0.03 % times the
+    normal quantile.
     """
     differences = differences[differences != 0]
     return p_value_of_integers(round_to_unit(differences, find_unit(differences, STEPS)))
@@ -38,9 +37,7 @@ def sign_flip_p_value(differences: Floats) -> float:
 def lower_bound_by_sign_flips(differences: Floats, alpha: float) -> float:
     """Return the smallest shift of ``differences`` [N] that the sign-flip test does not reject at level ``alpha``.
 
-    That is the lower confidence bound of their mean if they are symmetric about it; -inf if there are too few of them.
-    Rounds differences to 1 / BOUND_STEPS (256) of their standard deviation, which moves the bound by about 0.001
-    standard errors, and interpolates between the shifts of that grid.
+    That is the lower bound of a symmetric mean, to about 0.001 standard errors; -inf for too few differences.
     """
     mean, spread = float(differences.mean()), float(differences.std())
     if alpha < 0.5 ** len(differences):
@@ -54,7 +51,7 @@ def lower_bound_by_sign_flips(differences: Floats, alpha: float) -> float:
     wanted, quantiles = float(stats.norm.isf(alpha)), dict[int, float]()
 
     def is_rejected(shift: int) -> bool:
-        """Record the normal quantile of the p-value of a shift, and return whether the test rejects the shift."""
+        """Return whether the test rejects a shift; record the normal quantile of its p-value."""
         quantiles[shift] = float(stats.norm.isf(max(1e-300, p_value_of_integers(rounded - shift))))
         return quantiles[shift] >= wanted
 
@@ -68,11 +65,10 @@ def lower_bound_by_sign_flips(differences: Floats, alpha: float) -> float:
 
 
 def find_unit(differences: Floats, steps: int) -> float:
-    """Return a number of which all ``differences`` are multiples, or nearly so; 1 if all are 0, or there are none.
+    """Return a number of which all ``differences`` are nearly multiples; 1 if all are 0.
 
-    That is their greatest common divisor, if that is at least 1 / ``steps`` of their root mean square. Otherwise it is
-    at most that part of the root mean square, but divides the greatest common divisor of the magnitudes that occur more
-    than once, so that sums which are equal by these remain so.
+    That is their greatest common divisor, if at least 1 / ``steps`` of their root mean square. Otherwise it is at most
+    that part, but divides the common divisor of magnitudes that occur more than once: equal sums of these remain equal.
     """
     if not np.any(differences):
         return 1.0
@@ -85,10 +81,7 @@ def find_unit(differences: Floats, steps: int) -> float:
 
 
 def find_common_divisor(values: Floats, least: float) -> float:
-    """Return the greatest common divisor of ``values`` by Euclid's algorithm; 0 if that is less than ``least``.
-
-    Remainders of up to 1 / 1000 of ``least`` are taken for rounding errors. Returns 0 if all values are.
-    """
+    """Return the greatest common divisor of ``values``, but for rounding errors; 0 if it is less than ``least``."""
     divisor = 0.0
     for value in values.tolist():
         remainder = value
@@ -100,7 +93,6 @@ def find_common_divisor(values: Floats, least: float) -> float:
 
 
 def round_to_unit(differences: Floats, unit: float) -> NDArray[np.int64]:
-    """Return the differences as multiples of a unit, rounded to whole numbers."""
     return np.rint(differences / unit).astype(np.int64)
 
 
@@ -116,13 +108,10 @@ def p_value_of_integers(differences: Integers) -> float:
 def probability_of_at_most(most: int, values: Integers, counts: Integers, least: float = 0.0) -> float:
     """Return the probability that the sum of the values whose coin shows heads is at most ``most``.
 
-    Each of the positive ``values`` [U] is there ``counts`` [U] times, each time with a fair coin of its own. ``most``
-    must be below half of the sum of all; the result is 0 if it is negative, or if the probability is below ``least``.
-
-    With biased coins, heads with probability 1 / (1 + exp(tilt * value)), ``most`` is the mean of the sum, and the
-    wanted probability is a constant times the sum of P(most - m) * exp(-tilt * m) over m from 0 to ``most``. P is the
-    inverse Fourier transform of the characteristic function, a product over the values; the sum over m is a geometric
-    one for each frequency.
+    Each of the positive ``values`` [U] has ``counts`` [U] fair coins; ``most`` must be below half of the sum of all.
+    With biased coins, heads with probability 1 / (1 + exp(tilt * value)), ``most`` is the mean of the sum. The result
+    is a constant times the sum of P(most - m) * exp(-tilt * m) over m from 0 to ``most``, a geometric one for each
+    frequency. P is the inverse Fourier transform of the characteristic function, a product over the values.
     """
     if most < 0:
         return 0.0
@@ -157,23 +146,15 @@ def probability_of_at_most(most: int, values: Integers, counts: Integers, least:
 
 
 def bound_distance(sign: int, mean: int, values: Integers, counts: Integers, heads: Floats) -> int:
-    """Return a distance from ``mean`` such that the sum lies further away with a probability of at most 1e-18.
-
-    The sum is that of :func:`probability_of_at_most` with biased coins, and ``heads`` [U] are their probabilities.
-    ``sign`` 1 is for sums above the mean, -1 for those below. Uses Chernoff's bound, minimised over 24 tilts.
-    """
+    """Return a distance from ``mean`` beyond which, on the side of ``sign``, the sum has probability 1e-18 at most."""
     speeds = np.geomspace(0.1 / math.sqrt(float(counts @ np.square(values.astype(float)))), 500 / int(values[-1]), 24)
     growth = np.log1p(heads * np.expm1(sign * np.multiply.outer(speeds, values))) @ counts
     return math.ceil(float(((growth - sign * speeds * mean + OUTSIDE) / speeds).min()))
 
 
 def find_frequencies(values: Integers, counts: Integers, heads: Floats, size: int) -> NDArray[np.int64]:
-    """Return the frequencies, from 0 to half of ``size``, where the characteristic function is not negligible.
-
-    ``heads`` are the probabilities of the biased coins of ``values``. The function's modulus is a product of numbers of
-    at most 1, so that most frequencies are left out after a few values, those that vary most. Single precision and
-    numbers of 32 bits, which may overflow as ``size`` is a power of two, make that five times as fast.
-    """
+    """Return the frequencies, from 0 to half of ``size``, where the characteristic function is not negligible."""
+    # Single precision and 32 bits, which may overflow as size is a power of two, make this five times as fast.
     frequencies = np.arange(size // 2 + 1, dtype=np.uint32)
     squared_moduli, least = np.ones(len(frequencies), np.float32), np.square(NEGLIGIBLE * (1.0 + frequencies))
     squared_sines = np.square(np.sin(math.pi / size * np.arange(size))).astype(np.float32)

@@ -13,10 +13,7 @@ from flyte_ddp.storage import UnavailableError
 
 
 def read_slices_file(address: str) -> list[tuple[int, str, str]]:
-    """Read a CSV file of samples' slices (columns ``id`` and ``slice``); return line number, id and slice of each row.
-
-    Raises a UserError if the file cannot be read in up to 4 tries, is no such CSV file, or lacks a value.
-    """
+    """Return line number, id and slice of each row of a CSV file with the columns ``id`` and ``slice``."""
     try:
         content = storage.retry(address, storage.read_file)
     except UnavailableError as failure:
@@ -36,11 +33,7 @@ def read_slices_file(address: str) -> list[tuple[int, str, str]]:
 
 
 def group_by_slice(address: str, ids: Sequence[str], undecoded: Collection[str]) -> dict[str, NDArray[np.int64]]:
-    """Read a CSV file of slices; return the ascending positions in ``ids`` of each slice's samples, by its name.
-
-    ``undecoded`` are ids of samples that are left out, as they cannot be decoded. Raises a UserError if the file cannot
-    be read in up to 4 tries, is no CSV file of slices, lacks a value, or names a sample that is in neither list.
-    """
+    """Return the ascending positions in ``ids`` of each slice's samples; UserError for an id in neither list."""
     places = {name: place for place, name in enumerate(ids)}
     members: dict[str, set[int]] = {}
     for line, sample, name in read_slices_file(address):

@@ -18,19 +18,14 @@ Counts = NDArray[np.integer[Any]]
 
 
 def alpha_of_look(alpha: float, look: int) -> float:
-    """Return the significance level of the test number ``look``, from 1, of all tests on the same samples.
-
-    The levels of all tests sum up to ``alpha``, so the probability of a false alarm in any of them is at most ``alpha``
-    (Bonferroni's bound; the sum of 1 / k^2 is pi^2 / 6).
-    """
+    """Return the level of the test number ``look``, from 1; the levels sum up to ``alpha`` (Bonferroni's bound)."""
     return alpha * 6 / (math.pi * look) ** 2
 
 
 def mcnemar_p_value(gained: int, lost: int) -> float:
     """Return the one-sided p-value of McNemar's exact test that the first of two models is better; 1 if none differs.
 
-    Only the first model gets ``gained`` samples right, only the second one ``lost``. McNemar, "Note on the sampling
-    error of the difference between correlated proportions", Psychometrika 12 (1947).
+    Only the first model gets ``gained`` samples right, only the second one ``lost``. McNemar, Psychometrika 12 (1947).
     """
     return binomial_p_value(gained, gained + lost, 0.5) if gained + lost else 1.0
 
@@ -41,12 +36,10 @@ def binomial_p_value(correct: int, samples: int, share: float) -> float:
 
 
 def tango_statistic(gained: Counts, lost: Counts, samples: int, difference: float) -> Floats:
-    """Return Tango's statistic for a supposed difference in accuracy, first minus second model.
+    """Return Tango's statistic, standard normal if ``difference`` (in accuracy, first minus second model) is true.
 
-    The statistic is standard normal if the supposed difference is the true one. Only the first model gets ``gained``
-    samples right, only the second one ``lost``; both may be arrays of one shape. Tango, "Equivalence test and
-    confidence interval for the difference in proportions for the paired-sample design", Statistics in Medicine 17
-    (1998).
+    Counts may be arrays of one shape. Tango, "Equivalence test and confidence interval for the difference in
+    proportions for the paired-sample design", Statistics in Medicine 17 (1998).
     """
     linear = (2 * samples - gained + lost) * difference - gained - lost
     root = np.sqrt(np.maximum(0.0, linear**2 + 8 * samples * lost * difference * (1 - difference)))
@@ -56,15 +49,10 @@ def tango_statistic(gained: Counts, lost: Counts, samples: int, difference: floa
 
 
 def lower_bound_of_difference(gained: int, lost: int, samples: int, alpha: float) -> float:
-    """Return the lower end of the one-sided 1 - ``alpha`` confidence interval of the difference in accuracy.
-
-    The difference is the first model's accuracy minus the second's, at least -1. Inverts Tango's test. Only the first
-    model gets ``gained`` samples right, only the second one ``lost``.
-    """
+    """Return the lower 1 - ``alpha`` confidence bound of the difference in accuracy, at least -1, by Tango's test."""
     wanted, lowest, highest = stats.norm.isf(alpha), -1 + 1e-12, (gained - lost) / samples - 1e-12
 
     def excess_of_statistic(difference: float) -> float:
-        """Return by how much the statistic is above its quantile: 0 at the bound."""
         return float(tango_statistic(np.array(gained), np.array(lost), samples, difference) - wanted)
 
     if highest <= lowest or excess_of_statistic(lowest) <= 0:
@@ -73,10 +61,7 @@ def lower_bound_of_difference(gained: int, lost: int, samples: int, alpha: float
 
 
 def correct_p_values(p_values: Sequence[float]) -> list[float]:
-    """Return the p-values in the given order, corrected for their number by Holm's method.
-
-    Holm, "A simple sequentially rejective multiple test procedure", Scandinavian Journal of Statistics 6 (1979).
-    """
+    """Return p-values in their order, corrected by Holm's method (Scandinavian Journal of Statistics 6, 1979)."""
     corrected, largest = [0.0] * len(p_values), 0.0
     for rank, place in enumerate(sorted(range(len(p_values)), key=p_values.__getitem__)):
         largest = max(largest, min(1.0, (len(p_values) - rank) * p_values[place]))
@@ -103,14 +88,9 @@ def lower_bound_of_mean(values: Floats, alpha: float) -> float:
 
 
 def detectable_difference(samples: int, discordant: float, alpha: float) -> float | None:
-    """Return the true difference in accuracy that McNemar's test finds with probability POWER (0.8); None if none.
-
-    ``discordant`` is the share of samples that only one of the two models gets right, and ``alpha`` the significance
-    level. The probability is exact: a sum over the number of such samples.
-    """
+    """Return the difference in accuracy that McNemar's test finds with probability POWER (0.8); None if none."""
 
     def missing_power(difference: float) -> float:
-        """Return the probability that McNemar's test finds this true difference, minus POWER (0.8)."""
         share = max(discordant, difference)
         low, high = stats.binom.interval(1 - 1e-9, samples, share)
         apart = np.arange(int(low), int(high) + 1)
@@ -122,11 +102,7 @@ def detectable_difference(samples: int, discordant: float, alpha: float) -> floa
 
 
 def pass_probability(samples: int, discordant: float, margin: float, alpha: float) -> float:
-    """Return the probability that a model of the same accuracy passes Tango's test of losing less than ``margin``.
-
-    Simulates SIMULATED (10,000) comparisons with a fixed seed; in each only one of the two models is right on the share
-    ``discordant`` of the samples. ``alpha`` is the test's significance level.
-    """
+    """Return the simulated probability that an equal model passes Tango's test of losing less than ``margin``."""
     random = np.random.default_rng(0)
     apart = random.binomial(samples, discordant, size=SIMULATED)
     gained = random.binomial(apart, 0.5)
@@ -135,33 +111,26 @@ def pass_probability(samples: int, discordant: float, margin: float, alpha: floa
 
 
 def detectable_mean(differences: Floats, bound: float) -> float:
-    """Return the true mean difference of two models' scores that a test finds with probability POWER (0.8).
-
-    ``bound`` is the test's lower confidence bound of the mean of ``differences`` [N]: a mean that is as far above 0 as
-    theirs is above the bound is found in half of the cases. Takes the mean of N differences for a normal variable.
-    """
+    """Return the mean difference of scores that a test with this lower ``bound`` finds with probability POWER (0.8)."""
     error = float(differences.std()) / math.sqrt(len(differences))
+    # A mean as far above 0 as theirs is above the bound is found in half of the cases.
     return float(differences.mean()) - bound + float(stats.norm.ppf(POWER)) * error
 
 
 def mean_pass_probability(differences: Floats, bound: float, margin: float) -> float:
-    """Return the probability that a model of the same mean score has a lower bound above -``margin``.
-
-    ``bound`` is the lower confidence bound of the mean of ``differences`` [N]; an equal model's is taken to be as far
-    below its mean difference, and this for a normal variable.
-    """
+    """Return the probability that an equal model's lower bound is above -``margin``, if its mean is normal."""
     error = float(differences.std()) / math.sqrt(len(differences))
     if not error:  # all differences are the same
         return float(margin > float(differences.mean()) - bound)
+    # An equal model's bound is taken to be as far below its mean.
     return float(stats.norm.cdf((margin - float(differences.mean()) + bound) / error))
 
 
 def calibration_error(confidence: Floats, correct: NDArray[np.bool_], bins: int = 15) -> float:
     """Return the expected calibration error: the mean distance of confidence and accuracy over bins of equal width.
 
-    ``confidence`` [N] is the probability that the model gives to each of its predictions, and ``correct`` [N] whether
-    the prediction is right. Bins are weighted by their number of samples. Guo et al., "On calibration of modern neural
-    networks", ICML 2017.
+    ``confidence`` [N] is the probability of each prediction. Bins are weighted by their samples. Guo et al., "On
+    calibration of modern neural networks", ICML 2017.
     """
     places = np.minimum((confidence * bins).astype(np.int64), bins - 1)
     apart = np.bincount(places, confidence - correct, minlength=bins)

@@ -43,7 +43,7 @@ class Verdict(DataClassJsonMixin):
 
     @classmethod
     def from_dict(cls, kvs: Any, *, infer_missing: bool = False) -> Self:
-        """Return the verdict of a dict; KeyError if a value is missing. Knows files of releases before ``measure``."""
+        """Return the verdict of a dict, also of releases before ``measure``; KeyError if a value is missing."""
         if "measure" not in kvs:
             scores = {f"{who}_score": kvs.get(f"{who}_accuracy") for who in ("challenger", "champion")}
             kvs = {**kvs, "measure": "accuracy", **scores}
@@ -51,11 +51,9 @@ class Verdict(DataClassJsonMixin):
 
     @property
     def promotes(self) -> bool:
-        """Whether the challenger is to be the champion."""
         return self.decision == PROMOTED
 
     def describe(self) -> str:
-        """Return the decision and its reason as text."""
         promoted = "to be promoted" if self.look else "would be promoted"
         kept = "the champion is kept" if self.champion else "there is no champion yet"
         decision = {PROMOTED: promoted, KEPT: kept, NO_COMPARISON: "no comparison"}

@@ -1,10 +1,9 @@
 """Versions of a model in its registry: folders of files, named by the SHA-256 of the weights, and written once.
 
-The manifest, the list of a version's files, is written last. A folder without it is of a writer that was killed, and is
+The manifest, the list of a version's files, is written last. A folder without it is of a killed writer, and is
 completed when the same files are written again. If the same weights are judged again and promoted, the new files are a
-revision: a folder ``2`` in the version's folder, then ``3``, and so on. An entry of the log names the revision that
-became champion by the SHA-256 of its manifest. Every function raises a UserError if the registry cannot be read or
-written.
+revision: a folder ``2`` in the version's folder, then ``3``, and so on. An entry of the log names the revision by the
+SHA-256 of its manifest. Every function raises a UserError if the registry cannot be read or written.
 """
 
 import json
@@ -32,10 +31,7 @@ class Version(NamedTuple):
 
 
 def read_task(sidecar: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what two models must share to be compared: objective, its options, shape of targets, classes, input.
-
-    ``sidecar`` is the content of a model.json. Of the input only the shape counts: each data set has its own mean.
-    """
+    """Return what comparable models share; of the input the shape alone counts, as each data set has its own mean."""
     return {
         "objective": sidecar.get("objective", "classification"),  # older ones name none
         "objective's options": sidecar.get("options", {}).get("objective", {}),
@@ -48,9 +44,8 @@ def read_task(sidecar: Mapping[str, Any]) -> dict[str, Any]:
 def write_version(registry: Registry, files: Mapping[str, Path | bytes]) -> Version:
     """Upload the files of a version that are missing, its manifest last, and return the version. Replaces no file.
 
-    Writes a new revision if the registry has these weights with other files. ``files`` are contents or paths by name,
-    ``model.pt`` among them; the first file's content must differ between judgements, which shows at once that a folder
-    belongs to another judgement. Raises a UserError if the stored weights are damaged.
+    Weights that are stored with other files get a new revision. The first of ``files`` must differ between judgements:
+    it shows at once that a folder belongs to another one.
     """
     digests = {file: content_digest(content) for file, content in files.items()}
     manifest = json.dumps({"files": dict(sorted(digests.items()))}, indent=1).encode() + b"\n"
@@ -68,15 +63,11 @@ def write_version(registry: Registry, files: Mapping[str, Path | bytes]) -> Vers
 
 
 def revision_folder(name: str, number: int) -> str:
-    """Return the folder of a version's revision in the registry; revision 1 is in the version's folder itself."""
     return f"versions/{name}" if number == 1 else f"versions/{name}/{number}"
 
 
 def read_version(registry: Registry, name: str, manifest: str = "") -> Version:
-    """Return the complete version whose weights have the SHA-256 ``name``; raise a UserError if there is none.
-
-    ``manifest`` is the SHA-256 of one revision's manifest; empty: the newest. Reads and raises as :func:`find_version`.
-    """
+    """Return the version as :func:`find_version` does; raise a UserError if there is none."""
     if (found := find_version(registry, name, manifest)) is None:
         raise UserError(
             f"registry {registry.address!r}: {registry.name} has no complete version {name}: there is no {MANIFEST} "
@@ -88,9 +79,8 @@ def read_version(registry: Registry, name: str, manifest: str = "") -> Version:
 def find_version(registry: Registry, name: str, manifest: str = "") -> Version | None:
     """Return the version whose weights have the SHA-256 ``name``; None if no revision of it is complete.
 
-    ``manifest`` is the SHA-256 of one revision's manifest; empty: the newest revision. Lists the version's folder and
-    reads manifests, from the newest one on, but no other file. Raises a UserError if ``name`` is no SHA-256, none of
-    the complete revisions has that ``manifest``, the manifest is damaged, or a file that it names is missing.
+    ``manifest`` is the SHA-256 of one revision's manifest; empty: the newest. Raises a UserError if ``name`` is no
+    SHA-256, no revision has that ``manifest``, the manifest is damaged, or a file that it names is missing.
     """
     if not DIGEST.fullmatch(name):
         raise UserError(f"version {name!r}: must be the SHA-256 of its weights, 64 hexadecimal digits")
@@ -128,13 +118,12 @@ def find_damaged_files(registry: Registry, version: Version) -> Iterator[UserErr
 
 
 def verify_files(registry: Registry, version: Version) -> None:
-    """Read all files of a version whole; raise a UserError if one is missing or was altered."""
     for error in find_damaged_files(registry, version):
         raise error
 
 
 def read_version_file(registry: Registry, version: Version, file: str) -> bytes:
-    """Read a file of a version into memory and return its content; UserError if it is missing or was altered."""
+    """Return a file's content; UserError if it is missing or was altered."""
     address = registry.at(version.folder, file)
     content = registry.read_file(address)
     if content is None or content_digest(content) != version.files[file]:
@@ -143,5 +132,4 @@ def read_version_file(registry: Registry, version: Version, file: str) -> bytes:
 
 
 def damaged_file_error(address: str) -> UserError:
-    """Return the error that says that the file at an address is not what was written."""
     return UserError(f"{address}: is damaged or was altered; restore it, or promote another version")

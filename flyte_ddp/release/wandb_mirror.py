@@ -19,10 +19,7 @@ UPLOAD = 20  # times the timeout of wandb's answers: the limit of an upload
 
 
 def copy_champion_to_wandb(registry: Registry, version: str, settings: Settings) -> None:
-    """Upload the champion to wandb if it is this version and wandb is online; print how that went; raise nothing.
-
-    If there is another champion by then, uploads that, too. Each upload may take UPLOAD + 2 (22) times wandb's timeout.
-    """
+    """Upload the champion to wandb if it is this version and wandb is online; print how that went; raise nothing."""
     if settings.wandb_mode != "online":
         return
     try:
@@ -36,10 +33,7 @@ def copy_champion_to_wandb(registry: Registry, version: str, settings: Settings)
 
 
 def upload_entry(registry: Registry, entry: Entry, settings: Settings) -> str:
-    """Download the files of an entry's version, upload them to wandb in a new process, and return how that ended.
-
-    Kills the process with its descendants after UPLOAD + 2 (22) times wandb's timeout. UserError if a download fails.
-    """
+    """Upload a version to wandb in a new process, which has UPLOAD + 2 (22) times wandb's timeout; say how it went."""
     seconds = settings.wandb_timeout
     with TemporaryDirectory(ignore_cleanup_errors=True) as name:  # wandb's own processes may still write there
         folder, files = Path(name), Path(name, "files")
@@ -78,10 +72,7 @@ def upload_entry(registry: Registry, entry: Entry, settings: Settings) -> str:
 
 
 def upload_artifact(request: str, files: str) -> None:
-    """Upload the folder ``files`` to wandb as an artifact, wait, print its name; or print the error, and exit with 1.
-
-    ``request`` is JSON: ``run`` (arguments of wandb.init), ``artifact`` (of wandb.Artifact) and ``aliases``.
-    """
+    """Upload the folder ``files`` to wandb as an artifact and print its name; or print the error, and exit with 1."""
     import wandb
 
     asked = json.loads(request)

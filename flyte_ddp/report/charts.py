@@ -15,7 +15,7 @@ PLACE = 0.125, 0.13, 0.855, 0.79  # of the axes: left, bottom, width and height,
 
 
 def draw_curve(section: Curve) -> str:
-    """Draw a line in the unit square, and one to compare it with, and return the chart as an SVG element."""
+    """Draw a line in the unit square, and one to compare it with; return the chart as an SVG element."""
     from matplotlib.figure import Figure
 
     with use_report_style():
@@ -31,7 +31,7 @@ def draw_curve(section: Curve) -> str:
 
 
 def draw_scatter(section: Scatter) -> str:
-    """Draw points in equal scales, with the diagonal, and return the chart as an SVG element; imports matplotlib."""
+    """Draw points in equal scales, with the diagonal; return the chart as an SVG element."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import StrMethodFormatter
 
@@ -60,7 +60,6 @@ def draw_scatter(section: Scatter) -> str:
 
 
 def draw_histogram(section: Histogram) -> str:
-    """Draw the counts of values between edges, and return the chart as an SVG element; imports matplotlib."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 

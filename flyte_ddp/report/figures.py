@@ -58,7 +58,7 @@ class Picture:
 
 
 def use_report_style() -> AbstractContextManager[None]:
-    """Set matplotlib's style to the report's in the block, whatever the user's settings are; imports matplotlib."""
+    """Set matplotlib's style to the report's in the block, whatever the user's settings are."""
     from matplotlib import style
 
     return style.context(TEMPLATES / "report.mplstyle", after_reset=True)
@@ -67,11 +67,9 @@ def use_report_style() -> AbstractContextManager[None]:
 def draw_line_chart(
     series: Sequence[Series], *, x_label: str, y_label: str, scale: str = "linear", x_from: float | None = None
 ) -> str:
-    """Draw lines, each with at least one point, in one chart, and return it as an SVG element; imports matplotlib.
+    """Draw lines, each with at least one point, in one chart, and return it as an SVG element.
 
-    A series of more than MAX_POINTS (300) is drawn as its means, in a band from smallest to largest value. The x axis
-    begins at ``x_from``, by default at the first point. The ``scale`` of y is ``linear``, ``from 0``, or ``log``:
-    logarithmic if all values are positive and the largest is more than 5 times the smallest, else linear.
+    A ``log`` scale of y is linear unless all values are positive and the largest is more than 5 times the smallest.
     """
     from matplotlib.figure import Figure
     from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator, StrMethodFormatter
@@ -111,7 +109,7 @@ def draw_line_chart(
 
 
 def export_svg(figure: Figure, label: str) -> str:
-    """Return matplotlib's figure as an SVG element without a width; ``label`` tells what it shows to who cannot see."""
+    """Return matplotlib's figure as an SVG element without a width; ``label`` describes it for screen readers."""
     buffer = io.StringIO()
     figure.savefig(buffer, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
     # The page gives it its width. Nothing refers to its groups, and several figures share the page.
@@ -132,7 +130,7 @@ def draw_confusion_heatmap(confusion: NDArray[np.int64], classes: Sequence[str])
     """Draw a confusion matrix [classes, classes], truth in rows, prediction in columns; return it as an SVG element.
 
     Correct predictions are blue, mistakes orange. A cell is the darker the larger its share of its row; the mistake
-    with the largest share of its row has the darkest orange, however rare it is.
+    with the largest share has the darkest orange, however rare it is.
     """
     from PIL import Image
 
@@ -167,11 +165,9 @@ def draw_confusion_heatmap(confusion: NDArray[np.int64], classes: Sequence[str])
 
 
 def confusion_section(counts: NDArray[np.int64], names: Sequence[str]) -> dict[str, Any]:
-    """Return the values with which templates show confusions; an empty dict if there is no sample.
+    """Return the values with which templates show confusions; {} without a sample.
 
-    ``counts`` [K, 3] are truth, prediction and number of samples, as from ``count_confusions`` of classification;
-    ``names`` are the names of all classes. Keys are ``picture`` (SVG, empty with more than PICTURED_CLASSES (1,000)),
-    ``is_large``, ``mistakes`` (the most frequent) and ``hardest`` (classes).
+    ``counts`` [K, 3] are truth, prediction and number of samples.
     """
     if not len(counts):
         return {}

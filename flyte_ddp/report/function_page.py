@@ -23,11 +23,7 @@ UNFOLDED = 12  # more charts are grouped by the prefixes of their values, and on
 
 
 def render_function_page(folder: Path, name: str, failure: str = "") -> str:
-    """Read the folder of an own function's run, which may go on; return its page, an HTML document by itself.
-
-    ``name`` is the title. ``failure`` is why the run has failed, if it has; the duration of a run that has not finished
-    ends now. Imports matplotlib. Raises UserError if ``metrics.jsonl`` is unreadable or has no record of a start.
-    """
+    """Return the HTML page of an own function's run, which may go on; UserError if it has no record of a start."""
     starts, steps, end = read_function_records(folder / "metrics.jsonl")
     points = collect_points(steps)
     prefixes = [value.rpartition("/")[0] if len(points) > UNFOLDED else "" for value in points]
@@ -56,11 +52,10 @@ def render_function_page(folder: Path, name: str, failure: str = "") -> str:
 
 
 def read_function_records(path: Path) -> tuple[list[Record], dict[int, Record], Record]:
-    """Read a function's metrics.jsonl; return the starts of all attempts, one record for each step, and the end record.
+    """Return the starts of all attempts of a function, one record for each step, and the end record.
 
-    The records of one step are merged; of a value that was recorded twice the newest counts. An attempt's start drops
-    the steps after the checkpoint from which it resumed. The end record is empty unless the last attempt has finished.
-    Raises UserError if the file is unreadable or has no record of a start.
+    Of a value that was recorded twice in a step the newest counts. An attempt's start drops the steps after its
+    checkpoint. The end record is empty unless the last attempt has finished.
     """
     starts: list[Record] = []
     steps: dict[int, Record] = {}
@@ -82,7 +77,6 @@ def read_function_records(path: Path) -> tuple[list[Record], dict[int, Record], 
 
 
 def collect_points(steps: Mapping[int, Record]) -> dict[str, Points]:
-    """Return the points of each recorded value by its name, in the order of their steps."""
     points: dict[str, Points] = {}
     for step in sorted(steps):
         for name, value in steps[step].items():
@@ -92,10 +86,7 @@ def collect_points(steps: Mapping[int, Record]) -> dict[str, Points]:
 
 
 def list_pictures(folder: Path) -> Iterator[tuple[str, str]]:
-    """Yield name and data URI of each of the newest pictures that were handed in, the oldest first.
-
-    At most SHOWN_PICTURES (24), shrunk; without those that Pillow cannot read.
-    """
+    """Yield name and data URI of the newest SHOWN_PICTURES (24) pictures that were handed in, the oldest first."""
     from PIL import Image
 
     files = [path for path in folder.rglob("*") if path.suffix.lower() in PICTURES]
@@ -106,10 +97,7 @@ def list_pictures(folder: Path) -> Iterator[tuple[str, str]]:
 
 
 def draw_points(name: str, points: Points) -> str:
-    """Draw the finite values of ``points`` over their steps; return an SVG element, or "" if there are none.
-
-    The scale of a value whose name ends with "loss" may be logarithmic.
-    """
+    """Draw the finite values of ``points`` over their steps; return an SVG element, or "" if there are none."""
     finite = [(step, value) for step, value in points if value is not None]
     if not finite:
         return ""

@@ -34,7 +34,6 @@ STRIPE = 4  # pixels of the stripes that stand for ignored pixels
 
 @functools.cache
 def template_environment() -> Environment:
-    """Return jinja2's environment with the folder of templates and their filters; the same object at each call."""
     import jinja2  # not before there is a page to make, as every command would wait for it
 
     loader = jinja2.FileSystemLoader(TEMPLATES)
@@ -51,17 +50,14 @@ def render_template(template: str, **values: Any) -> str:
 
 
 def write_html(path: Path, page: str) -> Path:
-    """Replace a file by a page of :func:`render_template`; return its path. Makes folders. UserError if that fails."""
+    """Replace a file by a page of :func:`render_template`; return its path."""
     with replace_file(path) as file:
         file.write(page.encode("ascii"))
     return path
 
 
 def thumbnail(pixels: NDArray[np.uint8], side: int = 112) -> str:
-    """Resize an image uint8 [H, W, C] to fit ``side`` x ``side`` pixels, and return it as a data URI (PNG).
-
-    A small image is enlarged by a whole multiple, so that its pixels stay sharp.
-    """
+    """Return an image uint8 [H, W, C], resized to fit ``side`` x ``side`` pixels, as a data URI (PNG)."""
     from PIL import Image
 
     image = Image.fromarray(np.ascontiguousarray(pixels[:, :, :3] if pixels.shape[2] >= 3 else pixels[:, :, 0]))
@@ -69,10 +65,7 @@ def thumbnail(pixels: NDArray[np.uint8], side: int = 112) -> str:
 
 
 def mask_thumbnail(mask: NDArray[Any], side: int = 112) -> str:
-    """Return a mask [H, W] of class numbers, in colours, as a data URI (PNG) that fits ``side`` x ``side`` pixels.
-
-    Ignored pixels are hatched in grey.
-    """
+    """Return a mask [H, W] of class numbers, in colours, as a data URI (PNG) that fits ``side`` x ``side`` pixels."""
     from PIL import Image
 
     is_ignored = mask == IGNORED
@@ -85,10 +78,7 @@ def mask_thumbnail(mask: NDArray[Any], side: int = 112) -> str:
 
 
 def fit_image(image: Image, side: int, *, mix: bool = True) -> Image:
-    """Return an image that fits ``side`` x ``side`` pixels. The pixels of a smaller one are mixed, or else chosen.
-
-    A small image is enlarged by a whole multiple, so that its pixels stay sharp.
-    """
+    """Return an image that fits ``side`` x ``side`` pixels; a small one is enlarged by a whole multiple."""
     from PIL.Image import Resampling
 
     times = side // max(image.size)
@@ -99,7 +89,6 @@ def fit_image(image: Image, side: int, *, mix: bool = True) -> Image:
 
 
 def encode_as_data_uri(image: Image) -> str:
-    """Encode an image as PNG, and return it as a data URI."""
     buffer = io.BytesIO()
     image.save(buffer, format="PNG")
     return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()

@@ -26,10 +26,7 @@ LISTED = 30  # classes on a page
 
 
 def render_run_preview(hp: Hyperparameters, data: Path | None, run: str) -> str:
-    """Return an HTML page on what is going to be trained; its title is ``run``, the run's name.
-
-    Opens the prepared data set in the folder ``data`` for its sizes; None leaves them out. UserError if it is unusable.
-    """
+    """Return an HTML page on what is going to be trained; ``data`` is the prepared data set's folder, if known."""
     facts = [("Data set", hp.dataset), ("Model", hp.model), ("Epochs", f"{hp.epochs:,}")]
     if hp.objective != "classification":
         facts.insert(2, ("Objective", hp.objective))
@@ -53,11 +50,7 @@ def render_run_preview(hp: Hyperparameters, data: Path | None, run: str) -> str:
 
 
 def render_index_preview(address: str) -> str:
-    """Read an index of shards, and return an HTML page on what it lists, with PICTURES (24) of its samples.
-
-    Downloads the index and each sample, or its whole shard if the storage gives no parts of files; tries up to 4 times.
-    Imports torch. Raises UserError if the index or a shard cannot be read.
-    """
+    """Return an HTML page on what an index of shards lists, with PICTURES (24) of its samples, which it downloads."""
     index = read_index(address)
     numbers = np.linspace(0, len(index) - 1, min(PICTURES, len(index)), dtype=int).tolist()
     return render_template(
@@ -72,7 +65,7 @@ def render_index_preview(address: str) -> str:
 
 
 def make_sample_picture(index: ShardIndex, sample: Sample) -> Picture:
-    """Decode a sample's image; return it with its class, or with the reason why it cannot be decoded. Imports torch."""
+    """Return a sample's image with its class, or with the reason why it cannot be decoded."""
     # Here, as it brings torch along, for which the pod that shows what is going to be trained would wait a second.
     from flyte_ddp.loading.decoding import DecodingError, decode_with_pillow
 
@@ -91,7 +84,6 @@ class FirstPredictions:
     """Keeps the first PICTURES (24) predictions with their images; counts all predictions, and the correct ones."""
 
     def __init__(self, classes: Sequence[str]) -> None:
-        """``classes`` are the model's, in the order of their numbers in masks."""
         self.classes = classes
         self.pictures: list[Picture] = []
         self.samples = self.known = self.correct = 0
@@ -99,12 +91,7 @@ class FirstPredictions:
     def add_batch(
         self, images: Iterable[NDArray[np.uint8] | None], rows: Sequence[Picture], *, samples: int, are_classes: bool
     ) -> None:
-        """Count a batch's predictions; keep them with their images until PICTURES (24) are kept, over all calls.
-
-        ``images``, uint8 [H, W, C], or None for other samples, are those of ``rows``, the decoded samples of all
-        ``samples``. ``are_classes``:
-        whether predictions and truths are classes, of which those that are equal are counted.
-        """
+        """Count a batch's predictions, and keep the first with their images; ``rows`` are the decoded samples."""
         self.samples += samples
         if are_classes:
             self.known += len(rows)
@@ -113,7 +100,6 @@ class FirstPredictions:
             self.pictures.append(replace(row, image=image))
 
     def render_page(self, title: str) -> str:
-        """Return an HTML page of the counts and the kept predictions."""
         facts = [("Samples", f"{self.samples:,}")]
         if self.known:
             facts.append(

@@ -36,11 +36,7 @@ class Run:
     """What the files of a run folder say so far; records are in the order of their steps."""
 
     def __init__(self, folder: Path, name: str = "") -> None:
-        """Read ``metrics.jsonl`` and, where they exist, ``model.json`` and ``predictions.npz`` whole.
-
-        ``name`` is the run's; by default the folder's name. Raises UserError if a file is damaged, or there is no start
-        record.
-        """
+        """Read the run's files; UserError if one is damaged, or ``metrics.jsonl`` has no start record."""
         self.name = name or folder.name
         self.starts: list[Record] = []  # of all attempts, oldest first
         self.end: Record = {}  # empty: the last attempt has not finished
@@ -90,11 +86,7 @@ class Run:
 
 
 def read_predictions(path: Path) -> tuple[list[Section], dict[int, Picture]]:
-    """Read ``predictions.npz``; return its sections, and the samples that they show by number, with images.
-
-    Leaves out the samples of wandb's table. A damaged file raises OSError, ValueError, TypeError, LookupError or
-    zipfile's errors.
-    """
+    """Return the sections of ``predictions.npz``, and the samples that they show by number, with images."""
     with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
         first = int(arrays["table_rows"])  # the rows before are those of wandb's table
         sections = decode_sections(str(arrays["sections"]))
@@ -121,18 +113,15 @@ def sample_names(predictions: Mapping[str, NDArray[Any]]) -> list[str]:
 
 
 def write_report(run_folder: Path, name: str = "") -> Path:
-    """Read a run folder, write its report to ``report.html`` in it, and return the path. Imports matplotlib.
-
-    ``name`` is the run's; by default the folder's name. Raises UserError if a file is missing, damaged or unwritable.
-    """
+    """Write a run folder's report to ``report.html`` in it, and return the path; UserError if a file is unusable."""
     return write_html(run_folder / "report.html", render_report(run_folder, name))
 
 
 def render_report(run_folder: Path, name: str = "", failure: str = "") -> str:
-    """Read the folder of a run that may still be training; return its report as an HTML document without other files.
+    """Return the report of a run that may still be training, as an HTML document without other files.
 
-    ``name`` is the run's; by default the folder's name. ``failure`` is why the run has failed, if it has. Imports
-    matplotlib. Raises UserError if ``metrics.jsonl`` has no record of a start, or a file is damaged.
+    ``name`` is the run's; by default the folder's name. ``failure`` is why the run has failed, if it has. Raises
+    UserError if ``metrics.jsonl`` has no record of a start, or a file is damaged.
     """
     run = Run(run_folder, name)
     seconds = {key: max(0.0, run.end.get("seconds", {}).get(key, 0.0)) for key in PARTS}
@@ -157,10 +146,7 @@ def parse_last_record(page: str) -> Record | None:
 
 
 def describe_measures(run: Run) -> Iterator[tuple[str, str, str]]:
-    """Yield label, value and detail of two tiles: the main measure and the loss on the test split, at the last test.
-
-    A value is "n/a" before the first test, and a dash if it is not defined.
-    """
+    """Yield label, value and detail of two tiles: the main measure and the loss on the test split."""
     result: Record = {**run.kept_evaluation, **run.end}
 
     def format_test(measure: str) -> str:
@@ -213,7 +199,6 @@ def make_line(label: str, color: str, records: Sequence[Record], keys: tuple[str
 
 
 def draw_lines(title: str, lines: Sequence[Series], **options: Any) -> Iterator[tuple[str, str]]:
-    """Yield the title and the SVG of a chart of the lines that have points; nothing if none has."""
     if drawn := [line for line in lines if line.x]:
         yield title, draw_line_chart(drawn, **options)
 

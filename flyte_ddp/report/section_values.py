@@ -16,11 +16,7 @@ from flyte_ddp.sections import Chart, Confusions, Pictures, Section, Table
 def list_section_values(
     sections: Sequence[Section], pictures: Mapping[int, Picture], classes: Sequence[str]
 ) -> Iterator[dict[str, Any]]:
-    """Yield the template's values of each section; charts in a row with one title are one section.
-
-    ``pictures`` are the samples' by their numbers in the test split; samples without one are left out. ``classes``
-    names the colours of masks. Imports matplotlib.
-    """
+    """Yield the template's values of each section; charts in a row with one title are one section."""
 
     def group_of(section: Section) -> Hashable:
         return section.title if isinstance(section, Chart) else id(section)

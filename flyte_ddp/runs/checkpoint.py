@@ -1,7 +1,6 @@
 """Checkpoints on disk: two files, written in turn, so that one good file is left whatever happens to the other.
 
-A file holds its SHA-256, a header (a line of JSON), the metrics so far, and the state that torch saved. All but the
-state can be read without torch.
+A file holds its SHA-256, a header (a line of JSON), the metrics so far, and the state that torch saved.
 """
 
 import hashlib
@@ -36,8 +35,7 @@ class UnreadableError(Exception):
 class Identity:
     """What a checkpoint belongs to: only a run with the same identity can resume from it.
 
-    The number of ranks is left out, because it changes who computes and not what is computed. Devices and precision are
-    left out, because they change the rounding only (:class:`Arithmetic`).
+    Ranks, devices and precision are left out: they change who computes, and the rounding (:class:`Arithmetic`).
     """
 
     hyperparameters: dict[str, Any]  # without num_ranks
@@ -83,7 +81,6 @@ class Checkpoint:
     offset: int  # of the state in the file, in bytes
 
     def describe_resumption(self) -> str:
-        """Return the note that a run resumes from this checkpoint, with the local time at which it was written."""
         when = datetime.fromtimestamp(self.time).strftime("%Y-%m-%d %H:%M:%S")  # noqa: DTZ006 (local time)
         return f"going on after step {self.step:,}, saved {when}"
 
@@ -99,9 +96,8 @@ def write_checkpoint(
 ) -> None:
     """Write a checkpoint to ``path``, atomically and flushed to disk, over an older one; UserError if that fails.
 
-    Makes missing folders. ``description`` has ``epoch``, ``step``, ``trained_in`` (a list of dicts) and ``time``;
-    ``metrics`` is the content of metrics.jsonl up to this step; ``save`` writes the state into the object that it gets,
-    which has only ``write`` and ``flush``.
+    ``description`` has ``epoch``, ``step``, ``trained_in`` (a list of dicts) and ``time``. ``save`` writes the state
+    into a file with only ``write`` and ``flush``.
     """
     header = {**description, "identity": asdict(identity), "metrics_bytes": len(metrics)}
     with replace_file(path) as file:
@@ -115,10 +111,9 @@ def write_checkpoint(
 
 
 def read_checkpoint(path: Path, *, verify: bool = True) -> Checkpoint | None:
-    """Return a checkpoint's header and metrics, or None if there is no file. The state stays in the file.
+    """Return a checkpoint, without its state, or None if there is no file; verify its SHA-256 if ``verify``.
 
-    Reads the file whole to verify its SHA-256, unless ``verify`` is False. Raises UnreadableError if the system does
-    not allow reading, or the file is damaged or of another release's format.
+    Raises UnreadableError if the file is damaged, of another release's format, or unreadable by its permissions.
     """
     try:
         with path.open("rb") as file:
@@ -145,10 +140,7 @@ def read_checkpoint(path: Path, *, verify: bool = True) -> Checkpoint | None:
 
 
 def verify_checkpoints(folder: Path, *, whole: bool = True) -> tuple[Checkpoint | None, dict[Path, str]]:
-    """Read both checkpoints of a folder; return the newest readable one or None, and others' faults by path.
-
-    Reads their files whole, or only their beginnings, so that damage of the states is not noticed.
-    """
+    """Return the newest readable checkpoint or None, and others' faults by path; verify the states if ``whole``."""
     readable: list[Checkpoint] = []
     unreadable: dict[Path, str] = {}
     for name in SLOTS:
@@ -164,30 +156,24 @@ def verify_checkpoints(folder: Path, *, whole: bool = True) -> tuple[Checkpoint 
 
 
 def newest_step(run_folder: Path) -> int | None:
-    """Return the step of a run's newest checkpoint: 0 if the run has none, None if it has some and none is readable.
-
-    Reads the headers only: a run that is to end has little time.
-    """
-    found, unreadable = verify_checkpoints(run_folder / FOLDER, whole=False)
+    """Return the step of a run's newest checkpoint: 0 if the run has none, None if it has some and none is readable."""
+    found, unreadable = verify_checkpoints(run_folder / FOLDER, whole=False)  # a run that is to end has little time
     if found is not None:
         return found.step
     return None if unreadable else 0
 
 
 def read_saved_state(checkpoint: Checkpoint) -> io.BytesIO:
-    """Return the checkpoint's state, as torch saved it, in memory. Does not verify it again."""
     with checkpoint.path.open("rb") as file:
         file.seek(checkpoint.offset)
         return io.BytesIO(file.read())
 
 
 def rewind_to_newest_checkpoint(run_folder: Path, identity: Identity) -> Checkpoint | None:
-    """Return the run's newest checkpoint, and set metrics.jsonl back to its content when the checkpoint was written.
+    """Return the run's newest checkpoint, without ``metrics``, and set metrics.jsonl back to it.
 
-    Reads both checkpoints whole to verify them. If there is none, empties metrics.jsonl, removes ``results/`` and
-    returns None. If only one is readable, prints the other's fault to stderr. Raises UserError, and changes nothing, if
-    there are checkpoints and none is readable, or the newest is of another run. The returned checkpoint has no
-    ``metrics``: metrics.jsonl has them.
+    If there is none, empties metrics.jsonl, removes ``results/`` and returns None. Raises UserError, and changes
+    nothing, if there are checkpoints and none is readable, or the newest is of another run.
     """
     found, unreadable = verify_checkpoints(run_folder / FOLDER)
     reasons = " and ".join(f"{path} ({why})" for path, why in unreadable.items())
@@ -210,7 +196,6 @@ def rewind_to_newest_checkpoint(run_folder: Path, identity: Identity) -> Checkpo
 
 
 def check_same_run(checkpoint: Checkpoint, identity: Identity) -> None:
-    """Raise UserError, with the differences, if the checkpoint's identity is not ``identity``."""
     theirs, ours = asdict(checkpoint.identity), asdict(identity)
     before, now = theirs.pop("hyperparameters"), ours.pop("hyperparameters")
     changed = [name for name in {**before, **now} if before.get(name) != now.get(name)]

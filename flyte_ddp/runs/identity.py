@@ -14,9 +14,7 @@ from flyte_ddp.user_source import user_source_digest
 def run_name(hp: Hyperparameters, data_fingerprint: str, trigger: str = "") -> str:
     """Return a name such as ``fashion_mnist-small_cnn-1f0c5a7e9b3d``: data set, model, digest of the run's identity.
 
-    The digest covers hyperparameters, data (from ``flyte_ddp.datasets.fingerprint``), code, initial weights, releases,
-    and ``trigger``: any text that makes an otherwise equal run another run, such as a schedule's kickoff time. Reads
-    code and weights, and asks servers, as :func:`model_identity` does.
+    ``trigger`` is any text that makes an otherwise equal run another run, such as a schedule's kickoff time.
     """
     parts = (hp.to_json(), data_fingerprint, *model_identity(hp).values(), trigger)
     digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:12]
@@ -31,9 +29,8 @@ def run_name(hp: Hyperparameters, data_fingerprint: str, trigger: str = "") -> s
 def model_identity(hp: Hyperparameters) -> dict[str, str]:
     """Return digests of the library, the user's own code and ``init_from``, and the releases of torch and the like.
 
-    With hyperparameters and data these decide a run's result. Keys are the fields of checkpoint.Identity. Reads the
-    user's code, and a local ``init_from`` whole; asks the server of a remote ``init_from`` for its tag, in up to 4
-    tries; without a tag downloads it. UserError if a module or ``init_from`` cannot be read.
+    Keys are the fields of checkpoint.Identity. Asks the server of a remote ``init_from`` for its tag; without one
+    downloads it. Raises UserError if a module or ``init_from`` cannot be read.
     """
     own_code = hp.own_code("dataset")  # whose code counts in the data's fingerprint
     return {

@@ -24,10 +24,8 @@ def mirror_results(run_folder: Path, address: str, *, resuming: bool, name: str 
     """During a block, copy changed files below ``results/`` of the run folder to ``ADDRESS/NAME``, in a thread.
 
     The address is a path, s3://, gs:// or az://; empty: nothing is copied. An empty name stands for the folder's name.
-    First replaces events.jsonl there by the run folder's, or by an empty file. With ``resuming``, if the folder has
-    none, fetches that file before; if it may not be read, prints so and replaces it. Waits at the end for the last
-    files, up to 60 s, after a StoppedError up to 3 s; prints to stderr if the copy lacks files. Raises UserError if the
-    address contains the run folder, or if these first steps fail in up to 4 tries; prints later failures to stderr.
+    Waits at the end for the last files, up to 60 s, after a StoppedError up to 3 s. Raises UserError if the address
+    contains the run folder or cannot be written to; prints later failures to stderr.
     """
     if not address:
         yield
@@ -56,11 +54,9 @@ def mirror_results(run_folder: Path, address: str, *, resuming: bool, name: str 
 
 
 class Mirror:
-    """Copies a folder to an address. At first writes the events there, which shows that it can be written to.
+    """Copies a folder to an address; writes the events first, after fetching the address's if the resumed run has none.
 
-    If the run resumes and has no events, fetches the address's events into the folder before. If they may not be read,
-    they are replaced, which is printed to stderr. Raises UserError if the address contains the run's own folder, and
-    UnavailableError if it cannot be read or written.
+    Raises UserError if the address contains the run's own folder, UnavailableError if it cannot be read or written.
     """
 
     def __init__(self, folder: Path, address: str, *, resuming: bool) -> None:
@@ -85,10 +81,7 @@ class Mirror:
         storage.retry(there, lambda _: storage.write_file(there, content))
 
     def copy_until_ended(self, ended: threading.Event) -> None:
-        """Copy changed files until ``ended`` is set, then once more; pause for 1 s or longer between rounds.
-
-        Sets ``failure`` to the last round's first failure, and prints it to stderr if the round before had none.
-        """
+        """Copy changed files until ``ended`` is set, then once more; set and print ``failure``."""
         last = False
         while not last:
             last, began = ended.is_set(), time.monotonic()
@@ -99,10 +92,7 @@ class Mirror:
                 ended.wait(max(LOOK_SECONDS, (time.monotonic() - began) / LARGEST_SHARE))
 
     def copy_changed_files(self) -> str:
-        """Copy the files that have changed since their last copy. Return the first failure as text; empty without any.
-
-        Leaves out hidden files, and removes no copies. Reads each file whole.
-        """
+        """Copy the files that have changed since their last copy; return the first failure as text, or ""."""
         failure = ""
         for path in list_files(self.folder):
             if path.name.startswith("."):

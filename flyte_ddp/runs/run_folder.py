@@ -1,6 +1,5 @@
 """A run's folder: the files of the last finished run, and ``unfinished/``, where a run writes until it is finished.
 
-So all files beside ``unfinished/`` are of one finished run, also while the same run is repeated, and however that ends.
 One run at a time writes into the folder, which it locks; the kernel unlocks it when the run's process dies.
 """
 
@@ -42,9 +41,8 @@ reserved = Reservations()
 def reserve_run_folder(folder: Path) -> bool:
     """Lock the folder for a run of this thread, without waiting; return False if another process or run has the lock.
 
-    The folder need not exist. The lock is a file in ``.locks`` beside the folder. It is held until the end of the run,
-    which calls :func:`hold_run_folder`, or until :func:`release_run_folder`. A second call in the thread returns True.
-    Raises UserError if no file can be created beside the folder.
+    The lock, a file in ``.locks`` beside the folder, is held until the end of the run, which calls
+    :func:`hold_run_folder`, or until :func:`release_run_folder`.
     """
     folder = folder.resolve()
     if folder not in reserved.locks:
@@ -63,8 +61,7 @@ def reserve_run_folder(folder: Path) -> bool:
 def hold_run_folder(folder: Path) -> Iterator[None]:
     """Hold the folder's lock, reserved by this thread or taken now, until the end of the block.
 
-    Raises UserError if another process or run has the lock, unless it is the parent process, which holds it for its
-    children (FLYTE_DDP_HELD_FOR_CHILDREN).
+    Raises UserError if another process or run has the lock, unless the parent process holds it for its children.
     """
     if not reserve_run_folder(folder):
         holder, *folders = os.environ.get(HELD_FOR_CHILDREN, "").split(os.pathsep)
@@ -77,12 +74,10 @@ def hold_run_folder(folder: Path) -> Iterator[None]:
 
 
 def release_run_folder(folder: Path) -> None:
-    """Unlock the folder if this thread has reserved it."""
     reserved.locks.pop(folder.resolve(), ExitStack()).close()
 
 
 def release_reserved_folders() -> None:
-    """Unlock all folders that this thread has reserved."""
     while reserved.locks:
         reserved.locks.popitem()[1].close()
 
@@ -93,7 +88,6 @@ def reserved_folders_variable() -> dict[str, str]:
 
 
 def unwritable_folder_error(folder: Path, error: OSError) -> UserError:
-    """Return the error for a run folder that cannot be written to."""
     return UserError(
         f"run folder {folder}: {error.strerror}; it must be a writable folder, so fix its permissions or name another "
         "(FLYTE_DDP_RUNS, or folder= of run_ranks)"
@@ -101,11 +95,9 @@ def unwritable_folder_error(folder: Path, error: OSError) -> UserError:
 
 
 def prepare_folder(folder: Path) -> Path:
-    """Create the run folder with ``unfinished/`` and return the path of ``unfinished/``.
+    """Create the run folder with ``unfinished/``, and return the path of ``unfinished/``; hold the folder before.
 
-    Call it inside :func:`hold_run_folder`. First moves a complete run from ``unfinished/`` to the run folder; of an
-    interrupted one keeps only metrics, checkpoints and results of users' code. Creates an empty metrics.jsonl if there
-    is none. Raises UserError if nothing can be written there.
+    First moves a complete run to the run folder; of an interrupted one keeps metrics, checkpoints and results.
     """
     work = folder / UNFINISHED
     try:
@@ -128,11 +120,9 @@ def remove_outputs(work: Path) -> None:
 
 
 def publish_if_complete(folder: Path) -> bool:
-    """Move a complete run from ``unfinished/`` to the run folder; return whether the folder then holds a finished run.
+    """Move a complete run from ``unfinished/`` to the locked run folder; return whether that then holds a finished run.
 
-    Lock the folder before, by ``hold_run_folder`` or ``reserve_run_folder``. Replaces the files of the last run and
-    removes ``unfinished/`` with the checkpoints. If the run in ``unfinished/`` is not complete, moves nothing. If this
-    process is killed meanwhile, the next call completes the move.
+    Replaces the files of the last run. If this process is killed meanwhile, the next call completes the move.
     """
     work = folder / UNFINISHED
     replaced = work / REPLACED  # the last run's results; if it exists, moving has begun
@@ -157,12 +147,10 @@ def is_finished(folder: Path) -> bool:
 
 
 def add_failure_details(error: BaseException, work: Path) -> None:
-    """Set a RankError's ``step``, after which the run resumes, and ``file``, a new traceback.txt with the whole error.
+    """Complete an error's text: a RankError's ``step``, ``file`` and ``remark``, and the step of a KeyboardInterrupt.
 
-    ``work`` is the folder in which the run has written. If the file cannot be written,
-    prints its text to stderr. Adds to ``remark`` which modules in the working directory hide Python's own: those that
-    the details mention; all if the error has no details and is not recoverable. Gives a KeyboardInterrupt without text
-    a text with the step. Leaves other errors unchanged.
+    ``work`` is the folder in which the run has written, and gets traceback.txt. ``remark`` names modules in the working
+    directory that hide Python's own.
     """
     if isinstance(error, KeyboardInterrupt) and not error.args:
         error.args = (f"stopped by Ctrl-C; {describe_resumption(checkpoint.newest_step(work))}",)
@@ -179,10 +167,7 @@ def add_failure_details(error: BaseException, work: Path) -> None:
 
 
 def write_details(error: RankError, path: Path) -> Path | None:
-    """Write the error with its details and its cause to ``path`` and return the path; None without details and cause.
-
-    If the file cannot be written, prints the text to stderr and returns None.
-    """
+    """Write the error's details and cause to ``path`` and return that; None if there are none or writing fails."""
     cause = "".join(traceback.format_exception(error.__cause__)) if error.__cause__ is not None else ""
     if not error.details and not cause:
         return None

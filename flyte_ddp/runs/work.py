@@ -22,12 +22,10 @@ class World:
 
     @property
     def backend(self) -> str:
-        """Backend of torch's process group: nccl between GPUs, else gloo."""
         return "nccl" if self.device_type == "cuda" else "gloo"
 
     @property
     def num_nodes(self) -> int:
-        """Number of the ranks' hosts."""
         return max(1, len({*self.hosts}))
 
 
@@ -50,7 +48,6 @@ class Work:
     request: Request | None = None  # if given, the launcher puts the World that it has capacity for in place of `world`
 
     def prepare_on_host(self) -> Self:
-        """Return the work for the ranks of this host: what its function ``on_host`` returns, or without one itself."""
         if not self.on_host:
             return self
         module, _, name = self.on_host.partition(":")

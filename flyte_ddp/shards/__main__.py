@@ -23,7 +23,6 @@ PROGRESS = click.option("--progress", type=click.Choice(MODES), default="auto")
 
 
 def format_counts(index: ShardIndex) -> str:
-    """Return the numbers of shards and samples in an index as text: "2 shards, 10 samples"."""
     return f"{format_count(len(index.shards), 'shard')}, {format_count(len(index), 'sample')}"
 
 
@@ -142,10 +141,7 @@ shards.command()(click.argument("index", default="")(plan))
 
 
 def read_class_names(path: Path | None) -> list[str]:
-    """Read a file with one class name a line, and return the names; return [] for None. Ignores empty lines at the end.
-
-    Raises UserError if the file cannot be read, is not UTF-8 or is empty.
-    """
+    """Return the class names in a file, one a line, without empty lines at the end; [] for None."""
     if path is None:
         return []
     try:

@@ -47,13 +47,12 @@ class ShardCache:
     fetched: Counter[str] = field(default_factory=Counter, compare=False)
 
     def open_shard(self, shard: Shard) -> BinaryIO:
-        """Open a shard and return the file; download a remote shard that is not in the cache, with up to 3 retries.
+        """Open a shard and return the file; download a remote one that is not in the cache, with up to 3 retries.
 
-        Evicts other shards for a download; waits, without a limit, while another process downloads the shard. Locks a
-        cached file against eviction until it is closed or unlocked. Opens a shard of this machine in its own place; the
-        first time, reads it whole to compare it with the index. Raises DamagedShardError if a shard of this machine
-        differs, CacheFullError if shards in use leave no room, UserError if the shard cannot be read or fetched, a
-        fetched one differs, or the cache's folder cannot be written.
+        Evicts other shards for a download; waits, without a limit, while another process downloads the shard. A cached
+        file is locked against eviction until it is closed or unlocked. The first time, reads a shard of this machine
+        whole to compare it with the index. Raises DamagedShardError if it differs, CacheFullError if shards in use
+        leave no room, UserError if the shard cannot be read or fetched.
         """
         path = storage.local_path(shard.url)
         if path is not None:
@@ -62,11 +61,7 @@ class ShardCache:
             return self.open_cached_shard(shard) or self.fetch_shard(shard)
 
     def open_local_shard(self, path: Path, shard: Shard) -> BinaryIO:
-        """Compare a file of this machine with the shard's size and digest in the index; return the open file.
-
-        Reads the whole file for the digest, unless the cache's folder has a record of a match. Raises DamagedShardError
-        if size or digest differ, UserError if the path is no regular file or cannot be read.
-        """
+        """Open a file of this machine; raise DamagedShardError if its size or digest differs from the index."""
         try:
             status = path.stat()
             if not stat.S_ISREG(status.st_mode):  # a device, or a pipe, may have no end
@@ -80,12 +75,7 @@ class ShardCache:
             raise unusable_shard_error(shard, error) from None
 
     def verify_digest_once(self, path: Path, status: os.stat_result, shard: Shard) -> None:
-        """Read a file of this machine and compare its digest with the index; record a match by an empty file.
-
-        The record, in the cache's folder, is for this path, size, times and digest; without a writable folder none is
-        made. Does nothing if there is a record, or the index has no digest. Meanwhile other processes that open the
-        shard wait, without a limit. Raises DamagedShardError if the digest differs, OSError if the file cannot be read.
-        """
+        """Compare a file's digest with the index unless a match is recorded; record one by an empty file."""
         kind, wanted = shard.digest
         # ctime too: copying tools set mtime to that of the original, but cannot set ctime.
         identity = f"{path}\n{status.st_size}\n{status.st_mtime_ns}\n{status.st_ctime_ns}\n{wanted}"
@@ -107,11 +97,7 @@ class ShardCache:
                     mark.touch()
 
     def open_cached_shard(self, shard: Shard) -> BinaryIO | None:
-        """Open a cached shard with a shared lock, and return the file; None if it is not there or has the wrong size.
-
-        Sets the file's times to now: its last use. Waits, without a limit, while another process evicts the shard.
-        Raises OSError if the file cannot be opened.
-        """
+        """Open a cached shard with a shared lock, and mark it as used; None if it is missing or of wrong size."""
         path = self.shard_path(shard)
         while True:
             try:
@@ -128,16 +114,14 @@ class ShardCache:
                 return None
 
     def holds_shard(self, shard: Shard) -> bool:
-        """Return whether the shard lies on this machine or in the cache; does not compare it with the index."""
+        """Return whether the shard has a local address or is in the cache; does not verify it."""
         return storage.local_path(shard.url) is not None or self.shard_path(shard).exists()
 
     def remove_damaged_shard(self, shard: Shard, *, unreadable: bool = False) -> bool:
         """Remove a shard from the cache if damaged, even while it is read; return whether the next open downloads it.
 
-        To find out, reads the whole file for its digest; if the index has no digest, a shard is damaged if
-        ``unreadable``. Waits, without a limit, for the shard's lock. Returns True if it was removed or is not cached;
-        False if it is undamaged, if its address is on this machine, so that there is no copy, or if the cache's folder
-        cannot be written. Raises UserError if it cannot be read or removed.
+        Reads the whole file for its digest; without a digest in the index, it is damaged if ``unreadable``. Waits,
+        without a limit, for the shard's lock. Returns False for an address of this machine and for a read-only cache.
         """
         if storage.local_path(shard.url) is not None or not os.access(self.folder, os.W_OK):
             return False
@@ -152,18 +136,11 @@ class ShardCache:
             return True
 
     def shard_path(self, shard: Shard) -> Path:
-        """Return the path of a shard in the cache; a shard with another address, size or digest has another path."""
         identity = f"{shard.url}\n{shard.size}\n{shard.digest[1]}"
         return self.folder / f"{name_digest(identity)}{WHOLE}"
 
     def fetch_shard(self, shard: Shard) -> BinaryIO:
-        """Download a shard into the cache with up to 3 retries, and return its open file with a shared lock.
-
-        Waits, without a limit, for the shard's lock; downloads nothing if another process has fetched it. Evicts other
-        shards to make room. Counts the download in ``fetched``. Removes the partial file after a failure. Raises
-        CacheFullError if shards in use leave no room, UserError if the shard cannot be fetched or differs from the
-        index, OSError if the folder cannot be written.
-        """
+        """Download a shard unless another process has done so meanwhile; return its file with a shared lock."""
         path = self.shard_path(shard)
         part = path.with_suffix(PARTIAL)
         with self.hold_lock(path.stem):
@@ -190,13 +167,7 @@ class ShardCache:
                 part.unlink(missing_ok=True)
 
     def download_once(self, shard: Shard, target: io.FileIO) -> None:
-        """Download a shard into an open file, from its start, and compare size and digest with the index. Tries once.
-
-        Evicts shards if disk or cache is full; waits, without a limit, for the lock on the cache. Raises UserError if
-        the shard is larger than the cache's limit, CacheFullError if shards in use leave no room, OSError if the disk
-        is full or a file cannot be written, UnavailableError if the shard cannot be read, and AlteredError, after which
-        a retry may help, if size or digest differ.
-        """
+        """Download a shard into a file, from byte 0; raise AlteredError if size or digest differs from the index."""
         kind, wanted = shard.digest
         digest = hashlib.new(kind, usedforsecurity=False)
         with storage.open_file(shard.url) as file:
@@ -218,10 +189,7 @@ class ShardCache:
         target.truncate()  # an earlier try may have written more
 
     def write_chunk(self, file: io.FileIO, chunk: bytes) -> None:
-        """Write all bytes to a file; while the disk is full, evict unlocked shards, least recently used first.
-
-        Raises OSError if the disk is full and no shard can be evicted, or for another failure.
-        """
+        """Write all bytes to a file; while the disk is full, evict unlocked shards, least recently used first."""
         rest = memoryview(chunk)
         while rest:
             try:
@@ -233,12 +201,7 @@ class ShardCache:
                     raise
 
     def reserve_space(self, file: io.FileIO, size: int) -> None:
-        """Evict unlocked shards until an open file of ``size`` bytes fits into the cache's limit; set the file's size.
-
-        Evicts the least recently used first; nothing without a limit. Waits, without a limit, for the lock on the
-        cache. Raises CacheFullError if shards in use and other downloads leave no room, UserError if ``size`` is larger
-        than the limit, OSError if the folder cannot be written.
-        """
+        """Evict unlocked shards until a file of ``size`` bytes fits into the cache's limit; set the file's size."""
         if self.limit is not None and size > self.limit:
             problem = f"its limit of {self.limit:,} bytes is less than the {size:,} of one shard"
             raise UserError(f"shard cache {self.folder}: {problem}; raise FLYTE_DDP_CACHE_BYTES")
@@ -259,11 +222,7 @@ class ShardCache:
             os.ftruncate(file.fileno(), size)
 
     def evict_for(self, growth: int, limit: int) -> int:
-        """Evict unlocked shards until ``growth`` bytes more fit into the limit, and then 1 of 64; return those in use.
-
-        Removes partial files of killed downloads. Hold the lock on the cache. Raises CacheFullError if shards in use
-        and other downloads leave no room.
-        """
+        """Evict shards until ``growth`` bytes fit, then 1 of 64; return the bytes in use. Hold the cache's lock."""
         self.remove_killed_downloads()
         entries = self.list_files_oldest_first()
         excess = sum(size for _, size, _ in entries) + growth - limit
@@ -296,10 +255,7 @@ class ShardCache:
         return sorted(files)
 
     def evict_file(self, path: Path) -> int:
-        """Truncate and remove a cached shard; return the freed bytes: 0 if it is locked, gone or may not be written.
-
-        Raises OSError for another failure, such as a read-only file system.
-        """
+        """Truncate and remove a cached shard; return the freed bytes, 0 if it is locked, gone or not writable."""
         with suppress(FileNotFoundError, PermissionError), path.open("r+b") as file, suppress(BlockingIOError):
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             status = os.fstat(file.fileno())
@@ -312,26 +268,23 @@ class ShardCache:
     def hold_lock(self, name: str, *, wait: bool = True) -> AbstractContextManager[BinaryIO]:
         """Hold an exclusive lock for a block: on the list of cached files (``room``), or on a shard, by its hex name.
 
-        Makes a lock file, which stays. Waits without a limit; for ever if this thread holds the lock. Several shards
-        may have the same lock, so never wait for a shard's lock while holding another's. With ``wait`` false raises
-        BlockingIOError instead. Raises OSError if the folder cannot be written.
+        Waits without a limit, for ever if this thread holds the lock; with ``wait`` false raises BlockingIOError
+        instead. Several shards may have the same lock, so never wait for a shard's lock while holding another's.
         """
         name = name if name == "room" else f"{int(name, 16) % LOCKS:04d}"
         return hold_lock(self.folder / "locks", name, wait=wait)
 
 
 def name_digest(identity: str) -> str:
-    """Return 40 hexadecimal digits of the SHA-256 of a text, for a file's name."""
     return hashlib.sha256(identity.encode("utf-8", "surrogatepass")).hexdigest()[:40]
 
 
 def hash_open_file(file: BinaryIO, kind: str) -> str:
-    """Read an open file from its position to its end, and return the digest (hex); ``kind`` is "md5" or "sha256"."""
     return hashlib.file_digest(file, lambda: hashlib.new(kind, usedforsecurity=False)).hexdigest()  # type: ignore[arg-type]
 
 
 def mark_as_used(file: int) -> None:
-    """Set the times of an open file (a descriptor) to now; do nothing if the file cannot be changed."""
+    """Set the times of an open file (a descriptor) to now, unless the file cannot be changed."""
     with suppress(OSError):  # the cache may be read-only
         os.utime(file, ns=(time.time_ns(),) * 2)  # the kernel's own clock for files goes in steps of milliseconds
 

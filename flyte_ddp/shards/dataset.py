@@ -49,10 +49,7 @@ class OpenShard:
 
     @contextmanager
     def keep_open(self) -> Iterator[OpenShard]:
-        """Yield this shard, open and protected from eviction in the block; if it is not open, call :meth:`open_file`.
-
-        Other threads wait while it is opened. Updates the time of last use of a cached shard, at most once a second.
-        """
+        """Yield this shard, open and protected from eviction in the block; other threads wait while it is opened."""
         with self.lock:
             if self.close is None or (self.users == 0 and not self.lock_file()):
                 self.open_file()
@@ -69,10 +66,7 @@ class OpenShard:
                     unlock_file(self.file)
 
     def lock_file(self) -> bool:
-        """Lock a cached file against eviction; return True if that worked, or if the shard is local and needs no lock.
-
-        Does not wait; returns False if another process evicts the file.
-        """
+        """Lock a cached file against eviction, without waiting; return False if another process evicts it."""
         if not self.cached:
             return True
         try:
@@ -82,13 +76,7 @@ class OpenShard:
         return os.fstat(self.file).st_nlink > 0
 
     def open_file(self) -> None:
-        """Open the shard's file and read its table of samples; set ``file``, ``table`` and ``close``.
-
-        Closes the file that was open before. Fetches the shard, with up to 3 retries, if it is not in the cache; waits
-        up to 60 s while the cache is full, and without a limit while another process downloads the shard. Reads the
-        whole shard to make a table if the one beside the index is missing or unreadable. Raises DamagedShardError if
-        the shard is damaged, UserError if it cannot be opened or has another number of samples than the index says.
-        """
+        """Open the shard's file, and read its table; if that is unusable, read the whole shard to make one."""
         shard = self.shard
         if self.close is not None:
             self.close()
@@ -107,10 +95,7 @@ class OpenShard:
 
 
 def open_shard_when_room(shard: Shard, cache: ShardCache) -> BinaryIO:
-    """Call :meth:`ShardCache.open_shard`, return its file; while the cache is full, call it again for up to 60 s.
-
-    Meanwhile other readers may release shards. Raises CacheFullError after the 60 s, other errors at once.
-    """
+    """Open a shard by :meth:`ShardCache.open_shard`; while the cache is full, try again for up to 60 s."""
     deadline, pause = time.monotonic() + WAIT_FOR_ROOM, 0.01
     while True:
         try:
@@ -125,11 +110,10 @@ def open_shard_when_room(shard: Shard, cache: ShardCache) -> BinaryIO:
 def read_sample_members(
     shard: Shard, table: SampleTable, sample: int, read_bytes: Callable[[int, int], bytes], wanted: Wanted = None
 ) -> StoredSample:
-    """Read sample number ``sample`` of a shard; return its key, and its members' contents by their extensions.
+    """Return the key of a sample in a shard, and its members' contents by their extensions.
 
-    ``read_bytes(start, length)`` must return bytes of the shard. Reads only the members ``wanted`` (extensions in lower
-    case; None for all). Raises DamagedShardError if the shard has other bytes than ``table`` says, UserError for an
-    OSError of ``read_bytes``; its other errors go through.
+    ``read_bytes(start, length)`` must return bytes of the shard; its OSErrors become UserErrors. Raises
+    DamagedShardError if the shard does not match ``table``.
     """
     contents = {}
     for member in table.sample_members(sample):
@@ -167,10 +151,7 @@ class OpenShards:
 
 
 class ShardReader:
-    """Reads samples from shards and keeps the shards used last open. Threads may share a reader; it can be pickled.
-
-    At most ``most_open`` shards stay open; at most ``most_ahead`` are fetched before they are read (for small caches).
-    """
+    """Reads samples from shards and keeps those used last open. Threads may share a reader; it can be pickled."""
 
     def __init__(
         self, index: ShardIndex, cache: ShardCache, most_open: int = MOST_OPEN, most_ahead: int = FETCHED_AHEAD
@@ -191,16 +172,13 @@ class ShardReader:
     def read_sample(self, sample: int, wanted: Wanted = None) -> StoredSample:
         """Read a sample by its number in the index; return its key, and its members' contents by their extensions.
 
-        Reads only the members ``wanted`` (extensions in lower case; None for all). Fetches the shard if it is not in
-        the cache, evicting others, and once more if it is damaged; waits up to 60 s while the cache is full, and
-        without a limit while another process downloads the shard. Reads a shard of this machine whole when it is first
-        opened. Keeps the shard open, closes others, and may start threads that fetch the next ones. Raises
-        DamagedShardError if it is still damaged, UserError if it cannot be read.
+        Fetches the shard if it is not cached, and once more if it is damaged. Waits up to 60 s while the cache is full,
+        and without a limit while another process downloads the shard. Raises UserError if the shard is damaged or
+        unreadable.
         """
         number, inside = self.index.locate(sample)
 
         def read_once() -> StoredSample:
-            """Open the shard and read the sample."""
             with self.open_shard(number) as shard:
                 return read_sample_members(shard.shard, shard.table, inside, partial(read_at, shard.file), wanted)
 
@@ -211,11 +189,7 @@ class ShardReader:
         return read_once()  # also if this process removed nothing: another one may have
 
     def remove_damaged_shard(self, sample: int, *, unreadable: bool = False) -> bool:
-        """Remove a sample's shard from the cache if it is damaged; return whether the next read fetches it again.
-
-        Closes the shard. Reads all of it to compare its digest; if the index has no digest, it is damaged if
-        ``unreadable``. Waits, without a limit, for the shard's lock. Raises UserError if it cannot be read or removed.
-        """
+        """Close a sample's shard; remove a damaged one from the cache; return whether the next read fetches it."""
         number, _ = self.index.locate(sample)
         removed = self.cache.remove_damaged_shard(self.index.shards[number], unreadable=unreadable)
         with self.state.lock:  # after the removal: before it, another thread could open the damaged shard again
@@ -224,11 +198,7 @@ class ShardReader:
 
     @contextmanager
     def open_shard(self, number: int) -> Iterator[OpenShard]:
-        """Yield the open shard of that number, protected from eviction in the block; fetch it if it is not cached.
-
-        Closes the shards not used for longest if more than ``most_open`` are open. If :meth:`prefetch_shards` was given
-        this shard, starts threads that fetch the next ones. Raises the errors of :meth:`OpenShard.open_file`.
-        """
+        """Yield an open shard, protected from eviction in the block; close those not used for longest."""
         state = self.state
         with state.lock:
             shard = state.shards.pop(number, None) or OpenShard(self.index.shards[number], self.cache)
@@ -245,10 +215,9 @@ class ShardReader:
             yield shard
 
     def prefetch_shards(self, numbers: Iterable[int]) -> None:
-        """Start daemon threads that fetch shards into the cache, at most ``most_ahead`` before they are read.
+        """Start daemon threads that fetch shards, given in the order of reading; at most ``most_ahead`` in advance.
 
-        ``numbers`` are in the order in which the shards will be read, after those of earlier calls; shards beyond the
-        limit are fetched later, when others are read. Ignores UserErrors, which a later read raises.
+        Shards beyond the limit are fetched when others are read. Ignores UserErrors, which a later read raises.
         """
         state = self.state
         with state.lock:
@@ -273,7 +242,6 @@ class ShardReader:
         self.prefetch_shards([])
 
     def prefetch_shard(self, state: OpenShards, number: int) -> None:
-        """Fetch a shard into the cache, unlocked, once under FETCHED_AHEAD (4) threads fetch; ignore UserErrors."""
         with state.fetching, suppress(UserError), self.cache.open_shard(self.index.shards[number]) as file:
             unlock_file(file.fileno())
 
@@ -286,10 +254,8 @@ class ShardReader:
 class ShardDataset:
     """A map-style data set, for example for ``torch.utils.data.DataLoader``.
 
-    A sample is a dict with the sample's members by their extensions (``.jpg``, ``.cls``) and with ``__key__``,
-    ``__shard__``, ``__shardindex__``, ``__index__`` and ``__dataset__`` as in wids. Members are decoded by
-    :func:`flyte_ddp.shards.decoding.decode_sample`, or are bytes if not ``decode``. ``index`` is an index or its
-    address; ``cache`` is a cache or its folder, for remote shards. Raises UserError if the index cannot be read.
+    A sample is a dict of its members by their extensions (``.jpg``, ``.cls``) and of wids' keys, such as ``__key__``.
+    Members are decoded by :func:`flyte_ddp.shards.decoding.decode_sample`, or are bytes if not ``decode``.
     """
 
     def __init__(self, index: ShardIndex | Path | str, cache: ShardCache | Path | str, *, decode: bool = True) -> None:
@@ -316,7 +282,6 @@ class ShardDataset:
             return decode_sample(make_sample(self.index, number, *self.reader.read_sample(number)))
 
     def close(self) -> None:
-        """Close all open shards."""
         self.reader.close()
 
 

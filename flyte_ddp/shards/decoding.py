@@ -16,11 +16,7 @@ MOST_NAMED = 6  # members of a sample that an error lists
 
 
 def find_image_and_label(sample: str, extensions: Iterable[str]) -> tuple[str, str]:
-    """Return the extensions of the image and of the label that training reads, out of a sample's ``extensions``.
-
-    Ignores case, as webdataset does. Of several images takes the first kind in ``TRAINED_ON``. Raises UserError, whose
-    text begins with ``sample``, if there is no image or no label.
-    """
+    """Return the extensions of a sample's image and label, ignoring case, as webdataset; UserError without them."""
     found = {extension.lower(): extension for extension in extensions}
     image = next((found[kind] for kind in TRAINED_ON if kind in found and kind != LABEL), None)
     if image is not None and LABEL in found:
@@ -36,7 +32,6 @@ def find_image_and_label(sample: str, extensions: Iterable[str]) -> tuple[str, s
 
 
 def parse_class_number(sample: str, content: bytes) -> int:
-    """Return the whole number in a ``.cls`` member; raise UserError, with the sample's name, for other bytes."""
     try:
         return int(content)
     except ValueError:
@@ -44,7 +39,7 @@ def parse_class_number(sample: str, content: bytes) -> int:
 
 
 def open_image(content: bytes) -> Any:
-    """Return a PIL image of an encoded image, decoded at its first use; raise ValueError for an unknown format."""
+    """Return a PIL image, decoded at its first use; raise ValueError for an unknown format."""
     from PIL import Image, UnidentifiedImageError
 
     try:
@@ -67,17 +62,14 @@ def decode_sample(sample: dict[str, Any]) -> dict[str, Any]:
     """Return a copy of a sample with its members decoded by their extensions; other members stay as they are.
 
     Images become PIL images, ``.cls`` and ``.cls2`` int, ``.txt`` and ``.text`` str, ``.json`` Python values, ``.npy``
-    numpy arrays; ``.seg.png`` is decoded as ``.png``. Raises UserError if a member cannot be decoded. An image is
-    decoded when first used; a truncated one raises Pillow's OSError then.
+    arrays. Raises UserError if a member cannot be decoded. A truncated image raises Pillow's OSError when it is first
+    used.
     """
     return {name: decode_member(sample, name, content) for name, content in sample.items()}
 
 
 def decode_member(sample: Mapping[str, Any], name: str, content: Any) -> Any:
-    """Return one decoded value of a sample; return ``content`` itself if ``name`` is no extension with a decoder.
-
-    Raises UserError, with ``__key__`` and ``__shard__`` of the sample, if the content cannot be decoded.
-    """
+    """Return one decoded value of a sample, or ``content`` if ``name`` is no extension with a decoder."""
     decoder = DECODERS.get(name.rpartition(".")[2].lower()) if name.startswith(".") else None
     if decoder is None:
         return content

@@ -90,7 +90,6 @@ class ShardIndex:
         return shard, int(sample - (self.ends[shard] - self.counts[shard]))
 
     def summary(self) -> dict[str, str]:
-        """Return facts about the index for people, by their names, such as {"samples": "1,000 (10 a shard)"}."""
         known = self.sizes[self.sizes >= 0]
         known_only = "" if len(known) == len(self.shards) else f" in {len(known):,} of the shards"
         least, most = self.counts.min(), self.counts.max()
@@ -111,10 +110,7 @@ class ShardIndex:
 
     @cached_property
     def digest(self) -> str:
-        """Return the SHA-256 (hex) of classes, parts, and each shard's size, number of samples and digest.
-
-        In place of a missing digest takes the shard's address. Computed once.
-        """
+        """Return the SHA-256 (hex) of classes, parts, and each shard's samples, size and digest (or else address)."""
         lines = [json.dumps([self.classes, [[part.name, part.weight] for part in self.parts]])]
         lines += [f"{s.samples} {s.size} {s.digest[1] or s.url} {s.part}" for s in self.shards]
         return hashlib.sha256("\n".join(lines).encode("utf-8", "surrogatepass")).hexdigest()
@@ -136,10 +132,8 @@ def pause_garbage_collector() -> Iterator[None]:
 def read_index(address: str) -> ShardIndex:
     """Read an index and the indexes that it refers to, and return one index of all their shards.
 
-    Reads local files, or downloads remote ones: retries transient errors up to 3 times each, with pauses of up to 7 s
-    in all. Turns Python's garbage collector off meanwhile. Raises UserError if an index cannot be read or is malformed,
-    has an address that :func:`resolve_address_in_index` refuses, or if an index within it refers to others or has other
-    classes.
+    Tries to read each up to 4 times, with pauses of up to 7 s in all. Raises UserError if an index cannot be read, is
+    malformed, or has an address that :func:`resolve_address_in_index` refuses.
     """
     try:
         return build_index(address, load_index_json(address))
@@ -151,11 +145,7 @@ def read_index(address: str) -> ShardIndex:
 
 @pause_garbage_collector()
 def build_index(address: str, content: dict[str, Any]) -> ShardIndex:
-    """Return the index whose JSON is ``content``; read the indexes that it refers to, in up to 4 tries each.
-
-    Relative addresses start from the folder of ``address``, where the index is or will be. Pauses garbage collection.
-    UserError for what :func:`read_index` refuses; LookupError, TypeError, ValueError or AttributeError for bad fields.
-    """
+    """Return the index whose JSON is ``content``, and which is or will be at ``address``; read those it refers to."""
     sources = [(address, content, content)] if content.get("shardlist") else []
     sources += [resolve_part(address, content, entry) for entry in content.get("datasets") or []]
     shards, parts = list[Shard](), list[Part]()
@@ -178,23 +168,17 @@ def build_index(address: str, content: dict[str, Any]) -> ShardIndex:
 
 
 def malformed_index_error(address: str, problem: str) -> UserError:
-    """Return the UserError about a file that is not an index in wids' format."""
     fix = f"it must be an index in wids' format ({KIND}); make one with python -m flyte_ddp.shards create"
     return UserError(f"index {address}: {problem}; {fix}")
 
 
 def shorten_repr(value: Any) -> str:
-    """Return the ``repr`` of a value for an error, cut off after 100 characters."""
     text = repr(value)
     return text if len(text) <= 100 else f"{text[:100]}..."
 
 
 def load_index_json(address: str) -> dict[str, Any]:
-    """Read an index and return its JSON as a dict. Retries transient errors up to 3 times.
-
-    Raises UserError if it cannot be read, is not JSON, is of another kind or version, has neither shards nor parts, or
-    if its shardlist is no list or the field ``flyte_ddp`` no object.
-    """
+    """Read an index, in up to 4 tries, and return its JSON; raise UserError if it is not of wids' format."""
     try:
         content = json.loads(storage.retry(address, storage.read_file))
     except storage.UnavailableError as failure:
@@ -216,11 +200,7 @@ def load_index_json(address: str) -> dict[str, Any]:
 
 
 def resolve_part(address: str, content: dict[str, Any], entry: Any) -> tuple[str, dict[str, Any], dict[str, Any]]:
-    """Return the address and JSON of the index that lists a part's shards, and the part's ``entry`` in ``datasets``.
-
-    ``address`` and ``content`` are those of the index that has the part. An entry with ``source_url`` names another
-    index, which is read with up to 3 retries. Raises UserError if it is refused, unreadable or refers to others.
-    """
+    """Return address and JSON of the index that lists a part's shards (read if it is another), and ``entry``."""
     if entry.get("source_url"):
         where = resolve_address_in_index(address, base_address(address, content), entry["source_url"])
         listed = load_index_json(where)
@@ -232,7 +212,6 @@ def resolve_part(address: str, content: dict[str, Any], entry: Any) -> tuple[str
 
 
 def list_class_names(address: str, content: dict[str, Any]) -> tuple[str, ...]:
-    """Return the names of the classes in the JSON of an index, () if it has none; raise UserError for another type."""
     classes = (content.get(EXTENSION) or {}).get("classes", [])
     if not isinstance(classes, list):
         raise malformed_index_error(address, f"classes is {shorten_repr(classes)}")
@@ -240,20 +219,16 @@ def list_class_names(address: str, content: dict[str, Any]) -> tuple[str, ...]:
 
 
 def base_address(address: str, content: Mapping[str, Any]) -> str:
-    """Return the folder or prefix that relative addresses in the JSON of an index start from.
-
-    Raises UserError if the index has a ``base`` that :func:`resolve_address_in_index` refuses.
-    """
+    """Return the folder or prefix that relative addresses in the JSON of an index start from."""
     folder = storage.parent(address)
     return resolve_address_in_index(address, folder, content["base"]) if content.get("base") else folder
 
 
 def resolve_address_in_index(index: str, base: str, named: Any) -> str:
-    """Return ``named``, an address in the index at the address ``index``, as an absolute one.
+    """Return ``named``, an address in the index at ``index``, as an absolute one; a relative one starts at ``base``.
 
-    A relative one starts at ``base``, a folder or prefix. Raises UserError if ``named`` is no text, empty, of no known
-    kind, or cannot be a URL or a file's name; if it is a local file of a remote index; or if the index is on a web
-    server and ``named`` elsewhere, unless FLYTE_DDP_ALLOWED_ADDRESSES lists its server or a folder above it.
+    Raises UserError for what is no address, and for a file of this machine in a remote index. An index on a web server
+    may only name addresses on that server, or allowed by FLYTE_DDP_ALLOWED_ADDRESSES.
     """
     shown = shorten_repr(named)
     if not isinstance(named, str) or not named or "\0" in named:
@@ -273,7 +248,6 @@ def resolve_address_in_index(index: str, base: str, named: Any) -> str:
 
 
 def require_encodable(index: str, named: str) -> str:
-    """Return ``named``, an address in an index; raise UserError if it cannot be encoded as a URL or a file's name."""
     # Undecodable file names contain lone surrogates; they are allowed for local files but cannot be sent in a URL.
     try:
         named.encode("utf-8", "strict" if "://" in named and not named.startswith("file:") else "surrogateescape")
@@ -283,10 +257,7 @@ def require_encodable(index: str, named: str) -> str:
 
 
 def list_shards(address: str, content: Mapping[str, Any], part: int) -> Iterator[Shard]:
-    """Yield the shards of part number ``part`` in the ``shardlist`` of an index, with absolute addresses.
-
-    Raises UserError if an entry is malformed, or has an address that :func:`resolve_address_in_index` refuses.
-    """
+    """Yield the shards of part number ``part`` in the ``shardlist`` of an index, with absolute addresses."""
     base = base_address(address, content)
     folder = str(storage.local_path(base) or base.rstrip("/"))
     tables = (content.get(EXTENSION) or {}).get("tables")
@@ -315,18 +286,13 @@ def list_shards(address: str, content: Mapping[str, Any], part: int) -> Iterator
 
 
 def require_count(value: Any, most: int = MOST_BYTES, least: int = 0) -> int:
-    """Return ``value`` if it is a whole number from ``least`` to ``most``; raise ValueError otherwise."""
     if type(value) is not int or not least <= value <= most:
         raise ValueError(f"{shorten_repr(value)} for a number of {least:,} to {most:,}")
     return value
 
 
 def index_json(index: ShardIndex, folder: str, tables: str, *, packed: bool = False) -> bytes:
-    """Return the JSON of an index of one part, with one shard a line; raise ValueError for several parts.
-
-    ``folder`` is the folder that the index will be in: addresses of shards below it become relative, and ``tables`` is
-    the name of a file in it. ``packed`` says that the next packing under this name may remove the shards.
-    """
+    """Return the JSON of an index of one part, one shard a line; addresses below ``folder`` become relative."""
     [part] = index.parts
     prefix = f"{folder.rstrip('/')}/"
     lines = []

@@ -21,10 +21,9 @@ from flyte_ddp.shards.tar import iterate_members
 def read_sample(index: ShardIndex | str, number: int) -> Sample:
     """Read one sample of an index, or of the index at an address, and return it as a dict.
 
-    The dict has the sample's members (bytes, by extension), and ``__key__``, ``__shard__`` and others as in wids. If
-    the shard has a table of its samples (looked for once), reads only the members, each in up to 4 tries. Without a
-    table, or if the members' bytes cannot be read, reads the whole shard; downloads a remote one into a temporary
-    folder. Raises UserError if there is no such sample, or index or shard is damaged or cannot be read.
+    The dict has the sample's members (bytes, by extension) and wids' keys, such as ``__key__``. Reads only the members
+    if the shard has a table of its samples, else the whole shard; downloads a remote one into a temporary folder.
+    Raises UserError if the sample cannot be read.
     """
     index = index if isinstance(index, ShardIndex) else read_index(index)
     if not 0 <= number < len(index):
@@ -33,7 +32,6 @@ def read_sample(index: ShardIndex | str, number: int) -> Sample:
     shard = index.shards[shard_number]
 
     def read_bytes(start: int, length: int) -> bytes:
-        """Read bytes of the shard, with retries, and return them."""
         return storage.retry(shard.url, partial(storage.read_file, span=(start, start + length)))
 
     table = read_table_or_none(shard)
@@ -45,10 +43,7 @@ def read_sample(index: ShardIndex | str, number: int) -> Sample:
 
 
 def write_members(key: str, members: dict[str, bytes], folder: Path) -> None:
-    """Write each member of a sample to a file in a folder; the file's name is key + extension, with "_" for "/".
-
-    Makes the folder; replaces files of the same names. Raises UserError if a file cannot be written.
-    """
+    """Write each member of a sample to a file in a folder, named key + extension, with "_" for "/"."""
     for extension, content in members.items():
         with replace_file(folder / f"{key}{extension}".replace("/", "_")) as file:
             file.write(content)
@@ -57,8 +52,7 @@ def write_members(key: str, members: dict[str, bytes], folder: Path) -> None:
 def refuse_unfit_samples(index: ShardIndex, *, patient: bool = True) -> None:
     """Raise UserError if training cannot read the first sample of one of the data sets in an index.
 
-    Reads one shard of each data set until its first sample ends; retries transient errors up to 3 times if ``patient``.
-    A sample is refused if it has no image or no class number, or if its shard cannot be read or is no tar file.
+    Reads one shard of each data set until its first sample ends; with up to 3 retries if ``patient``.
     """
     for shard in first_shards(index):
         try:
@@ -80,16 +74,13 @@ def first_shards(index: ShardIndex) -> Iterable[Shard]:
 
 
 def list_missing_checksums(index: ShardIndex) -> list[str]:
-    """Read a table of each data set in an index, without retries; return a warning about each without checksums."""
+    """Return a warning about each data set in an index whose first table has no checksums of headers."""
     tables = ((shard, read_table_or_none(shard)) for shard in first_shards(index))
     return [f"warning: shard {shard.url}: {NO_CHECKSUMS}" for shard, table in tables if table and table.lacks_checksums]
 
 
 def refuse_unfit_first_sample(url: str) -> None:
-    """Read a shard until its first sample ends; raise UserError if the sample has no image or no class number.
-
-    Tries once. Raises UnavailableError if the shard cannot be read, DamagedShardError if it is no tar file.
-    """
+    """Read a shard until its first sample ends; raise UserError if the sample has no image or no class number."""
     key, found = None, dict[str, bytes | None]()
     with storage.open_file(url) as file:
         stream = HashedStream(file.chunks)

@@ -17,11 +17,9 @@ def join_indexes(
 ) -> ShardIndex:
     """Write an index that refers to two or more others (``datasets`` in wids' format), and return the joined index.
 
-    Reads the indexes, with up to 3 retries. ``weights`` are the passes that an epoch makes through each data set, such
-    as 2 or 0.5; by default one. Without ``name``, the data set is named after the output file. Replaces another index
-    at ``output``. Raises UserError if an index cannot be read, refers to others, has other classes or is given twice;
-    if weights are given, but not one above 0 for each; if the output is one of the indexes, another file, or not
-    writable.
+    ``weights`` are the passes that an epoch makes through each data set, such as 2 or 0.5; by default one. Without
+    ``name``, the data set is named after the output file. Raises UserError if an index cannot be read, refers to others
+    or has other classes, if ``weights`` do not fit, or if ``output`` is a file of another kind.
     """
     addresses = [str(storage.local_path(address) or address) for address in addresses]
     output = resolve_index_output(output, addresses)

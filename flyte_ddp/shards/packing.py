@@ -45,13 +45,11 @@ def pack_samples(
     """Pack samples into shards (tar files) and their index ``<name>.json`` in a folder; return the index.
 
     Calls ``make_sample`` with each number below ``count``, in up to 32 threads; it returns a sample's key and members.
-    Its exceptions end the packing and reach the caller. ``seed`` mixes the samples; None keeps their order. Training
-    mixes only neighbouring shards, so samples that are sorted by class should be mixed. The same samples make the same
-    bytes. Replaces shards and index of an earlier packing under this name when all new shards, in a hidden folder, are
-    complete; other files stay. If packing fails or is killed, the index refers to the complete old shards or to the
-    complete new ones. Delays SIGINT while it replaces them. Prints progress to stderr (auto, bar, lines or off). Raises
-    UserError if there are no samples, an argument is out of range, a label has no class, a class name is not UTF-8, the
-    folder cannot be written, another process is packing this index, or ``<name>.json`` is no index.
+    Its exceptions reach the caller. ``seed`` mixes the samples; None keeps their order. Samples sorted by class should
+    be mixed, because training mixes only neighbouring shards. The same samples make the same bytes. Replaces shards and
+    index of an earlier packing when all new shards are complete. After a failure or a kill, the index refers to
+    complete shards, old or new. Delays SIGINT while it replaces them. Raises UserError if an argument is out of range,
+    the folder cannot be written, or another process is packing this index.
     """
     if count == 0:
         raise UserError(f"{name}: there is no sample to pack")
@@ -70,7 +68,6 @@ def pack_samples(
     failures = list[Exception]()
 
     def take_until_failure(made: Iterator[tuple[str, Members]]) -> Iterator[tuple[str, Members]]:
-        """Yield samples; if ``make_sample`` fails, append its exception to ``failures`` and end."""
         try:
             yield from made
         except Exception as error:  # in write_shard, an OSError would be taken for a failure to write
@@ -92,7 +89,6 @@ def pack_samples(
 
 
 def write_shard(path: Path, samples: Iterable[tuple[str, Members]], advance: Callable[[int], object]) -> None:
-    """Write samples to a new tar file, and call ``advance(1)`` after each; raise UserError if writing fails."""
     # For names that are long or not ASCII, wids reads GNU's format best.
     with (
         replace_file(path) as file,
@@ -108,12 +104,7 @@ def write_shard(path: Path, samples: Iterable[tuple[str, Members]], advance: Cal
 
 @contextmanager
 def open_workspace(index: Path) -> Iterator[Path]:
-    """Make and lock an empty hidden folder beside the index, yield its path, and remove the folder after the block.
-
-    If an earlier packing was killed while it moved shards to their final places, first moves the rest of them; deletes
-    its other files. Makes missing parent folders, which stay. Keeps the folder if the index refers to it. Raises
-    UserError at once if another process packs this index, or the folder cannot be written.
-    """
+    """Yield an empty locked folder beside the index; first complete an earlier packing that was killed."""
     workspace = index.with_name(f".{index.stem}.packing")
     with ExitStack() as stack:
         try:
@@ -148,9 +139,8 @@ def lock_folder(folder: Path, stack: ExitStack) -> bool:
 def publish_packed_shards(workspace: Path, index: Path) -> None:
     """Replace the index and its shards with those in the folder ``workspace``.
 
-    (1) Rename an index into place that refers to the shards in the workspace: the commit point. (2) Remove the old
-    shards and move the new shards to their final names. (3) Rename the final index into place. Delays SIGINT. After a
-    kill between (1) and (3), the next packing does the rest. Raises UserError if writing fails, OSError if (1) fails.
+    (1) Rename an index into place that refers to the shards in the workspace: the commit point. (2) Move the shards to
+    their final names. (3) Rename the final index into place. After a kill in between, the next packing does the rest.
     """
     content = read_json_or_empty(workspace / index.name)
     content |= {"packed_in": workspace.name, "replaced": list_packed_shards(index)}
@@ -170,10 +160,7 @@ def index_refers_to(workspace: Path, index: Path) -> bool:
 
 
 def move_packed_shards(workspace: Path, index: Path) -> None:
-    """Move shards and their index to their final places if the index refers to shards in the workspace.
-
-    Removes the shards that they replace. After a kill, another call does the rest. Raises UserError if writing fails.
-    """
+    """Move shards and their index to their final places if the index refers to shards in the workspace."""
     if not index_refers_to(workspace, index):
         return
     try:
@@ -188,7 +175,6 @@ def move_packed_shards(workspace: Path, index: Path) -> None:
 
 
 def link_or_copy_file(path: Path, target: Path) -> None:
-    """Replace ``target`` by a hard link to the file ``path``, or by a copy if that fails; raise OSError if both do."""
     target.unlink(missing_ok=True)
     try:
         target.hardlink_to(path)
@@ -199,13 +185,12 @@ def link_or_copy_file(path: Path, target: Path) -> None:
 
 
 def read_json_or_empty(index: Path) -> dict[str, Any]:
-    """Read an index and return its JSON; return {} if there is no such file."""
     content: dict[str, Any] = json.loads(index.read_bytes()) if index.is_file() else {}
     return content
 
 
 def list_packed_shards(index: Path) -> list[str]:
-    """Read an index; return the names of shards packed with it; [] if it is missing or was not made by packing."""
+    """Return the names of the shards packed with an index; [] if it is missing or was not made by packing."""
     content = read_json_or_empty(index)
     if not (content.get(EXTENSION) or {}).get("packed"):
         return []

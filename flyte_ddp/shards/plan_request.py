@@ -32,10 +32,9 @@ class PlanRequest(CheckedFields, called="plan option"):
 
     @property
     def total_ranks(self) -> int:
-        """Number of ranks on all nodes."""
         return self.nodes * self.ranks
 
     @property
     def readers_per_rank(self) -> int:
-        """Number of processes that read a rank's stream: its loader's workers, or 1 (the rank's own process)."""
+        """Number of processes that read a rank's stream; without workers this is the rank's own process."""
         return max(self.workers, 1)

@@ -1,8 +1,6 @@
 """The planner: compute from an index which shards ranks and nodes read, and how large caches should be.
 
-In an epoch of training all ranks get the same number of batches, and each sample comes once (or as often as the weight
-of its part says), so the plan tells about reading and caching. A :class:`StreamPlan` is by webdataset's rules, where
-ranks may get different numbers of batches.
+A :class:`StreamPlan` is by webdataset's rules, where ranks may get different numbers of batches.
 """
 
 from collections.abc import Iterator
@@ -31,8 +29,8 @@ HYPERPARAMETERS = ("batch_size", "shuffle_shards", "accumulation_steps", "valida
 def describe_plan(request: PlanRequest) -> Iterator[str]:
     """Yield the plan as texts of one or more lines, then a warning if training cannot read a first sample.
 
-    Reads the index, with up to 3 retries, and the first sample of each part, without retries. Raises UserError if the
-    options are incomplete or out of range, the index cannot be read, or (after all lines) DDP would hang on a stream.
+    Reads the index and the first sample of each part. Raises UserError for bad options, an unreadable index, or (after
+    all lines) a stream on which DDP would hang.
     """
     if bool(request.index) == bool(request.shards):
         raise UserError(f"index={request.index!r}, shards={request.shards}: give an index, or --shards with --samples")
@@ -64,11 +62,7 @@ def describe_plan(request: PlanRequest) -> Iterator[str]:
 
 
 def describe_epoch(request: PlanRequest, order: ShardOrder, sizes: Counts | None) -> Iterator[str]:
-    """Yield lines of text, each a name and a value, on what ranks and nodes read in the first epoch of training.
-
-    Later epochs have the same length and read other shards. ``sizes`` has the bytes of each shard, [shards]; None: not
-    known. Raises UserError if there are no samples, or a batch has fewer samples than there are ranks.
-    """
+    """Yield lines about the first epoch of training; later ones are as long. ``sizes`` has each shard's bytes."""
     batch_size, ranks, samples = request.batch_size, request.total_ranks, len(order)
     if not samples:
         raise UserError("the shards have no samples for training; lower validation_fraction, or take other shards")
@@ -125,18 +119,14 @@ def shards_of_nodes(order: ShardOrder, batch_size: int, *, nodes: int, ranks: in
 
 
 def sufficient_cache_bytes(sizes: Counts, shuffle_streams: int, parts: int, *, ranks: int, nodes: int = 1) -> int:
-    """Return the bytes that are always enough for a node's cache, so that training fetches no shard twice in an epoch.
-
-    It has room for the shards that each of the node's ``ranks`` reads from, for as many that are being fetched, and for
-    those that are evicted beyond what is necessary. A batch is drawn from ``shuffle_streams`` shards, in ``parts``
-    micro-batches; ``sizes`` has the bytes of each shard.
-    """
+    """Return the size of a node's cache, in bytes, with which training fetches no shard twice in an epoch."""
+    # Room for the shards that each of the node's ranks reads from, for as many that are being fetched, and for those
+    # that are evicted beyond what is necessary.
     shards = 2 * ranks * count_rank_streams(shuffle_streams, nodes * ranks, parts)
     return (shards + shards // (SPARE - 1)) * int(sizes.max())
 
 
 def format_range(numbers: Counts) -> str:
-    """Return the least and the greatest number as text ("3 to 5"), or one number if all are equal."""
     least, most = int(numbers.min()), int(numbers.max())
     return f"{least:,}" if least == most else f"{least:,} to {most:,}"
 
@@ -151,12 +141,10 @@ def sum_by_reader(values: Counts, ranks: int, readers: int) -> Counts:
 class StreamPlan:
     """The batches that the loaders of all ranks give when webdataset reads shards as a stream.
 
-    ``simdist.py`` (tmbdev-archive/wds-distributed) runs all loaders to count their batches; this computes the same
-    numbers, by the rules of webdataset 1.0.2 and torch, from the shards' lengths alone. Shard ``i`` goes to rank ``i %
-    ranks``, there to reader ``i // ranks % readers``. Each reader cuts its samples into batches, ``dsrepeat`` times.
-    The loader takes the batches of all readers, ``repeat`` times, and stops after ``nbatches``. Shuffling changes none
-    of these numbers. Raises UserError if a reader would have no samples: webdataset raises "No samples found in
-    dataset" there.
+    Computes what ``simdist.py`` (tmbdev-archive/wds-distributed) counts by running all loaders, by the rules of
+    webdataset 1.0.2 and torch. Shard ``i`` goes to rank ``i % ranks``, there to reader ``i // ranks % readers``. Each
+    reader cuts its samples into batches, ``dsrepeat`` times. The loader takes the batches of all readers, ``repeat``
+    times, and stops after ``nbatches``. Raises UserError if a reader would have no samples, as webdataset does.
     """
 
     request: PlanRequest  # numbers of nodes, ranks and workers, and the loaders' options
@@ -197,28 +185,23 @@ class StreamPlan:
         return bool(self.batches.min() != self.batches.max())
 
     def replace_options(self, **options: Any) -> Self:
-        """Return a plan of the same shards with other options; raise UserError if a reader would have no samples."""
         return type(self)(replace(self.request, **options), self.counts)
 
     def suggest_options(self) -> list[dict[str, int]]:
-        """Return changes of options, such as {"workers": 3}; each gives all ranks the same number of batches.
-
-        (1) ``nbatches``: as many as the rank with fewest batches gets now. (2) ``nbatches``: as many as the rank with
-        most gets, and the smallest ``dsrepeat`` by which all ranks get them. (3) The nearest ``workers`` below and
-        above, up to twice as many. (4) The nearest ``shards`` that readers share evenly, for equal shards.
-        """
+        """Return changes of options, such as {"workers": 3}; each gives all ranks the same number of batches."""
         least, most = int(self.batches.min()), int(self.batches.max())
         changes = [{"nbatches": least}] if least else []
         if shortest := self.request.repeat * int(self.batches_per_pass.min()):
             changes.append({"nbatches": most, "dsrepeat": -(-most // shortest)})
         readers, shards, divisor = self.request.readers_per_rank, len(self.counts), self.samples.size
+        # The nearest numbers of workers below and above, up to twice as many.
         for nearby in (range(readers - 1, 0, -1), range(readers + 1, 2 * readers + 1)):
             changes += [{"workers": workers} for workers in nearby if self.avoids_hang(workers)][:1]
+        # The nearest numbers of shards that readers share evenly, if shards are equal.
         even_numbers = {shards // divisor * divisor, -(-shards // divisor) * divisor} - {0}
         return changes + [{"shards": number} for number in sorted(even_numbers)]
 
     def avoids_hang(self, workers: int) -> bool:
-        """Return whether all ranks would get the same number of batches, at least one, with this number of workers."""
         with suppress(UserError):
             plan = self.replace_options(workers=workers)
             return not plan.hangs and bool(plan.batches.any())
@@ -226,7 +209,6 @@ class StreamPlan:
 
     @property
     def advice(self) -> str:
-        """The suggested changes of options as a phrase for an error."""
         ways = [" with ".join(f"{name}={number}" for name, number in way.items()) for way in self.suggest_options()]
         return f"take {', or '.join(ways)} (of shards with equal numbers of samples)"
 
@@ -241,7 +223,7 @@ class StreamPlan:
             raise UserError(f"the ranks get {batches} batches: DDP hangs unless all get the same number; {self.advice}")
 
     def format_lines(self, limit: int = 8) -> Iterator[str]:
-        """Yield the plan as lines of text: the first ``limit`` ranks, nodes' bytes, whether DDP would hang, advice."""
+        """Yield the plan as lines of text, with one line for each of the first ``limit`` ranks."""
         request, samples = self.request, self.samples.sum(axis=1)
         workers = f"nodes x ranks x workers = {request.nodes:,} x {request.ranks:,} x {request.workers:,}"
         shards = f"{len(self.counts):,} shards with {samples.sum():,} samples"

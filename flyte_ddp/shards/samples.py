@@ -23,10 +23,7 @@ NO_CHECKSUMS = "its index has no checksums of headers; renew the index: python -
 
 @dataclass(frozen=True, eq=False)
 class SampleTable:
-    """The samples of a shard and their members, stored in columns, which take little memory.
-
-    Members ``starts[i]`` to ``starts[i + 1] - 1`` belong to sample i.
-    """
+    """The samples of a shard and their members, stored in columns, which take little memory."""
 
     keys: tuple[str, ...]  # of the samples
     extensions: tuple[str, ...]  # all that occur in the shard, each with its dot
@@ -45,14 +42,13 @@ class SampleTable:
         return len(self.headers) > 0 and bool((self.headers == UNKNOWN).all())
 
     def sample_members(self, sample: int) -> list[Member]:
-        """Return the members of a sample, in the order of the shard."""
         rows = slice(int(self.starts[sample]), int(self.starts[sample + 1]))
         key = self.keys[sample]
         columns = (column[rows].tolist() for column in (self.kinds, self.offsets, self.sizes, self.headers))
         return [Member(key, self.extensions[kind], *place) for kind, *place in zip(*columns, strict=True)]
 
     def to_bytes(self) -> bytes:
-        """Return the table in numpy's compressed ``.npz`` format. Keys and extensions end with ``SEPARATOR``, a NUL."""
+        """Return the table in numpy's compressed ``.npz`` format."""
         buffer = io.BytesIO()
         columns = {name: getattr(self, name) for name in COLUMNS}
         for column, names in (("keys", self.keys), ("extensions", self.extensions)):
@@ -63,7 +59,6 @@ class SampleTable:
 
     @classmethod
     def from_bytes(cls, content: bytes) -> SampleTable:
-        """Return the table that is stored in bytes of :meth:`to_bytes`; numpy's errors for other bytes go through."""
         with np.load(io.BytesIO(content), allow_pickle=False) as stored:
             texts = (stored[name].tobytes().decode("utf-8", "surrogateescape") for name in ("keys", "extensions"))
             keys, extensions = (tuple(text.split(SEPARATOR)[:-1]) for text in texts)
@@ -71,10 +66,7 @@ class SampleTable:
 
 
 def read_table(shard: Shard) -> SampleTable:
-    """Read the shard's table from the file with all tables, and return it; ``shard.table`` must not be None.
-
-    Tries once. Raises UnavailableError if the file cannot be read, ValueError if the shard's table is not in it.
-    """
+    """Read the shard's stored table, once; raise ValueError if it has another digest."""
     assert shard.table is not None
     address, start, length, digest = shard.table
     content = storage.read_file(address, (start, start + length))
@@ -84,7 +76,7 @@ def read_table(shard: Shard) -> SampleTable:
 
 
 def read_table_or_none(shard: Shard) -> SampleTable | None:
-    """Read and return the shard's table, without retries; return None if it is missing, damaged or unreadable."""
+    """Read the shard's stored table, once; return None if it is missing, damaged or unreadable."""
     try:
         return None if shard.table is None else read_table(shard)
     except (storage.UnavailableError, ValueError):
@@ -92,15 +84,11 @@ def read_table_or_none(shard: Shard) -> SampleTable | None:
 
 
 def table_digest(content: bytes) -> str:
-    """Return the first 32 hex digits of the SHA-256 of a table's bytes."""
     return hashlib.sha256(content).hexdigest()[:32]
 
 
 def tabulate_members(members: Iterable[Member], shard: str) -> SampleTable:
-    """Group the members of a whole shard, in its order, into samples; return the table of the samples.
-
-    Raises UserError, with the address ``shard``, if members of a sample are not adjacent or have the same extension.
-    """
+    """Group a shard's members into samples; UserError if those of one are scattered or have equal extensions."""
     keys: dict[str, None] = {}
     extensions: dict[str, int] = {}
     starts: list[int] = []

@@ -45,7 +45,7 @@ class ScannedShard(NamedTuple):
 
 
 class HashedStream:
-    """A file made of chunks of bytes, which can be read once; it computes the digests and the number of bytes read."""
+    """A file made of chunks of bytes, which can be read once; it computes digests and number of the bytes read."""
 
     def __init__(self, chunks: Iterator[bytes]) -> None:
         self.chunks = chunks
@@ -58,7 +58,6 @@ class HashedStream:
         return False
 
     def read(self, length: int) -> bytes:
-        """Return the stream's next ``length`` bytes, or fewer at its end; add new chunks to digests and byte count."""
         while len(self.rest) < length and (chunk := next(self.chunks, None)) is not None:
             self.md5.update(chunk)
             self.sha256.update(chunk)
@@ -70,24 +69,15 @@ class HashedStream:
 
 
 def scan_shard(url: str, stopped: threading.Event, *, decode: bool = False) -> ScannedShard:
-    """Read a whole shard and return its size, digests, samples and labels; with ``decode``, decode its images too.
-
-    Retries transient errors up to 3 times. Takes the shard for cut short when ``stopped`` is set. Raises UserError if
-    the shard cannot be read, is no tar file, has links, devices, names outside its folder, samples with scattered
-    members or equal extensions, or a bad ``.cls``.
-    """
+    """Read a whole shard, with up to 3 retries; raise UserError if it cannot be read or is malformed."""
 
     def is_wanted(extension: str) -> bool:
-        """Return whether the content of such members is read."""
         return extension.lower() == LABEL or (decode and extension.rpartition(".")[2].lower() in IMAGES)
 
     def scan_once(address: str) -> ScannedShard:
-        """Read the whole shard once, and return its ScannedShard, with the images that cannot be decoded if asked for.
-
-        Raises UnavailableError if the shard cannot be read, UserError if it is malformed or has a bad label.
-        """
         found, damaged, labels = list[Member](), list[str](), 0
         with storage.open_file(address) as file:
+            # Once ``stopped`` is set, the shard seems to be cut short.
             stream = HashedStream(itertools.takewhile(lambda _: not stopped.is_set(), file.chunks))
             for member, content in iterate_members(stream, url, is_wanted):
                 found.append(member)
@@ -126,7 +116,7 @@ def scan_in_threads(
 
 
 def describe_unfit_samples(table: SampleTable, url: str) -> list[str]:
-    """Return a sentence about each sample in a shard's table without an image or a label: training cannot read it."""
+    """Return a sentence about each sample without an image or a label, which training cannot read."""
     unfit = []
     for number, key in enumerate(table.keys):
         try:
@@ -138,11 +128,7 @@ def describe_unfit_samples(table: SampleTable, url: str) -> list[str]:
 
 
 def describe_decoding_failure(where: dict[str, str], extension: str, content: bytes) -> list[str]:
-    """Decode an image with Pillow; return a sentence about the failure in a list, or [] for success.
-
-    Where training decodes with torchcodec, it may accept an image that fails here. ``where`` has ``__key__`` and
-    ``__shard__`` of the image's sample, for the sentence.
-    """
+    """Return a sentence, in a list, if Pillow cannot decode an image, else []; torchcodec may accept the image."""
     try:
         image = decode_member(where, extension, content)
         image.load()
@@ -167,10 +153,7 @@ def expand_ranges(url: str) -> list[str]:
 def create_index(
     urls: Sequence[str], output: Path, *, name: str = "", classes: Sequence[str] = (), progress: str = "auto"
 ) -> ShardIndex:
-    """Read whole shards, write their index and a file with their tables of samples, and return the index.
-
-    Expands ``{000..127}`` in ``urls``. Calls :func:`index_shards`. Raises UserError for equal or blank class names.
-    """
+    """Expand ranges such as ``{000..127}`` in ``urls``; write the index of these shards by :func:`index_shards`."""
     classes = normalize_class_names("classes", classes)
     for label, count in Counter(classes).items():
         if count > 1 or not label.strip():
@@ -184,12 +167,10 @@ def index_shards(
 ) -> ShardIndex:
     """Read whole shards in 8 threads; write their index and a file with their tables of samples; return the index.
 
-    Replaces ``output``, and ``output`` + ``.tables`` for the tables. Reads with up to 3 retries. Without ``name``,
-    takes that of the output; without ``classes`` (names in the order of the labels), takes "0", "1", "2" up to the
-    highest label. ``packed`` says that the next packing under this name may remove the shards. Prints progress to
-    stderr (auto, bar, lines or off) and, unless off, a warning if images or labels are missing. Raises UserError, and
-    stops the threads, if a shard cannot be read, is malformed or is given twice; if there is no sample; if
-    a label has no class; if the output is a shard, a remote address or a file that is no index, or cannot be written.
+    Without ``classes`` (names in the order of the labels), these are "0", "1", "2" up to the highest label. ``packed``
+    says that the next packing under this name may remove the shards. Prints progress and a warning to stderr. Raises
+    UserError if a shard cannot be read, is malformed or is given twice, if a label has no class, or if ``output``
+    cannot be written.
     """
     shards = [str(storage.local_path(url) or url) for url in urls]
     output = resolve_index_output(output, shards)
@@ -232,16 +213,11 @@ def index_shards(
 
 
 def tables_path(index: Path) -> Path:
-    """Return the path of the file with the tables of samples that belongs to an index."""
     return index.with_name(f"{index.name}.tables")
 
 
 def resolve_index_output(path: Path, inputs: Iterable[str] = ()) -> Path:
-    """Return the absolute path of an index to write; raise UserError if a folder, or a file of another kind, is there.
-
-    Reads an existing index there. Also raises UserError if the path is a remote address, or if the index or its file of
-    tables would overwrite one of ``inputs``, the addresses that the index is made from.
-    """
+    """Return the absolute path of an index to write; UserError if an input or another kind of file is there."""
     if ADDRESS.match(str(path)):
         raise UserError(f"{path}: cannot be written to; choose a path on this machine, and copy it there afterwards")
     output = path.absolute()
@@ -261,9 +237,8 @@ def resolve_index_output(path: Path, inputs: Iterable[str] = ()) -> Path:
 def verify_index(address: str, *, decode: bool = False, progress: str = "auto") -> list[str]:
     """Read all shards of an index in 8 threads; return a sentence about each difference from the index.
 
-    A shard that cannot be read is such a difference. With ``decode``, also decodes images, and reports those that fail
-    and samples without an image or a label. Retries transient errors up to 3 times. Prints progress to stderr (auto,
-    bar, lines or off). Raises UserError if the index cannot be read or is malformed.
+    A shard that cannot be read is a difference. With ``decode``, also reports images that cannot be decoded, and
+    samples without image or label. Prints progress to stderr. Raises UserError if the index cannot be read.
     """
     index = read_index(address)
     verify = partial(verify_shard, classes=len(index.classes), decode=decode)
@@ -277,11 +252,7 @@ def verify_index(address: str, *, decode: bool = False, progress: str = "auto") 
 
 
 def verify_shard(shard: Shard, stopped: threading.Event, *, classes: int, decode: bool) -> list[str]:
-    """Read a whole shard and its stored table, with up to 3 retries each; return a sentence about each difference.
-
-    A shard or table that cannot be read is a difference. ``classes`` is the number of classes in the index, 0 if it
-    does not say. With ``decode`` also decodes images. Ends early when ``stopped`` is set.
-    """
+    """Read a whole shard and its stored table; return a sentence about each difference, and if one is unreadable."""
     try:
         found = scan_shard(shard.url, stopped, decode=decode)
     except UserError as error:
@@ -303,7 +274,7 @@ def verify_shard(shard: Shard, stopped: threading.Event, *, classes: int, decode
 
 
 def compare_table(shard: Shard, found: SampleTable) -> list[str]:
-    """Compare a shard's stored table, read with up to 3 retries, with ``found``; return a sentence if it differs."""
+    """Return a sentence, in a list, if the shard's stored table differs from ``found`` or cannot be read."""
     if shard.table is None:
         return []
     problem = "the table of samples beside the index is missing or belongs to another shard"

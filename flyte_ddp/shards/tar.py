@@ -44,10 +44,10 @@ def iterate_members(
 ) -> Iterator[tuple[Member, bytes | None]]:
     """Yield the members of a tar file in their order, each with its content if ``is_wanted(extension)``, else None.
 
-    Reads the file, which need not be seekable, to its end; ``file.read(n)`` returns fewer than n bytes only at the end;
-    its errors go through. Skips folders, files without an extension (as wids), names that begin with a dot (as
-    webdataset), and ``._x.jpg``, which a Mac's tar adds. Raises DamagedShardError, with the address ``shard``, if the
-    file is no whole tar file; UserError if it has a link, a device, a sparse file, or a name outside its folder.
+    Reads the file, which need not be seekable, to its end; ``file.read(n)`` may return fewer bytes only there. Skips
+    folders, files without an extension (as wids), names that begin with a dot (as webdataset), and ``._x.jpg``, which a
+    Mac's tar adds. Raises DamagedShardError if the file is no whole tar file; UserError if it has a link, a device, a
+    sparse file, or a name outside its folder.
     """
     archive = Archive(file, shard)
     for header in archive.read_headers():
@@ -84,8 +84,7 @@ class Archive:
     def read_headers(self) -> Iterator[tarfile.TarInfo]:
         """Yield the header of each entry, folders and links too, and read the file to its end.
 
-        The caller may read a file's content with :meth:`read_content` before it asks for the next header. Raises
-        DamagedShardError if a header is damaged, missing or over 1 MiB, or bytes other than zeros follow the end mark.
+        The caller may read a file's content with :meth:`read_content` before it asks for the next header.
         """
         try:
             self.allowance = MOST_METADATA
@@ -125,7 +124,6 @@ class Archive:
         return content
 
     def read_content(self, length: int) -> bytes:
-        """Return the next ``length`` bytes and advance ``place``; raise DamagedShardError if the file ends before."""
         content: bytes = self.file.read(length)
         self.place += len(content)
         if len(content) < length:
@@ -133,14 +131,10 @@ class Archive:
         return content
 
     def tell(self) -> int:
-        """Return the number of the next byte."""
         return self.place
 
     def skip_to(self, place: int) -> None:
-        """Move forward to byte ``place``: seek in a seekable file, else read the bytes before it.
-
-        Raises DamagedShardError if the file ends before it; after a seek, the next read raises it instead.
-        """
+        """Move forward to byte ``place``; if a seekable file ends before it, the next read raises the error."""
         if self.file.seekable():
             self.file.seek(place - self.place, 1)
             self.place = place
@@ -148,6 +142,5 @@ class Archive:
             self.read_content(min(place - self.place, 1 << 20))
 
     def damage_error(self, problem: str) -> DamagedShardError:
-        """Return the error for a damaged archive, with the problem and the number of the next byte."""
         why = f"not a whole, uncompressed tar file ({problem} at byte {self.place:,})"
         return DamagedShardError(f"shard {self.shard}: {why}; unpack or copy it again")

@@ -1,8 +1,9 @@
 """Read, list, write and delete files by address: a path, file://, http(s)://, s3://, gs:// or az://.
 
-Every wait is bounded. A failure is an :class:`UnavailableError`, which says whether a retry may succeed; an address of
-no known kind is a UserError. The first use of a bucket may ask servers for credentials and region; from then on forks
-of this process cannot use object storage.
+Requests wait up to 10 s for a connection, and 30 s for each piece or response; only :func:`retry` retries. A failure is
+an :class:`UnavailableError`, which says whether a retry may succeed. An address of no known kind, and writing to a web
+server, raise UserErrors. The first use of a bucket may ask servers for credentials and region; from then on forks of
+this process cannot use object storage.
 """
 
 from collections.abc import Iterator, Sequence
@@ -34,10 +35,7 @@ class Storage(Protocol):
 
 
 def select_storage(address: str) -> Storage:
-    """Return the module that reads and writes files at such an address; imports it, and with it requests or obstore.
-
-    Raises UserError for an address of no known kind, without server or bucket, or with a user name or a password.
-    """
+    """Import and return the module for such an address; it may import requests or obstore."""
     kind = scheme(address)
     if kind == "file":
         return local
@@ -51,22 +49,15 @@ def select_storage(address: str) -> Storage:
 
 
 def open_file(address: str, span: Span | None = None) -> AbstractContextManager[Content]:
-    """Return a context manager that opens a file for one pass over its bytes as stored, without decompression.
+    """Return a context manager that opens a file, or a span of it, for one pass over its bytes as stored.
 
-    ``span`` is the number of the first byte and of the byte after the last; None opens the whole file. Waits up to 10 s
-    for a connection and 30 s for each piece of the content; does not retry. Raises UserError when called for an address
-    of no known kind; UnavailableError, on entering the block or while chunks are read, if the file cannot be read.
+    UnavailableErrors come on entering the block, and while chunks are read.
     """
     return select_storage(address).open_file(address, span)
 
 
 def read_file(address: str, span: Span | None = None, *, tag: str = "") -> bytes:
-    """Read a file, or a span of bytes of it (first, after the last), into memory and return the bytes. Does not retry.
-
-    Waits up to 10 s to connect, 30 s for each piece. Raises UserError for an address of no known kind; UnavailableError
-    if the file cannot be read, or has fewer or more bytes than announced; AlteredError if the storage sends a tag other
-    than ``tag`` (of an earlier listing).
-    """
+    """Read a file, or a span of it, into memory; raise AlteredError if the storage sends another tag than ``tag``."""
     with open_file(address, span) as opened:
         if tag and opened.tag and opened.tag != tag:
             raise AlteredError(f"was changed after it was listed: its tag is {opened.tag}, and was {tag}")
@@ -77,12 +68,7 @@ def read_file(address: str, span: Span | None = None, *, tag: str = "") -> bytes
 
 
 def download_file(address: str, file: BinaryIO) -> None:
-    """Empty an open file, and then copy the file at an address into it. Does not retry.
-
-    Waits up to 10 s to connect, 30 s for each piece. Raises UserError for an address of no known kind; UnavailableError
-    if the file at the address cannot be read, or has fewer or more bytes than announced; OSError if ``file`` cannot be
-    written.
-    """
+    """Empty an open file, and copy the file at an address into it; raise OSError if ``file`` cannot be written."""
     file.seek(0)  # an earlier try may have written a part
     file.truncate()
     with open_file(address) as opened:
@@ -91,12 +77,7 @@ def download_file(address: str, file: BinaryIO) -> None:
 
 
 def stat_file(address: str) -> Entry:
-    """Return the size and tag of a file without reading its content; the returned entry's name is "". Does not retry.
-
-    The size is -1 if a web server sends none. The tag is the ETag, or else the time of the last change, or "". Waits up
-    to 10 s to connect, 30 s for the response. Raises UserError for an address of no known kind, MissingError, or
-    UnavailableError for other failures.
-    """
+    """Return size (-1 if a web server sends none) and tag of a file, with name ""; MissingError if there is none."""
     return select_storage(address).stat_file(address)
 
 
@@ -104,38 +85,33 @@ def list_files(address: str) -> Iterator[Entry]:
     """Yield all files below a folder or prefix, ordered by name, without the empty objects that mark folders.
 
     Keeps the whole list in memory. On this machine follows symlinks, and skips hidden files and folders; on a web
-    server reads the list in the folder's file ``SHA256SUMS``. Yields nothing for a prefix without objects. Waits up to
-    10 s to connect and 30 s for each response; does not retry. Raises UserError at once for an address of no known
-    kind. Raises MissingError if a folder of this machine is missing, UnavailableError if the files cannot be listed: at
-    the call for a bucket, at the first ``next()`` for others.
+    server reads ``SHA256SUMS`` in the folder. A missing folder of this machine is a MissingError; a prefix without
+    objects has no files. Errors come at the call for a bucket, at the first ``next()`` for others.
     """
     return select_storage(address).list_files(address)
 
 
 def write_file(address: str, content: bytes | Path) -> None:
-    """Write bytes, or a copy of the file at a path, to an address, and replace the file there. Does not retry.
+    """Write bytes, or a copy of the file at a path, to an address; replace the file there; make missing folders.
 
-    Makes missing folders. Readers see the old file or the whole new one; on this machine a power cut may lose both.
-    Raises UnavailableError if the file cannot be written, UserError if the address is of a web server or no known kind.
+    Readers see the old file or the whole new one; on this machine a power cut may lose both.
     """
     select_storage(address).write_file(address, content, create=False)
 
 
 def create_file(address: str, content: bytes | Path) -> None:
-    """Write bytes, or a copy of the file at a path, to an address where no file is yet. Does not retry.
+    """Write bytes, or a copy of the file at a path, to an address where no file is yet; make missing folders.
 
-    Makes missing folders. Readers see no file or the whole file; on this machine it is on the disk before this returns.
-    Raises ExistsError if there is a file; an earlier try whose response was lost may have written it. Raises
-    UnavailableError if the file cannot be written; UserError if the address is of a web server or no known kind.
+    Readers see no file or the whole file; on this machine it is on the disk before this returns. Raises ExistsError if
+    there is a file; an earlier try whose response was lost may have written it.
     """
     select_storage(address).write_file(address, content, create=True)
 
 
 def delete_files(addresses: Sequence[str]) -> None:
-    """Delete files that are all in one bucket or all on this machine, many with each request. Does not retry.
+    """Delete files that are all in one bucket or all on this machine, many with each request.
 
-    Waits up to 10 s to connect, 30 s for each response. Raises MissingError if a file is missing, which S3 does not
-    report; UnavailableError if a file cannot be deleted (others may be gone by then); UserError for a web server.
+    Raises MissingError if a file is missing, which S3 does not report. After an error, other files may be gone.
     """
     if addresses:
         select_storage(addresses[0]).delete_files(addresses)

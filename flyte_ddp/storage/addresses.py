@@ -12,10 +12,7 @@ SCHEMES = ("file", "http", "https", "s3", "gs", "az")
 
 
 def scheme(address: str) -> str:
-    """Return the kind of an address: ``file`` (also for a plain path), ``http``, ``https``, ``s3``, ``gs`` or ``az``.
-
-    Raises UserError if the address has another scheme, no server or bucket, or contains a user name or password.
-    """
+    """Return ``file`` (also for a plain path), ``http``, ``https``, ``s3``, ``gs`` or ``az``; else raise UserError."""
     refuse_credentials("address", address)
     if "://" not in address:
         return "file"
@@ -32,10 +29,7 @@ def scheme(address: str) -> str:
 
 
 def local_path(address: str) -> Path | None:
-    """Return the absolute path of a plain path, or of a ``file://`` address (decodes %xx); None for a remote address.
-
-    ``~`` at the start becomes the home folder; keeps symlinks and ``..``. UserError for an address of no known kind.
-    """
+    """Return the absolute path of a path (also with ``~``) or ``file://`` address; None for a remote address."""
     if scheme(address) != "file":
         return None
     path = Path(unquote(urlsplit(address).path) if "://" in address else address)
@@ -43,13 +37,13 @@ def local_path(address: str) -> Path | None:
 
 
 def join(folder: str, name: str) -> str:
-    """Return the address of a file by its name in a folder or below a prefix; encodes the name for a web server."""
+    """Return the address of a file in a folder or below a prefix; percent-encode its name for a web server."""
     path = local_path(folder)
     return f"{folder.rstrip('/')}/{encode_name(folder, name)}" if path is None else str(path / name)
 
 
 def encode_name(address: str, name: str) -> str:
-    """Return a file's name as addresses have it: percent-encoded if ``address`` is of a web server, else unchanged."""
+    """Return a file's name as in addresses: percent-encoded if ``address`` is of a web server, else unchanged."""
     web = "://" in address and scheme(address) in ("http", "https")
     return quote(name.encode("utf-8", "surrogateescape")) if web else name
 
@@ -69,8 +63,8 @@ def parent(address: str) -> str:
 def resolve(base: str, address: str) -> str:
     """Return the absolute form of an address that may be relative to the folder or prefix ``base``.
 
-    An address with "://" is returned unchanged. A relative one is names joined by "/": ".." goes one folder up, "/" at
-    the start leads to the top of the machine, server or bucket; "#", "?" and "%" in names are ordinary characters.
+    A relative one is names joined by "/": ".." goes one folder up, "/" at the start leads to the top of the machine,
+    server or bucket. "#", "?" and "%" are ordinary characters.
     """
     if "://" in address:
         return address
@@ -90,7 +84,6 @@ def resolve(base: str, address: str) -> str:
 
 
 def leads_out(name: str) -> bool:
-    """Return whether a relative file name leads out of its folder, by a leading "/" or by ".."."""
     return name.startswith("/") or ".." in name.split("/")
 
 

@@ -22,11 +22,10 @@ CREDENTIALS_LIFETIME = timedelta(minutes=10)  # then obstore asks botocore again
 
 
 def make_s3_store(bucket: str) -> Any:
-    """Return obstore's store of a bucket on AWS or on another server with S3's protocol.
+    """Return a store of a bucket on AWS or on another server with S3's protocol.
 
-    Takes key and endpoint from ``FLYTE_AWS_*``; what these do not set, from botocore (variables, profiles, roles),
-    which may ask servers for credentials. Without credentials requests are anonymous. Without an endpoint, asks AWS for
-    the bucket's region. Unusable settings raise ValueError, OSError or botocore's exceptions.
+    Key and endpoint come from ``FLYTE_AWS_*``, else from botocore (variables, profiles, roles), which may ask servers.
+    Without credentials requests are anonymous. Without an endpoint, asks AWS for the bucket's region.
     """
     from botocore.session import get_session  # type: ignore[import-untyped,unused-ignore]
     from botocore.utils import validate_region_name  # type: ignore[import-untyped,unused-ignore]
@@ -39,7 +38,7 @@ def make_s3_store(bucket: str) -> Any:
     credentials = session.get_credentials()
 
     def fetch_credentials() -> dict[str, Any]:
-        """Return botocore's credentials in obstore's form; botocore asks servers for new ones before they expire."""
+        """Return credentials in obstore's form; botocore asks servers for new ones before they expire."""
         frozen = credentials.get_frozen_credentials()
         names = {"access_key_id": frozen.access_key, "secret_access_key": frozen.secret_key, "token": frozen.token}
         return {**names, "expires_at": datetime.now(UTC) + CREDENTIALS_LIFETIME}
@@ -62,11 +61,7 @@ def make_s3_store(bucket: str) -> Any:
 
 
 def find_bucket_region(bucket: str, default: str, bundle: str | None) -> str:
-    """Ask AWS's server in the region ``default`` for the region of a bucket; return it, or ``default`` after a failure.
-
-    Needs no credentials. Trusts the certificates in the file ``bundle``, if given; OSError if there is no such file.
-    Waits up to 10 s for the connection and 30 s for the response; does not retry.
-    """
+    """Ask AWS for the region of a bucket, without credentials; return ``default`` after a failure."""
     import requests
 
     with suppress(requests.RequestException):  # the first read from the bucket reports the error
@@ -77,12 +72,7 @@ def find_bucket_region(bucket: str, default: str, bundle: str | None) -> str:
 
 
 def make_google_store(bucket: str) -> Any:
-    """Return obstore's store of a bucket of Google Cloud Storage, with application default credentials.
-
-    google-auth fetches a token; its exceptions go through. Requests are anonymous if there are no credentials, or if
-    ``STORAGE_EMULATOR_HOST`` names the server. Raises ValueError for unusable ``GOOGLE_APPLICATION_CREDENTIALS``;
-    OSError or ValueError if ``REQUESTS_CA_BUNDLE`` names no certificates.
-    """
+    """Return a store with application default credentials, or an anonymous one if there are none."""
     from google import auth
     from google.auth.exceptions import DefaultCredentialsError
     from obstore.auth.google import GoogleCredentialProvider
@@ -104,11 +94,7 @@ def make_google_store(bucket: str) -> Any:
 
 
 def make_azure_store(container: str) -> Any:
-    """Return obstore's store of a container of Azure Blob Storage; sends no request yet.
-
-    ``FLYTE_AZURE_*`` take precedence over ``AZURE_*``, which obstore reads. It may ask for managed identities later.
-    Raises obstore's exceptions for unusable settings; OSError or ValueError for an unusable ``REQUESTS_CA_BUNDLE``.
-    """
+    """Return a store; ``FLYTE_AZURE_*`` take precedence over ``AZURE_*``, which obstore reads. Sends no request."""
     from obstore.store import AzureStore
 
     settings = client_settings()
@@ -119,12 +105,7 @@ def make_azure_store(container: str) -> Any:
 
 
 def client_settings(bundle: str | None = None) -> dict[str, Any]:
-    """Return the keyword arguments that obstore's stores of all clouds get: ``client_options`` and ``retry_config``.
-
-    Timeouts are 10 s for a connection, 30 s without a byte, a day in all; no retries; http:// is allowed. Reads the
-    file of certificates (PEM) that ``bundle`` or else ``REQUESTS_CA_BUNDLE`` names, to be trusted in addition to the
-    system's. Raises OSError if it cannot be read, ValueError if it has no certificate.
-    """
+    """Return the arguments of all stores; ``bundle`` or ``REQUESTS_CA_BUNDLE`` (PEM) adds trusted certificates."""
     options: dict[str, Any] = {
         "allow_http": True,  # an endpoint may begin with http://
         "connect_timeout": timedelta(seconds=failures.CONNECT_TIMEOUT),

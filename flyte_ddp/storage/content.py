@@ -27,7 +27,6 @@ class Entry(NamedTuple):
 
 
 def parse_etag(header: str | None) -> str:
-    """Return the tag in an ETag header without ``W/`` and quotes; "" without a header."""
     return (header or "").removeprefix("W/").strip('"')
 
 

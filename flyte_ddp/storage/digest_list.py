@@ -17,12 +17,10 @@ class DigestListError(ValueError):
 
 
 def parse_digest_list(content: bytes) -> dict[str, str]:
-    r"""Parse the content of a ``SHA256SUMS`` and return the SHA-256 (hex, lower case) of each file by its name.
+    """Parse the content of a ``SHA256SUMS`` and return the SHA-256 (hex, lower case) of each file by its name.
 
     The text is UTF-8, or UTF-16 with a byte order mark (PowerShell). Bytes that are not UTF-8 become surrogates, as in
-    ``os.fsdecode``. Skips empty lines and lines that begin with "#"; removes "./" before names. In a line that begins
-    with a backslash, \\, \n and \r in the name are decoded. Raises DigestListError for a line of another form, a name
-    with backslashes in another line, or text with a byte order mark of UTF-16 that is not UTF-16.
+    ``os.fsdecode``. Skips empty lines and lines that begin with "#". Raises DigestListError for a line of another form.
     """
     try:
         utf_16 = content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))

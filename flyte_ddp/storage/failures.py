@@ -14,7 +14,6 @@ class UnavailableError(Exception):
         self.transient = transient
 
     def to_user_error(self, message: str) -> UserError:
-        """Return ``message`` as an UnreachableError if this error is transient, else as a UserError."""
         return UnreachableError(message) if self.transient else UserError(message)
 
 

@@ -29,11 +29,7 @@ PERMANENT_ERRORS = (InvalidURL, SSLError, TooManyRedirects, urllib3.exceptions.L
 
 @contextmanager
 def open_file(address: str, span: Span | None) -> Iterator[Content]:
-    """Open a file of an HTTP server, or a span of bytes of it, for one pass over its bytes.
-
-    Follows redirects; waits up to 10 s for a connection, 30 s for each piece. Raises UnavailableError if the server
-    gives no file or cannot give a span, or if the connection fails while the block reads the bytes.
-    """
+    """Open a file of an HTTP server, or a span of bytes of it, for one pass over its bytes; follow redirects."""
     span_header = {"Range": f"bytes={span[0]}-{span[1] - 1}"} if span is not None else {}
     with open_response(address, "GET", span_header) as response:
         if span is not None and not response.headers.get("Content-Range", "").startswith(f"bytes {span[0]}-"):
@@ -44,21 +40,14 @@ def open_file(address: str, span: Span | None) -> Iterator[Content]:
 
 
 def stat_file(address: str) -> Entry:
-    """Return the size (-1 if not sent) and the tag of a file of an HTTP server, by a HEAD request.
-
-    The tag is the ETag; without one the time of the last change; without both "". Raises MissingError for status 404 or
-    410, UnavailableError for other failures.
-    """
+    """Return the size (-1 if not sent) and, as the tag, the ETag or else the time of the last change."""
     with open_response(address, "HEAD", {}) as response:
         size, tag, time = (response.headers.get(name, "") for name in ("Content-Length", "ETag", "Last-Modified"))
         return Entry("", int(size or -1), parse_etag(tag) or time)
 
 
 def list_files(address: str) -> Iterator[Entry]:
-    """Read ``SHA256SUMS`` in a folder of an HTTP server; yield the files in it by name, with size -1 and digest as tag.
-
-    Raises UnavailableError if the server gives no SHA256SUMS, or it is malformed or names a file outside the folder.
-    """
+    """Yield the files that ``SHA256SUMS`` in a folder lists, by name, with size -1 and the digest as tag."""
     try:
         with open_file(f"{address.rstrip('/')}/{SUMS}", None) as file:
             content = b"".join(file.chunks)
@@ -75,23 +64,16 @@ def list_files(address: str) -> Iterator[Entry]:
 
 
 def write_file(address: str, *_: object, **__: object) -> NoReturn:
-    """Raise UserError: files cannot be written to a web server."""
     raise UserError(f"address {address!r}: nothing can be written to a web server; give a path, s3://, gs:// or az://")
 
 
 def delete_files(addresses: Sequence[str]) -> NoReturn:
-    """Raise UserError: files of a web server cannot be deleted."""
     write_file(addresses[0])
 
 
 @contextmanager
 def open_response(address: str, method: str, headers: dict[str, str]) -> Iterator[Any]:
-    """Send an HTTP request, follow redirects, and yield the response with an unread body; close it after the block.
-
-    Waits up to 10 s for the connection and up to 30 s for each piece of the body. Raises UnavailableError if the status
-    is not 200 or 206, a redirect names a user or a password or leads to another host that is neither public nor
-    allowed, or the connection fails, also while the block reads the body.
-    """
+    """Send a request and yield the response with an unread body; failures, in the block too, are UnavailableErrors."""
     try:
         with send_request(address, method, headers) as response:
             if response.status_code not in (200, 206):
@@ -113,9 +95,8 @@ def open_response(address: str, method: str, headers: dict[str, str]) -> Iterato
 def send_request(address: str, method: str, headers: dict[str, str]) -> requests.Response:
     """Send an HTTP request, and again to each address that a redirect names; return the last response.
 
-    Each request has the credentials that ``~/.netrc`` has for its own host. Asks DNS for another host. Raises
-    UnavailableError if that host is neither public nor allowed, or the address is malformed or has a user name or a
-    password; requests' exceptions go through.
+    Each request has the credentials that ``~/.netrc`` has for its own host. Raises UnavailableError for a redirect to a
+    host that is neither public nor allowed; requests' exceptions go through.
     """
     session = get_process_session(os.getpid())
     for _ in range(session.max_redirects + 1):
@@ -148,10 +129,7 @@ def send_request(address: str, method: str, headers: dict[str, str]) -> requests
 
 @cache
 def get_process_session(process_id: int) -> requests.Session:  # noqa: ARG001
-    """Return the HTTP session of this process, made at its first call. It keeps connections open and stores no cookies.
-
-    A forked child must not use its parent's connections, so the process id is the cache's key.
-    """
+    """Return this process's HTTP session, without cookies; a fork must not use its parent's connections."""
     session = requests.Session()
     session.cookies.set_policy(DefaultCookiePolicy(allowed_domains=[]))
     for scheme in ("http://", "https://"):

@@ -15,7 +15,6 @@ from flyte_ddp.storage.failures import ExistsError, MissingError, UnavailableErr
 
 
 def require_local_path(address: str) -> Path:
-    """Return the absolute path of an address of this machine."""
     path = local_path(address)
     assert path is not None
     return path
@@ -23,7 +22,6 @@ def require_local_path(address: str) -> Path:
 
 @contextmanager
 def translate_os_errors() -> Iterator[None]:
-    """Convert OSErrors of the block: MissingError if a file is not found, UnavailableError for others."""
     try:
         yield
     except (FileNotFoundError, NotADirectoryError):
@@ -34,10 +32,6 @@ def translate_os_errors() -> Iterator[None]:
 
 @contextmanager
 def open_file(address: str, span: Span | None) -> Iterator[Content]:
-    """Open a file of this machine, or a span of bytes of it, for one pass over its bytes; close it after the block.
-
-    Raises MissingError if there is no such file, UnavailableError if it cannot be read, here or while the block reads.
-    """
     with translate_os_errors():
         file = require_local_path(address).open("rb")
     with file:
@@ -49,7 +43,6 @@ def open_file(address: str, span: Span | None) -> Iterator[Content]:
 
 
 def read_chunks(file: BinaryIO, length: int) -> Iterator[bytes]:
-    """Yield the next ``length`` bytes of a file, or those to its end, in chunks of 1 MiB. Raises UnavailableError."""
     with translate_os_errors():
         while length > 0 and (chunk := file.read(min(length, CHUNK_BYTES))):
             length -= len(chunk)
@@ -57,10 +50,7 @@ def read_chunks(file: BinaryIO, length: int) -> Iterator[bytes]:
 
 
 def stat_file(address: str) -> Entry:
-    """Return the size of a file of this machine and, as its tag, the time of its last change (nanoseconds).
-
-    Raises MissingError if there is no such file or it is no regular file, UnavailableError for another OSError.
-    """
+    """Return the size and, as the tag, the time of the last change (ns); MissingError if it is no regular file."""
     with translate_os_errors():
         status = require_local_path(address).stat()
     if not S_ISREG(status.st_mode):
@@ -69,11 +59,7 @@ def stat_file(address: str) -> Entry:
 
 
 def write_file(address: str, content: bytes | Path, *, create: bool) -> None:
-    """Write bytes or a copy of a file by a temporary file and a rename; make missing folders.
-
-    With ``create``, returns only when the new file is on the disk (fsync), and raises ExistsError if there is a file of
-    that name; without, replaces that file. Raises UnavailableError if either file cannot be written or read.
-    """
+    """Write by a temporary file and a rename; with ``create``, only a new file, which is then on the disk (fsync)."""
     path = require_local_path(address)
     try:
         with atomic_write(path, durable=create, create=create) as file:
@@ -90,18 +76,13 @@ def write_file(address: str, content: bytes | Path, *, create: bool) -> None:
 
 
 def delete_files(addresses: Sequence[str]) -> None:
-    """Delete files of this machine in order, up to one that is missing (MissingError) or stays (UnavailableError)."""
     with translate_os_errors():
         for address in addresses:
             require_local_path(address).unlink()
 
 
 def list_files(address: str) -> Iterator[Entry]:
-    """Yield the files below a folder of this machine, by name. Follows symlinks; skips hidden files and folders.
-
-    Keeps the whole list in memory. Raises MissingError if there is no such folder, UnavailableError if a folder or a
-    symlink's target cannot be read, or a symlink leads back to a folder above it.
-    """
+    """Yield the files below a folder, by name; follow symlinks, and skip hidden files and folders."""
     root = require_local_path(address)
     with translate_os_errors():
         if not root.is_dir():
@@ -110,11 +91,7 @@ def list_files(address: str) -> Iterator[Entry]:
 
 
 def walk_folder(folder: str, prefix: str, parents: tuple[tuple[int, int], ...]) -> Iterator[Entry]:
-    """Yield the files below a folder in the order of the file system, with ``prefix`` before their names.
-
-    Follows symlinks; skips hidden entries. ``parents`` are device and inode of each folder above this one. Raises
-    UnavailableError if a folder or a symlink's target cannot be read, or a symlink leads back to a folder above it.
-    """
+    """Yield files in the order of the file system; ``parents`` are device and inode of each folder above."""
     try:
         status = os.stat(folder)  # noqa: PTH116
         identity = (status.st_dev, status.st_ino)

@@ -39,12 +39,7 @@ Result = TypeVar("Result")
 
 @contextmanager
 def open_file(address: str, span: Span | None) -> Iterator[Content]:
-    """Open an object, or a span of bytes of it, for one pass over its bytes; the server sends no more than the span.
-
-    Waits up to 10 s to connect, 30 s without a byte. The first use of a bucket may ask servers for credentials and
-    region; later forks of this process cannot use object storage. Raises UnavailableError if the object cannot be read,
-    here or while the block reads the bytes.
-    """
+    """Open an object, or a span of bytes of it, for one pass; the server sends no more than the span."""
     stored = call_with_store(
         address, lambda store, key: obstore.get(store, key, options={"range": span} if span else {})
     )
@@ -53,7 +48,6 @@ def open_file(address: str, span: Span | None) -> Iterator[Content]:
 
 
 def read_chunks(stream: Iterable[Any]) -> Iterator[bytes]:
-    """Yield the chunks of obstore's stream as bytes; raise UnavailableError if the download fails."""
     try:
         yield from map(bytes, stream)
     except Exception as error:
@@ -61,22 +55,12 @@ def read_chunks(stream: Iterable[Any]) -> Iterator[bytes]:
 
 
 def stat_file(address: str) -> Entry:
-    """Return the size and ETag of an object, by a HEAD request; raise UnavailableError if that fails.
-
-    The first use of a bucket may ask servers for credentials and region; processes that are forked later cannot use
-    object storage.
-    """
     stored = call_with_store(address, obstore.head)
     return Entry("", stored["size"], parse_etag(stored["e_tag"]))
 
 
 def list_files(address: str) -> Iterator[Entry]:
-    """List the objects below a prefix at once, into memory, and return an iterator over them, ordered by name.
-
-    Leaves out an empty object whose name is the folder of another object; lists other empty objects as files. Waits up
-    to 10 s to connect, 30 s for each response. The first use of a bucket may ask servers for credentials and region;
-    processes that are forked later cannot use object storage. Raises UnavailableError if the bucket cannot be listed.
-    """
+    """Return the objects below a prefix by name, without empty ones whose name is the folder of another object."""
     key, folders = split_key(address)[1], {""}
     start = len(key.rstrip("/")) + 1 if key else 0
     stored = call_with_store(address, lambda store, prefix: obstore.list(store, prefix=prefix).collect(), LIST)
@@ -88,36 +72,20 @@ def list_files(address: str) -> Iterator[Entry]:
 
 
 def write_file(address: str, content: bytes | Path, *, create: bool) -> None:
-    """Upload an object, and replace an object of that name; more than 16 MiB are sent in parts, four at a time.
-
-    With ``create``, uploads in one request (on S3 at most 5 GB), and raises ExistsError if there is an object of that
-    name. Waits up to 10 s to connect, 30 s for each response. The first use of a bucket may ask servers for credentials
-    and region; processes that are forked later cannot use object storage. Raises UnavailableError if the upload fails.
-    """
+    """Upload an object, in parts if it is large; with ``create`` in one request (on S3 at most 5 GB), as a new one."""
     parts: dict[str, Any] = {"chunk_size": PART_BYTES, "max_concurrency": 4}
     options = {"mode": "create", "use_multipart": False} if create else parts
     call_with_store(address, lambda store, key: obstore.put(store, key, content, **options), WRITE)
 
 
 def delete_files(addresses: Sequence[str]) -> None:
-    """Delete objects of one bucket: up to 1,000 with each request on S3, 256 on Azure, one on Google.
-
-    Waits up to 10 s to connect, 30 s for each response. The first use of a bucket may ask servers for credentials and
-    region; later forks cannot use object storage. Raises MissingError if an object is missing (not on S3),
-    UnavailableError if a request fails; other objects may be deleted by then.
-    """
+    """Delete objects of one bucket: up to 1,000 with each request on S3, 256 on Azure, one on Google."""
     keys = [split_key(address)[1] for address in addresses]
     call_with_store(addresses[0], lambda store, _: obstore.delete(store, keys), DELETE)
 
 
 def call_with_store(address: str, action: Callable[[Any, str], Result], right: str = READ) -> Result:
-    """Call ``action(store, key)`` with obstore's store of a bucket and an object's key or prefix; return its result.
-
-    Any exception of ``action`` becomes an UnavailableError. A ForbiddenError names the ``right`` that is missing: READ,
-    LIST, WRITE or DELETE. Some servers refuse to read an object that does not exist; so after a refused READ this lists
-    the bucket, and raises a MissingError if the object is not there. The first use of a bucket may ask servers for
-    credentials and region; later forks cannot use object storage.
-    """
+    """Open the bucket of ``address`` and return ``action(store, key)``; raise UnavailableError if either fails."""
     start, key = split_key(address)
     scheme, bucket = start.lower().partition("://")[0], start.split("/")[2]
     store = get_bucket_store(scheme, bucket)
@@ -166,11 +134,7 @@ EXPLAINED = {
 
 
 def translate_error(error: Exception, *, anonymous: bool = False) -> UnavailableError:
-    """Return the error for an exception of obstore: Missing-, Forbidden-, Exists- or UnavailableError.
-
-    Goes by class, and by the HTTP status and other patterns in the text. Masks credentials. If ``anonymous``, the error
-    for status 400, 401 or 403 says that there are no credentials.
-    """
+    """Return the UnavailableError for an exception of obstore, by its class and by patterns in its text."""
     text = str(error)  # the causes stand in the lines below the first
     status, cause, server = STATUS.search(text), CAUSE.search(text), SERVER.search(text)
     if isinstance(error, AlreadyExistsError) and "ConditionalRequestConflict" not in text:
@@ -203,9 +167,7 @@ LOCK = threading.Lock()  # held while a store is made
 def get_bucket_store(scheme: str, bucket: str) -> Any:
     """Return obstore's store of a bucket, made once for the current values of the environment variables.
 
-    While it is made, other threads wait, and servers may be asked for credentials and the bucket's region. Adds this
-    process to USERS: its forks must not use obstore. Raises UnavailableError in a fork of a process in USERS, or if the
-    bucket's name, the settings or the credentials cannot be used.
+    Raises UnavailableError in a fork of a process that has used obstore, or if the settings cannot be used.
     """
     if not BUCKET.fullmatch(bucket):
         raise UnavailableError(f"bucket name {bucket!r}: may have letters, digits, '.', '_' and '-' only")
@@ -229,7 +191,7 @@ def get_bucket_store(scheme: str, bucket: str) -> Any:
 
 @lru_cache(maxsize=32)
 def make_bucket_store(scheme: str, bucket: str, _: tuple[tuple[bytes, bytes], ...]) -> Any:
-    """Make obstore's store of a bucket; return the same one for later calls with equal variables (the last 32)."""
+    """Make obstore's store of a bucket; the variables serve only as the key of the cache."""
     if scheme == "s3":
         return clouds.make_s3_store(bucket)
     return clouds.make_google_store(bucket) if scheme == "gs" else clouds.make_azure_store(bucket)

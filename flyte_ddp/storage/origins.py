@@ -38,10 +38,7 @@ def parse_web_address(address: str) -> Any:
 
 
 def may_be_named(address: str, source: str) -> bool:
-    """Return whether an index at the web address ``source`` may name ``address``: one on the same server, or allowed.
-
-    Allowed are the addresses in FLYTE_DDP_ALLOWED_ADDRESSES. Raises UserError for an address of no known kind.
-    """
+    """Return whether an index at ``source``, on a web server, may name ``address``: there, or an allowed one."""
     own = "/".join(source.split("/", 3)[:3])
     # The first comparison is fast and decides for nearly all of an index's 100,000 shards.
     return address.startswith(f"{own}/") or origin_of(address) == origin_of(source) or is_allowed_address(address)
@@ -55,11 +52,9 @@ def is_allowed_address(address: str) -> bool:
 
 
 def may_follow_redirect(source: str, target: str) -> bool:
-    """Return whether a redirect between absolute addresses leads to the same server, an allowed or a public address.
+    """Return whether a redirect leads to the same server, or to an allowed or a public address.
 
-    The same server may change from http:// to https://. Looks up a host that is neither the same nor allowed, without a
-    timeout; returns True for an unknown name (a proxy may know it), and for a scheme that requests refuses. Raises
-    UserError for an address with a user name or password.
+    Resolves the name of another host, without a timeout; returns True for an unknown name, as a proxy may know it.
     """
     if target.partition("://")[0].lower() not in PORTS:
         return True  # requests refuses it
@@ -74,6 +69,5 @@ def may_follow_redirect(source: str, target: str) -> bool:
 
 
 def is_public_ip(host: str) -> bool:
-    """Return whether an IP address belongs to the public internet: it is not private, loopback or link-local."""
     ip = ip_address(host.partition("%")[0])
     return ((ip.ipv4_mapped if isinstance(ip, IPv6Address) else None) or ip).is_global

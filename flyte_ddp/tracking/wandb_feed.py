@@ -29,22 +29,18 @@ WaitForEnd = Callable[[float], bool]  # waits up to so many seconds for the end 
 def feed_wandb(launcher: Connection[Any, Any]) -> int:
     """Open the wandb run, log records and the table of predictions until training has ended, and close the run.
 
-    Returns the exit code: 0, NOT_SENT (2) if the server took too long, NOTHING_RECORDED (3), 1 for another failure. The
-    launcher first sends the arguments of ``wandb.init``, the offset in metrics.jsonl where this attempt begins, and
-    whether to wait for the attempt's first record of an own function before wandb is imported; and one more message
-    when training has ended; its death counts as that message. Sends the launcher wandb's status: folder, url, and the
-    reason of a failure. Prints tracebacks to stderr. Lowers the priority of this process, unless training has ended.
+    The launcher first sends the arguments of ``wandb.init``, the offset in metrics.jsonl where this attempt begins, and
+    whether to wait for a record. It sends one more message when training has ended, and gets wandb's status: folder,
+    url, reason of a failure. Returns the exit code: 0, NOT_SENT, NOTHING_RECORDED, or 1 for another failure.
     """
     parent = os.getppid()
     arguments, offset, on_first_record = launcher.recv()
     folder = Path(arguments["dir"])
 
     def wait_for_end(seconds: float) -> bool:
-        """Wait up to ``seconds`` for the end of training; return whether it has ended or the launcher is dead."""
         return launcher.poll(seconds) or os.getppid() != parent
 
     def send_status(**status: str) -> None:
-        """Send a status to the launcher, if it is still there."""
         with suppress(OSError):  # the launcher was killed
             launcher.send(status)
 
@@ -84,9 +80,7 @@ def open_wandb_run(
 ) -> wandb.Run:
     """Open a wandb run whose x axis is the optimiser step; offline if no server answers before training ends.
 
-    Tries the server every RETRY_SECONDS (30 s); passes each error to ``report_error``. If no server answers, sets
-    ``arguments["mode"]`` to offline. If an offline run cannot be opened, removes the user's ``WANDB_`` variables from
-    the environment, because wandb may refuse one, and tries again. Raises the error if that fails.
+    Passes each error to ``report_error``; if it goes offline, sets ``arguments["mode"]``.
     """
     import wandb
 
@@ -99,7 +93,7 @@ def open_wandb_run(
             if arguments["mode"] == "offline":
                 if not users:
                     raise
-                for name in users:
+                for name in users:  # wandb may refuse one of them
                     del os.environ[name]
             report_error(error)
             wandb.teardown(exit_code=1)  # else wandb refuses the run's id as already in use
@@ -112,15 +106,11 @@ def open_wandb_run(
 
 
 def wait_for_record(records: Iterable[dict[str, Any]]) -> bool:
-    """Take records until one is an own function's of its values; return whether one was."""
     return any(record.get("kind") == "record" for record in records)
 
 
 def log_records(run: wandb.Run, records: Iterable[dict[str, Any]]) -> tuple[bool, bool]:
-    """Log records to the run, its config and its summary; return whether the run has ended, and has predictions.
-
-    A run of an own function has no predictions. Takes ``kind``, ``time`` and ``hyperparameters`` out of the records.
-    """
+    """Log records to the run, its config and its summary; return whether the run has ended, and has predictions."""
     import numpy as np
     import wandb
 
@@ -149,11 +139,7 @@ def log_records(run: wandb.Run, records: Iterable[dict[str, Any]]) -> tuple[bool
 
 
 def follow_records(run_folder: Path, offset: int, wait_for_end: WaitForEnd) -> Iterator[dict[str, Any]]:
-    """Yield the records of metrics.jsonl from byte ``offset`` on, until training has ended and all is read.
-
-    Reads the file every POLL_SECONDS (0.25 s). If a restarted run replaces the file, reads the new file from its start.
-    No record is yielded twice.
-    """
+    """Yield each record of metrics.jsonl from byte ``offset`` on, until training has ended and all is read."""
     pending, ended, inode = b"", False, None
     yielded: set[int] = set()  # hashes of lines; any two lines differ in their time
     while not ended:
@@ -164,7 +150,7 @@ def follow_records(run_folder: Path, offset: int, wait_for_end: WaitForEnd) -> I
             continue
         with file:
             before, inode = inode, os.fstat(file.fileno()).st_ino
-            if before not in (None, inode):
+            if before not in (None, inode):  # a restarted run has replaced the file
                 offset, pending = 0, b""
             file.seek(offset)
             chunk = file.read()
@@ -184,10 +170,7 @@ def open_run_file(run_folder: Path, name: str) -> BinaryIO:
 
 
 def predictions_table(file: BinaryIO) -> wandb.Table:
-    """Return a wandb table of the first test samples: id, image, and the columns of prediction, truth and scores.
-
-    Samples that are no images have no column ``image``.
-    """
+    """Return a wandb table of the first test samples: id, image, if it is one, and prediction, truth and scores."""
     import numpy as np
     import wandb
 

@@ -1,8 +1,4 @@
-"""Start and stop the child process that sends metrics.jsonl to wandb.
-
-Training only appends lines to a file. wandb's failures (no key, a dead server, a crash) happen in the child,
-wandb_feed.py. :func:`log_to_wandb` starts the child, and stops it in bounded time.
-"""
+"""Starts and stops the child process, wandb_feed.py, that sends metrics.jsonl to wandb: failures stay in the child."""
 
 from __future__ import annotations
 
@@ -61,12 +57,9 @@ def start_wandb(
     *,
     on_first_record: bool = False,
 ) -> WandbProcess | None:
-    """Start the child process that sends the run folder's metrics.jsonl to wandb, and return it.
+    """Start the child process that sends the run folder's metrics.jsonl to wandb; None if disabled, or not startable.
 
-    Returns None if wandb is disabled; also if the child cannot be started, which is printed to stderr. Does not send
-    again what an earlier attempt has sent. Only an offline run gets all records, because ``wandb sync`` replaces the
-    server's run. wandb's files are in the run folder's ``wandb``. With ``on_first_record`` the child imports wandb only
-    when this attempt writes its first record of an own function's values; without any there is no wandb run.
+    With ``on_first_record`` there is no wandb run before an own function's first record in this attempt.
     """
     if settings.wandb_mode == "disabled":
         return None
@@ -113,10 +106,6 @@ class WandbProcess:
         self.start_child()
 
     def start_child(self) -> None:
-        """Start a child in its own session; send it the arguments of ``wandb.init`` and the offset in metrics.jsonl.
-
-        Sets ``process``, ``pipe`` and ``status``. Appends the child's output to ``wandb/feed.log``.
-        """
         self.status = {"folder": "", "url": "", "reason": ""}  # as the child has sent it
         self.pipe, childs_pipe = multiprocessing.Pipe()
         with childs_pipe, (self.folder / LOG).open("ab") as log:
@@ -142,11 +131,9 @@ class WandbProcess:
     def finish(self, limit: float = math.inf) -> None:
         """Tell the child that training has ended, wait for its exit, and print to stderr where the run is.
 
-        If wandb did not open the run, or was killed, a second child writes the records to an offline run. Kills
-        children after ``limit`` or ``settings.wandb_timeout`` seconds in all, whichever is less; killing takes up to 5
-        s more. Removes the folders of runs that could not be opened. If ``settings.wandb_kept_at`` is set, writes the
-        name of the folder of a run that was not sent to the file ``wandb/unsent``. If the child waited for a record and
-        none came, prints nothing, and leaves no folder ``wandb`` unless an earlier attempt has files there.
+        If wandb did not open the run, or was killed, a second child writes an offline run. Kills children after
+        ``limit`` or ``settings.wandb_timeout`` seconds. Writes a folder's name to ``wandb/unsent`` if the folder is to
+        be kept.
         """
         seconds = min(limit, self.settings.wandb_timeout)
         deadline = time.monotonic() + seconds
@@ -176,7 +163,6 @@ class WandbProcess:
                 unsent.write_text(Path(self.status["folder"]).name)
 
     def remove_empty_folder(self) -> None:
-        """Remove the log of the child if it is empty, and wandb's folder if no earlier attempt has left files there."""
         log = self.folder / LOG
         with suppress(OSError):  # the folder has other files
             if not log.stat().st_size:
@@ -186,8 +172,7 @@ class WandbProcess:
     def end_child(self, open_by: float, done_by: float) -> bool:
         """Tell the child that training has ended, and wait for its exit; return whether its run can be used.
 
-        Kills the child with its descendants at ``done_by``; already at ``open_by`` if the child has not opened its run.
-        Both are times of time.monotonic(). Sets the reason of a failure in ``status``.
+        Kills it at ``done_by``; already at ``open_by`` (of time.monotonic()) if it has not opened its run.
         """
         with suppress(OSError):  # the child may have ended
             self.pipe.send("over")  # a message, as closing is not enough: forked processes may hold copies of the pipe
@@ -225,7 +210,6 @@ class WandbProcess:
 
 
 def wandb_environment(folder: Path) -> dict[str, str]:
-    """Return this process's environment for wandb: no error reports, tables' files in ``folder``, the key stripped."""
     # A Kubernetes secret made ``--from-file`` ends with a newline, which wandb refuses.
     key = os.environ.get("WANDB_API_KEY", "").strip()
     ours = {"WANDB_ERROR_REPORTING": "false", "WANDB_DATA_DIR": str(folder)}
@@ -233,6 +217,5 @@ def wandb_environment(folder: Path) -> dict[str, str]:
 
 
 def print_to_stderr(text: str) -> None:
-    """Print a line to stderr. Ignores a closed stderr."""
     with suppress(OSError, ValueError):
         print(text, file=sys.stderr, flush=True)

@@ -1,7 +1,4 @@
-"""Save the state of a run while it trains. Rank 0 saves, in a thread of its own.
-
-Random numbers are functions of the position (seed, epoch, step, sample), so their state is not saved.
-"""
+"""Save a run's state in a thread of rank 0; random numbers depend on the position alone, so they have no state."""
 
 import sys
 import threading
@@ -33,11 +30,9 @@ class Snapshot:
 
 
 def take_snapshot(state: TrainingState, recorder: Recorder) -> Snapshot | None:
-    """Return a copy, on the CPU, of the state and its recorder after the last finished step. For rank 0 only.
+    """Return a CPU copy of the state after the last finished step, on rank 0; None if a step failed halfway.
 
-    Returns None if a step failed halfway. Does not copy or move the best weights (``keep`` "best"), which nothing
-    changes. Waits for the state's lock without a limit, and holds it. Another thread may call it while the next step is
-    computed. Makes the host wait for a GPU.
+    Any thread may call it. Holds the state's lock, and makes the host wait for a GPU.
     """
     selection = state.selection
     with state.lock:
@@ -62,7 +57,7 @@ def take_snapshot(state: TrainingState, recorder: Recorder) -> Snapshot | None:
 
 
 def restore_run(state: TrainingState, recorder: Recorder, found: checkpoint.Checkpoint) -> None:
-    """Read a checkpoint file whole, and set all of the run's state and its recorder to it. Each rank calls it."""
+    """Load a checkpoint into the run's state and its recorder, on each rank."""
     values = torch.load(checkpoint.read_saved_state(found), map_location="cpu", weights_only=True)
     state.model.load_state_dict(values["model"])
     state.buffers.load_state_dict(values["buffers"])
@@ -81,8 +76,7 @@ def restore_run(state: TrainingState, recorder: Recorder, found: checkpoint.Chec
 class Checkpointer:
     """Saves a run's state after each epoch, every ``checkpoint_seconds``, on request, and when training fails.
 
-    Training waits only while a copy is taken in memory. A context manager: it starts a thread, on rank 0, and at the
-    end waits until the thread has written its last checkpoint. Idle on other ranks, or if ``checkpoint_seconds`` is 0.
+    At its end waits for the last checkpoint. Idle on other ranks than 0, or if ``checkpoint_seconds`` is 0.
     """
 
     def __init__(self, job: Job, state: TrainingState, recorder: Recorder) -> None:
@@ -123,8 +117,7 @@ class Checkpointer:
     def save_now(self, seconds: float = 0.0) -> int:  # noqa: ARG002 (a copy of the state is at hand at any time)
         """Write a last checkpoint unless the state is saved; return the newest checkpoint's step, 0 if there is none.
 
-        May be called from any thread; waits for a checkpoint that is being written. No checkpoint is written after this
-        call. A failure is printed, not raised. Writes nothing on ranks other than 0.
+        Any thread may call it; waits for a checkpoint that is being written. Prints a failure instead of raising it.
         """
         with self.write_lock:
             if self.active:
@@ -133,11 +126,7 @@ class Checkpointer:
         return self.saved_position[0]
 
     def _write_newest_snapshot(self, *, now: bool) -> None:
-        """Write one checkpoint: with ``now`` of the current state; if not, or if that fails, of the waiting copy.
-
-        Call it while this thread holds ``write_lock``. Sets ``pending`` to None. Writes only a copy that is resumable
-        and newer than the newest checkpoint. A failure is printed to stderr once in a run, not raised.
-        """
+        """Write the current state (``now``), or else the waiting copy, if resumable and newer. Needs ``write_lock``."""
         waiting, self.pending = self.pending, None
         try:
             # The current state first: it is newer than the waiting copy, which is then skipped as older.
@@ -151,7 +140,6 @@ class Checkpointer:
             self.failure_printed = True
 
     def _write_snapshot(self, snapshot: Snapshot) -> None:
-        """Write the snapshot, with metrics.jsonl up to it, to the older of the two checkpoint files."""
         with (self.job.run_folder / "metrics.jsonl").open("rb") as file:
             metrics = file.read(snapshot.metrics_bytes)  # not the records of steps after the snapshot
         before = self.job.checkpoint.trained_in if self.job.checkpoint else ()
@@ -167,7 +155,6 @@ class Checkpointer:
         self.slot = next(self.slots)  # not after a failed write: it left this file as it was, the older of the two
 
     def _write_until_closed(self) -> None:
-        """Until ``closed`` write each waiting copy; after ``checkpoint_seconds`` without one, the current state."""
         closed = False
         while not closed:
             self.wake.wait(self.job.settings.checkpoint_seconds)
@@ -178,10 +165,7 @@ class Checkpointer:
                     self._write_newest_snapshot(now=not closed and self.pending is None)
 
     def _is_resumable(self, snapshot: Snapshot) -> bool:
-        """Return whether a run can go on from the snapshot: no loss so far and no trainable weight is infinite or NaN.
-
-        Also checks that torch.load(weights_only=True) takes the model's state_dict. Ignores frozen weights and buffers.
-        """
+        """Return True if losses and trained weights are finite, and torch.load(weights_only=True) takes the rest."""
         saved = snapshot.values["model"]
         # A wrong step may show in the weights before it shows in a loss. Frozen weights may be infinite, as a mask is.
         # A user's state_dict may have other names.

@@ -21,15 +21,14 @@ LEARNED = 0.97  # share of the loss of the best constant output; a model that ha
 class LossWatch:
     """Check every step's loss before the step's gradients change the weights.
 
-    On a GPU that would make the host wait for the device in every step. There the optimiser itself, on the device,
-    skips all updates from the first loss on that is not finite, and the host reads each loss one step later. Only
-    torch's fused optimisers can skip updates; with others (for complex weights) the host waits in every step.
+    On a GPU the host reads each loss one step later, so that it need not wait. Until then torch's fused optimisers skip
+    all updates on the device after a loss that is not finite. With others (for complex weights) the host waits in every
+    step.
     """
 
     def __init__(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, learning_rate: float, *, a_step_later: bool
     ) -> None:
-        """Prepare for the first loss; ``a_step_later``: the host may read a loss one step later."""
         self.model, self.optimizer, self.learning_rate = model, optimizer, learning_rate
         self.a_step_later = a_step_later and bool(optimizer.defaults.get("fused"))
         self.saw_non_finite = torch.zeros((), dtype=torch.bool, device=next(model.parameters()).device)
@@ -38,10 +37,8 @@ class LossWatch:
     def check_loss(self, epoch: int, step: int, loss_sum: Tensor, forward: Callable[[], object]) -> None:
         """Raise UserError if the loss of this step, or with ``a_step_later`` of the step before, is not finite.
 
-        All ranks must call it, before the optimiser's step. Waits until the checked loss is on the host. ``loss_sum``
-        is over all ranks. ``forward`` must repeat this step's forward passes: before the error all ranks call it to
-        find the module whose output is not finite. With ``a_step_later`` sets the optimiser's ``found_inf``, so that
-        the device skips updates. Epochs count from 0, steps from 1.
+        All ranks must call it, before the optimiser's step. ``loss_sum`` is over all ranks; ``forward`` repeats this
+        step's forward passes. Epochs count from 0, steps from 1.
         """
         # With blocking=True the host sleeps in the wait, and leaves its core to the threads that load data.
         arrived = torch.cuda.Event(blocking=True) if loss_sum.is_cuda else None  # type: ignore[no-untyped-call]
@@ -50,7 +47,6 @@ class LossWatch:
             arrived.record()
 
         def raise_if_not_finite() -> None:
-            """Wait until the loss is on the host; if it is not finite, call ``forward`` and raise UserError."""
             if arrived is not None:
                 arrived.synchronize()
             if not math.isfinite(loss := on_host.item()):
@@ -67,18 +63,13 @@ class LossWatch:
             raise_if_not_finite()
 
     def check_pending_loss(self) -> None:
-        """Check the last step's loss if that has not been done yet. Raises UserError as :meth:`check_loss` does."""
         pending, self.pending = self.pending, None
         if pending is not None:
             pending()
 
 
 def find_non_finite_activation(model: nn.Module, forward: Callable[[], object]) -> str:
-    """Call ``forward`` without gradients; return in words which module's output is the first that is not finite, or "".
-
-    All ranks must call it; all get the first module of any rank. Looks only at outputs that are tensors. Hooks all
-    modules during the call, and makes the host wait for the device at each module.
-    """
+    """Call ``forward`` without gradients on all ranks; return in words the first output that is not finite, or ""."""
     found: list[tuple[int, int, str]] = []  # at most one: count of modules that finished before, rank, module's name
     finished = itertools.count()
 
@@ -101,11 +92,7 @@ def find_non_finite_activation(model: nn.Module, forward: Callable[[], object]) 
 def non_finite_loss_error(
     model: nn.Module, learning_rate: float, loss: float, *, epoch: int, step: int, update_step: int, activation: str
 ) -> UserError:
-    """Return the error for a loss that is NaN or infinite. Reads all weights, to name the last one that is not finite.
-
-    ``update_step`` is the step whose update made the weights that gave this loss. ``activation`` is the first module
-    output that is not finite, in words; the error names it if all weights are finite.
-    """
+    """Return the error for a loss that is NaN or infinite; step ``update_step`` made the weights that gave it."""
     # The weight nearest to the output is named, because its gradient was computed first.
     trained = ((name, weight) for name, weight in model.named_parameters() if weight.requires_grad)
     broken = [name for name, weight in trained if not bool(weight.isfinite().all())]
@@ -121,11 +108,7 @@ def non_finite_loss_error(
 def nothing_learned_warning(
     loss: float, test_loss: float, constant: float | None, learning_rate: float, clip_norm: float
 ) -> str:
-    """Return a warning if both losses are at least 97 % of ``constant``, the best constant output's; else "".
-
-    ``loss`` is the training's, of a few batches, which chance may lift. Returns "" if a loss is NaN, or ``constant``
-    NaN, None or 0. ``clip_norm`` 0 means no clipping.
-    """
+    """Return a warning if both losses are at least 97 % of ``constant``, the best constant output's; else ""."""
     if not constant or not loss >= LEARNED * constant or not test_loss >= LEARNED * constant:
         return ""
     clip = f"grad_clip_norm (now {clip_norm:g})" if clip_norm else "set grad_clip_norm, as to 1"
@@ -142,7 +125,6 @@ def find_better_constant(objective: Objective, test: Evaluation) -> dict[str, fl
 
 
 def describe_better_constant(name: str, constant: float, ours: float) -> str:
-    """Return a sentence that the best constant answer's measure ``name`` is not below the model's."""
     hint = "; where classes are not equally common, select_by another measure" if name == "accuracy" else ""
     figures = f"{format_measure(name, constant)}, the model {format_measure(name, ours)}"
     return f"The same answer for all test samples has {name_measure(name)} {figures}{hint}."

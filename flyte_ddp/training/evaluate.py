@@ -43,12 +43,10 @@ def evaluate_split(
     device: torch.device,
     objective: Objective,
 ) -> Evaluation:
-    """Return the evaluation of a split, equal on all ranks: each rank predicts a part. All ranks must call it.
+    """Return the evaluation of a split, equal on all ranks and for any number of ranks. All ranks must call it.
 
-    ``predict`` maps inputs, targets and number of samples of a batch to the model's outputs; it is called without
-    gradients. The result does not depend on the number of ranks. A damaged image counts as the sample that replaces it.
-    Starts to load later batches while one is predicted, and fetches remote shards; raises the errors of loading and of
-    the objective. Raises RuntimeError if a sample was not counted exactly once.
+    ``predict`` maps a batch's inputs, targets and number of samples to the model's outputs, without gradients. A
+    damaged image counts as the sample that replaces it.
     """
     # Fixed whole batches are dealt to the ranks. A sample's numbers go to its own place. One rank writes there, so the
     # sum over the ranks is exact.
@@ -94,11 +92,7 @@ def evaluate_split(
 
 
 def compute_columns(objective: Objective, outputs: Any, targets: Leaves, samples: int) -> dict[str, Tensor]:
-    """Return the objective's columns of a batch, with those of :func:`loss_columns`.
-
-    Outputs and targets that are floats become fp64. Raises the errors of that, and UserError for a column that has no
-    row for each sample.
-    """
+    """Return the objective's columns of a batch, computed in fp64, with those of :func:`loss_columns`."""
     outputs, compared = (convert_outputs(values, torch.float64) for values in (outputs, targets))
     columns = loss_columns(objective.losses(outputs, compared), objective.weights(targets), samples)
     for name, column in objective.columns(outputs, compared).items():
@@ -117,10 +111,7 @@ def compute_columns(objective: Objective, outputs: Any, targets: Leaves, samples
 
 
 def measure_columns(objective: Objective, columns: dict[str, Tensor]) -> dict[str, float]:
-    """Return the objective's measures of one or more samples, the main one first, and the loss as the last.
-
-    Raises UserError if the objective returns other names than it has announced, or what is no number.
-    """
+    """Return the objective's measures of one or more samples, the main one first, and the loss as the last."""
     found = objective.measure(columns)
     if found.keys() != objective.measures.keys():
         raise UserError(
@@ -143,7 +134,6 @@ def mean_loss(columns: dict[str, Tensor]) -> float:
 
 
 def require_one_layout(layouts: Sequence[dict[str, tuple[int, ...]]]) -> None:
-    """Raise UserError unless the columns of all batches have the same names and shapes."""
     for layout in layouts:
         if layout != layouts[0]:
             raise UserError(
@@ -153,18 +143,14 @@ def require_one_layout(layouts: Sequence[dict[str, tuple[int, ...]]]) -> None:
 
 
 def make_table(layout: dict[str, tuple[int, ...]], samples: int, device: torch.device) -> Tensor:
-    """Return zeros fp64 with a row for each number of a sample's columns and one more, and a column for each sample."""
+    """Return zeros fp64: a row for each number of a sample's columns and one for the count, a column for a sample."""
     return torch.zeros(sum(map(math.prod, layout.values())) + 1, samples, dtype=torch.float64, device=device)
 
 
 class Selection:
-    """The weights to keep and their evaluation, updated at each evaluation. Equal on all ranks.
-
-    The validation split decides, never the test set.
-    """
+    """The weights to keep and their evaluation, chosen by the validation split alone. Equal on all ranks."""
 
     def __init__(self, keep: str, patience: int, measure: str = "loss", *, higher_is_better: bool = False) -> None:
-        """Begin with no weights. The first three are the hyperparameters keep, early_stop_patience and select_by."""
         self.keep, self.patience, self.measure = keep, patience, measure
         self.sign = -1.0 if higher_is_better else 1.0
         self.best = math.inf  # the measure of the best evaluation, times the sign
@@ -176,10 +162,8 @@ class Selection:
         self.weights: dict[str, Tensor]
 
     def select_weights(self, epoch: int, validation: Evaluation, test: Evaluation, weights: dict[str, Tensor]) -> None:
-        """Keep ``weights`` and both evaluations; with ``keep`` "best" only if ``validation`` is the best.
+        """Keep ``weights`` and both evaluations; with ``keep`` "best" a copy, and only if ``validation`` is the best.
 
-        With "best" keeps a copy, otherwise the weights themselves, which go on changing with the model. Sets
-        ``stopped`` to the reason after ``patience`` evaluations none of which was better; never if ``patience`` is 0.
         An undefined measure (NaN) is never better, but the first one is kept.
         """
         self.evaluations_since_best += 1
@@ -195,12 +179,10 @@ class Selection:
             self.stopped = f"after epoch {epoch}: no better validation {self.measure} in {evaluations}"
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the checkpoint's part: everything but the weights, by attribute name (SAVED and evaluations)."""
         kept = {name: vars(getattr(self, name)) if self.epoch else None for name in ("validation", "test")}
         return {name: getattr(self, name) for name in SAVED} | kept
 
     def load_state_dict(self, saved: dict[str, Any], weights: dict[str, Tensor]) -> None:
-        """Restore the result of :meth:`state_dict`, and the kept weights."""
         for name in SAVED:
             setattr(self, name, saved[name])
         if self.epoch:

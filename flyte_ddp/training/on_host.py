@@ -18,10 +18,8 @@ from flyte_ddp.training.job import Training
 def find_or_fetch_data(work: Work, fetch_into: Callable[[Path], object] | None = None) -> Work:
     """Return the work with the folder of the prepared data: the launcher's if seen here, else one in this host's cache.
 
-    The first process of a host fetches the data into the cache, by ``fetch_into`` (None: from the hyperparameters'
-    source); others wait for its lock, without a limit. Data in the cache with a missing or truncated file, or with
-    another digest, is deleted and fetched again. Raises UserError if the data cannot be fetched, or differs from the
-    launcher's; OSError if the cache's folder or lock file cannot be made.
+    One process fetches, by ``fetch_into`` or from the source; others wait for its lock, without a limit. Damaged data
+    in the cache is deleted and fetched again. Raises UserError if the data differs from the launcher's.
     """
     given: Training = work.arguments
     if read_prepared_digest(given.data) == work.identity.data:
@@ -49,11 +47,7 @@ def find_or_fetch_data(work: Work, fetch_into: Callable[[Path], object] | None =
 
 
 def read_prepared_digest(folder: Path, *, whole: bool = False) -> str:
-    """Return the digest that is stored with a folder's prepared data; an empty string if there is none.
-
-    With ``whole``, also opens the data, and returns an empty string if a file is missing or truncated. Does not compare
-    the digest with the content.
-    """
+    """Return the digest stored with prepared data, or "" (with ``whole`` also if a file is missing or truncated)."""
     try:
         if whole:
             open_prepared(folder)

@@ -36,10 +36,7 @@ Schedule = Callable[[float, int], float]  # takes an initial rate and an optimis
 
 
 def create_optimizer(model: nn.Module, hp: Hyperparameters) -> torch.optim.Optimizer:
-    """Return the optimiser that ``hp`` chooses, of the model's parameters with ``requires_grad``.
-
-    Runs the user's code if ``hp.optimizer`` names it; see :func:`make_own_optimizer` for its errors.
-    """
+    """Return the optimiser that ``hp`` chooses, of the model's parameters with ``requires_grad``."""
     if ":" in hp.optimizer:
         return make_own_optimizer(model, hp)
     return make_optimizer(
@@ -63,10 +60,9 @@ def make_optimizer(
     decay: float,
     undecayed: Collection[nn.Parameter] = (),
 ) -> torch.optim.Optimizer:
-    """Return the optimiser ``kind`` (sgd, adam, adamw) of parameters with ``requires_grad``; fused if none is complex.
+    """Return the optimiser ``kind`` (sgd, adam, adamw) of trained parameters; fused if none is complex.
 
-    ``rate`` is the learning rate, ``momentum`` the first beta of Adam and AdamW, ``decay`` the weight decay. The
-    parameters ``undecayed`` get no decay, in a group of their own.
+    ``momentum`` is the first beta of Adam and AdamW. The parameters ``undecayed`` get no weight decay.
     """
     parameters = [parameter for parameter in parameters if parameter.requires_grad]
     fused = True if all(parameter.is_floating_point() for parameter in parameters) else None
@@ -85,21 +81,14 @@ def make_optimizer(
 
 
 def parameters_without_decay(model: nn.Module) -> set[nn.Parameter]:
-    """Return the parameters with fewer than two dimensions, and those of torch's normalisation layers.
-
-    The first are biases, factors and scales, also those of normalisation layers of users' own, which no type tells.
-    """
+    """Return parameters of fewer than two dimensions (biases, factors), and those of torch's normalisation layers."""
     norms = [module for module in model.modules() if isinstance(module, NORMALISATION)]
     flat = {parameter for parameter in model.parameters() if parameter.dim() < 2}
     return flat.union(*(norm.parameters(recurse=False) for norm in norms))
 
 
 def strip_compiler_decorators(optimizer_class: type[Kind]) -> type[Kind]:
-    """Return a subclass of torch's optimiser whose methods do not import torch's compiler: the import takes a second.
-
-    Removes the decorators of DECORATED_METHODS; ``step`` gets ``torch.no_grad`` again. Replaces
-    ``zero_grad`` by :func:`remove_gradients`, which leaves out torch's record for profilers.
-    """
+    """Return a subclass of torch's optimiser whose methods do not import torch's compiler: that takes a second."""
     methods = {name: inspect.unwrap(getattr(optimizer_class, name)) for name in DECORATED_METHODS}
     methods["step"] = torch.no_grad()(methods["step"])
     methods["zero_grad"] = remove_gradients
@@ -107,7 +96,6 @@ def strip_compiler_decorators(optimizer_class: type[Kind]) -> type[Kind]:
 
 
 def remove_gradients(optimizer: torch.optim.Optimizer, set_to_none: bool = True) -> None:  # noqa: ARG001
-    """Set the gradient of each parameter of an optimiser to None."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             parameter.grad = None
@@ -116,9 +104,7 @@ def remove_gradients(optimizer: torch.optim.Optimizer, set_to_none: bool = True)
 def gradient_clip_norm(hp: Hyperparameters) -> float:
     """Return the norm that gradients are clipped to: ``grad_clip_norm``, or a default if that is negative; 0: no limit.
 
-    The default is PHOTO_CLIP_NORM (1) for small_cnn and tutorial on image_folder:, shards: or stream: data sets, else
-    0. These models have no normalisation between layers: on photos, at the default learning rate, their loss explodes,
-    or they learn nothing.
+    The default is 1 for small_cnn and tutorial on photos, where their loss would explode or they would learn nothing.
     """
     if hp.grad_clip_norm >= 0:
         return hp.grad_clip_norm
@@ -128,10 +114,8 @@ def gradient_clip_norm(hp: Hyperparameters) -> float:
 def make_schedule(kind: str, warmup_steps: int, total_steps: int) -> Schedule:
     """Return the schedule ``kind`` (one of SCHEDULES, or the user's own) over ``total_steps`` optimiser steps.
 
-    The built-in ones rise linearly for ``warmup_steps`` (one_cycle: for a quarter of the steps if that is 0). The
-    user's own returns the factor of the rate itself. For it imports the user's code, and calls it up to 2,000 times:
-    raises UserError for a factor that is no finite number of at least 0 (later ones when their step comes), or that is
-    another one when the callable is called again.
+    The built-in ones rise for ``warmup_steps`` (one_cycle: for a quarter of the steps if that is 0). The user's own is
+    called up to 2,000 times here. Raises UserError if a factor is negative, not finite, or not the same again.
     """
     if ":" in kind:
         factor = load_callable(kind)
@@ -155,7 +139,6 @@ def make_schedule(kind: str, warmup_steps: int, total_steps: int) -> Schedule:
         rise = int(total_steps * ONE_CYCLE_RISE)
 
     def scheduled_rate(rate: float, step: int) -> float:
-        """Return the rate of a step: rising, then as SCHEDULES says."""
         if step < rise:
             return rate * (step + 1) / (rise + 1)
         return rate * SCHEDULES[kind]((step - rise) / max(1, total_steps - rise))
@@ -164,7 +147,6 @@ def make_schedule(kind: str, warmup_steps: int, total_steps: int) -> Schedule:
 
 
 def check_factor(spec: str, value: Any, step: int, total_steps: int) -> float:
-    """Return what an own schedule returned for a step; UserError unless it is a finite number of at least 0."""
     if isinstance(value, Real) and math.isfinite(value) and float(value) >= 0:
         return float(value)
     raise UserError(

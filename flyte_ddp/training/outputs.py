@@ -50,11 +50,7 @@ TOLERANCE = 1e-3  # share of the largest logit; a GPU may compute convolutions i
 
 
 def write_start_record(job: Job, state: TrainingState, recorder: Recorder) -> None:
-    """Append the start record to metrics.jsonl and print the number of ranks; does nothing on ranks other than 0.
-
-    Also prints, and keeps for the report, the tensors that do not start from ``init_from`` although others do, how many
-    parameters ``freeze`` leaves to train, and the files of the user's code that the cache key does not cover.
-    """
+    """Append the start record to metrics.jsonl, and print warnings of how the training starts; rank 0 only."""
     if not recorder.writes:
         return
     hardware, ranks = job.hardware, world_size()
@@ -99,9 +95,8 @@ def write_start_record(job: Job, state: TrainingState, recorder: Recorder) -> No
 def write_outputs(job: Job, data: PreparedSet, state: TrainingState, recorder: Recorder) -> None:
     """Write into the run folder the model, its sidecar, the predictions, and last the end record of metrics.jsonl.
 
-    All ranks must call it: each builds a second model, which runs the user's code, and waits for the others. Then rank
-    0 loads the kept weights into the trained model, seeds the random generators, verifies the saved model, and prints a
-    warning if nothing was learned. UserError if a file cannot be written, or lacks a part of the model.
+    All ranks must call it: each builds a second model, and waits for the others. Then rank 0 loads the kept weights
+    into the trained model, and seeds the random generators. Raises UserError if a file lacks a part of the model.
     """
     facts = combine_facts_of_ranks(state.splits.facts())
     # Built on all ranks, because a user's model may wait for other ranks while it is built, such as for a download.
@@ -194,11 +189,7 @@ def find_constant_loss(state: TrainingState, test: Evaluation, recorder: Recorde
 
 
 def describe_predictions(state: TrainingState, test: Evaluation, recorder: Recorder, rows: int) -> dict[str, Any]:
-    """Return the arrays of :func:`collect_predictions`; if the user's code fails in it, those of any objective.
-
-    Prints the error of an own objective or ``decode``, and keeps it for the report: what they say for people is no
-    reason to lose a training that is done.
-    """
+    """Return the arrays of :func:`collect_predictions`; if the user's code fails in it, those of any objective."""
     try:
         return collect_predictions(state, state.objective, test, rows)
     except Exception as error:
@@ -209,7 +200,6 @@ def describe_predictions(state: TrainingState, test: Evaluation, recorder: Recor
 
 
 def test_measures(test: Evaluation) -> dict[str, float]:
-    """Return the measures of the test split by the names that records have, such as ``test_loss``; the loss last."""
     return {f"test_{name}": value for name, value in test.measures.items()}
 
 
@@ -222,10 +212,7 @@ def choose_thresholds(objective: Objective, validation: Evaluation) -> tuple[flo
 
 
 def objective_values(state: TrainingState, hp: Hyperparameters) -> dict[str, Any]:
-    """Return what the sidecar says of the objective, thresholds and class weights as numbers, and the options.
-
-    Empty for classification of more than two classes without class weights and options.
-    """
+    """Return what the sidecar says of the objective; {} for plain classification of more than two classes."""
     said: dict[str, Any] = {}
     if hp.objective != "classification":
         said |= {"objective": hp.objective, "outputs": state.objective.outputs}
@@ -240,11 +227,7 @@ def objective_values(state: TrainingState, hp: Hyperparameters) -> dict[str, Any
 
 
 def verify_saved_model(fresh: nn.Module, model_path: Path, sidecar: Mapping[str, Any], state: TrainingState) -> None:
-    """Raise UserError unless ``fresh``, a new model, predicts with the saved weights what the trained model predicts.
-
-    Loads the first 64 test samples; their outputs may differ by 0.1 % of the largest. Loads the weights' file into
-    ``fresh``, and changes its device, type, evaluation mode and dropout layers. Seeds the random generators.
-    """
+    """Raise UserError unless ``fresh`` with the saved weights predicts 64 test samples as the trained model does."""
     first = state.test.order.samples(slice(0, min(VERIFIED_SAMPLES, len(state.test))))
     inputs, targets, _ = state.test.load_batch(first)
     artifacts.load_weights(fresh, model_path, sidecar)
@@ -269,21 +252,14 @@ def verify_saved_model(fresh: nn.Module, model_path: Path, sidecar: Mapping[str,
 
 
 def tensors_of(outputs: Any) -> Tensor:
-    """Return all floating-point numbers of a model's outputs in one tensor: [numbers], or outputs that are a tensor.
-
-    If :func:`list_floats` finds none in the outputs, there is a single 0.
-    """
+    """Return all floating-point numbers of a model's outputs in one tensor: a single 0 if there are none."""
     if isinstance(outputs, Tensor):
         return outputs
     return torch.cat([values.flatten().cpu() for values in list_floats(outputs)] or [torch.zeros(1)])
 
 
 def list_report_notes(state: TrainingState, arithmetic: Arithmetic, resumed_from: Checkpoint | None) -> list[str]:
-    """Return sentences for the report: what made the result depend on the number of ranks, and how exact a resume was.
-
-    Also names changed buffers that no state_dict has, and says if the data were a stream. Call it on rank 0 after a
-    run. ``arithmetic`` is this process's; ``resumed_from`` is None if the run was not resumed.
-    """
+    """Return sentences for the report: what depends on the number of ranks, and how exact a resume was. Rank 0 only."""
     hp = state.hp
     notes = []
     if state.this_pass.model_draws:
@@ -332,8 +308,7 @@ def describe_exactness(
 ) -> str:
     """Return in words how exactly the result of a resumed run equals the result of an uninterrupted run.
 
-    ``arithmetic`` is of this process, ``resumed_from.trained_in`` of the steps before. ``separate``: BatchNorm used
-    each rank's own statistics. ``rank_dependent``: the number of ranks changes the result.
+    ``separate``: BatchNorm used each rank's own statistics. ``rank_dependent``: the number of ranks changes the result.
     """
     before = resumed_from.trained_in
     differences = []

@@ -14,11 +14,7 @@ from flyte_ddp.user_code import load_callable
 
 
 def make_own_optimizer(model: nn.Module, hp: Hyperparameters) -> torch.optim.Optimizer:
-    """Import the user's callable that ``hp.optimizer`` names, call it with model and ``hp``; return its optimiser.
-
-    Puts the working directory first on ``sys.path``. Raises UserError for another object than a torch optimiser, one
-    whose ``step`` needs arguments, a group without a rate, or a parameter that requires a gradient and is in no group.
-    """
+    """Return the optimiser of the user's callable that ``hp.optimizer`` names; UserError if it is unfit to train."""
     optimizer = load_callable(hp.optimizer)(model, hp)
     where = f"optimizer={hp.optimizer!r}"
     if not isinstance(optimizer, torch.optim.Optimizer):
@@ -40,11 +36,7 @@ def make_own_optimizer(model: nn.Module, hp: Hyperparameters) -> torch.optim.Opt
 
 
 def check_optimizer_state(optimizer: torch.optim.Optimizer, spec: str) -> None:
-    """Raise UserError if ``torch.load(weights_only=True)`` refuses a value of the optimiser's state, as a resume would.
-
-    Call it after the first step, which makes the state. ``spec`` is the hyperparameter ``optimizer``. Saves and loads
-    in memory all but tensors.
-    """
+    """Raise UserError if ``torch.load(weights_only=True)`` refuses a value of the optimiser's state after a step."""
     parts = {**optimizer.state_dict()}  # an optimiser may have other parts than torch's two
     for number, values in parts.pop("state", {}).items():
         items = values.items() if isinstance(values, Mapping) else [("", values)]
@@ -60,10 +52,7 @@ def check_optimizer_state(optimizer: torch.optim.Optimizer, spec: str) -> None:
 
 
 def load_optimizer_state(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
-    """Set the optimiser's state to ``saved``, a ``state_dict`` on the CPU, with the types that it was saved with.
-
-    torch's own ``load_state_dict`` casts each tensor of a parameter's state to the parameter's type.
-    """
+    """Load a ``state_dict`` with the types that it was saved with; torch casts a parameter's state to its type."""
     optimizer.load_state_dict(saved)
     if not {"state", "param_groups"} <= saved.keys():  # the user's own form, which torch does not look into
         return

@@ -18,7 +18,7 @@ from flyte_ddp.training.training_state import TrainingState
 
 
 class RankSlice(NamedTuple):
-    """A rank's samples of a micro-batch. A rank without a sample gets a sample of another rank, which must not count.
+    """A rank's samples of a micro-batch; without one, another rank's sample, which must not count.
 
     Many models fail on an empty batch, and every rank must take part in each exchange between ranks.
     """
@@ -29,7 +29,6 @@ class RankSlice(NamedTuple):
     step: int = 0  # the optimiser step, by which mixup draws
 
     def list_loads(self) -> list[sampling.Indices]:
-        """Return the samples of each call of ``load_batch`` that this slice needs."""
         return [self.samples] if self.partners is None else [self.samples, self.partners]
 
 
@@ -49,7 +48,6 @@ class LoadedPart(NamedTuple):
             return prepare(self.inputs[0])
 
         def mix(own: Tensor, partners: Tensor) -> Tensor:
-            """Return a leaf of the mixtures."""
             mixed = torch.zeros_like(own)
             for values, shares in zip((own, partners), self.shares, strict=True):
                 mixed += values * shares.to(values.dtype).view(-1, *[1] * (values.dim() - 1))
@@ -58,7 +56,6 @@ class LoadedPart(NamedTuple):
         return tree_map(mix, *(prepare(inputs) for inputs in self.inputs))
 
     def loss_sum(self, objective: Objective, outputs: Any) -> Tensor:
-        """Return the weighted sum of the losses of the model's outputs, []."""
         sums = [objective.loss_sum(outputs, targets, weights, self.samples) for targets, weights in self.targets]
         return sums[0] if len(sums) == 1 else sums[0] + sums[1]
 
@@ -66,10 +63,7 @@ class LoadedPart(NamedTuple):
 def split_for_rank(
     batch: sampling.Indices, parts: int, partners: sampling.Indices | None = None, step: int = 0
 ) -> list[RankSlice]:
-    """Return this rank's slice of each of ``parts`` micro-batches; of fewer if the batch has fewer samples.
-
-    ``partners`` [B] are the samples that those of the batch [B] are mixed with in ``step``; None: they are not mixed.
-    """
+    """Return this rank's slice of each of ``parts`` micro-batches; of fewer if the batch has fewer samples."""
     parts = min(parts, len(batch))
 
     def own_slice(samples: sampling.Indices, part: int) -> tuple[sampling.Indices, bool]:
@@ -83,14 +77,12 @@ def split_for_rank(
 
 
 def list_parts(state: TrainingState, batch: sampling.Indices, step: int) -> list[RankSlice]:
-    """Return this rank's slices of the global batch [B] of an optimiser step, which counts from 0."""
     hp = state.hp
     partners = choose_partners(batch, hp.seed, step) if hp.mixup else None
     return split_for_rank(batch, hp.accumulation_steps, partners, step)
 
 
 def load_part(state: TrainingState, part: RankSlice) -> LoadedPart:
-    """Load a slice, and with mixup its partners, and ask the objective for the weights of their losses."""
     loads = [state.training.load_batch(samples, state.epoch) for samples in part.list_loads()]
     inputs = [batch.inputs for batch in loads]
     targets = [(convert_outputs(batch.targets, state.dtype), state.objective.weights(batch.targets)) for batch in loads]
@@ -105,7 +97,6 @@ def load_part(state: TrainingState, part: RankSlice) -> LoadedPart:
 
 
 def share_weights(weights: Terms | None, shares: Tensor) -> Terms:
-    """Return the weights of losses of samples that have these shares [n] of their mixtures."""
     if weights is None:
         return shares
     shared: Terms = map_leaves(lambda each: each * shares.view(-1, *[1] * (each.dim() - 1)), weights)
@@ -117,10 +108,8 @@ def load_parts(
 ) -> tuple[Iterator[LoadedPart], Tensor | int]:
     """Return the loaded slices of a step, and the sum of the weights of all losses of all slices and ranks.
 
-    Without weights of an objective, the sum is ``samples``, and each slice is loaded when it is taken. With weights
-    loads all slices at once, because the sum must be known before the first backward pass, and adds up over the ranks:
-    all must call it. The weights of a term are scaled so that their sum is ``samples``, too: as parts of one loss, each
-    term is then divided by the weights that it had.
+    With an objective's weights all ranks must call it, and it loads all slices at once: the sum must be known before
+    the first backward pass. The weights of a term are scaled to the sum ``samples``.
     """
     loading = (load_part(state, part) for part in parts)
     if not state.objective.has_weights:

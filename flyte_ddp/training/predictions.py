@@ -21,12 +21,8 @@ from flyte_ddp.training.training_state import TrainingState
 def collect_predictions(state: TrainingState, objective: Objective, test: Evaluation, rows: int) -> dict[str, Any]:
     """Return the predictions file's arrays, by name: of the first ``rows`` test samples and those that sections show.
 
-    Each sample has ``index`` (its number in the test split), ``names``, ``images`` if it is one, ``loss``, the texts
-    ``prediction`` and ``truth``, and ``score`` (NaN without one). The first ``rows`` also have ``texts`` and
-    ``numbers``, [rows, columns], with the columns' names in ``text_columns`` and ``number_columns``; the others
-    ``masks`` and ``true_masks`` if the objective has masks. ``sections`` is the JSON of all sections, ``table_rows`` is
-    ``rows``. Loads these samples in batches of ``test_batch_size``, and predicts them, which seeds the random
-    generators.
+    Only the first ``rows`` have ``texts`` and ``numbers``, [rows, columns]; only the others ``masks`` and
+    ``true_masks``. Loads and predicts these samples, which seeds the random generators.
     """
     with hide_process_group():
         sections = objective.sections(test.columns)
@@ -50,17 +46,13 @@ def collect_predictions(state: TrainingState, objective: Objective, test: Evalua
 
 
 def name_table_columns(columns: TableColumns) -> tuple[list[str], list[str]]:
-    """Return the names of the columns of texts, and of those of numbers.
-
-    Of more than MOST_COLUMNS (1,000) columns of numbers only ``score``: wandb would not show them.
-    """
+    """Return the names of columns of texts, and of numbers; of over 1,000 (MOST_COLUMNS) numbers only ``score``."""
     texts = [name for name, values in columns.items() if len(values) and isinstance(values[0], str)]
     numbers = [name for name in columns if name not in texts]
     return texts, [name for name in numbers if name == "score" or len(numbers) <= MOST_COLUMNS + 1]
 
 
 def merge_batches(parts: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the arrays, or lists, of several batches as one of each name; {} without a batch."""
     return {
         name: np.concatenate([part[name] for part in parts])
         if isinstance(first, np.ndarray)
@@ -70,10 +62,7 @@ def merge_batches(parts: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def describe_batches(state: TrainingState, objective: Objective, index: NDArray[np.int32]) -> Iterator[dict[str, Any]]:
-    """Load and predict test samples in batches of ``test_batch_size``; yield the arrays of each batch by name.
-
-    ``index`` are the samples' numbers in the test split. ``columns`` has the columns of answers and truths.
-    """
+    """Yield the arrays by name of each batch of the test samples ``index``; ``columns`` has answers and truths."""
     for start in range(0, len(index), state.hp.test_batch_size):
         places = index[start : start + state.hp.test_batch_size].tolist()
         samples = [int(state.test.order.samples(slice(at, at + 1))[0]) for at in places]
@@ -88,7 +77,6 @@ def describe_batches(state: TrainingState, objective: Objective, index: NDArray[
 
 
 def describe_answers(objective: Objective, outputs: Any, targets: Leaves, samples: int) -> dict[str, Any]:
-    """Return what a model says of ``samples``: their arrays by name, as in the predictions file, and ``columns``."""
     answers, truths, masks = objective.answers(outputs), objective.truths(targets), objective.masks(outputs)
     found: dict[str, Any] = {"columns": merge_columns(answers, truths)}
     found["score"] = np.array(answers.get("score", [np.nan] * samples), dtype=np.float32)

@@ -51,17 +51,14 @@ class Recorder:
             self.progress = TrainingProgress(job.settings.progress, state.total_steps, state.steps_per_epoch)
 
     def close(self) -> None:
-        """Close the file and the progress, on rank 0."""
         if self.writes:
             self.progress.close()
             self.log.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the checkpoint's part: the attributes of SAVED by name, and ``seconds``, the training time so far."""
         return {name: getattr(self, name) for name in SAVED} | {"seconds": self.training_time() - self.since}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Restore the result of :meth:`state_dict`."""
         for name in SAVED:
             setattr(self, name, saved[name])
         self.loss_sum = self.loss_sum.to(self.device)
@@ -78,9 +75,7 @@ class Recorder:
     ) -> None:
         """Add a step to the sums; every ``log_interval`` steps, and after the last, record the mean and reset the sums.
 
-        Only rank 0 writes the record to metrics.jsonl, and shows progress, also between records. A record makes the
-        host wait for the device. Epochs count from 0, steps from 1. ``gradient_norm`` is that before clipping, []; that
-        of the recorded step is in the record.
+        A record makes the host wait for the device. ``gradient_norm`` [] is that before clipping.
         """
         self.loss_sum += sums.loss
         self.weight = self.weight + sums.weight
@@ -109,10 +104,7 @@ class Recorder:
     def record_evaluation(
         self, epoch: int, step: int, validation: Evaluation, test: Evaluation, model: torch.nn.Module
     ) -> None:
-        """Keep the main measure of the test split; on rank 0 write and print the measures of both splits.
-
-        With ``wandb_watch`` also writes histograms of the parameters. ``epoch`` and ``step``: how many are done.
-        """
+        """Write and print, on rank 0, the measures of both splits; ``epoch`` and ``step`` say how many are done."""
         self.epoch_accuracies.append(test.measures[self.main_measure])
         if self.writes:
             record: dict[str, Any] = {"kind": "evaluation", "epoch": epoch, "step": step}
@@ -124,16 +116,14 @@ class Recorder:
                 self.log.write({"kind": "watch", "step": step, "parameters": parameter_histograms(model)})
 
     def add_warning(self, warning: str) -> None:
-        """Print a warning and keep it for the report's notes, unless it is empty. For rank 0 only."""
         if warning:
             self.warnings.append(warning)
             self.progress.print_note(warning)
 
     def seconds_by_activity(self) -> dict[str, float]:
-        """Return this rank's seconds since its clock was made, by activity, and their sum as ``total``.
+        """Return this rank's seconds by activity, and their sum as ``total``.
 
-        Activities are data, forward_backward, communication (what did not overlap with computation), evaluation, other.
-        What a GPU has not finished yet counts as other.
+        ``communication`` is what did not overlap with computation. What a GPU has not finished yet counts as other.
         """
         spent = self.clock.seconds
         seconds = {
@@ -147,10 +137,7 @@ class Recorder:
 
 
 def gather_arithmetic(hardware: Hardware, device: torch.device) -> Arithmetic:
-    """Return what decides this run's rounding: number of ranks, their devices, precision, threads and so on.
-
-    All ranks must call it, and wait for all: it collects the names of their devices.
-    """
+    """Return what decides this run's rounding: devices, precision, threads and so on. All ranks must call it."""
     own = torch.cuda.get_device_name(device) if device.type == "cuda" else str(read_cpu())
     devices = distributed.gather_objects(own)
     return Arithmetic(
@@ -164,7 +151,7 @@ def gather_arithmetic(hardware: Hardware, device: torch.device) -> Arithmetic:
 
 
 def parameter_histograms(model: torch.nn.Module) -> dict[str, dict[str, list[float]]]:
-    """Return counts and edges of 64 bins for each parameter's finite values, by name. Copies parameters to the CPU."""
+    """Return counts and edges of 64 bins for each parameter's finite values, by name."""
     result = {}
     for name, parameter in model.named_parameters():
         values = parameter.detach().double().cpu().numpy()  # NumPy refuses fp32 values that differ by a few last bits

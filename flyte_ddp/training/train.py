@@ -47,12 +47,10 @@ OPTIMIZER_SEEDS = 2**34  # is added to the seed for an own optimiser's random nu
 
 
 def train(rank: Rank) -> None:
-    """Join the process group, train and evaluate; write metrics, checkpoints, model, predictions into the run folder.
+    """Train and evaluate on this rank, and write all files into the run folder: the function of a training's Work.
 
-    The function of a training's Work, whose arguments are a Training. All ranks must call it. Resumes from the work's
-    checkpoint, if there is one. Seeds the global random generators. Rank 0 prints progress, and saves checkpoints in a
-    thread; it offers the launcher a function that writes one at once. Raises UserError for what the user can fix, such
-    as a loss that is not finite, bad samples or a full disk.
+    All ranks must call it. Resumes from the work's checkpoint, if there is one. Seeds the global random generators.
+    Raises UserError for what the user can fix, such as a loss that is not finite, bad samples or a full disk.
     """
     rank.join()
     job = Job.from_work(rank.work)
@@ -85,11 +83,7 @@ def train(rank: Rank) -> None:
 
 
 def equal_pictures_warning(state: TrainingState) -> str:
-    """Return a warning if at least 3/4 of the first 64 pictures are equal; else an empty text. Loads these pictures.
-
-    They are the first in the order of the first epoch; if shards are fetched, the first of this rank's, whose shards
-    its training needs. For a stream, which gives each picture once, they are the first of the test split.
-    """
+    """Return a warning if 3/4 of the first 64 pictures are equal: of training, or the test split of a stream."""
     hp, split = state.hp, state.training
     if not isinstance(state.spec, InputSpec):
         return ""
@@ -105,10 +99,7 @@ def equal_pictures_warning(state: TrainingState) -> str:
 
 
 def remaining_batches(state: TrainingState) -> Iterator[sampling.Indices]:
-    """Yield the indices of each global batch that is left of the current epoch, up to the run's last step.
-
-    While it is iterated, threads load this rank's samples of later batches, and download remote shards into the cache.
-    """
+    """Yield the indices of each global batch left in the epoch, while threads load later batches."""
     epoch, training, hp = state.epoch, state.training, state.hp
     done = state.step - epoch * state.steps_per_epoch
     batches = training.order.batches(epoch, hp.batch_size, first=done)
@@ -124,7 +115,6 @@ def remaining_batches(state: TrainingState) -> Iterator[sampling.Indices]:
 
 
 def train_step(state: TrainingState, recorder: Recorder, batch: sampling.Indices) -> None:
-    """Do and record an optimiser step on a global batch [B], on all ranks. Raises UserError if a loss is not finite."""
     sums, step = compute_gradients(state, batch), state.step
     # Before the weights change, so that the last checkpoint's are good and the error can name where it began.
     state.loss_watch.check_loss(state.epoch, state.step + 1, sums.loss, lambda: repeat_forward(state, batch, step))
@@ -137,10 +127,8 @@ def train_step(state: TrainingState, recorder: Recorder, batch: sampling.Indices
 def compute_gradients(state: TrainingState, batch: sampling.Indices) -> StepSums:
     """Compute the gradients of a global batch [B] on all ranks together; return the sums over all its samples.
 
-    All ranks must call it. Loads this rank's samples, does their forward and backward passes, and averages the
-    gradients. Seeds the random generators, and copies rank 0's buffers to the other ranks if buffers of any rank have
-    changed. Raises the errors of :func:`compute_outputs` and of the objective, and UserError if buffers were registered
-    or resized.
+    All ranks must call it. Seeds the random generators, and copies rank 0's buffers to the others if any rank's
+    changed.
     """
     loss_sum = torch.zeros((), dtype=torch.float64, device=state.device)
     parts = list_parts(state, batch, state.step)
@@ -193,9 +181,7 @@ def compute_outputs(
 ) -> Any:
     """Begin a training pass on the samples of ``part``, and return the model's outputs for their ``inputs``.
 
-    Calls ``begin_pass`` of ``state.this_pass``, which seeds the random generators; call ``finish_pass`` after the
-    backward pass. Leaves the model's mode as it is. Raises UserError for outputs that do not fit the ``targets`` or
-    have no gradient, or a batch too small for BatchNorm, and the errors of :func:`explain_model_errors`.
+    Seeds the random generators; call ``finish_pass`` after the backward pass.
     """
     hp = state.hp
     state.this_pass.begin_pass(hp.seed, state.epoch, part.samples, state.device, has_samples=part.has_samples)
@@ -219,11 +205,7 @@ def compute_outputs(
 
 
 def repeat_forward(state: TrainingState, batch: sampling.Indices, step: int) -> None:
-    """Load a step's samples and repeat its forward passes, for modules' hooks. Call it inside ``torch.no_grad()``.
-
-    Raises UserError, which names the sample, if an input is not finite, or for an own objective a target, or if just
-    the outputs of empty samples are not.
-    """
+    """Repeat a step's forward passes for modules' hooks; UserError names an input that is not finite."""
     for part in list_parts(state, batch, step):
         loaded = load_part(state, part)
         refuse_non_finite(state, loaded.inputs[0], loaded.targets[0][0], part.samples, "training")
@@ -233,13 +215,9 @@ def repeat_forward(state: TrainingState, batch: sampling.Indices, step: int) -> 
 
 
 def apply_gradients(state: TrainingState) -> Tensor | None:
-    """Clip the gradients, step the optimiser with the scheduled learning rate, clear the gradients, and count the step.
+    """Clip the gradients, step the optimiser, and count the step; return the norm before clipping, [], or None.
 
-    Sets the learning rate of every parameter group. For an optimiser of the user's own, seeds the random generators,
-    equally on all ranks; after the first step raises UserError if no checkpoint can hold its state. Updates the moving
-    average and, on rank 0, the copy of the buffers for checkpoints (UserError if a buffer was registered, removed or
-    resized). Returns the gradient's norm before clipping, [], or None without clipping. Call it inside
-    :meth:`TrainingState.exclude_snapshots` if a thread may write a checkpoint.
+    Call it in :meth:`TrainingState.exclude_snapshots`. Seeds the random generators for an own optimiser.
     """
     hp = state.hp
     largest = gradient_clip_norm(hp)
@@ -262,8 +240,8 @@ def apply_gradients(state: TrainingState) -> Tensor | None:
 def evaluate_splits(state: TrainingState) -> tuple[Evaluation, Evaluation]:
     """Return the evaluations of the kept weights on the validation and the test split. All ranks must call it.
 
-    First sets running statistics of BatchNorm that each rank has alone to their mean over the ranks, so that all ranks
-    evaluate the model that will be saved. Loads both splits, and seeds the random generators.
+    First averages running statistics of BatchNorm that each rank has alone, so that all evaluate the model that is
+    saved.
     """
     hp = state.hp
     with state.clock("communication"):
@@ -287,11 +265,7 @@ def evaluate_splits(state: TrainingState) -> tuple[Evaluation, Evaluation]:
 def finish_epoch(
     state: TrainingState, recorder: Recorder, evaluations: tuple[Evaluation, Evaluation] | tuple[()]
 ) -> None:
-    """Count the epoch as done; record ``evaluations`` of validation and test split, and select the weights by them.
-
-    Empty ``evaluations`` record nothing. Raises UserError if an evaluation's loss is not finite; no checkpoint is
-    written after that. Before any change, raises the errors of :meth:`TrainingState.check_model`.
-    """
+    """Count the epoch as done; record ``evaluations`` of validation and test split, and select the weights by them."""
     state.check_model()
     with state.exclude_snapshots():
         state.epoch += 1

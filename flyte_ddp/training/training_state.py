@@ -56,11 +56,7 @@ Tensors = tuple[Tensor, ...] | list[Tensor]
 
 
 class TrainingState:
-    """The objects of training on one rank.
-
-    ``model`` is the bare module, ``sync`` averages the gradients of the same module. ``kept_model`` and
-    ``predict`` use the weights that would be kept now.
-    """
+    """The objects of training on one rank: ``model`` is the bare module, and ``sync`` averages its gradients."""
 
     def __init__(
         self,
@@ -72,9 +68,7 @@ class TrainingState:
     ) -> None:
         """Open the data and build all other objects from the seed. All ranks must call it together.
 
-        Seeds the global generators of torch, Python and NumPy. Sets torch's deterministic mode if ``deterministic`` is
-        set. Runs the user's model code. Raises UserError for images that the model cannot take, a model that cannot be
-        trained, weights that do not fit it.
+        Seeds the global generators of torch, Python and NumPy, and sets torch's deterministic mode if asked.
         """
         self.hp, self.hardware = hp, hardware
         self.step = 0  # optimiser steps that are done
@@ -130,11 +124,7 @@ class TrainingState:
         self.uncovered_files = user_source.list_files_outside_digest(own_files, own_code, modules)
 
     def _open_splits(self, data: PreparedSet, settings: Settings) -> None:
-        """Open the splits; from their sizes, set the number of steps and epochs, and the model's input ``spec``.
-
-        Copies arrays to a GPU that has room. Starts no threads yet. Raises UserError if the model cannot take the
-        images.
-        """
+        """Open the splits; from their sizes, set the number of steps and epochs, and the model's input ``spec``."""
         hp = self.hp
         self.splits = open_splits(data, hp, self.hardware, self.device, settings)
         self.training, self.validation, self.test = self.splits.training, self.splits.validation, self.splits.test
@@ -147,12 +137,7 @@ class TrainingState:
             self.spec = zoo.choose_input_spec(hp.model, self.spec, hp.image_size, weights)
 
     def _build_model(self, initial_weights: Path | None) -> nn.Module:
-        """Return the model with its first weights, on the device; set dtype, memory format and ``frozen_modules``.
-
-        Reads and runs the user's code; puts the working directory first on ``sys.path`` for it. Raises UserError if the
-        model cannot be built or trained, the initial weights, whose file is read whole, do not fit, or ``freeze`` names
-        no part.
-        """
+        """Return the model with its first weights, on the device; set dtype, memory format and ``frozen_modules``."""
         hp = self.hp
         model = zoo.build_model(hp.model, self.objective.outputs, self.spec, hp.parse_options().get("model", {}))
         zoo.check_model(hp.model, model)
@@ -174,16 +159,13 @@ class TrainingState:
             self.inconsistent = False
 
     def prepare_inputs(self, inputs: Leaves) -> Leaves:
-        """Return what the model gets for the inputs of a batch, in the run's type and memory format."""
         return prepare_inputs(inputs, self.spec, self.dtype, self.memory_format)
 
     @contextmanager
     def evaluation_mode(self) -> Iterator[None]:
-        """Set model and moving average to evaluation mode for the block; give the kept model a loaded model's buffers.
+        """Set model and moving average to evaluation mode for the block, with the buffers of a loaded model.
 
-        Only buffers that no ``state_dict`` holds (``persistent=False``) change: they get their first values. Restores
-        training mode and buffers at the end, also after an exception. Use one block for all batches: a model's own
-        ``train`` method may have effects. If buffers were registered or resized, restores none; raises UserError.
+        Use one block for all batches: a model's own ``train`` method may have effects.
         """
         modules = [self.model, *([self.average.module] if self.average else [])]
         for module in modules:
@@ -211,11 +193,7 @@ class TrainingState:
                 raise late_parameter_error(name)
 
     def predict(self, inputs: Leaves, targets: Leaves, samples: int, model: nn.Module | None = None) -> Any:
-        """Return the outputs of ``model``, by default the kept weights', for a batch of ``samples``.
-
-        Call it in :meth:`evaluation_mode`, or with a model in evaluation mode. Seeds the random generators, equally for
-        each batch, for models that draw. UserError if the outputs do not fit the targets.
-        """
+        """Return the outputs of ``model``, by default the kept weights', for a batch; seeds the random generators."""
         self.this_pass.begin_pass(self.hp.seed, 0, np.arange(samples), self.device)
         prepared = self.prepare_inputs(inputs)
         with explain_model_errors(self.hp.model, self.model, prepared):
@@ -228,13 +206,11 @@ class TrainingState:
         return self.model if self.hp.keep != "ema" or self.average is None else self.average.module
 
     def update_average(self) -> None:
-        """Update the moving average, if there is one, by the weights of this step."""
         if self.average is not None:
             self.average.update_parameters(self.model)
 
 
 def late_parameter_error(name: str) -> UserError:
-    """Return the error for a parameter that begins to require a gradient after training was set up."""
     return UserError(
         f"parameter {name}: was frozen when the optimiser was made, so it is never trained; leave its "
         "requires_grad True, and multiply its gradient by 0 (register_hook) until it is to be trained"
@@ -247,9 +223,7 @@ TRIED_TOKENS = 10_000  # of texts, whose weights an own objective is asked for b
 def open_objective(data: PreparedSet, hp: Hyperparameters, training: Order, targets: TargetSpec | None) -> Objective:
     """Return the objective of a training on a prepared data set, whose training samples are those of ``training``.
 
-    ``targets`` is what all targets are; None: they are several leaves, or none. Runs the user's code of an own
-    objective, and asks it for the weights of all targets. Raises UserError if the objective does not take the
-    targets, a setting or an option, gives wrong weights, or has no measure ``select_by``.
+    ``targets`` is None if they are several leaves, or none. Own objectives are asked for the weights of all targets.
     """
     if targets is None and ":" not in hp.objective:
         raise UserError(

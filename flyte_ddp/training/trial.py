@@ -32,11 +32,7 @@ UNDEFINED = (ArithmeticError, IndexError, RuntimeError, ValueError)
 
 
 def try_evaluation(state: TrainingState, data: PreparedSet) -> list[str]:
-    """Evaluate a copy of an own model, or for an own objective, on a few samples; nothing of the run changes.
-
-    Returns warnings. Raises what own code raises, and UserError for a sample of ``data`` that is not finite and makes
-    the loss so.
-    """
+    """Evaluate own code with a copy of the model on a few samples before training; return warnings."""
     hp, test = state.hp, state.test
     if ":" not in hp.model and ":" not in hp.objective:
         return []
@@ -86,7 +82,7 @@ def describe_shift(objective: Objective, inputs: Leaves, targets: Leaves) -> str
 
 
 def describe_padding(state: TrainingState, model: nn.Module, samples: Indices, inputs: Leaves) -> str:
-    """Return a warning if padding changes the outputs of the shortest of some test samples, whose inputs are given."""
+    """Return a warning if padding changes the outputs of the shortest of some test samples; else ""."""
     if state.hp.collate != PADDED:
         return ""
     lengths = find_mask(inputs).sum(dim=1)
@@ -109,7 +105,6 @@ def describe_padding(state: TrainingState, model: nn.Module, samples: Indices, i
 
 
 def find_mask(inputs: Leaves) -> Tensor:
-    """Return the mask, bool [n, longest], of inputs that were padded."""
     mask: Tensor = inputs[MASK] if isinstance(inputs, Mapping) else inputs[-1]
     return mask
 
@@ -141,7 +136,6 @@ def name_non_finite_sample(state: TrainingState, name: str, losses: Tensor) -> N
 
 
 def try_measure(objective: Objective, columns: Mapping[str, Tensor]) -> None:
-    """Ask an own objective for its measures of a few samples, which may not define them."""
     with hide_process_group(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
@@ -153,16 +147,13 @@ def try_measure(objective: Objective, columns: Mapping[str, Tensor]) -> None:
 
 
 def refuse_table_of_losses(objective: Objective, outputs: Any, targets: Leaves) -> None:
-    """Raise UserError for a reduced loss of a table, which outputs [n, 1] and targets [n] make together.
-
-    Such a loss is the same for the right outputs in another order.
-    """
+    """Raise UserError for a reduced loss of the table [n, n] that outputs [n, 1] and targets [n] make together."""
     if objective.coupled or not isinstance(outputs, Tensor) or not isinstance(targets, Tensor):
         return
     samples = len(targets)
     if {tuple(outputs.shape), tuple(targets.shape)} != {(samples,), (samples, 1)}:
         return
-    values = targets.flatten().sort().values
+    values = targets.flatten().sort().values  # such a loss is the same for the right outputs in another order
     right = convert_outputs(outputs, torch.float64).new_tensor(values.tolist())
     sums = []
     for each in (right, right.flip(0)):
@@ -184,7 +175,7 @@ def refuse_non_finite(state: TrainingState, inputs: Leaves, targets: Leaves, sam
 
 
 def refuse_empty(state: TrainingState, inputs: Leaves, outputs: Any, samples: Indices, split: str) -> None:
-    """Raise UserError, which names the sample, if outputs, or losses, are not finite, and of empty samples alone."""
+    """Raise UserError, which names the sample, if outputs, or losses, of empty samples alone are not finite."""
     if state.hp.collate == PADDED and (floats := [each for each in list_floats(outputs) if len(each) == len(samples)]):
         failed = ~torch.stack([each.isfinite().reshape(len(samples), -1).all(1) for each in floats]).all(0)
         if failed.any() and not find_mask(inputs)[failed].any():
@@ -195,7 +186,6 @@ def refuse_empty(state: TrainingState, inputs: Leaves, outputs: Any, samples: In
 
 
 def require_finite(kind: str, leaves: Leaves, samples: Indices, split: str) -> None:
-    """Raise UserError for a floating-point leaf, an "input" or "target", of which a sample is NaN or infinite."""
     for name, leaf in name_leaves(leaves).items():
         if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.shape[:1] == (len(samples),):
             places = (~leaf.isfinite()).nonzero()
@@ -220,7 +210,6 @@ def refuse_foreign_parameters(model: nn.Module, loss: Tensor) -> None:
 
 
 def list_parameters(loss: Tensor) -> Iterator[nn.Parameter]:
-    """Yield the parameters that get a gradient from ``loss``."""
     waiting, seen = [loss.grad_fn], set()
     while waiting:
         node = waiting.pop()

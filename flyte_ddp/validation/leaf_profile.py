@@ -73,7 +73,7 @@ class ItemMeasurer:
     dimensions: list[dict[str, int]]  # of the leaves of inputs and targets of the first training sample
 
     def measure_items(self, samples: Sequence[int]) -> PartProfile:
-        """Return what is found in these samples; raise the errors of reading, and UserError for other leaves."""
+        """Return what is found in these samples; UserError for other leaves than the first training sample's."""
         read = [[name_arrays(side) for side in self.items.read_item(sample, 0, None)] for sample in samples]
         for sample, pair in zip(samples, read, strict=True):
             if (found := count_dimensions(pair)) != self.dimensions:
@@ -89,16 +89,14 @@ class ItemMeasurer:
 
 
 def count_dimensions(pair: Sequence[Mapping[str, NDArray[Any]]]) -> list[dict[str, int]]:
-    """Return the number of dimensions of each leaf by its name, of inputs and of targets."""
     return [{name: leaf.ndim for name, leaf in named.items()} for named in pair]
 
 
 def measure_item_set(data: ItemSet, profile: DataProfile, settings: Settings) -> list[Compared]:
-    """Read all samples of training and test split, and add them to the profile's counts and examples.
+    """Add all samples of training and test split to the profile; return what the samples are compared by.
 
-    Returns what the samples of each split are compared by. Items on demand are read in loader processes, which end
-    before it returns; then reads some of them a second time, in this process. Raises UserError if these are not what
-    they were, or an item has other leaves than another; OwnCodeError if the user's code fails.
+    Items on demand are read in loader processes; some are read again in this process. Raises UserError if these are not
+    what they were, or an item has other leaves than another; OwnCodeError if the user's code fails.
     """
     if isinstance(data, SampleArrays):
         profile.targets = kind_of_targets(data.train_targets, data.classes)
@@ -185,8 +183,7 @@ def name_arrays(leaves: Leaves) -> dict[str, NDArray[Any]]:
 def kind_of_targets(targets: Leaves, classes: Sequence[str], *, of_pictures: bool = False) -> str:
     """Return what a target is: CLASSES, LABELS, MASKS, NUMBERS, TOKENS, or OTHERS for several leaves, texts or objects.
 
-    ``targets`` are the leaf of all samples, or of some. Floats [n, k] are LABELS if all are 0, 1 or NaN, and there is a
-    class for each, or none has a name.
+    Floats [n, k] are LABELS if all are 0, 1 or NaN, and there is a class for each, or none has a name.
     """
     if not isinstance(targets, (np.ndarray, Ragged)) or targets.dtype.kind not in "biuf":
         return OTHERS
@@ -206,12 +203,7 @@ def kind_of_targets(targets: Leaves, classes: Sequence[str], *, of_pictures: boo
 def measure_leaves(
     samples: Sequence[int], inputs: Mapping[str, Values], targets: Mapping[str, Values], kind: str, classes: int
 ) -> PartProfile:
-    """Return what is found in one or more samples, whose leaves are given by name; ``samples`` are their numbers.
-
-    Statistics of a leaf: types and shapes; lengths, by powers of two, where they may differ; of numbers the means of
-    samples, and the columns of a table of up to COLUMNS (64), by sign and power of two. Of targets the means only if
-    ``kind`` is OTHERS, as else they are counted by what they are.
-    """
+    """Return what is found in one or more samples, whose leaves are given by name; ``samples`` are their numbers."""
     leaves, not_finite = dict[str, Counter[str]](), dict[int, str]()
     for side, named in (("inputs", inputs), ("targets", targets)):
         for name, values in named.items():
@@ -235,30 +227,26 @@ def measure_leaves(
 
 
 def has_numbers(values: Values) -> bool:
-    """Return whether the samples of a leaf are numbers or truth values."""
     return all(each.dtype.kind in "biuf" for each in ([values] if isinstance(values, np.ndarray) else values))
 
 
 def mean_or_zero(values: NDArray[Any], axis: int) -> NDArray[np.float64]:
-    """Return the mean of the values along an axis, in fp64; 0 without any."""
     with np.errstate(all="ignore"):
         return np.asarray(values.sum(axis, np.float64) / max(1, values.shape[axis]))
 
 
 def first_or_nan(values: NDArray[Any], axis: int) -> NDArray[Any]:
-    """Return the first of the values along an axis; NaN without any."""
     return values.take(0, axis) if values.shape[axis] else np.asarray(np.nan)
 
 
 def reduce_samples(values: Values, function: Any) -> NDArray[Any]:
-    """Return, [n], what a function of values and an axis returns for all numbers of each sample."""
     if isinstance(values, np.ndarray):
         return np.asarray(function(values.reshape(len(values), -1), 1))
     return np.array([function(value.reshape(-1), 0) for value in values])
 
 
 def count_leaf(name: str, values: Values, *, with_numbers: bool) -> dict[str, Counter[str]]:
-    """Return the statistics of a leaf: how many samples have each value, by the statistic's name in words."""
+    """Return how many samples have each value of a leaf's statistics, by the statistic's name in words."""
     counts = {f"types of {name}": Counter[str]()}
     if isinstance(values, np.ndarray):
         counts[f"types of {name}"][describe_array(values.dtype, values.shape[1:])] = len(values)
@@ -313,10 +301,7 @@ def count_targets(values: Values, kind: str) -> Counter[str]:
 
 
 def find_unnamed(samples: Sequence[int], values: Values, classes: int) -> dict[str, int]:
-    """Return the smallest and the largest class number or token, but for -100, if it is not in 0..classes-1.
-
-    Each with the number of a sample that has it.
-    """
+    """Return the smallest and largest class number or token outside 0..classes-1, with a sample that has it."""
 
     def smallest(each: NDArray[Any], axis: int) -> NDArray[Any]:
         return np.asarray(np.where(each == IGNORED_TOKEN, 0, each).min(axis, initial=0))

@@ -48,7 +48,6 @@ class DataProfile(DataClassJsonMixin):
 
     @property
     def compared(self) -> str:
-        """What equal samples have in common, in words: their pixels, or their inputs where they are no images."""
         return "inputs" if self.training.leaves else "pixels"
 
 

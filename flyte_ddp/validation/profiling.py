@@ -52,9 +52,8 @@ class SampleFacts(NamedTuple):
 def compute_profile(folder: Path, settings: Settings | None = None) -> DataProfile:
     """Read and decode all samples of a prepared data set, and return its profile.
 
-    Encoded images use the shard cache of ``settings``; its ``loader_threads`` is the number of decoding threads, or of
-    processes for items on demand. Counts samples that cannot be decoded, or are not finite. Raises a UserError if the
-    data set is damaged, or a sample cannot be read, has no image or label, or is another one when it is read again.
+    ``loader_threads`` of ``settings`` is the number of decoding threads, or of processes for items on demand. Raises
+    UserError if the data set is damaged, or a sample cannot be read, lacks image or label, or changes when read again.
     """
     data, settings = open_prepared(folder), settings or Settings()
     profile = DataProfile([*data.classes], SplitProfile(), SplitProfile(), 0, 0, [], {}, [], [])
@@ -73,7 +72,6 @@ def compute_profile(folder: Path, settings: Settings | None = None) -> DataProfi
     starts = np.flatnonzero(np.diff(group[shared], prepend=-1))
 
     def read_name(place: int) -> str:
-        """Return the name of a sample; of images, read it again for that."""
         split, number = SPLITS[int(in_test[place])], numbers[place : place + 1]
         if isinstance(data, ItemSet):
             return f"{split} sample {numbers[place]}"
@@ -100,10 +98,7 @@ def compute_profile(folder: Path, settings: Settings | None = None) -> DataProfi
 
 
 def add_split_to_profile(data: PreparedSet, split: str, profile: DataProfile, settings: Settings) -> Compared:
-    """Read and decode all samples of a split, and add them to the profile's counts and examples.
-
-    Returns what the samples that can be decoded are compared by.
-    """
+    """Add all samples of a split to the profile; return what those that can be decoded are compared by."""
     numbers, counts = sample_numbers(data, split), getattr(profile, split)
     labels, digests = np.zeros(len(numbers), dtype=np.int64), np.zeros(len(numbers), dtype=np.uint64)
     good = np.zeros(len(numbers), dtype=np.bool_)
@@ -143,10 +138,7 @@ def sample_numbers(data: PreparedSet, split: str) -> Indices:
 def measure_images(
     data: PreparedSet, split: str, numbers: Indices, settings: Settings
 ) -> Generator[SampleFacts, None, None]:
-    """Read and decode the samples ``numbers`` of a split, encoded images in threads, and yield facts of each, in order.
-
-    Downloads remote shards into the cache. The facts of an undecodable image say why. UserError if one cannot be read.
-    """
+    """Yield facts of the samples ``numbers`` of a split, in order; encoded images are decoded in threads."""
     if isinstance(data, ImageArrays):
         tests, training = (data.test_images, data.test_labels), (data.train_images, data.train_labels)
         pixels, labels = tests if split == "test" else training
@@ -157,7 +149,6 @@ def measure_images(
         return
 
     def decode_and_measure(number: int, encoded: Encoded) -> SampleFacts:
-        """Decode a sample, reading it again if that fails; return its facts, or why it cannot be decoded."""
         try:
             pixels, encoded = decode_or_refetch(source, number, encoded)
             with open_with_pillow(encoded.content) as image:
@@ -182,9 +173,8 @@ def measure_pixels(name: str, label: int, mode: str, pixels: Pixels) -> SampleFa
 def check_profile(profile: DataProfile, hp: Hyperparameters, *, max_duplicates: float, max_conflicts: float) -> None:
     """Raise a UserError if a data set should not be trained on: one line for each problem, with examples and a remedy.
 
-    ``max_duplicates`` is the allowed share of test samples that have the pixels, or inputs, of a training sample,
-    ``max_conflicts`` the allowed share of samples that have those of a sample with another label. Also raises a
-    UserError if the class names are unknown, or ``hp.num_classes`` is not their number.
+    ``max_duplicates`` is the allowed share of test samples with the pixels, or inputs, of a training sample.
+    ``max_conflicts`` is the allowed share of samples with those of a sample with another label.
     """
     what = profile.compared
     # Own objectives of samples that are no images may need no classes; others say so when training begins.
@@ -235,12 +225,11 @@ def check_profile(profile: DataProfile, hp: Hyperparameters, *, max_duplicates: 
 
 
 def describe_differences(profile: DataProfile, champion: DataProfile) -> Iterator[str]:
-    """Yield a warning if the classes or leaves differ from the champion's, and for each other statistic that differs.
+    """Yield a warning for each split and statistic that differs from the champion's: by 10 %, with p < 0.001.
 
-    The size of a difference is the total variation distance of the two distributions: the share of samples that would
-    have to change to make them equal. Of labels, classes of masks, and tokens, of which a sample may have several or
-    none, it is the largest change of a share of samples. Warns of differences of at least SHIFT (10 %) with a p-value
-    (Pearson's chi-squared test) below SIGNIFICANCE (0.001), of the leaves' statistics, or of all labels, together.
+    The difference is the total variation distance of the two distributions. Of labels, classes of masks, and tokens it
+    is the largest change of a share of samples, as a sample may have several. The p-value is of Pearson's chi-squared
+    test (Bonferroni over the leaves' statistics, or over all labels).
     """
     statistics = dict(STATISTICS)
     if profile.classes != champion.classes:
@@ -279,13 +268,11 @@ def describe_differences(profile: DataProfile, champion: DataProfile) -> Iterato
 
 
 def find_counts(split: SplitProfile, statistic: str) -> dict[str, int]:
-    """Return the number of samples by the value of a statistic: one of STATISTICS, or of the leaves."""
     found: dict[str, int] = getattr(split, statistic) if statistic in STATISTICS else split.leaves.get(statistic, {})
     return found
 
 
 def describe_value(statistic: str, value: str, classes: list[str]) -> str:
-    """Return a value of a statistic in words, such as "class cat"."""
     if statistic == "labels":
         known = value.isdecimal() and int(value) < len(classes)
         return f"class {classes[int(value)]}" if known else f"targets of {value}"

@@ -48,7 +48,6 @@ class DDPTask:
     """Stands for the task types of this plugin: a call returns the one that the configuration's engine needs."""
 
     def __new__(cls, task_config: DDP, task_function: Callable[..., Any], **options: Any) -> Any:
-        """Make a task of a function with flytekit's options of a task; raise UserError if its extra is missing."""
         from flytekitplugins.ddp.task import make_task
 
         return make_task(task_config, task_function, options)

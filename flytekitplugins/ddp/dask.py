@@ -30,10 +30,7 @@ RUNNER = Size(cpu="1", memory="2Gi", ephemeral_storage="10Gi")
 
 
 def dask_cluster(workers: int, node: ResourceSpec, workers_per_node: int) -> Dask:
-    """Return the configuration, for Flyte's Dask plugin, of a cluster with a small scheduler and so many workers.
-
-    Each worker requests 1/``workers_per_node`` of the resources ``node``. Raises UserError for a malformed quantity.
-    """
+    """Return the plugin's configuration of so many workers, each with 1/``workers_per_node`` of ``node``."""
     parts = {kind: divide_resources(getattr(node, kind), workers_per_node) for kind in ("requests", "limits")}
     return Dask(scheduler=Scheduler(**requests_and_limits(SCHEDULER)), workers=WorkerGroup(workers, **parts))
 
@@ -53,10 +50,6 @@ class DaskTask(RanksTask, PluginTask):  # type: ignore[misc]  # which the plugin
         )
 
     def run_ranks(self, call: Call, run: str) -> Returned:
-        """Run the call on the cluster that Flyte has set up; locally on one of this machine.
-
-        Raises UnreachableError if the cluster's workers do not come within FLYTE_DDP_TIMEOUT.
-        """
         from flyte_ddp.launch import dask
 
         num_ranks, workers, seconds = self.ddp.num_ranks, 0, None

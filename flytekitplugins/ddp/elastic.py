@@ -50,26 +50,20 @@ class ReplacedPodsTask(PytorchElasticFunctionTask):  # type: ignore[misc]  # whi
     """The plugin's task type, which also retries after SIGTERM and lost workers, and survives a lost pod.
 
     With the plugin alone, SIGTERM ends the task without outputs and without an error, so that Flyte does not retry it.
-    A killed worker counts as a mistake in the code. A lost pod ends its PyTorchJob; here the operator replaces the pod,
-    and the ranks of all pods continue from the checkpoint.
+    A killed worker counts as a mistake in the code. A lost pod ends its PyTorchJob; here the operator replaces the pod.
     """
 
     def get_custom(self, settings: SerializationSettings) -> Any:
-        """Return the plugin's specification of the PyTorchJob, with a restart policy that replaces lost pods.
-
-        The plugin's configuration has no option for that.
-        """
         custom = super().get_custom(settings)
         if custom:
+            # The plugin's configuration has no option for it.
             custom["workerReplicas"]["restartPolicy"] = "RESTART_POLICY_ON_FAILURE"
         return custom
 
     def launch_workers(self, function: Function, root: Path, **inputs: Any) -> Any:
-        """Start this node's workers, each of which calls ``function``, and return what rank 0's has returned.
+        """Start this node's workers, which call ``function`` and find modules below ``root``; return rank 0's value.
 
-        The function is pickled by cloudpickle. Workers find modules below ``root``. Raises IgnoreOutputs if this node
-        has no rank 0; the error of the worker that failed first; Flyte's recoverable error if that is what the worker
-        raised; and StoppedError after SIGTERM.
+        Raises IgnoreOutputs if this node has no rank 0, the error of the worker that failed first, and StoppedError.
         """
         from torch.distributed.elastic.multiprocessing.api import SignalException
 
@@ -106,10 +100,7 @@ class ElasticTask(RanksTask, ReplacedPodsTask):
         super().__init__(engine, function, requests=node.requests, limits=node.limits, **options)
 
     def run_ranks(self, call: Call, run: str) -> Returned:
-        """Run the call in the pods of the PyTorchJob, of which this is one; locally in workers of this machine.
-
-        Raises IgnoreOutputs in a pod without rank 0.
-        """
+        """Run the call in the pods of the PyTorchJob, of which this is one; locally in workers of this machine."""
         from flyte_ddp.launch import elastic
 
         returned: Returned
@@ -123,21 +114,17 @@ class ElasticTask(RanksTask, ReplacedPodsTask):
 
 
 def run_worker(call: Call, run: str) -> bytes | None:
-    """Run the call as the rank that this worker of Elastic's is; return on rank 0 what it has returned, pickled.
-
-    Elastic itself would send tensors as shared memory, which goes with the worker. Raises Flyte's recoverable error in
-    place of one after which another attempt may succeed, and writes the original one for :func:`first_worker_error`.
-    """
+    """Run the call as the rank that this worker of Elastic's is; return on rank 0 what it has returned, pickled."""
     from flyte_ddp.launch import elastic
     from flyte_ddp.launch.remote.elastic_link import pickle_exception
 
     def launch(work: Work) -> None:
-        """Do the work as rank 0, and write an exception for Elastic before Flyte's error replaces it."""
-        with pickle_exception():
+        with pickle_exception():  # before Flyte's error replaces the exception
             elastic.launch(work)
 
     with pickle_exception(), translate_errors_for_flyte():
         if not elastic.is_leader():
             elastic.follow()
             return None
+        # Elastic itself would send tensors as shared memory, which goes with the worker.
         return pickle_by_value(run_in_folder(call, run, Request(), launch, page=False))

@@ -28,7 +28,6 @@ def remove_execution_id_outside_tasks() -> None:
     """Remove FLYTE_INTERNAL_EXECUTION_ID from the environment, unless Flyte executes a task in this process.
 
     So ``pyflyte run`` and notebooks of a person inside a pod, such as a workspace in the cluster, are local runs.
-    Flyte's pyflyte-execute has set the mode TASK_EXECUTION by now; Elastic's workers always have it.
     """
     state = FlyteContextManager.current_context().execution_state
     if state is None or state.mode is not ExecutionState.Mode.TASK_EXECUTION:
@@ -39,9 +38,9 @@ class Flyte:
     """Facts about the Flyte task that runs now, and Flyte's ways to take over a page and an error."""
 
     def disk_limit(self) -> str:
-        """Return this task's limit of ephemeral storage; "" without one, and for tasks whose pods an operator makes."""
         module, _, name = os.environ.get("FLYTE_INTERNAL_TASK_NAME", "").rpartition(".")
         task = getattr(sys.modules.get(module), name, None)
+        # For tasks whose pods an operator makes the limit is not known.
         return (
             ""
             if task is None or task.task_type != "python-task"
@@ -49,30 +48,23 @@ class Flyte:
         )
 
     def is_retraining_requested(self) -> bool:
-        """Return whether this is ``pyflyte run --overwrite-cache``, or Flyte's local cache is off."""
         cache = LocalConfig.auto()
         return bool(cache.cache_overwrite or not cache.cache_enabled)
 
     def output_address(self) -> str:
-        """Return the address below which Flyte has this attempt write its raw outputs. Only for pods."""
         return str(FlyteContextManager.current_context().file_access.raw_output_prefix)
 
     def publish_page(self, title: str, html: str) -> None:
-        """Replace the HTML of this task's deck of that title, or add a deck; then upload all decks of the task.
-
-        Does nothing for a task without decks, such as one that a map task has made. flytekit publishes no deck of a
-        dynamic task, so a context is set in which any task looks like an ordinary one.
-        """
         context = FlyteContextManager.current_context()
         if not context.user_space_params.enable_deck:
             return
+        # flytekit publishes no deck of a dynamic task: here any task looks like an ordinary one.
         state = context.execution_state.with_params(mode=ExecutionState.Mode.TASK_EXECUTION)
         with FlyteContextManager.with_context(context.with_execution_state(state)):
             replace_deck(title, html)
             Deck.publish()
 
     def retryable_error(self, message: str) -> Exception:
-        """Return a FlyteRecoverableException, the one exception after which Flyte starts another attempt."""
         return FlyteRecoverableException(message)
 
 
@@ -92,10 +84,9 @@ translate_errors_for_flyte = partial(retries.raise_retryable_errors, PLATFORM)
 
 @contextmanager
 def report_user_errors() -> Iterator[None]:
-    """Raise a UserError of the block as the user's mistake, around a task's ``dispatch_execute``.
+    """Raise a UserError of the block, around a task's ``dispatch_execute``, as the user's mistake.
 
-    flytekit reports any error before the body, such as of an input's conversion, as the system's. In a pod, has
-    :func:`close_connections` called at the exit of this process.
+    flytekit reports any error before the body, such as of an input's conversion, as the system's.
     """
     try:
         yield
@@ -120,6 +111,5 @@ def close_connections() -> None:
 
 
 async def close_session(files: Any) -> None:
-    """Close the session of an asynchronous file system, as fsspec documents it."""
     session = await files.set_session()
     await session.close()

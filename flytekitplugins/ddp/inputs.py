@@ -21,8 +21,6 @@ def describe_inputs(inputs: Mapping[str, Any], literals: LiteralMap | None, igno
     """Return the inputs but the ignored ones by name, as JSON values that are equal for equal inputs.
 
     A literal's own hash counts where Flyte has one; else the address of a file, and the value of anything else.
-    ``literals`` are the inputs as Flyte sent them; None if that is not known. Prints which count by an address, as a
-    task before may write them to another one at each launch. Downloads nothing.
     """
     hashes = {name: literal.hash for name, literal in literals.literals.items()} if literals else {}
     counted = {name: value for name, value in inputs.items() if name not in ignored}
@@ -61,7 +59,6 @@ def find_files(value: Any) -> Iterator[Any]:
 
 
 def list_fields(value: Any) -> list[str]:
-    """Return the names of the fields of a dataclass's or a pydantic model's instance; [] for other values."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return [field.name for field in dataclasses.fields(value)]
     return [*getattr(type(value), "model_fields", ())]
@@ -76,7 +73,6 @@ def share_downloads(value: Any) -> None:
 
 
 def download_once(download: Callable[[], Any], path: Path) -> None:
-    """Call ``download``, which writes ``path``, unless a process of this host has done so; wait for one that does."""
     with hold_lock(path.parent, f".{path.name}.lock") as lock:
         if not os.fstat(lock.fileno()).st_size:
             download()

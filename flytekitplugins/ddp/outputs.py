@@ -23,8 +23,8 @@ class UndeclaredError(Exception):
 def convert_outputs(task: str, value: Any, outputs: tuple[dict[str, Any], str | None], kept: Path | None) -> Any:
     """Return what a body has returned, with Python's own numbers and texts in place of NumPy's; None without outputs.
 
-    ``outputs`` are the declared types by name, and a declared tuple's name. Raises UserError for another type, and for
-    a file that is not there; then writes the value, pickled, into the folder ``kept``.
+    ``outputs`` are the declared types by name, and a declared tuple's name. Raises UserError for another type, or a
+    file that is not there; then writes the value, pickled, into the folder ``kept``.
     """
     kinds = tuple(outputs[0].values())
     if not kinds:
@@ -47,7 +47,6 @@ def convert_outputs(task: str, value: Any, outputs: tuple[dict[str, Any], str | 
 
 
 def refuse(value: Any, *kinds: Any) -> NoReturn:
-    """Raise UndeclaredError for a value where ``kinds`` are declared."""
     names = ", ".join(str(getattr(kind, "__name__", kind)) for kind in kinds)
     if value is None:
         raise UndeclaredError(f"None, and the task declares {names}; return it on rank 0")
@@ -56,14 +55,12 @@ def refuse(value: Any, *kinds: Any) -> NoReturn:
 
 
 def refuse_missing_files(value: Any) -> None:
-    """Raise UndeclaredError for a file of this host that is not there."""
     for file in find_files(value):
         if not file.remote_source and "://" not in str(file.path) and not Path(file.path).exists():
             raise UndeclaredError(f"{file.path}, which is not there; write it first")
 
 
 def to_python(value: Any) -> Any:
-    """Return a value with Python's own scalars in place of NumPy's, also within lists, dicts and dataclasses."""
     if isinstance(value, np.generic):
         return value.item()
     if isinstance(value, list):
@@ -78,10 +75,7 @@ def to_python(value: Any) -> Any:
 
 
 def convert_value(value: Any, kind: Any) -> Any:
-    """Return a value as ``kind``, a declared type: 0-d tensors and arrays as scalars, whole numbers as floats.
-
-    Raises UndeclaredError for what flytekit would refuse.
-    """
+    """Return a value as ``kind``, a declared type: 0-d tensors and arrays as scalars, whole numbers as floats."""
     origin, inner = get_origin(kind), get_args(kind)
     if origin is Annotated:
         return convert_value(value, inner[0])

@@ -52,11 +52,8 @@ class FunctionOfTask:
 
 
 def find_task_function(module: str, name: str, root: str) -> Any:
-    """Import a module and return the function of its task of that name; AttributeError if it has none.
-
-    Puts ``root``, where the launcher has found the module, on sys.path: pyflyte has it there only while it imports.
-    """
-    if root not in sys.path:
+    """Import a module and return the function of its task of that name."""
+    if root not in sys.path:  # pyflyte has it there only while it imports
         sys.path.insert(0, root)
     return getattr(importlib.import_module(module), name).task_function
 
@@ -64,11 +61,7 @@ def find_task_function(module: str, name: str, root: str) -> Any:
 def make_call(
     task: Any, inputs: Mapping[str, Any], shown: Mapping[str, Any], place: Place | None, *, literals: bool
 ) -> Call:
-    """Return the Call of :func:`run_body` for a task's function and inputs, which are pickled.
-
-    The function goes by its name if its module has the task under that name, else by value. Reads the sources of the
-    function and of the user's modules that it imports. Raises UserError if an input cannot be pickled.
-    """
+    """Return the Call of :func:`run_body` for a task: by name if its module has the task so named, else by value."""
     function = task.task_function
     code, own_code = digest_code(function)
     module, name = function.__module__, function.__name__
@@ -90,10 +83,8 @@ def run_body(
 ) -> Returned | None:
     """Call a task's function in this rank, in flytekit's context, and return on rank 0 what it has returned.
 
-    ``place`` is None in a local run, where the process's own context does. ``name`` is the task's, ``outputs`` the
-    types by name and the name of a declared tuple. With ``literals`` uploads the values and returns their literals.
-    Raises what the function raises, but UnreachableError for Flyte's recoverable exception, after which tasks are tried
-    again; UserError if a value is not of its declared type.
+    ``place`` is None in a local run. ``outputs`` are the types by name and the name of a declared tuple. ``literals``:
+    upload the values and return their literals. Raises UnreachableError for Flyte's recoverable exception.
     """
     from flyte_ddp.loops.current_rank import current_rank  # imports torch
     from flytekitplugins.ddp.outputs import convert_outputs  # and NumPy
@@ -117,7 +108,6 @@ def run_body(
 
 @contextmanager
 def flytekit_context(place: Place | None) -> Iterator[None]:
-    """Set flytekit's context of a task in a pod for the block; none in a local run, which has no place."""
     from flytekit.bin.entrypoint import setup_execution
 
     if place is None:
@@ -128,7 +118,6 @@ def flytekit_context(place: Place | None) -> Iterator[None]:
 
 
 def find_place() -> Place:
-    """Return where this attempt at a task writes, by flytekit's context."""
     context = flytekit.current_context()
     try:
         checkpoint = context.checkpoint
@@ -138,13 +127,11 @@ def find_place() -> Place:
 
 
 def make_literals(value: Any, types: dict[str, type], tuple_name: str | None) -> LiteralMap:
-    """Return what a task's function has returned as the literals of its outputs; uploads files and large values."""
     is_single = len(types) == 1 and not (tuple_name and isinstance(value, tuple))
     values = dict(zip(types, [value] if is_single else value, strict=True))
     return TypeEngine.dict_to_literal_map(FlyteContextManager.current_context(), values, types)
 
 
 def show_decks(decks: list[tuple[str, str]]) -> None:
-    """Add rank 0's pages to this task's decks; replace the content of those that are there."""
     for name, html in decks:
         replace_deck(name, html)

@@ -36,12 +36,8 @@ def ray_cluster(
 ) -> RayJobConfig:
     """Return the plugin's configuration of a cluster with a small head, on which no rank runs, and ``nodes`` workers.
 
-    Arguments:
-        nodes: how many workers; KubeRay starts the job when all are there.
-        resources: of each worker.
-        shared_memory: size of a worker's /dev/shm; "" limits it by the worker's memory.
-        gpu_type: value of the nodes' label for their GPU; "" takes any type.
-        with_secrets: whether workers get the secrets that the task requests.
+    ``resources`` and ``shared_memory`` (of /dev/shm; "": limited by its memory) are each worker's. ``gpu_type`` is the
+    value of the nodes' label for their GPU; "" takes any.
     """
     worker = WorkerNodeConfig(
         "ranks",
@@ -57,11 +53,7 @@ def ray_cluster(
 
 
 def node_template(resources: ResourceSpec, shared_memory: str, gpu_type: str, *, with_secrets: bool) -> PodTemplate:
-    """Return the pod template of the ranks' nodes: their resources, their type of GPU, and /dev/shm.
-
-    The specification is a dictionary, as importing Kubernetes' client takes a second. A label keeps Flyte's webhook
-    from adding secrets, unless ``with_secrets``.
-    """
+    """Return the pod template of the ranks' nodes: their resources, their type of GPU, and /dev/shm."""
     given = {kind: kubernetes_resources(getattr(resources, kind)) for kind in ("requests", "limits")}
     container = {
         "name": "ray-worker",
@@ -70,10 +62,12 @@ def node_template(resources: ResourceSpec, shared_memory: str, gpu_type: str, *,
     }
     limit = {"sizeLimit": shared_memory} if shared_memory else {}
     volume = {"name": "shm", "emptyDir": {"medium": "Memory", **limit}}
+    # A dictionary, as importing Kubernetes' client takes a second.
     spec: dict[str, Any] = {"containers": [container], "volumes": [volume]}
     if gpu_type:  # as Flyte does for pods of tasks
         taint = {"key": GPU_LABEL, "operator": "Equal", "value": gpu_type, "effect": "NoSchedule"}
         spec |= {"nodeSelector": {GPU_LABEL: gpu_type}, "tolerations": [taint]}
+    # The label keeps Flyte's webhook from adding secrets.
     return PodTemplate(spec, labels=None if with_secrets else {"inject-flyte-secrets": "false"})
 
 
@@ -94,10 +88,6 @@ class RayTask(RanksTask, RayFunctionTask):  # type: ignore[misc]  # which the pl
         super().__init__(cluster, function, **options)
 
     def run_ranks(self, call: Call, run: str) -> Returned:
-        """Run the call on the cluster to which the plugin has connected this process; locally on this machine's.
-
-        Raises UnreachableError if a pod's cluster does not get its nodes within FLYTE_DDP_TIMEOUT.
-        """
         from flyte_ddp.launch import ray
 
         nodes, num_ranks = (self.ddp.nodes, self.num_ranks) if is_in_pod() else (0, self.ddp.num_ranks)

@@ -12,18 +12,15 @@ ENGINE_RETRIES = 2  # an engine's own retries, on the hosts that it has; Flyte's
 
 
 def flytekit_resources(size: Size) -> Resources:
-    """Return a size as flytekit's Resources."""
     gpu = str(size.gpus) if size.gpus else None
     return Resources(cpu=size.cpu, mem=size.memory, gpu=gpu, ephemeral_storage=size.ephemeral_storage)
 
 
 def requests_and_limits(size: Size) -> dict[str, Resources]:
-    """Return the options ``requests`` and ``limits`` of an engine's pods; both are the size."""
     return {"requests": flytekit_resources(size), "limits": flytekit_resources(size)}
 
 
 def kubernetes_resources(given: Resources) -> dict[str, str]:
-    """Return resources by their names in a pod's specification; those that are not given are left out."""
     names = {
         "cpu": given.cpu,
         "memory": given.mem,
@@ -34,10 +31,7 @@ def kubernetes_resources(given: Resources) -> dict[str, str]:
 
 
 def divide_resources(given: Resources, parts: int) -> Resources:
-    """Return 1/``parts`` of the CPUs, the memory and the GPUs, as :func:`size_of_part` does, and the whole disk.
-
-    What is not given stays so. Raises UserError for a malformed quantity.
-    """
+    """Return 1/``parts`` of the CPUs, the memory and the GPUs, as :func:`size_of_part` does, and the whole disk."""
     whole = Size(
         cpu=str(given.cpu or 1), memory=str(given.mem or "1Gi"), ephemeral_storage="", gpus=int(given.gpu or 0)
     )
@@ -59,14 +53,10 @@ def take_resources(options: dict[str, Any]) -> ResourceSpec:
 
 
 def count_requested_gpus(resources: ResourceSpec) -> int:
-    """Return the number of GPUs that a task requests; its limit, which Kubernetes then takes, if it requests none."""
-    return int(resources.requests.gpu or resources.limits.gpu or 0)
+    return int(resources.requests.gpu or resources.limits.gpu or 0)  # without a request Kubernetes takes the limit
 
 
 def count_ranks_per_node(resources: ResourceSpec) -> int:
-    """Return how many ranks a pod of these resources has: one for each GPU; else for each CPU, at least 1, up to 4.
-
-    Counts the CPUs that are requested, or else their limit. Raises UserError for a malformed quantity.
-    """
+    """Return how many ranks a pod of these resources has: one for each GPU; else for each CPU, at least 1, up to 4."""
     cpus: Any = resources.requests.cpu or resources.limits.cpu or 1
     return count_requested_gpus(resources) or max(1, min(int(parse_quantity(str(cpus))), MOST_CPU_RANKS))

@@ -31,9 +31,7 @@ def name_run(task: str, call: Call) -> str:
 def run_in_folder(call: Call, run: str, request: Request, launch: Launch | None, *, page: bool = True) -> Any:
     """Run a call on ranks in the folder of the run, and return what rank 0 has returned.
 
-    A local run leaves its files there, and prints which. In a pod, downloads the run's newest checkpoint and uploads
-    new ones, uploads what wandb could not send, and publishes the console's page, unless another process does (``page``
-    is False). Adds the folder to ``unwritten``. Raises what run_call raises, and the errors of sync_checkpoints.
+    In a pod, syncs checkpoints, uploads what wandb could not send, and publishes the console's page if ``page``.
     """
     folder = resolve_folder(run)
     with (

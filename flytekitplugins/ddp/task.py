@@ -43,9 +43,7 @@ GRACE = {"FLYTE_DDP_SAVE_SECONDS": "15", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "25"}
 def make_task(config: DDP, function: Function, options: dict[str, Any]) -> PythonFunctionTask:
     """Return the task for a function and flytekit's options.
 
-    Sets options that the caller has not given: /dev/shm is limited by the pod's memory only, and there is a deck for
-    the page. Adds the settings that a registration gives to training pods to the task's environment variables. Raises
-    UserError for @dynamic, if the engine's extra is not installed, or if there are fewer GPUs than ranks.
+    Raises UserError for @dynamic, if the engine's extra is not installed, or if there are fewer GPUs than ranks.
     """
     if options["execution_mode"] is not PythonFunctionTask.ExecutionBehavior.DEFAULT:
         raise UserError("@dynamic has no ranks: call a @task(task_config=DDP(...)) in it")
@@ -56,7 +54,7 @@ def make_task(config: DDP, function: Function, options: dict[str, Any]) -> Pytho
             "0, which is a rank for each GPU, or request more GPUs"
         )
     if options["shared_memory"] is None:
-        options["shared_memory"] = True
+        options["shared_memory"] = True  # /dev/shm is limited by the pod's memory only
     if options["enable_deck"] is None and options["disable_deck"] is None:
         options |= {"enable_deck": True, "deck_fields": ()}  # without the pages that flytekit would add
     options["environment"] = {
@@ -91,10 +89,6 @@ class RanksTask(PythonFunctionTask):  # type: ignore[misc]  # which flytekit lea
     has_own_hosts = False  # whether rank 0 may be on a host that does not share this process's files
 
     def dispatch_execute(self, context: FlyteContext, literals: LiteralMap) -> Any:
-        """Run the task as flytekit does, and report a UserError for an input as the user's mistake.
-
-        Removes the run's saves when flytekit has made its outputs.
-        """
         folders: list[Path] = []
         tokens = received.set(literals), unwritten.set(folders)
         try:
@@ -103,16 +97,15 @@ class RanksTask(PythonFunctionTask):  # type: ignore[misc]  # which flytekit lea
         finally:
             received.reset(tokens[0])
             unwritten.reset(tokens[1])
-        for folder in folders:
+        for folder in folders:  # now that flytekit has made the outputs
             remove_saves(folder)
         return outputs
 
     def execute(self, **inputs: Any) -> Any:
         """Run the body on all ranks, and return what it has returned on rank 0; add rank 0's decks to the task's.
 
-        Raises UserError if that is None and outputs are declared, or if something cannot be sent to ranks; Flyte's
-        recoverable error after a failure that another attempt may not have; else the error of the rank that failed
-        first, or StoppedError or KeyboardInterrupt after a signal.
+        Raises UserError for a value that is not of its declared type or cannot be sent. Raises Flyte's recoverable
+        error if another attempt may succeed, else the error of the rank that failed first.
         """
         remove_execution_id_outside_tasks()
         with translate_errors_for_flyte():
@@ -138,7 +131,6 @@ class PodTask(RanksTask):
             self.environment.setdefault(REQUESTED_GPUS, str(gpus))
 
     def run_ranks(self, call: Call, run: str) -> Returned:
-        """Run the call in processes of this pod or machine; a single rank in this process."""
         from flyte_ddp.launch import elastic
 
         launch = elastic.launch if self.ddp.engine else None

@@ -1,7 +1,6 @@
 """A rank's agent on its host: ``python -m flyte_ddp.launch.remote.agent``, with a :class:`JoinTicket` on its stdin.
 
-The agent is a process of its own, because Dask's workers may not have children, and handle no signals where they run
-tasks. It ends when the process that started it ends, and the rank ends with the agent.
+It is a process of its own: Dask's workers may not have children, and handle no signals where they run tasks.
 """
 
 import os
@@ -21,11 +20,9 @@ class RankEndedError(RuntimeError):
 
 
 def run_agent(stdin: bytes, sources: bytes = b"", parent_folder: str = "") -> None:
-    """Start an agent process and wait for its end, without a limit. An engine calls this on the rank's host.
+    """Start an agent process on this host, as an engine does, and wait for its end; RankEndedError if the agent fails.
 
-    ``stdin`` is a ticket's ``to_stdin()``. ``sources`` is the result of :func:`pack_sources`: unless this host has the
-    same files, writes them into a temporary folder in ``parent_folder``, from which agent and rank import. Raises
-    RankEndedError if the agent fails, or loses the launcher before the run is over.
+    ``stdin`` is a ticket's ``to_stdin()``. ``sources`` (:func:`pack_sources`) are unpacked in ``parent_folder``.
     """
     with unpack_sources(sources, parent_folder) as (folder, path):
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [*path, *sys.path]))}
@@ -39,17 +36,13 @@ def run_agent(stdin: bytes, sources: bytes = b"", parent_folder: str = "") -> No
 
 
 def agent_start_error(who: str, error: BaseException) -> UnreachableError:
-    """Return the error for an agent that ``who`` ("a Dask worker") could not start, by the engine's exception."""
+    """Return the error for an agent that ``who``, such as "a Dask worker", could not start."""
     why = f"{type(error).__name__}: {error}".splitlines()[0]
     return UnreachableError(f"{who} cannot start a rank ({why}); it needs flyte-ddp as it is here")
 
 
 def main() -> None:
-    """Run an agent: start one rank, relay its messages to and from the launcher, then kill all descendants and exit.
-
-    Reads RankInfo and JoinTicket from stdin, as pickles. Exits with 1 if the connection to the launcher ends before the
-    run is over, else with 0. When stdin ends, a thread kills all descendants and exits with 1.
-    """
+    """Start one rank and relay its messages; exit with 1 if the launcher is lost before the run is over, else 0."""
     become_subreaper()  # orphans of the rank become children of this process, which can then kill them
     info = pickle.load(sys.stdin.buffer)
     group: list[RankHandle] = []
@@ -66,7 +59,6 @@ def main() -> None:
 
 
 def exit_with_parent() -> None:
-    """Wait for the end of stdin, which is the end of the starting process; kill all descendants, and exit with 1."""
     while os.read(sys.stdin.fileno(), 1):
         pass
     kill_descendants()

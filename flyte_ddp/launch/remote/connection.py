@@ -1,7 +1,4 @@
-"""Connections between a launcher and its agents on other hosts, or workers of Elastic: both ends, and what proves them.
-
-Strangers at the launcher's port cannot delay agents, and nothing of theirs is unpickled.
-"""
+"""Authenticated connections between a launcher and its agents on other hosts, or workers of Elastic: both ends."""
 
 import hmac
 import os
@@ -47,7 +44,7 @@ class JoinTicket:
     mark: str  # name of a file in the run folder: an agent that finds it sees that folder
 
     def to_stdin(self) -> bytes:
-        """Return an agent's stdin: the pickled RankInfo, with which it starts its rank, and the pickled ticket."""
+        """Pickle the RankInfo, with which an agent starts its rank, and then the ticket."""
         return pickle.dumps(self.info) + pickle.dumps(self)
 
 
@@ -61,7 +58,7 @@ class RunOverError(Exception):
 
 @contextmanager
 def open_local_run_folder(ticket: JoinTicket) -> Iterator[Path]:
-    """Yield the run folder if this host sees it, else a new temporary folder, which is deleted at the end."""
+    """Yield the run folder if this host sees it, else a temporary folder, deleted at the end."""
     if (ticket.run_folder / ticket.mark).exists():
         yield ticket.run_folder
         return
@@ -70,11 +67,9 @@ def open_local_run_folder(ticket: JoinTicket) -> Iterator[Path]:
 
 
 def connect_to_launcher(ticket: JoinTicket, folder: Path) -> Connection:
-    """Connect to the launcher for the ticket's rank, have both sides prove that they know the key, and return the pipe.
+    """Connect to the launcher by one of the ticket's addresses, trying each for up to 20 s, and return the pipe.
 
-    Tells the launcher that this host keeps the run's files in ``folder``. Tries the ticket's addresses in turn, each
-    for up to 20 s. Unpickles nothing from a peer that does not know the key. Raises the error of the last address
-    (OSError, EOFError, AuthenticationError) if none leads to the launcher.
+    Raises OSError, EOFError or AuthenticationError of the last address if none leads to the launcher.
     """
     failure: Exception = OSError("the launcher has no address")
     for host in ticket.hosts:
@@ -92,10 +87,9 @@ def connect_to_launcher(ticket: JoinTicket, folder: Path) -> Connection:
 
 
 def receive_work(pipe: Connection, folder: Path) -> tuple[Work, str]:
-    """Wait, without a limit, for the work; return it and the address by which other ranks reach this host.
+    """Write the files that come before the work into ``folder``; return the work, and this host's address for ranks.
 
-    Writes the files that come before the work into ``folder``. Raises RunOverError if the run has ended, EOFError or
-    OSError if the launcher is gone, and UserError if a file cannot be written.
+    Waits without a limit. Raises RunOverError if the run has ended; EOFError or OSError if the launcher is gone.
     """
     while (message := pipe.recv())["kind"] != "work":
         if message["kind"] == "over":
@@ -123,20 +117,17 @@ class WorkerConnection:
 
     @property
     def is_on_launcher_host(self) -> bool:
-        """Whether the agent is on the launcher's host, by the connection's two addresses."""
         return is_loopback(self.seen_at) or self.seen_at == self.reached_at
 
 
 @contextmanager
 def accept_agents(server: socket.socket, key: bytes) -> Iterator[Callable[[], list[WorkerConnection]]]:
-    """Yield a function that returns the agents that have connected to the socket ``server`` since it was last called.
+    """Yield a function that returns newly connected agents, and waits up to 0.1 s for the first.
 
-    Up to 64 threads check connections at once, so that a slow peer delays no other. Connections without a proof of the
-    key are dropped after HELLO_SECONDS (10 s). Makes the socket, which listens, non-blocking and leaves it open; at the
-    end closes the connections that were not returned.
+    ``server``, which listens, becomes non-blocking. At the end closes the connections that were not returned.
     """
     server.setblocking(False)
-    pool = ThreadPoolExecutor(MOST_AT_ONCE, thread_name_prefix="agent")
+    pool = ThreadPoolExecutor(MOST_AT_ONCE, thread_name_prefix="agent")  # so that a slow peer delays no other
     unproved: dict[Future[WorkerConnection], socket.socket] = {}
 
     def authenticate(connected: socket.socket) -> WorkerConnection:
@@ -153,7 +144,6 @@ def accept_agents(server: socket.socket, key: bytes) -> Iterator[Callable[[], li
         return [future.result() for future in done if future.exception() is None]
 
     def new_connections() -> list[WorkerConnection]:
-        """Return the agents that have proved the key since the last call; wait up to 0.1 s for the first."""
         deadline = time.monotonic() + WAIT_SECONDS
         proved: list[WorkerConnection] = []
         while not proved and time.monotonic() < deadline:
@@ -177,12 +167,11 @@ def accept_agents(server: socket.socket, key: bytes) -> Iterator[Callable[[], li
 
 @contextmanager
 def authenticated_pipe(connected: socket.socket, key: bytes, role: bytes, seconds: float) -> Iterator[Connection]:
-    """Yield a pipe to a peer, after both sides have proved that they know the key by an HMAC of random bytes.
+    """Yield a pipe to a peer after both sides have proved by an HMAC of random bytes that they know the key.
 
-    ``role`` is LAUNCHER or AGENT: what this side is. Unpickles nothing. Ends the connection if proof and block together
-    take longer than ``seconds``. At any time the kernel ends it when the peer's host has been silent for 30 s. The pipe
-    stays open after the block, unless proof or block raises. Raises AuthenticationError if the peer's proof is wrong,
-    and EOFError or OSError if the peer has left, sends more than 64 bytes, or the time is over.
+    ``role`` is this side's: LAUNCHER or AGENT. Ends the connection if proof and block take longer than ``seconds``. The
+    pipe stays open after the block, unless proof or block raises. Raises AuthenticationError for a wrong proof;
+    EOFError or OSError if the peer leaves or the time is over.
     """
     connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in KEEPALIVE.items():
@@ -209,6 +198,6 @@ def authenticated_pipe(connected: socket.socket, key: bytes, role: bytes, second
 
 
 def shut_connection(connected: socket.socket) -> None:
-    """End a connection in both directions; a thread that reads from it gets the end. Ignores errors."""
+    """Shut a connection down in both directions; a thread that reads from it gets the end."""
     with suppress(OSError):
         connected.shutdown(socket.SHUT_RDWR)

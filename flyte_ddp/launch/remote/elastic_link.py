@@ -29,10 +29,7 @@ NOTICE_SECONDS = 1.0  # for Elastic to find a worker that was killed, before oth
 
 
 class WorkerLink(Link):
-    """The connection to rank 0 of a worker of Elastic's, which also receives the run's outcome.
-
-    Starts a thread that handles messages; must be made in the thread that runs the rank.
-    """
+    """An Elastic worker's connection to rank 0, which also receives the run's outcome; make it in the rank's thread."""
 
     def __init__(self, pipe: Connection, rank: int, resumed_step: int) -> None:
         self.outcome: Future[BaseException | None] = Future()
@@ -42,7 +39,6 @@ class WorkerLink(Link):
         super().__init__(pipe, resumed_step)
 
     def handle_message(self, message: dict[str, Any]) -> None:
-        """Handle rank 0's message: end this rank for "over", send its stack for "stack", else call the base class."""
         if message["kind"] == "over":
             self.end_rank(message["error"])
         elif message["kind"] == "stack":
@@ -52,15 +48,10 @@ class WorkerLink(Link):
             super().handle_message(message)
 
     def handle_lost_launcher(self) -> None:
-        """End this rank: the run's outcome is that the connection to rank 0 was lost."""
         self.end_rank(lost_rank_0_error())
 
     def end_rank(self, outcome: BaseException | None) -> None:
-        """Give the run's outcome to :meth:`wait_for_outcome`; do nothing if it has got one before.
-
-        Sleeps 1 s before it gives a RankError. If the outcome is an error, and nobody calls wait_for_outcome within 2 s
-        (rank 0: 10 s), writes the error for Elastic, kills all descendants, and exits this process with code 1.
-        """
+        """Set the run's first outcome; for an error, exit this process if it still runs after 2 s (rank 0: 10 s)."""
         if self.outcome.done():
             return
         if isinstance(outcome, RankError):
@@ -76,10 +67,9 @@ class WorkerLink(Link):
             os._exit(1)
 
     def wait_for_outcome(self, own_error: BaseException | None = None) -> BaseException | None:
-        """Wait for the run's outcome and return it: the error, or None if the run has completed.
+        """Return the run's error, None if the run has completed; wait without a limit, with ``own_error`` up to 45 s.
 
-        With ``own_error``, this rank's error, waits up to 45 s, and then returns ``own_error``; for a failed collective
-        operation returns the error that rank 0 is lost, the likely cause. Without ``own_error`` waits without a limit.
+        If none comes, return ``own_error``, or for a failed collective operation its likely cause: rank 0 is lost.
         """
         self.unwinding.set()
         if own_error is None:
@@ -91,7 +81,6 @@ class WorkerLink(Link):
 
 
 def lost_rank_0_error() -> RankError:
-    """Return the recoverable error for a connection to rank 0 that has ended before the run's outcome came."""
     return RankError("lost the connection to rank 0; see the log of rank 0's host for the cause", recoverable=True)
 
 
@@ -106,7 +95,6 @@ def pickle_exception() -> Iterator[None]:
 
 
 def write_exception(error: BaseException) -> None:
-    """Pickle an exception to a file beside Elastic's error file, unless that file exists; ignore all exceptions."""
     path = Path(os.environ[ERROR_FILE]).with_suffix(ERROR_SUFFIX)
     with suppress(Exception):  # pickling a user's own exception may raise anything
         if not path.exists():

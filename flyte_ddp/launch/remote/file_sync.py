@@ -20,10 +20,9 @@ CHECKPOINTS = [f"{FOLDER}/{name}" for name in SLOTS]
 
 
 def read_file_as_messages(path: Path, name: str, start: int = 0) -> Iterator[dict[str, Any]]:
-    """Read a file from byte ``start`` on; yield messages of up to PIECE_BYTES (4 MiB) for the receiver's file ``name``.
+    """Yield a file's bytes from ``start`` on as messages of up to 4 MiB, at least one; the last one has ``last`` True.
 
-    Yields at least one message; the last one has ``last`` True. Leaves out bytes that are appended during the reading;
-    ends early if the file shrinks.
+    ``name`` is the file's name for the receiver. Leaves out bytes that are appended meanwhile.
     """
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
@@ -37,11 +36,9 @@ def read_file_as_messages(path: Path, name: str, start: int = 0) -> Iterator[dic
 
 
 def write_piece(folder: Path, message: dict[str, Any]) -> None:
-    """Write one message of :func:`read_file_as_messages` into a folder, and make folders below it.
+    """Write one message of :func:`read_file_as_messages` into a folder; until its last piece a file is ``.NAME.tmp``.
 
-    Until its last piece a file is named ``.NAME.tmp``. Pieces of metrics.jsonl and results/events.jsonl go into these
-    files at once. Appends to events.jsonl under the file's lock, for which it waits. Raises UserError if a file cannot
-    be written; OSError for events.jsonl.
+    Pieces of metrics.jsonl and results/events.jsonl are written at once. Raises UserError; OSError for events.jsonl.
     """
     path = folder / message["name"]
     if message["name"] == EVENTS:
@@ -62,9 +59,9 @@ def write_piece(folder: Path, message: dict[str, Any]) -> None:
 
 
 class FileSender:
-    """Sends the launcher the files that have changed in a host's run folder; sends nothing unless ``enabled``.
+    """Sends the launcher the files of a host's run folder that change from now on, if ``enabled``.
 
-    ``send``, which several threads call, sends a message. What the folder holds at first counts as sent.
+    ``send`` must be thread-safe. Methods raise OSError if the launcher is gone or a file cannot be read.
     """
 
     def __init__(self, folder: Path, send: Callable[[dict[str, Any]], None], enabled: bool = True) -> None:
@@ -75,11 +72,7 @@ class FileSender:
         self.sending_results = threading.Lock()
 
     def send_outputs(self, *, all_files: bool = False) -> None:
-        """Send new lines of metrics.jsonl and changed checkpoints, or ``all_files`` that have changed, if ``enabled``.
-
-        Leaves out results, and hidden files at the top of the folder. Call it from one thread only. Raises OSError if
-        the launcher is gone or a file cannot be read.
-        """
+        """Send new lines of metrics.jsonl and changed checkpoints, or ``all_files`` but results; not thread-safe."""
         if not self.enabled:
             return
         if (size := size_or_zero(self.folder / METRICS)) != self.metrics_sent:
@@ -91,11 +84,7 @@ class FileSender:
                 self._send_if_changed(name)
 
     def send_results(self) -> None:
-        """Send the launcher new lines of results/events.jsonl and changed files of results/, if ``enabled``.
-
-        Several threads may call it at once. Waits, without a limit, for the lock of events.jsonl to read it. Raises
-        OSError if the launcher is gone or a file cannot be read.
-        """
+        """Send new lines of results/events.jsonl and changed files of results/; thread-safe."""
         if not self.enabled:
             return
         events = self.folder / EVENTS
@@ -115,7 +104,6 @@ class FileSender:
         return [path.relative_to(self.folder).as_posix() for path in list_files(self.folder)]
 
     def _send_if_changed(self, name: str) -> None:
-        """Send the file ``name`` of the folder if it exists and has changed since it was last sent."""
         with suppress(FileNotFoundError):
             version = file_version(self.folder / name)
             if self.versions.get(name) != version:
@@ -125,10 +113,7 @@ class FileSender:
 
     @contextmanager
     def send_results_during(self) -> Iterator[None]:
-        """If ``enabled``, have a thread send new results every 0.5 s during the block; wait for the thread at the end.
-
-        Call :meth:`send_results` after the block for the last results. An OSError of pipe or file ends the thread.
-        """
+        """Send new results every 0.5 s in a thread during the block; call :meth:`send_results` for those after it."""
         if not self.enabled:
             yield
             return
@@ -149,11 +134,9 @@ class FileSender:
 
 
 def file_version(path: Path) -> tuple[int, int, int]:
-    """Return inode, time of change (ns) and size of a file, which tell versions of the file apart."""
     found = path.stat()
     return found.st_ino, found.st_mtime_ns, found.st_size
 
 
 def size_or_zero(path: Path) -> int:
-    """Return a file's size in bytes, 0 if it does not exist."""
     return path.stat().st_size if path.exists() else 0

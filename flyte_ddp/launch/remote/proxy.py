@@ -30,11 +30,9 @@ def detect_lost_launcher() -> Iterator[None]:
 
 
 def proxy_rank(handle: RankHandle, ticket: connection.JoinTicket) -> bool:
-    """Connect to the launcher, send the rank its work, pass messages on until the run is over; return whether it is.
+    """Relay messages until the run is over and return True; return False if the launcher is lost before.
 
-    Waits without a limit, and does not end the rank. On SIGTERM and Ctrl-C asks the launcher to stop all ranks. Reports
-    a failure of this process, such as a full disk, as the rank's error. Returns False if the connection to the launcher
-    ends before the run is over: the engine may start the agent again.
+    Asks the launcher to stop all ranks on SIGTERM and Ctrl-C. Does not end the rank.
     """
     with connection.open_local_run_folder(ticket) as folder:
         try:
@@ -67,10 +65,6 @@ def relay_until_over(
     pipe: Connection,
     send: Callable[[dict[str, Any]], None],
 ) -> bool:
-    """Get the work and relay messages until the run is over; return True.
-
-    Raises RunOverError if it is over before there is work, and LauncherGoneError.
-    """
     try:
         with detect_lost_launcher():
             work, handle.network = connection.receive_work(pipe, folder)
@@ -81,7 +75,7 @@ def relay_until_over(
             over = relay_messages(handle, pipe, send, files)
     except (connection.RunOverError, LauncherGoneError):
         raise
-    except Exception as error:
+    except Exception as error:  # of this host, such as a full disk: the launcher gets it as the rank's error
         handle.kill()
         send(describe_error(error))
         send({"kind": "exit", "code": 1})
@@ -95,17 +89,13 @@ def relay_until_over(
 def relay_messages(
     handle: RankHandle, pipe: Connection, send: Callable[[dict[str, Any]], None], files: FileSender
 ) -> bool:
-    """Pass messages between rank and launcher until the rank has ended; return whether the run was over before that.
-
-    Kills the rank or sends its stack if the launcher asks for that. Before each message of the rank sends the host's
-    metrics and new checkpoints; before "completed" and "exit" also the remaining results, and before rank 0's
-    "completed" all other files that it has written. Raises LauncherGoneError.
-    """
+    """Relay messages between rank and launcher until the rank exits; return True if the launcher sent "over" first."""
     over = False
 
     def send_from_rank(message: dict[str, Any]) -> None:
         if message["kind"] in ("completed", "exit"):
             files.send_results()
+        # Files go before the message that is about them.
         files.send_outputs(all_files=(message["kind"], handle.rank) == ("completed", 0))
         send(message)
 

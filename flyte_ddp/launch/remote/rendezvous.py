@@ -1,7 +1,6 @@
-"""Runs ranks on other hosts, by agents that start them there (agent.py) and pass on their messages (proxy.py).
+"""Runs ranks on other hosts, by agents that an engine such as Ray or Dask starts there.
 
-An engine such as Ray or Dask starts the agents where it has capacity, and gives each its :class:`JoinTicket`. They
-connect to the launcher over TCP. From then on it supervises their ranks as it does ranks on its own host.
+Each agent gets a :class:`JoinTicket` and connects over TCP; the launcher supervises its rank like one on its own host.
 """
 
 from __future__ import annotations
@@ -40,14 +39,13 @@ STACK_SECONDS = 3.0  # for a stack to come; more than the agent itself waits for
 def open_rendezvous(
     work: Work, *hosts: str, listen: str | None = None, secret: bytes | None = None, only_once: bool = False
 ) -> Iterator[Rendezvous]:
-    """Open a free TCP port for agents, and yield the Rendezvous that gathers them; close the port after the block.
+    """Open a free TCP port for agents during the block, and yield the Rendezvous that gathers them.
 
-    ``hosts`` are the addresses at which agents can reach this process. Listens at the address ``listen``; empty: all
-    addresses; None: the first of ``hosts``. Derives the run's key from ``secret``; None: from random bytes.
-    ``only_once``: the run ends with its first failure; nobody starts agents again. Writes a marker file into the run
-    folder, by which agents find out whether they see the folder. After the block deletes the marker.
+    ``hosts`` are this process's addresses for agents; listens at ``listen`` ("": all addresses; None: the first host).
+    ``secret`` derives the run's key (None: random). ``only_once``: nobody restarts agents, so a failure ends the run.
     """
-    mark = f".shared-{secrets.token_hex(16)}.tmp"  # the next run deletes *.tmp, if this process is killed
+    # Agents look for this file to find out whether they see the folder. The next run deletes *.tmp after a kill.
+    mark = f".shared-{secrets.token_hex(16)}.tmp"
     key = derive_key(secret or secrets.token_bytes(32), mark)
     (work.run_folder / mark).touch()
     try:
@@ -58,7 +56,6 @@ def open_rendezvous(
 
 
 def derive_key(secret: bytes, mark: str) -> bytes:
-    """Return a key from a secret and a rendezvous's random mark; so each rendezvous has another key."""
     return hmac.digest(secret, mark.encode(), "sha256")
 
 
@@ -74,17 +71,13 @@ class Rendezvous:
     only_once: bool
 
     def make_ticket(self, info: RankInfo) -> JoinTicket:
-        """Return the ticket by which the agent of a rank joins."""
         return JoinTicket(info, self.hosts, self.server.getsockname()[1], self.key, self.work.run_folder, self.mark)
 
     def run_ranks(self, check_engine: Callable[[], None]) -> None:
-        """Wait for all agents, send them the work, and return when all ranks have completed.
+        """Gather all agents, send them the work, and return when all ranks have completed.
 
-        After a recoverable failure waits until the engine has started all agents again, and resumes the run from its
-        newest checkpoint. While agents connect calls ``check_engine``, which raises if one will not come. Catches
-        SIGTERM and Ctrl-C. In the end tells all agents how the run ended, and kills all ranks. Raises the error of the
-        rank that failed first if no retry follows, UnreachableError if agents do not connect within GATHER_SECONDS (300
-        s), and StoppedError or KeyboardInterrupt after a signal.
+        After a recoverable failure, gathers the agents that the engine has restarted, and resumes from the newest
+        checkpoint. ``check_engine`` raises if an agent will not come. Raises the launchers' errors.
         """
         failure: BaseException | None = None
         num_ranks = self.work.world.num_ranks
@@ -118,13 +111,7 @@ class Rendezvous:
     def gather_agents(
         self, group: list[RankHandle], num_ranks: int, stop: StopRequest, check_engine: Callable[[], None]
     ) -> None:
-        """Wait until the agents of all ``num_ranks`` ranks have connected; put their handles into ``group`` by rank.
-
-        Changes ``group`` whenever an agent connects. If an agent connects for a rank that has one, the engine has
-        replaced the first: its connection is closed. Raises UnreachableError after GATHER_SECONDS (300 s), UserError if
-        an agent runs another version of this library, StoppedError or KeyboardInterrupt if a stop was requested, and
-        what ``check_engine`` raises.
-        """
+        """Put the handles of all ``num_ranks`` ranks into ``group``, by rank, as their agents connect, within 300 s."""
         deadline = time.monotonic() + GATHER_SECONDS
         found: dict[int, WorkerConnection] = {}
         with accept_agents(self.server, self.key) as new_connections:
@@ -147,7 +134,7 @@ class Rendezvous:
                             f"host {worker.host} runs library sources {worker.code}, and this one {package_digest()}; "
                             "have the same flyte-ddp on all hosts of the cluster"
                         )
-                    if worker.rank in found:
+                    if worker.rank in found:  # the engine has replaced that agent
                         found[worker.rank].pipe.close()
                     found[worker.rank] = worker
                     group[:] = self.make_handles(found)
@@ -170,8 +157,7 @@ class Rendezvous:
 class RemoteHandle(RankHandle):
     """A rank on another host, or one of Elastic's; ``worker`` is the connection to its agent.
 
-    Other ranks reach it at ``host``. ``run_folder`` is the launcher's; ``files_in`` is the folder on the rank's host
-    with the run's files, which is the run folder if the host sees it.
+    ``host`` is its address for other ranks; ``files_in`` is the folder on its host with the files of ``run_folder``.
     """
 
     def __init__(self, worker: WorkerConnection, host: str, run_folder: Path, files_in: Path) -> None:
@@ -181,28 +167,20 @@ class RemoteHandle(RankHandle):
         self.out_of_memory = self.results_failed = False
 
     def ran_out_of_memory(self) -> bool:
-        """Return whether the kernel has killed a process of the rank's host for lack of memory since the rank's start.
-
-        The agent reports this for its cgroup. Elastic's ranks have no agent: for a lost rank on the launcher's host,
-        looks at the launcher's own cgroup.
-        """
+        # Elastic's ranks have no agent that reports it.
         return self.out_of_memory or (self.lost and self.worker.is_on_launcher_host and super().ran_out_of_memory())
 
     def send_work(self, work: Work) -> None:
-        """Send the rank its work, with the paths on the rank's host, after the files that the host needs.
-
-        Sends files only to a host that does not see the run folder, and there only to the lowest rank. Waits, without a
-        limit, until each file is stored: the host's other ranks, which get the work later, read the same files.
-        """
+        """Send the rank its work with its host's paths, after the files that the host lacks; wait without a limit."""
         if self.worker.folder is not None:
             checkpoint, folder = work.checkpoint, self.files_in
             log = work.run_folder / METRICS if self.rank == 0 else None
-            if folder == self.worker.folder:
+            if folder == self.worker.folder:  # the host's lowest rank
                 with suppress(OSError, EOFError):  # an agent that is lost is noticed by whoever listens to it
                     for path in filter(None, [*work.files.values(), checkpoint.path if checkpoint else None, log]):
                         for piece in read_file_as_messages(path, path.name):
                             self.pipe.send(piece)
-                        self._wait_for_message("stored", None)
+                        self._wait_for_message("stored", None)  # the host's other ranks will read it
             work = replace(
                 work,
                 run_folder=folder,
@@ -212,9 +190,9 @@ class RemoteHandle(RankHandle):
         super().send_work(work)
 
     def read_messages(self) -> Iterator[dict[str, Any]]:
-        """Yield the rank's new messages; write its pieces of files, and set ``exitcode`` when the rank sends it.
+        """Yield the rank's new messages for up to 0.1 s, so that a slow disk does not hold up the launcher.
 
-        Stops after 0.1 s, so that a slow disk holds up the launcher for that time and one piece (4 MiB) at most.
+        Writes its pieces of files, and sets ``exitcode`` when it comes.
         """
         early, self.early = self.early, []
         for message in itertools.chain(early, super().read_messages()):  # lazily: writing counts as time of reading
@@ -226,27 +204,22 @@ class RemoteHandle(RankHandle):
                 yield message
 
     def read_stack(self) -> str:
-        """Ask the agent for the rank's Python stack and return it; empty if none comes within STACK_SECONDS (3 s)."""
         self.send("stack")
         message = self._wait_for_message("stack", STACK_SECONDS)
         return str(message["text"]) if message else ""
 
     def kill(self) -> None:
-        """Ask the agent to kill the rank; do not wait. An agent also does that when its connection ends."""
+        """Ask the agent to kill the rank; do not wait."""
         self.send("kill")
 
     def close(self) -> None:
-        """Wait up to 10 s for the rank's exit code, and write files that come before; close the pipe. Kill nothing."""
+        """Wait up to 10 s for the rank's exit code and its last files, and close the pipe."""
         if self.exitcode is None:
             self._wait_for_message("exit", JOIN_SECONDS)
         self.pipe.close()
 
     def _wait_for_message(self, kind: str, seconds: float | None) -> dict[str, Any] | None:
-        """Return the next message of a kind; None if it has not come within ``seconds``, or no more messages come.
-
-        ``seconds`` None: no limit. Writes pieces of files that come before by :meth:`_write_piece`, and keeps other
-        messages for :meth:`read_messages`.
-        """
+        """Return the next message of a kind, None if it comes too late; keep others for :meth:`read_messages`."""
         deadline = None if seconds is None else time.monotonic() + seconds
         with suppress(EOFError, OSError):
             while all(message["kind"] != "exit" for message in self.early):  # which is an agent's last one
@@ -262,7 +235,6 @@ class RemoteHandle(RankHandle):
         return None
 
     def _write_piece(self, message: dict[str, Any]) -> None:
-        """Write a piece of a file into the run folder; print the first failure for a result to stderr, raise others."""
         try:
             write_piece(self.run_folder, message)
         except (UserError, OSError) as error:
@@ -274,7 +246,6 @@ class RemoteHandle(RankHandle):
 
 
 def send_work_in_turn(group: Sequence[RankHandle], work: Work, stop: StopRequest) -> None:
-    """Send each rank its work, and wait for the files that its host needs; raise a stop's error between two ranks."""
     for handle in group:
         handle.send_work(work)
         if stop.signal is not None:
@@ -282,11 +253,7 @@ def send_work_in_turn(group: Sequence[RankHandle], work: Work, stop: StopRequest
 
 
 def resume_from_newest_checkpoint(work: Work, why: str) -> Work:
-    """Return the work with the newest checkpoint of its run folder, or with None if there is none.
-
-    Changes metrics.jsonl and reads the checkpoints by :func:`rewind_to_newest_checkpoint`, whose UserErrors it raises.
-    Prints to stderr ``why`` and the step from which the run resumes, unless the work is quiet.
-    """
+    """Rewind the run folder to its newest checkpoint, print ``why``, and return the work with that, if any."""
     found = rewind_to_newest_checkpoint(work.run_folder, work.identity)
     if not work.quiet:
         what = f"going on after step {found.step:,}" if found else "restarting from scratch"

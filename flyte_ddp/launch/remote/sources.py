@@ -15,10 +15,7 @@ LIBRARY = Path(__file__).parents[2]
 
 
 def pack_sources(*specs: str) -> bytes:
-    """Return a compressed pickle of the library's sources, and of the user's sources that the cache key covers.
-
-    Reads all these files. ``specs`` name the user's own code, such as ``mine:model``.
-    """
+    """Return a compressed pickle of the sources of the library and of the user's ``specs``, such as ``mine:model``."""
     files = {path.relative_to(LIBRARY.parent).as_posix(): path for path in list_package_files(LIBRARY)}
     for spec in specs:
         with suppress(UserError):  # malformed, or a missing module, which the rank will report if it needs it
@@ -29,10 +26,9 @@ def pack_sources(*specs: str) -> bytes:
 
 @contextmanager
 def unpack_sources(sources: bytes, parent_folder: str) -> Iterator[tuple[str | None, list[str]]]:
-    """Write the sources into a new folder, yield it and the folders for ``sys.path``, and delete the folder at the end.
+    """Write the sources into a temporary folder for the block; yield it and the folders for ``sys.path``.
 
-    Without sources, or if this host has the same files at the same paths, writes nothing, and yields None and the
-    original folders. Unpickles ``sources`` of :func:`pack_sources`, so they must come from a trusted sender.
+    Yields None and the original folders if this host has the same files. Unpickles ``sources``: trust their sender.
     """
     files: list[tuple[str, str, bytes]] = pickle.loads(zlib.decompress(sources)) if sources else []
     if all(has_content(Path(place, name), content) for place, name, content in files):
@@ -49,7 +45,6 @@ def unpack_sources(sources: bytes, parent_folder: str) -> Iterator[tuple[str | N
 
 
 def has_content(path: Path, content: bytes) -> bool:
-    """Return whether a file can be read and has this content; reads all of it."""
     try:
         return path.read_bytes() == content
     except OSError:

@@ -13,12 +13,7 @@ OWN = ("own", *MISTAKES)  # causes of a report that are no consequence of anothe
 
 
 def first_failure(group: Sequence[RankHandle], timeout: float) -> UserError | RankError:
-    """Return the error of the rank that failed first; ``timeout``, the ranks' time limit in seconds, is for its text.
-
-    Takes what :func:`find_root_cause` finds; without that, a rank that SIGABRT has ended, as gloo and NCCL do when
-    another rank is gone; without that, the collective operations that failed. For these asks the ranks that have not
-    failed for their stacks, up to 3 s each.
-    """
+    """Return the error of the rank that failed first; ``timeout``, the ranks' limit in seconds, is for its text."""
     if (error := find_root_cause(group)) is not None:
         return error
     for handle in group:
@@ -28,11 +23,7 @@ def first_failure(group: Sequence[RankHandle], timeout: float) -> UserError | Ra
 
 
 def find_root_cause(group: Sequence[RankHandle]) -> UserError | RankError | None:
-    """Return the error of a failure that no other rank's failure has caused; None if none is known so far.
-
-    Takes the first of these: a rank that a signal other than SIGABRT has ended; a rank that was lost; the earliest
-    report of an error that is no failed collective operation; a rank that exited without a report.
-    """
+    """Return the error of a failure that no other rank's failure has caused; None if none is known so far."""
     for handle in group:
         if handle.exitcode is not None and handle.exitcode < 0 and handle.exitcode != -signal.SIGABRT:
             number = signal.Signals(-handle.exitcode)
@@ -57,10 +48,7 @@ def find_root_cause(group: Sequence[RankHandle]) -> UserError | RankError | None
 
 
 def killed_rank_error(rank: int, by: signal.Signals, *, out_of_memory: bool) -> RankError:
-    """Return the recoverable error of a rank that the signal ``by`` has ended.
-
-    For SIGKILL it is an OutOfMemoryError if ``out_of_memory``, else a RankLostError; for other signals a RankError.
-    """
+    """Return the recoverable error of a rank that the signal ``by`` has ended."""
     message = f"rank {rank} was killed by {by.name}"
     if by != signal.SIGKILL:
         return RankError(message, recoverable=True)
@@ -72,9 +60,7 @@ def killed_rank_error(rank: int, by: signal.Signals, *, out_of_memory: bool) -> 
 def collective_failure_error(group: Sequence[RankHandle], timeout: float) -> RankError:
     """Return the error for collective operations that failed while no rank is known to have ended for another cause.
 
-    The error names the ranks that timed out and the ranks that have not failed. Asks the latter ranks for their stacks;
-    these and the ranks' reports are the error's details. It is recoverable, unless all ranks failed without a timeout
-    on a single host: then the operation itself is to blame.
+    It is recoverable, unless all ranks failed without a timeout on a single host: then the operation is to blame.
     """
     reports = reports_with_cause(group, "timeout", "peer")
     late = sorted(error["rank"] for error in reports if error["cause"] == "timeout")
@@ -106,11 +92,9 @@ def reports_with_cause(group: Sequence[RankHandle], *causes: str) -> list[dict[s
 
 
 def format_rank_error(error: dict[str, Any]) -> str:
-    """Return ``rank 1: ValueError: message`` for a rank's report."""
     return f"rank {error['rank']}: {error['type']}: {error['message']}"
 
 
 def format_ranks(ranks: Sequence[int]) -> str:
-    """Return ``rank 1`` or ``ranks 0 and 2`` for a list of ranks."""
     *first, last = (str(rank) for rank in ranks)
     return f"ranks {', '.join(first)} and {last}" if first else f"rank {last}"

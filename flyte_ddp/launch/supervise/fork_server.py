@@ -1,8 +1,7 @@
 """Starts the ranks of one machine as forks of a process, the rank server, which imports torch once for all of them.
 
-An import takes more than a second of a CPU and some hundred MiB. For ranks on GPUs the server does not import torch,
-because a fork of torch was never tried on a GPU; each of these ranks does. Why this is not Python's own ``forkserver``:
-docs/design/fork-server.md.
+An import takes more than a second of a CPU and some hundred MiB. For ranks on GPUs each imports torch itself, because a
+fork of torch was never tried there. Why this is not Python's own ``forkserver``: docs/design/fork-server.md.
 """
 
 import faulthandler
@@ -40,11 +39,6 @@ class ForkedHandle(ProcessHandle):
         self.pid = None
 
     def poll_exit(self) -> bool:
-        """Read the rank's pid and exit code if the rank server has sent them; return whether the rank has ended.
-
-        Does not wait. Sets ``pid`` and ``exitcode``. If the server has ended without sending the rank's exit code, sets
-        the server's exit code: Linux kills ranks with their server.
-        """
         server = self.process.exitcode  # before the pipe is read: the server's last messages are then in the pipe
         with suppress(EOFError, OSError):
             while self.exitcode is None and self.exit_pipe.poll():
@@ -54,7 +48,7 @@ class ForkedHandle(ProcessHandle):
                 else:
                     self.exitcode = number
         if self.exitcode is None:
-            self.exitcode = server
+            self.exitcode = server  # Linux kills ranks with their server
         return self.exitcode is not None
 
     def kill(self) -> None:
@@ -63,10 +57,7 @@ class ForkedHandle(ProcessHandle):
             os.kill(self.process.pid, END)
 
     def close(self) -> None:
-        """Wait up to JOIN_SECONDS (10 s) for the end of all ranks and of the rank server, and close this rank's pipes.
-
-        If one still runs after 10 s, kills the server, and with it all ranks, and waits for the server up to 10 s.
-        """
+        """Wait up to 10 s for the end of all ranks and of the rank server, then kill it; close this rank's pipes."""
         # Ranks have inherited the writing end of the server's sentinel, so that it is ready when all have ended.
         if not connection.wait([self.process.sentinel], JOIN_SECONDS):
             self.process.kill()
@@ -84,16 +75,12 @@ class RankPipes:
     exit_pipe: Connection
 
     def close(self) -> None:
-        """Close the three pipes in this process."""
         for end in (self.pipe, self.stacks, self.exit_pipe):
             end.close()
 
 
 def start_ranks(group: list[RankHandle], infos: Sequence[RankInfo], *, with_torch: bool) -> None:
-    """Start the rank server, which forks the ranks, and append the ranks' handles to ``group``.
-
-    The ranks wait for their work. ``with_torch``: the server imports torch before it forks; without it each rank does.
-    """
+    """Start the rank server, which forks the ranks, and append their handles to ``group``; they wait for their work."""
     with spawn_context() as context:
         pipes = [(context.Pipe(), context.Pipe(duplex=False), context.Pipe(duplex=False)) for _ in infos]
         ranks = [RankPipes(info, *(theirs for _, theirs in ends)) for info, ends in zip(infos, pipes, strict=True)]
@@ -107,11 +94,10 @@ def start_ranks(group: list[RankHandle], infos: Sequence[RankInfo], *, with_torc
 def run_rank_server(ranks: list[RankPipes], with_torch: bool) -> NoReturn:
     """Fork the ranks, send the launcher their process ids and exit codes, and exit after the last rank has ended.
 
-    The rank server's first function. Call it with SIGTERM and SIGINT blocked. Linux ends the server with the launcher,
-    and the ranks with the server. The server adopts processes that ranks leave behind, and kills them before it exits.
+    Call it with SIGTERM and SIGINT blocked. Linux ends the server with the launcher, and the ranks with the server.
     """
     die_with_parent()
-    become_subreaper()
+    become_subreaper()  # the server adopts processes that ranks leave behind, and kills them before it exits
     set_process_name(SERVER)
     if with_torch:
         import_torch(ranks)
@@ -138,13 +124,9 @@ def run_rank_server(ranks: list[RankPipes], with_torch: bool) -> NoReturn:
 
 
 def import_torch(ranks: list[RankPipes]) -> None:
-    """Import torch and the function of the ranks' work, and exclude all existing objects from garbage collection.
-
-    During the import SIGUSR1 writes the server's stack to rank 0's pipe. If the import fails, reports that as the error
-    of every rank, and ends the server. Sets TORCH_CPP_LOG_LEVEL if it is not set; flushes stdout and stderr.
-    """
+    """Import torch and the work's function, and freeze all objects; report a failure as each rank's error, and exit."""
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # as start_rank does, which comes after this import
-    faulthandler.register(signal.SIGUSR1, file=ranks[0].stacks.fileno(), all_threads=False)
+    faulthandler.register(signal.SIGUSR1, file=ranks[0].stacks.fileno(), all_threads=False)  # for a slow import
     gc.disable()  # collections, which free next to nothing here, take a tenth of an import of torch
     try:
         from flyte_ddp.launch.supervise.rank import load_function
@@ -159,11 +141,7 @@ def import_torch(ranks: list[RankPipes]) -> None:
 
 
 def fork_rank(own: RankPipes, ranks: list[RankPipes]) -> int:
-    """Fork a process that runs the rank, and return its id; raise OSError if there is no room for another process.
-
-    Call it with SIGTERM and SIGINT blocked. The fork never returns here; it dies with this process, and seeds NumPy's
-    generator anew.
-    """
+    """Fork a process that runs the rank, and return its id; call it with SIGTERM and SIGINT blocked."""
     server = os.getpid()
     pid = os.fork()
     if pid == 0:
@@ -182,7 +160,6 @@ def fork_rank(own: RankPipes, ranks: list[RankPipes]) -> int:
 
 
 def report_and_exit(error: BaseException, ranks: list[RankPipes]) -> NoReturn:
-    """Send the launcher an error as that of each of these ranks, kill all ranks, and end the server."""
     for each in ranks:
         with suppress(OSError):
             each.pipe.send(describe_error(error))
@@ -190,7 +167,6 @@ def report_and_exit(error: BaseException, ranks: list[RankPipes]) -> NoReturn:
 
 
 def kill_ranks_and_exit(*_: object) -> NoReturn:
-    """SIGKILL all descendants of the server, wait for them as kill_descendants does, and exit with 1; END's handler."""
     signal.signal(END, signal.SIG_IGN)
     kill_descendants()
     os._exit(1)  # without clean-up: freeing torch takes a second

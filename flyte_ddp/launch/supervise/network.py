@@ -24,7 +24,6 @@ def host_addresses() -> tuple[str, ...]:
 
 
 def is_loopback(address: str) -> bool:
-    """Return whether an IP address belongs to the loopback interface."""
     return address.startswith("127.") or address == "::1"
 
 

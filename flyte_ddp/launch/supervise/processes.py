@@ -22,10 +22,7 @@ STACK_SECONDS = 1.0
 
 
 class RankHandle:
-    """What a launcher knows of a rank, and how it talks to it; ``pipe`` leads to the rank or to its agent.
-
-    Subclasses differ in how the rank starts and ends.
-    """
+    """What a launcher knows of a rank, and how it talks to it; ``pipe`` leads to the rank or to its agent."""
 
     def __init__(self, rank: int, pipe: Connection, host: str) -> None:
         self.rank, self.pipe = rank, pipe
@@ -44,7 +41,7 @@ class RankHandle:
         self.memory_kills = count_out_of_memory_kills()  # on this host, before the rank's process can be one of them
 
     def has_started(self) -> bool:
-        """Return whether the rank's process has started, and was sent its work; before that it answers no message."""
+        """Return whether the rank was sent its work; before that it answers no message."""
         return True
 
     def poll_exit(self) -> bool:
@@ -58,7 +55,6 @@ class RankHandle:
 
     @property
     def failed(self) -> bool:
-        """Whether the rank has reported an error, or has ended without having completed."""
         return self.error is not None or (not self.completed and (self.exitcode is not None or self.lost))
 
     def ran_out_of_memory(self) -> bool:
@@ -71,23 +67,16 @@ class RankHandle:
         return [*end, *([self.pipe] if self.listening else [])]
 
     def send_work(self, work: Any) -> None:
-        """Send the rank its Work, and set ``resumes_after``."""
         self.resumes_after = work.checkpoint.step if work.checkpoint else 0
         self.send("work", work=pickle.dumps(work), saved=self.resumes_after, network=self.network)
 
     def send(self, kind: str, **values: Any) -> None:
-        """Send the rank a message, from any thread; wait, without a limit, until the pipe has taken it.
-
-        Does nothing if the rank is gone.
-        """
+        """Send the rank a message, from any thread, unless it is gone; wait, without a limit, for room in the pipe."""
         with self.sending, suppress(OSError):
             self.pipe.send({"kind": kind, **values})
 
     def read_messages(self) -> Iterator[dict[str, Any]]:
-        """Yield the messages that have come from the rank; stop after READ_SECONDS (0.1 s), unless the rank has ended.
-
-        Clears ``listening`` when the pipe has ended.
-        """
+        """Yield the messages that have come from the rank, for up to 0.1 s, or all if it has ended."""
         deadline = time.monotonic() + READ_SECONDS if self.exitcode is None else math.inf
         try:
             while self.listening and time.monotonic() < deadline and self.pipe.poll():
@@ -96,11 +85,11 @@ class RankHandle:
             self.listening = False
 
     def read_stack(self) -> str:
-        """Ask the rank for its Python stack and return it; empty if none comes within 1 s (3 s from another host)."""
+        """Return the rank's Python stack, empty if none comes within 1 s (3 s from another host)."""
         raise NotImplementedError
 
     def kill(self) -> None:
-        """Have the rank's process killed; do not wait for its end. May kill all ranks of the same group."""
+        """Have the rank's process killed, or all ranks of its group; do not wait."""
         raise NotImplementedError
 
     def close(self) -> None:
@@ -119,7 +108,6 @@ class ProcessHandle(RankHandle):
         self.ready = False
 
     def has_started(self) -> bool:
-        """Return whether the rank was sent its work, or is known to have ended."""
         # Without polling: an exit code that is read outside the supervisor's wait would not end its next wait.
         return self.ready or self.exitcode is not None
 
@@ -128,7 +116,6 @@ class ProcessHandle(RankHandle):
         self.work, self.resumes_after = work, work.checkpoint.step if work.checkpoint else 0
 
     def read_messages(self) -> Iterator[dict[str, Any]]:
-        """Yield the rank's new messages as the base class does; send the work when the rank is ready for it."""
         for message in super().read_messages():
             if message["kind"] == "ready":
                 self.ready = True
@@ -137,12 +124,10 @@ class ProcessHandle(RankHandle):
                 yield message
 
     def poll_exit(self) -> bool:
-        """Set ``exitcode`` if the rank's process has ended; return whether it has."""
         self.exitcode = self.process.exitcode
         return self.exitcode is not None
 
     def read_stack(self) -> str:
-        """Send the rank SIGUSR1 and return the Python stack that it writes; empty if it has ended, or after 1 s."""
         number = self.pid or self.process.pid
         if self.poll_exit() or number is None:
             return ""
@@ -156,11 +141,9 @@ class ProcessHandle(RankHandle):
         return stack.decode(errors="replace").strip()
 
     def kill(self) -> None:
-        """Send the rank's process SIGKILL; do not wait for its end."""
         self.process.kill()
 
     def close(self) -> None:
-        """Wait up to JOIN_SECONDS (10 s) for the end of the rank's process, and close the pipes."""
         self.process.join(JOIN_SECONDS)
         self.pipe.close()
         self.stacks.close()

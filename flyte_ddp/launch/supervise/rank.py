@@ -30,9 +30,8 @@ NO_LIMIT = timedelta(days=365)
 class Rank:
     """One rank of a run: its place, its work, and what the function of the work may ask for.
 
-    ``offer_saving`` takes the function that saves a checkpoint when the launcher asks for one: called with a limit in
-    seconds, it returns the step of the newest checkpoint. ``link`` leads to the launcher; None for a single rank in the
-    launcher's own process.
+    ``offer_saving`` takes the function that saves a checkpoint for the launcher. ``link`` leads to the launcher; None
+    for a single rank in the launcher's own process. Methods raise CollectiveTimeoutError after the work's time limit.
     """
 
     def __init__(
@@ -42,36 +41,26 @@ class Rank:
         self.store: Store | None = None  # the ranks' common store, once it is open
 
     def open_store(self) -> TCPStore:
-        """Open the store of rank 0, which all ranks share; process groups by ``env://`` at its address share it, too.
-
-        Waits for rank 0's address. Raises CollectiveTimeoutError if that does not come within the work's time limit.
-        """
+        """Open the store of rank 0, which all ranks share, as do process groups by ``env://`` at its address."""
         with translate_collective_errors():
             return open_tcp_store(self.info, self.link, timedelta(seconds=self.work.timeout))
 
     def join_by(self, store: Store) -> None:
-        """Join torch's process group by a store, and wait for all ranks, which must all call this."""
         report_error = self.link.report_error if self.link else lambda _: None
         with translate_collective_errors():
             join_process_group(self.work, self.info, store, report_error)
 
     def join(self) -> None:
-        """Join torch's process group, and wait for all ranks, which must all call this; do nothing for a single rank.
-
-        Raises CollectiveTimeoutError if a rank does not come within the work's time limit.
-        """
+        """Join torch's process group, and wait for all ranks, which must all call this, unless there is only one."""
         if self.info.world_size > 1:
             self.store = open_file_store(self.info, self.work.timeout) if self.info.store else self.open_store()
             self.join_by(self.store)
 
     def leave(self) -> None:
-        """Wait for the other ranks and leave the process group; do nothing if this rank has not joined.
-
-        No rank may close its connections while another still needs them. The wait for rank 0 has no limit, because it
-        may still write results.
-        """
+        """Wait for the other ranks, for rank 0 without a limit, and leave the process group, if it was joined."""
         if self.store is None:
             return
+        # No rank may close its connections while another needs them, and rank 0 may still write results.
         if self.info.rank == 0:
             self.store.set(FINISHED, "")
         else:
@@ -86,9 +75,7 @@ def run_rank(
 ) -> None:
     """Do the work as one rank: call its function with a Rank, then leave the process group; all ranks must call it.
 
-    The arguments are those of Rank. Reports by ``link`` only collectives on a GPU that take too long; raises other
-    errors. Sets in the whole process torch's threads, glibc's memory settings, the current GPU, faulthandler, a
-    variable of cuBLAS, and for several ranks the type of errors of collectives.
+    Sets torch's, glibc's and cuBLAS's process-wide settings. Reports by ``link`` only collectives that hang on a GPU.
     """
     faulthandler.enable()
     torch.set_num_threads(work.world.threads)
@@ -109,14 +96,13 @@ def run_rank(
 
 
 def load_function(name: str) -> Callable[..., Any]:
-    """Import a function of this library by ``package.module:function`` and return it."""
+    """Import a function by ``package.module:function`` and return it."""
     module, _, attribute = name.partition(":")
     found: Callable[..., Any] = getattr(import_module(module), attribute)
     return found
 
 
 def open_file_store(info: RankInfo, timeout: float) -> Store:
-    """Return the ranks' common store in the file that ``info.store`` names; ``timeout`` (seconds) limits its waits."""
     # A TCPStore looks up the names of the hosts that connect, and would wait for a resolver that is down.
     file = FileStore(info.store, info.world_size)
     file.set_timeout(timedelta(seconds=timeout))
@@ -124,10 +110,9 @@ def open_file_store(info: RankInfo, timeout: float) -> Store:
 
 
 def open_tcp_store(info: RankInfo, link: Link | None, timeout: timedelta) -> TCPStore:
-    """Return the ranks' common store, a TCPStore of rank 0, which other stores of rank 0 at its port share.
+    """Return a TCPStore of rank 0, common to the ranks, at a free port, which rank 0 sends to the launcher.
 
-    Rank 0 listens at a free port, and sends the port to the launcher. Other ranks wait up to ``timeout`` for the port,
-    and then raise CollectiveTimeoutError. ``link`` None: there is only one rank.
+    Other ranks wait up to ``timeout`` for the port. ``link`` None: there is only one rank.
     """
     leads = info.rank == 0
     host, port = ("127.0.0.1", 0) if leads or link is None else link.receive_address(timeout.total_seconds())
@@ -159,8 +144,7 @@ def join_process_group(work: Work, info: RankInfo, store: Store, report_error: C
 def keep_freed_memory(keep: bool = True) -> None:
     """Make glibc keep freed memory in this process for later steps; with ``keep`` False set glibc's defaults again.
 
-    Otherwise glibc returns it to the kernel, and each step has page faults, which are slow in virtual machines. Does
-    nothing with another C library.
+    Otherwise glibc returns it to the kernel, and each step has page faults, which are slow in virtual machines.
     """
     set_malloc_option(M_MMAP_MAX, 0 if keep else 65536)  # number of mappings
     set_malloc_option(M_TRIM_THRESHOLD, 2**31 - 1 if keep else 128 * 1024)  # bytes
@@ -168,11 +152,7 @@ def keep_freed_memory(keep: bool = True) -> None:
 
 @contextmanager
 def restore_settings() -> Iterator[None]:
-    """Restore after the block what run_rank and the work's function set in the whole process.
-
-    That is torch's threads, determinism and random state; Python's and NumPy's random state; CUBLAS_WORKSPACE_CONFIG.
-    glibc gets its default settings, but its threshold for mappings no longer adapts itself.
-    """
+    """Restore after the block what run_rank and the work's function set in the whole process."""
     threads, cublas = torch.get_num_threads(), os.environ.get("CUBLAS_WORKSPACE_CONFIG")
     deterministic = torch.are_deterministic_algorithms_enabled()
     of_python, of_numpy = random.getstate(), np.random.get_state()  # noqa: NPY002
@@ -188,4 +168,4 @@ def restore_settings() -> Iterator[None]:
             torch.use_deterministic_algorithms(deterministic)
         if cublas is None:
             os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)
-        keep_freed_memory(False)
+        keep_freed_memory(False)  # though glibc's threshold for mappings no longer adapts itself

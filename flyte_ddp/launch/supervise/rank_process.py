@@ -41,10 +41,9 @@ class RankInfo:
 
 
 class Link:
-    """A rank's connection to its launcher. Starts a thread that handles messages whatever the rank is doing.
+    """A rank's connection to its launcher, with a thread that handles messages whatever the rank is doing.
 
-    ``resumed_step`` is that of the checkpoint that the run resumes from; 0 without one, or if the work is still to
-    come.
+    ``resumed_step`` is the step of the checkpoint that the run resumes from; 0 without one, or before the work comes.
     """
 
     def __init__(self, pipe: Connection, resumed_step: int = 0) -> None:
@@ -57,22 +56,15 @@ class Link:
         threading.Thread(target=self._listen, name="launcher", daemon=True).start()
 
     def send(self, kind: str, **values: Any) -> None:
-        """Send the launcher a message, from any thread; wait, without a limit, until the pipe has taken it.
-
-        Does nothing if the launcher is gone; the thread that listens to the launcher then ends this process.
-        """
+        """Send the launcher a message, from any thread, unless it is gone; wait, without a limit, for the pipe."""
         with self._sending, suppress(OSError):
             self._pipe.send({"kind": kind, **values})
 
     def report_error(self, error: BaseException) -> None:
-        """Send the launcher the error that this rank failed with."""
         self.send(**describe_error(error))
 
     def receive_work(self) -> Any:
-        """Wait for the Work, without a limit, and return it.
-
-        If the launcher names a network interface, sets gloo's and NCCL's environment variables to it.
-        """
+        """Wait for the Work, without a limit, and return it; set the network interface that the launcher names."""
         message = self._received["work"].get()
         if message["network"]:
             set_network_interface(message["network"])
@@ -87,14 +79,10 @@ class Link:
         return message["host"], message["port"]
 
     def offer_saving(self, save: SaveFunction) -> None:
-        """Set the function that saves a checkpoint and returns its step, for when the launcher asks for one.
-
-        The thread that listens to the launcher calls it.
-        """
+        """Set the function that saves a checkpoint and returns its step; the listening thread calls it."""
         self._save = save
 
     def _listen(self) -> None:
-        """Handle messages until the connection ends, then call handle_lost_launcher; report an exception and exit."""
         try:
             while True:
                 self.handle_message(self._pipe.recv())
@@ -105,7 +93,6 @@ class Link:
             os._exit(1)
 
     def handle_message(self, message: dict[str, Any]) -> None:
-        """Handle the launcher's message: keep the work or rank 0's address, or write a checkpoint and send its step."""
         if message["kind"] == "work":
             self._save = lambda _: int(message["saved"])
         if message["kind"] in self._received:
@@ -121,10 +108,8 @@ class Link:
 def start_rank(info: RankInfo, pipe: Connection, stacks: Connection) -> None:
     """Run the rank's work to its end, report to the launcher, and exit this process; never return.
 
-    It is the first function of a rank's process. Call it with SIGTERM and SIGINT blocked; it unblocks them. Imports
-    torch, and waits without a limit for the work from the launcher at ``pipe``. On SIGUSR1 writes the Python stack to
-    ``stacks``, even in C code; on SIGTERM asks the launcher to stop all ranks; ignores SIGINT. Linux kills the process
-    when its parent ends. Sets the process's name, and TORCH_CPP_LOG_LEVEL if it is not set.
+    It is the first function of a rank's process. Call it with SIGTERM and SIGINT blocked; it unblocks them. On SIGUSR1
+    writes the Python stack to ``stacks``, even in C code. Linux kills the process when its parent ends.
     """
     die_with_parent()
     set_process_name(f"rank {info.rank}")
@@ -143,7 +128,6 @@ def start_rank(info: RankInfo, pipe: Connection, stacks: Connection) -> None:
 
 
 def run_and_report(info: RankInfo, link: Link) -> int:
-    """Run the rank, tell the launcher that it has completed or failed, flush output, and return the exit code."""
     try:
         from flyte_ddp.launch.supervise.rank import load_function, run_rank
 
@@ -159,14 +143,13 @@ def run_and_report(info: RankInfo, link: Link) -> int:
 
 
 def flush_output() -> None:
-    """Flush stdout and stderr; ignore errors."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):  # nobody may be listening any more
             stream.flush()
 
 
 def describe_error(error: BaseException) -> dict[str, Any]:
-    """Return the message that reports a failure: time, cause, type, text and traceback; the last two are shortened."""
+    """Return the message that reports a failure, with its text and traceback shortened."""
     raised = error.__cause__ if type(error) is CollectiveError and error.__cause__ else error  # torch's own error
     return {
         "kind": "error",
@@ -179,12 +162,12 @@ def describe_error(error: BaseException) -> dict[str, Any]:
 
 
 def exception_message(error: BaseException) -> str:
-    """Return an exception's text, shortened to MAX_CHARACTERS (20,000); a placeholder if its ``__str__`` raises."""
+    """Return an exception's text, shortened to 20,000 characters; a placeholder if its ``__str__`` raises."""
     return shorten_text(str(traceback.TracebackException.from_exception(error)))
 
 
 def shorten_text(text: str) -> str:
-    """Return a text unchanged, or the head and the tail of a text of more than MAX_CHARACTERS (20,000)."""
+    """Return a text, or the head and the tail of one of more than 20,000 characters."""
     if len(text) <= MAX_CHARACTERS:
         return text
     half = MAX_CHARACTERS // 2
@@ -194,9 +177,8 @@ def shorten_text(text: str) -> str:
 def classify_failure(error: BaseException) -> str:
     """Return the cause of a rank's failure, by the types of its exception and of that exception's causes.
 
-    It is "mistake" for a UserError, "unreachable" for an UnreachableError, "timeout" for a collective operation that
-    has waited for FLYTE_DDP_TIMEOUT, "peer" for one that failed before that time, else "own". What gloo raises inside
-    torch, such as in a backward pass of DistributedDataParallel, is known by its text alone. Imports no torch.
+    It is "mistake", "unreachable", "timeout" (a collective waited for FLYTE_DDP_TIMEOUT), "peer" (one failed before
+    that) or "own". What gloo raises inside torch is known by its text alone.
     """
     if isinstance(error, UserError):
         return "unreachable" if isinstance(error, UnreachableError) else "mistake"

@@ -18,8 +18,7 @@ OVER = 0  # no signal has this number: it ends a thread that waits for numbers o
 def call_on_signals(numbers: Collection[signal.Signals], function: Callable[[], None]) -> Iterator[None]:
     """Call a function in a thread whenever one of these signals comes in the block; the signal has no other effect.
 
-    Enter the block in the main thread. Another thread calls the function, because the main thread may sit in a
-    collective operation for minutes. Restores the handlers and ``signal.set_wakeup_fd`` at the end.
+    Enter the block in the main thread, which may sit in a collective operation for minutes.
     """
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
@@ -62,7 +61,6 @@ class StopRequest:
         return self.reader.recv_bytes()[0] != OVER
 
     def end_waiting(self) -> None:
-        """Make a thread return from :meth:`wait_for_request`."""
         self._writer.send_bytes(bytes([OVER]))
 
 
@@ -70,7 +68,7 @@ class StopRequest:
 def catch_stop_signals() -> Iterator[StopRequest]:
     """Yield a StopRequest that the first SIGTERM or Ctrl-C makes; a later Ctrl-C raises KeyboardInterrupt.
 
-    Restores the handlers at the end. Outside the main thread, where Python sets no handler, signals make no request.
+    Outside the main thread, where Python sets no handler, signals make no request.
     """
     stop = StopRequest()
 

@@ -18,12 +18,10 @@ START_SECONDS = 300.0  # for all ranks to start: importing torch takes long from
 
 
 def supervise_ranks(group: Sequence[RankHandle], stop: StopRequest, timeout: float, save_seconds: float) -> None:
-    """Handle the ranks' messages until all ranks have completed; kill none.
+    """Handle the ranks' messages until all ranks have completed; raise the launchers' errors, and kill no rank.
 
-    When a rank has failed or a stop was requested, asks rank 0 for a checkpoint, and waits for it up to 8 s; for a stop
-    up to ``save_seconds``. Then raises the UserError or RankError of the rank that failed first (with ``timeout``, the
-    ranks' time limit, in its text), StoppedError if this process or a rank got SIGTERM, or KeyboardInterrupt if this
-    process got Ctrl-C. Raises RankLostError if a rank has not started within START_SECONDS (300 s).
+    After a failure first waits up to 8 s for a checkpoint by rank 0, after a stop up to ``save_seconds``. ``timeout``
+    is the ranks' time limit, for messages. Raises RankLostError if a rank has not started within 300 s.
     """
     deadline = time.monotonic() + START_SECONDS
     while not all(handle.completed for handle in group):
@@ -49,11 +47,9 @@ def supervise_ranks(group: Sequence[RankHandle], stop: StopRequest, timeout: flo
 def wait_and_handle_messages(
     group: Sequence[RankHandle], stop: StopRequest, seconds: float | None = None, *, stop_ends_wait: bool = False
 ) -> None:
-    """Wait until a rank sends or ends, or ``seconds`` have passed; handle the messages so far.
+    """Wait until a rank sends or ends, or ``seconds`` (None: no limit) have passed; handle the messages so far.
 
-    ``seconds`` None: no limit. With ``stop_ends_wait``, a stop that is or was requested ends the wait, too. Sets the
-    handles' ``error``, ``completed``, ``saved``, ``exitcode`` and ``listening``; requests a stop if a rank asks for
-    one, and sends rank 0's port to the other ranks.
+    With ``stop_ends_wait``, a stop that is or was requested ends the wait, too.
     """
     if not any(handle.early for handle in group):
         waitables = [waitable for handle in group for waitable in handle.waitables()]
@@ -67,7 +63,6 @@ def wait_and_handle_messages(
 
 
 def handle_message(message: dict[str, Any], handle: RankHandle, group: Sequence[RankHandle], stop: StopRequest) -> None:
-    """Handle a rank's message: set the handle's attributes, request a stop, or send rank 0's port to other ranks."""
     kind = message["kind"]
     if kind == "error":
         handle.error = {**message, "time": message["time"] + handle.clock_behind}
@@ -83,11 +78,8 @@ def handle_message(message: dict[str, Any], handle: RankHandle, group: Sequence[
 
 
 def wait_for_root_cause(group: Sequence[RankHandle], stop: StopRequest) -> None:
-    """Handle messages after the first known failure, because the root cause may be reported after its consequences.
-
-    Returns when all ranks have failed, 0.2 s after a root cause is known, or after 2 s without one.
-    """
-    begin = time.monotonic()
+    """Handle messages until all ranks have failed, for 0.2 s after a root cause is known, or for 2 s without one."""
+    begin = time.monotonic()  # the root cause may be reported after its consequences
     while not all(handle.failed for handle in group):
         if time.monotonic() - begin > (SETTLE_SECONDS if find_root_cause(group) else LONGEST_SETTLE_SECONDS):
             break
@@ -95,11 +87,7 @@ def wait_for_root_cause(group: Sequence[RankHandle], stop: StopRequest) -> None:
 
 
 def request_checkpoint(group: Sequence[RankHandle], stop: StopRequest, seconds: float) -> int | None:
-    """Ask rank 0 to write a checkpoint, wait for its answer for up to ``seconds``, and return the checkpoint's step.
-
-    Handles all ranks' messages while it waits. Returns 0 if there is no checkpoint, and None if rank 0 has ended or has
-    not answered in time. If rank 0 has not started, returns at once the step that the run resumes from.
-    """
+    """Ask rank 0 for a checkpoint, and return its step, 0 without one; None if no answer comes within ``seconds``."""
     leader = group[0]
     if not leader.has_started():
         return leader.resumes_after
