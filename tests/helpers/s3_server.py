@@ -52,7 +52,7 @@ def s3_server(folder: Path, *options: str, keyed: bool = True) -> Iterator[S3Ser
     access_key, secret_key = "loopback-test-key", "loopback-test-secret"
     with tempfile.TemporaryDirectory() as home:
         log = Path(home) / "log"
-        command = [str(RCLONE), "serve", "s3", str(folder), "--addr", "127.0.0.1:0", "--dir-cache-time", "100us"]
+        command = [str(RCLONE), "serve", "s3", str(folder), "--addr", "127.0.0.1:0", "--dir-cache-time", "10ms"]
         command += ["--config", str(Path(home) / "none.conf"), *options]
         command += ["--auth-key", f"{access_key},{secret_key}"] if keyed else []
         with log.open("wb") as output:
