@@ -54,9 +54,10 @@ def refuse_outdated_module(name: str, path: Path, digest: str) -> None:
         return
     before, old = digested.get(path, (None, digest))
     if spec is not None and (before is None or before is spec) and old != digest:
+        digested[path] = spec, old
         raise UserError(
-            f"module {module} has changed since this Python imported it: call importlib.reload({module}), or start "
-            "Python anew"
+            f"module {module} has changed since it was used before, and this Python may have imported it then: call "
+            f"importlib.reload({module}), or start Python anew"
         )
     digested[path] = spec, digest
 

@@ -126,8 +126,13 @@ def test_the_digest_changes_with_the_meaning_of_the_top_packages_source(project,
     assert (user_source_digest(spec) != before) == differs
 
 
-def test_a_module_that_changed_after_its_import_is_refused_until_it_is_imported_again(project: Path) -> None:
+@pytest.mark.parametrize("imported_first", [False, True])
+def test_a_module_that_changed_after_its_import_is_refused_until_it_is_imported_again(
+    project: Path, imported_first: bool
+) -> None:
     module = project / "users_module.py"
+    if imported_first:
+        load_callable("users_module:Three")
     before = user_source_digest("users_module:Three")
     load_callable("users_module:Three")
     module.write_text("# a comment\n" + module.read_text())

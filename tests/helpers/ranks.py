@@ -11,14 +11,14 @@ import torch.distributed as dist
 
 
 def run_ranks(function: Callable[[Path], None], folder: Path, ranks: int) -> list[int | None]:
-    """Run a function in each rank, with one thread, for up to 120 s; return the exit codes."""
+    """Run a function in each rank, with one thread, for up to 300 s; return the exit codes."""
     (folder / "store").unlink(missing_ok=True)  # of an earlier call, whose ranks are gone
     spawn = multiprocessing.get_context("spawn")
     group = [spawn.Process(target=run_rank, args=(function, rank, ranks, folder)) for rank in range(ranks)]
     for process in group:
         process.start()
     for process in group:
-        process.join(120)
+        process.join(300)
         process.kill()
     return [process.exitcode for process in group]
 
