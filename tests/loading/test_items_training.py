@@ -2,6 +2,7 @@
 
 import csv
 import itertools
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -150,6 +151,7 @@ def test_the_digest_of_a_set_on_demand_changes_with_what_is_known_of_it(
     for text, content in itertools.product((code, code.replace("2.0", "3.0")), ("one", "two")):
         module.write_text(text)
         source.write_text(content)
+        monkeypatch.delitem(sys.modules, "mine", raising=False)
         digests.append(CustomSet("mine:made").load(str(source), tmp_path, Progress("off"))[0].digest)
     made = __import__("mine")
     one = [(1.0, 0)]
