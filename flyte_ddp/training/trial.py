@@ -2,12 +2,13 @@
 
 import copy
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from flyte_ddp.catalog import IGNORED_TOKEN
 from flyte_ddp.datasets.prepared import PreparedSet
@@ -38,8 +39,8 @@ def try_evaluation(state: TrainingState, data: PreparedSet) -> list[str]:
         return []
     try:
         model = copy.deepcopy(state.kept_model())
-    except Exception:  # a model with a lock or a file in it may be trained, too
-        return []
+    except Exception as error:  # a model with a lock or a file in it may be trained, too
+        return [f"Nothing was evaluated before training, as model {hp.model!r} cannot be copied: {error!r}"]
     model.eval()
     with keep_random_state(), torch.no_grad():
         first = test.order.samples(slice(0, min(TRIED, len(test))))
@@ -153,18 +154,34 @@ def refuse_table_of_losses(objective: Objective, outputs: Any, targets: Leaves) 
     samples = len(targets)
     if {tuple(outputs.shape), tuple(targets.shape)} != {(samples,), (samples, 1)}:
         return
-    values = targets.flatten().sort().values  # such a loss is the same for the right outputs in another order
-    right = convert_outputs(outputs, torch.float64).new_tensor(values.tolist())
-    sums = []
-    for each in (right, right.flip(0)):
-        losses = objective.losses(each.view(outputs.shape), convert_outputs(values.view(targets.shape), right.dtype))
-        sums.append(losses.sum() if isinstance(losses, Tensor) else torch.tensor(torch.nan))
-    if values[0] != values[-1] and bool(torch.isfinite(sums[0])) and torch.allclose(sums[0], sums[1], rtol=1e-6):
+    outputs, targets = (convert_outputs(each, torch.float64) for each in (outputs, targets))
+    compute: Callable[[Tensor, Tensor], Any] = objective.losses
+    with TableWatch((samples, samples)) as watch:
+        losses = compute(outputs, targets)
+    if not watch.found or not isinstance(losses, Tensor):
+        return
+    # Such a loss is the same for outputs in another order, and not for other targets.
+    pairs = (outputs.flip(0), targets), (outputs, targets[:1].expand_as(targets))
+    when_moved, when_equal = (torch.allclose(compute(*pair).sum(), losses.sum(), rtol=1e-6) for pair in pairs)
+    if when_moved and not when_equal:
         shapes = f"outputs {list(outputs.shape)} with targets {list(targets.shape)}"
         raise UserError(
             f"the objective's loss does not change when the outputs change places: it compares {shapes}, each with "
             "each; use outputs[:, 0], or outputs.reshape(targets.shape)"
         )
+
+
+class TableWatch(TorchDispatchMode):
+    """Notes whether an operation in its block has a result of a shape."""
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.shape, self.found = shape, False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.found |= isinstance(result, Tensor) and result.shape == self.shape
+        return result
 
 
 def refuse_non_finite(state: TrainingState, inputs: Leaves, targets: Leaves, samples: Indices, split: str) -> None:

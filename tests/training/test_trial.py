@@ -1,5 +1,6 @@
 """What would fail only after an epoch fails before the first step, and the trial itself changes nothing."""
 
+import json
 import traceback
 from collections.abc import Mapping
 from dataclasses import replace
@@ -274,3 +275,58 @@ def test_the_same_parameters_in_the_model_are_trained(ranks: int, tmp_path: Path
     case = {"model": f"{OWN}WithPoints", "objective": f"{OWN}Margin", "num_ranks": ranks}
     weights = torch.load(train(tmp_path, table(positive), **case).model, weights_only=True)
     assert not torch.equal(weights["points"], torch.ones(2, 2))
+
+
+def minus_output(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Is the loss of a flow, whose output is a log-likelihood."""
+    return -functional.logsigmoid(outputs[:, 0])
+
+
+def above_two(outputs: Tensor, targets: Tensor) -> Tensor:
+    return functional.binary_cross_entropy(outputs[:, 0], (targets > 2).to(outputs), reduction="none")
+
+
+@pytest.mark.parametrize("objective", ["minus_output", "above_two"])
+def test_losses_of_outputs_in_one_column_are_taken(objective: str, tmp_path: Path) -> None:
+    """They need not depend on the targets, nor take targets for outputs."""
+    data = table(lambda rows: np.arange(len(rows), dtype=np.float32) % 5)
+    assert train(tmp_path, data, model=f"{OWN}sigmoid", objective=f"{OWN}{objective}").model.exists()
+
+
+class TwoColumns(Classification):
+    """Has a probability of each class, and a measure of them."""
+
+    measures: Mapping[str, str] = {"sure": HIGHER}
+
+    def columns(self, outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
+        return {"prediction": outputs.argmax(1), "truth": targets, "probability": outputs.softmax(1)}
+
+    def measure(self, columns: Mapping[str, Tensor]) -> dict[str, float]:
+        return {"sure": columns["probability"].amax(1).mean().item()}
+
+
+class NoLabels(Classification):
+    """Cannot say its labels."""
+
+    def binary_labels(self, columns: Mapping[str, Tensor]) -> Any:
+        raise RuntimeError(f"no labels in {len(columns)} columns")
+
+
+@pytest.mark.parametrize(("objective", "said"), [("TwoColumns", ""), ("NoLabels", "could not choose thresholds")])
+def test_own_columns_cost_no_trained_model(objective: str, said: str, tmp_path: Path) -> None:
+    """They have no thresholds; where own code fails at the end, a note says so."""
+    result = train(tmp_path, table(positive), objective=f"{OWN}{objective}", validation_fraction=0.4)
+    assert "thresholds" not in json.loads(result.sidecar.read_text())
+    *_, end = read_records(result.model.with_name("metrics.jsonl"))
+    assert bool(said) == any(said in note for note in end["notes"] if said)
+
+
+def normalised(num_classes: int) -> nn.Module:
+    return nn.utils.weight_norm(nn.Linear(3, num_classes))
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm")
+def test_a_model_that_cannot_be_copied_is_trained_with_a_note(tmp_path: Path) -> None:
+    result = train(tmp_path, table(positive), model=f"{OWN}normalised")
+    *_, end = read_records(result.model.with_name("metrics.jsonl"))
+    assert any("Nothing was evaluated before training" in note for note in end["notes"])
