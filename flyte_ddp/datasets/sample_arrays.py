@@ -111,6 +111,12 @@ class SampleArrays(StoredSet):
         return described | {"notes": self.notes, "not_finite": rows}
 
 
+def name_sample(data: object, split: str, number: int) -> str:
+    """Return a sample of the split "training", "validation" or "test" in words, with the id that the user gave it."""
+    ids = getattr(data, "test_ids" if split == "test" else "train_ids", None)
+    return f"{split} sample {number}" + ("" if ids is None else f" (id {str(ids[number])!r})")
+
+
 def first_non_finite(leaf: "NDArray[Any] | Ragged") -> int | None:
     """Return the number of the first sample with NaN or an infinite number; None if all are finite."""
     values = leaf.values if isinstance(leaf, Ragged) else leaf
@@ -156,12 +162,10 @@ def arrays(
                 f"{side}: must be a pair (inputs, targets), or (inputs, targets, ids), got {type(given).__name__}"
             )
         inputs, targets, named = (*given, None)[:3]
-        ids[f"{side}_ids"] = own = None if named is None else np.array([*map(str, named)])
         said = notes if side == "train" else []
-        parts[f"{side}_inputs"] = store_inputs(f"{side}_inputs", inputs, own, said)
+        parts[f"{side}_inputs"], ids[f"{side}_ids"] = store_inputs(f"{side}_", inputs, named, said)
         parts[f"{side}_targets"] = number_truth_values(store_leaves(f"{side}_targets", targets, said))
-        leaves = [(kind, parts[f"{side}_{kind}"]) for kind in ("inputs", "targets")]
-        require_one_length(side, [*leaves, *([] if own is None else [("ids", own)])])
+        require_one_length({f"{side}_{kind}": parts[f"{side}_{kind}"] for kind in ("inputs", "targets")})
     for kind in ("inputs", "targets"):
         parts |= unify_sides(kind, parts[f"train_{kind}"], parts[f"test_{kind}"])
     names = normalize_class_names("classes", classes) or name_class_numbers(parts)
@@ -177,11 +181,14 @@ def arrays(
     return replace(found, sample_weights=convert_weights(sample_weights, found.train_samples))
 
 
-def store_inputs(name: str, inputs: Any, ids: NDArray[np.str_] | None, notes: list[str]) -> Leaves:
-    """Return inputs as :func:`store_leaves` does; UserError also for None, and for a number that is not finite."""
+def store_inputs(where: str, inputs: Any, named: Any, notes: list[str]) -> tuple[Leaves, NDArray[np.str_] | None]:
+    """Return inputs as :func:`store_leaves` does, and ids; UserError also for None, and for a number not finite."""
+    name = f"{where}inputs"
     stored = store_leaves(name, inputs, notes)
     if stored is None:
         raise UserError(f"{name}: are None; give at least one array")
+    ids = None if named is None else np.array([*map(convert_id, named)])
+    require_one_length({name: stored, f"{where}ids": ids})
     given = name_leaves(inputs)
     for key, leaf in name_leaves(stored).items():
         where = f"{name}[{key!r}]" if key else name
@@ -189,7 +196,11 @@ def store_inputs(name: str, inputs: Any, ids: NDArray[np.str_] | None, notes: li
             require_finite(where, leaf.values, None, ids, leaf.ends)
         else:
             require_finite(where, leaf, given[key], ids)
-    return stored
+    return stored, ids
+
+
+def convert_id(given: Any) -> str:
+    return given.decode(errors="backslashreplace") if isinstance(given, bytes) else str(given)
 
 
 def store_leaves(name: str, leaves: Any, notes: list[str]) -> Leaves:
@@ -277,10 +288,10 @@ def stored_type(dtype: np.dtype[Any]) -> np.dtype[Any]:
     return np.dtype(np.float32 if dtype.kind == "f" else STORED_TYPES.get(dtype.name, dtype.newbyteorder("=")))
 
 
-def require_one_length(side: str, parts: Sequence[tuple[str, Leaves]]) -> None:
+def require_one_length(parts: Mapping[str, Leaves]) -> None:
     lengths = {
-        f"{side}_{kind}{f'[{key!r}]' if key else ''}": len(leaf)
-        for kind, leaves in parts
+        f"{name}{f'[{key!r}]' if key else ''}": len(leaf)
+        for name, leaves in parts.items()
         for key, leaf in name_leaves(leaves).items()
     }
     first, samples = next(iter(lengths.items()))

@@ -70,7 +70,7 @@ class TrainingState:
 
         Seeds the global generators of torch, Python and NumPy, and sets torch's deterministic mode if asked.
         """
-        self.hp, self.hardware = hp, hardware
+        self.hp, self.hardware, self.data = hp, hardware, data
         self.step = 0  # optimiser steps that are done
         self.epoch = 0  # epochs that are done, with their evaluation
         self.lock = threading.Lock()  # held while the state is copied for a checkpoint, or changed

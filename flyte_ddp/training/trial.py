@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flyte_ddp.catalog import IGNORED_TOKEN
-from flyte_ddp.datasets.prepared import PreparedSet
-from flyte_ddp.datasets.sample_arrays import SampleArrays
+from flyte_ddp.datasets.sample_arrays import SampleArrays, name_sample
 from flyte_ddp.errors import UserError
 from flyte_ddp.leaves import Leaves, name_leaves
 from flyte_ddp.loading.collate import MASK, PADDED
@@ -32,9 +31,9 @@ TOLERANCE = 1e-3  # share of the largest output, by which padding may change it
 UNDEFINED = (ArithmeticError, IndexError, RuntimeError, ValueError)
 
 
-def try_evaluation(state: TrainingState, data: PreparedSet) -> list[str]:
+def try_evaluation(state: TrainingState) -> list[str]:
     """Evaluate own code with a copy of the model on a few samples before training; return warnings."""
-    hp, test = state.hp, state.test
+    hp, test, data = state.hp, state.test, state.data
     if ":" not in hp.model and ":" not in hp.objective:
         return []
     try:
@@ -186,9 +185,9 @@ class TableWatch(TorchDispatchMode):
 
 def refuse_non_finite(state: TrainingState, inputs: Leaves, targets: Leaves, samples: Indices, split: str) -> None:
     """Raise UserError, which names the sample, if an input is not finite, or for an own objective a target."""
-    require_finite("input", inputs, samples, split)
+    require_finite(state, "input", inputs, samples, split)
     if ":" in state.hp.objective:  # of built-in ones a target may be NaN: unknown
-        require_finite("target", targets, samples, split)
+        require_finite(state, "target", targets, samples, split)
 
 
 def refuse_empty(state: TrainingState, inputs: Leaves, outputs: Any, samples: Indices, split: str) -> None:
@@ -196,13 +195,14 @@ def refuse_empty(state: TrainingState, inputs: Leaves, outputs: Any, samples: In
     if state.hp.collate == PADDED and (floats := [each for each in list_floats(outputs) if len(each) == len(samples)]):
         failed = ~torch.stack([each.isfinite().reshape(len(samples), -1).all(1) for each in floats]).all(0)
         if failed.any() and not find_mask(inputs)[failed].any():
+            sample = name_sample(state.data, split, samples[int(failed.int().argmax())])
             raise UserError(
-                f"the loss is not finite, and {split} sample {samples[int(failed.int().argmax())]} is empty: attention "
+                f"the loss is not finite, and {sample} is empty: attention "
                 "to no place, and the mean of none, are NaN; leave it out, or give it a token, such as one for its end"
             )
 
 
-def require_finite(kind: str, leaves: Leaves, samples: Indices, split: str) -> None:
+def require_finite(state: TrainingState, kind: str, leaves: Leaves, samples: Indices, split: str) -> None:
     for name, leaf in name_leaves(leaves).items():
         if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.shape[:1] == (len(samples),):
             places = (~leaf.isfinite()).nonzero()
@@ -210,8 +210,8 @@ def require_finite(kind: str, leaves: Leaves, samples: Indices, split: str) -> N
                 row, *place = places[0].tolist()
                 at = f" (column {place[0]})" if len(place) == 1 else f" (at {place})" if place else ""
                 raise UserError(
-                    f"the loss is not finite, nor is the {kind} {f'{name!r} ' if name else ''}of {split} sample "
-                    f"{samples[row]}{at}: replace what is missing in the data set"
+                    f"the loss is not finite, nor is the {kind} {f'{name!r} ' if name else ''}of "
+                    f"{name_sample(state.data, split, samples[row])}{at}: replace what is missing in the data set"
                 )
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from training_runs import train_in
+from training_runs import cut_off, train_in
 
 from flyte_ddp import arrays, on_demand
 from flyte_ddp.config import Hyperparameters
@@ -42,7 +42,7 @@ def table(targets: Any = lambda rows: (rows[:, 0] > 0).astype(np.float32)) -> Sa
 
 
 def train(folder: Path, data: SampleArrays, **changes: Any) -> Result:
-    (folder / "data").mkdir(parents=True)
+    (folder / "data").mkdir(parents=True, exist_ok=True)
     write_prepared_set(replace(data, name="own:data"), folder / "data", {})
     return train_in(folder / "run", replace(HP, **changes), folder / "data")
 
@@ -330,3 +330,21 @@ def test_a_model_that_cannot_be_copied_is_trained_with_a_note(tmp_path: Path) ->
     result = train(tmp_path, table(positive), model=f"{OWN}normalised")
     *_, end = read_records(result.model.with_name("metrics.jsonl"))
     assert any("Nothing was evaluated before training" in note for note in end["notes"])
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm")
+def test_warnings_of_the_trial_are_in_the_report_of_a_resumed_run(tmp_path: Path) -> None:
+    """Each once, as a run says some at each start."""
+    case = {"model": f"{OWN}normalised", "freeze": "bias"}
+    cut_off(lambda: train(tmp_path, table(positive), **case), at=4)
+    result = train(tmp_path, table(positive), **case)
+    *_, end = read_records(result.model.with_name("metrics.jsonl"))
+    said = ["Nothing was evaluated", "Trained are ", "The run went on from"]
+    assert [sum(note.startswith(words) for note in end["notes"]) for words in said] == [1, 1, 1]
+
+
+def test_an_id_is_said_with_the_sample(tmp_path: Path) -> None:
+    random = np.random.default_rng(3)
+    sides = [(random.normal(size=(n, 3)), np.ones(n), [f"p{place}" for place in range(n)]) for n in (20, 12)]
+    sides[1][1][10] = np.nan
+    refuse(tmp_path, arrays(*sides), r"target of test sample 10 \(id 'p10'\): replace", objective=f"{OWN}squared")
