@@ -9,7 +9,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flyte_ddp.class_names import normalize_class_names
-from flyte_ddp.datasets.columns import convert_columns, list_columns, require_finite, require_same_columns
+from flyte_ddp.datasets.columns import (
+    convert_columns,
+    find_non_finite,
+    list_columns,
+    require_finite,
+    require_same_columns,
+)
 from flyte_ddp.datasets.images import convert_weights, require_array, require_class_numbers
 from flyte_ddp.datasets.prepared_folder import StoredSet, open_folder, read_array
 from flyte_ddp.datasets.preprocessing import PREPROCESSING, pack_preprocessing
@@ -100,12 +106,10 @@ class SampleArrays(StoredSet):
             }
             for kind, leaves in (("inputs", self.train_inputs), ("targets", self.train_targets))
         }
-        found = {
-            f"{part}.{name}" if name else part: first_non_finite(leaf)
-            for part in ("train_targets", "test_targets")
-            for name, leaf in name_leaves(getattr(self, part)).items()
-        }
-        rows = {file: row for file, row in found.items() if row is not None}
+        stored = self.list_arrays()
+        targets = [file for file in stored if file.partition(".")[0].endswith("_targets")]
+        found = {file: find_non_finite(stored[file], stored.get(f"{file}.ends")) for file in targets}
+        rows = {file: at[0] for file, at in found.items() if at is not None}
         ids = [name for name in IDS if getattr(self, name) is not None]
         described = {LEAVES: forms, "ids": ids, PREPROCESSING: self.preprocessing}
         return described | {"notes": self.notes, "not_finite": rows}
@@ -115,15 +119,6 @@ def name_sample(data: object, split: str, number: int) -> str:
     """Return a sample of the split "training", "validation" or "test" in words, with the id that the user gave it."""
     ids = getattr(data, "test_ids" if split == "test" else "train_ids", None)
     return f"{split} sample {number}" + ("" if ids is None else f" (id {str(ids[number])!r})")
-
-
-def first_non_finite(leaf: "NDArray[Any] | Ragged") -> int | None:
-    """Return the number of the first sample with NaN or an infinite number; None if all are finite."""
-    values = leaf.values if isinstance(leaf, Ragged) else leaf
-    if values.dtype.kind != "f" or not values.size or np.isfinite([values.min(), values.max()]).all():
-        return None
-    place = int(np.flatnonzero(~np.isfinite(values).reshape(len(values), -1).all(axis=1))[0])
-    return int(np.searchsorted(leaf.ends, place, side="right")) if isinstance(leaf, Ragged) else place
 
 
 def arrays(
