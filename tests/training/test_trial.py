@@ -145,8 +145,16 @@ class Changing(nn.Module):
         return self.layer(self.dropout(self.norm(rows / self.scale)) + 0.01 * noise)
 
 
-def test_the_trial_changes_no_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    case = {"model": f"{OWN}Changing", "objective": f"{OWN}cross_entropy", "eval_interval": 9, "log_interval": 1}
+class WithoutLength(Changing):
+    """Counts as false."""
+
+    def __len__(self) -> int:
+        return 0
+
+
+@pytest.mark.parametrize("model", ["Changing", "WithoutLength"])
+def test_the_trial_changes_no_bit(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = {"model": f"{OWN}{model}", "objective": f"{OWN}cross_entropy", "eval_interval": 9, "log_interval": 1}
     with pytest.raises(UserError, match="its file does not hold all of it"):  # as it changes an attribute
         train(tmp_path / "with", table(positive), **case)
     monkeypatch.setattr(training, "try_evaluation", lambda *_: [])
