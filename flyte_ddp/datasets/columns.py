@@ -40,14 +40,21 @@ def convert_objects(name: str, given: Any, array: NDArray[Any]) -> NDArray[Any]:
         return array
 
 
+def find_non_finite(values: NDArray[Any], ends: NDArray[np.int64] | None = None) -> tuple[int, list[int]] | None:
+    """Return the first sample with NaN or infinity, and the place of that in values; None if all are finite."""
+    if values.dtype.kind != "f" or not values.size or np.isfinite([values.min(), values.max()]).all():
+        return None
+    at = [*map(int, np.unravel_index((~np.isfinite(values)).argmax(), values.shape))]
+    return at[0] if ends is None else int(np.searchsorted(ends, at[0], side="right")), at
+
+
 def require_finite(
     name: str, values: NDArray[Any], given: Any, ids: NDArray[np.str_] | None, ends: NDArray[np.int64] | None = None
 ) -> None:
     """Raise UserError, with row and column, if a number is NaN or infinite; ``ends`` are those of ragged samples."""
-    if values.dtype.kind != "f" or not values.size or np.isfinite([values.min(), values.max()]).all():
+    if (found := find_non_finite(values, ends)) is None:
         return
-    at = np.argwhere(~np.isfinite(values))[0].tolist()
-    row = at[0] if ends is None else int(np.searchsorted(ends, at[0], side="right"))
+    row, at = found
     column = f", {name_column(given, at[1])}," if len(at) == 2 and ends is None else ""
     called = "" if ids is None else f" (id {str(ids[row])!r})"
     raise UserError(

@@ -111,7 +111,8 @@ def list_images(address: str) -> ImageList:
     folders = {entry.name.partition("/")[0] for entry in files if "/" in entry.name}
     path = storage.local_path(address)  # object storage has no empty folders
     if path is not None:
-        folders |= {entry.name for entry in path.iterdir() if entry.is_dir() and not entry.name.startswith(".")}
+        shown = (entry for entry in path.iterdir() if entry.is_dir() and not entry.name.startswith("."))
+        folders |= {entry.name for entry in shown} - {find_runs_below(address).removesuffix("/")}
     class_of = {folder: normalize_class_name(where, folder) for folder in sorted(folders)}
     labelled = [class_of[entry.name.partition("/")[0]] for entry in images]
     classes = tuple(sorted({*labelled}))
@@ -133,8 +134,7 @@ def list_images(address: str) -> ImageList:
 
 def list_visible_files(address: str) -> list[storage.Entry]:
     """List the files below a folder or prefix, but SHA256SUMS, the runs folder, and hidden files and folders."""
-    root, runs = storage.local_path(address), runs_folder()
-    own = f"{runs.relative_to(root)}/" if root and runs.is_relative_to(root) else "./"  # so begins no entry
+    own = find_runs_below(address)
     try:
         entries = storage.retry(address, lambda where: list(storage.list_files(where)))
     except storage.UnavailableError as failure:
@@ -143,6 +143,12 @@ def list_visible_files(address: str) -> list[storage.Entry]:
         raise failure.to_user_error(f"image folder {address}: cannot be listed ({failure}); {advice}") from None
     shown = (entry for entry in entries if "/." not in f"/{entry.name}" and entry.name != SUMS)
     return [entry for entry in shown if not entry.name.startswith(own)]
+
+
+def find_runs_below(address: str) -> str:
+    """Return how names of files in the runs folder begin; "./", as no name begins, if it is not below a folder."""
+    root, runs = storage.local_path(address), runs_folder().resolve()
+    return f"{runs.relative_to(root.resolve())}/" if root and runs.is_relative_to(root.resolve()) else "./"
 
 
 def is_image(name: str) -> bool:

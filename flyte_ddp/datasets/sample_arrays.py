@@ -9,7 +9,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flyte_ddp.class_names import normalize_class_names
-from flyte_ddp.datasets.columns import convert_columns, list_columns, require_finite, require_same_columns
+from flyte_ddp.datasets.columns import (
+    convert_columns,
+    find_non_finite,
+    list_columns,
+    require_finite,
+    require_same_columns,
+)
 from flyte_ddp.datasets.images import convert_weights, require_array, require_class_numbers
 from flyte_ddp.datasets.prepared_folder import StoredSet, open_folder, read_array
 from flyte_ddp.datasets.preprocessing import PREPROCESSING, pack_preprocessing
@@ -100,24 +106,19 @@ class SampleArrays(StoredSet):
             }
             for kind, leaves in (("inputs", self.train_inputs), ("targets", self.train_targets))
         }
-        found = {
-            f"{part}.{name}" if name else part: first_non_finite(leaf)
-            for part in ("train_targets", "test_targets")
-            for name, leaf in name_leaves(getattr(self, part)).items()
-        }
-        rows = {file: row for file, row in found.items() if row is not None}
+        stored = self.list_arrays()
+        targets = [file for file in stored if file.partition(".")[0].endswith("_targets")]
+        found = {file: find_non_finite(stored[file], stored.get(f"{file}.ends")) for file in targets}
+        rows = {file: at[0] for file, at in found.items() if at is not None}
         ids = [name for name in IDS if getattr(self, name) is not None]
         described = {LEAVES: forms, "ids": ids, PREPROCESSING: self.preprocessing}
         return described | {"notes": self.notes, "not_finite": rows}
 
 
-def first_non_finite(leaf: "NDArray[Any] | Ragged") -> int | None:
-    """Return the number of the first sample with NaN or an infinite number; None if all are finite."""
-    values = leaf.values if isinstance(leaf, Ragged) else leaf
-    if values.dtype.kind != "f" or not values.size or np.isfinite([values.min(), values.max()]).all():
-        return None
-    place = int(np.flatnonzero(~np.isfinite(values).reshape(len(values), -1).all(axis=1))[0])
-    return int(np.searchsorted(leaf.ends, place, side="right")) if isinstance(leaf, Ragged) else place
+def name_sample(data: object, split: str, number: int) -> str:
+    """Return a sample of the split "training", "validation" or "test" in words, with the id that the user gave it."""
+    ids = getattr(data, "test_ids" if split == "test" else "train_ids", None)
+    return f"{split} sample {number}" + ("" if ids is None else f" (id {str(ids[number])!r})")
 
 
 def arrays(
@@ -156,12 +157,10 @@ def arrays(
                 f"{side}: must be a pair (inputs, targets), or (inputs, targets, ids), got {type(given).__name__}"
             )
         inputs, targets, named = (*given, None)[:3]
-        ids[f"{side}_ids"] = own = None if named is None else np.array([*map(str, named)])
         said = notes if side == "train" else []
-        parts[f"{side}_inputs"] = store_inputs(f"{side}_inputs", inputs, own, said)
+        parts[f"{side}_inputs"], ids[f"{side}_ids"] = store_inputs(f"{side}_", inputs, named, said)
         parts[f"{side}_targets"] = number_truth_values(store_leaves(f"{side}_targets", targets, said))
-        leaves = [(kind, parts[f"{side}_{kind}"]) for kind in ("inputs", "targets")]
-        require_one_length(side, [*leaves, *([] if own is None else [("ids", own)])])
+        require_one_length({f"{side}_{kind}": parts[f"{side}_{kind}"] for kind in ("inputs", "targets")})
     for kind in ("inputs", "targets"):
         parts |= unify_sides(kind, parts[f"train_{kind}"], parts[f"test_{kind}"])
     names = normalize_class_names("classes", classes) or name_class_numbers(parts)
@@ -177,11 +176,14 @@ def arrays(
     return replace(found, sample_weights=convert_weights(sample_weights, found.train_samples))
 
 
-def store_inputs(name: str, inputs: Any, ids: NDArray[np.str_] | None, notes: list[str]) -> Leaves:
-    """Return inputs as :func:`store_leaves` does; UserError also for None, and for a number that is not finite."""
+def store_inputs(where: str, inputs: Any, named: Any, notes: list[str]) -> tuple[Leaves, NDArray[np.str_] | None]:
+    """Return inputs as :func:`store_leaves` does, and ids; UserError also for None, and for a number not finite."""
+    name = f"{where}inputs"
     stored = store_leaves(name, inputs, notes)
     if stored is None:
         raise UserError(f"{name}: are None; give at least one array")
+    ids = None if named is None else np.array([*map(convert_id, named)])
+    require_one_length({name: stored, f"{where}ids": ids})
     given = name_leaves(inputs)
     for key, leaf in name_leaves(stored).items():
         where = f"{name}[{key!r}]" if key else name
@@ -189,7 +191,11 @@ def store_inputs(name: str, inputs: Any, ids: NDArray[np.str_] | None, notes: li
             require_finite(where, leaf.values, None, ids, leaf.ends)
         else:
             require_finite(where, leaf, given[key], ids)
-    return stored
+    return stored, ids
+
+
+def convert_id(given: Any) -> str:
+    return given.decode(errors="backslashreplace") if isinstance(given, bytes) else str(given)
 
 
 def store_leaves(name: str, leaves: Any, notes: list[str]) -> Leaves:
@@ -277,10 +283,10 @@ def stored_type(dtype: np.dtype[Any]) -> np.dtype[Any]:
     return np.dtype(np.float32 if dtype.kind == "f" else STORED_TYPES.get(dtype.name, dtype.newbyteorder("=")))
 
 
-def require_one_length(side: str, parts: Sequence[tuple[str, Leaves]]) -> None:
+def require_one_length(parts: Mapping[str, Leaves]) -> None:
     lengths = {
-        f"{side}_{kind}{f'[{key!r}]' if key else ''}": len(leaf)
-        for kind, leaves in parts
+        f"{name}{f'[{key!r}]' if key else ''}": len(leaf)
+        for name, leaves in parts.items()
         for key, leaf in name_leaves(leaves).items()
     }
     first, samples = next(iter(lengths.items()))

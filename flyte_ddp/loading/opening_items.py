@@ -190,8 +190,10 @@ def describe_items(
                 "function of your own"
             )
     inputs = inputs if like is None else inputs.in_order_of(like)
-    with_lengths = [name for name, leaf in inputs.leaves if leaf.shape]
-    ragged = (name for name, leaf in inputs.leaves if leaf.shape[:1] == (None,))
+    trained = {} if like is None else dict(like.leaves)  # a few new samples may happen to have one length
+    shapes = {name: trained.get(name, leaf).shape for name, leaf in inputs.leaves}
+    with_lengths = [name for name, shape in shapes.items() if shape]
+    ragged = (name for name, shape in shapes.items() if shape[:1] == (None,))
     masked = next(ragged, next(iter(with_lengths), None))
     return ItemFacts(inputs, single_target_spec(targets), masked if collate == PADDED else None)
 

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from flyte_ddp.catalog import IGNORED
 from flyte_ddp.config import Hyperparameters
+from flyte_ddp.datasets.images import refuse_masked, require_array
 from flyte_ddp.errors import UserError
 from flyte_ddp.loading.decoding import Pixels
 from flyte_ddp.loading.facts import Facts
@@ -106,7 +107,9 @@ class OwnFunction:
     def call(self, name: str, *arguments: Any) -> Sample:
         """Call the function, and return the image and the target of the sample ``name`` that it returns."""
         image, target = self.call_pair(name, *arguments, returns="(image, target)")
-        return Sample(require_pixels(f"{self}: the image of {name}", image), np.asarray(target), name)
+        what = f"{self}: the image of {name}"
+        refuse_masked(what, image)
+        return Sample(require_pixels(what, image), require_array(f"{self}: the target of {name}", target), name)
 
     def __str__(self) -> str:
         return f"{self.setting}={self.spec!r}"

@@ -128,6 +128,8 @@ def prefer_stored_code(sidecar: dict[str, Any]) -> dict[str, Any]:
     sources, hyperparameters = sidecar.get("sources", {}), sidecar.get("hyperparameters", {})
     named = [(sidecar, "model"), (sidecar, "objective"), (hyperparameters, "collate"), (hyperparameters, "sample")]
     named.append((sidecar.get(PREPROCESSING, {}), "prepare"))
+    if sidecar.get("objective") == "language":
+        named.append((sidecar.get("options", {}).get("objective", {}), "decode"))
     own = [(values, key) for values, key in named if ":" in str(values.get(key, ""))] if sources else []
     if own and not are_todays_sources(sources, *(values[key] for values, key in own)):
         for values, key in own:

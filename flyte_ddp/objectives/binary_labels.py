@@ -57,16 +57,16 @@ def measure_label(truth: Bools, scores: Floats, predicted: Bools) -> dict[str, f
     positives, negatives = int(truth.sum()), int((~truth).sum())
     if not positives:
         return dict.fromkeys(MEASURES, float("nan"))
-    hits, alarms = int((truth & predicted).sum()), int((~truth & predicted).sum())
+    _, recall, f1, _ = describe_threshold(truth, predicted)
     _, right, wrong = count_above(truth, scores)
     gained = np.diff(right, prepend=0)
     area = (np.diff(wrong, prepend=0) * (2 * right - gained)).sum() / (2 * positives * max(1, negatives))
-    balanced = (hits / positives + (negatives - alarms) / max(1, negatives)) / 2
+    specificity = int((~truth & ~predicted).sum()) / max(1, negatives)
     return {
-        "f1": 2 * hits / (hits + alarms + positives),
+        "f1": f1,
         "auroc": float(area) if negatives else float("nan"),
         "average_precision": float((gained / positives * (right / (right + wrong))).sum()),
-        "balanced_accuracy": balanced if negatives else float("nan"),
+        "balanced_accuracy": (recall + specificity) / 2 if negatives else float("nan"),
     }
 
 

@@ -106,17 +106,15 @@ class Classification(Objective):
         truth, prediction = (columns[name].long().numpy() for name in ("truth", "prediction"))
         right = truth == prediction
         found = {"accuracy": int(right.sum()) / max(1, len(right))}
-        if (labels := self.binary_labels(columns)) is not None:
-            found |= labels.measure()[0]
+        if "probability" in columns and self.is_binary:
+            found |= second_class(columns).measure()[0]
         else:
             found |= measure_classes(truth, prediction)
         return {name: found[name] for name in self.measures if name in found}
 
     def binary_labels(self, columns: Columns) -> BinaryLabels | None:
-        if "probability" not in columns or not self.is_binary:
-            return None
-        truth, scores, predicted = (columns[name].numpy()[:, None] for name in ("truth", "probability", "prediction"))
-        return BinaryLabels(truth, scores, predicted == 1)
+        own = overrides(self, Classification, "columns") and overrides(self, Classification, "measure")
+        return None if own or "probability" not in columns or not self.is_binary else second_class(columns)
 
     def constant_measure(self, columns: Columns) -> float | None:
         """Return the main measure of naming one class for all samples: the commonest, or of two the better one."""
@@ -178,6 +176,11 @@ class Classification(Objective):
             text += " AUROC and balanced accuracy are not defined: all test samples are of one class."
         header = ("Threshold", "Probability", "Precision", "Recall", "F1", "Predicted")
         return [Table("Thresholds", text, header, rows), *labels.draw_curves([""])]
+
+
+def second_class(columns: Columns) -> BinaryLabels:
+    truth, scores, predicted = (columns[name].numpy()[:, None] for name in ("truth", "probability", "prediction"))
+    return BinaryLabels(truth, scores, predicted == 1)
 
 
 def measure_classes(truth: NDArray[np.int64], prediction: NDArray[np.int64]) -> dict[str, float]:

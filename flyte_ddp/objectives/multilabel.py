@@ -78,16 +78,16 @@ class Multilabel(Objective):
         A label without a known positive sample, and for AUROC and balanced accuracy one without a negative sample, is
         left out; NaN if none is left.
         """
-        rows = self.binary_labels(columns).measure()
+        rows = all_labels(columns).measure()
         return {
             name: mean_of_defined([row[name] for row in rows])
             for name in self.measures
             if name in MEASURES["multilabel"]
         }
 
-    def binary_labels(self, columns: Columns) -> BinaryLabels:
-        truth, scores = columns["truth"].numpy(), columns["probability"].numpy()
-        return BinaryLabels(truth, scores, scores >= THRESHOLD)
+    def binary_labels(self, columns: Columns) -> BinaryLabels | None:
+        own = overrides(self, Multilabel, "columns") and overrides(self, Multilabel, "measure")
+        return None if own else all_labels(columns)
 
     def constant_measure(self, columns: Columns) -> float | None:
         """Return the main measure of naming all labels for all samples; None if a subclass has measure or columns."""
@@ -133,7 +133,7 @@ class Multilabel(Objective):
 
     def sections(self, columns: Columns) -> list[Section]:
         rows: list[list[str | float | None]] = []
-        labels = self.binary_labels(columns)
+        labels = all_labels(columns)
         measured = labels.measure()
         names = self.name_labels(len(measured))
         thresholds = self.facts.thresholds or [float("nan")] * len(names)
@@ -157,6 +157,11 @@ class Multilabel(Objective):
             text += " Not in the means of AUROC and balanced accuracy, because all samples have the label: "
             text += f"{list_names(full)}."
         return [Table("Labels", text, header, rows), *labels.draw_curves(names), *super().sections(columns)]
+
+
+def all_labels(columns: Columns) -> BinaryLabels:
+    truth, scores = columns["truth"].numpy(), columns["probability"].numpy()
+    return BinaryLabels(truth, scores, scores >= THRESHOLD)
 
 
 def list_labels(there: Tensor, names: Sequence[str]) -> list[str]:

@@ -2,6 +2,7 @@
 
 import base64
 import hashlib
+import io
 import pickle
 from collections.abc import Mapping
 from typing import Any
@@ -11,11 +12,26 @@ from numpy.typing import NDArray
 
 from flyte_ddp.datasets.columns import require_same_columns
 from flyte_ddp.datasets.preprocessing import PREPROCESSING
-from flyte_ddp.datasets.sample_arrays import require_one_length, store_inputs
+from flyte_ddp.datasets.sample_arrays import store_inputs
 from flyte_ddp.errors import UserError
 from flyte_ddp.leaves import Leaves
+from flyte_ddp.stored_code import StoredSpec, import_stored_module
 from flyte_ddp.user_code import load_callable
 from flyte_ddp.user_source import explain_own_errors
+
+
+class StoredUnpickler(pickle.Unpickler):
+    """Takes classes from the modules of a :class:`StoredSpec`, where the spec is one that holds them."""
+
+    def __init__(self, spec: str, content: bytes) -> None:
+        super().__init__(io.BytesIO(content))
+        self.sources = spec.sources if isinstance(spec, StoredSpec) else {}
+
+    def find_class(self, module: str, name: str) -> Any:
+        path = module.replace(".", "/")
+        if {f"{path}.py", f"{path}/__init__.py"} & self.sources.keys():
+            module = import_stored_module(self.sources, module).__name__
+        return super().find_class(module, name)
 
 
 def read_new_rows(sidecar: Mapping[str, Any], source: Any) -> tuple[Leaves, NDArray[np.str_] | None]:
@@ -36,7 +52,7 @@ def read_new_rows(sidecar: Mapping[str, Any], source: Any) -> tuple[Leaves, NDAr
         raise UserError("the preprocessing in model.json is damaged; take the file from the run again")
     prepare = load_callable(packed["prepare"])
     try:
-        preprocessing = pickle.loads(content)
+        preprocessing = StoredUnpickler(packed["prepare"], content).load()
     except Exception as error:  # whatever the user's own objects raise
         raise UserError(
             f"the preprocessing in model.json cannot be read here ({type(error).__name__}: {error}); it was made with "
@@ -46,8 +62,6 @@ def read_new_rows(sidecar: Mapping[str, Any], source: Any) -> tuple[Leaves, NDAr
         returned = prepare(preprocessing, source)
     if not isinstance(returned, (tuple, list)) or len(returned) != 2:
         raise UserError(f"{where}: returned {type(returned).__name__}; must return (inputs, ids), ids may be None")
-    ids = None if returned[1] is None else np.array([*map(str, returned[1])])
-    inputs = store_inputs(f"{where}: inputs", returned[0], ids, [])
+    inputs, ids = store_inputs(f"{where}: ", returned[0], returned[1], [])
     require_same_columns(f"{where}: inputs", returned[0], packed.get("columns", {}))
-    require_one_length(where, [("inputs", inputs), *([] if ids is None else [("ids", ids)])])
     return inputs, ids

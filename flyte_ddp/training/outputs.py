@@ -3,10 +3,11 @@
 import dataclasses
 import math
 import platform
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -42,6 +43,8 @@ from flyte_ddp.training.optimisation import gradient_clip_norm
 from flyte_ddp.training.predictions import collect_predictions
 from flyte_ddp.training.recording import Recorder
 from flyte_ddp.training.training_state import TrainingState
+
+Result = TypeVar("Result")
 
 LEAST_STEPS = 30  # a shorter run is a trial, which need not have learned anything
 VERIFIED_SAMPLES = 64
@@ -108,12 +111,15 @@ def write_outputs(job: Job, data: PreparedSet, state: TrainingState, recorder: R
         return
     selection, hp = state.selection, job.hp
     test, main, constant = selection.test, state.objective.main_measure, dict[str, float]()
-    thresholds = choose_thresholds(state.objective, selection.validation)
+    attempt = partial(try_own_code, state, recorder)
+    validated, none = selection.validation, tuple[float, ...]()
+    thresholds = attempt("choose thresholds", lambda: choose_thresholds(state.objective, validated), none)
     state.objective.facts = dataclasses.replace(state.objective.facts, thresholds=thresholds)
     if recorder.last_loss is not None and state.step >= LEAST_STEPS:
-        losses = recorder.last_loss, test.measures["loss"], find_constant_loss(state, test, recorder)
+        least = attempt("tell its constant loss", lambda: state.objective.constant_loss(test.columns), None)
+        losses = recorder.last_loss, test.measures["loss"], least
         recorder.add_warning(nothing_learned_warning(*losses, hp.learning_rate, gradient_clip_norm(hp)))
-        constant = find_better_constant(state.objective, test)
+        constant = attempt("tell its constant measure", lambda: find_better_constant(state.objective, test), {})
         for value in constant.values():
             recorder.add_warning(describe_better_constant(main, value, test.measures[main]))
     if hp.keep == "best" and math.isinf(selection.best):
@@ -156,10 +162,12 @@ def write_outputs(job: Job, data: PreparedSet, state: TrainingState, recorder: R
     }
     model_path, _ = artifacts.save_model(job.run_folder, model.state_dict(), sidecar)
     verify_saved_model(new_model, model_path, sidecar, state)
+    rows, plain = min(job.settings.wandb_table_rows, len(state.test)), Objective(state.objective.facts)
+    described = attempt(
+        "describe its predictions", lambda: collect_predictions(state, state.objective, test, rows), None
+    )
     with replace_file(job.run_folder / PREDICTIONS) as file:
-        np.savez(
-            file, **describe_predictions(state, test, recorder, min(job.settings.wandb_table_rows, len(state.test)))
-        )
+        np.savez(file, **(described or collect_predictions(state, plain, test, rows)))
     recorder.log.write(
         {
             "kind": "end",
@@ -177,26 +185,17 @@ def write_outputs(job: Job, data: PreparedSet, state: TrainingState, recorder: R
     )
 
 
-def find_constant_loss(state: TrainingState, test: Evaluation, recorder: Recorder) -> float | None:
-    """Return the objective's loss of the best constant output; None if it is not known, or an own objective fails."""
+def try_own_code(
+    state: TrainingState, recorder: Recorder, purpose: str, function: Callable[[], Result], otherwise: Result
+) -> Result:
+    """Return the function's result; ``otherwise``, with a warning, if an own objective fails: the run is trained."""
     try:
-        return state.objective.constant_loss(test.columns)
-    except Exception as error:
-        if ":" not in state.hp.objective:
-            raise
-        recorder.add_warning(f"objective={state.hp.objective!r} could not tell its constant loss: {error!r}")
-        return None
-
-
-def describe_predictions(state: TrainingState, test: Evaluation, recorder: Recorder, rows: int) -> dict[str, Any]:
-    """Return the arrays of :func:`collect_predictions`; if the user's code fails in it, those of any objective."""
-    try:
-        return collect_predictions(state, state.objective, test, rows)
+        return function()
     except Exception as error:
         if ":" not in state.hp.objective and "decode" not in state.hp.options:
             raise
-        recorder.add_warning(f"objective={state.hp.objective!r} could not describe its predictions: {error!r}")
-        return collect_predictions(state, Objective(state.objective.facts), test, rows)
+        recorder.add_warning(f"objective={state.hp.objective!r} could not {purpose}: {error!r}")
+        return otherwise
 
 
 def test_measures(test: Evaluation) -> dict[str, float]:

@@ -18,7 +18,7 @@ from flyte_ddp.training.job import Job
 from flyte_ddp.training.training_state import TrainingState
 
 HISTOGRAM_BINS = 64
-SAVED = ("loss_sum", "weight", "samples", "samples_in_all", "training_seconds", "epoch_accuracies")
+SAVED = ("loss_sum", "weight", "samples", "samples_in_all", "training_seconds", "epoch_accuracies", "warnings")
 
 
 class StepSums(NamedTuple):
@@ -59,8 +59,10 @@ class Recorder:
         return {name: getattr(self, name) for name in SAVED} | {"seconds": self.training_time() - self.since}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
+        new = self.warnings
         for name in SAVED:
             setattr(self, name, saved[name])
+        self.warnings = [*dict.fromkeys((*self.warnings, *new))]
         self.loss_sum = self.loss_sum.to(self.device)
         if isinstance(self.weight, torch.Tensor):
             self.weight = self.weight.to(self.device)

@@ -64,7 +64,7 @@ def train(rank: Rank) -> None:
         else:
             if recorder.writes:
                 recorder.add_warning(equal_pictures_warning(state))
-            for warning in try_evaluation(state, data):
+            for warning in try_evaluation(state):
                 if recorder.writes:
                     recorder.add_warning(warning)
         with Checkpointer(job, state, recorder) as checkpoints:

@@ -70,7 +70,7 @@ class TrainingState:
 
         Seeds the global generators of torch, Python and NumPy, and sets torch's deterministic mode if asked.
         """
-        self.hp, self.hardware = hp, hardware
+        self.hp, self.hardware, self.data = hp, hardware, data
         self.step = 0  # optimiser steps that are done
         self.epoch = 0  # epochs that are done, with their evaluation
         self.lock = threading.Lock()  # held while the state is copied for a checkpoint, or changed
@@ -197,7 +197,7 @@ class TrainingState:
         self.this_pass.begin_pass(self.hp.seed, 0, np.arange(samples), self.device)
         prepared = self.prepare_inputs(inputs)
         with explain_model_errors(self.hp.model, self.model, prepared):
-            outputs = call_with_leaves(model or self.kept_model(), prepared)
+            outputs = call_with_leaves(self.kept_model() if model is None else model, prepared)
         self.objective.check_outputs(self.hp.model, outputs, targets)
         return outputs
 

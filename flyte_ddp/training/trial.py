@@ -2,16 +2,16 @@
 
 import copy
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from flyte_ddp.catalog import IGNORED_TOKEN
-from flyte_ddp.datasets.prepared import PreparedSet
-from flyte_ddp.datasets.sample_arrays import SampleArrays
+from flyte_ddp.datasets.sample_arrays import SampleArrays, name_sample
 from flyte_ddp.errors import UserError
 from flyte_ddp.leaves import Leaves, name_leaves
 from flyte_ddp.loading.collate import MASK, PADDED
@@ -31,15 +31,15 @@ TOLERANCE = 1e-3  # share of the largest output, by which padding may change it
 UNDEFINED = (ArithmeticError, IndexError, RuntimeError, ValueError)
 
 
-def try_evaluation(state: TrainingState, data: PreparedSet) -> list[str]:
+def try_evaluation(state: TrainingState) -> list[str]:
     """Evaluate own code with a copy of the model on a few samples before training; return warnings."""
-    hp, test = state.hp, state.test
+    hp, test, data = state.hp, state.test, state.data
     if ":" not in hp.model and ":" not in hp.objective:
         return []
     try:
         model = copy.deepcopy(state.kept_model())
-    except Exception:  # a model with a lock or a file in it may be trained, too
-        return []
+    except Exception as error:  # a model with a lock or a file in it may be trained, too
+        return [f"Nothing was evaluated before training, as model {hp.model!r} cannot be copied: {error!r}"]
     model.eval()
     with keep_random_state(), torch.no_grad():
         first = test.order.samples(slice(0, min(TRIED, len(test))))
@@ -151,15 +151,18 @@ def refuse_table_of_losses(objective: Objective, outputs: Any, targets: Leaves) 
     if objective.coupled or not isinstance(outputs, Tensor) or not isinstance(targets, Tensor):
         return
     samples = len(targets)
-    if {tuple(outputs.shape), tuple(targets.shape)} != {(samples,), (samples, 1)}:
+    if samples < 3 or {tuple(outputs.shape), tuple(targets.shape)} != {(samples,), (samples, 1)}:
         return
-    values = targets.flatten().sort().values  # such a loss is the same for the right outputs in another order
-    right = convert_outputs(outputs, torch.float64).new_tensor(values.tolist())
-    sums = []
-    for each in (right, right.flip(0)):
-        losses = objective.losses(each.view(outputs.shape), convert_outputs(values.view(targets.shape), right.dtype))
-        sums.append(losses.sum() if isinstance(losses, Tensor) else torch.tensor(torch.nan))
-    if values[0] != values[-1] and bool(torch.isfinite(sums[0])) and torch.allclose(sums[0], sums[1], rtol=1e-6):
+    outputs, targets = (convert_outputs(each, torch.float64) for each in (outputs, targets))
+    compute: Callable[[Tensor, Tensor], Any] = objective.losses
+    try:
+        compute(outputs[:2], targets[:3])
+    except Exception:  # each output has a target of its own
+        return
+    # The mean of a table is the same for outputs in another order, and not for other targets.
+    pairs = (outputs, targets), (outputs.flip(0), targets), (outputs, targets[:1].expand_as(targets))
+    found, moved, equal = (sum(each.sum() for each in tree_leaves(compute(*pair))) for pair in pairs)
+    if torch.allclose(moved, found, rtol=1e-6) and not torch.allclose(equal, found, rtol=1e-6):
         shapes = f"outputs {list(outputs.shape)} with targets {list(targets.shape)}"
         raise UserError(
             f"the objective's loss does not change when the outputs change places: it compares {shapes}, each with "
@@ -169,9 +172,9 @@ def refuse_table_of_losses(objective: Objective, outputs: Any, targets: Leaves) 
 
 def refuse_non_finite(state: TrainingState, inputs: Leaves, targets: Leaves, samples: Indices, split: str) -> None:
     """Raise UserError, which names the sample, if an input is not finite, or for an own objective a target."""
-    require_finite("input", inputs, samples, split)
+    require_finite(state, "input", inputs, samples, split)
     if ":" in state.hp.objective:  # of built-in ones a target may be NaN: unknown
-        require_finite("target", targets, samples, split)
+        require_finite(state, "target", targets, samples, split)
 
 
 def refuse_empty(state: TrainingState, inputs: Leaves, outputs: Any, samples: Indices, split: str) -> None:
@@ -179,13 +182,14 @@ def refuse_empty(state: TrainingState, inputs: Leaves, outputs: Any, samples: In
     if state.hp.collate == PADDED and (floats := [each for each in list_floats(outputs) if len(each) == len(samples)]):
         failed = ~torch.stack([each.isfinite().reshape(len(samples), -1).all(1) for each in floats]).all(0)
         if failed.any() and not find_mask(inputs)[failed].any():
+            sample = name_sample(state.data, split, samples[int(failed.int().argmax())])
             raise UserError(
-                f"the loss is not finite, and {split} sample {samples[int(failed.int().argmax())]} is empty: attention "
-                "to no place, and the mean of none, are NaN; leave it out, or give it a token, such as one for its end"
+                f"the loss is not finite, and {sample} is empty: attention to no place, and the mean of none, are NaN; "
+                "leave it out, or give it a token, such as one for its end"
             )
 
 
-def require_finite(kind: str, leaves: Leaves, samples: Indices, split: str) -> None:
+def require_finite(state: TrainingState, kind: str, leaves: Leaves, samples: Indices, split: str) -> None:
     for name, leaf in name_leaves(leaves).items():
         if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.shape[:1] == (len(samples),):
             places = (~leaf.isfinite()).nonzero()
@@ -193,8 +197,8 @@ def require_finite(kind: str, leaves: Leaves, samples: Indices, split: str) -> N
                 row, *place = places[0].tolist()
                 at = f" (column {place[0]})" if len(place) == 1 else f" (at {place})" if place else ""
                 raise UserError(
-                    f"the loss is not finite, nor is the {kind} {f'{name!r} ' if name else ''}of {split} sample "
-                    f"{samples[row]}{at}: replace what is missing in the data set"
+                    f"the loss is not finite, nor is the {kind} {f'{name!r} ' if name else ''}of "
+                    f"{name_sample(state.data, split, samples[row])}{at}: replace what is missing in the data set"
                 )
 
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from flyte_ddp.catalog import IGNORED, IGNORED_TOKEN
 from flyte_ddp.datasets.prepared import ItemSet
-from flyte_ddp.datasets.sample_arrays import Ragged, SampleArrays
+from flyte_ddp.datasets.sample_arrays import Ragged, SampleArrays, name_sample
 from flyte_ddp.errors import UserError
 from flyte_ddp.leaves import Leaves, name_leaves
 from flyte_ddp.loading.facts import FEW
@@ -100,7 +100,7 @@ def measure_item_set(data: ItemSet, profile: DataProfile, settings: Settings) ->
     """
     if isinstance(data, SampleArrays):
         profile.targets = kind_of_targets(data.train_targets, data.classes)
-        return [add_split(profile, side, measure_arrays(data, side, profile)) for side in NAMES]
+        return [add_split(data, profile, side, measure_arrays(data, side, profile)) for side in NAMES]
     items = open_items(data)
     with keep_random_state():
         first = [name_arrays(leaves) for leaves in items["train"].read_item(0, 0, None)]
@@ -112,7 +112,7 @@ def measure_item_set(data: ItemSet, profile: DataProfile, settings: Settings) ->
     with closing(pool) if pool else nullcontext():
         for measurer, samples in zip(measurers, (data.train_samples, data.test_samples), strict=True):
             parts = (range(start, min(start + ITEMS, samples)) for start in range(0, samples, ITEMS))
-            found = add_split(profile, measurer.side, call_for_each(pool, measurer.measure_items, parts))
+            found = add_split(data, profile, measurer.side, call_for_each(pool, measurer.measure_items, parts))
             compared.append(found)
             chosen = np.linspace(samples - 1, 0, min(samples, LOOKED_TWICE), dtype=np.int64).tolist()
             with keep_random_state():
@@ -146,7 +146,7 @@ def measure_arrays(data: SampleArrays, side: str, profile: DataProfile) -> Itera
         yield measure_leaves(numbers, parts[0], parts[1], profile.targets, len(profile.classes))
 
 
-def add_split(profile: DataProfile, side: str, parts: Iterable[PartProfile]) -> Compared:
+def add_split(data: ItemSet, profile: DataProfile, side: str, parts: Iterable[PartProfile]) -> Compared:
     """Add the parts of a side's samples, in order, to the profile; return what they are compared by."""
     name, labels, digests = NAMES[side], list[NDArray[np.int64]](), list[NDArray[np.int64]]()
     counts = profile.training if side == "train" else profile.test
@@ -159,9 +159,9 @@ def add_split(profile: DataProfile, side: str, parts: Iterable[PartProfile]) -> 
             for value, number in counted.items():
                 total[value] = total.get(value, 0) + number
         for label, sample in part.labelled.items():
-            profile.labelled.setdefault(label, f"{name} sample {sample}")
+            profile.labelled.setdefault(label, name_sample(data, name, sample))
         profile.not_finite += len(part.not_finite)
-        examples = [f"{name} sample {sample} ({leaf})" for sample, leaf in part.not_finite.items()]
+        examples = [f"{name_sample(data, name, sample)} ({leaf})" for sample, leaf in part.not_finite.items()]
         profile.bad += examples[: FEW - len(profile.bad)]
     return Compared(np.arange(counts.samples), np.concatenate(labels), np.concatenate(digests))
 

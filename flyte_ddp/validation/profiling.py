@@ -15,6 +15,7 @@ from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets.encoded_set import EncodedSet
 from flyte_ddp.datasets.images import ImageArrays
 from flyte_ddp.datasets.prepared import ItemSet, PreparedSet, open_prepared, order_test_split, resolve_class_names
+from flyte_ddp.datasets.sample_arrays import name_sample
 from flyte_ddp.errors import UserError
 from flyte_ddp.formatting import format_count
 from flyte_ddp.loading.decoding import DecodingError, Pixels, open_with_pillow
@@ -74,7 +75,7 @@ def compute_profile(folder: Path, settings: Settings | None = None) -> DataProfi
     def read_name(place: int) -> str:
         split, number = SPLITS[int(in_test[place])], numbers[place : place + 1]
         if isinstance(data, ItemSet):
-            return f"{split} sample {numbers[place]}"
+            return name_sample(data, split, numbers[place])
         with closing(measure_images(data, split, number, settings)) as one:
             return next(one).name
 

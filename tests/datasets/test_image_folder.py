@@ -159,3 +159,11 @@ def test_advice_for_a_link_to_nothing_is_not_to_check_a_server(link: str, tmp_pa
     said = rf"cannot be listed \({folder}/{link}: No such file or directory\); check the address, and links"
     with pytest.raises(UserError, match=said):
         list_images(str(folder))
+
+
+def test_the_runs_folder_is_no_class(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though a run has begun in the folder of the images, by whatever name that is called."""
+    folder = write_files(tmp_path / "images", files_of({"ant": ["1.png"], "bee": ["1.png"], "runs": ["plot.png"]}))
+    monkeypatch.chdir(folder)
+    for address in (".", "../images", str(folder)):
+        assert list_images(address).classes == ("ant", "bee")

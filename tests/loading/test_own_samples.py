@@ -235,3 +235,18 @@ def test_the_document_s_pipelines(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     images, found = augmented("torchvision_masks", masks)
     assert np.mean((images[..., 0] > 100) == (found == 1)) > 0.95
     assert (found == 255).any()
+
+
+def mask_target(image: Any, target: Any) -> Any:
+    return image, np.ma.masked_equal([target, 1], target)
+
+
+def mask_image(image: Any, target: Any) -> Any:
+    return np.ma.masked_equal(image, image.max()), target
+
+
+@pytest.mark.parametrize("part", ["image", "target"])
+def test_a_mask_is_not_lost(part: str) -> None:
+    own = OwnFunction("augment", f"{__name__}:mask_{part}")
+    with pytest.raises(UserError, match=f"the {part} of sample 0: has masked values, and the mask would be lost"):
+        own.call("sample 0", np.ones((2, 2), np.uint8), 3)

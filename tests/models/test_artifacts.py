@@ -26,6 +26,8 @@ from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import UserError
 from flyte_ddp.models import artifacts, zoo
 from flyte_ddp.models.images import InputSpec
+from flyte_ddp.objectives.language import Language
+from flyte_ddp.objectives.own import objective_of_sidecar
 from flyte_ddp.predict.predict import write_prediction_table
 from flyte_ddp.run import run_training
 from flyte_ddp.settings import Settings
@@ -256,3 +258,15 @@ def test_a_pickle_that_runs_code_is_refused(saved: tuple[Path, Path], tmp_path: 
     with pytest.raises(UserError, match=r"model.pt does not fit model"):
         artifacts.load_model(*saved)
     assert not (tmp_path / "sprung").exists()
+
+
+def test_tokens_are_decoded_by_the_code_of_the_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    code = "def decode(tokens):\n    return 'then'\n"
+    (tmp_path / "own_words.py").write_text(code.replace("then", "now"))
+    own = {"objective": "language", "options": {"objective": {"decode": "own_words:decode"}}}
+    objective = objective_of_sidecar(
+        artifacts.prefer_stored_code({**sidecar(), **own, "sources": {"own_words.py": code}})
+    )
+    assert isinstance(objective, Language)
+    assert objective.describe_tokens([1]) == "then"

@@ -3,8 +3,10 @@
 import base64
 import csv
 import hashlib
+import importlib
 import json
 import re
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -22,8 +24,10 @@ from sklearn.preprocessing import OneHotEncoder, StandardScaler
 from training_runs import QUIET, train_in
 
 from flyte_ddp import Hyperparameters, UserError, arrays, fetch, load_model, read_new_rows
+from flyte_ddp.datasets.preprocessing import pack_preprocessing
 from flyte_ddp.predict.predict import write_prediction_table
 from flyte_ddp.run import Result
+from flyte_ddp.stored_code import StoredSpec
 
 CODE = """
 import csv
@@ -222,3 +226,46 @@ def test_what_cannot_be_handed_over_is_told_when_arrays_is_called(kind: str) -> 
 def test_ids_that_are_too_few() -> None:
     with pytest.raises(UserError, match="test_ids has 1 samples, and test_inputs has 2"):
         arrays((np.ones((2, 1)), [0, 1], "ab"), (np.ones((2, 1)), [0, 1], "a"))
+
+
+def scaled_rows(_: Any, source: Any) -> Any:
+    return np.full((2, 1), np.nan), source
+
+
+@pytest.mark.parametrize(
+    ("ids", "words"), [(["a"], "rows'.*: ids has 1 samples, and .*: inputs has 2"), ([b"a", "é"], r"row 0 \(id 'a'\)")]
+)
+def test_new_rows_that_do_not_fit_are_told(ids: list[Any], words: str) -> None:
+    packed = pack_preprocessing(1, scaled_rows, {})
+    with pytest.raises(UserError, match=words):
+        read_new_rows({"preprocessing": packed}, ids)
+
+
+def test_ids_that_are_too_few_of_rows_that_are_not_finite() -> None:
+    """Their number is told, as the wrong row may have none."""
+    side = np.array([[1.0], [np.nan]]), [0, 1]
+    with pytest.raises(UserError, match="train_ids has 1 samples, and train_inputs has 2"):
+        arrays((*side, "a"), side)
+
+
+FITTED = """
+class Scale:
+    def apply(self, rows):
+        return rows * {factor}
+
+def prepare(scale, rows):
+    return scale.apply(rows), None
+"""
+
+
+def test_a_fitted_object_has_the_code_of_the_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its class is today's nowhere: neither where it is unpickled nor in what it does."""
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "own_scale.py").write_text(FITTED.format(factor=3))
+    module = importlib.import_module("own_scale")
+    packed = pack_preprocessing(module.Scale(), module.prepare, {})
+    (tmp_path / "own_scale.py").write_text(FITTED.format(factor=7).replace("apply", "scale"))
+    stored = StoredSpec(packed["prepare"], {"own_scale.py": FITTED.format(factor=3)})
+    monkeypatch.delitem(sys.modules, "own_scale")
+    inputs, _ = read_new_rows({"preprocessing": {**packed, "prepare": stored}}, np.ones((2, 1)))
+    assert inputs.tolist() == [[3.0], [3.0]]

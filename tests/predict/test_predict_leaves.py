@@ -17,6 +17,7 @@ from flyte_ddp import UserError, arrays
 from flyte_ddp.datasets.prepared_folder import write_prepared_set
 from flyte_ddp.datasets.sample_arrays import SampleArrays
 from flyte_ddp.loading.opening_items import open_item_test_split
+from flyte_ddp.models.inputs import LeafSpec, LeavesSpec
 from flyte_ddp.predict.predict import write_prediction_table
 
 TEXTS = [[1, 2, 3], [4], [5, 6]]
@@ -101,3 +102,11 @@ def test_batches_have_the_users_ids(collate: str) -> None:
     with closing(split.source):
         batches = [batch.names for _, batch in split.load_evaluation_batches(2, 0, 1)]
     assert batches == [["one", "two"], ["three"]]
+
+
+def test_the_mask_is_of_the_input_that_had_lengths_in_training() -> None:
+    """A single new row has one length only, and its numbers come first."""
+    like = LeavesSpec("dict", (("numbers", LeafSpec((2,), "float")), ("words", LeafSpec((None,), "int64"))))
+    side = {"numbers": np.ones((1, 2)), "words": [[4, 5, 6]]}, None
+    split, _ = open_item_test_split(arrays(side, side), "padded", 0, torch.device("cpu"), 1, like=like)
+    assert split.load_batch(np.array([0])).inputs["mask"].shape == (1, 3)

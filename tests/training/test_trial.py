@@ -1,5 +1,6 @@
 """What would fail only after an epoch fails before the first step, and the trial itself changes nothing."""
 
+import json
 import traceback
 from collections.abc import Mapping
 from dataclasses import replace
@@ -11,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from training_runs import train_in
+from training_runs import cut_off, train_in
 
 from flyte_ddp import arrays, on_demand
 from flyte_ddp.config import Hyperparameters
@@ -41,7 +42,7 @@ def table(targets: Any = lambda rows: (rows[:, 0] > 0).astype(np.float32)) -> Sa
 
 
 def train(folder: Path, data: SampleArrays, **changes: Any) -> Result:
-    (folder / "data").mkdir(parents=True)
+    (folder / "data").mkdir(parents=True, exist_ok=True)
     write_prepared_set(replace(data, name="own:data"), folder / "data", {})
     return train_in(folder / "run", replace(HP, **changes), folder / "data")
 
@@ -144,8 +145,16 @@ class Changing(nn.Module):
         return self.layer(self.dropout(self.norm(rows / self.scale)) + 0.01 * noise)
 
 
-def test_the_trial_changes_no_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    case = {"model": f"{OWN}Changing", "objective": f"{OWN}cross_entropy", "eval_interval": 9, "log_interval": 1}
+class WithoutLength(Changing):
+    """Counts as false."""
+
+    def __len__(self) -> int:
+        return 0
+
+
+@pytest.mark.parametrize("model", ["Changing", "WithoutLength"])
+def test_the_trial_changes_no_bit(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = {"model": f"{OWN}{model}", "objective": f"{OWN}cross_entropy", "eval_interval": 9, "log_interval": 1}
     with pytest.raises(UserError, match="its file does not hold all of it"):  # as it changes an attribute
         train(tmp_path / "with", table(positive), **case)
     monkeypatch.setattr(training, "try_evaluation", lambda *_: [])
@@ -274,3 +283,76 @@ def test_the_same_parameters_in_the_model_are_trained(ranks: int, tmp_path: Path
     case = {"model": f"{OWN}WithPoints", "objective": f"{OWN}Margin", "num_ranks": ranks}
     weights = torch.load(train(tmp_path, table(positive), **case).model, weights_only=True)
     assert not torch.equal(weights["points"], torch.ones(2, 2))
+
+
+def minus_output(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Is the loss of a flow, whose output is a log-likelihood."""
+    return -functional.logsigmoid(outputs[:, 0])
+
+
+def above_two(outputs: Tensor, targets: Tensor) -> Tensor:
+    return functional.binary_cross_entropy(outputs[:, 0], (targets > 2).to(outputs), reduction="none")
+
+
+@pytest.mark.parametrize("objective", ["minus_output", "above_two"])
+def test_losses_of_outputs_in_one_column_are_taken(objective: str, tmp_path: Path) -> None:
+    """They need not depend on the targets, nor take targets for outputs."""
+    data = table(lambda rows: np.arange(len(rows), dtype=np.float32) % 5)
+    assert train(tmp_path, data, model=f"{OWN}sigmoid", objective=f"{OWN}{objective}").model.exists()
+
+
+class TwoColumns(Classification):
+    """Has a probability of each class, and a measure of them."""
+
+    measures: Mapping[str, str] = {"sure": HIGHER}
+
+    def columns(self, outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
+        return {"prediction": outputs.argmax(1), "truth": targets, "probability": outputs.softmax(1)}
+
+    def measure(self, columns: Mapping[str, Tensor]) -> dict[str, float]:
+        return {"sure": columns["probability"].amax(1).mean().item()}
+
+
+class NoLabels(Classification):
+    """Cannot say its labels."""
+
+    def binary_labels(self, columns: Mapping[str, Tensor]) -> Any:
+        raise RuntimeError(f"no labels in {len(columns)} columns")
+
+
+@pytest.mark.parametrize(("objective", "said"), [("TwoColumns", ""), ("NoLabels", "could not choose thresholds")])
+def test_own_columns_cost_no_trained_model(objective: str, said: str, tmp_path: Path) -> None:
+    """They have no thresholds; where own code fails at the end, a note says so."""
+    result = train(tmp_path, table(positive), objective=f"{OWN}{objective}", validation_fraction=0.4)
+    assert "thresholds" not in json.loads(result.sidecar.read_text())
+    *_, end = read_records(result.model.with_name("metrics.jsonl"))
+    assert bool(said) == any(said in note for note in end["notes"] if said)
+
+
+def normalised(num_classes: int) -> nn.Module:
+    return nn.utils.weight_norm(nn.Linear(3, num_classes))
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm")
+def test_a_model_that_cannot_be_copied_is_trained_with_a_note(tmp_path: Path) -> None:
+    result = train(tmp_path, table(positive), model=f"{OWN}normalised")
+    *_, end = read_records(result.model.with_name("metrics.jsonl"))
+    assert any("Nothing was evaluated before training" in note for note in end["notes"])
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm")
+def test_warnings_of_the_trial_are_in_the_report_of_a_resumed_run(tmp_path: Path) -> None:
+    """Each once, as a run says some at each start."""
+    case = {"model": f"{OWN}normalised", "freeze": "bias"}
+    cut_off(lambda: train(tmp_path, table(positive), **case), at=4)
+    result = train(tmp_path, table(positive), **case)
+    *_, end = read_records(result.model.with_name("metrics.jsonl"))
+    said = ["Nothing was evaluated", "Trained are ", "The run went on from"]
+    assert [sum(note.startswith(words) for note in end["notes"]) for words in said] == [1, 1, 1]
+
+
+def test_an_id_is_said_with_the_sample(tmp_path: Path) -> None:
+    random = np.random.default_rng(3)
+    sides = [(random.normal(size=(n, 3)), np.ones(n), [f"p{place}" for place in range(n)]) for n in (20, 12)]
+    sides[1][1][10] = np.nan
+    refuse(tmp_path, arrays(*sides), r"target of test sample 10 \(id 'p10'\): replace", objective=f"{OWN}squared")
