@@ -22,6 +22,7 @@ NAMES = (
     "dropout",
     "augmentations",
     "items",
+    "feed",
     "startup",
     "forks",
     "launchers",

@@ -98,7 +98,7 @@ def ours(order: dict[str, Any], folder: Path, *, normalise: bool = True) -> Epoc
         shuffle_shards=4,
     )
     prepared = fetch(hp.dataset, "", folder / "prepared", test_dataset=hp.test_dataset, progress="off")
-    settings = Settings(progress="off", cache_folder=folder / "cache", loader_threads=WORKERS)
+    settings = Settings(progress="off", cache_folder=folder / "cache", loaders=WORKERS)
     splits = open_splits(open_prepared(prepared), hp, detect_hardware(hp), torch.device("cpu"), settings)
     training: Split = splits.training
 

@@ -63,7 +63,7 @@ def start_up(hp: Hyperparameters, folder: Path) -> tuple[float, float]:
     prepared = fetch(hp.dataset, "", folder, progress="off")
     check_prepared_set(prepared, hp, ranks=1, workers=1)
     middle = time.perf_counter()
-    settings = Settings(progress="off", cache_folder=folder / "cache", loader_threads=1)
+    settings = Settings(progress="off", cache_folder=folder / "cache", loaders=1)
     splits = open_splits(open_prepared(prepared), hp, detect_hardware(hp), torch.device("cpu"), settings)
     order = splits.training.order
     batches = -(-len(order) // hp.batch_size)

@@ -25,7 +25,7 @@ COMPARED = re.compile(r"(\w+_)?(loss|accuracy)|learning_rate")  # fields of the 
 VARIABLES = {
     "WANDB_MODE": "disabled",
     "FLYTE_DDP_PROGRESS": "off",
-    "FLYTE_DDP_LOADER_THREADS": "2",
+    "FLYTE_DDP_LOADERS": "2",
     "FLYTE_DDP_TIMEOUT": "60",  # ends a run whose ranks wait for one another
 }
 COMMON = {"dataset": "digits", "epochs": 2, "precision": "fp32", "backend": "gloo", "log_interval": 1}

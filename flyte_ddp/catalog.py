@@ -58,7 +58,7 @@ NAMES_ELSEWHERE = {
     "init_from": "pretrained weights",
     "weight_decay": "wd",
     "seed": "random_state seed_everything",
-    "the variable FLYTE_DDP_LOADER_THREADS": "num_workers dataloader_num_workers",
+    "the variable FLYTE_DDP_LOADERS": "num_workers dataloader_num_workers",
     "elastic_training_wf, ray_training_wf or dask_training_wf": "num_nodes",
 }
 ELSEWHERE = {name: here for here, names in NAMES_ELSEWHERE.items() for name in names.split()}

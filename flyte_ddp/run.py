@@ -81,7 +81,7 @@ def run_training(
     check_wandb_settings(settings)
     hardware = hardware or detect_hardware(hp)
     launch = launch or (single.launch if hardware.num_ranks == 1 else spawn.launch)
-    workers = settings.loader_threads or hardware.threads
+    workers = settings.loaders or hardware.threads
     progress = Progress(settings.progress)
     for warning in check_prepared_set(
         data, hp, ranks=hardware.num_ranks, workers=workers, cache_bytes=settings.cache_bytes

@@ -58,7 +58,7 @@ class Settings:
     wandb_timeout: float = 30.0
     cache_folder: Path = field(default_factory=lambda: runs_folder() / "cache")
     cache_bytes: int | None = None  # None: no limit
-    loader_threads: int = 0  # 0: one for each core of the rank
+    loaders: int = 0  # threads or processes; 0: one for each core of the rank, beside a GPU but one
     results_copy: str = ""
     weights_source: str = ""  # folder or address with torchvision's files of weights; empty: torchvision's own
     wandb_run_id: str = field(default="", kw_only=True)
@@ -84,7 +84,7 @@ def read_settings() -> Settings:
         wandb_timeout=read_number("FLYTE_DDP_WANDB_TIMEOUT"),
         cache_folder=Path(read_text("FLYTE_DDP_CACHE") or runs_folder() / "cache").absolute(),
         cache_bytes=read_whole_number("FLYTE_DDP_CACHE_BYTES") or None,
-        loader_threads=read_whole_number("FLYTE_DDP_LOADER_THREADS"),
+        loaders=read_whole_number("FLYTE_DDP_LOADERS"),
         results_copy=read_text("FLYTE_DDP_RESULTS"),
         weights_source=read_text("FLYTE_DDP_WEIGHTS"),
     )

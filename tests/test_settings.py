@@ -93,7 +93,7 @@ def test_a_run_checks_the_settings_that_it_is_given(tmp_path: Path, monkeypatch:
         run_training(Hyperparameters(), tmp_path, tmp_path / "run", replace(given, wandb_project="project"))
 
 
-@pytest.mark.parametrize("field", ["loader_threads", "wandb_table_rows", "cache_bytes"])
+@pytest.mark.parametrize("field", ["loaders", "wandb_table_rows", "cache_bytes"])
 def test_what_is_counted_is_a_whole_number(field: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Half a thread is not none, which would mean all cores."""
     name = f"FLYTE_DDP_{field.upper()}"

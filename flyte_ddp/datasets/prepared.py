@@ -196,7 +196,7 @@ def refuse_unusable_stream(index: ShardIndex, dataset: str, shards: int, ranks: 
     if shards < ranks * workers:
         raise UserError(
             f"{where}: has {shards} shards for training, read by {ranks} ranks x {workers} workers: each needs one; "
-            "make more shards, or lower num_ranks or FLYTE_DDP_LOADER_THREADS"
+            "make more shards, or lower num_ranks or FLYTE_DDP_LOADERS"
         )
 
 

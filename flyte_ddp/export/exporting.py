@@ -158,7 +158,7 @@ def read_test_images(data: PreparedSet, channels: int, settings: Settings, seed:
             except DecodingError:
                 return None
 
-        samples, threads = order.samples(slice(0, len(order))), settings.loader_threads or count_cores()
+        samples, threads = order.samples(slice(0, len(order))), settings.loaders or count_cores()
         ahead = 2 * threads  # of images that may be large
         decoded = map_samples(images, samples, threads, decode_or_none, ahead)
         yield from (image for image in decoded if image is not None)

@@ -45,7 +45,7 @@ def export_leaves_model(
     """
     hyperparameters = sidecar.get("hyperparameters", {})
     collate, seed = str(hyperparameters.get("collate", STACKED)), int(hyperparameters.get("seed", 0))
-    threads = settings.loader_threads or count_cores()
+    threads = settings.loaders or count_cores()
     test, spec = open_item_test_split(data, collate, seed, torch.device("cpu"), threads)
     assert isinstance(spec, LeavesSpec)  # pictures are exported as those of arrays are
     name_batch = partial(name_inputs, spec=spec, collate=collate)

@@ -1,27 +1,19 @@
-"""Load encoded images from shards or files, decoded by threads that work ahead of training."""
+"""Read encoded images of shards or files, and decode them; a damaged file is fetched again once."""
 
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping
-from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
-from dataclasses import KW_ONLY, dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
-import numpy as np
 import threadpoolctl
 import torch
 
-from flyte_ddp.datasets.prepared import SampleOrder
 from flyte_ddp.errors import UserError
-from flyte_ddp.loading import cropping
 from flyte_ddp.loading.decoding import DecodingError, Pixels, choose_decoder, decode_image, decode_with_torchcodec
-from flyte_ddp.loading.facts import Facts
-from flyte_ddp.loading.split import Batch, BatchSource
 from flyte_ddp.lookahead import map_in_threads
-from flyte_ddp.models.images import EVALUATION_SHARE
 from flyte_ddp.order.sampling import Indices
 
-SAMPLES_A_TASK = 8  # at most; enough to make the cost of a task itself small
 Result = TypeVar("Result")
 
 
@@ -86,130 +78,6 @@ class BadSamples:
         if count > self.allowed:
             more = f"; there are {count} such samples, more than bad_samples={self.allowed}" if self.allowed else ""
             raise UserError(f"{name} cannot be decoded: {reason}{more}; fix or remove it, or raise bad_samples")
-
-
-class SubstitutingReader:
-    """Base class of what decodes samples, and takes another sample in place of one that cannot be decoded."""
-
-    reader: ImageReader
-    orders: Collection[SampleOrder]  # of the splits that the reader's samples make up, without common samples
-    bad: BadSamples
-    replaced: set[int]  # damaged samples, each replaced by another sample
-
-    def decode_sample(self, sample: int, encoded: Encoded) -> tuple[Pixels, Any]:
-        """Decode a sample that was read as ``encoded``; return pixels and target. Raises a DecodingError."""
-        raise NotImplementedError
-
-    def load_image_or_substitute(self, sample: int, encoded: Encoded) -> tuple[Pixels, Any, str]:
-        """Return pixels, target and key of a sample; for a damaged one, pixels and target of another of its split.
-
-        The other is the next (with shards: in the same shard) that can be decoded. Adds damaged samples to ``bad``, and
-        ``sample`` to ``replaced``. Raises a UserError if there are too many, or no other sample can be decoded.
-        """
-        if loaded := self.decode_or_record(sample, encoded):
-            return *loaded, encoded.key
-        self.replaced.add(sample)
-        for order in self.orders:
-            others = order.substitutes(sample)  # ascending
-            place = int(np.searchsorted(others, sample))
-            if place < len(others) and others[place] == sample:
-                break  # this is the sample's split
-        else:
-            raise IndexError(f"sample {sample} is in no split")
-        for other in [*others[place + 1 :].tolist(), *others[:place].tolist()]:
-            if loaded := self.decode_or_record(other, self.reader.read_sample(other)):
-                return *loaded, encoded.key
-        raise UserError(f"{encoded.name}: neither this nor any of its {len(others) - 1} substitutes can be decoded")
-
-    def decode_or_record(self, sample: int, encoded: Encoded) -> tuple[Pixels, Any] | None:
-        """Return pixels and target of a sample, or None for a damaged one, which is recorded in ``bad``."""
-        if encoded.name in self.bad.names:
-            return None
-        try:
-            return self.decode_sample(sample, encoded)
-        except DecodingError as error:
-            self.bad.add_sample(encoded.name, str(error))
-            return None
-
-
-@dataclass(eq=False)
-class EncodedImages(SubstitutingReader, BatchSource):
-    """Source of encoded images: decodes, crops and, for training, augments them in threads."""
-
-    reader: ImageReader
-    _: KW_ONLY
-    orders: Collection[SampleOrder]
-    size: int  # side of the squares that images become, in pixels
-    share: float = EVALUATION_SHARE  # of an image's shorter side that is in the middle square
-    crop: str = "none"  # for training: resized_crop (a random part, mirrored half of the time) or none (the middle)
-    seed: int = 0  # of the random parts
-    classes: int  # number of classes; labels must be smaller
-    bad: BadSamples
-    threads: int  # that decode
-    device: torch.device
-    batches_ahead = 2  # enough to keep the threads busy while load_batch() waits for a batch
-
-    def __post_init__(self) -> None:
-        self.prefetch_files = self.reader.prefetch_files if self.reader.fetches_files else None
-        self.replaced = set()
-        self.pool = ThreadPoolExecutor(self.threads, thread_name_prefix="decoder", initializer=limit_threads)
-        # Batches in CPU memory that threads are filling, with the tasks of the threads, by epoch and samples.
-        self.pending: dict[tuple[int | None, bytes], tuple[Batch, list[Future[None]]]] = {}
-
-    def prefetch_batch(self, samples: Indices, epoch: int | None) -> None:
-        key = (epoch, samples.tobytes())
-        if key not in self.pending:
-            self.pending[key] = self.submit_batch(samples, epoch)
-
-    def load_batch(self, samples: Indices, epoch: int | None) -> Batch:
-        """Return images uint8 [n, size, size, 3] and labels int64 [n] on the device, and the samples' names.
-
-        A sample that cannot be decoded gets the image and label of another, but keeps its name. Waits for the threads
-        without a timeout, and raises the first exception of one.
-        """
-        self.prefetch_batch(samples, epoch)
-        batch, tasks = self.pending.pop((epoch, samples.tobytes()))
-        wait(tasks, return_when=FIRST_EXCEPTION)  # one wait for all: each wake-up takes time from the threads
-        for task in tasks:
-            task.result()
-        images, labels = (values.to(self.device, non_blocking=True) for values in batch[:2])
-        return Batch(images, labels, batch.names)
-
-    def submit_batch(self, samples: Indices, epoch: int | None) -> tuple[Batch, list[Future[None]]]:
-        """Return a batch in CPU memory (page-locked for a GPU), and the tasks that fill it, up to 8 samples each."""
-        on_gpu = self.device.type == "cuda"
-        images = torch.empty(len(samples), self.size, self.size, 3, dtype=torch.uint8, pin_memory=on_gpu)
-        labels = torch.empty(len(samples), dtype=torch.int64, pin_memory=on_gpu)
-        augmented = epoch is not None and self.crop == "resized_crop"
-        draws = cropping.draw_crops(self.seed, epoch or 0, samples) if augmented else None
-        reads = [self.reader.start_read(sample) for sample in samples.tolist()]
-        pixels, classes, names = images.numpy(), labels.numpy(), [""] * len(samples)
-
-        def load_places(places: range) -> None:
-            for place in places:
-                image, classes[place], names[place] = self.load_image_or_substitute(int(samples[place]), reads[place]())
-                own_draws = None if draws is None else draws[place]
-                pixels[place] = cropping.crop_to_square(image, self.size, own_draws, self.share)
-
-        size = max(1, min(SAMPLES_A_TASK, len(samples) // (2 * self.threads)))  # at least two tasks a thread
-        starts = range(0, len(samples), size)
-        tasks = [self.pool.submit(load_places, range(start, min(start + size, len(samples)))) for start in starts]
-        return Batch(images, labels, names), tasks
-
-    def decode_sample(self, sample: int, encoded: Encoded) -> tuple[Pixels, int]:
-        return decode_checked_sample(self.reader, sample, encoded, self.classes)
-
-    def read_label(self, sample: int) -> int:
-        """Read and return a sample's label, also of a damaged image; UserError if it is outside 0..classes-1."""
-        return require_valid_label(self.reader.read_sample(sample), self.classes)
-
-    def facts(self) -> Facts:
-        return Facts(name_decoder(), frozenset(self.bad.names), dict(self.reader.fetch_counts()))
-
-    def close(self) -> None:
-        """Stop the threads and close files. Does not wait for threads that are downloading."""
-        self.pool.shutdown(wait=False, cancel_futures=True)
-        self.reader.close()
 
 
 def name_decoder() -> str:

@@ -8,7 +8,7 @@ import os
 import pickle
 import sys
 import traceback
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map
 
 from flyte_ddp.errors import UserError
 from flyte_ddp.loading.batch_memory import Layout, open_memory, write_tree
-from flyte_ddp.loading.own_samples import SampleLoader
+from flyte_ddp.loading.own_samples import Sample, SampleLoader
 from flyte_ddp.process import (
     M_MMAP_THRESHOLD,
     M_TRIM_THRESHOLD,
@@ -46,7 +46,9 @@ class Task(NamedTuple):
     path: str  # of the batch's memory
 
     def run(self, loader: SampleLoader, opened: dict[str, mmap.mmap]) -> Loaded:
-        return load_into(open_memory(opened, self.path, self.layout.size), loader, self)
+        memory = open_memory(opened, self.path, self.layout.size)
+        loads = loader.start_loads(self.samples, self.epoch)
+        return load_into(memory, self.layout, self.first, loads)._replace(report=loader.take_report())
 
 
 class Call(NamedTuple):
@@ -74,7 +76,7 @@ class Loaded(NamedTuple):
 
     names: list[str]
     shape: tuple[int, ...]  # of the images
-    report: Any  # of the SampleLoader
+    report: Any = None  # of the SampleLoader
 
 
 def run_loader_server(pipes: Sequence[Connection], exits: Connection) -> None:
@@ -131,16 +133,17 @@ def tensor_to_array(value: Any) -> Any:
     return value.numpy() if isinstance(value, Tensor) and value.dtype != torch.bfloat16 else value
 
 
-def load_into(memory: NDArray[np.uint8], loader: SampleLoader, task: Task) -> Loaded:
-    targets, names = task.layout.targets(memory), []
+def load_into(memory: NDArray[np.uint8], layout: Layout, first: int, loads: Sequence[Callable[[], Sample]]) -> Loaded:
+    """Load samples into the memory of their batch, from place ``first`` on."""
+    targets, names = layout.targets(memory), []
     shapes = set[tuple[int, ...]]()
-    for place, sample in enumerate(task.samples, task.first):
-        image, targets[place], name = loader.load_sample(sample, task.epoch)
+    for place, load in enumerate(loads, first):
+        image, targets[place], name = load()
         shapes.add(image.shape)
-        start = place * task.layout.image_bytes
+        start = place * layout.image_bytes
         copy_image(image, memory[start : start + image.size].reshape(image.shape))
         names.append(name)
-    return Loaded(names, common_shape(shapes), loader.take_report())
+    return Loaded(names, common_shape(shapes))
 
 
 def copy_image(image: NDArray[np.uint8], to: NDArray[np.uint8]) -> None:

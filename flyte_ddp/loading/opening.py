@@ -1,6 +1,6 @@
 """Open the splits that a rank trains on, validates with and tests on."""
 
-from collections.abc import Collection
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,15 +22,16 @@ from flyte_ddp.datasets.prepared import (
     order_training,
 )
 from flyte_ddp.hardware import Hardware
-from flyte_ddp.loading.encoded import BadSamples, EncodedImages, ImageReader
+from flyte_ddp.loading.encoded import BadSamples, ImageReader
+from flyte_ddp.loading.encoded_samples import EncodedSamples
 from flyte_ddp.loading.opening_items import open_image_splits, open_leaf_splits
-from flyte_ddp.loading.own_encoded import EncodedSamples
 from flyte_ddp.loading.own_samples import OwnFunction, import_own_loading
 from flyte_ddp.loading.readers import FileMembers, FileReader, ShardImages, ShardMembers
-from flyte_ddp.loading.split import BatchSource, Split, Splits, TargetSpec, make_splits
+from flyte_ddp.loading.split import Split, Splits, make_splits
 from flyte_ddp.loading.streams import RankStream, StreamImages, StreamOrder
+from flyte_ddp.loading.threads import LoaderThreads
 from flyte_ddp.loading.worker_sources import WorkerImages
-from flyte_ddp.loading.workers import make_pool
+from flyte_ddp.loading.workers import POSSIBLE, LoaderPool, make_pool
 from flyte_ddp.machine import count_cores
 from flyte_ddp.models.images import EVALUATION_SHARE, InputSpec
 from flyte_ddp.order.shard_order import ShardOrder, count_rank_streams
@@ -54,7 +55,8 @@ def open_splits(
         data, validation_fraction=hp.validation_fraction, seed=hp.seed, shuffle_shards=hp.shuffle_shards
     )
     orders["training"] = order_training(data, orders["training"], hp.sampling)
-    threads = settings.loader_threads or hardware.threads
+    # Beside a GPU the rank's own thread, which starts the GPU's work, has a core of its own.
+    threads = settings.loaders or max(1, hardware.threads - (device.type == "cuda"))
     if isinstance(data, EncodedSet):
         return open_encoded_splits(data, orders, hp, device, threads=threads, settings=settings)
     if isinstance(data, ImageArrays) or has_pictures(data):
@@ -71,7 +73,7 @@ def open_encoded_splits(
     threads: int,
     settings: Settings,
 ) -> Splits:
-    """Return the splits of encoded images, decoded by ``threads`` threads, or processes with the user's own code."""
+    """Return the splits of encoded images, loaded by ``threads`` threads or processes, see :func:`choose_pool`."""
     weights, classes = find_weights(hp.model, hp.init_from), len(data.classes) or hp.num_classes
     side = choose_side(hp.image_size, weights) or ENCODED_SIDE
     share = weights.crop_share if weights else EVALUATION_SHARE
@@ -79,26 +81,22 @@ def open_encoded_splits(
     ranks = 1 if hp.mixup else world_size()  # a sample's partner may be any other sample of the global batch
     streams = count_rank_streams(hp.shuffle_shards, ranks, min(hp.accumulation_steps, hp.batch_size))
     decode, augment = import_own_loading(hp)
-    bad, crop = BadSamples(hp.bad_samples), "none" if augment else hp.augment
-    options: dict[str, Any] = {"size": side, "share": share, "crop": crop, "seed": hp.seed, "classes": classes}
+    options: dict[str, Any] = {"size": side, "share": share, "seed": hp.seed, "classes": classes, "decode": decode}
+    bad, loaders = BadSamples(hp.bad_samples), dict[str, EncodedSamples]()
     in_train = [order for split, order in orders.items() if split != "test" or data.test is None]
-    direct, loaders = dict[str, BatchSource](), dict[str, EncodedSamples]()
-    targets = TargetSpec(np.dtype(np.int64), (), classes)
-    for part, source, of in (("train", data.train, in_train), ("test", data.test, [orders["test"]])):
+    training: dict[str, Any] = {"augment": augment, "crop": "none" if augment else hp.augment}
+    for part, source, of, own in (("train", data.train, in_train, training), ("test", data.test, [orders["test"]], {})):
         if source is not None:
-            if not decode:
-                reader = open_image_reader(source, settings, streams)
-                direct[part] = EncodedImages(reader, orders=of, bad=bad, threads=threads, device=device, **options)
-            if decode or (augment and part == "train"):
-                reader = open_image_reader(source, settings, streams, members=decode is not None)
-                loaders[part] = EncodedSamples(reader, of, bad, decode=decode, augment=augment, **options)
+            reader = open_image_reader(source, settings, streams, members=decode is not None)
+            loaders[part] = EncodedSamples(reader, of, bad, **options, **own)
     if decode:
         targets = loaders["train"].find_target_spec(orders["training"])
         for loader in loaders.values():
             loader.targets = targets
-    pool = make_pool([*loaders.values()], threads)
-    by_processes = {part: WorkerImages(loader, pool, device) for part, loader in loaders.items()}
-    splits = make_splits(orders, direct, by_processes, InputSpec(3, side, side, data.mean, data.std), targets)
+    pool = choose_pool([*loaders.values()], threads, device)
+    sources = {part: WorkerImages(loader, pool, device) for part, loader in loaders.items()}
+    inputs = InputSpec(3, side, side, data.mean, data.std)
+    splits = make_splits(orders, sources, {}, inputs, loaders["train"].targets)
     if encoded_kind(hp.dataset) == "stream":
         assert isinstance(data.train, ShardIndex)
         assert isinstance(orders["training"], ShardOrder)
@@ -120,8 +118,8 @@ def open_encoded_test_split(
     sample: str = "",
     device: torch.device,
     settings: Settings,
-) -> tuple[Split, Collection[int]]:
-    """Open the test split of encoded images alone; return it, and the set of replaced samples, which grows as it loads.
+) -> tuple[Split, EncodedSamples]:
+    """Open the test split of encoded images alone; return it, and its loader, whose ``replaced`` grows as it loads.
 
     ``spec`` is the input, a square, of the model that gets the images; ``bad`` collects undecodable samples. With
     ``sample``, the hyperparameter, the user's code decodes the first sample here. Raises UserError for an empty split.
@@ -129,17 +127,25 @@ def open_encoded_test_split(
     order = order_test_split(data)
     if not len(order):
         raise no_samples_error(data.name, "testing")
-    threads = settings.loader_threads or count_cores()
-    options: dict[str, Any] = {"size": spec.height, "share": spec.crop_share, "classes": classes}
-    if sample:
-        own: dict[str, Any] = {"decode": OwnFunction("sample", sample), "augment": None, "crop": "none", "seed": 0}
-        reader = open_image_reader(data.test_source, settings, members=True)
-        loader = EncodedSamples(reader, [order], bad, **own, **options)
+    reader = open_image_reader(data.test_source, settings, members=bool(sample))
+    decode = OwnFunction("sample", sample) if sample else None
+    loader = EncodedSamples(
+        reader, [order], bad, size=spec.height, share=spec.crop_share, classes=classes, decode=decode
+    )
+    if decode:
         loader.targets = loader.find_target_spec(order)
-        return Split(WorkerImages(loader, make_pool([loader], threads), device), order), loader.replaced
-    reader = open_image_reader(data.test_source, settings)
-    images = EncodedImages(reader, orders=[order], bad=bad, threads=threads, device=device, **options)
-    return Split(images, order), images.replaced
+    pool = choose_pool([loader], settings.loaders or count_cores(), device)
+    return Split(WorkerImages(loader, pool, device), order), loader
+
+
+def choose_pool(
+    loaders: Sequence[EncodedSamples], number: int, device: torch.device
+) -> LoaderPool | LoaderThreads | None:
+    """Return processes for the user's own code, and beside a GPU; else threads. See :func:`make_pool` for None."""
+    own = any(loader.decode or loader.augment for loader in loaders)
+    if own or (POSSIBLE and device.type == "cuda"):  # threads would keep the rank from starting the GPU's work
+        return make_pool(loaders, number)
+    return LoaderThreads(number)
 
 
 def open_image_reader(

@@ -1,6 +1,8 @@
 """Load single images of a data set's items, from arrays or by the user's own code, and augment them."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
+from functools import partial
 
 import numpy as np
 
@@ -26,6 +28,9 @@ class ItemImages(SampleLoader):
     def __post_init__(self) -> None:
         own = (self.image_size, self.image_size, self.size[2])
         self.sizes = (self.size, own) if self.image_size else (self.size,)
+
+    def start_loads(self, samples: Sequence[int], epoch: int | None) -> list[Callable[[], Sample]]:
+        return [partial(self.load_sample, sample, epoch) for sample in samples]
 
     def load_sample(self, sample: int, epoch: int | None) -> Sample:
         own, where = self.name, f"sample {sample}"

@@ -4,7 +4,7 @@ What is here runs in loader processes (:mod:`flyte_ddp.loading.loader_process`),
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -43,8 +43,11 @@ class SampleLoader:
     sizes: tuple[tuple[int, ...], ...]  # the shapes [H, W, C] that images may have, those of a batch all the same
     prefetch_files: Callable[[Indices], None] | None = None  # as of a BatchSource
 
-    def load_sample(self, sample: int, epoch: int | None) -> Sample:
-        """Return a sample by its number, augmented for an ``epoch`` of training, not for None."""
+    def start_loads(self, samples: Sequence[int], epoch: int | None) -> Sequence[Callable[[], Sample]]:
+        """Return a function for each sample that returns it, augmented for an ``epoch`` of training, not for None.
+
+        A slow reader starts the reads at once, in other threads.
+        """
         raise NotImplementedError
 
     def skip_read(self, samples: Indices) -> None:

@@ -14,71 +14,77 @@ from flyte_ddp.errors import UserError
 from flyte_ddp.loading.arrays import augment_batch
 from flyte_ddp.loading.batch_memory import BatchMemory, Layout
 from flyte_ddp.loading.facts import Facts
-from flyte_ddp.loading.loader_process import Task, common_shape, load_into
+from flyte_ddp.loading.loader_process import common_shape, load_into
 from flyte_ddp.loading.own_items import ItemLoader
 from flyte_ddp.loading.own_samples import SampleLoader
 from flyte_ddp.loading.split import Batch, BatchSource
-from flyte_ddp.loading.workers import MOST_SAMPLES, LoaderPool
+from flyte_ddp.loading.threads import LoaderThreads
+from flyte_ddp.loading.workers import LoaderPool
 from flyte_ddp.order.random_state import keep_random_state
 from flyte_ddp.order.sampling import Indices
 
 
 class WorkerSource(BatchSource):
-    """Base class of sources whose samples loader processes load; without a pool the rank loads them itself."""
+    """Base class of sources whose samples processes or threads load; without a pool the rank loads them itself."""
 
     # Raises UserError for targets [n, ...] that the objective does not take; None: they are not checked.
     check_targets: Callable[[NDArray[Any]], None] | None = None
 
-    def __init__(self, loader: SampleLoader | ItemLoader, pool: LoaderPool | None, device: torch.device) -> None:
-        self.loader, self.pool, self.device = loader, pool, device
+    def __init__(self, pool: LoaderPool | LoaderThreads | None, device: torch.device) -> None:
+        self.pool, self.device = pool, device
         # What :meth:`submit_batch` has returned of batches that processes are loading, by epoch and samples.
         self.pending: dict[tuple[int | None, bytes], Any] = {}
 
-    def submit_batch(self, pool: LoaderPool, samples: Indices, epoch: int | None) -> Any:
-        """Start to load these samples in the processes, and return what is needed to receive them."""
+    def submit_batch(self, samples: Indices, epoch: int | None) -> Any:
+        """Start to load these samples in the pool, and return what is needed to receive them."""
         raise NotImplementedError
 
     def prefetch_batch(self, samples: Indices, epoch: int | None) -> None:
         key = (epoch, samples.tobytes())
         if self.pool is not None and key not in self.pending:
-            self.pending[key] = self.submit_batch(self.pool, samples, epoch)
+            self.pending[key] = self.submit_batch(samples, epoch)
 
     def take_pending(self, samples: Indices, epoch: int | None) -> Any:
         self.prefetch_batch(samples, epoch)
         return self.pending.pop((epoch, samples.tobytes()))
 
     def close(self) -> None:
-        """End the processes, also those of other sources of the same pool."""
+        """End the pool, also for other sources that have it."""
         self.pending = {}
         if self.pool is not None:
             self.pool.close()
 
 
 class WorkerImages(WorkerSource):
-    """Source of samples of images: each process loads a part of each batch."""
+    """Source of samples of images: each process or thread loads a part of each batch."""
 
-    batches_ahead = 2  # enough to keep the processes busy while load_batch() waits for a batch
+    batches_ahead = 2  # enough to keep the pool busy while load_batch() waits for a batch
 
     def __init__(
-        self, loader: SampleLoader, pool: LoaderPool | None, device: torch.device, crop: str = "none", seed: int = 0
+        self,
+        loader: SampleLoader,
+        pool: LoaderPool | LoaderThreads | None,
+        device: torch.device,
+        crop: str = "none",
+        seed: int = 0,
     ) -> None:
         """``crop`` (none, crop or crop_flip) is done to batches of training, with random numbers by ``seed``."""
-        super().__init__(loader, pool, device)
-        self.loader: SampleLoader = loader
+        super().__init__(pool, device)
+        self.pool: LoaderPool | LoaderThreads | None = pool
+        self.loader = loader
         self.crop, self.seed = crop, seed
         self.prefetch_files = loader.prefetch_files
 
     def load_batch(self, samples: Indices, epoch: int | None) -> Batch:
-        """Load a batch; wait for the processes without a timeout, and raise the first error of one."""
+        """Load a batch; wait for the pool without a timeout, and raise its first error."""
+        layout = self.layout(samples)
         if self.pool is None:
-            layout = self.layout(samples)
             memory = np.empty(layout.size, np.uint8)
-            task = Task(0, samples.tolist(), epoch, 0, layout, "")
             with keep_random_state():
-                loaded = [load_into(memory, self.loader, task)]
+                loaded = [load_into(memory, layout, 0, self.loader.start_loads(samples.tolist(), epoch))]
         else:
-            memory, layout, tasks = self.take_pending(samples, epoch)
-            loaded = [self.pool.wait_for(task) for task in tasks]
+            memory, tasks = self.take_pending(samples, epoch)
+            loaded = self.pool.wait_for_images(tasks)
             for each in loaded:
                 if each.report is not None:
                     self.loader.add_report(each.report)
@@ -98,19 +104,9 @@ class WorkerImages(WorkerSource):
         kind = self.loader.targets
         return Layout(len(samples), max(int(np.prod(size)) for size in self.loader.sizes), kind.dtype, kind.shape)
 
-    def submit_batch(
-        self, pool: LoaderPool, samples: Indices, epoch: int | None
-    ) -> tuple[NDArray[np.uint8], Layout, list[int]]:
-        """Submit about two tasks a process, more for many samples; return memory, layout and the tasks' numbers."""
-        layout, number = self.layout(samples), pool.loaders.index(self.loader)
-        free = pool.take_memory()
-        memory = pool.map_memory(free, layout.size)
-        size = max(1, min(-(-len(samples) // (2 * pool.number)), MOST_SAMPLES))
-        tasks = [
-            pool.submit(Task(number, samples[start : start + size].tolist(), epoch, start, layout, free.path))
-            for start in range(0, len(samples), size)
-        ]
-        return memory, layout, tasks
+    def submit_batch(self, samples: Indices, epoch: int | None) -> Any:
+        assert self.pool is not None
+        return self.pool.start_images(self.loader, samples, epoch, self.layout(samples))
 
     def facts(self) -> Facts:
         return self.loader.facts()
@@ -124,12 +120,14 @@ class ItemBatches(WorkerSource):
     """Source of batches of items, each loaded and collated by one loader process."""
 
     def __init__(self, loader: ItemLoader, pool: LoaderPool | None, device: torch.device) -> None:
-        super().__init__(loader, pool, device)
-        self.loader: ItemLoader = loader
+        super().__init__(pool, device)
+        self.pool: LoaderPool | None = pool
+        self.loader = loader
         self.batches_ahead = 2 * pool.number if pool else 0  # each process finds its next task when it has done one
 
-    def submit_batch(self, pool: LoaderPool, samples: Indices, epoch: int | None) -> tuple[BatchMemory, int]:
-        return pool.submit_call(self.loader.load_items, samples.tolist(), epoch)
+    def submit_batch(self, samples: Indices, epoch: int | None) -> tuple[BatchMemory, int]:
+        assert self.pool is not None
+        return self.pool.submit_call(self.loader.load_items, samples.tolist(), epoch)
 
     def load_batch(self, samples: Indices, epoch: int | None) -> Batch:
         if self.pool is None:

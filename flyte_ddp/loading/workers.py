@@ -22,10 +22,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from flyte_ddp.loading.batch_memory import BatchMemory, read_tree
+from flyte_ddp.loading.batch_memory import BatchMemory, Layout, read_tree
 from flyte_ddp.loading.loader_process import NAME, Call, Loaded, Task, Written, run_loader_server
+from flyte_ddp.loading.own_samples import SampleLoader
 from flyte_ddp.lookahead import start_ahead
 from flyte_ddp.order.random_state import keep_random_state
+from flyte_ddp.order.sampling import Indices
 from flyte_ddp.process import spawn_context
 
 POSSIBLE = sys.platform == "linux"
@@ -98,6 +100,23 @@ class LoaderPool:
         worker.tasks += 1
         return number
 
+    def start_images(
+        self, loader: SampleLoader, samples: Indices, epoch: int | None, layout: Layout
+    ) -> tuple[NDArray[np.uint8], list[int]]:
+        """Start to load samples, in about two tasks a process, more for many; return their memory, and the tasks."""
+        free = self.take_memory()
+        memory = self.map_memory(free, layout.size)
+        size = max(1, min(-(-len(samples) // (2 * self.number)), MOST_SAMPLES))
+        numbers, place = samples.tolist(), self.loaders.index(loader)
+        tasks = [
+            self.submit(Task(place, numbers[start : start + size], epoch, start, layout, free.path))
+            for start in range(0, len(samples), size)
+        ]
+        return memory, tasks
+
+    def wait_for_images(self, tasks: Sequence[int]) -> list[Loaded]:
+        return [self.wait_for(task) for task in tasks]
+
     def submit_call(self, method: Any, *arguments: Any) -> tuple[BatchMemory, int]:
         """Let a process call a bound method of one of the loaders; return what :meth:`take_result` needs."""
         memory = self.take_memory()
@@ -155,7 +174,7 @@ class LoaderPool:
         if code is None:
             return RuntimeError("a loader process could not start, or the process that started it has ended")
         how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-        hint = ", often for lack of memory; lower FLYTE_DDP_LOADER_THREADS" if code == -signal.SIGKILL else ""
+        hint = ", often for lack of memory; lower FLYTE_DDP_LOADERS" if code == -signal.SIGKILL else ""
         return RuntimeError(f"a loader process ended with {how}{hint}")
 
     def close(self) -> None:

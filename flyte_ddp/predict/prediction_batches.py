@@ -1,7 +1,7 @@
 """A saved model, and what it predicts, in batches: a folder of images, or the test split of a data set."""
 
 from collections import Counter
-from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,7 +18,8 @@ from flyte_ddp.leaves import Leaves, call_with_leaves
 from flyte_ddp.loading import cropping
 from flyte_ddp.loading.collate import STACKED
 from flyte_ddp.loading.decoding import DecodingError, decode_image, decode_with_pillow
-from flyte_ddp.loading.encoded import BadSamples, EncodedImages, limit_threads
+from flyte_ddp.loading.encoded import BadSamples, limit_threads
+from flyte_ddp.loading.encoded_samples import EncodedSamples
 from flyte_ddp.loading.opening import open_encoded_test_split
 from flyte_ddp.loading.opening_items import open_item_test_split
 from flyte_ddp.lookahead import map_in_threads
@@ -137,7 +138,7 @@ def read_folder_batches(
         except DecodingError as error:
             return error
 
-    threads, nothing = model.settings.loader_threads or count_cores(), (0, spec.channels, spec.height, spec.width)
+    threads, nothing = model.settings.loaders or count_cores(), (0, spec.channels, spec.height, spec.width)
     with map_in_threads(read_input, paths, threads, initializer=limit_threads) as found:
         for start in range(0, len(paths), batch_size):
             part = [*zip(paths[start : start + batch_size], found, strict=False)]
@@ -172,10 +173,10 @@ def read_test_split(
     does not take, and for targets of other names than the model's.
     """
     trained, names = model.sidecar.get("hyperparameters", {}), [*data.classes]
-    replaced: Collection[int] = ()
+    images: EncodedSamples | None = None
     if isinstance(data, EncodedSet):
         names = names or model.classes
-        split, replaced = open_encoded_test_split(
+        split, images = open_encoded_test_split(
             data,
             model.require_squares(data.name),
             len(names),
@@ -186,14 +187,14 @@ def read_test_split(
         )
     else:
         collate, seed = str(trained.get("collate", STACKED)), int(trained.get("seed", 0))
-        threads = model.settings.loader_threads or count_cores()
+        threads = model.settings.loaders or count_cores()
         like = model.spec if isinstance(model.spec, LeavesSpec) else None
         split, found = open_item_test_split(data, collate, seed, model.device, threads, like=like)
         model.require_inputs(data.name, found)
-    with closing(split.source) as source:
+    with closing(split.source):
         for place, (loaded, targets, keys) in split.load_evaluation_batches(batch_size or model.batch_size, 0, 1):
             samples = split.order.samples(place).tolist()
-            decoded = [sample not in replaced for sample in samples]
+            decoded = [not images or sample not in images.replaced for sample in samples]
             truths, others = list[str](), targets
             if names and isinstance(targets, Tensor) and targets.dim() == 1 and targets.dtype in WHOLE_NUMBERS:
                 truths, others = [name_class(data.name, label, names) for label in targets.tolist()], None
@@ -204,7 +205,8 @@ def read_test_split(
                 others = None if truths else hide_targets(others, decoded)
             for at, sample in enumerate(samples if truths else ()):
                 if not decoded[at]:  # the substitute's class; another one only the user's own code would find
-                    truths[at] = names[source.read_label(sample)] if isinstance(source, EncodedImages) else ""
+                    label = images.read_label(sample) if images else None
+                    truths[at] = "" if label is None else names[label]
             ids, inputs = keys or [*map(str, samples)], prepare_inputs(loaded, model.spec)
             yield Batch(ids, truths or None, decoded, inputs, others)
 

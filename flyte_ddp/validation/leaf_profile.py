@@ -108,7 +108,7 @@ def measure_item_set(data: ItemSet, profile: DataProfile, settings: Settings) ->
     profile.targets = kind_of_targets(alone.get("", alone), data.classes, of_pictures=data.pictures)
     known = profile.targets, len(data.classes), count_dimensions(first)
     measurers = [ItemMeasurer(items[side], side, *known) for side in NAMES]
-    pool, compared = make_pool(measurers, settings.loader_threads or count_cores()), list[Compared]()
+    pool, compared = make_pool(measurers, settings.loaders or count_cores()), list[Compared]()
     with closing(pool) if pool else nullcontext():
         for measurer, samples in zip(measurers, (data.train_samples, data.test_samples), strict=True):
             parts = (range(start, min(start + ITEMS, samples)) for start in range(0, samples, ITEMS))

@@ -53,7 +53,7 @@ class SampleFacts(NamedTuple):
 def compute_profile(folder: Path, settings: Settings | None = None) -> DataProfile:
     """Read and decode all samples of a prepared data set, and return its profile.
 
-    ``loader_threads`` of ``settings`` is the number of decoding threads, or of processes for items on demand. Raises
+    ``loaders`` of ``settings`` is the number of decoding threads, or of processes for items on demand. Raises
     UserError if the data set is damaged, or a sample cannot be read, lacks image or label, or changes when read again.
     """
     data, settings = open_prepared(folder), settings or Settings()
@@ -159,7 +159,7 @@ def measure_images(
 
     assert isinstance(data, EncodedSet)
     with closing(open_image_reader(data.test_source if split == "test" else data.train, settings)) as source:
-        yield from map_samples(source, numbers, settings.loader_threads or count_cores(), decode_and_measure, AHEAD)
+        yield from map_samples(source, numbers, settings.loaders or count_cores(), decode_and_measure, AHEAD)
 
 
 def measure_pixels(name: str, label: int, mode: str, pixels: Pixels) -> SampleFacts:

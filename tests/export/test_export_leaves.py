@@ -22,7 +22,7 @@ from flyte_ddp.export.graphs import NotExportedError, write_graphs
 from flyte_ddp.export.served import name_outputs
 from flyte_ddp.settings import Settings
 
-QUIET = Settings(progress="off", loader_threads=2)
+QUIET = Settings(progress="off", loaders=2)
 UNUSED = TorchLogits([], 0, 0.0)
 
 

@@ -1,9 +1,10 @@
-"""Decoding by threads: what stands in for a damaged sample, and that an error waits for nobody."""
+"""Built-in decoding, by threads or processes: what stands in for a damaged sample; an error waits for nobody."""
 
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,8 +19,13 @@ from tars import shard_bytes
 from flyte_ddp.datasets.image_folder import list_images
 from flyte_ddp.datasets.prepared import SampleOrder
 from flyte_ddp.errors import UserError
-from flyte_ddp.loading.encoded import BadSamples, Encoded, EncodedImages, ImageReader
+from flyte_ddp.loading.encoded import BadSamples, Encoded, ImageReader
+from flyte_ddp.loading.encoded_samples import EncodedSamples
+from flyte_ddp.loading.opening import choose_pool
 from flyte_ddp.loading.readers import FileMembers, FileReader, ShardImages
+from flyte_ddp.loading.threads import LoaderThreads
+from flyte_ddp.loading.worker_sources import WorkerImages
+from flyte_ddp.loading.workers import LoaderPool, make_pool
 from flyte_ddp.order.sampling import ListedOrder
 from flyte_ddp.order.shard_order import ShardOrder, ShardSplits
 from flyte_ddp.shards.cache import ShardCache
@@ -61,22 +67,64 @@ class Images(ImageReader):
         self.heals[sample] += 1
 
 
-Load = Callable[..., EncodedImages]
+Load = Callable[..., WorkerImages]
 
 
 @pytest.fixture
 def load() -> Iterator[Load]:
     """Makes sources of images, and closes them."""
-    made: list[EncodedImages] = []
+    made: list[WorkerImages] = []
 
-    def make(reader: ImageReader, orders: list[SampleOrder], bad: int, threads: int = 1) -> EncodedImages:
-        options = {"size": 8, "classes": 10, "threads": threads, "device": torch.device("cpu")}
-        made.append(EncodedImages(reader, orders=orders, bad=BadSamples(bad), **options))
+    def make(
+        reader: ImageReader,
+        orders: list[SampleOrder],
+        bad: int,
+        threads: int = 1,
+        *,
+        processes: int = 0,
+        **options: Any,
+    ) -> WorkerImages:
+        loader = EncodedSamples(reader, orders, BadSamples(bad), **{"size": 8, "classes": 10, **options})
+        pool = make_pool([loader], processes) if processes else LoaderThreads(threads)
+        made.append(WorkerImages(loader, pool, torch.device("cpu")))
         return made[-1]
 
     yield make
     for source in made:
         source.close()
+
+
+@pytest.mark.parametrize("processes", [1, 3])
+def test_processes_load_what_threads_load(load: Load, tmp_path: Path, processes: int) -> None:
+    """As beside a GPU: the same bits, substitutes, names and facts."""
+    draws = np.random.default_rng(0)
+    sizes = [(int(height), int(width), 3) for height, width in draws.integers(9, 40, (24, 2))]
+    files = {
+        f"{n % 3}/{n}.png": stored(Image.fromarray(draws.integers(0, 256, size, np.uint8)), "PNG")
+        for n, size in enumerate(sizes)
+    }
+    write_files(tmp_path, {**files, "1/16.png": b"no image", "2/2.png": b""})
+    listed, order = list_images(str(tmp_path)), ListedOrder(np.arange(24))
+    options = {"bad": 2, "crop": "resized_crop", "seed": 5}
+    by_threads, by_processes = (
+        load(FileReader(listed), [order], threads=2, processes=number, **options) for number in (0, processes)
+    )
+    for samples, epoch in ((np.arange(24)[::-1], 0), (np.arange(7), 3), (np.arange(5, 24), None)):
+        ours, others = by_processes.load_batch(samples, epoch), by_threads.load_batch(samples, epoch)
+        assert torch.equal(ours.inputs, others.inputs)
+        assert torch.equal(ours.targets, others.targets)
+        assert ours.names == others.names == [str(listed.names[sample]) for sample in samples]
+    assert by_processes.facts() == by_threads.facts()
+    assert len(by_threads.facts().bad) == 2
+    assert by_processes.loader.replaced == by_threads.loader.replaced
+
+
+@pytest.mark.parametrize(("device", "kind"), [("cpu", LoaderThreads), ("cuda", LoaderPool)])
+def test_a_process_decodes_beside_a_gpu(load: Load, device: str, kind: type) -> None:
+    loader = load(Images(bad=set()), [ListedOrder(np.arange(10))], bad=0).loader
+    pool = choose_pool([loader], 1, torch.device(device))
+    assert isinstance(pool, kind)
+    pool.close()
 
 
 def test_a_substitute_is_of_the_same_split_and_shard(load: Load) -> None:
@@ -102,7 +150,7 @@ def test_a_decoder_is_one_thread_also_where_torch_uses_more(load: Load) -> None:
     torch.set_num_threads(3)
     try:
         loading = load(Images(bad=set()), [ListedOrder(np.arange(10))], bad=0)
-        assert loading.pool.submit(torch.get_num_threads).result() == 1
+        assert loading.pool.pool.submit(torch.get_num_threads).result() == 1
         assert torch.get_num_threads() == 3
     finally:
         torch.set_num_threads(here)

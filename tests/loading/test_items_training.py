@@ -72,15 +72,15 @@ def test_results_do_not_depend_on_ranks_processes_and_interruptions(
     albumentations-team/albumentations#2559: the draws of a transform's own generator after a resume.
     """
     hp = replace(HP, **changes)
-    one = train(replace(hp, num_ranks=1), tmp_path / "one", loader_threads=3)
-    undisturbed = train(hp, tmp_path / "undisturbed", loader_threads=1)
+    one = train(replace(hp, num_ranks=1), tmp_path / "one", loaders=3)
+    undisturbed = train(hp, tmp_path / "undisturbed", loaders=1)
     assert losses(one) == pytest.approx(losses(undisturbed), abs=1e-9)
     faults.inject(
         monkeypatch, tmp_path / "killed", rank=1, at="training", kind="SIGKILL", **{"pass": len(losses(one)) - 1}
     )
     with pytest.raises(RankError, match="killed"):
-        train(hp, tmp_path / "cut", checkpoint_seconds=0.001, loader_threads=1)
-    resumed = train(hp, tmp_path / "cut", loader_threads=2)
+        train(hp, tmp_path / "cut", checkpoint_seconds=0.001, loaders=1)
+    resumed = train(hp, tmp_path / "cut", loaders=2)
     steps_per_epoch = len(losses(one)) // 2
     assert resumed_after(resumed)[-1] % steps_per_epoch != 0, "in the middle of an epoch"
     for name, value in weights(undisturbed).items():
@@ -109,7 +109,7 @@ def test_an_item_that_fails_is_told_and_the_run_can_be_resumed(marker: Path, tmp
 @pytest.mark.parametrize(
     ("collate", "words"),
     [
-        ("killed", "a loader process ended with SIGKILL, often for lack of memory; lower FLYTE_DDP_LOADER_THREADS"),
+        ("killed", "a loader process ended with SIGKILL, often for lack of memory; lower FLYTE_DDP_LOADERS"),
         ("out_of_memory", "OwnCodeError: collate='item_sets:out_of_memory' on train sample .*: MemoryError"),
     ],
 )

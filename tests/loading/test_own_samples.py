@@ -184,7 +184,7 @@ def test_mistakes_are_told_with_the_sample() -> None:
 @pytest.mark.parametrize(
     ("name", "text"),
     [
-        ("killed", "a loader process ended with SIGKILL, often for lack of memory; lower FLYTE_DDP_LOADER_THREADS"),
+        ("killed", "a loader process ended with SIGKILL, often for lack of memory; lower FLYTE_DDP_LOADERS"),
         ("crashed", "a loader process ended with SIGSEGV$"),
     ],
 )

@@ -24,8 +24,8 @@ from flyte_ddp.errors import RankError, UserError
 from flyte_ddp.hardware import detect_hardware
 from flyte_ddp.json_lines import read_records
 from flyte_ddp.loading.encoded import BadSamples, Encoded, ImageReader
+from flyte_ddp.loading.encoded_samples import EncodedSamples
 from flyte_ddp.loading.opening import open_splits
-from flyte_ddp.loading.own_encoded import EncodedSamples
 from flyte_ddp.loading.own_samples import OwnFunction
 from flyte_ddp.loading.split import Splits
 from flyte_ddp.predict.predict import write_prediction_table
@@ -86,7 +86,7 @@ def train_digits(digits: Path, tmp_path: Path) -> Train:
 def open_all(hp: Hyperparameters, folder: Path, workers: int = 2) -> Splits:
     data = fetch(hp.dataset, "", folder / "data", sample=hp.sample, progress="off")
     return open_splits(
-        open_prepared(data), hp, detect_hardware(hp), torch.device("cpu"), quiet(folder, loader_threads=workers)
+        open_prepared(data), hp, detect_hardware(hp), torch.device("cpu"), quiet(folder, loaders=workers)
     )
 
 
@@ -125,7 +125,7 @@ def test_classes_out_of_json_are_learnt_on_any_ranks(ranks: int, photos: Path, t
         augment="own_loading:torchvision_pipeline", image_size=8, model="faults:model",
     )  # fmt: skip
     one = train(hp, tmp_path / "one")
-    several = train(replace(hp, num_ranks=ranks), tmp_path / "several", quiet(tmp_path, loader_threads=ranks - 1))
+    several = train(replace(hp, num_ranks=ranks), tmp_path / "several", quiet(tmp_path, loaders=ranks - 1))
     assert losses(several) == pytest.approx(losses(one), abs=1e-9)
     for name, value in weights(several).items():
         torch.testing.assert_close(value, weights(one)[name], rtol=0, atol=1e-9)
@@ -236,13 +236,13 @@ def test_own_augmentations_do_not_depend_on_ranks_and_interruptions(
 ) -> None:
     """Killed in the second epoch, and resumed bit for bit."""
     hp = replace(ARRAYS, num_ranks=ranks)
-    one = train_digits(replace(hp, num_ranks=1), "one", loader_threads=3)
-    undisturbed = train_digits(hp, "undisturbed", loader_threads=1)
+    one = train_digits(replace(hp, num_ranks=1), "one", loaders=3)
+    undisturbed = train_digits(hp, "undisturbed", loaders=1)
     assert losses(one) == pytest.approx(losses(undisturbed), abs=1e-9)
     faults.inject(monkeypatch, tmp_path / "marker", rank=1, at="training", kind="SIGKILL", **{"pass": 8})
     with pytest.raises(RankError, match="killed"):
         train_digits(hp, "cut", checkpoint_seconds=0.001)
-    resumed = train_digits(hp, "cut", loader_threads=2)
+    resumed = train_digits(hp, "cut", loaders=2)
     starts = [record["resumed_after_step"] for record in read_records(resumed.metrics) if record["kind"] == "start"]
     assert starts[0] == 0
     assert starts[1] % 5 != 0, "in the middle of an epoch"
@@ -277,7 +277,7 @@ def test_undecodable_samples_are_replaced(photos: Path, tmp_path: Path) -> None:
         BASE, dataset=f"shards:{tmp_path}/train.json", sample="own_loading:class_of", batch_size=20,
         model="faults:model", image_size=8, num_ranks=2, bad_samples=2,
     )  # fmt: skip
-    result = train(hp, tmp_path / "out", quiet(tmp_path, loader_threads=2))
+    result = train(hp, tmp_path / "out", quiet(tmp_path, loaders=2))
     assert any("2 samples could not be decoded and were replaced" in note for note in notes(result))
     with pytest.raises(RankError, match="UnidentifiedImageError: cannot identify") as raised:
         train(replace(hp, bad_samples=0), tmp_path / "none")
@@ -312,7 +312,7 @@ def test_a_damaged_file_is_fetched_again() -> None:
     own = OwnFunction("sample", "own_loading:class_of")
     options = {"size": SIDE, "share": 1.0, "crop": "none", "seed": 0, "classes": 2}
     samples = EncodedSamples(Healing(), [], BadSamples(0), decode=own, augment=None, **options)
-    image, target, name = samples.load_sample(0, 0)
+    image, target, name = samples.start_loads([0], 0)[0]()
     assert (image == 7).all()
     assert (target, name, samples.bad.names) == (1, "x", {})
 
@@ -324,7 +324,7 @@ def test_shards_far_away_are_fetched_once_for_all_processes(photos: Path, tmp_pa
             BASE, dataset=f"shards:{server.url}/train.json", sample="own_loading:class_of", batch_size=20, epochs=1,
             model="faults:model", image_size=8, num_ranks=2,
         )  # fmt: skip
-        result = train(hp, tmp_path, quiet(tmp_path, loader_threads=2))
+        result = train(hp, tmp_path, quiet(tmp_path, loaders=2))
         fetched = [name for name in server.requests if name.endswith(".tar")]
     assert sorted(fetched) == [f"train-{shard}.tar" for shard in range(4)]
     assert "4 shards were fetched, none of them more than once." in notes(result)

@@ -63,7 +63,7 @@ def prepare(name: str, folder: Path, source: str = "") -> Path:
 def load_all(name: str, hp: Hyperparameters, folder: Path) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Return the batches of two epochs, of the validation and of the test split."""
     data = open_prepared(prepare(name, folder))
-    splits = open_splits(data, hp, detect_hardware(hp), torch.device("cpu"), quiet(folder, loader_threads=2))
+    splits = open_splits(data, hp, detect_hardware(hp), torch.device("cpu"), quiet(folder, loaders=2))
     with closing(splits):
         training = [
             splits.training.load_batch(samples, epoch)
@@ -127,7 +127,7 @@ def test_photos_with_several_labels(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert export_model((one.model, one.sidecar), split, logits, exports, settings=quiet(tmp_path)).passed
     assert check_without_torch(exports).returncode == 0
 
-    profile = compute_profile(data, quiet(tmp_path, loader_threads=2))
+    profile = compute_profile(data, quiet(tmp_path, loaders=2))
     assert profile.targets == "labels"
     assert profile.test.labels == {str(place): int(total) for place, total in enumerate(truths.sum(0))}
     assert profile.training.leaves["types of inputs"] == {"uint8 [? x 224 x 3]": 40}

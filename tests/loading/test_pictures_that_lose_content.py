@@ -76,7 +76,7 @@ def test_mostly_equal_pictures_are_a_warning(kind: str, others: int, tmp_path: P
     hp = replace(BASE, dataset=f"{kind}:{address}", max_steps=1, augment="resized_crop", validation_fraction=0.0)
     if kind == "stream":
         hp = replace(hp, test_dataset=f"shards:{address}", batch_size=8)
-    result = train(hp, tmp_path / "out", replace(quiet(tmp_path, loader_threads=1), progress="lines"))
+    result = train(hp, tmp_path / "out", replace(quiet(tmp_path, loaders=1), progress="lines"))
     said = [line for line in capfd.readouterr().err.splitlines() if "are equal as the model gets them" in line]
     [warning] = said
     assert [line for line in notes(result) if "are equal" in line] == said

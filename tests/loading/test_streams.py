@@ -130,7 +130,7 @@ def test_empty_shards_leave_no_worker_without_samples(tmp_path: Path) -> None:
     (tmp_path / "train.json").write_text(json.dumps(content))
     tests = f"shards:{tmp_path}/train.json"
     hp = replace(BASE, dataset=f"stream:{tmp_path}/train.json", max_steps=2, num_ranks=1, test_dataset=tests)
-    records = read_records(train(hp, tmp_path, loader_threads=2).metrics)
+    records = read_records(train(hp, tmp_path, loaders=2).metrics)
     assert (records[0]["test_samples"], records[-1]["kind"]) == (297, "end")
 
 
@@ -141,9 +141,9 @@ def test_ranks_learn_from_streams_of_their_own_also_after_one_was_killed(shards:
     monkeypatch.setenv("MARK", str(tmp_path))  # in the environment of the workers
     faults.inject(monkeypatch, tmp_path / "marker", rank=1, at="training", kind="SIGKILL", **{"pass": 30})
     with pytest.raises(RankLostError, match="killed by SIGKILL"):
-        train(hp, tmp_path, loader_threads=1)
+        train(hp, tmp_path, loaders=1)
     wait_until(lambda: not processes_with(f"MARK={tmp_path}", "spawn_main"), 5)
-    result = train(hp, tmp_path, loader_threads=1)
+    result = train(hp, tmp_path, loaders=1)
     assert result.test_accuracy > 0.6
     *_, start = (record for record in read_records(result.metrics) if record["kind"] == "start")
     # 2 of 20 shards for testing, 2 of 18 for validation, and whole batches of the others' samples.
@@ -188,10 +188,10 @@ def test_weights_and_more_readers_than_shards_are_refused_before_a_rank_starts(s
     (tmp_path / "weighted.json").write_text(json.dumps({"wids_version": 1, "datasets": parts}))
     hp = replace(BASE, dataset=f"stream:{tmp_path}/weighted.json", num_classes=10)
     with pytest.raises(UserError, match="has weight 2, and a stream goes through all parts alike; take shards:ADDRESS"):
-        train(hp, tmp_path / "weighted", loader_threads=1, launch=launch)
+        train(hp, tmp_path / "weighted", loaders=1, launch=launch)
     hp = replace(BASE, dataset=f"stream:{shards}/train.json")
     with pytest.raises(UserError, match="has 16 shards for training, read by 2 ranks x 9 workers: each needs one"):
-        train(hp, tmp_path, loader_threads=9, launch=launch)
+        train(hp, tmp_path, loaders=9, launch=launch)
 
 
 def test_a_shard_that_cannot_be_had_is_one_clear_error(shards: Path) -> None:

@@ -329,7 +329,7 @@ def test_only_as_many_large_images_are_in_memory_as_threads_decode(folder: Path,
 
     for change, name in ((1, "read_pixels"), (-1, "prepare_images")):
         monkeypatch.setattr(prediction_batches, name, partial(count, change, getattr(prediction_batches, name)))
-    rows = predict(grey_model, images=folder, settings=Settings(progress="off", loader_threads=2))
+    rows = predict(grey_model, images=folder, settings=Settings(progress="off", loaders=2))
     assert [row["id"] for row in rows] == [f"{number:02}.png" for number in range(20)]
     assert (held, most <= 2) == (0, True)
 

@@ -52,7 +52,7 @@ def test_the_test_split_is_decoded_by_the_users_code(objective: str, tmp_path: P
         | {"dataset": write_shards(tmp_path, "train", 120), "test_dataset": write_shards(tmp_path, "test", 40)}
         | {"objective": objective, "sample": own, "model": "small_cnn", "image_size": 12, "num_ranks": 1, "epochs": 2}
     )
-    settings = quiet(tmp_path, loader_threads=1)
+    settings = quiet(tmp_path, loaders=1)
     data = fetch(hp.dataset, "", tmp_path / "data", test_dataset=hp.test_dataset, sample=own, progress="off")
     result = run_training(hp, data, tmp_path / "run", settings)
     assert own_decoding(result.sidecar) == own

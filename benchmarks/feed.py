@@ -1,0 +1,129 @@
+"""Images/s of a model whose limit is the interpreter, fed from shards: by threads, by a process, and from arrays.
+
+A step is 500 small operations and their backward pass, as a GPU's host starts them; decoding has the other core.
+"""
+
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from benchmarks import generated_images
+from benchmarks.measuring import Options, Result, Target, interleaved
+from benchmarks.running import run_python
+from flyte_ddp.config import Hyperparameters
+from flyte_ddp.datasets import fetch, open_prepared
+from flyte_ddp.hardware import detect_hardware
+from flyte_ddp.launch.supervise.rank import keep_freed_memory
+from flyte_ddp.loading import opening
+from flyte_ddp.loading.arrays import open_array_images
+from flyte_ddp.loading.split import Split
+from flyte_ddp.loading.threads import LoaderThreads
+from flyte_ddp.loading.workers import LoaderPool
+from flyte_ddp.order.sampling import ListedOrder
+from flyte_ddp.settings import Settings
+
+OPERATIONS, BATCH, SIDE = 500, 2, 64  # so that one core decodes a batch in less than a step
+IMAGES, PER_SHARD = 2000, 250
+POOLS: dict[str, Callable[[Sequence[Any]], LoaderThreads | LoaderPool]] = {
+    "threads": lambda _: LoaderThreads(1),
+    "processes": lambda loaders: LoaderPool(loaders, 1),
+}
+
+
+class ManyOperations(nn.Module):
+    """A network of many operations on few numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool, self.last = nn.AdaptiveAvgPool2d(4), nn.Linear(48, 10)
+        self.factors = nn.Parameter(torch.ones(OPERATIONS // 2, 48))
+
+    def forward(self, images: Tensor) -> Tensor:
+        values: Tensor = self.pool(images).flatten(1)
+        for factor in self.factors:
+            values = torch.tanh(values * factor)
+        result: Tensor = self.last(values)
+        return result
+
+
+def measure(options: Options) -> Result:
+    """Measure each side in a process of its own."""
+    result = Result(settings={"operations": OPERATIONS, "batch": BATCH, "side": SIDE, "images": IMAGES})
+    images = PER_SHARD if options.quick else IMAGES
+    index = generated_images.write_shards(options.folder / "shards", images // PER_SHARD, PER_SHARD)
+    output = options.folder / "rates.json"
+
+    def run(side: str, number: int) -> None:
+        order = {"side": side, "index": str(index), "folder": str(options.folder / f"{side} {number}")}
+        run_python("benchmarks.feed", json.dumps({**order, "images": images, "output": str(output)}))
+        for rate in json.loads(output.read_text()):
+            result.add(side, rate, "images/s")
+
+    interleaved(options, result, {side: partial(run, side) for side in ("arrays", *POOLS)}, options.number(5))
+    for side in POOLS:
+        figure = result.ratio(f"{side} / arrays", side, "arrays")
+        bound = 0.95 if side == "processes" else None
+        result.targets.append(Target(f"rate from shards by {side}, times arrays", figure, "x", at_least=bound))
+    return result
+
+
+def open_training(order: dict[str, Any]) -> Split:
+    """Return the training split of the side that the order names."""
+    if order["side"] == "arrays":
+        pixels = np.random.default_rng(0).integers(0, 256, (order["images"], SIDE, SIDE, 3), np.uint8)
+        labels = np.arange(order["images"]) % 10
+        return Split(open_array_images(torch.device("cpu"), pixels, labels), ListedOrder(np.arange(len(labels))))
+    hp = Hyperparameters(
+        dataset=f"shards:{order['index']}",
+        augment="resized_crop",
+        image_size=SIDE,
+        batch_size=BATCH,
+        test_dataset=f"shards:{order['index']}",
+        validation_fraction=0.0,
+        num_ranks=1,
+    )
+    folder = Path(order["folder"])
+    prepared = fetch(hp.dataset, "", folder / "prepared", test_dataset=hp.test_dataset, progress="off")
+    opening.choose_pool = lambda loaders, *_: POOLS[order["side"]](loaders)  # as choose_pool chooses by the device
+    settings = Settings(progress="off", cache_folder=folder / "cache")
+    return opening.open_splits(open_prepared(prepared), hp, detect_hardware(hp), torch.device("cpu"), settings).training
+
+
+def load_epoch(split: Split, epoch: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the batches of an epoch."""
+    batches = split.order.batches(epoch, BATCH)
+    for samples in split.iterate_with_prefetch(batches, lambda batch: [batch], epoch, BATCH):
+        batch = split.load_batch(samples, epoch)
+        yield batch.inputs, batch.targets
+
+
+def run_order(order: dict[str, Any]) -> list[float]:
+    """Return the images/s of two epochs, after one in which everything starts."""
+    torch.set_num_threads(1)
+    keep_freed_memory()
+    split, model = open_training(order), ManyOperations()
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    rates = []
+    for epoch in range(3):
+        begin, images = time.perf_counter(), 0
+        for inputs, targets in load_epoch(split, epoch):
+            outputs = model(inputs.permute(0, 3, 1, 2).float() / 255)
+            nn.functional.cross_entropy(outputs, targets).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            images += len(inputs)
+        rates.append(images / (time.perf_counter() - begin))
+    return rates[1:]
+
+
+if __name__ == "__main__":
+    received = json.loads(sys.argv[1])
+    Path(received["output"]).write_text(json.dumps(run_order(received)))

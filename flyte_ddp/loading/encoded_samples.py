@@ -1,0 +1,209 @@
+"""Load single samples of shards and image folders: decoded and cropped here, or by the user's own code."""
+
+import itertools
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import KW_ONLY, dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flyte_ddp.datasets.prepared import SampleOrder
+from flyte_ddp.errors import UserError
+from flyte_ddp.loading import cropping
+from flyte_ddp.loading.decoding import DecodingError, Pixels
+from flyte_ddp.loading.encoded import (
+    BadSamples,
+    Encoded,
+    ImageReader,
+    decode_checked_sample,
+    decode_with_or_refetch,
+    name_decoder,
+    require_valid_label,
+)
+from flyte_ddp.loading.facts import Facts
+from flyte_ddp.loading.own_samples import (
+    OwnCodeError,
+    OwnFunction,
+    Sample,
+    SampleLoader,
+    augment_sample,
+    convert_target,
+    target_spec,
+)
+from flyte_ddp.loading.split import TargetSpec
+from flyte_ddp.models.images import EVALUATION_SHARE
+from flyte_ddp.order.random_state import keep_random_state
+from flyte_ddp.order.sampling import Indices, Order
+
+
+@dataclass(eq=False)
+class EncodedSamples(SampleLoader):
+    """Samples of shards or files, as squares in colour. A sample that cannot be decoded is replaced by another one.
+
+    Several threads may load samples without the user's own code.
+    """
+
+    reader: ImageReader
+    orders: Collection[SampleOrder]  # of the splits that the reader's samples make up, without common samples
+    bad: BadSamples
+    _: KW_ONLY
+    size: int  # side of the squares, in pixels
+    classes: int  # number of classes; labels must be smaller
+    share: float = EVALUATION_SHARE  # of an image's shorter side that is in the middle square
+    crop: str = "none"  # for training: resized_crop (a random part, mirrored half of the time) or none (the middle)
+    seed: int = 0  # of the random parts
+    decode: OwnFunction | None = None  # returns image and target of a sample's members; None: an image file and a class
+    augment: OwnFunction | None = None  # changes training samples; None: the built-in augmentation ``crop`` does
+
+    def __post_init__(self) -> None:
+        self.sizes = ((self.size, self.size, 3),)
+        self.targets = TargetSpec(np.dtype(np.int64), (), self.classes)
+        self.prefetch_files = self.reader.prefetch_files if self.reader.fetches_files else None
+        self.replaced = set[int]()  # damaged samples
+        self.fetched = Counter[str]()  # by other processes, by the shards' addresses
+        self.reported = self.count_found()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self.reported = self.count_found()  # what the process that pickled this object has found is known there
+
+    def count_found(self) -> tuple[int, int, Counter[str]]:
+        return len(self.bad.names), len(self.replaced), Counter(self.reader.fetch_counts())
+
+    def find_target_spec(self, order: Order) -> TargetSpec:
+        """Return what all targets are, given the first sample of an order, which this process decodes."""
+        assert self.decode is not None
+        first = int(order.samples(slice(0, 1))[0])
+        with keep_random_state():
+            image, target, name = self.load_image_or_substitute(first, self.reader.read_sample(first), None)
+        where = f"sample {name!r}"
+        _, target = self.fit_to_square(image, target, None, where)
+        return target_spec(self.decode, target, self.classes, where)
+
+    def start_loads(self, samples: Sequence[int], epoch: int | None) -> list[Callable[[], Sample]]:
+        draws: Iterable[Any] = itertools.repeat(None)
+        if self.crop == "resized_crop" and epoch is not None:
+            draws = cropping.draw_crops(self.seed, epoch, np.array(samples))
+        reads = [self.reader.start_read(sample) for sample in samples]
+        loads = zip(samples, reads, draws, strict=False)
+        return [partial(self.load_read, sample, epoch, read, drawn) for sample, read, drawn in loads]
+
+    def load_read(
+        self, sample: int, epoch: int | None, read: Callable[[], Encoded], draws: NDArray[np.float64] | None
+    ) -> Sample:
+        """Return a sample that was read; ``draws`` of its random part, None for the middle."""
+        image, target, name = self.load_image_or_substitute(sample, read(), epoch)
+        loaded, where = Sample(image, np.asarray(target), name), f"sample {name!r}"
+        if self.augment is not None and epoch is not None:
+            loaded = augment_sample(self.augment, loaded, (self.seed, epoch, sample), where)
+        elif self.decode is None:
+            return loaded._replace(image=cropping.crop_to_square(image, self.size, draws, self.share))
+        image, target = self.fit_to_square(loaded.image, loaded.target, draws, where)
+        return Sample(image, convert_target(self.augment or self.decode, target, self.targets, where), name)
+
+    def load_image_or_substitute(self, sample: int, encoded: Encoded, epoch: int | None) -> tuple[Pixels, Any, str]:
+        """Return pixels, target and key of a sample; for a damaged one, pixels and target of another of its split.
+
+        The other is the next (with shards: in the same shard) that can be decoded. Adds damaged samples to ``bad``, and
+        ``sample`` to ``replaced``. Raises a UserError if there are too many, or no other sample can be decoded.
+        """
+        if loaded := self.decode_or_record(sample, encoded, epoch):
+            return *loaded, encoded.key
+        self.replaced.add(sample)
+        for order in self.orders:
+            others = order.substitutes(sample)  # ascending
+            place = int(np.searchsorted(others, sample))
+            if place < len(others) and others[place] == sample:
+                break  # this is the sample's split
+        else:
+            raise IndexError(f"sample {sample} is in no split")
+        for other in [*others[place + 1 :].tolist(), *others[:place].tolist()]:
+            if loaded := self.decode_or_record(other, self.reader.read_sample(other), epoch):
+                return *loaded, encoded.key
+        raise UserError(f"{encoded.name}: neither this nor any of its {len(others) - 1} substitutes can be decoded")
+
+    def decode_or_record(self, sample: int, encoded: Encoded, epoch: int | None) -> tuple[Pixels, Any] | None:
+        """Return pixels and target of a sample, or None for a damaged one, which is recorded in ``bad``."""
+        if encoded.name in self.bad.names:
+            return None
+        try:
+            return self.decode_sample(sample, encoded, epoch or 0)
+        except DecodingError as error:
+            self.bad.add_sample(encoded.name, str(error))
+            return None
+
+    def decode_sample(self, sample: int, encoded: Encoded, epoch: int) -> tuple[Pixels, Any]:
+        """Return image and target, the image of any size; read a sample that cannot be decoded once more.
+
+        An exception of the user's function is a DecodingError if such samples are allowed, else an OwnCodeError.
+        """
+        own = self.decode
+        if own is None:
+            return decode_checked_sample(self.reader, sample, encoded, self.classes)
+
+        def decode_members(read: Encoded) -> Sample:
+            own.seed(self.seed, epoch, sample)
+            try:
+                return own.call(read.name, dict(read.members or {}))
+            except OwnCodeError as error:
+                raise DecodingError(str(error)) from error
+
+        try:
+            (image, target, _), _ = decode_with_or_refetch(decode_members, self.reader, sample, encoded)
+        except DecodingError as error:
+            if self.bad.allowed or error.__cause__ is None:
+                raise
+            raise error.__cause__ from error.__cause__.__cause__
+        return image, target
+
+    def fit_to_square(
+        self, image: Pixels, target: NDArray[Any], draws: NDArray[np.float64] | None, where: str
+    ) -> tuple[Pixels, NDArray[Any]]:
+        """Return an image of own code as a square in colour, whole or a part, and a target cropped alike."""
+        if image.shape[2] == 1:
+            image = image.repeat(3, axis=2)
+        if image.shape[2] != 3:
+            own = self.augment or self.decode
+            raise UserError(f"{own} returned an image of {image.shape[2]} channels for {where}: must be 1 or 3")
+        height, width, _ = image.shape
+        if draws is not None:
+            crop = cropping.random_crop(draws, height, width)
+        elif height == width == self.size:
+            return image, target
+        else:
+            crop = cropping.middle_crop(height, width, self.share)
+        if target.ndim > 1 and target.shape[:2] == (height, width):
+            target = cropping.resize_mask(target, crop, self.size)
+        return cropping.resize_crop(image, crop, self.size), target
+
+    def read_label(self, sample: int) -> int | None:
+        """Read a sample's label, also of a damaged image; None if only own code knows it."""
+        return None if self.decode else require_valid_label(self.reader.read_sample(sample), self.classes)
+
+    def skip_read(self, samples: Indices) -> None:
+        self.reader.skip_read(samples)
+
+    def take_report(self) -> Any:
+        """Return reasons by name of undecodable samples, replaced samples, and new fetches; None: nothing is new."""
+        before, self.reported = self.reported, self.count_found()
+        if self.reported == before:
+            return None
+        return dict(self.bad.names), set(self.replaced), self.reported[2] - before[2]
+
+    def add_report(self, report: Any) -> None:
+        names, replaced, fetched = report
+        for name, reason in names.items():
+            if name not in self.bad.names:
+                self.bad.add_sample(name, reason)
+        self.replaced |= replaced
+        self.fetched.update(fetched)
+
+    def facts(self) -> Facts:
+        fetched = self.fetched + Counter(self.reader.fetch_counts())
+        return Facts("" if self.decode else name_decoder(), frozenset(self.bad.names), fetched)
+
+    def close(self) -> None:
+        self.reader.close()
