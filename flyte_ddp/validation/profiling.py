@@ -14,7 +14,13 @@ from scipy.stats import chi2_contingency
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets.encoded_set import EncodedSet
 from flyte_ddp.datasets.images import ImageArrays
-from flyte_ddp.datasets.prepared import ItemSet, PreparedSet, open_prepared, order_test_split, resolve_class_names
+from flyte_ddp.datasets.prepared import (
+    ItemSet,
+    PreparedSet,
+    open_prepared,
+    order_test_split,
+    resolve_class_names,
+)
 from flyte_ddp.errors import UserError
 from flyte_ddp.formatting import format_count
 from flyte_ddp.loading.decoding import DecodingError, Pixels, open_with_pillow
@@ -61,6 +67,7 @@ def compute_profile(folder: Path, settings: Settings | None = None) -> DataProfi
         training, test = measure_item_set(data, profile, settings)
     else:
         if isinstance(data, ImageArrays):
+            profile.target_shape = [*data.train_labels.shape[1:]]
             profile.targets = kind_of_targets(data.train_labels, data.classes, of_pictures=True)
         training, test = [add_split_to_profile(data, split, profile, settings) for split in SPLITS]
     numbers, labels, digests = (np.concatenate(pair) for pair in zip(training, test, strict=True))
