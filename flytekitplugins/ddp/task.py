@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 from flytekit import PythonFunctionTask
 
 from flyte_ddp.errors import UserError, require_extra
-from flyte_ddp.loops.run_ranks import remove_saves
 from flyte_ddp.machine import Request
 from flyte_ddp.pods import environment
 from flyte_ddp.pods.paths import reserve_run
@@ -25,11 +24,9 @@ from flytekitplugins.ddp.flyte import (
 from flytekitplugins.ddp.inputs import describe_inputs
 from flytekitplugins.ddp.ranks import Returned, find_place, make_call, show_decks
 from flytekitplugins.ddp.resources import count_requested_gpus, take_resources
-from flytekitplugins.ddp.run import name_run, run_in_folder, unwritten
+from flytekitplugins.ddp.run import name_run, run_in_folder, when_written
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from flytekit import FlyteContext, Secret
     from flytekit.models.literals import LiteralMap
 
@@ -89,16 +86,16 @@ class RanksTask(PythonFunctionTask):  # type: ignore[misc]  # which flytekit lea
     has_own_hosts = False  # whether rank 0 may be on a host that does not share this process's files
 
     def dispatch_execute(self, context: FlyteContext, literals: LiteralMap) -> Any:
-        folders: list[Path] = []
-        tokens = received.set(literals), unwritten.set(folders)
+        waiting: list[Callable[[], None]] = []
+        tokens = received.set(literals), when_written.set(waiting)
         try:
             with report_user_errors():
                 outputs = super().dispatch_execute(context, literals)
         finally:
             received.reset(tokens[0])
-            unwritten.reset(tokens[1])
-        for folder in folders:  # now that flytekit has made the outputs
-            remove_saves(folder)
+            when_written.reset(tokens[1])
+        for action in waiting:
+            action()
         return outputs
 
     def execute(self, **inputs: Any) -> Any:
