@@ -82,7 +82,10 @@ def run_ranks(
         settings = replace(settings, timeout=float(timeout))
     call, request = describe_call(function, args, kwargs, taken), Request(num_ranks, exact=True)
     if folder is not None:
-        return run_call(call, request, Path(folder).absolute(), settings, launch)
+        folder = Path(folder).absolute()
+        value = run_call(call, request, folder, settings, launch)
+        remove_saves(folder)  # so that the next run does not resume from them
+        return value
     with tempfile.TemporaryDirectory(prefix="flyte-ddp-run-", ignore_cleanup_errors=True) as temporary:
         quiet = replace(settings, wandb_mode="disabled", results_copy="")
         try:
@@ -126,12 +129,11 @@ def run_call(
     launch: Launch | None = None,
     *,
     keep: bool = True,
-    keep_saves: bool = False,
 ) -> Any:
     """Run a call in a locked folder on the ranks that are requested, and return what rank 0 has returned.
 
-    ``keep`` False: the folder is not kept, so errors name no files of it. ``keep_saves``: the caller removes the
-    checkpoints, by :func:`remove_saves`. Raises what :func:`run_ranks` raises.
+    ``keep`` False: the folder is not kept, so errors name no files of it. The caller removes the checkpoints, by
+    :func:`remove_saves`. Raises what :func:`run_ranks` raises.
     """
     from flyte_ddp.tracking import wandb_run  # takes a tenth of a second, and most who import this need it later
 
@@ -175,8 +177,6 @@ def run_call(
                 elif isinstance(error, RankError):
                     error.step = 0
                 raise
-        if not keep_saves:
-            remove_checkpoints(folder)  # so that the next run does not resume from them
         if keep:
             write_page(folder)
         return value
@@ -195,18 +195,12 @@ def remove_leftovers(folder: Path) -> None:
         raise unwritable_folder_error(folder, error) from None
 
 
-def remove_checkpoints(folder: Path) -> None:
-    """Remove a run's two checkpoints, and their folder unless the function has written files of its own there."""
-    with suppress(OSError):
+def remove_saves(folder: Path) -> None:
+    """Remove a run's checkpoints, and their folder unless it holds other files; not if another run is there by now."""
+    with suppress(UserError, OSError), hold_run_folder(folder):
         for name in checkpoint.SLOTS:
             (folder / checkpoint.FOLDER / name).unlink(missing_ok=True)
         (folder / checkpoint.FOLDER).rmdir()
-
-
-def remove_saves(folder: Path) -> None:
-    """Remove the checkpoints of a run that has ended, unless another run is in the folder by now."""
-    with suppress(UserError), hold_run_folder(folder):
-        remove_checkpoints(folder)
 
 
 def read_returned(name: str, path: Path) -> Any:

@@ -25,10 +25,10 @@ def evaluate_constant(found: Evaluation) -> Evaluation | None:
     if truth is None or not isinstance(objective, (Classification, Multilabel)):
         return None
     # Whoever has outputs that are no logits computes the columns from them; of classes only logits have a likelihood.
-    of_labels = isinstance(objective, Multilabel)
-    if overrides(objective, Multilabel, "columns") if of_labels else "nll" not in found.columns:
+    base = Multilabel if isinstance(objective, Multilabel) else Classification
+    if overrides(objective, base, "columns") and "nll" not in found.columns:
         return None
-    if of_labels:
+    if base is Multilabel:
         truth = truth.float()
         share = truth.nanmean(0).nan_to_num()
         answers = [share.logit().clamp(-SURE, SURE), torch.full_like(share, SURE)]

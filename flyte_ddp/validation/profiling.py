@@ -14,13 +14,7 @@ from scipy.stats import chi2_contingency
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets.encoded_set import EncodedSet
 from flyte_ddp.datasets.images import ImageArrays
-from flyte_ddp.datasets.prepared import (
-    ItemSet,
-    PreparedSet,
-    open_prepared,
-    order_test_split,
-    resolve_class_names,
-)
+from flyte_ddp.datasets.prepared import ItemSet, PreparedSet, open_prepared, order_test_split, resolve_class_names
 from flyte_ddp.errors import UserError
 from flyte_ddp.formatting import format_count
 from flyte_ddp.loading.decoding import DecodingError, Pixels, open_with_pillow

@@ -27,7 +27,7 @@ from flytekitplugins.ddp import DDP
 from flytekitplugins.ddp.flyte import PLATFORM, translate_errors_for_flyte
 from flytekitplugins.ddp.ranks import Returned
 from flytekitplugins.ddp.resources import ENGINE_RETRIES, count_ranks_per_node, take_resources
-from flytekitplugins.ddp.run import run_in_folder, when_written
+from flytekitplugins.ddp.run import do_when_written, run_in_folder, when_written
 from flytekitplugins.ddp.task import Function, RanksTask
 
 
@@ -111,7 +111,7 @@ class ElasticTask(RanksTask, ReplacedPodsTask):
         folder = resolve_folder(run)  # sets the variable by which workers know the folder
         with publish_function_page(PLATFORM, folder, run) if elastic_pods.has_rank_0() else nullcontext():
             returned = pickle.loads(self.launch_workers(partial(run_worker, call, run), Path.cwd()))
-        when_written.get().append(partial(record_result, open_checkpoint_store(PLATFORM, run, "")))
+        do_when_written(partial(record_result, open_checkpoint_store(PLATFORM, run, "")))
         return returned
 
 

@@ -21,10 +21,6 @@ class UndeclaredError(Exception):
     """A value is not what is declared; the text says what it is, and the fix."""
 
 
-class MissingFileError(Exception):
-    """A file that was returned is not there; the text says which, and the fix."""
-
-
 def convert_outputs(task: str, value: Any, outputs: tuple[dict[str, Any], str | None], kept: Path | None) -> Any:
     """Return what a body has returned, with Python's own numbers and texts in place of NumPy's; None without outputs.
 
@@ -50,7 +46,7 @@ def convert_outputs(task: str, value: Any, outputs: tuple[dict[str, Any], str | 
                 (kept / RETURNED).write_bytes(pickle_by_value(value))
                 rest += f", and all that it returned is in {shorten_path(kept / RETURNED)}, pickled"
         said = str(error)
-        if not isinstance(error, (UndeclaredError, MissingFileError)):
+        if not isinstance(error, (UndeclaredError, UserError)):
             said = f"{reprlib.repr(value)}, which cannot be converted ({type(error).__name__}: {error}); return another"
         raise UserError(f"{task}: rank 0 returned {said}\n{rest}") from None
     return converted[0] if is_single else converted
@@ -67,7 +63,7 @@ def refuse(value: Any, *kinds: Any) -> NoReturn:
 
 def refuse_missing_file(path: str | os.PathLike[str]) -> None:
     if "://" not in str(path) and not Path(path).exists():
-        raise MissingFileError(f"{path}, which is not there; write it first")
+        raise UserError(f"{path}, which is not there; write it first")
 
 
 def to_python(value: Any) -> Any:

@@ -18,11 +18,12 @@ from flytekitplugins.ddp import DDP
 from flytekitplugins.ddp.flyte import (
     PLATFORM,
     remove_execution_id_outside_tasks,
+    replace_deck,
     report_user_errors,
     translate_errors_for_flyte,
 )
 from flytekitplugins.ddp.inputs import describe_inputs
-from flytekitplugins.ddp.ranks import Returned, find_place, make_call, show_decks
+from flytekitplugins.ddp.ranks import Returned, find_place, make_call
 from flytekitplugins.ddp.resources import count_requested_gpus, take_resources
 from flytekitplugins.ddp.run import name_run, run_in_folder, when_written
 
@@ -110,7 +111,8 @@ class RanksTask(PythonFunctionTask):  # type: ignore[misc]  # which flytekit lea
             literals = self.has_own_hosts and is_in_pod()
             call = make_call(self, inputs, shown, find_place() if is_in_pod() else None, literals=literals)
             returned = self.run_ranks(call, reserve_run(PLATFORM, name_run(self.name, call)))
-        show_decks(returned.decks)
+        for name, html in returned.decks:
+            replace_deck(name, html)
         return returned.value
 
     def run_ranks(self, call: Call, run: str) -> Returned:
