@@ -5,6 +5,7 @@ from typing import List, NamedTuple
 
 from flytekit import Deck
 from flytekit.types.directory import FlyteDirectory
+from flytekit.types.file import FlyteFile
 
 from flyte_ddp.catalog import encoded_kind
 from flyte_ddp.code_digest import package_digest
@@ -60,7 +61,7 @@ def validate_dataset(
     from flyte_ddp.validation.profiling import check_profile, describe_differences
 
     check_profile(profile, hp, max_duplicates=policy.max_duplicates, max_conflicts=policy.max_conflicts)
-    check_policy(policy, hp, profile)
+    check_policy(policy, hp, profile, read_test_ids(data) if policy.slices else ())
     registry = Registry(registry_address(), model_name)
     # A registry that cannot be written to, or whose log has a gap, must not be noticed only after training.
     registry.refuse_storage_that_overwrites()
@@ -77,3 +78,12 @@ def validate_dataset(
         Progress(read_settings().progress).print_note(f"warning: {warning}")
     Deck("Data set", render_profile(profile, hp.dataset, warnings))
     return Validated(data, warnings)
+
+
+def read_test_ids(data: FlyteDirectory) -> list[str]:
+    """Download only the file of the user's ids of the test samples, and return them; [] without."""
+    import numpy as np
+
+    files = [each for each in FlyteDirectory.listdir(data) if isinstance(each, FlyteFile)]
+    found = [each for each in files if Path(each.remote_source or each.path).name == "test_ids.npy"]
+    return [*map(str, np.load(found[0].download()))] if found else []

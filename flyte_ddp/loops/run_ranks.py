@@ -4,6 +4,7 @@ import math
 import os
 import sys
 import tempfile
+import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -38,7 +39,7 @@ from flyte_ddp.settings import Settings, check_wandb_settings, read_settings
 def run_ranks(
     function: Callable[..., Any],
     *args: Any,
-    num_ranks: int = 2,
+    num_ranks: int | None = None,
     folder: Path | str | None = None,
     launch: Launch | None = None,
     timeout: float | None = None,
@@ -52,7 +53,7 @@ def run_ranks(
     Args:
         function: what each rank calls.
         args: its positional arguments, which are pickled.
-        num_ranks: number of ranks; each has a GPU of its own where there are GPUs. 0: as many as there is capacity for.
+        num_ranks: number of ranks (None: 2), each with a GPU of its own where there are GPUs. 0: as many as fit.
         folder: for records, checkpoints and files of the run, which resumes there. None: a temporary folder.
         launch: starts the ranks, such as ``flyte_ddp.launch.ray.launch``. None: processes here; for 1 rank, this one.
         timeout: seconds that a rank waits for others in a collective operation; None: FLYTE_DDP_TIMEOUT.
@@ -64,6 +65,8 @@ def run_ranks(
     other code or arguments. Sets sys.excepthook, which prints uncaught errors without the launcher's traceback.
     """
     print_errors_as_messages()
+    kept = {"num_ranks": num_ranks, "folder": folder, "launch": launch, "timeout": timeout}
+    num_ranks = 2 if num_ranks is None else num_ranks
     if type(num_ranks) is not int or num_ranks < 0:
         raise UserError(f"num_ranks={num_ranks!r}: must be a number of ranks, or 0 for as many as there is room for")
     if folder is not None and not isinstance(folder, (str, Path)):
@@ -71,8 +74,7 @@ def run_ranks(
     if launch is not None and not callable(launch):
         name = getattr(launch, "__name__", repr(launch))
         raise UserError(f"launch={name}: must be a function, such as flyte_ddp.launch.ray.launch; None for processes")
-    kept = {"num_ranks": num_ranks != 2, "folder": folder, "launch": launch, "timeout": timeout}
-    taken = [name for name, given in kept.items() if given]
+    taken = [name for name, given in kept.items() if given is not None]
     settings = disable_wandb_without_key(read_settings())
     if timeout is not None:
         if not isinstance(timeout, (int, float)) or not 0 < timeout < math.inf:
@@ -80,7 +82,10 @@ def run_ranks(
         settings = replace(settings, timeout=float(timeout))
     call, request = describe_call(function, args, kwargs, taken), Request(num_ranks, exact=True)
     if folder is not None:
-        return run_call(call, request, Path(folder).absolute(), settings, launch)
+        folder = Path(folder).absolute()
+        value = run_call(call, request, folder, settings, launch)
+        remove_saves(folder)  # so that the next run does not resume from them
+        return value
     with tempfile.TemporaryDirectory(prefix="flyte-ddp-run-", ignore_cleanup_errors=True) as temporary:
         quiet = replace(settings, wandb_mode="disabled", results_copy="")
         try:
@@ -97,7 +102,10 @@ def print_errors_as_messages() -> None:
 
     def print_message(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if isinstance(error, (UserError, RankError, StoppedError)):
-            print(*filter(None, [getattr(error, "details", ""), error.format_message()]), sep="\n", file=sys.stderr)
+            details = getattr(error, "details", "")
+            if isinstance(error, RankError) and error.__cause__ and not details and not error.file:  # nowhere else
+                details = "".join(traceback.format_exception(error.__cause__))
+            print(*filter(None, [details, error.format_message()]), sep="\n", file=sys.stderr)
         elif isinstance(error, KeyboardInterrupt) and error.args:
             print(error, file=sys.stderr)
         else:
@@ -121,12 +129,11 @@ def run_call(
     launch: Launch | None = None,
     *,
     keep: bool = True,
-    keep_saves: bool = False,
 ) -> Any:
     """Run a call in a locked folder on the ranks that are requested, and return what rank 0 has returned.
 
-    ``keep`` False: the folder is not kept, so errors name no files of it. ``keep_saves``: the caller removes the
-    checkpoints, by :func:`remove_saves`. Raises what :func:`run_ranks` raises.
+    ``keep`` False: the folder is not kept, so errors name no files of it. The caller removes the checkpoints, by
+    :func:`remove_saves`. Raises what :func:`run_ranks` raises.
     """
     from flyte_ddp.tracking import wandb_run  # takes a tenth of a second, and most who import this need it later
 
@@ -170,8 +177,6 @@ def run_call(
                 elif isinstance(error, RankError):
                     error.step = 0
                 raise
-        if not keep_saves:
-            remove_checkpoints(folder)  # so that the next run does not resume from them
         if keep:
             write_page(folder)
         return value
@@ -190,18 +195,12 @@ def remove_leftovers(folder: Path) -> None:
         raise unwritable_folder_error(folder, error) from None
 
 
-def remove_checkpoints(folder: Path) -> None:
-    """Remove a run's two checkpoints, and their folder unless the function has written files of its own there."""
-    with suppress(OSError):
+def remove_saves(folder: Path) -> None:
+    """Remove a run's checkpoints, and their folder unless it holds other files; not if another run is there by now."""
+    with suppress(UserError, OSError), hold_run_folder(folder):
         for name in checkpoint.SLOTS:
             (folder / checkpoint.FOLDER / name).unlink(missing_ok=True)
         (folder / checkpoint.FOLDER).rmdir()
-
-
-def remove_saves(folder: Path) -> None:
-    """Remove the checkpoints of a run that has ended, unless another run is in the folder by now."""
-    with suppress(UserError), hold_run_folder(folder):
-        remove_checkpoints(folder)
 
 
 def read_returned(name: str, path: Path) -> Any:

@@ -80,13 +80,18 @@ def explain_eviction(limit: str) -> str:
 
 @contextmanager
 def sync_checkpoints(
-    platform: Platform, run: str, work: Path, *, own_function: bool = False
+    platform: Platform,
+    run: str,
+    work: Path,
+    *,
+    own_function: bool = False,
+    defer: Callable[[Callable[[], None]], object] = lambda record: record(),
 ) -> Iterator[Callable[[], None]]:
     """Download the run's newest checkpoint, and upload new checkpoints during the block; do nothing outside pods.
 
     Yields a function that records that ranks are launched: call it when the data are there. ``work`` is the folder in
     which the run ``run`` writes. ``own_function``: a user's function runs, which need not save. The end of the block
-    waits for the last upload, and deletes abandoned files for up to 30 s after a result.
+    waits for the last upload. ``defer`` gets :func:`record_result`, to call it when the outputs are written.
     """
     if not is_in_pod():
         yield lambda: None
@@ -118,11 +123,20 @@ def sync_checkpoints(
         uploader.stop.set()
         thread.join()
         uploader.upload_changed_checkpoints()
-        with suppress(Exception):  # the result counts even if the blob store does not answer
-            store.record_attempt_end(failure)
-        if failure is None:  # in a thread, which a request that gets no answer does not hold up
-            sweep = partial(store.delete_abandoned_files, SWEEP_SECONDS)
-            start_thread_in_context("sweep", sweep, daemon=True).join(SWEEP_SECONDS)
+        if failure is None:
+            defer(partial(record_result, store))
+        else:
+            with suppress(Exception):
+                store.record_attempt_end(failure)
+
+
+def record_result(store: CheckpointStore) -> None:
+    """Record that a run has its result, and delete abandoned files for up to 30 s; raise nothing."""
+    with suppress(Exception):  # the result counts even if the blob store does not answer
+        store.record_attempt_end(None)
+    # In a thread, which a request that gets no answer does not hold up.
+    sweep = partial(store.delete_abandoned_files, SWEEP_SECONDS)
+    start_thread_in_context("sweep", sweep, daemon=True).join(SWEEP_SECONDS)
 
 
 def open_checkpoint_store(platform: Platform, run: str, memory_advice: str) -> CheckpointStore:

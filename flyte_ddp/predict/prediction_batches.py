@@ -168,9 +168,9 @@ def read_test_split(
 ) -> Generator[Batch, None, None]:
     """Yield the test split of a prepared data set in batches of the model's inputs.
 
-    Ids are the keys of encoded images, and else the numbers of samples. Undecodable images count for the size of a
-    batch, and are recorded in ``bad`` (None: up to ``model.bad_samples``). Raises UserError for inputs that the model
-    does not take, and for targets of other names than the model's.
+    Ids are the keys of encoded images, the ids that the user has given, or else the numbers of samples. Undecodable
+    images count for the size of a batch, and are recorded in ``bad`` (None: up to ``model.bad_samples``). Raises
+    UserError for inputs that the model does not take, and for targets of other names than the model's.
     """
     trained, names = model.sidecar.get("hyperparameters", {}), [*data.classes]
     images: EncodedSamples | None = None

@@ -12,6 +12,7 @@ import torch
 from flyte_ddp import storage
 from flyte_ddp.code_digest import library_digest
 from flyte_ddp.datasets.prepared import PreparedSet
+from flyte_ddp.errors import UserError
 from flyte_ddp.predict.prediction_batches import SavedModel
 from flyte_ddp.release.evaluation import Evaluation, evaluate_split
 from flyte_ddp.release.registry import Registry
@@ -48,6 +49,5 @@ def evaluate_once(
 
 def delete_evaluations(registry: Registry, test_digest: str) -> None:
     folder = registry.at("judgements", test_digest, FOLDER)
-    for name in registry.list_files(folder):
-        with suppress(storage.UnavailableError):  # what stays costs space only
-            storage.delete_files([storage.join(folder, name)])
+    with suppress(UserError, storage.UnavailableError):  # what stays costs space only
+        storage.delete_files([storage.join(folder, name) for name in registry.list_files(folder)])

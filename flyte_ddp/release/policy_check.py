@@ -1,40 +1,42 @@
 """What of a policy is refused before training, from hyperparameters and the profile of the data alone."""
 
+from collections.abc import Sequence
+
 from flyte_ddp.catalog import encoded_kind
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets.prepared import resolve_class_names
-from flyte_ddp.objectives import Classification, Objective
-from flyte_ddp.objectives.own import OBJECTIVES, objective_of_sidecar
+from flyte_ddp.objectives.own import objective_of_sidecar
 from flyte_ddp.release.judge import require_accuracy
 from flyte_ddp.release.policy import Policy
 from flyte_ddp.release.pseudo_values import refuse_many_calls
+from flyte_ddp.release.scores import needs_calls
 from flyte_ddp.release.slices import group_by_slice, read_slices_file
 from flyte_ddp.user_code import load_callable
 from flyte_ddp.validation.profile import DataProfile
 
 
-def check_policy(policy: Policy, hp: Hyperparameters, profile: DataProfile) -> None:
+def check_policy(policy: Policy, hp: Hyperparameters, profile: DataProfile, test_ids: Sequence[str] = ()) -> None:
     """Raise a UserError if a model of these hyperparameters and data could not be judged by the policy.
 
-    Measures of an own objective that is a function, and the ids of encoded images, are not known here, and not checked.
+    Without ``test_ids`` the test samples go by their numbers. Measures of an own objective that is a function, and the
+    ids of encoded images, are not known here, and not checked.
     """
     samples = profile.test.samples
     if policy.slices and encoded_kind(hp.dataset):
         read_slices_file(policy.slices)
     elif policy.slices:
-        group_by_slice(policy.slices, [*map(str, range(samples))], ())
+        group_by_slice(policy.slices, test_ids or [*map(str, range(samples))], ())
     if ":" in hp.objective and not isinstance(load_callable(hp.objective), type):
         return
     objective = objective_of_sidecar(
         {
             "classes": resolve_class_names(profile.classes, hp, of_numbers=True),
             "objective": hp.objective,
+            "target_shape": profile.target_shape,
             "options": hp.parse_options(),
             "hyperparameters": hp.to_dict(),
         }
     )
     require_accuracy(objective, policy)
-    scores = [Objective.scores, *([] if objective.main_measure == "accuracy" else [Classification.scores])]
-    own, known = type(objective), [one.measure for one in OBJECTIVES.values()]
-    if objective.measures and own.scores in scores and own.measure not in known:
+    if needs_calls(objective):
         refuse_many_calls(samples)

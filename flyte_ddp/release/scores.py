@@ -5,9 +5,11 @@ that are no mean over samples the scores are pseudo-values.
 """
 
 import warnings
+from collections.abc import Callable
 
 import numpy as np
 
+from flyte_ddp.catalog import MEASURES
 from flyte_ddp.errors import UserError
 from flyte_ddp.formatting import name_measure
 from flyte_ddp.objectives import (
@@ -29,25 +31,37 @@ from flyte_ddp.release.pseudo_values import (
     pseudo_values_of_ratios,
 )
 
+# The main measures whose scores come from sums or orders, by the method that computes them; others need calls of it.
+FORMULAS: dict[Callable[..., dict[str, float]], tuple[str, ...]] = {
+    Classification.measure: MEASURES["multilabel"],
+    Multilabel.measure: MEASURES["multilabel"],
+    Segmentation.measure: ("miou",),
+    Regression.measure: ("rmse",),
+    Language.measure: ("perplexity",),
+}
+
+
+def has_own_scores(objective: Objective) -> bool:
+    inherited = (
+        {Objective.scores} if objective.main_measure == "accuracy" else {Objective.scores, Classification.scores}
+    )
+    return type(objective).scores not in inherited or not objective.measures
+
+
+def find_formula(objective: Objective) -> str:
+    """Return the main measure if its scores come from one of the FORMULAS, else ""."""
+    name, known = objective.main_measure, FORMULAS.get(type(objective).measure, ())
+    return name if name in known and not has_own_scores(objective) else ""
+
+
+def needs_calls(objective: Objective) -> bool:
+    """Return whether each sample's score needs a call of the objective's measure."""
+    return not find_formula(objective) and not has_own_scores(objective)
+
 
 def name_scores(objective: Objective) -> str:
-    if scores_are_squared_errors(objective):
-        return "squared error"
-    return "loss of a token" if scores_are_token_losses(objective) else name_measure(objective.main_measure)
-
-
-def scores_are_squared_errors(objective: Objective) -> bool:
-    """Return whether the main measure is RMSE, as regression computes it, and there are no own scores."""
-    if not isinstance(objective, Regression) or objective.main_measure != "rmse":
-        return False
-    return type(objective).measure is Regression.measure and type(objective).scores is Objective.scores
-
-
-def scores_are_token_losses(objective: Objective) -> bool:
-    """Return whether the main measure is the perplexity, as language computes it, and there are no own scores."""
-    if not isinstance(objective, Language) or objective.main_measure != "perplexity":
-        return False
-    return type(objective).measure is Language.measure and type(objective).scores is Objective.scores
+    named = {"rmse": "squared error", "perplexity": "loss of a token"}
+    return named.get(find_formula(objective), name_measure(objective.main_measure))
 
 
 def is_higher_better(objective: Objective) -> bool:
@@ -57,25 +71,27 @@ def is_higher_better(objective: Objective) -> bool:
 def score_samples(objective: Objective, columns: Columns) -> Floats:
     """Return the score of each sample, [N].
 
-    The objective's own scores come first (for accuracy 1 or 0). Otherwise: of labels' measures and mIoU the mean over
-    labels of pseudo-values; of RMSE minus the mean squared error; of perplexity minus the mean loss of a token; of any
-    other main measure pseudo-values by calls.
+    The objective's own scores come first (for accuracy 1 or 0). Otherwise: of labels' and classes' measures and mIoU
+    the mean over these of pseudo-values; of RMSE minus the mean squared error; of perplexity minus the mean loss of a
+    token; of any other main measure pseudo-values by calls.
     """
-    name, sign = objective.main_measure, 1 if is_higher_better(objective) else -1
-    inherited = {Objective.scores} if name == "accuracy" else {Objective.scores, Classification.scores}
-    if type(objective).scores not in inherited or not objective.measures:
+    name, formula = objective.main_measure, find_formula(objective)
+    if has_own_scores(objective):
         return require_scores(objective.scores(columns).double().numpy(), len(columns["loss"]))
-    for labels in (score_labels(objective, columns), score_binary_labels(objective, columns)):
-        if labels is not None:
-            return mean_over_labels(labels)
-    if scores_are_squared_errors(objective):
+    if not formula:
+        sign = 1 if is_higher_better(objective) else -1
+        return sign * pseudo_values_by_calls(lambda rows: objective.measure(rows)[name], columns)
+    if formula == "rmse":
         errors = (columns["prediction"] - columns["truth"]).square().reshape(len(columns["truth"]), -1).numpy()
         known = ~np.isnan(errors)
         return mean_over_labels(-pseudo_values_of_ratios(np.where(known, errors, 0.0), known.astype(float)))
-    if scores_are_token_losses(objective):
+    if formula == "perplexity":
         losses, tokens = (columns[name].double().numpy()[:, np.newaxis] for name in ("loss", "weight"))
         return mean_over_labels(-pseudo_values_of_ratios(losses, tokens))
-    return sign * pseudo_values_by_calls(lambda rows: objective.measure(rows)[name], columns)
+    for score in (score_labels, score_binary_labels):
+        if (labels := score(objective, columns)) is not None:
+            return mean_over_labels(labels)
+    return score_classes(formula, columns)
 
 
 def require_scores(scores: Floats, samples: int) -> Floats:
@@ -86,6 +102,18 @@ def require_scores(scores: Floats, samples: int) -> Floats:
             f"not finite: must be a finite number for each of the {samples} samples; override its method scores"
         )
     return scores
+
+
+def score_classes(measure: str, columns: Columns) -> Floats:
+    """Return pseudo-values [N] of macro F1 or balanced accuracy: the mean of each class's against the rest."""
+    truth, predicted = (columns[name].numpy()[:, np.newaxis] for name in ("truth", "prediction"))
+    classes = np.unique(truth if measure == "balanced_accuracy" else (truth, predicted))
+    total = np.zeros(truth.shape)
+    for each in classes:  # one by one: of all there may be too many for the memory
+        there, named = (truth == each).astype(float), (predicted == each).astype(float)
+        of = there if measure == "balanced_accuracy" else (there + named) / 2
+        total += pseudo_values_of_ratios(there * named, of)
+    return total[:, 0] / len(classes)
 
 
 def score_labels(objective: Objective, columns: Columns) -> Floats | None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from flyte_ddp import results
 from flyte_ddp.errors import UserError
+from flyte_ddp.files import list_files
 from flyte_ddp.formatting import format_value
 from flyte_ddp.json_lines import read_records
 from flyte_ddp.report.figures import BLUE, Series, draw_line_chart
@@ -89,8 +90,11 @@ def list_pictures(folder: Path) -> Iterator[tuple[str, str]]:
     """Yield name and data URI of the newest SHOWN_PICTURES (24) pictures that were handed in, the oldest first."""
     from PIL import Image
 
-    files = [path for path in folder.rglob("*") if path.suffix.lower() in PICTURES]
-    for path in sorted(files, key=lambda path: path.stat().st_mtime_ns)[-SHOWN_PICTURES:]:
+    times = dict[Path, int]()
+    for path in list_files(folder):
+        with suppress(OSError):  # it has vanished meanwhile
+            times |= {path: path.stat().st_mtime_ns} if path.suffix.lower() in PICTURES else {}
+    for path in sorted(times, key=times.__getitem__)[-SHOWN_PICTURES:]:
         with suppress(Exception), Image.open(path) as image:
             shown = fit_image(image.convert("RGBA"), PICTURE_SIDE)
             yield path.relative_to(folder).as_posix(), encode_as_data_uri(shown)

@@ -99,12 +99,15 @@ def measure_item_set(data: ItemSet, profile: DataProfile, settings: Settings) ->
     what they were, or an item has other leaves than another; OwnCodeError if the user's code fails.
     """
     if isinstance(data, SampleArrays):
+        if isinstance(data.train_targets, np.ndarray):
+            profile.target_shape = [*data.train_targets.shape[1:]]
         profile.targets = kind_of_targets(data.train_targets, data.classes)
         return [add_split(data, profile, side, measure_arrays(data, side, profile)) for side in NAMES]
     items = open_items(data)
     with keep_random_state():
         first = [name_arrays(leaves) for leaves in items["train"].read_item(0, 0, None)]
     alone = {name: leaf[np.newaxis] for name, leaf in first[1].items()}
+    profile.target_shape = [*first[1][""].shape] if "" in first[1] else []
     profile.targets = kind_of_targets(alone.get("", alone), data.classes, of_pictures=data.pictures)
     known = profile.targets, len(data.classes), count_dimensions(first)
     measurers = [ItemMeasurer(items[side], side, *known) for side in NAMES]

@@ -44,6 +44,7 @@ class DataProfile(DataClassJsonMixin):
     conflicting: list[str]  # examples of conflicts
     equal: int = 0  # size of the largest group of samples with equal pixels or inputs
     targets: str = CLASSES  # what a sample's target is: CLASSES, LABELS, MASKS, NUMBERS, TOKENS or OTHERS
+    target_shape: list[int] = field(default_factory=list)  # of one training sample; empty if it is in several leaves
     not_finite: int = 0  # samples with NaN or infinity in their inputs, or infinity in their targets; of images 0
 
     @property

@@ -62,6 +62,7 @@ def compute_profile(folder: Path, settings: Settings | None = None) -> DataProfi
         training, test = measure_item_set(data, profile, settings)
     else:
         if isinstance(data, ImageArrays):
+            profile.target_shape = [*data.train_labels.shape[1:]]
             profile.targets = kind_of_targets(data.train_labels, data.classes, of_pictures=True)
         training, test = [add_split_to_profile(data, split, profile, settings) for split in SPLITS]
     numbers, labels, digests = (np.concatenate(pair) for pair in zip(training, test, strict=True))

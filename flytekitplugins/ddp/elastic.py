@@ -19,6 +19,7 @@ from flyte_ddp.pods import elastic as elastic_pods
 from flyte_ddp.pods.live_page import publish_function_page
 from flyte_ddp.pods.paths import resolve_folder
 from flyte_ddp.pods.platforms import is_in_pod
+from flyte_ddp.pods.retries import open_checkpoint_store, record_result
 from flyte_ddp.process import count_out_of_memory_kills, hide_main_script
 from flyte_ddp.runs.work import Work
 from flyte_ddp.settings import read_whole_number
@@ -26,7 +27,7 @@ from flytekitplugins.ddp import DDP
 from flytekitplugins.ddp.flyte import PLATFORM, translate_errors_for_flyte
 from flytekitplugins.ddp.ranks import Returned
 from flytekitplugins.ddp.resources import ENGINE_RETRIES, count_ranks_per_node, take_resources
-from flytekitplugins.ddp.run import run_in_folder
+from flytekitplugins.ddp.run import do_when_written, run_in_folder, when_written
 from flytekitplugins.ddp.task import Function, RanksTask
 
 
@@ -110,6 +111,7 @@ class ElasticTask(RanksTask, ReplacedPodsTask):
         folder = resolve_folder(run)  # sets the variable by which workers know the folder
         with publish_function_page(PLATFORM, folder, run) if elastic_pods.has_rank_0() else nullcontext():
             returned = pickle.loads(self.launch_workers(partial(run_worker, call, run), Path.cwd()))
+        do_when_written(partial(record_result, open_checkpoint_store(PLATFORM, run, "")))
         return returned
 
 
@@ -122,6 +124,7 @@ def run_worker(call: Call, run: str) -> bytes | None:
         with pickle_exception():  # before Flyte's error replaces the exception
             elastic.launch(work)
 
+    when_written.set([])
     with pickle_exception(), translate_errors_for_flyte():
         if not elastic.is_leader():
             elastic.follow()

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import os
 import reprlib
 from contextlib import suppress
 from pathlib import Path
@@ -13,7 +14,7 @@ from flytekit.core.type_engine import TypeEngine, TypeTransformerFailedError
 
 from flyte_ddp.errors import UserError, shorten_path
 from flyte_ddp.loops.call import RETURNED, pickle_by_value
-from flytekitplugins.ddp.inputs import find_files
+from flytekitplugins.ddp.inputs import Remote, find_files
 
 
 class UndeclaredError(Exception):
@@ -35,29 +36,34 @@ def convert_outputs(task: str, value: Any, outputs: tuple[dict[str, Any], str | 
         if not isinstance(values, (list, tuple)) or len(values) != len(kinds):
             refuse(value, *kinds)
         converted = tuple(map(convert_value, map(to_python, values), kinds))
-        refuse_missing_files(converted)
-    except UndeclaredError as error:
+        for file in find_files(converted):
+            if not file.remote_source:
+                refuse_missing_file(file.path)
+    except Exception as error:  # an object's own code may raise anything
         rest = "its saves stay"
         if kept is not None:
             with suppress(Exception):  # an object's own code may raise anything
                 (kept / RETURNED).write_bytes(pickle_by_value(value))
                 rest += f", and all that it returned is in {shorten_path(kept / RETURNED)}, pickled"
-        raise UserError(f"{task}: rank 0 returned {error}\n{rest}") from None
+        said = str(error)
+        if not isinstance(error, (UndeclaredError, UserError)):
+            said = f"{reprlib.repr(value)}, which cannot be converted ({type(error).__name__}: {error}); return another"
+        raise UserError(f"{task}: rank 0 returned {said}\n{rest}") from None
     return converted[0] if is_single else converted
 
 
 def refuse(value: Any, *kinds: Any) -> NoReturn:
-    names = ", ".join(str(getattr(kind, "__name__", kind)) for kind in kinds)
+    names = ", ".join(str(kind if get_origin(kind) else getattr(kind, "__name__", kind)) for kind in kinds)
+    names = names.replace("typing.", "")
     if value is None:
         raise UndeclaredError(f"None, and the task declares {names}; return it on rank 0")
     found = f"{reprlib.repr(value)} of type {type(value).__name__}"
     raise UndeclaredError(f"{found}, and the task declares {names}; return that, or declare the other")
 
 
-def refuse_missing_files(value: Any) -> None:
-    for file in find_files(value):
-        if not file.remote_source and "://" not in str(file.path) and not Path(file.path).exists():
-            raise UndeclaredError(f"{file.path}, which is not there; write it first")
+def refuse_missing_file(path: str | os.PathLike[str]) -> None:
+    if "://" not in str(path) and not Path(path).exists():
+        raise UserError(f"{path}, which is not there; write it first")
 
 
 def to_python(value: Any) -> Any:
@@ -80,7 +86,7 @@ def convert_value(value: Any, kind: Any) -> Any:
     if origin is Annotated:
         return convert_value(value, inner[0])
     if origin in (Union, UnionType):
-        for each in inner:
+        for each in sorted(inner, key=lambda each: each is not type(value)):
             with suppress(UndeclaredError):
                 return convert_value(value, each)
     if kind in (bool, int, float, str):
@@ -97,4 +103,6 @@ def convert_value(value: Any, kind: Any) -> Any:
             transformer.assert_type(kind, value)
     except (TypeTransformerFailedError, TypeError):
         refuse(value, kind)
+    if isinstance(kind, type) and issubclass(kind, Remote) and isinstance(value, (str, Path)):
+        refuse_missing_file(value)
     return value

@@ -18,7 +18,6 @@ from flytekit.models.literals import LiteralMap
 
 from flyte_ddp.errors import UnreachableError
 from flyte_ddp.loops.call import Call, digest_code, function_name, pickle_call
-from flytekitplugins.ddp.flyte import replace_deck
 from flytekitplugins.ddp.inputs import share_downloads
 
 
@@ -130,8 +129,3 @@ def make_literals(value: Any, types: dict[str, type], tuple_name: str | None) ->
     is_single = len(types) == 1 and not (tuple_name and isinstance(value, tuple))
     values = dict(zip(types, [value] if is_single else value, strict=True))
     return TypeEngine.dict_to_literal_map(FlyteContextManager.current_context(), values, types)
-
-
-def show_decks(decks: list[tuple[str, str]]) -> None:
-    for name, html in decks:
-        replace_deck(name, html)

@@ -2,13 +2,14 @@
 
 import hashlib
 import json
+from collections.abc import Callable
 from contextlib import nullcontext
 from contextvars import ContextVar
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 from flyte_ddp.loops.call import Call
-from flyte_ddp.loops.run_ranks import disable_wandb_without_key, run_call
+from flyte_ddp.loops.run_ranks import disable_wandb_without_key, remove_saves, run_call
 from flyte_ddp.machine import Request
 from flyte_ddp.pods.live_page import publish_function_page
 from flyte_ddp.pods.paths import print_local_files, resolve_folder
@@ -18,8 +19,17 @@ from flyte_ddp.runs.run_folder import METRICS, REPORT
 from flyte_ddp.runs.work import Launch
 from flytekitplugins.ddp.flyte import PLATFORM
 
-# Folders of runs whose saves go when flytekit has written the outputs; None: they go when the body has returned.
-unwritten: ContextVar[list[Path] | None] = ContextVar("unwritten", default=None)
+# What to do when flytekit has written the outputs. In a worker of Elastic's it is left undone: its pod does it.
+when_written: ContextVar[list[Callable[[], None]] | None] = ContextVar("when_written", default=None)
+
+
+def do_when_written(action: Callable[[], None]) -> None:
+    """Call ``action`` when flytekit has written the outputs; in a map task, which does not say when, at once."""
+    waiting = when_written.get()
+    if waiting is None:
+        action()
+    else:
+        waiting.append(action)
 
 
 def name_run(task: str, call: Call) -> str:
@@ -31,20 +41,19 @@ def name_run(task: str, call: Call) -> str:
 def run_in_folder(call: Call, run: str, request: Request, launch: Launch | None, *, page: bool = True) -> Any:
     """Run a call on ranks in the folder of the run, and return what rank 0 has returned.
 
-    In a pod, syncs checkpoints, uploads what wandb could not send, and publishes the console's page if ``page``.
+    In a pod, syncs checkpoints, uploads what wandb could not send, and publishes the console's page if ``page``. Saves
+    are removed, and the result is recorded, when the outputs are written.
     """
     folder = resolve_folder(run)
     with (
         publish_function_page(PLATFORM, folder, run) if page else nullcontext(),
         upload_unsent_wandb(PLATFORM, folder),
-        sync_checkpoints(PLATFORM, run, folder, own_function=True) as record_attempt_start,
+        sync_checkpoints(PLATFORM, run, folder, own_function=True, defer=do_when_written) as record_attempt_start,
     ):
         settings = disable_wandb_without_key(read_run_settings(PLATFORM, run))
         record_attempt_start()
-        waiting = unwritten.get()
-        returned = run_call(call, request, folder, settings, launch, keep_saves=waiting is not None)
-        if waiting is not None:
-            waiting.append(folder)
+        returned = run_call(call, request, folder, settings, launch)
+        do_when_written(partial(remove_saves, folder))
     if (folder / REPORT).exists():
         files = {
             folder / REPORT: "what it has recorded, to open in a browser",

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 from flytekit import PythonFunctionTask
 
 from flyte_ddp.errors import UserError, require_extra
-from flyte_ddp.loops.run_ranks import remove_saves
 from flyte_ddp.machine import Request
 from flyte_ddp.pods import environment
 from flyte_ddp.pods.paths import reserve_run
@@ -19,17 +18,16 @@ from flytekitplugins.ddp import DDP
 from flytekitplugins.ddp.flyte import (
     PLATFORM,
     remove_execution_id_outside_tasks,
+    replace_deck,
     report_user_errors,
     translate_errors_for_flyte,
 )
 from flytekitplugins.ddp.inputs import describe_inputs
-from flytekitplugins.ddp.ranks import Returned, find_place, make_call, show_decks
+from flytekitplugins.ddp.ranks import Returned, find_place, make_call
 from flytekitplugins.ddp.resources import count_requested_gpus, take_resources
-from flytekitplugins.ddp.run import name_run, run_in_folder, unwritten
+from flytekitplugins.ddp.run import name_run, run_in_folder, when_written
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from flytekit import FlyteContext, Secret
     from flytekit.models.literals import LiteralMap
 
@@ -89,16 +87,16 @@ class RanksTask(PythonFunctionTask):  # type: ignore[misc]  # which flytekit lea
     has_own_hosts = False  # whether rank 0 may be on a host that does not share this process's files
 
     def dispatch_execute(self, context: FlyteContext, literals: LiteralMap) -> Any:
-        folders: list[Path] = []
-        tokens = received.set(literals), unwritten.set(folders)
+        waiting: list[Callable[[], None]] = []
+        tokens = received.set(literals), when_written.set(waiting)
         try:
             with report_user_errors():
                 outputs = super().dispatch_execute(context, literals)
         finally:
             received.reset(tokens[0])
-            unwritten.reset(tokens[1])
-        for folder in folders:  # now that flytekit has made the outputs
-            remove_saves(folder)
+            when_written.reset(tokens[1])
+        for action in waiting:
+            action()
         return outputs
 
     def execute(self, **inputs: Any) -> Any:
@@ -113,7 +111,8 @@ class RanksTask(PythonFunctionTask):  # type: ignore[misc]  # which flytekit lea
             literals = self.has_own_hosts and is_in_pod()
             call = make_call(self, inputs, shown, find_place() if is_in_pod() else None, literals=literals)
             returned = self.run_ranks(call, reserve_run(PLATFORM, name_run(self.name, call)))
-        show_decks(returned.decks)
+        for name, html in returned.decks:
+            replace_deck(name, html)
         return returned.value
 
     def run_ranks(self, call: Call, run: str) -> Returned:

@@ -52,10 +52,16 @@ def wait_in(path: str = "", timeout: float = 3.0) -> tuple[str, float]:
     return path, timeout
 
 
+def count_in(num_ranks: int = 8) -> int:
+    return num_ranks
+
+
 def test_a_parameter_with_the_name_of_one_of_run_ranks(run: Run) -> None:
     """Which of the two a keyword is for cannot be known."""
     with pytest.raises(UserError, match=r"wait_in: timeout= goes to run_ranks, and the function has a parameter of th"):
         run(wait_in, num_ranks=1, timeout=20)
+    with pytest.raises(UserError, match="count_in: num_ranks= goes to run_ranks"):
+        run(count_in, num_ranks=2)  # which is also the default
     assert run(wait_in, num_ranks=1) == ("", 3.0)
     assert run(wait_in, "x", 5.0, num_ranks=1, timeout=20) == ("x", 5.0)
     assert run(partial(wait_in, timeout=4.0), num_ranks=1, timeout=20) == ("", 4.0)

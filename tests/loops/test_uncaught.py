@@ -6,9 +6,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import own_functions
 import pytest
 from cli import DEADLINE, HELPERS
 from processes import wait_until
+
+from flyte_ddp import run_ranks
+from flyte_ddp.errors import RankError
 
 pytestmark = pytest.mark.slow
 SCRIPT = """
@@ -65,3 +69,15 @@ def test_an_exception_of_the_function_comes_with_its_own_traceback(tmp_path: Pat
     assert "in fail\n    raise ArithmeticError" in errors
     assert "rank 1: ArithmeticError: own words\n" in errors
     assert "in supervise_ranks" not in errors
+
+
+def test_an_exception_of_the_only_rank_of_a_run_without_a_folder_comes_with_its_traceback(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    with pytest.raises(RankError) as raised:
+        run_ranks(own_functions.fail, num_ranks=1)
+    sys.excepthook(raised.type, raised.value, raised.tb)
+    errors = capfd.readouterr().err
+    assert "in fail\n    raise ArithmeticError" in errors
+    assert errors.endswith("rank 0: ArithmeticError: own words\n")

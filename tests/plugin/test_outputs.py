@@ -4,11 +4,12 @@ import pickle
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, Optional
 
 import numpy as np
 import pytest
 import torch
+from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile
 
 from flyte_ddp.errors import UserError
@@ -19,6 +20,9 @@ from flytekitplugins.ddp.outputs import convert_outputs
 class Scores:
     loss: float
     counts: list[int]
+
+
+HALF = object.__new__(Scores)  # without the values of its fields
 
 
 class Named(NamedTuple):
@@ -42,6 +46,8 @@ def convert(value: Any, *kinds: Any, name: str | None = None, kept: Path | None 
         (np.array(2.5), float, 2.5),
         (torch.tensor(2.5, requires_grad=True), float, 2.5),
         (np.float64(1.5), int | float, 1.5),
+        (3, float | int, 3),
+        (np.int64(3), float | str | int, 3),
         (None, float | None, None),
         ([np.float32(1), 2], list[float], [1.0, 2.0]),
         ({"a": [np.int64(1)]}, dict[str, list[int]], {"a": [1]}),
@@ -75,6 +81,14 @@ def test_one_output_several_and_a_named_tuple() -> None:
         (0.5, [float, FlyteFile], "returned 0.5 of type float, and the task declares float, FlyteFile"),
         (None, [float, FlyteFile], "returned None, and the task declares float, FlyteFile; return it on rank 0"),
         (5, [FlyteFile], "returned 5 of type int, and the task declares FlyteFile"),
+        ("x", [float | None], "returned 'x' of type str, and the task declares float | None; return that"),
+        ("x", [Optional[float]], "returned 'x' of type str, and the task declares "),  # noqa: UP045
+        (["x"], [dict[str, int]], "returned ['x'] of type list, and the task declares dict[str, int]; return that"),
+        ("/nowhere/a.pt", [FlyteFile], "returned /nowhere/a.pt, which is not there; write it first"),
+        (Path("/nowhere/a.pt"), [FlyteFile | None], "returned /nowhere/a.pt, which is not there; write it first"),
+        (["/nowhere/a"], [list[FlyteDirectory]], "returned /nowhere/a, which is not there; write it first"),
+        (10**400, [float], "returned 1000000000000"),
+        (HALF, [Scores], "returned <Scores instance at "),
         (FlyteFile("/nowhere/model.pt"), [FlyteFile], "returned /nowhere/model.pt, which is not there; write it first"),
     ],
 )
@@ -85,4 +99,5 @@ def test_other_types_are_mistakes_and_the_value_is_kept(
         convert(value, *kinds, kept=tmp_path)
     assert "its saves stay, and all that it returned is in " in str(caught.value)
     kept = pickle.loads((tmp_path / "returned.pickle").read_bytes())
-    assert str(kept) == str(value)
+    assert type(kept) is type(value)
+    assert value is HALF or str(kept) == str(value)

@@ -59,6 +59,7 @@ def test_what_rank_0_returns_are_the_outputs(cluster: Cluster) -> None:
     assert ended.deck is not None
     assert "made on rank 0 of 2" in ended.deck
     assert "own.train-" in ended.deck, "the page of the run"
+    assert [*cluster.server.folder.rglob("own.train-*/*/done-*")], "no later attempt goes on from its saves"
     offline = cluster.server.folder / BUCKET / f"data/xy/{ended.name}-n1-0/wandb"
     assert [*offline.rglob("run-*.wandb")], "what wandb could not send is kept"
 
@@ -141,6 +142,7 @@ def test_ranks_in_two_pods_of_a_pytorchjob(cluster: Cluster) -> None:
     assert unpackb(ended.outputs["stats"].scalar.binary.value) == {"total": 8.0, "ranks": 2}
     assert cluster.stored(ended.outputs["model"].scalar.blob.uri).read_text() == "8.0"
     assert not [pod.error for pod in pods if pod.error]
+    assert [*cluster.server.folder.rglob("own.on_elastic-*/*/done-*")]
 
 
 @pytest.mark.exhaustive

@@ -13,6 +13,7 @@ from s3_server import S3Server
 from flyte_ddp import storage
 from flyte_ddp.errors import UserError
 from flyte_ddp.release.__main__ import find_faults, release
+from flyte_ddp.release.kept_evaluations import delete_evaluations
 from flyte_ddp.release.promotion import download_champion
 from flyte_ddp.release.registry import Entry, LogError, Registry
 from flyte_ddp.release.versions import Version, write_version
@@ -205,3 +206,23 @@ def test_a_registry_that_cannot_be_reached(bucket: str, tmp_path: Path, monkeypa
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
     with pytest.raises(UserError, match=r"model cannot be read: .*Connection refused"):
         Registry(bucket, "model").read_log()
+
+
+@pytest.mark.parametrize("action", ["list_files", "delete_files"])
+def test_evaluations_that_cannot_be_cleared_away_cost_no_verdict(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, action: str
+) -> None:
+    registry = Registry(str(tmp_path), "model")
+    kept = tmp_path / "model/judgements/digest/evaluations/kept.pt"
+    kept.parent.mkdir(parents=True)
+    kept.write_bytes(b"an evaluation")
+
+    def refuse(_: object) -> None:
+        raise storage.UnavailableError("forbidden")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(storage, action, refuse)
+        delete_evaluations(registry, "digest")
+    assert kept.exists()
+    delete_evaluations(registry, "digest")
+    assert not kept.exists()

@@ -24,7 +24,7 @@ from flyte_ddp.release.checks import check_above_constant, check_losses_by_label
 from flyte_ddp.release.evaluation import Evaluation
 from flyte_ddp.release.pairs import PairedCounts, PairedScores, compare_scores
 from flyte_ddp.release.policy import Policy
-from flyte_ddp.release.scores import score_labels
+from flyte_ddp.release.scores import needs_calls, score_labels
 
 LABELS = ("sun", "sea", "fog")
 N = 60
@@ -87,6 +87,10 @@ CASES = {
         Classification(Facts(LABELS, select_by="f1")),
         lambda *given: (labels_of(*given)[0], classes_of(*given)[1]),
     ),
+    "balanced accuracy of three classes": (
+        Classification(Facts(LABELS, select_by="balanced_accuracy")),
+        lambda *given: (labels_of(*given)[0], labels_of(*given, known=1.0)[0].argmax(1)),
+    ),
     "balanced accuracy": (Multilabel(Facts(LABELS, (3,), select_by="balanced_accuracy")), labels_of),
     "F1": (Multilabel(Facts(LABELS, (3,))), labels_of),
     "AUROC": (ByArea(Facts(LABELS, (3,))), labels_of),
@@ -98,6 +102,7 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_scores_are_pseudo_values_of_the_main_measure(case: str) -> None:
     objective, make = CASES[case]
+    assert not needs_calls(objective)
     found = evaluate(objective, *make(np.random.default_rng(0), 1.0))
     name, everything = objective.main_measure, torch.arange(N)
     without = np.array(

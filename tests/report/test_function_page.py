@@ -121,6 +121,7 @@ def test_pictures_that_were_handed_in_are_shown(tmp_path: Path) -> None:
         Image.new("RGB", (8, 8), color).save(path)
         os.utime(path, (number, number))
     (folder / "results/broken.png").write_bytes(b"no picture")
+    (folder / "results/gone.png").symlink_to("nowhere.png")
     page = Page(render_function_page(folder, "a run"))
     shown = [found for tag, found, _ in page.elements if tag == "img"]
     assert [each["alt"] for each in shown] == ["maps/b <1>.png", "a.JPG"]

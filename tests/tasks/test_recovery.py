@@ -6,6 +6,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +122,19 @@ class TestInAPod:
         self.attempt(tmp_path / "1", succeed)
         assert names(project / "run") == ["one 0 8"]
         assert names(project / "run", DONE) == ["one 1 0"]
+
+    def test_a_result_counts_when_its_outputs_are_written(self, project: Path, tmp_path: Path) -> None:
+        """Another attempt goes on from the last save if they could not be."""
+        waiting: list[Callable[[], None]] = []
+        sync = partial(retries.sync_checkpoints, PLATFORM, "run", own_function=True, defer=waiting.append)
+        with sync(tmp_path / "0") as start:
+            start()
+            write(tmp_path / "0" / FOLDER / SLOTS[0], 4)
+        assert (names(project / "run"), names(project / "run", DONE)) == (["one 0 4"], [])
+        with sync(tmp_path / "1"):
+            assert self.newest_step(tmp_path / "1" / FOLDER) == 4
+        waiting[-1]()
+        assert names(project / "run", DONE) == ["one 0 0"]
 
     def test_an_execution_from_scratch_uses_no_checkpoint(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

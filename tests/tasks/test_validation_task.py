@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from flytekit.types.directory import FlyteDirectory
 
@@ -33,6 +34,11 @@ class Median(Classification):
     def measure(self, columns):
         return {"median": float(columns["loss"].median())}
 
+class Shaped(Median):
+    def __init__(self, facts):
+        super().__init__(facts)
+        self.width = facts.target_shape[0]
+
 class Scored(Median):
     def scores(self, columns):
         return -columns["loss"]
@@ -51,10 +57,12 @@ def make_champion(registry: Registry, profile: str) -> None:
     promote_version(registry, versions.write_version(registry, files).name, "to begin", by="me")
 
 
-def validate(tmp_path: Path, test_dataset: str = "image_folder:tests") -> list[str]:
+def validate(
+    tmp_path: Path, test_dataset: str = "image_folder:tests", dataset: str = "image_folder:pets", slices: str = ""
+) -> list[str]:
     """Run the task's function and return its warnings."""
-    hp = Hyperparameters(dataset="image_folder:pets", test_dataset=test_dataset)
-    found = validate_dataset.task_function(FlyteDirectory(str(tmp_path)), PROFILE, hp, "pets", Policy())
+    hp, policy = Hyperparameters(dataset=dataset, test_dataset=test_dataset), Policy(slices=slices)
+    found = validate_dataset.task_function(FlyteDirectory(str(tmp_path)), PROFILE, hp, "pets", policy)
     assert found.data.path == str(tmp_path)
     return list(found.warnings)
 
@@ -94,8 +102,12 @@ def test_a_gap_in_the_log_is_refused_before_training(registry: Registry, tmp_pat
         ("own_median:Median", {"min_accuracy": 0.5}, 100, "min_accuracy=0.5: the model is measured by median"),
         ("own_median:Median", {}, 20_000, ""),
         ("own_median:Scored", {}, 20_001, ""),
+        ("own_median:Shaped", {}, 100, ""),
         ("classification", {"slices": "slices.csv", "min_accuracy": 0.5}, 8, ""),
         ("classification", {}, 20_001, ""),
+        ("classification by f1", {}, 20_001, ""),
+        ("regression by rmse", {}, 20_001, ""),
+        ("regression by mae", {}, 20_001, "20,001 samples are more than 20,000 to leave out one at a time"),
     ],
 )
 def test_a_policy_by_which_nothing_could_be_judged_is_refused_before_training(
@@ -105,7 +117,21 @@ def test_a_policy_by_which_nothing_could_be_judged_is_refused_before_training(
     monkeypatch.syspath_prepend(tmp_path)
     Path("own_median.py").write_text(OWN)
     Path("slices.csv").write_text("id,slice\n0,hard\n7,hard\n")
-    profile = replace(PROFILE, test=replace(EVEN, samples=samples))
-    hp = Hyperparameters(dataset="fashion_mnist", objective=objective)
+    profile = replace(PROFILE, classes=["cat", "dog", "cow"], test=replace(EVEN, samples=samples), target_shape=[3])
+    name, _, measure = objective.partition(" by ")
+    hp = Hyperparameters(dataset="fashion_mnist", objective=name, **({"select_by": measure} if measure else {}))
     with pytest.raises(UserError, match=re.escape(said)) if said else nullcontext():
         check_policy(Policy(**policy), hp, profile)
+
+
+def test_slices_of_data_with_own_ids_have_these_ids(registry: Registry, tmp_path: Path) -> None:
+    assert not registry.read_log()
+    slices = tmp_path / "slices.csv"
+    slices.write_text("id,slice\nfirst,hard\n")
+    with pytest.raises(UserError, match="id 'first' in line 2 is not in the test split"):
+        validate(tmp_path, "", "fashion_mnist", str(slices))
+    np.save(tmp_path / "test_ids.npy", np.array(["first", "second"]))
+    assert validate(tmp_path, "", "fashion_mnist", str(slices)) == []
+    slices.write_text("id,slice\n0,hard\n")
+    with pytest.raises(UserError, match="id '0' in line 2 is not in the test split"):
+        validate(tmp_path, "", "fashion_mnist", str(slices))

@@ -89,6 +89,7 @@ def test_other_targets_than_classes(targets: Any, kind: str, counts: dict[str, i
     """Equal inputs with other targets are no conflict, unless these are labels; NaN is an unknown number."""
     equal = np.ones((4, 2, 3), np.int16)
     found = profile_of(arrays((equal, targets), (equal + 1, targets)), tmp_path / "data")
+    assert found.target_shape == [*getattr(targets, "shape", ())[1:]]
     assert (found.targets, found.training.labels, found.not_finite) == (kind, counts, 0)
     assert bool(found.conflicts) == (kind == "labels")
     if kind == "tokens":
