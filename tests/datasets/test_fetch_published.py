@@ -16,7 +16,7 @@ import pytest
 from file_server import FileServer
 from image_folders import write_files
 from mnist_files import DEBIAN, NAMES, Tiny, assert_tiny, leftovers, rebuilt_fashion_mnist, sums, tiny_files
-from s3_server import S3Server, s3_server
+from s3_server import AT_ONCE, S3Server, s3_server
 from surroundings import set_variables
 from tars import header_of, tar_bytes
 from traps import MakesFolder
@@ -117,7 +117,7 @@ def test_an_unknown_name_lists_the_choices(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
-    with s3_server(tmp_path_factory.mktemp("s3")) as server:
+    with s3_server(tmp_path_factory.mktemp("s3"), *AT_ONCE) as server:
         yield server
 
 

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+AT_ONCE = ("--dir-cache-time", "100us")  # files that tests write into the folder; each folder then has a busy timer
 RCLONE = Path(sys.executable).parent / "rclone"
 STARTED = re.compile(r"Starting s3 server on \[(https?://127\.0\.0\.1:\d+)/?\]")
 DEADLINE = 20.0  # seconds

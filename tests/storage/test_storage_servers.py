@@ -12,7 +12,7 @@ from faulty_proxy import faulty_proxy
 from file_server import file_server
 from image_folders import write_files
 from locking_proxy import locking_proxy
-from s3_server import S3Server, s3_server
+from s3_server import AT_ONCE, S3Server, s3_server
 from surroundings import object_stores, s3_environment, set_variables
 
 from flyte_ddp import storage
@@ -26,7 +26,7 @@ def keyed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
     """A server that asks for a key, with two buckets, of which one has many objects."""
     folder = tmp_path_factory.mktemp("objects")
     write_files(folder, {"few/x": b"content", **{f"many/in/{name}": content for name, content in MANY.items()}})
-    with s3_server(folder) as server:
+    with s3_server(folder, *AT_ONCE) as server:
         yield server
 
 
@@ -60,7 +60,7 @@ def test_a_server_with_a_certificate_of_its_own(keyed: S3Server, tmp_path: Path,
     issued = authority.issue_cert("127.0.0.1")
     issued.cert_chain_pems[0].write_to_path(str(certificate))
     issued.private_key_pem.write_to_path(str(key))
-    with s3_server(keyed.folder, "--cert", str(certificate), "--key", str(key)) as server:
+    with s3_server(keyed.folder, *AT_ONCE, "--cert", str(certificate), "--key", str(key)) as server:
         assert server.endpoint.startswith("https://")
         set_variables(server.aws_environment(), monkeypatch)
         with pytest.raises(UnavailableError, match=f"verify failed: UnknownIssuer by {server.endpoint}") as caught:
@@ -130,7 +130,7 @@ def test_which_right_is_missing(keyed: S3Server, monkeypatch: pytest.MonkeyPatch
 
 
 def test_where_everybody_may_read_no_key_is_needed(keyed: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    with s3_server(keyed.folder, keyed=False) as server:
+    with s3_server(keyed.folder, *AT_ONCE, keyed=False) as server:
         object_stores(server.endpoint, monkeypatch)
         for scheme in ("s3", "gs"):
             assert storage.read_file(f"{scheme}://few/x") == b"content"
