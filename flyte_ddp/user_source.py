@@ -47,7 +47,7 @@ def digest_sources(sources: Iterable[Source]) -> str:
 
 
 def refuse_outdated_module(name: str, path: Path, digest: str) -> None:
-    """Raise UserError if a file has changed since this Python imported it, which would compute as before."""
+    """Raise UserError if a file has changed since this process imported it: the old code would run."""
     module = name.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
     spec = getattr(sys.modules.get(module), "__spec__", None)  # importlib.reload makes another one
     if spec is not None and spec.origin != str(path):
@@ -56,8 +56,8 @@ def refuse_outdated_module(name: str, path: Path, digest: str) -> None:
     if spec is not None and (before is None or before is spec) and old != digest:
         digested[path] = spec, old
         raise UserError(
-            f"module {module} has changed since it was used before, and this Python may have imported it then: call "
-            f"importlib.reload({module}), or start Python anew"
+            f"module {module} has changed since this Python process last used it: call importlib.reload({module}), or "
+            "restart the process"
         )
     digested[path] = spec, digest
 

@@ -122,7 +122,7 @@ class ItemLoader:
         return inputs, targets
 
     def load_item(self, sample: int, epoch: int | None, name: str) -> tuple[Leaves, Leaves]:
-        """Read a sample; augment it for an ``epoch`` of training, after seeding this process's generators."""
+        """Return inputs and target of a sample; for an ``epoch`` seed this process's generators and augment them."""
         inputs, targets = self.items.read_item(sample, self.seed, epoch)
         augment = self.augment if epoch is not None else None
         if augment is not None or self.own_collate is not None:

@@ -1,4 +1,4 @@
-"""Load batches of images with threads of the rank, ahead of training: built-in decoding leaves the interpreter."""
+"""Load batches of images ahead of training, by threads of the rank: built-in decoding releases the GIL."""
 
 from collections.abc import Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait

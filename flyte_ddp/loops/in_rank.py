@@ -232,7 +232,7 @@ def write_returned(name: str, value: Any, path: Path) -> None:
 
 
 def wait_for_others(rank: Rank, store: Any) -> None:
-    """Wait until all ranks may leave: rank 0 has the store, and no rank may go while another still needs it."""
+    """Wait until every rank has reached this call, because rank 0's process serves the store that all use."""
     others = range(1, rank.info.world_size)
     if not others:
         return

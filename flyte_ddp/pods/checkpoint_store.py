@@ -143,7 +143,7 @@ class CheckpointStore:
         return None
 
     def download_checkpoint(self, address: str, path: Path) -> Checkpoint:
-        """Download a checkpoint, verify it, replace the file ``path`` by it, and return it.
+        """Download and verify a checkpoint; replace the file ``path`` by the download, and return the Checkpoint.
 
         Raises UnreadableError, and leaves ``path``, if the checkpoint is damaged or of another release's format.
         """

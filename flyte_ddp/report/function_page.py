@@ -92,8 +92,9 @@ def list_pictures(folder: Path) -> Iterator[tuple[str, str]]:
 
     times = dict[Path, int]()
     for path in list_files(folder):
-        with suppress(OSError):  # it has vanished meanwhile
-            times |= {path: path.stat().st_mtime_ns} if path.suffix.lower() in PICTURES else {}
+        if path.suffix.lower() in PICTURES:
+            with suppress(OSError):  # the picture has vanished meanwhile
+                times[path] = path.stat().st_mtime_ns
     for path in sorted(times, key=times.__getitem__)[-SHOWN_PICTURES:]:
         with suppress(Exception), Image.open(path) as image:
             shown = fit_image(image.convert("RGBA"), PICTURE_SIDE)
