@@ -3,6 +3,8 @@
 import os
 import random
 import signal
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -119,3 +121,26 @@ def test_a_failure_is_told_with_its_cause(trial: Trial, kind: str, words: str, c
 def test_more_ranks_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="num_ranks=2: one rank at most runs in this process"):
         single.launch(Work("", None, World(num_ranks=2), tmp_path, IDENTITY, timeout=1.0, save_seconds=1.0))
+
+
+OPEN_STORES = """
+from datetime import timedelta
+from torch.distributed import TCPStore
+from flyte_ddp.launch.supervise.rank import open_tcp_store
+from flyte_ddp.launch.supervise.rank_process import RankInfo
+ports = [0]
+while ports[-1] not in ports[:-1]:
+    store = open_tcp_store(RankInfo(0, 1, 0), None, timedelta(seconds=60))
+    TCPStore("127.0.0.1", store.port, 1, is_master=True, multi_tenant=True)
+    ports.append(store.port)
+"""
+
+
+def test_a_port_that_comes_again_serves_groups_again() -> None:
+    """torch keeps the ports of a process's closed stores: the run that got one of them again failed."""
+    few_ports = 'ip link set lo up && echo "40000 40099" > /proc/sys/net/ipv4/ip_local_port_range && exec "$@"'
+    alone = ["unshare", "--net", "--map-root-user", "sh", "-c", few_ports, "sh"]
+    if subprocess.run([*alone, "true"], check=False, capture_output=True).returncode:
+        pytest.skip("needs the right to make a network namespace (unshare)")
+    run = subprocess.run([*alone, sys.executable, "-c", OPEN_STORES], check=False, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr[:2000]

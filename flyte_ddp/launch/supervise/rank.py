@@ -3,6 +3,7 @@
 import faulthandler
 import os
 import random
+import socket
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -114,12 +115,31 @@ def open_tcp_store(info: RankInfo, link: Link | None, timeout: timedelta) -> TCP
 
     Other ranks wait up to ``timeout`` for the port. ``link`` None: there is only one rank.
     """
-    leads = info.rank == 0
-    host, port = ("127.0.0.1", 0) if leads or link is None else link.receive_address(timeout.total_seconds())
-    store = TCPStore(host, port, info.world_size, leads, timeout, wait_for_workers=False, multi_tenant=True)
-    if leads and link is not None:
-        link.send("port", port=store.port)
+    if info.rank != 0 and link is not None:
+        host, port = link.receive_address(timeout.total_seconds())
+        return TCPStore(host, port, info.world_size, False, timeout, wait_for_workers=False)
+    with open_listener() as listener:
+        port = listener.getsockname()[1]
+        store = TCPStore(
+            "127.0.0.1",
+            port,  # 0 would do, but torch keeps the ports of closed stores, and fails for groups at one that returns
+            info.world_size,
+            is_master=True,
+            timeout=timeout,
+            wait_for_workers=False,
+            multi_tenant=True,
+            master_listen_fd=listener.detach(),
+        )
+    if link is not None:
+        link.send("port", port=port)
     return store
+
+
+def open_listener() -> socket.socket:
+    """Listen at a free port of all addresses."""
+    dual = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if dual else socket.AF_INET
+    return socket.create_server(("", 0), family=family, backlog=socket.SOMAXCONN, dualstack_ipv6=dual)
 
 
 def join_process_group(work: Work, info: RankInfo, store: Store, report_error: Callable[[BaseException], None]) -> None:
