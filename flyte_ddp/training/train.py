@@ -70,7 +70,7 @@ def train(rank: Rank) -> None:
         with Checkpointer(job, state, recorder) as checkpoints:
             rank.offer_saving(checkpoints.save_now)
             while state.epoch < state.epochs and not state.selection.stopped:
-                for batch in remaining_batches(state):
+                for batch in state.clock.steps(remaining_batches(state)):
                     train_step(state, recorder, batch)
                 state.loss_watch.check_pending_loss()  # the last one, before its weights are evaluated or saved
                 is_last = state.step == state.total_steps
@@ -119,7 +119,8 @@ def train_step(state: TrainingState, recorder: Recorder, batch: sampling.Indices
     # Before the weights change, so that the last checkpoint's are good and the error can name where it began.
     state.loss_watch.check_loss(state.epoch, state.step + 1, sums.loss, lambda: repeat_forward(state, batch, step))
     with state.exclude_snapshots():  # a checkpoint sees all of a step or nothing of it
-        norm = apply_gradients(state)
+        with state.clock("optimizer"):
+            norm = apply_gradients(state)
         rate = state.optimizer.param_groups[0]["lr"]
         recorder.record_step(state.epoch, state.step, sums, rate, norm)
 
