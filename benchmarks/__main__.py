@@ -23,6 +23,7 @@ NAMES = (
     "augmentations",
     "items",
     "feed",
+    "overhead",
     "startup",
     "forks",
     "launchers",

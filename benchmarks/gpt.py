@@ -27,6 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks.measuring import Options, Result, Target, interleaved
 from benchmarks.running import run_python
 from benchmarks.sample_tasks import GPT, generate_texts, text_loss
+from benchmarks.step_sides import train_ours
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import fetch, open_prepared
 from flyte_ddp.hardware import detect_hardware
@@ -39,7 +40,6 @@ from flyte_ddp.settings import Settings
 from flyte_ddp.training.evaluate import evaluate_split
 from flyte_ddp.training.job import Job, Training
 from flyte_ddp.training.recording import Recorder
-from flyte_ddp.training.train import remaining_batches, train_step
 from flyte_ddp.training.training_state import TrainingState
 
 RANKS, BATCH, RATE = 2, 8, 1e-3
@@ -139,15 +139,6 @@ def time_block(function: Callable[[], object]) -> float:
     function()
     distributed.barrier()
     return time.perf_counter() - begin
-
-
-def train_ours(state: TrainingState, recorder: Recorder) -> Iterator[None]:
-    """Do the library's steps, with their records."""
-    while True:
-        for batch in remaining_batches(state):
-            train_step(state, recorder, batch)
-            yield
-        state.epoch += 1
 
 
 def evaluate(state: TrainingState) -> None:

@@ -17,6 +17,7 @@ import numpy as np
 
 from flyte_ddp.datasets import ImageArrays, fetch, open_arrays
 from flyte_ddp.datasets.prepared_folder import write_prepared_set
+from flyte_ddp.datasets.sample_arrays import SampleArrays
 from flyte_ddp.process import list_living_trees
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -189,7 +190,7 @@ def fashion_mnist(folder: Path, samples: int = 0) -> Path:
     )
 
 
-def write_data(folder: Path, arrays: ImageArrays) -> Path:
+def write_data(folder: Path, arrays: ImageArrays | SampleArrays) -> Path:
     """Writes a prepared data set by hand."""
     folder.mkdir(parents=True)
     write_prepared_set(arrays, folder, {"source": "made for a benchmark"})
