@@ -7,9 +7,10 @@ with the same model and optimiser that does nothing of that (benchmarks/step_sid
 
 import json
 from functools import partial
+from typing import Any
 
 from benchmarks.measuring import Options, Result, Target, interleaved
-from benchmarks.running import run_python
+from benchmarks.running import LIMIT_SECONDS, run_python
 
 MODELS = ("table of 50 columns, batch 8", "small_cnn, batch 8")
 
@@ -17,17 +18,23 @@ MODELS = ("table of 50 columns, batch 8", "small_cnn, batch 8")
 def measure(options: Options) -> Result:
     """Measure each model in a process of its own."""
     result = Result(settings={"threads": 1, "batch_size": 8, "precision": "fp32"})
-    output = options.folder / "seconds.json"
-    order = {"threads": 1, "blocks": options.number(25), "steps": 5 if options.quick else 0, "output": str(output)}
+    order = {"threads": 1, "blocks": options.number(25)}
 
     def run(name: str, _: int) -> None:
-        run_python("benchmarks.step_sides", json.dumps(order | {"case": name}))
-        for side, seconds in json.loads(output.read_text()).items():
-            for value in seconds:
-                result.add(f"{name}: {side}", 1000 * value, "ms")
+        add_steps(result, options, order | {"case": name})
 
     interleaved(options, result, {name: partial(run, name) for name in MODELS}, 1)
     for name in MODELS:
         ratio = result.ratio(f"{name}: ours / bare", f"{name}: ours", f"{name}: bare")
         result.targets.append(Target(f"{name}: time of a step, of a bare loop's", ratio, "x", at_most=1.25))
     return result
+
+
+def add_steps(result: Result, options: Options, order: dict[str, Any], limit: float = LIMIT_SECONDS) -> None:
+    """Add the milliseconds of the steps of a case of benchmarks/step_sides.py, which a process of its own takes."""
+    output = options.folder / "steps.json"
+    order |= {"quick": options.quick, "output": str(output)}
+    run_python("benchmarks.step_sides", json.dumps(order), limit=limit)
+    for side, seconds in json.loads(output.read_text()).items():
+        for value in seconds:
+            result.add(f"{order['case']}: {side}", 1000 * value, "ms")

@@ -25,8 +25,8 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from benchmarks.running import write_data
 from benchmarks.sample_tasks import generate_table, generate_texts
 from flyte_ddp.config import Hyperparameters
-from flyte_ddp.datasets import ImageArrays, arrays, image_arrays, open_prepared
-from flyte_ddp.datasets.sample_arrays import SampleArrays
+from flyte_ddp.datasets import ImageArrays, arrays, fetch, image_arrays, open_prepared
+from flyte_ddp.datasets.prepared_folder import StoredSet
 from flyte_ddp.hardware import detect_hardware
 from flyte_ddp.launch.supervise.rank import keep_freed_memory
 from flyte_ddp.models import zoo
@@ -39,53 +39,76 @@ from flyte_ddp.training.recording import Recorder
 from flyte_ddp.training.train import remaining_batches, train_step
 from flyte_ddp.training.training_state import TrainingState
 
+QUIET = Settings(progress="off")
 COMMON = {"validation_fraction": 0.0, "schedule": "constant", "epochs": 1000, "num_ranks": 1, "learning_rate": 1e-3}
+GREY, PHOTOS = (20_000, 28, 1, 10), (2048, 224, 3, 1000)  # images, their side, channels and classes
 MOVED = 4  # pixels of the bare loop's crops, at most
-
-
-def make_images(images: int, side: int, channels: int, classes: int) -> ImageArrays:
-    """Return images of noise, with labels at random."""
-    generator = np.random.default_rng(0)
-    pixels = generator.integers(0, 256, (images, side, side, channels), np.uint8)
-    labels = generator.integers(0, classes, images)
-    names = [str(number) for number in range(classes)]
-    return image_arrays(pixels, labels, pixels[:8], labels[:8], names, name="noise")
-
-
-def make_table(rows: int) -> SampleArrays:
-    return arrays(generate_table(rows, 0), generate_table(8, 1), name="table")
-
-
-def make_texts(texts: int, tokens: int, vocabulary: int) -> SampleArrays:
-    made = (generate_texts(number, seed, tokens, vocabulary) for seed, number in enumerate((texts, 8)))
-    return arrays(*made, name="texts")
 
 
 class Case(NamedTuple):
     """What both sides train."""
 
     hp: dict[str, Any]  # beside COMMON
-    data: Callable[[], ImageArrays | SampleArrays]
+    data: StoredSet
     steps: int  # of a block
 
 
-MLP = {"model": "benchmarks.sample_tasks:build_mlp", "objective": "regression", "optimizer": "adamw"}
-CASES = {
-    "table of 50 columns, batch 8": Case(
-        {**MLP, "batch_size": 8, "precision": "fp32"}, partial(make_table, 20_000), 400
+def image_case(model: str, batch_size: int, steps: int, *images: int, quick: bool, **hp: Any) -> Case:
+    """Return a case of so many images of noise, their side, channels and classes, with labels at random."""
+    if quick:
+        model, batch_size, images = "small_cnn", 8, (64, 32, 3, 10)
+    return Case({**hp, "model": model, "batch_size": batch_size}, make_images(*(images or GREY)), steps)
+
+
+def make_images(images: int, side: int, channels: int, classes: int) -> ImageArrays:
+    generator = np.random.default_rng(0)
+    pixels = generator.integers(0, 256, (images, side, side, channels), np.uint8)
+    labels = generator.integers(0, classes, images)
+    return image_arrays(pixels, labels, pixels[:8], labels[:8], [*map(str, range(classes))], name="noise")
+
+
+def table_case(width: int, batch_size: int, steps: int, rows: int = 20_000, *, quick: bool, **hp: Any) -> Case:
+    hp |= {"model": "benchmarks.sample_tasks:build_mlp", "options": json.dumps({"model": {"width": width}})}
+    hp |= {"objective": "regression", "optimizer": "adamw", "batch_size": batch_size}
+    rows = batch_size if quick else rows
+    return Case(hp, arrays(generate_table(rows, 0), generate_table(8, 1), name="table"), steps)
+
+
+def gpt_case(dropout: float = 0.0, *, quick: bool, **hp: Any) -> Case:
+    """Return a case of GPT-2 with 124 million parameters; if ``quick``, of a small one."""
+    batch, width, blocks, tokens, vocabulary = (2, 32, 2, 16, 64) if quick else (16, 768, 12, 1024, 50304)
+    sizes = {"width": width, "blocks": blocks, "heads": blocks, "tokens": tokens, "vocabulary": vocabulary}
+    hp |= {"model": "benchmarks.sample_tasks:GPT", "objective": "language", "num_classes": vocabulary}
+    hp |= {"options": json.dumps({"model": {**sizes, "tied": True, "dropout": dropout}})}
+    hp |= {"optimizer": "adamw", "batch_size": batch, "test_batch_size": batch}
+    made = (generate_texts(number, number, tokens, vocabulary) for number in (32 * batch, 8))
+    return Case(hp, arrays(*made, name="texts"), steps=6)
+
+
+CASES: dict[str, Callable[..., Case]] = {
+    "table of 50 columns, batch 8": partial(table_case, 64, 8, 400, precision="fp32"),
+    "small_cnn, batch 8": partial(image_case, "small_cnn", 8, 150, precision="fp32"),
+    "ResNet-50, 224 px, batch 256": partial(image_case, "resnet50", 256, 6, *PHOTOS),
+    "ResNet-50 from shards": partial(image_case, "resnet50", 256, 6, augment="resized_crop"),
+    "ViT-B/16, batch 128": partial(image_case, "vit_b_16", 128, 6, *PHOTOS, optimizer="adamw"),
+    "GPT-2, 16 x 1,024 tokens": gpt_case,
+    "GPT-2, compiled": partial(gpt_case, compile=True),
+    "GPT-2, dropout in 24 layers": partial(gpt_case, dropout=0.1),
+    "ResNet-18, 32 px, batch 512": partial(image_case, "resnet18", 512, 20, 20_480, 32, 3, 10),
+    "small_cnn, batch 256": partial(image_case, "small_cnn", 256, 60),
+    "small_cnn, crop_flip, moving average": partial(
+        image_case, "small_cnn", 256, 60, augment="crop_flip", ema_decay=0.99
     ),
-    "small_cnn, batch 8": Case(
-        {"model": "small_cnn", "batch_size": 8, "precision": "fp32"}, partial(make_images, 20_000, 28, 1, 10), 150
-    ),
+    "table of 50 columns, batch 1,024": partial(table_case, 256, 1024, 100, 200_000),
 }
 
 
-def train_ours(state: TrainingState, recorder: Recorder) -> Iterator[None]:
-    """Do the library's steps, with their records."""
+def train_ours(state: TrainingState, recorder: Recorder) -> Iterator[int]:
+    """Do the library's steps, with their records; yield each global batch's number of samples."""
     while True:
         for batch in remaining_batches(state):
             train_step(state, recorder, batch)
-            yield
+            yield len(batch)
         state.epoch += 1
 
 
@@ -120,12 +143,8 @@ def train_bare(state: TrainingState) -> Iterator[None]:
 def draw_batches(state: TrainingState) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield shuffled batches of inputs and targets that are on the device."""
     data: Any = state.data
-    stored = (
-        (data.train_images, data.train_labels)
-        if isinstance(data, ImageArrays)
-        else (data.train_inputs, data.train_targets)
-    )
-    inputs, targets = (torch.tensor(values, device=state.device) for values in stored)
+    first = [*data.list_arrays().values()][:2]  # of training
+    inputs, targets = (torch.tensor(values, device=state.device) for values in first)
     while True:
         for batch in torch.randperm(len(inputs), device=state.device).split(state.hp.batch_size):
             yield inputs[batch], targets[batch]
@@ -137,52 +156,53 @@ def make_preparation(state: TrainingState) -> Callable[[Tensor], Tensor]:
     if not isinstance(spec, InputSpec):
         return lambda inputs: inputs
     mean, std = (torch.tensor(values, device=state.device) * 255 for values in (spec.mean, spec.std))
-    move = move_and_mirror if state.hp.augment == "crop_flip" else torch.Tensor.contiguous
-
-    def prepare(images: Tensor) -> Tensor:
-        normalised = move(images).float().sub_(mean).div_(std).permute(0, 3, 1, 2)
-        return normalised.contiguous(memory_format=state.memory_format)
-
-    return prepare
+    move, order = move_and_mirror if state.hp.augment == "crop_flip" else torch.Tensor.contiguous, state.memory_format
+    return lambda images: move(images).float().sub_(mean).div_(std).permute(0, 3, 1, 2).contiguous(memory_format=order)
 
 
 def move_and_mirror(images: Tensor) -> Tensor:
     """Return images [N, H, W, C] that are moved by up to MOVED pixels, half of them mirrored."""
     count, height, width, _ = images.shape
     padded = functional.pad(images, (0, 0, MOVED, MOVED, MOVED, MOVED))
-    number = torch.arange(count, device=images.device)[:, None, None]
     above, left = torch.randint(2 * MOVED + 1, (2, count, 1), device=images.device)
     rows = above + torch.arange(height, device=images.device)
     columns = left + torch.arange(width, device=images.device)
     columns = columns.where(torch.rand(count, 1, device=images.device) < 0.5, columns.flip(1))
-    return padded[number, rows[:, :, None], columns[:, None, :]]
+    return padded[torch.arange(count, device=images.device)[:, None, None], rows[:, :, None], columns[:, None, :]]
 
 
-def time_blocks(order: dict[str, Any]) -> dict[str, list[float]]:
+def time_blocks(order: dict[str, Any], folder: Path) -> dict[str, list[float]]:
     """Return the seconds of a step in each block, by side; each side's first block is not counted."""
-    case = CASES[order["case"]]
-    hp = Hyperparameters(**{**COMMON, **case.hp})
-    hardware = detect_hardware(hp)
-    torch.set_num_threads(order.get("threads") or hardware.threads)
+    case = CASES[order["case"]](quick=order["quick"])
+    hp = Hyperparameters(**{**COMMON, **case.hp, **order.get("hp", {})})
+    if hp.test_dataset:
+        data = fetch(hp.dataset, "", folder / "data", test_dataset=hp.test_dataset, progress="off")
+    else:
+        data = write_data(folder / "data", case.data)
+    settings = Settings(progress="off", cache_folder=folder / "cache")
+    job = Job.from_work(make_work(hp, data, folder, settings))
+    torch.set_num_threads(order.get("threads") or job.hardware.threads)
     keep_freed_memory()
-    with tempfile.TemporaryDirectory() as folder:
-        data = write_data(Path(folder) / "data", case.data())
-        training = Training(hp, hardware, Settings(progress="off"), data)
-        world, identity = World(1, hardware.device_type), checkpoint_identity(hp, data)
-        work = Work("", training, world, Path(folder), identity, timeout=600.0, save_seconds=1.0)
-        state = TrainingState(hp, hardware, open_prepared(data), None)
-        with closing(state.splits), closing(Recorder(Job.from_work(work), state)) as recorder:
-            sides = {"ours": train_ours(state, recorder), "bare": train_bare(state)}
-            found: dict[str, list[float]] = {side: [] for side in sides}
-            for block in range(order["blocks"] + 1):
-                for side, steps in sides.items():
-                    seconds = time_steps(steps, order["steps"] or case.steps, state.device)
-                    if block:
-                        found[side].append(seconds)
+    state = TrainingState(hp, job.hardware, open_prepared(data), None, settings)
+    with closing(state.splits), closing(Recorder(job, state)) as recorder:
+        sides: dict[str, Iterator[object]] = {"ours": train_ours(state, recorder), "bare": train_bare(state)}
+        found: dict[str, list[float]] = {side: [] for side in order.get("sides", sides)}
+        for block in range(order["blocks"] + 1):
+            for side, values in found.items():
+                seconds = time_steps(sides[side], 2 if order["quick"] else case.steps, state.device)
+                if block:
+                    values.append(seconds)
     return found
 
 
-def time_steps(steps: Iterator[None], number: int, device: torch.device) -> float:
+def make_work(hp: Hyperparameters, data: Path, folder: Path, settings: Settings = QUIET) -> Work:
+    """Return the work of ranks that train on this machine and keep their files in ``folder``."""
+    training = Training(hp, detect_hardware(hp), settings, data)
+    world = World(hp.num_ranks, training.hardware.device_type)
+    return Work("", training, world, folder, checkpoint_identity(hp, data), timeout=600.0, save_seconds=1.0)
+
+
+def time_steps(steps: Iterator[object], number: int, device: torch.device) -> float:
     """Return the seconds of one of the next steps, until the device has done them all."""
     begin = time.perf_counter()
     for _ in itertools.islice(steps, number):
@@ -194,4 +214,5 @@ def time_steps(steps: Iterator[None], number: int, device: torch.device) -> floa
 
 if __name__ == "__main__":
     received = json.loads(sys.argv[1])
-    Path(received["output"]).write_text(json.dumps(time_blocks(received)))
+    with tempfile.TemporaryDirectory() as folder_:
+        Path(received["output"]).write_text(json.dumps(time_blocks(received, Path(folder_))))
