@@ -1,40 +1,106 @@
-"""A clock that adds up, by name, the seconds that parts of training take, also on GPUs."""
+"""A clock that adds up, by name, the seconds that parts of training take; on a GPU also those that it waits."""
 
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
+
+Batch = TypeVar("Batch")
+
+WORK = ("data", "forward_backward", "communication", "optimizer")  # blocks of a step, none inside another
+WAITING = ("waiting_data", "waiting_launches")  # what the GPU waits for: batches, and the host's launches
+FIRST_SPIN = 5  # the step with the first spins; the next ones are in the 10th, 20th, 40th, ...
+SPIN, LONGEST_SPIN = 1.5, 1.0  # times the host's seconds for the block before, and seconds
+TRIES = 3  # spins without any whole block
+CYCLES_PER_SECOND = 2e9  # of a GPU; one with 3e9 still spins as long as the host took
+
+
+@dataclass
+class Activity:
+    """Sums over the finished blocks of one name; inside ``whole`` ones the GPU never waited for the host."""
+
+    blocks: int = 0
+    spans: float = 0.0  # seconds between the blocks' events
+    host: float = 0.0  # seconds that the host was in them
+    whole: int = 0
+    whole_spans: float = 0.0
+    spins: int = 0
+    launch: float = 0.0  # the host's seconds in the newest block; 0 if that was whole
+
+    def busy(self) -> float:
+        return min(self.spans, self.blocks * self.whole_spans / self.whole) if self.whole else self.spans
 
 
 class Clock:
     """Adds up seconds by name; ``with clock("data"): ...`` costs about a microsecond.
 
-    If ``event`` makes CUDA events with timing, the GPU's time counts: host work beside the GPU counts nothing, and idle
-    time of the GPU in full. The clock never waits for an event. Without ``event`` the host's time counts.
+    If ``event`` makes CUDA events with timing, the GPU's busy time counts; ``spin`` puts so many seconds of nothing
+    into its queue. The clock never waits for an event. Without ``event`` the host's time counts.
     """
 
-    def __init__(self, event: Callable[[], Any] | None = None) -> None:
+    def __init__(self, event: Callable[[], Any] | None = None, spin: Callable[[float], object] | None = None) -> None:
         self.started = time.perf_counter()
-        self.event = event
-        self.pending: deque[tuple[str, Any, Any]] = deque()  # name, first and last event of blocks not known as done
+        self.event, self.spin = event, spin
+        self.step, self.next_spin = 0, FIRST_SPIN  # of this process
+        self.step_seconds = 0.0  # without the first step
+        # Blocks not known as done: name, first and last event, the host's seconds, and whether the GPU had all of the
+        # block's work before it began with it.
+        self.pending: deque[tuple[str, Any, Any, float, bool]] = deque()
         self._lock = threading.Lock()  # the thread that takes checkpoints reads seconds, too
-        self._seconds: defaultdict[str, float] = defaultdict(float)
+        self._activities: defaultdict[str, Activity] = defaultdict(Activity)
+        self._seconds: defaultdict[str, float] = defaultdict(float)  # the host's, and those of earlier processes
 
     @property
     def seconds(self) -> defaultdict[str, float]:
-        """The clock's own dict of seconds by name, of finished blocks only."""
+        """A copy of the seconds by name, of finished blocks only.
+
+        On a GPU also those of all ``steps``, and by WAITING those in which it had nothing to do.
+        """
+        seconds = self._seconds.copy()
+        if self.event is None:
+            return seconds
         with self._lock:
-            while self.pending and self.pending[0][2].query():
-                name, begin, end = self.pending.popleft()
-                self._seconds[name] += begin.elapsed_time(end) / 1000.0
-        return self._seconds
+            self._add_finished()
+            busy = {name: each.busy() for name, each in self._activities.copy().items()}
+            data = self._activities["data"]
+            if not data.whole:
+                busy["data"] = max(0.0, data.spans - data.host)  # the host may only have waited
+        waiting = max(0.0, self.step_seconds - sum(busy.get(name, 0.0) for name in WORK))
+        for_data = min(data.host, waiting)
+        busy |= {"steps": self.step_seconds, **dict(zip(WAITING, (for_data, waiting - for_data), strict=True))}
+        for name, spent in busy.items():
+            seconds[name] += spent
+        return seconds
+
+    def add_earlier(self, seconds: dict[str, float], total: float) -> None:
+        """Count the ``seconds`` and ``total`` of the process that the run began in."""
+        self._seconds.update(seconds)
+        self.started -= total
+
+    def steps(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        """Yield the batch of each step. The process's first one counts nothing on a GPU: there it makes kernels."""
+        began = time.perf_counter()
+        for batch in batches:
+            self.step += 1
+            yield batch
+            if self.step == self.next_spin:
+                self.next_spin *= 2
+            ended = time.perf_counter()
+            self.step_seconds += (ended - began) * (self.step > 1)
+            began = ended
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
+        if self.step == self.next_spin and self.spin is not None:
+            sums = self._activities[name]
+            if sums.launch and (sums.whole or sums.spins < TRIES):  # the GPU's queue may be shorter than the block
+                sums.spins += 1
+                self.spin(min(SPIN * sums.launch, LONGEST_SPIN))
         begin = self.start_timing(name)
         try:
             yield
@@ -42,24 +108,40 @@ class Clock:
             self.add_since(name, begin)
 
     def start_timing(self, name: str) -> Any:
-        """Return for ``add_since`` an event in the GPU's queue, or the host's time."""
+        """Return for ``add_since`` the host's time, on a GPU with an event in its queue."""
         if self.event is None or name == "evaluation":  # evaluation waits for the device anyway
             return time.perf_counter()
         event = self.event()
         event.record()
-        return event
+        return event, time.perf_counter()
 
     def add_since(self, name: str, begin: Any) -> None:
         if isinstance(begin, float):
             self._seconds[name] += time.perf_counter() - begin
-        else:
-            self.pending.append((name, begin, self.start_timing(name)))
-            _ = self.seconds  # takes finished events out, so that those of many steps do not pile up
+        elif self.step != 1:
+            (first, began), (last, ended) = begin, self.start_timing(name)
+            self.pending.append((name, first, last, ended - began, not first.query()))
+            with self._lock:
+                self._add_finished()  # so that those of many steps do not pile up
+
+    def _add_finished(self) -> None:
+        while self.pending and self.pending[0][2].query():
+            name, first, last, host, whole = self.pending.popleft()
+            span, sums = first.elapsed_time(last) / 1000.0, self._activities[name]
+            sums.blocks, sums.spans, sums.host = sums.blocks + 1, sums.spans + span, sums.host + host
+            sums.whole, sums.whole_spans = sums.whole + whole, sums.whole_spans + whole * span
+            sums.launch = 0.0 if whole else host
 
     def total(self) -> float:
         return time.perf_counter() - self.started
 
 
 def make_clock(device: torch.device) -> Clock:
-    on_gpu = device.type == "cuda"
-    return Clock(lambda: torch.cuda.Event(enable_timing=True)) if on_gpu else Clock()  # type: ignore[no-untyped-call]
+    if device.type != "cuda":
+        return Clock()
+    return Clock(lambda: torch.cuda.Event(enable_timing=True), keep_gpu_busy)  # type: ignore[no-untyped-call]
+
+
+def keep_gpu_busy(seconds: float) -> None:
+    """Put about ``seconds`` of work that computes nothing into the current GPU's queue."""
+    torch.cuda._sleep(int(seconds * CYCLES_PER_SECOND))  # type: ignore[no-untyped-call]

@@ -64,10 +64,12 @@ class LoadedLeaf:
     device: torch.device
     ends: NDArray[np.int64] | None = None  # [N]
 
-    def take_samples(self, samples: Indices, kind: str) -> tuple[Tensor, Tensor | None]:
-        """Return the leaf of these samples on the device, [n, ...]; if ragged, padded and with a mask [n, longest]."""
+    def take_samples(self, samples: Indices, rows: Tensor, kind: str) -> tuple[Tensor, Tensor | None]:
+        """Return the leaf of these samples on the device, [n, ...]; if ragged, padded and with a mask [n, longest].
+
+        ``rows`` are the samples as a tensor where the values are.
+        """
         if self.ends is None:
-            rows = copy_to_device(torch.from_numpy(samples), self.values.device)
             return widen_type(take_rows(self.values, rows, self.device)), None
         numbers = samples.astype(np.int64)
         ends = self.ends[numbers]
@@ -75,10 +77,10 @@ class LoadedLeaf:
         places = np.arange(int((ends - starts).max(initial=0)))
         filled = places < (ends - starts)[:, None]
         mask = copy_to_device(torch.from_numpy(filled), self.device)
-        of_values = np.where(filled, starts[:, None] + places, 0)
-        rows = copy_to_device(torch.from_numpy(of_values), self.values.device)
-        taken = take_rows(self.values, rows.flatten(), self.device)
-        taken = widen_type(taken.view(*rows.shape, *self.values.shape[1:]))
+        of_values = torch.from_numpy(np.where(filled, starts[:, None] + places, 0))
+        of_values = copy_to_device(of_values, self.values.device)
+        taken = take_rows(self.values, of_values.flatten(), self.device)
+        taken = widen_type(taken.view(*of_values.shape, *self.values.shape[1:]))
         hidden = ~mask.view(*mask.shape, *[1] * (taken.dim() - 2))
         dtype_kind = "f" if taken.is_floating_point() else "b" if taken.dtype == torch.bool else "i"
         return taken.masked_fill(hidden, padding_of(dtype_kind, kind)), mask
@@ -90,17 +92,19 @@ class ArrayBatches(BatchSource):
 
     inputs: Leaves  # of LoadedLeaf
     targets: Leaves
+    store: torch.device  # where the values are
     masked: str | None = None  # name of the input whose mask the model also gets
     ids: NDArray[np.str_] | None = None  # [N]
 
     def load_batch(self, samples: Indices, epoch: int | None = None) -> Batch:  # noqa: ARG002
-        found = {name: leaf.take_samples(samples, "inputs") for name, leaf in name_leaves(self.inputs).items()}
+        rows = copy_to_device(torch.from_numpy(samples), self.store)  # once for all leaves
+        found = {name: leaf.take_samples(samples, rows, "inputs") for name, leaf in name_leaves(self.inputs).items()}
         inputs = restore_leaves(form_of(self.inputs), {name: values for name, (values, _) in found.items()})
         if self.masked is not None:
             values, mask = found[self.masked]
             all_there = torch.ones(values.shape[:2], dtype=torch.bool, device=values.device)
             inputs = add_mask(inputs, all_there if mask is None else mask)
-        targets = map_leaves(lambda leaf: leaf.take_samples(samples, "targets")[0], self.targets)
+        targets = map_leaves(lambda leaf: leaf.take_samples(samples, rows, "targets")[0], self.targets)
         return Batch(inputs, targets, () if self.ids is None else self.ids[samples].tolist())
 
 
@@ -128,7 +132,7 @@ def open_array_batches(
             return LoadedLeaf(to_device(leaf.values, store), device, np.asarray(leaf.ends))
         return LoadedLeaf(to_device(leaf, store), device)
 
-    return ArrayBatches(map_leaves(load_leaf, inputs), map_leaves(load_leaf, targets), masked, ids)
+    return ArrayBatches(map_leaves(load_leaf, inputs), map_leaves(load_leaf, targets), store, masked, ids)
 
 
 def choose_store(device: torch.device, needed: int) -> torch.device:

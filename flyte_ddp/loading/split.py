@@ -40,6 +40,7 @@ class BatchSource:
     """Base class of sources that load batches. Optional hooks default to no-ops."""
 
     batches_ahead = 0  # how many batches to prefetch
+    loaders = 0  # processes or threads that load for this rank; 0: the rank itself
     # Starts to fetch the files that hold samples, which will be loaded later; None: no whole files are fetched.
     prefetch_files: Callable[[Indices], None] | None = None
 

@@ -79,7 +79,7 @@ class StreamImages(BatchSource):
     """Source of a rank's stream: hands out samples as they come. Workers start at the first batch."""
 
     def __init__(self, stream: RankStream, device: torch.device) -> None:
-        self.stream, self.device = stream, device
+        self.stream, self.device, self.loaders = stream, device, stream.workers
         self.samples: Iterator[tuple[Pixels, int]] | None = None  # the rank's stream, once it has begun
         self.last: tuple[bytes, Batch] | None = None  # the last batch, with the bytes of its numbers
 

@@ -31,7 +31,7 @@ class WorkerSource(BatchSource):
     check_targets: Callable[[NDArray[Any]], None] | None = None
 
     def __init__(self, pool: LoaderPool | LoaderThreads | None, device: torch.device) -> None:
-        self.pool, self.device = pool, device
+        self.pool, self.device, self.loaders = pool, device, pool.number if pool else 0
         # What :meth:`submit_batch` has returned of batches that processes are loading, by epoch and samples.
         self.pending: dict[tuple[int | None, bytes], Any] = {}
 

@@ -196,6 +196,8 @@ def overrides(objective: Objective, base: type[Objective], *methods: str) -> boo
 
 def convert_outputs(outputs: Any, dtype: torch.dtype) -> Any:
     """Return a model's outputs with floating-point tensors in at least this type; other values are unchanged."""
+    if isinstance(outputs, Tensor) and outputs.dtype == dtype:  # the usual case, without the search for tensors
+        return outputs
     return map_floats(outputs, lambda values: values.to(torch.promote_types(values.dtype, dtype)))
 
 

@@ -14,6 +14,7 @@ from flyte_ddp.errors import UserError
 from flyte_ddp.order.augmentation import FIRST, INCREMENT, SECOND, bits_of_one_sample, sample_bits
 from flyte_ddp.order.sampling import Indices
 
+PASSES_WATCHED, THEN_EVERY = 100, 10  # passes whose draws are looked for: the first ones, and later every tenth
 # SplitMix64's increment and its two factors, as the int64 with the same bits.
 GOLDEN, FIRST_FACTOR, SECOND_FACTOR = (word - 2**64 for word in (INCREMENT, FIRST, SECOND))
 
@@ -23,7 +24,9 @@ class TrainingPass:
 
     def __init__(self, *, may_draw: bool = True) -> None:
         """If the model never draws random numbers (``may_draw`` False), nothing is seeded."""
-        self.may_draw = may_draw  # seeding, and looking for draws, takes some 15 microseconds a pass
+        self.may_draw = may_draw
+        self.passes = 0
+        self.is_watched = False  # whether this pass's draws are looked for, which takes longer than seeding
         self.has_dropout = False  # whether layers call begin_call, so that they need keys
         self.keys = torch.zeros(0, dtype=torch.int64)
         self.device = self.keys.device
@@ -54,9 +57,12 @@ class TrainingPass:
             self.number_of_calls = torch.zeros((), dtype=torch.int64)
             self.calls = {}
         self.forward_done = False
+        self.passes += 1
+        self.is_watched = not self.model_draws and (self.passes <= PASSES_WATCHED or not self.passes % THEN_EVERY)
         first = bits_of_one_sample(seed, epoch, int(samples[0]))
-        for generators in (self.generators, self.reference):
-            generators.seed_each(first)
+        self.generators.seed_each(first)
+        if self.is_watched:
+            self.reference.seed_each(first)
         if device.type == "cuda":
             torch.cuda.manual_seed(first)
 
@@ -67,9 +73,9 @@ class TrainingPass:
     def finish_pass(self) -> None:
         """Set ``model_draws`` if the model itself has drawn from a global generator in its forward or backward pass.
 
-        A model that restores the random state (``fork_rng``) is not noticed.
+        A model that restores the random state (``fork_rng``) is not noticed, nor one that draws late and seldom.
         """
-        if not self.may_draw or self.model_draws:
+        if not self.is_watched:
             return
         on_gpu = self.device.type == "cuda" and torch.cuda.default_generators[self.device.index].get_offset() > 0
         self.model_draws = on_gpu or self.generators.draw_from_each() != self.reference.draw_from_each()
@@ -100,6 +106,9 @@ class TrainingPass:
         return self.calls[drawn]
 
 
+DRAWN = torch.empty((), dtype=torch.int64, device="cpu")  # is reused, as making it takes longer than drawing
+
+
 class Generators(NamedTuple):
     """A random generator of torch on the CPU, one of Python and one of NumPy. The modules stand for the global ones."""
 
@@ -116,7 +125,7 @@ class Generators(NamedTuple):
         return self.draw_from_torch(), self.python_generator.getrandbits(32), self.numpy_generator.random_sample()
 
     def draw_from_torch(self) -> int:
-        return int(torch.empty((), dtype=torch.int64, device="cpu").random_(generator=self.torch_generator).item())
+        return int(DRAWN.random_(generator=self.torch_generator).item())
 
 
 def mix_bits(x: Tensor) -> Tensor:

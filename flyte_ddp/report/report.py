@@ -26,6 +26,8 @@ PARTS = {  # of rank 0's time: name and colour
     "data": ("Data", "#8fb4f0"),
     "forward_backward": ("Forward and backward", BLUE),
     "communication": ("Communication", ORANGE),
+    "waiting_data": ("GPU waits for data", "#c0392b"),
+    "waiting_launches": ("GPU waits for launches", "#e3a59d"),
     "evaluation": ("Evaluation", GREEN),
     "other": ("Other", "#a3adba"),
 }
@@ -124,7 +126,8 @@ def render_report(run_folder: Path, name: str = "", failure: str = "") -> str:
     UserError if ``metrics.jsonl`` has no record of a start, or a file is damaged.
     """
     run = Run(run_folder, name)
-    seconds = {key: max(0.0, run.end.get("seconds", {}).get(key, 0.0)) for key in PARTS}
+    recorded = run.end.get("seconds", {})
+    seconds = {key: max(0.0, recorded[key]) for key in PARTS if key in recorded}
     total = sum(seconds.values())
     return render_template(
         "report.html",

@@ -66,8 +66,7 @@ def restore_run(state: TrainingState, recorder: Recorder, found: checkpoint.Chec
     load_optimizer_state(state.optimizer, values["optimizer"])
     state.epoch, state.step = found.epoch, found.step
     state.this_pass.model_draws = values["draws"]
-    state.clock.seconds.update(values["seconds"])
-    state.clock.started -= values["total_seconds"]  # so that the run's total holds the time before the resume
+    state.clock.add_earlier(values["seconds"], total=values["total_seconds"])
     # Unless a copy of the best weights was saved, the kept weights are those of the model or of its average.
     state.selection.load_state_dict(values["selection"], values["best"] or state.kept_model().state_dict())
     recorder.load_state_dict(values["recorder"])

@@ -31,7 +31,9 @@ class LossWatch:
     ) -> None:
         self.model, self.optimizer, self.learning_rate = model, optimizer, learning_rate
         self.a_step_later = a_step_later and bool(optimizer.defaults.get("fused"))
-        self.saw_non_finite = torch.zeros((), dtype=torch.bool, device=next(model.parameters()).device)
+        device = next(model.parameters()).device
+        self.sum_of_zeros = torch.zeros((), dtype=torch.float64, device=device)  # 0 times each loss; then NaN
+        self.saw_non_finite = torch.zeros((), device=device)  # 0 or 1
         self.pending: Callable[[], None] | None = None
 
     def check_loss(self, epoch: int, step: int, loss_sum: Tensor, forward: Callable[[], object]) -> None:
@@ -55,8 +57,9 @@ class LossWatch:
                 raise non_finite_loss_error(self.model, self.learning_rate, loss, **at, activation=where)
 
         if self.a_step_later:
-            self.saw_non_finite = self.saw_non_finite | ~loss_sum.isfinite()
-            self.optimizer.found_inf = self.saw_non_finite.float()  # type: ignore[attr-defined]  # as torch's GradScaler
+            self.sum_of_zeros.add_(loss_sum, alpha=0)  # two kernels in all, where isfinite() alone takes four
+            torch.ne(self.sum_of_zeros, 0, out=self.saw_non_finite)
+            self.optimizer.found_inf = self.saw_non_finite  # type: ignore[attr-defined]  # as torch's GradScaler
             self.check_pending_loss()
             self.pending = raise_if_not_finite
         else:

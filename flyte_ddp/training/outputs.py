@@ -26,6 +26,7 @@ from flyte_ddp.json_lines import replace_non_finite
 from flyte_ddp.leaves import call_with_leaves
 from flyte_ddp.loading.facts import combine_facts_of_ranks, join_few
 from flyte_ddp.models import artifacts, zoo
+from flyte_ddp.models.images import InputSpec
 from flyte_ddp.models.initial_weights import list_seeded_tensors
 from flyte_ddp.objectives import Objective
 from flyte_ddp.objectives.objective import list_floats
@@ -41,7 +42,7 @@ from flyte_ddp.training.evaluate import Evaluation
 from flyte_ddp.training.job import Job
 from flyte_ddp.training.optimisation import gradient_clip_norm
 from flyte_ddp.training.predictions import collect_predictions
-from flyte_ddp.training.recording import Recorder
+from flyte_ddp.training.recording import Recorder, describe_waiting
 from flyte_ddp.training.training_state import TrainingState
 
 Result = TypeVar("Result")
@@ -168,6 +169,10 @@ def write_outputs(job: Job, data: PreparedSet, state: TrainingState, recorder: R
     )
     with replace_file(job.run_folder / PREDICTIONS) as file:
         np.savez(file, **(described or collect_predictions(state, plain, test, rows)))
+    if state.step >= LEAST_STEPS:
+        pictures = isinstance(state.spec, InputSpec)
+        loaders = state.training.source.loaders
+        recorder.add_warning(describe_waiting(state.clock.seconds, hp, job.hardware, loaders, pictures=pictures))
     recorder.log.write(
         {
             "kind": "end",

@@ -64,6 +64,8 @@ def split_for_rank(
     batch: sampling.Indices, parts: int, partners: sampling.Indices | None = None, step: int = 0
 ) -> list[RankSlice]:
     """Return this rank's slice of each of ``parts`` micro-batches; of fewer if the batch has fewer samples."""
+    if parts == world_size() == 1 and partners is None:
+        return [RankSlice(batch, has_samples=True)]
     parts = min(parts, len(batch))
 
     def own_slice(samples: sampling.Indices, part: int) -> tuple[sampling.Indices, bool]:

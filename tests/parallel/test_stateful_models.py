@@ -28,7 +28,9 @@ from flyte_ddp.json_lines import read_records
 from flyte_ddp.models.artifacts import load_model
 from flyte_ddp.models.images import InputSpec, prepare_images
 from flyte_ddp.order import sampling
+from flyte_ddp.parallel.buffers import Buffers
 from flyte_ddp.parallel.distributed import rank, world_size
+from flyte_ddp.parallel.training_pass import PASSES_WATCHED, THEN_EVERY, TrainingPass
 from flyte_ddp.run import Result
 from flyte_ddp.training.train import apply_gradients, compute_gradients, evaluate_splits
 from flyte_ddp.training.training_state import TrainingState
@@ -233,6 +235,29 @@ def test_an_evaluation_that_fails_after_a_new_buffer_raises_its_own_exception(
 def test_draws_of_the_backward_pass_are_noticed(digits: Path) -> None:
     state = after_steps(replace(BASE, model="parallel_models:NoisyGradient", num_ranks=1), digits)
     assert state.this_pass.model_draws
+
+
+def test_draws_that_begin_late_are_noticed_within_ten_passes() -> None:
+    this_pass = TrainingPass()
+    for number in range(PASSES_WATCHED + THEN_EVERY):
+        this_pass.begin_pass(0, 0, np.arange(number, number + 2), torch.device("cpu"))
+        if number >= PASSES_WATCHED:
+            np.random.random_sample()  # noqa: NPY002
+        this_pass.finish_pass()
+        assert not this_pass.model_draws or number >= PASSES_WATCHED
+    assert this_pass.model_draws
+
+
+def test_a_buffer_that_is_replaced_later_is_copied_after_steps() -> None:
+    model = torch.nn.BatchNorm1d(2)
+    buffers = Buffers(model)
+    for value in (1.0, 2.0, 3.0):
+        if value == 2.0:
+            model.running_mean = torch.zeros(2)
+        assert model.running_mean is not None
+        model.running_mean += value
+        buffers.copy_after_step()
+    assert buffers.after_last_step["running_mean"].tolist() == [5.0, 5.0]
 
 
 @pytest.mark.filterwarnings("ignore:Validating sparse tensor invariants")

@@ -1,8 +1,10 @@
 """The same promises on a CPU and on a GPU; and what only GPUs can show, such as hangs that the host reports in time."""
 
+import html
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import faults
 import numpy as np
@@ -13,6 +15,7 @@ from faulty_runs import in_spawned_processes, saved
 from ranks import run_ranks
 from training_runs import Train, cut_off
 
+from flyte_ddp.clock import Clock
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import RankError, UserError
 from flyte_ddp.json_lines import read_records
@@ -23,6 +26,7 @@ from flyte_ddp.parallel import hang_watch
 from flyte_ddp.parallel.distributed import gather_objects, sum_over_ranks
 from flyte_ddp.parallel.hang_watch import HangWatch, in_collective, watch_collectives
 from flyte_ddp.parallel.training_pass import TrainingPass
+from flyte_ddp.training import training_state
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("user_models")]
 
@@ -125,7 +129,7 @@ def test_the_default_precision_trains(train: Train, device: str) -> None:
 def test_the_time_goes_where_the_device_spends_it(
     train: Train, device: str, image_size: int, batch_size: int, epochs: int
 ) -> None:
-    """And not to the host's waiting for it; so long that a GPU's choice of algorithms in its first steps is little."""
+    """And not to the host's waiting for it, nor to its own for the host, which is little with so large a model."""
     hp = replace(HP, model="resnet18", precision="fp32", deterministic=False, ema_decay=0.0)
     hp = on_device(replace(hp, image_size=image_size, batch_size=batch_size, epochs=epochs), device)
     [end] = [each for each in read_records(train(hp).metrics) if each["kind"] == "end"]
@@ -134,7 +138,47 @@ def test_the_time_goes_where_the_device_spends_it(
     assert sum(seconds.values()) == pytest.approx(total)
     assert all(part >= -0.01 * total for part in seconds.values())
     assert seconds["forward_backward"] > 0.5 * (total - seconds["evaluation"])
+    assert seconds.get("waiting_data", 0.0) + seconds.get("waiting_launches", 0.0) < 0.2 * total
+    assert ("waiting_data" in seconds) is (device == "cuda")
     assert seconds["other"] < 0.3 * total
+
+
+class IdleDevice:
+    """A stand-in for a GPU so fast that its work takes no time: it is busy with spins only."""
+
+    free_at = 0.0
+
+    def spin(self, seconds: float) -> None:
+        self.free_at = time.perf_counter() + 10 * seconds  # much longer than any step: tests share their cores
+
+    def event(self) -> SimpleNamespace:
+        event = SimpleNamespace()
+        event.record = lambda: setattr(event, "at", max(time.perf_counter(), self.free_at))
+        event.query = lambda: time.perf_counter() >= event.at
+        event.elapsed_time = lambda other: 1000.0 * (other.at - event.at)
+        return event
+
+
+@on_each_device
+def test_a_gpu_that_waits_for_the_host_is_not_called_busy(
+    train: Train, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if device == "cpu":
+        idle = IdleDevice()
+        monkeypatch.setattr(training_state, "make_clock", lambda _: Clock(idle.event, idle.spin))
+    hp = Hyperparameters(model="small_cnn", batch_size=4, epochs=1, num_ranks=1, precision="fp32")
+    result = train(on_device(hp, device))
+    [end] = [each for each in read_records(result.metrics) if each["kind"] == "end"]
+    seconds = end["seconds"]
+    total = seconds.pop("total")
+    assert sum(seconds.values()) == pytest.approx(total)
+    waited = seconds["waiting_data"] + seconds["waiting_launches"]
+    assert waited > 0.5 * (total - seconds["evaluation"] - seconds["other"])
+    assert seconds["forward_backward"] < waited
+    [told] = [note for note in end["notes"] if "The GPU waited" in note]
+    page = result.report.read_text()
+    assert html.escape(told) in page
+    assert "GPU waits for launches" in page
 
 
 TWO = Hyperparameters(model="faults:model", epochs=2, batch_size=100, num_ranks=2, backend="nccl", precision="fp32")
