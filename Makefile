@@ -1,4 +1,4 @@
-# Every target installs what it needs into .venv first; `make help` lists them.
+# Every target but gpu-check and clean installs what it needs into .venv first; `make help` lists them.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -6,7 +6,7 @@ HP ?= {"num_ranks": 2, "backend": "gloo"}
 PARALLEL := --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test test-all test-fast lint bench chaos cluster-test lock package clean
+.PHONY: help install train test test-all test-fast lint bench chaos gpu-check cluster-test lock package clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -58,6 +58,11 @@ bench: install ## Run the benchmarks; results go to benchmarks/results/
 
 chaos: install ## Kill, stop and damage runs at 50 random moments; each retry must end in the same model (a quarter of an hour)
 	$(BIN)/python -m benchmarks chaos
+
+# Installs nothing, as it needs no network: without .venv, the Python that is there must have what the tests import.
+GPU_PYTHON = $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
+gpu-check: ## On a machine with a GPU: its tests, then its figures (benchmarks/results/gpu.json); by .venv, else by PYTHON
+	$(GPU_PYTHON) -m pytest --gpu tests/training/test_gpu.py; tests=$$?; $(GPU_PYTHON) -m benchmarks gpu && exit $$tests
 
 cluster-test: install ## Check a Flyte cluster from outside: make cluster-test CONFIG=deploy/sandbox.yaml IMAGE=... [K=preempted]
 	$(BIN)/python -m pytest deploy/cluster_tests --flyte-config $(CONFIG) --image $(IMAGE) $(if $(K),-k "$(K)") $(OPTIONS)

@@ -23,6 +23,7 @@ NAMES = (
     "augmentations",
     "items",
     "feed",
+    "overhead",
     "startup",
     "forks",
     "launchers",
@@ -39,7 +40,7 @@ NAMES = (
     "validation",
     "export",
 )
-LONG = ("published", "chaos")  # run when they are named
+LONG = ("published", "chaos", "gpu")  # run when they are named
 CHECKS = ("same_bits",)  # so are these, which have no figures: the exit code says what they found
 ALL = (*NAMES, *LONG, *CHECKS)
 HERE = Path(__file__).resolve().parent

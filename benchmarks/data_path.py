@@ -25,19 +25,15 @@ from torch.nn import functional
 
 from benchmarks.measuring import Options, Result, Target, interleaved
 from benchmarks.running import fashion_mnist, run_python
+from benchmarks.step_sides import make_work, train_ours
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import open_arrays
-from flyte_ddp.hardware import detect_hardware
 from flyte_ddp.launch.supervise.rank import join_process_group, keep_freed_memory
 from flyte_ddp.launch.supervise.rank_process import RankInfo
 from flyte_ddp.machine import Bf16, bf16_support
 from flyte_ddp.order import sampling
-from flyte_ddp.run import checkpoint_identity
-from flyte_ddp.runs.work import Work, World
-from flyte_ddp.settings import Settings
-from flyte_ddp.training.job import Job, Training
+from flyte_ddp.training.job import Job
 from flyte_ddp.training.recording import Recorder
-from flyte_ddp.training.train import remaining_batches, train_step
 from flyte_ddp.training.training_state import TrainingState
 
 MODELS = ("tutorial", "small_cnn")
@@ -93,9 +89,7 @@ def run_rank(rank: int, order: dict[str, Any], records: str) -> None:
     """One rank: blocks of steps of each kind in turn, the first of each not counted; rank 0 writes the rates."""
     hp = Hyperparameters(**order["hp"])
     folder = Path(records)
-    training = Training(hp, detect_hardware(hp), Settings(progress="off"), data=Path(order["data"]))
-    identity = checkpoint_identity(hp, training.data)
-    work = Work("", training, World(hp.num_ranks), folder, identity, timeout=600.0, save_seconds=1.0)
+    work = make_work(hp, Path(order["data"]), folder)
     job = Job.from_work(work)
     torch.set_num_threads(job.hardware.threads)
     keep_freed_memory()
@@ -104,7 +98,11 @@ def run_rank(rank: int, order: dict[str, Any], records: str) -> None:
     arrays = open_arrays(job.data)
     state = TrainingState(hp, job.hardware, arrays, None)
     with closing(Recorder(job, state)) as recorder:
-        kinds = {"ours": ours(state, recorder), "resident": resident(state, True), "alone": resident(state, False)}
+        kinds = {
+            "ours": train_ours(state, recorder),
+            "resident": resident(state, True),
+            "alone": resident(state, False),
+        }
         rates: dict[str, list[float]] = {kind: [] for kind in kinds}
         account: dict[str, float] = {}
         for block in range(order["blocks"] + 1):
@@ -132,15 +130,6 @@ def rate(steps: Iterator[int], number: int) -> float:
     samples = sum(itertools.islice(steps, number))
     distributed.barrier()
     return samples / (time.perf_counter() - begin)
-
-
-def ours(state: TrainingState, recorder: Recorder) -> Iterator[int]:
-    """The library's steps with their records; yields each global batch's number of samples."""
-    while True:
-        for batch in remaining_batches(state):
-            train_step(state, recorder, batch)
-            yield len(batch)
-        state.epoch += 1
 
 
 def resident(state: TrainingState, synchronised: bool) -> Iterator[int]:

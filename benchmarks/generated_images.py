@@ -40,11 +40,11 @@ def label(number: int) -> int:
     return number % len(CLASSES)
 
 
-def write_shards(folder: Path, shards: int, per_shard: int) -> Path:
-    """Images in shards; returns their index."""
+def write_shards(folder: Path, shards: int, per_shard: int, different: int = DIFFERENT) -> Path:
+    """Images in shards, so many of them different; returns their index."""
 
     def sample(number: int) -> tuple[str, dict[str, bytes]]:
-        return f"{number:07d}", {".jpg": content(number), ".cls": str(label(number)).encode()}
+        return f"{number:07d}", {".jpg": content(number % different), ".cls": str(label(number)).encode()}
 
     pack_samples(sample, shards * per_shard, folder, classes=CLASSES, per_shard=per_shard, seed=None, progress="off")
     return folder / "train.json"

@@ -27,19 +27,15 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks.measuring import Options, Result, Target, interleaved
 from benchmarks.running import run_python
 from benchmarks.sample_tasks import GPT, generate_texts, text_loss
+from benchmarks.step_sides import make_work, train_ours
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import fetch, open_prepared
-from flyte_ddp.hardware import detect_hardware
 from flyte_ddp.launch.supervise.rank import join_process_group, keep_freed_memory
 from flyte_ddp.launch.supervise.rank_process import RankInfo
 from flyte_ddp.order import sampling
-from flyte_ddp.run import checkpoint_identity
-from flyte_ddp.runs.work import Work, World
-from flyte_ddp.settings import Settings
 from flyte_ddp.training.evaluate import evaluate_split
-from flyte_ddp.training.job import Job, Training
+from flyte_ddp.training.job import Job
 from flyte_ddp.training.recording import Recorder
-from flyte_ddp.training.train import remaining_batches, train_step
 from flyte_ddp.training.training_state import TrainingState
 
 RANKS, BATCH, RATE = 2, 8, 1e-3
@@ -101,10 +97,7 @@ def run_rank(rank: int, order: dict[str, Any], records: str) -> None:
     """One rank: blocks of steps of each side in turn, the first of each not counted; rank 0 writes the rates."""
     hp = Hyperparameters(**OURS)
     folder = Path(records)
-    training = Training(hp, detect_hardware(hp), Settings(progress="off"), data=Path(order["data"]))
-    work = Work(
-        "", training, World(RANKS), folder, checkpoint_identity(hp, training.data), timeout=600.0, save_seconds=1.0
-    )
+    work = make_work(hp, Path(order["data"]), folder)
     job = Job.from_work(work)
     torch.set_num_threads(1)
     keep_freed_memory()
@@ -139,15 +132,6 @@ def time_block(function: Callable[[], object]) -> float:
     function()
     distributed.barrier()
     return time.perf_counter() - begin
-
-
-def train_ours(state: TrainingState, recorder: Recorder) -> Iterator[None]:
-    """Do the library's steps, with their records."""
-    while True:
-        for batch in remaining_batches(state):
-            train_step(state, recorder, batch)
-            yield
-        state.epoch += 1
 
 
 def evaluate(state: TrainingState) -> None:

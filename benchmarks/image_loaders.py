@@ -196,18 +196,20 @@ def decode_and_crop(stored: Sequence[bytes]) -> int:
 
 def bare_threads(order: dict[str, Any], _: Path) -> Epoch:
     """Decoding and cropping alone, in as many threads."""
-    return in_workers(ThreadPoolExecutor(WORKERS), order["images"])
+    return in_workers(ThreadPoolExecutor(WORKERS), WORKERS, range(order["images"]))
 
 
 def bare_processes(order: dict[str, Any], _: Path) -> Epoch:
-    """Decoding and cropping alone, in as many processes."""
-    return in_workers(ProcessPoolExecutor(WORKERS, multiprocessing.get_context("fork")), order["images"])
+    """Decoding and cropping alone, in as many processes, or in those and of those images that the order names."""
+    workers, different = order.get("workers", WORKERS), order.get("different", order["images"])
+    numbers = [number % different for number in range(order["images"])]
+    return in_workers(ProcessPoolExecutor(workers, multiprocessing.get_context("fork")), workers, numbers)
 
 
-def in_workers(pool: Executor, images: int) -> Epoch:
+def in_workers(pool: Executor, workers: int, images: Sequence[int]) -> Epoch:
     """Decoding and cropping, each worker its own part of the images; processes have them by being forked."""
     keep_freed_memory()
-    parts = [range(start, images, WORKERS) for start in range(WORKERS)]
+    parts = [images[start::workers] for start in range(workers)]
     [generated_images.content(number) for part in parts for number in part]
 
     def epoch(_: int) -> Iterator[Tensor]:
@@ -217,7 +219,7 @@ def in_workers(pool: Executor, images: int) -> Epoch:
     return epoch
 
 
-def part_decoded(numbers: range) -> int:
+def part_decoded(numbers: Sequence[int]) -> int:
     """Decodes and crops the images of these numbers."""
     return decode_and_crop([generated_images.content(number) for number in numbers])
 

@@ -154,18 +154,20 @@ def interleaved(options: Options, result: Result, sides: Mapping[str, Callable[[
             options.keep(result)
 
 
-def taken(result: Result, name: str, measure: Callable[[], None]) -> bool:
+def taken(result: Result, name: str, measure: Callable[[], None], tries: int = TRIES) -> bool:
     """Takes a measurement, again if it fails; whether that went well."""
     before = result.lengths()
-    for number in range(1, TRIES + 1):
+    for number in range(1, tries + 1):
         try:
             measure()
         except StoppedError:
             raise
         except (RuntimeError, subprocess.TimeoutExpired) as error:
             result.cut(before)
-            then = "it was measured again" if number < TRIES else "it was given up, and what it had before is kept"
-            result.notes.append(f"{name}: {str(error).splitlines()[0][:200]}; {then}")
+            then = "it was measured again" if number < tries else "it was given up, and what it had before is kept"
+            first, *others = str(error).splitlines()
+            what = " ... ".join(line[:200] for line in (first, *others[-1:]))  # the last one has a process's exception
+            result.notes.append(f"{name}: {what}; {then}")
             print(f"    {result.notes[-1]}\n{error}", flush=True)
         else:
             return True

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from flyte_ddp.datasets import ImageArrays, fetch, open_arrays
-from flyte_ddp.datasets.prepared_folder import write_prepared_set
+from flyte_ddp.datasets.prepared_folder import StoredSet, write_prepared_set
 from flyte_ddp.process import list_living_trees
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -101,25 +101,25 @@ def most_memory() -> int:
     return int(kilobytes) * 1024
 
 
-def run_python(module: str, *arguments: str) -> None:
+def run_python(module: str, *arguments: str, limit: float = LIMIT_SECONDS) -> None:
     """Runs ``python -m module`` from the repository's root.
 
     Raises:
         RuntimeError: it failed; with the end of what it printed.
 
     """
-    run_command([sys.executable, "-m", module, *arguments], environment({}))
+    run_command([sys.executable, "-m", module, *arguments], environment({}), limit)
 
 
-def run_command(command: list[str], variables: Mapping[str, str]) -> None:
-    """Runs a command from the repository's root and waits for it.
+def run_command(command: list[str], variables: Mapping[str, str], limit: float = LIMIT_SECONDS) -> None:
+    """Runs a command from the repository's root and waits for it, up to ``limit`` seconds.
 
     Raises:
         RuntimeError: it failed; with the end of what it printed.
 
     """
     done = subprocess.run(
-        command, cwd=ROOT, env=dict(variables), capture_output=True, text=True, timeout=LIMIT_SECONDS, check=False
+        command, cwd=ROOT, env=dict(variables), capture_output=True, text=True, timeout=limit, check=False
     )
     if done.returncode:
         how = f"exit code {done.returncode}" if done.returncode > 0 else signal.Signals(-done.returncode).name
@@ -189,7 +189,7 @@ def fashion_mnist(folder: Path, samples: int = 0) -> Path:
     )
 
 
-def write_data(folder: Path, arrays: ImageArrays) -> Path:
+def write_data(folder: Path, arrays: StoredSet) -> Path:
     """Writes a prepared data set by hand."""
     folder.mkdir(parents=True)
     write_prepared_set(arrays, folder, {"source": "made for a benchmark"})

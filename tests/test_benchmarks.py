@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import pytest
 from cli import ROOT
 
 from benchmarks import __main__ as command
-from benchmarks import measuring, rendering, same_bits
+from benchmarks import gpu, measuring, rendering, same_bits
 from benchmarks.measuring import Options, Result, Target, interleaved
 from benchmarks.running import run_command
 from flyte_ddp.errors import StoppedError
@@ -114,6 +115,52 @@ def test_what_there_is_is_written_after_each_measurement(monkeypatch: pytest.Mon
     assert json.loads((tmp_path / "crashing.json.partial").read_text())["series"]["side"]["n"] == 2
     rendering.render(tmp_path)
     assert "crashing" not in (tmp_path / "README.md").read_text(), "it is no result yet"
+
+
+@pytest.mark.parametrize("over", [False, True])
+def test_a_case_on_a_gpu_that_fails_or_has_no_time_left_loses_no_other(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str], over: bool
+) -> None:
+    def fail(_: float) -> None:
+        raise RuntimeError("exit code 1 of a case\nTraceback\nOutOfMemoryError: of 80 GB")
+
+    def cases(check: gpu.Check) -> dict[str, Callable[[float], None]]:
+        return {"first": fail, "second": lambda _: check.add_target("a rate", 0.5, 0.9)}
+
+    monkeypatch.setattr(gpu.Check, "list_cases", cases)
+    monkeypatch.setattr(gpu, "WHOLE_SECONDS", -1.0 if over else 300.0)
+    (tmp_path / "bin").mkdir()
+    command_of_driver = tmp_path / "bin" / "nvidia-smi"
+    command_of_driver.write_text("#!/bin/sh\necho 'A card, 580.1'")
+    command_of_driver.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    options = Options(0, quick=True, folder=tmp_path, output=tmp_path)
+    check = gpu.Check(options, 0)
+    assert check.result.settings["cards"] == "A card, 580.1"
+    with pytest.raises(RuntimeError, match="failed or not tried: first, second" if over else "not tried: first$"):
+        gpu.measure(options)
+    lines = capsys.readouterr().out.splitlines()
+    if over:
+        assert "first: not tried, as -1 s are over" in lines
+    else:
+        assert "missed: a rate: 0.500" in lines
+        assert (
+            "first: exit code 1 of a case ... OutOfMemoryError: of 80 GB; it was given up, and what it had"
+            in "\n".join(lines)
+        )
+
+
+@pytest.mark.exhaustive
+def test_all_that_is_measured_on_a_gpu_also_runs_on_a_cpu(tmp_path: Path) -> None:
+    assert command.run("gpu", argparse.Namespace(repeats=0, quick=True, tutorial=False), tmp_path)
+    found = json.loads((tmp_path / "gpu.json").read_text())
+    assert found["notes"] == []
+    assert len(found["targets"]) == len(gpu.STEPS) + 4
+    values = {row["what"].partition(":")[2].strip(): row["value"] for row in found["targets"]}
+    assert values["weights are equal bit for bit"] == 1.0
+    assert values["step after which it went on"] > 0
+    assert values["largest difference of a loss"] < 1000
+    assert all(found["series"][f"{name}: {side}"]["n"] == 1 for name in gpu.STEPS for side in ("ours", "bare"))
 
 
 @pytest.mark.slow

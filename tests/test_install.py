@@ -1,4 +1,4 @@
-"""What `make install` asks for, and what it refuses: with a Python and a uv that write down how they were called."""
+"""What `make install` asks for and refuses, and what `make gpu-check` runs: with a Python and a uv that note calls."""
 
 import re
 import shlex
@@ -75,3 +75,15 @@ def test_for_cpus_it_is_the_lock_without_cuda_and_torch_comes_from_its_own_index
     }
     assert all(locked[name] == text for name, text in asked.items() if "--hash" in text)
     assert "--torch-backend cpu" in (tmp_path / "uv.txt").read_text()
+
+
+@pytest.mark.parametrize("failing", ["nothing", "pytest", "benchmarks"])
+def test_gpu_check_takes_the_python_that_is_there_and_installs_nothing(tmp_path: Path, failing: str) -> None:
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/called.txt\n[ "$2" != {failing} ]\n')
+    python.chmod(0o755)
+    command = ["make", "gpu-check", f"VENV={tmp_path}/none", f"PYTHON={python}"]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (ended.returncode == 0) is (failing == "nothing"), ended.stderr
+    calls = ["-m pytest --gpu tests/training/test_gpu.py", "-m benchmarks gpu"]
+    assert (tmp_path / "called.txt").read_text().splitlines() == calls

@@ -1,0 +1,40 @@
+"""What our training step costs beside a bare loop's where the model computes little, so that the host is the limit.
+
+Steps of 8 samples in fp32 on one thread: an MLP on a table of 50 columns, and small_cnn on images of 28 x 28 pixels. In
+one process, in turn, in blocks: the library's step with its data path, its checks and its records, and a plain loop
+with the same model and optimiser that does nothing of that (benchmarks/step_sides.py).
+"""
+
+import json
+from functools import partial
+from typing import Any
+
+from benchmarks.measuring import Options, Result, Target, interleaved
+from benchmarks.running import LIMIT_SECONDS, run_python
+
+MODELS = ("table of 50 columns, batch 8", "small_cnn, batch 8")
+
+
+def measure(options: Options) -> Result:
+    """Measure each model in a process of its own."""
+    result = Result(settings={"threads": 1, "batch_size": 8, "precision": "fp32"})
+    order = {"threads": 1, "blocks": options.number(25)}
+
+    def run(name: str, _: int) -> None:
+        add_steps(result, options, order | {"case": name})
+
+    interleaved(options, result, {name: partial(run, name) for name in MODELS}, 1)
+    for name in MODELS:
+        ratio = result.ratio(f"{name}: ours / bare", f"{name}: ours", f"{name}: bare")
+        result.targets.append(Target(f"{name}: time of a step, of a bare loop's", ratio, "x", at_most=1.25))
+    return result
+
+
+def add_steps(result: Result, options: Options, order: dict[str, Any], limit: float = LIMIT_SECONDS) -> None:
+    """Add the milliseconds of the steps of a case of benchmarks/step_sides.py, which a process of its own takes."""
+    output = options.folder / "steps.json"
+    order |= {"quick": options.quick, "output": str(output)}
+    run_python("benchmarks.step_sides", json.dumps(order), limit=limit)
+    for side, seconds in json.loads(output.read_text()).items():
+        for value in seconds:
+            result.add(f"{order['case']}: {side}", 1000 * value, "ms")
