@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch import nn
 
 from flyte_ddp import catalog, user_source
 from flyte_ddp.catalog import encoded_kind
@@ -50,9 +49,8 @@ from flyte_ddp.settings import Settings
 from flyte_ddp.torchvision_weights import find_weights
 from flyte_ddp.training.diagnosis import LossWatch
 from flyte_ddp.training.evaluate import Selection
+from flyte_ddp.training.moving_average import MovingAverage
 from flyte_ddp.training.optimisation import create_optimizer, make_schedule
-
-Tensors = tuple[Tensor, ...] | list[Tensor]
 
 
 class TrainingState:
@@ -111,7 +109,7 @@ class TrainingState:
         self.optimizer = create_optimizer(model, hp)
         self.initial_rates = [float(group["lr"]) for group in self.optimizer.param_groups]
         self.schedule = make_schedule(hp.schedule, hp.warmup_steps, self.total_steps)
-        self.average = create_moving_average(model, hp.ema_decay) if hp.ema_decay else None
+        self.average = MovingAverage(model, hp.ema_decay) if hp.ema_decay else None
         self.buffers = Buffers(model)
         # On a GPU, checking a loss in its own step would make the host wait for the device in every step.
         # Own optimisers are checked in it, because they may not know how to skip an update.
@@ -276,16 +274,3 @@ def list_stored_targets(data: PreparedSet) -> list[NDArray[Any]]:
     stored = [data.train_targets, data.test_targets] if isinstance(data, SampleArrays) else []
     one = [targets.values[np.newaxis] if isinstance(targets, Ragged) else targets for targets in stored]
     return [targets for targets in one if isinstance(targets, np.ndarray)]
-
-
-def create_moving_average(model: nn.Module, decay: float) -> AveragedModel:
-    """Return a copy of the model whose ``update_parameters`` averages weights and buffers; integers are only copied."""
-    average_floats = get_ema_multi_avg_fn(decay)  # type: ignore[no-untyped-call]
-
-    def average(averaged: Tensors, newest: Tensors, updates: Tensor | int) -> None:
-        if averaged[0].is_floating_point() or averaged[0].is_complex():
-            average_floats(averaged, newest, updates)
-        else:
-            torch._foreach_copy_(averaged, newest)
-
-    return AveragedModel(model, multi_avg_fn=average, use_buffers=True)
