@@ -12,7 +12,7 @@ import signal
 import sys
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing import connection
 from multiprocessing.connection import Connection
@@ -22,13 +22,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from flyte_ddp.errors import MachineError, UserError
 from flyte_ddp.loading.batch_memory import BatchMemory, Layout, read_tree
 from flyte_ddp.loading.loader_process import NAME, Call, Loaded, Task, Written, run_loader_server
 from flyte_ddp.loading.own_samples import SampleLoader
 from flyte_ddp.lookahead import start_ahead
 from flyte_ddp.order.random_state import keep_random_state
 from flyte_ddp.order.sampling import Indices
-from flyte_ddp.process import spawn_context
+from flyte_ddp.process import count_out_of_memory_kills, spawn_context
 
 POSSIBLE = sys.platform == "linux"
 END_SECONDS = 5.0  # that a killed process may take to end
@@ -69,15 +70,16 @@ class LoaderPool:
         self.memories: list[BatchMemory] = []
         self.free: list[BatchMemory] = []
         self.started = False
-        with spawn_context() as context:
+        self.memory_kills = count_out_of_memory_kills()
+        with explain_limits(f"{workers} loader processes", "FLYTE_DDP_LOADERS"), spawn_context() as context:
             pipes, self.exits = [context.Pipe() for _ in range(workers)], context.Pipe(duplex=False)
             self.workers = {ours: Worker(number, ours) for number, (ours, _) in enumerate(pipes)}
             arguments = [theirs for _, theirs in pipes], self.exits[1]
-            process = context.Process(target=run_loader_server, args=arguments, name=NAME, daemon=True)
-            process.start()
+            self.server = context.Process(target=run_loader_server, args=arguments, name=NAME, daemon=True)
+            self.server.start()
         for end in (*arguments[0], self.exits[1]):
             end.close()  # so that the end of a process is the end of its pipe
-        self.end = weakref.finalize(self, end_processes, process, [*self.workers, self.exits[0]])  # at exit, too
+        self.end = weakref.finalize(self, end_processes, self.server, [*self.workers, self.exits[0]])  # at exit, too
 
     def send_loaders(self) -> None:
         """Send the loaders to all processes; waits until they have started if the loaders are large."""
@@ -154,32 +156,49 @@ class LoaderPool:
 
     def take_memory(self) -> BatchMemory:
         if not self.free:
-            self.memories.append(BatchMemory())
+            with explain_limits(f"{self.number} loader processes", "FLYTE_DDP_LOADERS"):
+                self.memories.append(BatchMemory())
             return self.memories[-1]
         return self.free.pop()
 
     def map_memory(self, memory: BatchMemory, size: int) -> NDArray[np.uint8]:
         """Return memory of :meth:`take_memory`; it is free again when nothing refers to the array any more."""
-        whole = memory.resize(size)
+        with explain_limits(f"a batch of {size:,} bytes", "batch_size"):
+            whole = memory.resize(size)
         weakref.finalize(whole, self.free.append, memory).atexit = False
         return whole
 
     def ended_error(self, worker: Worker) -> RuntimeError:
         """Return an error with the exit code of a process; wait up to 5 s for it, and for each that ended before."""
-        code = None
+        who, code = "a loader process", None
         with suppress(EOFError, OSError):
             while code is None and self.exits[0].poll(END_SECONDS):
                 number, found = self.exits[0].recv()
                 code = found if number == worker.number else None
         if code is None:
-            return RuntimeError("a loader process could not start, or the process that started it has ended")
-        how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-        hint = ", often for lack of memory; lower FLYTE_DDP_LOADERS" if code == -signal.SIGKILL else ""
-        return RuntimeError(f"a loader process ended with {how}{hint}")
+            who = "the process that starts loader processes"
+            self.server.join(END_SECONDS)
+            code = self.server.exitcode
+        if code is None or code >= 0:
+            return RuntimeError(f"{who} ended with exit code {code}")
+        counted = count_out_of_memory_kills() > self.memory_kills
+        why = "as memory ran out (by the kernel's own count)" if counted else "often for lack of memory"
+        hint = f", {why}; lower FLYTE_DDP_LOADERS, or give the pod more memory" if code == -signal.SIGKILL else ""
+        return MachineError(f"{who} ended with {signal.Signals(-code).name}{hint}")
 
     def close(self) -> None:
         """Kill the processes, and wait up to 5 s for the end of the process that forked them."""
         self.end()
+
+
+@contextmanager
+def explain_limits(what: str, setting: str) -> Iterator[None]:
+    """Raise UserError where a limit of this process refuses files or memory that the block asks for."""
+    try:
+        yield
+    except OSError as error:
+        why = f"more than this process's limits allow ({error.strerror})"
+        raise UserError(f"{what}: {why}; lower {setting}, or raise the limits (ulimit)") from None
 
 
 def end_processes(server: BaseProcess, pipes: Sequence[Connection]) -> None:
