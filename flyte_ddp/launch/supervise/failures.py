@@ -8,7 +8,6 @@ from flyte_ddp.errors import OutOfMemoryError, RankError, RankLostError, Unreach
 from flyte_ddp.launch.supervise.processes import RankHandle
 
 NO_STACK = "(it does not say)"
-NCCL_SYSTEM = "unhandled system error"  # as of a connection or a device that has failed
 MISTAKES = {"mistake": UserError, "unreachable": UnreachableError}
 OWN = ("own", "machine", *MISTAKES)  # causes of a report that are no consequence of another rank's failure
 
@@ -63,8 +62,7 @@ def killed_rank_error(rank: int, by: signal.Signals, *, out_of_memory: bool) -> 
 def collective_failure_error(group: Sequence[RankHandle], timeout: float) -> RankError:
     """Return the error for collective operations that failed while no rank is known to have ended for another cause.
 
-    It is recoverable, unless all ranks failed without a timeout on a single host: then the operation is to blame, if
-    not NCCL says otherwise.
+    It is recoverable, unless all ranks failed without a timeout on a single host: then the operation is to blame.
     """
     reports = reports_with_cause(group, "timeout", "peer")
     late = sorted(error["rank"] for error in reports if error["cause"] == "timeout")
@@ -86,7 +84,7 @@ def collective_failure_error(group: Sequence[RankHandle], timeout: float) -> Ran
     recoverable = bool(late or missing) or len({handle.host for handle in group}) > 1
     # A rank that ended may not end again; a hang may be the code's own.
     kind = RankLostError if recoverable and not late else RankError
-    of_system = any(NCCL_SYSTEM in error["message"] for error in reports)
+    of_system = any("unhandled system error" in error["message"] for error in reports)  # NCCL's: no operation's fault
     return kind(message, details="\n\n".join([*stacks, *tracebacks]), recoverable=recoverable or of_system)
 
 
