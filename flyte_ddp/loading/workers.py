@@ -8,13 +8,13 @@ import io
 import itertools
 import mmap
 import pickle
+import select
 import signal
 import sys
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from multiprocessing import connection
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -73,13 +73,17 @@ class LoaderPool:
         self.memory_kills = count_out_of_memory_kills()
         with explain_limits(f"{workers} loader processes", "FLYTE_DDP_LOADERS"), spawn_context() as context:
             pipes, self.exits = [context.Pipe() for _ in range(workers)], context.Pipe(duplex=False)
-            self.workers = {ours: Worker(number, ours) for number, (ours, _) in enumerate(pipes)}
+            self.workers = {ours.fileno(): Worker(number, ours) for number, (ours, _) in enumerate(pipes)}
             arguments = [theirs for _, theirs in pipes], self.exits[1]
             self.server = context.Process(target=run_loader_server, args=arguments, name=NAME, daemon=True)
             self.server.start()
         for end in (*arguments[0], self.exits[1]):
             end.close()  # so that the end of a process is the end of its pipe
-        self.end = weakref.finalize(self, end_processes, self.server, [*self.workers, self.exits[0]])  # at exit, too
+        self.poll = select.poll()  # once for all: connection.wait registers all pipes at each call
+        for descriptor in self.workers:
+            self.poll.register(descriptor, select.POLLIN)
+        ours = [self.exits[0], *(worker.pipe for worker in self.workers.values())]
+        self.end = weakref.finalize(self, end_processes, self.server, ours)  # at exit, too
 
     def send_loaders(self) -> None:
         """Send the loaders to all processes; waits until they have started if the loaders are large."""
@@ -96,7 +100,7 @@ class LoaderPool:
                 self.send_loaders()
             # A process that waits until an answer is read would not read its tasks.
             self.receive(wait=False)
-            worker.pipe.send((number, task))
+            worker.pipe.send_bytes(pickle.dumps((number, task)))  # as send() does, in less of the rank's time
         except OSError:
             raise self.ended_error(worker) from None
         worker.tasks += 1
@@ -105,10 +109,11 @@ class LoaderPool:
     def start_images(
         self, loader: SampleLoader, samples: Indices, epoch: int | None, layout: Layout
     ) -> tuple[NDArray[np.uint8], list[int]]:
-        """Start to load samples, in about two tasks a process, more for many; return their memory, and the tasks."""
+        """Start to load samples, in about two tasks a process or one for all; return their memory, and the tasks."""
         free = self.take_memory()
         memory = self.map_memory(free, layout.size)
-        size = max(1, min(-(-len(samples) // (2 * self.number)), MOST_SAMPLES))
+        tasks_in_all = 2 * self.number if self.number > 1 else 1  # two balance what samples take among several
+        size = max(1, min(-(-len(samples) // tasks_in_all), MOST_SAMPLES))
         numbers, place = samples.tolist(), self.loaders.index(loader)
         tasks = [
             self.submit(Task(place, numbers[start : start + size], epoch, start, layout, free.path))
@@ -143,9 +148,9 @@ class LoaderPool:
 
     def receive(self, *, wait: bool) -> None:
         """Receive all answers that have come; with ``wait``, at least one. RuntimeError if a process has ended."""
-        while ready := connection.wait(self.workers, None if wait else 0):
-            for pipe in ready:
-                worker = self.workers[pipe]  # type: ignore[index]
+        while ready := self.poll.poll(None if wait else 0):
+            for descriptor, _ in ready:
+                worker = self.workers[descriptor]
                 try:
                     number, answer = worker.pipe.recv()
                 except (EOFError, OSError):
