@@ -71,6 +71,10 @@ class StoppedError(click.ClickException, RuntimeError):
         return type(self), (self.signal, self.step)
 
 
+class MachineError(RuntimeError):
+    """Something that a rank needs of its machine failed, such as its GPU; a retry may succeed."""
+
+
 class CollectiveError(RuntimeError):
     """A collective operation failed because of another rank, so this rank's error is not the root cause."""
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
-from flyte_ddp.errors import RankError, UserError
+from flyte_ddp.errors import MachineError, RankError, UserError
 from flyte_ddp.launch.capacity import choose_world
 from flyte_ddp.launch.supervise.processes import HOST
 from flyte_ddp.launch.supervise.rank_process import RankInfo, SaveFunction, exception_message
@@ -36,7 +36,8 @@ def launch(work: Work) -> None:
         except SystemExit as error:
             raise RankError(f"rank 0 ended with exit code {error.code} before it had finished") from error
         except Exception as error:
-            raise RankError(f"rank 0: {type(error).__name__}: {exception_message(error)}") from error
+            message = f"rank 0: {type(error).__name__}: {exception_message(error)}"
+            raise RankError(message, recoverable=isinstance(error, MachineError)) from error
 
 
 @contextmanager

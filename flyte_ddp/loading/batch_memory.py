@@ -1,5 +1,6 @@
 """The memory through which loader processes hand batches to their rank."""
 
+import math
 import mmap
 import os
 import pickle
@@ -31,7 +32,7 @@ class Layout(NamedTuple):
 
     @property
     def targets_bytes(self) -> int:
-        return int(self.samples * np.prod(self.shape, dtype=np.int64) * np.dtype(self.dtype).itemsize)
+        return self.samples * math.prod(self.shape) * int(np.dtype(self.dtype).itemsize)
 
     def targets(self, memory: NDArray[np.uint8]) -> NDArray[Any]:
         part = memory[self.start_of_targets : self.start_of_targets + self.targets_bytes]
@@ -40,7 +41,7 @@ class Layout(NamedTuple):
 
     def images(self, memory: NDArray[np.uint8], shape: tuple[int, ...]) -> NDArray[np.uint8]:
         rows = memory[: self.samples * self.image_bytes].reshape(self.samples, self.image_bytes)
-        return rows[:, : int(np.prod(shape))].reshape(self.samples, *shape)
+        return rows[:, : math.prod(shape)].reshape(self.samples, *shape)
 
 
 class BatchMemory:

@@ -184,7 +184,8 @@ class EncodedSamples(SampleLoader):
         return None if self.decode else require_valid_label(self.reader.read_sample(sample), self.classes)
 
     def skip_read(self, samples: Indices) -> None:
-        self.reader.skip_read(samples)
+        if self.prefetch_files is not None:
+            self.reader.skip_read(samples)
 
     def take_report(self) -> Any:
         """Return reasons by name of undecodable samples, replaced samples, and new fetches; None: nothing is new."""

@@ -1,5 +1,6 @@
 """Sources of batches that loader processes load: of images, sample by sample, and of any items, batch by batch."""
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -102,7 +103,7 @@ class WorkerImages(WorkerSource):
 
     def layout(self, samples: Indices) -> Layout:
         kind = self.loader.targets
-        return Layout(len(samples), max(int(np.prod(size)) for size in self.loader.sizes), kind.dtype, kind.shape)
+        return Layout(len(samples), max(map(math.prod, self.loader.sizes)), kind.dtype, kind.shape)
 
     def submit_batch(self, samples: Indices, epoch: int | None) -> Any:
         assert self.pool is not None

@@ -8,13 +8,13 @@ import io
 import itertools
 import mmap
 import pickle
+import select
 import signal
 import sys
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from multiprocessing import connection
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -22,13 +22,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from flyte_ddp.errors import MachineError, UserError
 from flyte_ddp.loading.batch_memory import BatchMemory, Layout, read_tree
 from flyte_ddp.loading.loader_process import NAME, Call, Loaded, Task, Written, run_loader_server
 from flyte_ddp.loading.own_samples import SampleLoader
 from flyte_ddp.lookahead import start_ahead
 from flyte_ddp.order.random_state import keep_random_state
 from flyte_ddp.order.sampling import Indices
-from flyte_ddp.process import spawn_context
+from flyte_ddp.process import count_out_of_memory_kills, spawn_context
 
 POSSIBLE = sys.platform == "linux"
 END_SECONDS = 5.0  # that a killed process may take to end
@@ -69,15 +70,20 @@ class LoaderPool:
         self.memories: list[BatchMemory] = []
         self.free: list[BatchMemory] = []
         self.started = False
-        with spawn_context() as context:
+        self.memory_kills = count_out_of_memory_kills()
+        with explain_limits(f"{workers} loader processes", "FLYTE_DDP_LOADERS"), spawn_context() as context:
             pipes, self.exits = [context.Pipe() for _ in range(workers)], context.Pipe(duplex=False)
-            self.workers = {ours: Worker(number, ours) for number, (ours, _) in enumerate(pipes)}
+            self.workers = {ours.fileno(): Worker(number, ours) for number, (ours, _) in enumerate(pipes)}
             arguments = [theirs for _, theirs in pipes], self.exits[1]
-            process = context.Process(target=run_loader_server, args=arguments, name=NAME, daemon=True)
-            process.start()
+            self.server = context.Process(target=run_loader_server, args=arguments, name=NAME, daemon=True)
+            self.server.start()
         for end in (*arguments[0], self.exits[1]):
             end.close()  # so that the end of a process is the end of its pipe
-        self.end = weakref.finalize(self, end_processes, process, [*self.workers, self.exits[0]])  # at exit, too
+        self.poll = select.poll()  # once for all: connection.wait registers all pipes at each call
+        for descriptor in self.workers:
+            self.poll.register(descriptor, select.POLLIN)
+        ours = [self.exits[0], *(worker.pipe for worker in self.workers.values())]
+        self.end = weakref.finalize(self, end_processes, self.server, ours)  # at exit, too
 
     def send_loaders(self) -> None:
         """Send the loaders to all processes; waits until they have started if the loaders are large."""
@@ -94,7 +100,7 @@ class LoaderPool:
                 self.send_loaders()
             # A process that waits until an answer is read would not read its tasks.
             self.receive(wait=False)
-            worker.pipe.send((number, task))
+            worker.pipe.send_bytes(pickle.dumps((number, task)))  # as send() does, in less of the rank's time
         except OSError:
             raise self.ended_error(worker) from None
         worker.tasks += 1
@@ -103,10 +109,11 @@ class LoaderPool:
     def start_images(
         self, loader: SampleLoader, samples: Indices, epoch: int | None, layout: Layout
     ) -> tuple[NDArray[np.uint8], list[int]]:
-        """Start to load samples, in about two tasks a process, more for many; return their memory, and the tasks."""
+        """Start to load samples, in about two tasks a process or one for all; return their memory, and the tasks."""
         free = self.take_memory()
         memory = self.map_memory(free, layout.size)
-        size = max(1, min(-(-len(samples) // (2 * self.number)), MOST_SAMPLES))
+        tasks_in_all = 2 * self.number if self.number > 1 else 1  # two balance what samples take among several
+        size = max(1, min(-(-len(samples) // tasks_in_all), MOST_SAMPLES))
         numbers, place = samples.tolist(), self.loaders.index(loader)
         tasks = [
             self.submit(Task(place, numbers[start : start + size], epoch, start, layout, free.path))
@@ -141,9 +148,9 @@ class LoaderPool:
 
     def receive(self, *, wait: bool) -> None:
         """Receive all answers that have come; with ``wait``, at least one. RuntimeError if a process has ended."""
-        while ready := connection.wait(self.workers, None if wait else 0):
-            for pipe in ready:
-                worker = self.workers[pipe]  # type: ignore[index]
+        while ready := self.poll.poll(None if wait else 0):
+            for descriptor, _ in ready:
+                worker = self.workers[descriptor]
                 try:
                     number, answer = worker.pipe.recv()
                 except (EOFError, OSError):
@@ -154,32 +161,49 @@ class LoaderPool:
 
     def take_memory(self) -> BatchMemory:
         if not self.free:
-            self.memories.append(BatchMemory())
+            with explain_limits(f"{self.number} loader processes", "FLYTE_DDP_LOADERS"):
+                self.memories.append(BatchMemory())
             return self.memories[-1]
         return self.free.pop()
 
     def map_memory(self, memory: BatchMemory, size: int) -> NDArray[np.uint8]:
         """Return memory of :meth:`take_memory`; it is free again when nothing refers to the array any more."""
-        whole = memory.resize(size)
+        with explain_limits(f"a batch of {size:,} bytes", "batch_size"):
+            whole = memory.resize(size)
         weakref.finalize(whole, self.free.append, memory).atexit = False
         return whole
 
     def ended_error(self, worker: Worker) -> RuntimeError:
         """Return an error with the exit code of a process; wait up to 5 s for it, and for each that ended before."""
-        code = None
+        who, code = "a loader process", None
         with suppress(EOFError, OSError):
             while code is None and self.exits[0].poll(END_SECONDS):
                 number, found = self.exits[0].recv()
                 code = found if number == worker.number else None
         if code is None:
-            return RuntimeError("a loader process could not start, or the process that started it has ended")
-        how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-        hint = ", often for lack of memory; lower FLYTE_DDP_LOADERS" if code == -signal.SIGKILL else ""
-        return RuntimeError(f"a loader process ended with {how}{hint}")
+            who = "the process that starts loader processes"
+            self.server.join(END_SECONDS)
+            code = self.server.exitcode
+        if code is None or code >= 0:
+            return RuntimeError(f"{who} ended with exit code {code}")
+        counted = count_out_of_memory_kills() > self.memory_kills
+        why = "as memory ran out (by the kernel's own count)" if counted else "often for lack of memory"
+        hint = f", {why}; lower FLYTE_DDP_LOADERS, or give the pod more memory" if code == -signal.SIGKILL else ""
+        return MachineError(f"{who} ended with {signal.Signals(-code).name}{hint}")
 
     def close(self) -> None:
         """Kill the processes, and wait up to 5 s for the end of the process that forked them."""
         self.end()
+
+
+@contextmanager
+def explain_limits(what: str, setting: str) -> Iterator[None]:
+    """Raise UserError where a limit of this process refuses files or memory that the block asks for."""
+    try:
+        yield
+    except OSError as error:
+        why = f"more than this process's limits allow ({error.strerror})"
+        raise UserError(f"{what}: {why}; lower {setting}, or raise the limits (ulimit)") from None
 
 
 def end_processes(server: BaseProcess, pipes: Sequence[Connection]) -> None:

@@ -131,8 +131,8 @@ def translate_collective_errors(since: float | None = None) -> Iterator[None]:
     begin = time.monotonic() if since is None else since
     try:
         yield
-    except CollectiveError:
-        raise
+    except (CollectiveError, torch.AcceleratorError, torch.OutOfMemoryError):
+        raise  # the last two are of this rank's own device
     except RuntimeError as error:
         if time.monotonic() - begin >= TIMEOUT_SHARE * timeout_seconds:
             raise CollectiveTimeoutError(f"other ranks did not come within {timeout_seconds:g} s: {error}") from error

@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
-from flyte_ddp.errors import RankError, StoppedError, UnreachableError
+from flyte_ddp.errors import MachineError, RankError, StoppedError, UnreachableError
 from flyte_ddp.pods import environment
 from flyte_ddp.pods.checkpoint_store import TRAINED, CheckpointStore
 from flyte_ddp.pods.platforms import Platform, execution_names, is_in_pod, storage_address
@@ -51,7 +51,7 @@ def raise_retryable_errors(platform: Platform) -> Iterator[None]:
             yield
         except BaseException as error:
             release_reserved_folders()  # no training will follow
-            if not isinstance(error, (RankError, StoppedError, UnreachableError, Sigterm)):
+            if not isinstance(error, (MachineError, RankError, StoppedError, UnreachableError, Sigterm)):
                 raise
             failure = StoppedError("SIGTERM", step=None) if isinstance(error, Sigterm) else error
             if not is_in_pod() or (isinstance(failure, RankError) and not failure.recoverable):

@@ -102,7 +102,7 @@ class Checkpointer:
             self.closed = True
             self.wake.set()
             self.thread.join()  # which first writes the waiting copy
-            if error is not None:
+            if error is not None and not isinstance(error, torch.AcceleratorError):  # then nothing can be copied
                 self.save_now()
             with self.write_lock:  # another thread may be in save_now
                 self.active = False

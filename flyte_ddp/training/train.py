@@ -24,6 +24,7 @@ from flyte_ddp.models.inputs import explain_model_errors
 from flyte_ddp.objectives.objective import convert_outputs
 from flyte_ddp.order import sampling
 from flyte_ddp.parallel.batch_norm import mean_running_statistics, restore_running_statistics
+from flyte_ddp.parallel.device_errors import explain_device_memory
 from flyte_ddp.parallel.distributed import world_size
 from flyte_ddp.training.checkpointing import Checkpointer, restore_run
 from flyte_ddp.training.diagnosis import non_finite_loss_error
@@ -115,7 +116,14 @@ def remaining_batches(state: TrainingState) -> Iterator[sampling.Indices]:
 
 
 def train_step(state: TrainingState, recorder: Recorder, batch: sampling.Indices) -> None:
-    sums, step = compute_gradients(state, batch), state.step
+    hp, step = state.hp, state.step
+    samples = -(-hp.batch_size // (world_size() * hp.accumulation_steps))
+    with explain_device_memory(
+        f"the forward and backward pass of step {step + 1}, of {samples} samples at a time: batch_size={hp.batch_size} "
+        f"on {world_size()} rank(s) in accumulation_steps={hp.accumulation_steps}, in {state.hardware.precision}",
+        "raise accumulation_steps or lower batch_size",
+    ):
+        sums = compute_gradients(state, batch)
     # Before the weights change, so that the last checkpoint's are good and the error can name where it began.
     state.loss_watch.check_loss(state.epoch, state.step + 1, sums.loss, lambda: repeat_forward(state, batch, step))
     with state.exclude_snapshots():  # a checkpoint sees all of a step or nothing of it
@@ -257,7 +265,8 @@ def evaluate_splits(state: TrainingState) -> tuple[Evaluation, Evaluation]:
             for statistic, average in averaged:
                 statistic.copy_(average)
             state.buffers.copy_after_step()
-    with state.clock("evaluation"), state.evaluation_mode():
+    told = explain_device_memory(f"an evaluation with test_batch_size={hp.test_batch_size}", "lower test_batch_size")
+    with state.clock("evaluation"), state.evaluation_mode(), told:
         validation, test = (
             evaluate_split(state.predict, split, hp.test_batch_size, state.device, state.objective)
             for split in (state.validation, state.test)

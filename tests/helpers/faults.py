@@ -71,6 +71,25 @@ def hand_in_to_a_slow_folder() -> None:
     results.submit("slow", b"1")
 
 
+ASYNCHRONOUS = "\nCUDA kernel errors might be asynchronously reported at some other API call."  # torch's words
+DEVICE_ERRORS = {
+    "lost device": torch.AcceleratorError(f"CUDA error: unspecified launch failure{ASYNCHRONOUS}"),
+    "failed assertion": torch.AcceleratorError(f"CUDA error: device-side assert triggered{ASYNCHRONOUS}"),
+    "full device": torch.OutOfMemoryError(
+        "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.11 GiB of which 1.20 GiB is "
+        "free. Including non-PyTorch memory, this process has 77.90 GiB memory in use. Of the allocated memory 76.10 "
+        "GiB is allocated by PyTorch, and 1.10 GiB is reserved by PyTorch but unallocated. If reserved but unallocated "
+        "memory is large try setting PYTORCH_ALLOC_CONF=expandable_segments:True to avoid fragmentation.  See "
+        "documentation for Memory Management"
+    ),
+}
+
+
+def fail_on_device() -> None:
+    """Raise what torch raises in a forward pass on a GPU."""
+    raise DEVICE_ERRORS[FAULT["kind"]]
+
+
 KINDS: dict[str, Callable[[], object]] = {
     "SIGKILL": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "SIGSEGV": lambda: os.kill(os.getpid(), signal.SIGSEGV),
@@ -86,6 +105,7 @@ KINDS: dict[str, Callable[[], object]] = {
     "own wrong collective": own_wrong_collective,
     "hang": hang,
     "hang in C": hang_in_c,
+    **dict.fromkeys(DEVICE_ERRORS, fail_on_device),
 }
 passed: dict[str, int] = {}
 

@@ -1,5 +1,6 @@
 """Memory is named where the kernel says so."""
 
+import json
 import os
 import secrets
 import subprocess
@@ -26,7 +27,15 @@ class Hoarding(torch.nn.Linear):
 def model(num_classes, input_shape):
     return Hoarding(64, num_classes)
 """
+AUGMENTATION = """
+import torch
+
+
+def augment(image, target):
+    return image, target + 0 * len([torch.ones(2**24) for _ in range(200)])
+"""
 RUN = """
+import json
 import sys
 from pathlib import Path
 
@@ -35,11 +44,11 @@ from flyte_ddp import Hyperparameters, run_training
 from flyte_ddp.errors import RankError
 from flyte_ddp.settings import Settings
 
-hp = Hyperparameters(model="hoarding:model", epochs=1, num_ranks=2)
+hp = Hyperparameters(**json.loads(sys.argv[3]), epochs=1, num_ranks=2)
 try:
     run_training(hp, Path(sys.argv[2]), Path("run"), Settings(progress="off", wandb_mode="disabled"))
 except RankError as error:
-    print(type(error).__name__, error, sep=": ")
+    print(type(error).__name__, error.recoverable, error, sep=": ")
 """
 
 
@@ -69,10 +78,23 @@ def memory_limit(limit: int) -> Iterator[Path]:
 
 
 @pytest.mark.slow
-def test_of_a_rank_that_the_kernel_kills_memory_is_named(digits: Path, tmp_path: Path) -> None:
-    (tmp_path / "hoarding.py").write_text(MODEL)
+@pytest.mark.parametrize(
+    ("code", "hp", "words"),
+    [
+        (MODEL, {"model": "hoarding:model"}, ("OutOfMemoryError: True: rank ", " was killed by SIGKILL")),
+        (
+            AUGMENTATION,
+            {"augment": "hoarding:augment"},
+            ("RankError: True: rank ", " a loader process ended with SIGKILL"),
+        ),
+    ],
+)
+def test_of_a_process_that_the_kernel_kills_memory_is_named(
+    digits: Path, tmp_path: Path, code: str, hp: dict[str, str], words: tuple[str, str]
+) -> None:
+    (tmp_path / "hoarding.py").write_text(code)
     with memory_limit(LIMIT) as processes:
-        command = [sys.executable, "-c", RUN, str(processes), str(digits)]
+        command = [sys.executable, "-c", RUN, str(processes), str(digits), json.dumps(hp)]
         run = subprocess.run(command, cwd=tmp_path, env=os.environ, capture_output=True, text=True, check=False)
-    assert run.stdout.startswith("OutOfMemoryError: rank "), run.stderr
-    assert " was killed by SIGKILL, as memory ran out (by the kernel's own count)" in run.stdout
+    assert run.stdout.startswith(words[0]), run.stderr
+    assert f"{words[1]}, as memory ran out (by the kernel's own count)" in run.stdout

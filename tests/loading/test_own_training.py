@@ -260,8 +260,9 @@ def test_an_error_of_own_code_reaches_the_user(train_digits: Train) -> None:
 
 
 def test_a_killed_loader_process_is_told(train_digits: Train) -> None:
-    with pytest.raises(RankError, match="a loader process ended with SIGKILL, often for lack of memory"):
+    with pytest.raises(RankError, match="a loader process ended with SIGKILL, often for lack of memory") as caught:
         train_digits(replace(ARRAYS, augment="own_loading:killed"))
+    assert caught.value.recoverable
 
 
 def test_undecodable_samples_are_replaced(photos: Path, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from flyte_ddp.launch.supervise.processes import RankHandle
 
 NO_STACK = "(it does not say)"
 MISTAKES = {"mistake": UserError, "unreachable": UnreachableError}
-OWN = ("own", *MISTAKES)  # causes of a report that are no consequence of another rank's failure
+OWN = ("own", "machine", *MISTAKES)  # causes of a report that are no consequence of another rank's failure
 
 
 def first_failure(group: Sequence[RankHandle], timeout: float) -> UserError | RankError:
@@ -40,7 +40,9 @@ def find_root_cause(group: Sequence[RankHandle]) -> UserError | RankError | None
             )
     if own := reports_with_cause(group, *OWN):
         first, mistake = own[0], MISTAKES.get(own[0]["cause"])
-        return mistake(first["message"]) if mistake else RankError(format_rank_error(first), details=first["traceback"])
+        of_machine = first["cause"] == "machine"
+        failure = RankError(format_rank_error(first), details=first["traceback"], recoverable=of_machine)
+        return mistake(first["message"]) if mistake else failure
     for handle in unreported:
         if handle.exitcode is not None and handle.exitcode >= 0:
             return RankError(f"rank {handle.rank} ended with exit code {handle.exitcode} before it had finished")
@@ -82,7 +84,8 @@ def collective_failure_error(group: Sequence[RankHandle], timeout: float) -> Ran
     recoverable = bool(late or missing) or len({handle.host for handle in group}) > 1
     # A rank that ended may not end again; a hang may be the code's own.
     kind = RankLostError if recoverable and not late else RankError
-    return kind(message, details="\n\n".join([*stacks, *tracebacks]), recoverable=recoverable)
+    of_system = any("unhandled system error" in error["message"] for error in reports)  # NCCL's: no operation's fault
+    return kind(message, details="\n\n".join([*stacks, *tracebacks]), recoverable=recoverable or of_system)
 
 
 def reports_with_cause(group: Sequence[RankHandle], *causes: str) -> list[dict[str, Any]]:

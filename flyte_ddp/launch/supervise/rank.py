@@ -19,6 +19,7 @@ from torch.distributed import FileStore, Store, TCPStore  # type: ignore[attr-de
 from flyte_ddp import results
 from flyte_ddp.launch.supervise.rank_process import Link, RankInfo, SaveFunction
 from flyte_ddp.parallel import distributed
+from flyte_ddp.parallel.device_errors import explain_failed_device
 from flyte_ddp.parallel.distributed import patch_collective_wait, translate_collective_errors
 from flyte_ddp.parallel.hang_watch import in_collective, watch_collectives
 from flyte_ddp.process import M_MMAP_MAX, M_TRIM_THRESHOLD, set_malloc_option
@@ -92,7 +93,7 @@ def run_rank(
     rank = Rank(work, info, offer_saving, link)
     # This rank writes what users' code hands in itself; the launcher need not be asked.
     with results.deliver_results(results.ResultWriter(work.run_folder).write, info.rank), warnings.catch_warnings():
-        load_function(work.function)(rank)
+        explain_failed_device(f"{work.world.device_type}:{info.local_rank}")(load_function(work.function))(rank)
     rank.leave()
 
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
-from flyte_ddp.errors import CollectiveError, CollectiveTimeoutError, UnreachableError, UserError
+from flyte_ddp.errors import CollectiveError, CollectiveTimeoutError, MachineError, UnreachableError, UserError
 from flyte_ddp.launch.supervise.network import set_network_interface
 from flyte_ddp.launch.supervise.stopping import call_on_signals
 from flyte_ddp.process import SIGNALS, die_with_parent, set_process_name
@@ -177,11 +177,12 @@ def shorten_text(text: str) -> str:
 def classify_failure(error: BaseException) -> str:
     """Return the cause of a rank's failure, by the types of its exception and of that exception's causes.
 
-    It is "mistake", "unreachable", "timeout" (a collective waited for FLYTE_DDP_TIMEOUT), "peer" (one failed before
-    that) or "own". What gloo raises inside torch is known by its text alone.
+    It is "mistake", "unreachable", "machine", "timeout" (a collective waited for FLYTE_DDP_TIMEOUT), "peer" (one failed
+    before that) or "own". What gloo raises inside torch is known by its text alone.
     """
-    if isinstance(error, UserError):
-        return "unreachable" if isinstance(error, UnreachableError) else "mistake"
+    for kind, cause in ((UnreachableError, "unreachable"), (UserError, "mistake"), (MachineError, "machine")):
+        if isinstance(error, kind):
+            return cause
     # NCCL and torch's stores raise DistError. Without torch there is none, and CollectiveError stands in.
     of_torch = getattr(sys.modules.get("torch.distributed"), "DistError", CollectiveError)
     origin: BaseException | None = error

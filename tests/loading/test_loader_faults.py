@@ -1,0 +1,212 @@
+"""Processes that decode pictures: killed, short of memory or files, more than the cores, and slow."""
+
+import os
+import resource
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from cli import HELPERS
+from encoded_runs import BASE, labelled, quiet, train, weights
+from faulty_runs import when
+from image_folders import stored, write_files
+from mounts import ALONE, file_size_limit, need_mounts
+from PIL import Image
+from processes import children_of, wait_until
+
+from flyte_ddp.datasets.image_folder import list_images
+from flyte_ddp.errors import MachineError, StoppedError, UserError
+from flyte_ddp.loading import workers
+from flyte_ddp.loading.encoded import BadSamples, Encoded
+from flyte_ddp.loading.encoded_samples import EncodedSamples
+from flyte_ddp.loading.readers import FileReader
+from flyte_ddp.loading.threads import LoaderThreads
+from flyte_ddp.loading.worker_sources import WorkerImages
+from flyte_ddp.loading.workers import LoaderPool
+from flyte_ddp.machine import count_cores
+from flyte_ddp.order.sampling import ListedOrder
+from flyte_ddp.process import list_children, list_living_trees
+from flyte_ddp.training import train as training
+
+SAMPLES = np.arange(24)
+Open = Callable[..., WorkerImages]
+
+
+def write_pictures(folder: Path) -> None:
+    random = np.random.default_rng(0)
+    pixels = random.integers(0, 256, (len(SAMPLES), 9, 9, 3), np.uint8)
+    write_files(folder, {f"{n % 3}/{n}.png": stored(Image.fromarray(each), "PNG") for n, each in enumerate(pixels)})
+
+
+def open_pictures(folder: Path, processes: int, kind: type[FileReader] = FileReader, size: int = 8) -> WorkerImages:
+    """Return a source of the pictures in a folder, loaded by so many processes; 0: by a thread."""
+    loader = EncodedSamples(kind(list_images(str(folder))), [ListedOrder(SAMPLES)], BadSamples(0), size=size, classes=3)
+    pool = LoaderPool([loader], processes) if processes else LoaderThreads(1)
+    return WorkerImages(loader, pool, torch.device("cpu"))
+
+
+@pytest.fixture
+def opened(tmp_path: Path) -> Iterator[Open]:
+    """Opens sources of the same pictures, and closes them."""
+    folder, made = tmp_path / "pictures", list[WorkerImages]()
+    write_pictures(folder)
+
+    def make(*args: Any) -> WorkerImages:
+        made.append(open_pictures(folder, *args))
+        return made[-1]
+
+    yield make
+    for source in made:
+        source.close()
+
+
+@contextmanager
+def open_files_limit(most: int) -> Iterator[None]:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+@pytest.mark.parametrize("victim", ["a loader process", "the process that starts loader processes"])
+@pytest.mark.parametrize("counted", [0, 1])
+def test_a_decoding_process_that_is_killed_is_an_error_of_the_machine(
+    opened: Open, monkeypatch: pytest.MonkeyPatch, victim: str, counted: int
+) -> None:
+    """With as much of the cause as the kernel tells, and without a process that stays."""
+    source = opened(2)
+    source.load_batch(SAMPLES, 0)  # all have started
+    server = source.pool.server.pid
+    loaders = list_children(server)
+    os.kill(server if "starts" in victim else min(loaders), signal.SIGKILL)  # with the server end all
+    wait_until(lambda: min(loaders) not in list_living_trees(loaders))
+    monkeypatch.setattr(workers, "count_out_of_memory_kills", lambda: source.pool.memory_kills + counted)
+    why = ("often for lack of memory", r"as memory ran out \(by the kernel's own count\)")[counted]
+    with pytest.raises(MachineError, match=f"^{victim} ended with SIGKILL, {why}; lower FLYTE_DDP_LOADERS"):
+        source.load_batch(SAMPLES, 0)
+    source.close()
+    assert children_of(os.getpid()) == []
+
+
+def load_large(folder: str) -> None:
+    """Load a batch of 69 MB, and check it."""
+    write_pictures(Path(folder))
+    sources = [open_pictures(Path(folder), processes, FileReader, 1000) for processes in (2, 0)]
+    ours, others = (source.load_batch(SAMPLES[:23], None).inputs for source in sources)
+    assert ours.nbytes == 69_000_000
+    assert torch.equal(ours, others)
+    sources[0].close()
+
+
+@pytest.mark.slow
+def test_batches_need_no_shared_memory_of_the_container(tmp_path: Path) -> None:
+    """/dev/shm holds 0.1 MB."""
+    need_mounts(tmp_path)
+    small = ["sh", "-c", 'mount -t tmpfs -o size=100k none /dev/shm && exec "$@"', "sh"]
+    script = "import sys, test_loader_faults; test_loader_faults.load_large(sys.argv[1])"
+    variables = {**os.environ, "PYTHONPATH": f"{Path(__file__).parent}:{HELPERS}"}
+    command = [*ALONE, *small, sys.executable, "-c", script, str(tmp_path / "large")]
+    run = subprocess.run(command, capture_output=True, text=True, check=False, env=variables, timeout=120)
+    assert run.returncode == 0, run.stderr
+
+
+def test_a_batch_that_the_process_may_not_have_is_refused(opened: Open) -> None:
+    source = opened(1, FileReader, 200)
+    with (
+        file_size_limit(2**20),
+        pytest.raises(UserError, match=r"^a batch of 2,880,192 bytes: .*\(File too large\); lower batch_size, or"),
+    ):
+        source.load_batch(SAMPLES, 0)
+
+
+def test_more_processes_than_cores_load_the_same(opened: Open) -> None:
+    ours, others = (opened(number).load_batch(SAMPLES, 0) for number in (count_cores() + len(SAMPLES), 0))
+    assert torch.equal(ours.inputs, others.inputs)
+    assert ours.names == others.names
+
+
+@pytest.mark.parametrize("spare", [10, 135])
+def test_more_processes_than_open_files_are_refused(opened: Open, spare: int) -> None:
+    """As their pipes are made, or when all but the last one have been."""
+    limit = len([*Path("/proc/self/fd").iterdir()]) - 1 + spare
+    with open_files_limit(limit), pytest.raises(UserError) as caught:
+        opened(67)
+    assert str(caught.value) == (
+        "67 loader processes: more than this process's limits allow (Too many open files); "
+        "lower FLYTE_DDP_LOADERS, or raise the limits (ulimit)"
+    )
+    assert children_of(os.getpid()) == []
+
+
+class Slow(FileReader):
+    """Its first picture comes when the file ``go`` is there."""
+
+    def read_sample(self, sample: int) -> Encoded:
+        if sample == 0:
+            wait_until(Path(self.images.address).with_name("go").exists)
+        return super().read_sample(sample)
+
+
+def test_a_slow_picture_is_waited_for_and_the_others_keep_their_places(opened: Open, tmp_path: Path) -> None:
+    """The other process loads what it has of this batch and of the next one meanwhile."""
+    source, at_once = opened(2, Slow), opened(0)
+    batches = SAMPLES[:12], SAMPLES[12:]
+    for batch in batches:
+        source.prefetch_batch(batch, 0)
+
+    def count_answers() -> int:
+        source.pool.receive(wait=False)
+        return len(source.pool.answers)
+
+    wait_until(lambda: count_answers() == 4)  # half of each batch's four tasks
+    (tmp_path / "go").touch()
+    for batch in batches:
+        ours, others = (each.load_batch(batch, 0) for each in (source, at_once))
+        assert torch.equal(ours.inputs, others.inputs)
+        assert ours.names == others.names
+
+
+@pytest.mark.slow
+def test_a_stop_is_heard_while_a_slow_picture_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, temporary: Path
+) -> None:
+    """The run that goes on waits for the picture again, and ends as one without slow pictures."""
+    folder = labelled(tmp_path / "pictures", 60)
+    hp = replace(BASE, dataset=f"image_folder:{folder}", sample="own_loading:wait_for_go", num_classes=3, batch_size=10)
+    hp = replace(hp, model="faults:model", image_size=8)
+    waits, go = (temporary / name for name in ("waits", "go"))
+    go.touch()
+    undisturbed = train(hp, tmp_path / "undisturbed", quiet(tmp_path, loaders=2))
+    step, done = training.train_step, list[int]()
+
+    def slow_after_three_steps(*args: Any) -> None:
+        step(*args)
+        done.append(1)
+        if len(done) == 3:
+            go.unlink()
+            waits.unlink(missing_ok=True)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(training, "train_step", slow_after_three_steps)
+        stopping = when(waits, lambda: os.kill(os.getpid(), signal.SIGTERM))
+        with pytest.raises(StoppedError, match=r"will go on after step \d+, which is saved") as caught:
+            train(hp, tmp_path, quiet(tmp_path, loaders=2))
+    stopping.join()
+    assert caught.value.step >= 3
+    assert children_of(os.getpid()) == []
+    waits.unlink()
+    going = when(waits, go.touch)
+    resumed = train(hp, tmp_path, quiet(tmp_path, loaders=2))
+    going.join()
+    for name, value in weights(undisturbed).items():
+        assert torch.equal(value, weights(resumed)[name])

@@ -1,0 +1,167 @@
+"""A device that fails, and one whose memory is too small: what the run says, and what is left of it."""
+
+import os
+import re
+import socket
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import faults
+import pytest
+import torch
+import torch.distributed as dist
+from cli import HELPERS
+from faulty_runs import HP, equal, saved
+from processes import children_of
+from training_runs import train_in
+
+from flyte_ddp.config import Hyperparameters
+from flyte_ddp.errors import MachineError, RankError
+from flyte_ddp.launch.supervise.failures import first_failure
+from flyte_ddp.parallel.device_errors import explain_failed_device
+from flyte_ddp.parallel.distributed import translate_collective_errors
+from flyte_ddp.run import Result
+from flyte_ddp.training import checkpointing
+
+HOST = re.escape(socket.gethostname())
+EPOCH = 14  # steps, of which each is a pass of the model of a single rank
+ONE = replace(HP, num_ranks=1)
+NCCL = "NCCL error in: NCCL.cpp:77, unhandled {} error (run with NCCL_DEBUG=INFO for details)\nLast error:\n{}"
+
+
+@pytest.fixture(scope="module")
+def expected(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Result:
+    """A run that nothing disturbs."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(HELPERS)
+        return train_in(tmp_path_factory.mktemp("expected") / "run", ONE, digits)
+
+
+@pytest.fixture
+def fail(digits: Path, tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Trains until the model of the last rank has failed, and returns the error."""
+
+    def train(hp: Hyperparameters, kind: str, at: str = "training", after: int = EPOCH + 3) -> RankError:
+        fault = {"rank": hp.num_ranks - 1, "at": at, "kind": kind, "pass": after}
+        if hp.num_ranks == 1:  # in this process
+            monkeypatch.setattr(faults, "FAULT", {**fault, "marker": tmp_path / "marker"})
+            monkeypatch.setattr(faults, "passed", {})
+        else:
+            faults.inject(monkeypatch, tmp_path / "marker", **fault)
+        with pytest.raises(RankError) as caught:
+            train_in(tmp_path / "run", hp, digits)
+        assert children_of(os.getpid()) == []
+        return caught.value
+
+    return train
+
+
+def test_of_a_lost_device_nothing_is_copied_and_the_checkpoint_stays(
+    fail: Any, expected: Result, digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    take, copied = checkpointing.take_snapshot, list[int]()
+
+    def note_step(state: Any, recorder: Any) -> Any:
+        copied.append(state.step)
+        return take(state, recorder)
+
+    monkeypatch.setattr(checkpointing, "take_snapshot", note_step)
+    error = fail(ONE, "lost device")
+    assert re.match(
+        f"rank 0: MachineError: cpu:0 of host {HOST} failed: CUDA error: unspecified launch failure; .*start",
+        str(error),
+    )
+    assert error.recoverable
+    assert isinstance(error.__cause__.__cause__, torch.AcceleratorError)
+    assert copied == [EPOCH]
+    assert saved(tmp_path / "run").step == EPOCH
+    assert equal(train_in(tmp_path / "run", ONE, digits).run_folder, expected.run_folder)
+
+
+@pytest.mark.slow
+def test_another_rank_saves_when_a_device_is_lost(fail: Any, tmp_path: Path) -> None:
+    error = fail(HP, "lost device")
+    assert f"rank 1: MachineError: cpu:1 of host {socket.gethostname()} failed: " in str(error)
+    assert "torch.AcceleratorError: CUDA error: unspecified launch failure" in error.details
+    assert error.recoverable
+    assert saved(tmp_path / "run").step == EPOCH + 3
+
+
+def test_a_failed_assertion_is_the_codes_own(fail: Any) -> None:
+    error = fail(ONE, "failed assertion", after=0)
+    assert str(error).startswith("rank 0: AcceleratorError: CUDA error: device-side assert triggered")
+    assert not error.recoverable
+
+
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [
+        (RuntimeError("CUDA error: uncorrectable ECC error encountered\nmore"), "uncorrectable ECC error encountered"),
+        (dist.DistBackendError(NCCL.format("cuda", "Cuda failure 719 'unspecified launch failure'")), "719 'unspec"),
+        (dist.DistBackendError(NCCL.format("system", "socketPollConnect: connect returned Connection refused")), None),
+        (RuntimeError("an unspecified launch failure of my own"), None),
+    ],
+)
+def test_what_is_a_lost_device(error: RuntimeError, says: str | None) -> None:
+    with pytest.raises(RuntimeError) as caught, explain_failed_device("cuda:3"):
+        raise error
+    assert (caught.value is error) == (says is None)
+    if says is not None:
+        assert isinstance(caught.value, MachineError)
+        assert re.match(f"cuda:3 of host {HOST} failed: .*{says}", str(caught.value))
+        assert "more" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("message", "worth_another_try"), [(NCCL.format("system", "shm"), True), ("wrong type", False)]
+)
+def test_nccls_system_errors_are_worth_another_try(message: str, worth_another_try: bool) -> None:
+    """Also where all ranks, which are on one host, have them."""
+    report = {"cause": "peer", "type": "DistBackendError", "message": message, "traceback": "", "time": 0.0}
+    handles = [
+        SimpleNamespace(rank=rank, error=report, exitcode=1, completed=False, lost=False, host="h") for rank in range(2)
+    ]
+    assert first_failure(handles, 600.0).recoverable == worth_another_try
+
+
+@pytest.mark.parametrize("kind", ["lost device", "full device"])
+def test_in_a_wait_for_others_an_error_of_the_own_device_keeps_its_type(kind: str) -> None:
+    with pytest.raises(RuntimeError) as caught, translate_collective_errors():
+        raise faults.DEVICE_ERRORS[kind]
+    assert caught.value is faults.DEVICE_ERRORS[kind]
+
+
+IN_TRAINING = (
+    "the forward and backward pass of step 2, of {} samples at a time: batch_size=100 on {} rank(s) in "
+    "accumulation_steps={}, in fp32; raise accumulation_steps or lower batch_size"
+)
+
+
+@pytest.mark.parametrize(
+    ("hp", "at", "after", "what"),
+    [
+        (replace(ONE, accumulation_steps=3), "training", 5, IN_TRAINING.format(34, 1, 3)),
+        pytest.param(HP, "training", 1, IN_TRAINING.format(50, 2, 1), marks=pytest.mark.slow),
+        # After what is tried before the first step.
+        (
+            replace(ONE, test_batch_size=64),
+            "evaluation",
+            1,
+            "an evaluation with test_batch_size=64; lower test_batch_size",
+        ),
+    ],
+)
+def test_a_device_without_memory_is_told_with_the_batch(
+    fail: Any, hp: Hyperparameters, at: str, after: int, what: str
+) -> None:
+    """And with torch's figures."""
+    error = fail(hp, "full device", at, after)
+    assert error.message == (
+        f"rank {hp.num_ranks - 1}: OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total "
+        "capacity of 79.11 GiB of which 1.20 GiB is free. Including non-PyTorch memory, this process has 77.90 GiB "
+        "memory in use. Of the allocated memory 76.10 GiB is allocated by PyTorch, and 1.10 GiB is reserved by PyTorch "
+        f"but unallocated; it was {what}"
+    )
+    assert not error.recoverable
