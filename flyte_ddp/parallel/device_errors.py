@@ -2,7 +2,7 @@
 
 import re
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -31,12 +31,12 @@ def explain_failed_device(device: str) -> Iterator[None]:
 
 
 @contextmanager
-def explain_device_memory(what: str, fix: str) -> Iterator[None]:
-    """Add to an error for lack of device memory ``what`` was computed in the block, and the ``fix``."""
+def explain_device_memory(describe: Callable[[], str], fix: str) -> Iterator[None]:
+    """Add to an error for lack of device memory what was computed in the block, by ``describe``, and the ``fix``."""
     try:
         yield
     except (torch.OutOfMemoryError, torch.AcceleratorError) as error:
         if "out of memory" not in str(error):
             raise
         figures = re.split(r"\.? If reserved|\n", str(error))[0]  # without torch's advice
-        raise torch.OutOfMemoryError(f"{figures}; it was {what}; {fix}") from error
+        raise torch.OutOfMemoryError(f"{figures}; it was {describe()}; {fix}") from error

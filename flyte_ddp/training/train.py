@@ -71,8 +71,11 @@ def train(rank: Rank) -> None:
         with Checkpointer(job, state, recorder) as checkpoints:
             rank.offer_saving(checkpoints.save_now)
             while state.epoch < state.epochs and not state.selection.stopped:
-                for batch in state.clock.steps(remaining_batches(state)):
-                    train_step(state, recorder, batch)
+                with explain_device_memory(
+                    lambda: describe_step(state), "raise accumulation_steps or lower batch_size"
+                ):
+                    for batch in state.clock.steps(remaining_batches(state)):
+                        train_step(state, recorder, batch)
                 state.loss_watch.check_pending_loss()  # the last one, before its weights are evaluated or saved
                 is_last = state.step == state.total_steps
                 evaluate = is_last or (state.epoch + 1) % hp.eval_interval == 0
@@ -115,15 +118,17 @@ def remaining_batches(state: TrainingState) -> Iterator[sampling.Indices]:
         yield batch
 
 
-def train_step(state: TrainingState, recorder: Recorder, batch: sampling.Indices) -> None:
-    hp, step = state.hp, state.step
+def describe_step(state: TrainingState) -> str:
+    hp = state.hp
     samples = -(-hp.batch_size // (world_size() * hp.accumulation_steps))
-    with explain_device_memory(
-        f"the forward and backward pass of step {step + 1}, of {samples} samples at a time: batch_size={hp.batch_size} "
-        f"on {world_size()} rank(s) in accumulation_steps={hp.accumulation_steps}, in {state.hardware.precision}",
-        "raise accumulation_steps or lower batch_size",
-    ):
-        sums = compute_gradients(state, batch)
+    return (
+        f"step {state.step + 1}, of {samples} samples at a time: batch_size={hp.batch_size} on {world_size()} rank(s) "
+        f"in accumulation_steps={hp.accumulation_steps}, in {state.hardware.precision}"
+    )
+
+
+def train_step(state: TrainingState, recorder: Recorder, batch: sampling.Indices) -> None:
+    sums, step = compute_gradients(state, batch), state.step
     # Before the weights change, so that the last checkpoint's are good and the error can name where it began.
     state.loss_watch.check_loss(state.epoch, state.step + 1, sums.loss, lambda: repeat_forward(state, batch, step))
     with state.exclude_snapshots():  # a checkpoint sees all of a step or nothing of it
@@ -265,7 +270,8 @@ def evaluate_splits(state: TrainingState) -> tuple[Evaluation, Evaluation]:
             for statistic, average in averaged:
                 statistic.copy_(average)
             state.buffers.copy_after_step()
-    told = explain_device_memory(f"an evaluation with test_batch_size={hp.test_batch_size}", "lower test_batch_size")
+    what = f"an evaluation with test_batch_size={hp.test_batch_size}"
+    told = explain_device_memory(lambda: what, "lower test_batch_size")
     with state.clock("evaluation"), state.evaluation_mode(), told:
         validation, test = (
             evaluate_split(state.predict, split, hp.test_batch_size, state.device, state.objective)

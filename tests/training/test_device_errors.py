@@ -134,7 +134,7 @@ def test_in_a_wait_for_others_an_error_of_the_own_device_keeps_its_type(kind: st
 
 
 IN_TRAINING = (
-    "the forward and backward pass of step 2, of {} samples at a time: batch_size=100 on {} rank(s) in "
+    "step 2, of {} samples at a time: batch_size=100 on {} rank(s) in "
     "accumulation_steps={}, in fp32; raise accumulation_steps or lower batch_size"
 )
 
