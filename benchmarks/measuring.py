@@ -7,7 +7,6 @@ import json
 import os
 import platform
 import statistics
-import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
@@ -162,7 +161,7 @@ def taken(result: Result, name: str, measure: Callable[[], None], tries: int = T
             measure()
         except StoppedError:
             raise
-        except (RuntimeError, subprocess.TimeoutExpired) as error:
+        except Exception as error:
             result.cut(before)
             then = "it was measured again" if number < tries else "it was given up, and what it had before is kept"
             first, *others = str(error).splitlines()

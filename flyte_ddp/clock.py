@@ -11,7 +11,8 @@ import torch
 
 Batch = TypeVar("Batch")
 
-WORK = ("data", "forward_backward", "communication", "optimizer")  # blocks of a step, none inside another
+DATA = ("loading", "data")  # all parts of a batch at once, which targets' weights need; each part
+WORK = (*DATA, "forward_backward", "communication", "optimizer")  # blocks of a step, none inside another
 WAITING = ("waiting_data", "waiting_launches")  # what the GPU waits for: batches, and the host's launches
 FIRST_SPIN = 5  # the step with the first spins; the next ones are in the 10th, 20th, 40th, ...
 SPIN, LONGEST_SPIN = 1.5, 1.0  # times the host's seconds for the block before, and seconds
@@ -66,11 +67,12 @@ class Clock:
         with self._lock:
             self._add_finished()
             busy = {name: each.busy() for name, each in self._activities.copy().items()}
-            data = self._activities["data"]
-            if not data.whole:
-                busy["data"] = max(0.0, data.spans - data.host)  # the host may only have waited
+            host = {name: self._activities[name].host for name in WORK}
+            for name in DATA:
+                if not (data := self._activities[name]).whole:
+                    busy[name] = max(0.0, data.spans - data.host)  # the host may only have waited
         waiting = max(0.0, self.step_seconds - sum(busy.get(name, 0.0) for name in WORK))
-        for_data = min(data.host, waiting)
+        for_data = waiting * sum(map(host.__getitem__, DATA)) / (sum(host.values()) or 1.0)
         busy |= {"steps": self.step_seconds, **dict(zip(WAITING, (for_data, waiting - for_data), strict=True))}
         for name, spent in busy.items():
             seconds[name] += spent

@@ -4,6 +4,7 @@ A batch does not depend on which process loads which sample, nor on how many the
 each sample has a place and a seed of its own. On Linux only; elsewhere the rank loads its batches itself.
 """
 
+import errno
 import io
 import itertools
 import mmap
@@ -184,7 +185,9 @@ class LoaderPool:
             who = "the process that starts loader processes"
             self.server.join(END_SECONDS)
             code = self.server.exitcode
-        if code is None or code >= 0:
+        if code is None:
+            return RuntimeError(f"{who} has closed its pipe, and has not ended")
+        if code >= 0:
             return RuntimeError(f"{who} ended with exit code {code}")
         counted = count_out_of_memory_kills() > self.memory_kills
         why = "as memory ran out (by the kernel's own count)" if counted else "often for lack of memory"
@@ -198,12 +201,18 @@ class LoaderPool:
 
 @contextmanager
 def explain_limits(what: str, setting: str) -> Iterator[None]:
-    """Raise UserError where a limit of this process refuses files or memory that the block asks for."""
+    """Raise UserError where this process's limits refuse what the block needs; MachineError where the machine does."""
     try:
         yield
     except OSError as error:
-        why = f"more than this process's limits allow ({error.strerror})"
-        raise UserError(f"{what}: {why}; lower {setting}, or raise the limits (ulimit)") from None
+        if error.errno in (errno.EMFILE, errno.EFBIG):
+            why = f"more than this process's limits allow ({error.strerror})"
+            raise UserError(f"{what}: {why}; lower {setting}, or raise the limits (ulimit)") from None
+        if error.errno in (errno.ENOMEM, errno.EAGAIN, errno.ENFILE):
+            raise MachineError(
+                f"{what}: the machine has no room for them ({error.strerror}); lower {setting}"
+            ) from error
+        raise
 
 
 def end_processes(server: BaseProcess, pipes: Sequence[Connection]) -> None:

@@ -13,7 +13,9 @@ from flyte_ddp.errors import MachineError
 FAILED = re.compile(
     "(?:CUDA error|Cuda failure).*(?:unspecified launch failure|launch timed out|uncorrectable|hardware|unknown error"
     "|busy or unavailable|no CUDA-capable device).*"
+    "|CUDA unknown error.*|CUDA driver initialization failed.*|No CUDA GPUs are available|system not yet initialized"
 )
+NO_MEMORY = re.compile("out of memory|CUBLAS_STATUS_ALLOC_FAILED")
 
 
 @contextmanager
@@ -35,8 +37,8 @@ def explain_device_memory(describe: Callable[[], str], fix: str) -> Iterator[Non
     """Add to an error for lack of device memory what was computed in the block, by ``describe``, and the ``fix``."""
     try:
         yield
-    except (torch.OutOfMemoryError, torch.AcceleratorError) as error:
-        if "out of memory" not in str(error):
+    except RuntimeError as error:
+        if NO_MEMORY.search(str(error)) is None:
             raise
         figures = re.split(r"\.? If reserved|\n", str(error))[0]  # without torch's advice
         raise torch.OutOfMemoryError(f"{figures}; it was {describe()}; {fix}") from error

@@ -25,7 +25,7 @@ class TrainingPass:
     def __init__(self, *, may_draw: bool = True) -> None:
         """If the model never draws random numbers (``may_draw`` False), nothing is seeded."""
         self.may_draw = may_draw
-        self.passes = 0
+        self.passes = 0  # of training, which end with finish_pass
         self.is_watched = False  # whether this pass's draws are looked for, which takes longer than seeding
         self.has_dropout = False  # whether layers call begin_call, so that they need keys
         self.keys = torch.zeros(0, dtype=torch.int64)
@@ -57,8 +57,7 @@ class TrainingPass:
             self.number_of_calls = torch.zeros((), dtype=torch.int64)
             self.calls = {}
         self.forward_done = False
-        self.passes += 1
-        self.is_watched = not self.model_draws and (self.passes <= PASSES_WATCHED or not self.passes % THEN_EVERY)
+        self.is_watched = not self.model_draws and (self.passes < PASSES_WATCHED or not self.passes % THEN_EVERY)
         first = bits_of_one_sample(seed, epoch, int(samples[0]))
         self.generators.seed_each(first)
         if self.is_watched:
@@ -75,6 +74,7 @@ class TrainingPass:
 
         A model that restores the random state (``fork_rng``) is not noticed, nor one that draws late and seldom.
         """
+        self.passes += 1
         if not self.is_watched:
             return
         on_gpu = self.device.type == "cuda" and torch.cuda.default_generators[self.device.index].get_offset() > 0

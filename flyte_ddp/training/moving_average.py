@@ -1,6 +1,7 @@
 """The moving average of a model's weights and buffers."""
 
 from collections import defaultdict
+from collections.abc import Iterator
 from itertools import chain
 
 import torch
@@ -20,18 +21,25 @@ class MovingAverage(AveragedModel):
 
     @torch.no_grad()
     def update_parameters(self, model: nn.Module) -> None:
-        averages = chain(self.module.parameters(), self.module.buffers())
+        newest = dict(list_tensors(model, remove_duplicate=False))
         by_type: defaultdict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = defaultdict(lambda: ([], []))
-        for average, value in zip(averages, chain(model.parameters(), model.buffers()), strict=True):
+        for name, average in list_tensors(self.module):
+            if name not in newest:  # a buffer that was removed, which the end of the epoch refuses
+                continue
             if not self.n_averaged:
-                average.copy_(value)
+                average.copy_(newest[name])
                 continue
             means, values = by_type[average.dtype]
             means.append(average)
-            values.append(value)
+            values.append(newest[name].to(average.device))  # a model may have made a buffer anew, on the CPU
         for dtype, (means, values) in by_type.items():
             if dtype.is_floating_point or dtype.is_complex:
                 torch._foreach_lerp_(means, values, 1 - self.decay)
             else:
                 torch._foreach_copy_(means, values)
         self.n_averaged += 1
+
+
+def list_tensors(module: nn.Module, *, remove_duplicate: bool = True) -> Iterator[tuple[str, Tensor]]:
+    parameters = module.named_parameters(remove_duplicate=remove_duplicate)
+    return chain(parameters, module.named_buffers(remove_duplicate=remove_duplicate))

@@ -116,7 +116,7 @@ def load_parts(
     loading = (load_part(state, part) for part in parts)
     if not state.objective.has_weights:
         return loading, samples  # with mixup, too: the two shares of a sample are 1 together
-    with state.clock("data"):
+    with state.clock("loading"):
         loaded = [*loading]
     with state.clock("communication"):
         own = torch.zeros((), dtype=torch.float64, device=state.device)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from flyte_ddp.clock import WAITING
+from flyte_ddp.clock import DATA, WAITING
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.hardware import Hardware
 from flyte_ddp.json_lines import JsonLines
@@ -134,7 +134,7 @@ class Recorder:
         """
         spent = self.clock.seconds
         seconds = {
-            "data": spent["data"],
+            "data": sum(spent[name] for name in DATA),
             "forward_backward": spent["forward_backward"] - spent[WAITED],
             "communication": spent["communication"] + spent[WAITED],
             **{name: spent[name] for name in WAITING if name in spent},

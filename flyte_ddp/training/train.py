@@ -177,7 +177,8 @@ def compute_gradients(state: TrainingState, batch: sampling.Indices) -> StepSums
                 factor = (torch.ones_like(loss) / divisor).to(loss.dtype)
             loss.backward(factor if world_size() == 1 else factor * world_size())  # type: ignore[no-untyped-call]
             state.this_pass.finish_pass()
-        part_sums.append(loss.detach().double())
+        # A copy, on the state's device: an own objective may have another, or compute in fp64.
+        part_sums.append(loss.detach().to(state.device, torch.float64, copy=True))
     state.refuse_late_parameters()
     with state.clock("communication"):
         numbers = reduce(torch.add, part_sums).view(1)

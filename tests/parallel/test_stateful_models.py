@@ -32,6 +32,7 @@ from flyte_ddp.parallel.buffers import Buffers
 from flyte_ddp.parallel.distributed import rank, world_size
 from flyte_ddp.parallel.training_pass import PASSES_WATCHED, THEN_EVERY, TrainingPass
 from flyte_ddp.run import Result
+from flyte_ddp.training.moving_average import MovingAverage
 from flyte_ddp.training.train import apply_gradients, compute_gradients, evaluate_splits
 from flyte_ddp.training.training_state import TrainingState
 
@@ -238,8 +239,10 @@ def test_draws_of_the_backward_pass_are_noticed(digits: Path) -> None:
 
 
 def test_draws_that_begin_late_are_noticed_within_ten_passes() -> None:
+    """Also between those of an own optimiser, which are no passes of the model."""
     this_pass = TrainingPass()
     for number in range(PASSES_WATCHED + THEN_EVERY):
+        this_pass.begin_pass(1, 0, np.arange(1), torch.device("cpu"))
         this_pass.begin_pass(0, 0, np.arange(number, number + 2), torch.device("cpu"))
         if number >= PASSES_WATCHED:
             np.random.random_sample()  # noqa: NPY002
@@ -248,16 +251,80 @@ def test_draws_that_begin_late_are_noticed_within_ten_passes() -> None:
     assert this_pass.model_draws
 
 
-def test_a_buffer_that_is_replaced_later_is_copied_after_steps() -> None:
-    model = torch.nn.BatchNorm1d(2)
+def replace_tensor(model: torch.nn.Sequential, value: float) -> None:
+    model[0].running_mean = torch.full((2,), value)
+
+
+def replace_module(model: torch.nn.Sequential, value: float) -> None:
+    model[0] = torch.nn.BatchNorm1d(2)
+    model[0].running_mean.fill_(value)
+
+
+def replace_memory(model: torch.nn.Sequential, value: float) -> None:
+    model[0].running_mean.data = torch.full((2,), value)
+
+
+@pytest.mark.parametrize("replace_buffer", [replace_tensor, replace_module, replace_memory])
+def test_a_buffer_that_is_replaced_in_training_is_copied_after_steps(replace_buffer: Callable[..., None]) -> None:
+    model = torch.nn.Sequential(torch.nn.BatchNorm1d(2))
     buffers = Buffers(model)
-    for value in (1.0, 2.0, 3.0):
-        if value == 2.0:
-            model.running_mean = torch.zeros(2)
-        assert model.running_mean is not None
-        model.running_mean += value
+    for value in (1.0, 2.0):
+        model[0].running_mean.fill_(value)
         buffers.copy_after_step()
-    assert buffers.after_last_step["running_mean"].tolist() == [5.0, 5.0]
+    replace_buffer(model, 5.0)
+    buffers.copy_after_step()
+    assert buffers.after_last_step["0.running_mean"].tolist() == [5.0, 5.0]
+
+
+def register_late(model: torch.nn.Sequential) -> None:
+    model.register_buffer("late", torch.zeros(1))
+
+
+def remove_module(model: torch.nn.Sequential) -> None:
+    del model[0]
+
+
+def change_shape(model: torch.nn.Sequential) -> None:
+    model[0].running_mean.data = torch.zeros(1)
+
+
+@pytest.mark.parametrize("change", [register_late, remove_module, change_shape])
+def test_a_layout_that_changes_in_training_is_refused_in_its_step(change: Callable[..., None]) -> None:
+    model = torch.nn.Sequential(torch.nn.BatchNorm1d(2))
+    buffers = Buffers(model)
+    buffers.copy_after_step()
+    change(model)
+    with pytest.raises(UserError, match=r"^buffer (late|0\.\w+): was registered, removed or resized"):
+        buffers.copy_after_step()
+
+
+class Tied(torch.nn.Linear):
+    """Has one tensor as two buffers, until one of them is replaced."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        counts = torch.zeros(2)
+        self.register_buffer("first", counts)
+        self.register_buffer("second", counts)
+        self.register_buffer("number", torch.zeros((), dtype=torch.int64))
+
+
+def test_the_moving_average_is_torchs_also_of_buffers_that_are_replaced() -> None:
+    model, average = Tied(), MovingAverage(Tied(), 0.9)
+    expected = {name: value.clone() for name, value in model.state_dict().items()}
+    for step in range(3):
+        with torch.no_grad():
+            model.weight += step
+        model.first = model.first + 1
+        model.number += 1
+        average.update_parameters(model)
+        for name, value in model.state_dict().items():
+            mean = expected[name]
+            expected[name] = torch.lerp(mean, value, 0.1) if step and value.is_floating_point() else value.clone()
+    found = average.module.state_dict()
+    for name in ("weight", "bias", "number"):
+        assert torch.equal(found[name], expected[name]), name
+    assert found["first"].tolist() == expected["first"].tolist()
 
 
 @pytest.mark.filterwarnings("ignore:Validating sparse tensor invariants")

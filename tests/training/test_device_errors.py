@@ -101,6 +101,7 @@ def test_a_failed_assertion_is_the_codes_own(fail: Any) -> None:
         (RuntimeError("CUDA error: uncorrectable ECC error encountered\nmore"), "uncorrectable ECC error encountered"),
         (dist.DistBackendError(NCCL.format("cuda", "Cuda failure 719 'unspecified launch failure'")), "719 'unspec"),
         (dist.DistBackendError(NCCL.format("system", "socketPollConnect: connect returned Connection refused")), None),
+        (RuntimeError("No CUDA GPUs are available"), "No CUDA GPUs are available"),
         (RuntimeError("an unspecified launch failure of my own"), None),
     ],
 )

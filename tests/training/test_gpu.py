@@ -15,7 +15,7 @@ from faulty_runs import in_spawned_processes, saved
 from ranks import run_ranks
 from training_runs import Train, cut_off
 
-from flyte_ddp.clock import Clock
+from flyte_ddp.clock import SPIN, Clock, keep_gpu_busy
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import RankError, UserError
 from flyte_ddp.json_lines import read_records
@@ -183,6 +183,19 @@ def test_a_gpu_that_waits_for_the_host_is_not_called_busy(
 
 TWO = Hyperparameters(model="faults:model", epochs=2, batch_size=100, num_ranks=2, backend="nccl", precision="fp32")
 BUSY_CYCLES = 20_000_000_000  # of a GPU's clock: some ten seconds, as if a collective did not end
+
+
+@needs_gpu
+def test_a_gpu_is_kept_busy_for_about_so_long() -> None:
+    """As long as the host took at least, which is the margin's purpose."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    keep_gpu_busy(0.0)  # the first time loads the kernel
+    begin.record()
+    keep_gpu_busy(0.05)
+    end.record()
+    assert not end.query()
+    end.synchronize()
+    assert 50.0 / SPIN < begin.elapsed_time(end) < 200.0
 
 
 @needs_gpu

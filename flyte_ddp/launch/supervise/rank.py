@@ -83,18 +83,19 @@ def run_rank(
     torch.set_num_threads(work.world.threads)
     if work.world.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it torch refuses matrix products on a GPU
-    if work.world.device_type == "cpu":
-        keep_freed_memory()
-    else:
-        torch.cuda.set_device(info.local_rank)
     if info.world_size > 1:
         distributed.timeout_seconds = work.timeout
         patch_collective_wait()
     rank = Rank(work, info, offer_saving, link)
-    # This rank writes what users' code hands in itself; the launcher need not be asked.
-    with results.deliver_results(results.ResultWriter(work.run_folder).write, info.rank), warnings.catch_warnings():
-        explain_failed_device(f"{work.world.device_type}:{info.local_rank}")(load_function(work.function))(rank)
-    rank.leave()
+    with explain_failed_device(f"{work.world.device_type}:{info.local_rank}"):
+        if work.world.device_type == "cpu":
+            keep_freed_memory()
+        else:
+            torch.cuda.set_device(info.local_rank)
+        # This rank writes what users' code hands in itself; the launcher need not be asked.
+        with results.deliver_results(results.ResultWriter(work.run_folder).write, info.rank), warnings.catch_warnings():
+            load_function(work.function)(rank)
+        rank.leave()
 
 
 def load_function(name: str) -> Callable[..., Any]:
