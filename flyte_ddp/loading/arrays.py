@@ -13,7 +13,7 @@ from torch import Tensor
 from flyte_ddp.catalog import IGNORED
 from flyte_ddp.datasets.sample_arrays import Ragged
 from flyte_ddp.device_copy import copy_to_device
-from flyte_ddp.leaves import Leaves, form_of, map_leaves, name_leaves, restore_leaves
+from flyte_ddp.leaves import Leaves, map_leaves, name_leaves
 from flyte_ddp.loading.collate import add_mask, padding_of, widen_type
 from flyte_ddp.loading.split import Batch, BatchSource
 from flyte_ddp.order.augmentation import augment_images
@@ -98,10 +98,17 @@ class ArrayBatches(BatchSource):
 
     def load_batch(self, samples: Indices, epoch: int | None = None) -> Batch:  # noqa: ARG002
         rows = copy_to_device(torch.from_numpy(samples), self.store)  # once for all leaves
-        found = {name: leaf.take_samples(samples, rows, "inputs") for name, leaf in name_leaves(self.inputs).items()}
-        inputs = restore_leaves(form_of(self.inputs), {name: values for name, (values, _) in found.items()})
+        masks: list[Tensor | None] = []
+
+        def take(leaf: LoadedLeaf) -> Tensor:
+            values, mask = leaf.take_samples(samples, rows, "inputs")
+            masks.append(mask)
+            return values
+
+        inputs = map_leaves(take, self.inputs)
         if self.masked is not None:
-            values, mask = found[self.masked]
+            named = name_leaves(inputs)
+            values, mask = named[self.masked], masks[[*named].index(self.masked)]
             all_there = torch.ones(values.shape[:2], dtype=torch.bool, device=values.device)
             inputs = add_mask(inputs, all_there if mask is None else mask)
         targets = map_leaves(lambda leaf: leaf.take_samples(samples, rows, "targets")[0], self.targets)

@@ -180,16 +180,24 @@ def compute_gradients(state: TrainingState, batch: sampling.Indices) -> StepSums
         # A copy, on the state's device: an own objective may have another, or compute in fp64.
         part_sums.append(loss.detach().to(state.device, torch.float64, copy=True))
     state.refuse_late_parameters()
-    with state.clock("communication"):
-        numbers = reduce(torch.add, part_sums).view(1)
-        if state.buffers.shared_names:  # on all ranks or on none
-            # Travels with the losses, because an exchange of its own would cost more than a small broadcast.
-            changed = torch.full_like(numbers, state.buffers.differ_from_last_broadcast())
-            numbers = torch.cat((numbers, changed))
-        sums = state.sync.average_gradients(numbers)
-        if len(sums) > 1:
-            state.buffers.copy_shared_from_rank_0(ranks_with_changes=sums[1])
-    return StepSums(sums[0], total, len(batch))
+    loss_sum = reduce(torch.add, part_sums)
+    if world_size() > 1:
+        with state.clock("communication"):
+            loss_sum = exchange_gradients(state, loss_sum)
+    return StepSums(loss_sum, total, len(batch))
+
+
+def exchange_gradients(state: TrainingState, loss_sum: Tensor) -> Tensor:
+    """Average the gradients, and copy rank 0's buffers where any rank's changed; return the sum of ``loss_sum``, []."""
+    numbers = loss_sum.view(1)
+    if state.buffers.shared_names:  # on all ranks or on none
+        # Travels with the losses, because an exchange of its own would cost more than a small broadcast.
+        changed = torch.full_like(numbers, state.buffers.differ_from_last_broadcast())
+        numbers = torch.cat((numbers, changed))
+    sums = state.sync.average_gradients(numbers)
+    if len(sums) > 1:
+        state.buffers.copy_shared_from_rank_0(ranks_with_changes=sums[1])
+    return sums[0]
 
 
 def compute_outputs(
