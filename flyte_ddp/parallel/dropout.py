@@ -1,8 +1,12 @@
 """Dropout from random numbers of (seed, epoch, sample): it does not depend on which rank computes a sample."""
 
+import functools
 import math
 import sys
-from types import MethodType
+import warnings
+from collections.abc import Callable
+from types import FunctionType, MethodType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,13 +16,18 @@ from flyte_ddp.parallel.training_pass import GOLDEN, TrainingPass, mix_bits
 KINDS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 ALPHA = 1.7580993408473766  # of SELU: its limit for small inputs is -ALPHA
 TILE_WORDS = 2**15  # random words made at a time on a CPU thread, so that they stay in its cache: 256 KiB
+COMPILED: dict[tuple[Any, ...], Callable[..., Tensor]] = {}  # by device, dtype and layout
+FAILED: set[str] = set()  # types of devices for which torch's compiler does not work
+# A kernel of two dimensions needs no division for each value; a threshold that is computed again needs no kernel. With
+# one thread no processes are started to compile.
+OPTIONS: dict[str, Any] = {"triton.prefer_nd_tiling": True, "realize_opcount_threshold": 100, "compile_threads": 1}
 
 
-def make_dropout_rank_independent(model: nn.Module, this_pass: TrainingPass) -> None:
+def make_dropout_rank_independent(model: nn.Module, this_pass: TrainingPass, *, fused_on: str = "cuda") -> None:
     """Give the model's dropout layers a ``forward`` that draws by the samples of ``this_pass``; their classes stay.
 
     Those are torch's dropout layers and torchvision's StochasticDepth in mode "row". Layers with another ``forward``,
-    and scripted modules, stay as they are.
+    and scripted modules, stay as they are. Devices of the type ``fused_on`` draw and drop in one compiled kernel.
     """
 
     # A pickled model has torch's own layers, because pickle saves a bound method as its object and its name.
@@ -26,10 +35,11 @@ def make_dropout_rank_independent(model: nn.Module, this_pass: TrainingPass) -> 
         """Return the values [N, ...] with dropout; if N is not the pass's, draw as the layer's class does."""
         if not layer.training or layer.p == 0.0:
             return values
-        if values.shape[:1] != this_pass.keys.shape:
+        if values.shape[:1] != this_pass.states.shape:
             drawn: Tensor = type(layer).forward(layer, values)
             return drawn
-        return drop_values(layer, values, this_pass.begin_call())
+        fused = values.device.type == fused_on
+        return drop_values(layer, values, this_pass.begin_call(), this_pass.increment, fused=fused)
 
     replaced = {kind.forward for kind in KINDS}
     # A model can hold torchvision's layer only if torchvision has been imported.
@@ -43,19 +53,31 @@ def make_dropout_rank_independent(model: nn.Module, this_pass: TrainingPass) -> 
             this_pass.has_dropout = True
 
 
-def drop_values(layer: nn.Module, values: Tensor, states: Tensor) -> Tensor:
+def drop_values(layer: nn.Module, values: Tensor, states: Tensor, increment: Tensor, *, fused: bool) -> Tensor:
     """Return the values [N, ...] with the layer's dropout; ``states``, int64 [N], begin the samples' random numbers."""
     p: float = layer.p  # type: ignore[assignment]
-    inplace = getattr(layer, "inplace", False)
     keeps_moments = isinstance(layer, (nn.AlphaDropout, nn.FeatureAlphaDropout))
+    inplace = getattr(layer, "inplace", False) and not keeps_moments  # as torch's
     if p == 1.0:
-        return values.mul_(0.0) if inplace and not keeps_moments else values * 0.0
-    kept = draw_mask(states, values.shape[1 : count_drawn_dimensions(layer, values)], p)
-    kept = kept.view(*kept.shape, *[1] * (values.dim() - kept.dim()))
-    if keeps_moments:  # as torch's, which takes no notice of inplace
+        return values.mul_(0.0) if inplace else values * 0.0
+    low = None
+    if keeps_moments:
         scale = ((ALPHA**2 * p + 1.0) * (1.0 - p)) ** -0.5
-        return torch.where(kept, values * scale + ALPHA * scale * p, ALPHA * scale * (p - 1.0))
-    return (values.mul_(kept) if inplace else values * kept).mul_(1.0 / (1.0 - p))
+        values, low = values * scale + ALPHA * scale * p, ALPHA * scale * (p - 1.0)
+    shape = values.shape[1 : count_drawn_dimensions(layer, values)]
+    compiling = torch.compiler.is_compiling()
+    if values.is_floating_point() and (compiling or (fused and values.numel() and values.device.type not in FAILED)):
+        dropped: Tensor = Redrawn.apply(values, states, increment, len(shape), p, low)
+        return values.copy_(dropped) if inplace else dropped
+    kept = draw_elementwise(states, increment, shape, round(p * 2**40)) if compiling else draw_mask(states, shape, p)
+    return apply_mask(values, kept, 1.0 / (1.0 - p), low, inplace=inplace)
+
+
+def apply_mask(values: Tensor, kept: Tensor, scale: float, low: float | None, *, inplace: bool = False) -> Tensor:
+    kept = kept.view(*kept.shape, *[1] * (values.dim() - kept.dim()))
+    if low is not None:
+        return torch.where(kept, values, low)
+    return (values.mul_(kept) if inplace else values * kept).mul_(scale)
 
 
 def count_drawn_dimensions(layer: nn.Module, values: Tensor) -> int:
@@ -70,18 +92,12 @@ def count_drawn_dimensions(layer: nn.Module, values: Tensor) -> int:
 def draw_mask(states: Tensor, shape: torch.Size, p: float) -> Tensor:
     """Return bool [N, *shape], False with probability p (to 2**-40), for the ``states``, int64 [N], of N samples.
 
-    Needs 4 bytes for each value beside the result on a GPU and when compiled, on a CPU 0.5 MB for each thread.
+    Needs 4 bytes for each value beside the result on a GPU, on a CPU 0.5 MB for each thread.
     """
-    # Each 64-bit word of SplitMix64 gives four values 16 bits each. Their probability is a multiple of 2**-16; so each
-    # sample rounds p up or down at random, by its first word.
-    threshold = ((mix_bits(states.clone()) & (2**24 - 1)) + round(p * 2**40)) >> 24
-    threshold = (threshold.clamp_(max=2**16 - 1) - 2**15).to(torch.int16)[:, None]
+    # Each 64-bit word of SplitMix64 gives four values 16 bits each.
+    threshold = round_probability(states, round(p * 2**40))
     count = math.prod(shape)
     steps = torch.arange(1, (count + 3) // 4 + 1, device=states.device) * GOLDEN
-    if torch.compiler.is_compiling():  # not by a view as int16: compiled code writes beyond its end (torch 2.15, CPU)
-        words = mix_bits(states[:, None] + steps)
-        parts = (words[:, :, None] >> torch.arange(0, 64, 16, device=states.device)).to(torch.int16).flatten(1)
-        return (parts[:, :count] >= threshold).view(states.shape[0], *shape)
     kept = torch.empty(len(states), count, dtype=torch.bool, device=states.device)
     words_at_once = TILE_WORDS * torch.get_num_threads() if kept.is_cpu else max(1, len(states) * len(steps))
     samples_at_once = max(1, words_at_once // max(1, len(steps)))
@@ -92,3 +108,106 @@ def draw_mask(states: Tensor, shape: torch.Size, p: float) -> Tensor:
             result = kept[samples, 4 * step : 4 * (step + words_at_once)]
             torch.ge(words.view(torch.int16)[:, : result.shape[1]], threshold[samples], out=result)
     return kept.view(len(states), *shape)
+
+
+def round_probability(states: Tensor, probability: int | Tensor) -> Tensor:
+    """Return int16 [N, 1]: values below are dropped; ``probability`` is in units of 2**-40.
+
+    The probability of 16 bits is a multiple of 2**-16; so each sample rounds up or down at random, by its first word.
+    """
+    threshold = ((mix_bits(states.clone()) & (2**24 - 1)) + probability) >> 24
+    return (threshold.clamp(max=2**16 - 1) - 2**15).to(torch.int16)[:, None]
+
+
+def draw_elementwise(states: Tensor, increment: Tensor, shape: torch.Size, probability: int | Tensor) -> Tensor:
+    """Return the mask of :func:`draw_mask` for torch's compiler, which makes one kernel of this and of what follows.
+
+    Not by a view as int16: compiled code writes beyond its end (torch 2.15, CPU).
+    """
+    positions = torch.arange(math.prod(shape), device=states.device)
+    words = mix_bits(states[:, None] + ((positions >> 2) + 1) * increment)
+    kept = (words >> ((positions & 3) * 16)).to(torch.int16) >= round_probability(states, probability)
+    return kept.view(len(states), *shape)
+
+
+class Redrawn(torch.autograd.Function):
+    """Drops values by a mask that the backward pass draws again: only the samples' states are stored."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, states: Tensor, *others: Any) -> Tensor:
+        """Return :func:`draw_and_drop` of the arguments."""
+        # Inverted, because torch's compiler would store the mask if it saw that both passes draw the same one.
+        ctx.save_for_backward(~states if torch.compiler.is_compiling() else states)
+        increment, drawn, p, low = others
+        ctx.others = increment, drawn, p, None if low is None else 0.0
+        return draw_and_drop(values, states, increment, drawn, (p, low))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        [states] = ctx.saved_tensors
+        states = ~states if torch.compiler.is_compiling() else states
+        return Redrawn.apply(gradient, states, *ctx.others), *[None] * 5
+
+
+def draw_and_drop(
+    values: Tensor, states: Tensor, increment: Tensor, drawn: int, rate: tuple[float, float | None]
+) -> Tensor:
+    """Return the values with dropout by a compiled kernel; if none can be compiled, warn and draw without from then on.
+
+    Each of the first ``drawn`` dimensions after N has random numbers of its own. ``rate`` is p and what a dropped value
+    becomes, None for 0.
+    """
+    (p, low), scale, shape, device = rate, 1.0 / (1.0 - rate[0]), values.shape, values.device
+    if torch.compiler.is_compiling():
+        return draw_fused(values, states, increment, drawn, (round(p * 2**40), scale, low))
+    if 0 in values.stride():  # as gradients of means have
+        values = values.contiguous()
+    if values.is_contiguous():  # one kernel serves any number of dimensions
+        values, drawn = values.view(len(values), shape[1 : 1 + drawn].numel(), -1), 1
+    values = values.data  # no view, of whose base each size would be another variant; needs no gradient
+    numbers = (
+        put_number(round(p * 2**40), torch.int64, device),
+        put_number(scale, torch.promote_types(values.dtype, torch.float32), device),
+        None if low is None else put_number(low, values.dtype, device),
+    )
+    order = sorted(range(values.dim()), key=values.stride().__getitem__)
+    key = (device, values.dtype, low is None, drawn, *order, *(size == 1 for size in values.shape))
+    if key in COMPILED:
+        return COMPILED[key](values, states, increment, drawn, numbers).view(shape)
+    try:
+        compiled = compile_copy(draw_fused)
+        result = compiled(values, states, increment, drawn, numbers).view(shape)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        FAILED.add(device.type)
+        warnings.warn(
+            f"Dropout takes more time and memory: torch.compile made no kernel of it for {device.type}, which needs "
+            f"Triton and a C compiler ({type(error).__name__}: {str(error).partition(chr(10))[0]})",
+            stacklevel=2,
+        )
+        return apply_mask(values, draw_mask(states, values.shape[1 : 1 + drawn], p), scale, low).view(shape)
+    COMPILED[key] = compiled
+    return result
+
+
+def compile_copy(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return a copy of the function, compiled: torch refuses more than 8 variants of one code object."""
+    copied = FunctionType(function.__code__.replace(), globals())
+    return torch.compile(copied, fullgraph=True, dynamic=True, options=OPTIONS)
+
+
+def draw_fused(values: Tensor, states: Tensor, increment: Tensor, drawn: int, numbers: tuple[Any, Any, Any]) -> Tensor:
+    """Return the bits of :func:`apply_mask` of :func:`draw_mask`; a number that is a tensor is not compiled in."""
+    probability, scale, low = numbers
+    kept = draw_elementwise(states, increment, values.shape[1 : 1 + drawn], probability)
+    kept = kept.view(*kept.shape, *[1] * (values.dim() - kept.dim()))
+    if low is not None:
+        return torch.where(kept, values, low)
+    product: Tensor = values.to(torch.promote_types(values.dtype, torch.float32)) * kept * scale
+    return product.to(values.dtype)
+
+
+@functools.lru_cache(1024)
+def put_number(number: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.tensor(number, dtype=dtype, device=device)

@@ -17,6 +17,7 @@ from flyte_ddp.order.sampling import Indices
 PASSES_WATCHED, THEN_EVERY = 100, 10  # passes whose draws are looked for: the first ones, and later every tenth
 # SplitMix64's increment and its two factors, as the int64 with the same bits.
 GOLDEN, FIRST_FACTOR, SECOND_FACTOR = (word - 2**64 for word in (INCREMENT, FIRST, SECOND))
+CALL = (INCREMENT << 32) % 2**64  # from a call's states to the next call's: 2**32 words, modulo 2**64
 
 
 class TrainingPass:
@@ -27,13 +28,15 @@ class TrainingPass:
         self.may_draw = may_draw
         self.passes = 0  # of training, which end with finish_pass
         self.is_watched = False  # whether this pass's draws are looked for, which takes longer than seeding
-        self.has_dropout = False  # whether layers call begin_call, so that they need keys
-        self.keys = torch.zeros(0, dtype=torch.int64)
-        self.device = self.keys.device
+        self.has_dropout = False  # whether layers call begin_call, so that they need states
+        self.states = torch.zeros(0, dtype=torch.int64)  # [N], of the next call of a dropout layer
+        # A tensor: Inductor would multiply a constant by a kernel's positions, and Triton refuses more than 64 bits.
+        self.increment = torch.tensor(GOLDEN)
+        self.device = self.states.device
         self.has_samples = True
         self.model_draws = False
-        self.number_of_calls = torch.zeros((), dtype=torch.int64)  # of dropout layers in this pass
-        self.calls: dict[int, Tensor] = {}  # the number of each of them, by torch's random bits at the call
+        self.calls: dict[int, Tensor] = {}  # the states of each call in this pass, by torch's random bits at the call
+        self.has_compiled_calls = False
         self.forward_done = False
         self.generators = Generators(torch.default_generator, random, np.random)
         self.reference = Generators(torch.Generator(), random.Random(), np.random.RandomState())
@@ -53,9 +56,10 @@ class TrainingPass:
         self.device = device
         if self.has_dropout:
             bits = sample_bits(seed, epoch, samples)
-            self.keys = copy_to_device(torch.from_numpy(bits.view(np.int64)), device)
-            self.number_of_calls = torch.zeros((), dtype=torch.int64)
+            self.states = copy_to_device(torch.from_numpy(bits.view(np.int64)), device)
+            self.increment = self.increment.to(device)
             self.calls = {}
+            self.has_compiled_calls = False
         self.forward_done = False
         self.is_watched = not self.model_draws and (self.passes < PASSES_WATCHED or not self.passes % THEN_EVERY)
         first = bits_of_one_sample(seed, epoch, int(samples[0]))
@@ -82,26 +86,23 @@ class TrainingPass:
 
     def begin_call(self) -> Tensor:
         """Return int64 [N]: for each sample what the random numbers of this call of a dropout layer begin with."""
-        return self.keys + (self.count_call() << 32) * GOLDEN
-
-    def count_call(self) -> Tensor:
-        """Return the number of this call of a dropout layer in this pass, int64 []: 0 for the first."""
-        number = self.number_of_calls
+        states = self.states
         if torch.compiler.is_compiling() and not self.forward_done:
-            self.number_of_calls = number + 1  # not in place: the compiled backward pass uses the number, too
-            return number
+            self.states = states + CALL  # not in place: the compiled backward pass uses the states, too
+            self.has_compiled_calls = True
+            return states
         # torch.utils.checkpoint runs a block again in the backward pass, which then needs the same numbers. It restores
         # torch's random state before. So a number drawn from torch's generator tells which call this is.
         drawn = self.generators.draw_from_torch()
         if drawn not in self.calls:
-            if self.forward_done and int(number) > len(self.calls):  # some calls were compiled
+            if self.forward_done and self.has_compiled_calls:
                 raise UserError(
                     "dropout in compiled code that the backward pass runs again: it would get other random numbers "
                     "than in the forward pass; compile the function that calls torch.utils.checkpoint, not what that "
                     "runs"
                 )
-            self.calls[drawn] = number
-            self.number_of_calls = number + 1
+            self.calls[drawn] = states
+            self.states = states + CALL
             self.reference.draw_from_torch()
         return self.calls[drawn]
 

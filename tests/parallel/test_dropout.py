@@ -2,6 +2,7 @@
 
 import copy
 import io
+import re
 
 import numpy as np
 import parallel_models
@@ -24,9 +25,11 @@ OF_THE_COMPILER = pytest.mark.filterwarnings("ignore:The .grad attribute of a Te
 KINDS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
 
-def on_pass(model: nn.Module, samples: np.ndarray = SAMPLES, *, seed: int = 0, epoch: int = 0) -> TrainingPass:
+def on_pass(
+    model: nn.Module, samples: np.ndarray = SAMPLES, *, seed: int = 0, epoch: int = 0, fused_on: str = "cuda"
+) -> TrainingPass:
     this_pass = TrainingPass()
-    make_dropout_rank_independent(model, this_pass)
+    make_dropout_rank_independent(model, this_pass, fused_on=fused_on)
     this_pass.begin_pass(seed, epoch, samples, CPU)
     return this_pass
 
@@ -295,13 +298,156 @@ def test_compiled_blocks_that_are_run_again_drop_the_same(compiler, run: str) ->
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_a_compiled_block_in_a_checkpoint_is_refused(use_reentrant: bool) -> None:
     """It would get other random numbers when it is run again."""
-    model = nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.4))
+    model = nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.4), nn.Linear(6, 6))  # the last one needs what is dropped
     this_pass = on_pass(model, SAMPLES[:8])
     values = torch.randn(8, 6, requires_grad=True)
     loss = checkpoint(torch.compile(model, backend="eager"), values, use_reentrant=use_reentrant).sum()
     this_pass.finish_forward()
     with pytest.raises(UserError, match="in compiled code that the backward pass runs again"):
         loss.backward()
+
+
+@pytest.fixture
+def on_cpu(compiler, monkeypatch: pytest.MonkeyPatch):
+    """Give torch's compiler, with what dropout has compiled in other tests forgotten."""
+    monkeypatch.setattr(dropout, "COMPILED", {})
+    monkeypatch.setattr(dropout, "FAILED", set())
+    return compiler
+
+
+def bits_of(values: Tensor) -> Tensor:
+    return values.contiguous().view({2: torch.int16, 4: torch.int32, 8: torch.int64}[values.element_size()])
+
+
+def passes(layer: nn.Module, values: Tensor, fused_on: str) -> tuple[list[Tensor], list[Tensor]]:
+    """Return the layer's output and its first and second gradient, and what autograd stores for them."""
+    stored: list[Tensor] = []
+    on_pass(nn.Sequential(layer), SAMPLES[: len(values)], fused_on=fused_on)
+    values = values.detach().clone().requires_grad_()
+    slopes = torch.linspace(-1, 2, values.numel(), dtype=values.dtype).view(values.shape).requires_grad_()
+    changed = values * 1.0
+    with torch.autograd.graph.saved_tensors_hooks(lambda saved: stored.append(saved) or saved, lambda saved: saved):
+        output = layer(changed)
+    [gradient] = torch.autograd.grad(output, values, slopes, create_graph=True)
+    [second] = torch.autograd.grad(gradient.mean(), slopes)  # an expanded gradient
+    return [output.detach(), gradient.detach(), second], stored
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("on_cpu")
+@OF_THE_COMPILER
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize(
+    ("layer", "shape"),
+    [
+        (nn.Dropout(0.3), (3, 5, 7)),
+        (nn.Dropout(0.3, inplace=True), (3, 35)),
+        (nn.Dropout2d(0.3), (3, 5, 2, 4)),
+        (nn.AlphaDropout(0.3), (3, 35)),
+        (StochasticDepth(0.3, "row"), (3, 5, 7)),
+    ],
+)
+def test_a_compiled_kernel_drops_the_same(layer: nn.Module, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """As on a GPU: outputs, gradients and their gradients have the bits of the other way; stored are states only."""
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+    layouts = [values] if len(shape) < 4 else [values, values.to(memory_format=torch.channels_last)]
+    for one in layouts:
+        (fused, stored), (expected, _) = passes(layer, one, "cpu"), passes(layer, one, "")
+        assert len(dropout.COMPILED) >= 1
+        for result, wanted in zip(fused, expected, strict=True):
+            assert result.stride() == wanted.stride()
+            if getattr(layer, "inplace", False):
+                assert torch.equal(result, wanted)  # zeros of either sign
+            else:
+                assert torch.equal(bits_of(result), bits_of(wanted))
+        assert [(saved.dtype, saved.shape) for saved in stored] == [(torch.int64, (3,))]
+
+
+@pytest.mark.slow
+@OF_THE_COMPILER
+def test_one_kernel_serves_all_rates_and_shapes(on_cpu) -> None:
+    """Its masks are those of plain integers."""
+    from torch._dynamo.utils import counters
+
+    counters.clear()
+    for number, (p, shape) in enumerate(
+        [(0.1, (3, 50)), (0.2, (4, 5, 7)), (0.3, (9, 2, 3, 8)), *[(0.5, (2, 1001))] * 3]
+    ):
+        this_pass = on_pass(nn.Sequential(layer := nn.Dropout(p + number / 1000)), SAMPLES[: shape[0]], fused_on="cpu")
+        states = this_pass.states.tolist()
+        kept = layer(torch.ones(shape)).flatten(1) != 0
+        assert kept.tolist() == [plain_mask(state, kept.shape[1], layer.p) for state in states]
+    assert counters["stats"]["unique_graphs"] == len(dropout.COMPILED) == 1
+    for size in range(1, 12):  # more layouts than torch compiles of one function
+        layer(torch.ones(2, *[1] * (size % 2), *[3] * size).transpose(1, -1))
+    assert len(dropout.COMPILED) > 8
+    assert not dropout.FAILED
+
+
+@pytest.mark.slow
+@OF_THE_COMPILER
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize("run", parallel_models.RUNS)
+def test_blocks_that_are_run_again_drop_the_same_in_a_kernel(run: str) -> None:
+    torch.manual_seed(0)
+    model = getattr(parallel_models, f"dropout_{run}")()
+    values, gradients = torch.randn(8, 1, 8, 8), []
+    for fused_on in ("", "cpu"):
+        one = copy.deepcopy(model)
+        this_pass = on_pass(one, SAMPLES[:8], fused_on=fused_on)
+        loss = one(values).square().sum()
+        this_pass.finish_forward()
+        loss.backward()
+        gradients.append([parameter.grad for parameter in one.parameters()])
+    assert dropout.COMPILED
+    torch.testing.assert_close(*gradients)
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_without_a_compiler_dropout_is_drawn_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With one note, and one try; running out of memory is no failure of the compiler."""
+
+    def fail(*_: object) -> None:
+        tries.append(1)
+        raise error
+
+    tries: list[int] = []
+    monkeypatch.setattr(torch, "compile", lambda *_, **__: fail)
+    values, error = torch.randn(3, 5), torch.OutOfMemoryError("full")
+    with pytest.raises(torch.OutOfMemoryError, match="full"):
+        passes(nn.Dropout(0.3), values, "cpu")
+    error = RuntimeError("Failed to find C compiler\nat many lines")
+    with pytest.warns(UserWarning, match=r"RuntimeError: Failed to find C compiler\)") as noted:
+        failed, _ = passes(nn.Dropout(0.3), values, "cpu")
+    assert len({str(note.message) for note in noted}) == 1
+    tried = len(tries)
+    expected, _ = passes(nn.Dropout(0.3), values, "")
+    for result, again, wanted in zip(failed, passes(nn.Dropout(0.3), values, "cpu")[0], expected, strict=True):
+        assert torch.equal(result, wanted)
+        assert torch.equal(again, wanted)
+    assert len(tries) == tried
+
+
+@pytest.mark.slow
+@OF_THE_COMPILER
+@pytest.mark.usefixtures("compiler")
+def test_compiled_code_has_no_number_beyond_64_bits_and_stores_no_mask() -> None:
+    """Triton refuses such a number."""
+    from torch._inductor.utils import run_fw_bw_and_get_code
+
+    model = nn.Sequential(
+        nn.Linear(256, 256), nn.Dropout(0.1), nn.Linear(256, 256), nn.Dropout(0.2), nn.Linear(256, 256)
+    )
+    this_pass = on_pass(model, SAMPLES[:16])
+    stored: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda saved: stored.append(saved) or saved, lambda saved: saved):
+        _, codes = run_fw_bw_and_get_code(lambda: torch.compile(model)(torch.ones(16, 512, 256)).sum())
+    assert len(codes) == 2, "forward and backward"
+    numbers = [int(number) for code in codes for number in re.findall(r"\d{10,}", code)]
+    assert numbers
+    assert max(numbers) < 2**64
+    assert [saved.dtype for saved in stored if saved.dtype != torch.float32] == [torch.int64]
+    assert this_pass.has_compiled_calls
 
 
 def test_bits_of_one_sample_are_those_of_many() -> None:
