@@ -34,7 +34,7 @@ class Buffers:
         self.initial = {name: values[name].clone() for name in self.shared_names}
         self.changed_before_resume: set[str] = set()  # names
         self.after_last_step = {name: value.clone() for name, value in values.items()} if rank() == 0 else {}
-        self.found: dict[str, Tensor] = {}  # all buffers by name, as copy_after_step checked them last
+        self.found = dict(model.named_buffers(remove_duplicate=False))  # that copy_after_step checked last, by name
         # All shared buffers are copied into one tensor of bytes, with a view for each: one broadcast, one comparison.
         shared = [values[name] for name in self.shared_names] if world_size() > 1 else []
         pieces = [(value.numel(), value.dtype) for value in shared]

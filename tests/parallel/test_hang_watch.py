@@ -194,7 +194,7 @@ def test_the_host_does_not_wait_for_the_device_to_copy_a_batch(monkeypatch: pyte
     monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
     images, labels = (torch.zeros(9, *shape, dtype=kind, device=META) for shape, kind in KINDS)
     on_host = ArrayImages(*(torch.zeros(9, *shape, dtype=kind) for shape, kind in KINDS), META)
-    stream = StreamImages(SimpleNamespace(size=8), META)
+    stream = StreamImages(SimpleNamespace(size=8, workers=0), META)
     stream.samples = iter([(np.zeros((8, 8, 3), np.uint8), 0)] * 4)
     with copies:
         for source in (ArrayImages(images, labels, META, augment="crop_flip"), on_host, stream):
