@@ -57,7 +57,8 @@ class TrainingPass:
         if self.has_dropout:
             bits = sample_bits(seed, epoch, samples)
             self.states = copy_to_device(torch.from_numpy(bits.view(np.int64)), device)
-            self.increment = self.increment.to(device)
+            if self.increment.device.type != device.type:
+                self.increment = copy_to_device(self.increment, device)
             self.calls = {}
             self.has_compiled_calls = False
         self.forward_done = False
