@@ -203,4 +203,4 @@ def test_the_host_does_not_wait_for_the_device_to_copy_a_batch(monkeypatch: pyte
         this_pass = TrainingPass()
         this_pass.has_dropout = True
         this_pass.begin_pass(0, 0, samples, META)
-    assert copies.found == [(True, True)] * 9  # rows; places of two axes; images and targets, twice; states and increment
+    assert copies.found == [(True, True)] * 9  # rows; places of two axes; images and targets, twice; dropout, twice
