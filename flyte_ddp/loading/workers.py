@@ -209,9 +209,7 @@ def explain_limits(what: str, setting: str) -> Iterator[None]:
             why = f"more than this process's limits allow ({error.strerror})"
             raise UserError(f"{what}: {why}; lower {setting}, or raise the limits (ulimit)") from None
         if error.errno in (errno.ENOMEM, errno.EAGAIN, errno.ENFILE):
-            raise MachineError(
-                f"{what}: the machine has no room for them ({error.strerror}); lower {setting}"
-            ) from error
+            raise MachineError(f"{what}: no room on this machine ({error.strerror}); lower {setting}") from error
         raise
 
 

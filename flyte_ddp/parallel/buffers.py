@@ -87,7 +87,7 @@ class Buffers:
 
     @torch.no_grad()
     def copy_after_step(self) -> None:
-        """Copy all buffers after a step, on rank 0, for the thread that saves during the next forward pass."""
+        """Copy the model's buffers to ``after_last_step``, on rank 0: what is saved during the next forward pass."""
         if not self.after_last_step:
             return
         found = dict(self.model.named_buffers(remove_duplicate=False))

@@ -15,7 +15,7 @@ FAILED = re.compile(
     "|busy or unavailable|no CUDA-capable device).*"
     "|CUDA unknown error.*|CUDA driver initialization failed.*|No CUDA GPUs are available|system not yet initialized"
 )
-NO_MEMORY = re.compile("out of memory|CUBLAS_STATUS_ALLOC_FAILED")
+NO_MEMORY = re.compile("(?:CUDA|Cuda).*out of memory|CUBLAS_STATUS_ALLOC_FAILED")  # also in NCCL's errors
 
 
 @contextmanager

@@ -32,7 +32,7 @@ def make_dropout_rank_independent(model: nn.Module, this_pass: TrainingPass, *, 
 
     # A pickled model has torch's own layers, because pickle saves a bound method as its object and its name.
     def forward(layer: nn.Module, values: Tensor) -> Tensor:
-        """Return the values [N, ...] with dropout; if N is not the pass's, draw as the layer's class does."""
+        """Return the values [N, ...] with dropout; if N is not the pass's, call the forward of the layer's class."""
         if not layer.training or layer.p == 0.0:
             return values
         if values.shape[:1] != this_pass.states.shape:
@@ -152,7 +152,7 @@ class Redrawn(torch.autograd.Function):
 def draw_and_drop(
     values: Tensor, states: Tensor, increment: Tensor, drawn: int, rate: tuple[float, float | None]
 ) -> Tensor:
-    """Return the values with dropout by a compiled kernel; if none can be compiled, warn and draw without from then on.
+    """Return the values with dropout by a compiled kernel; if it cannot be compiled, warn, and use none any more.
 
     Each of the first ``drawn`` dimensions after N has random numbers of its own. ``rate`` is p and what a dropped value
     becomes, None for 0.

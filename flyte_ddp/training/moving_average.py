@@ -21,6 +21,7 @@ class MovingAverage(AveragedModel):
 
     @torch.no_grad()
     def update_parameters(self, model: nn.Module) -> None:
+        """Add the model's weights and buffers, by name, to their averages; the first call copies them."""
         newest = dict(list_tensors(model, remove_duplicate=False))
         by_type: defaultdict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = defaultdict(lambda: ([], []))
         for name, average in list_tensors(self.module):

@@ -119,6 +119,7 @@ def remaining_batches(state: TrainingState) -> Iterator[sampling.Indices]:
 
 
 def describe_step(state: TrainingState) -> str:
+    """Return in words what takes device memory in the current step: its samples at a time, and what decides them."""
     hp = state.hp
     samples = -(-hp.batch_size // (world_size() * hp.accumulation_steps))
     return (
@@ -128,6 +129,7 @@ def describe_step(state: TrainingState) -> str:
 
 
 def train_step(state: TrainingState, recorder: Recorder, batch: sampling.Indices) -> None:
+    """Do one optimiser step on a global batch [B], and record it; all ranks must call it."""
     sums, step = compute_gradients(state, batch), state.step
     # Before the weights change, so that the last checkpoint's are good and the error can name where it began.
     state.loss_watch.check_loss(state.epoch, state.step + 1, sums.loss, lambda: repeat_forward(state, batch, step))

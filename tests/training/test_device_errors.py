@@ -20,7 +20,7 @@ from training_runs import train_in
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import MachineError, RankError
 from flyte_ddp.launch.supervise.failures import first_failure
-from flyte_ddp.parallel.device_errors import explain_failed_device
+from flyte_ddp.parallel.device_errors import explain_device_memory, explain_failed_device
 from flyte_ddp.parallel.distributed import translate_collective_errors
 from flyte_ddp.run import Result
 from flyte_ddp.training import checkpointing
@@ -166,3 +166,18 @@ def test_a_device_without_memory_is_told_with_the_batch(
         f"but unallocated; it was {what}"
     )
     assert not error.recoverable
+
+
+@pytest.mark.parametrize(
+    ("error", "is_told"),
+    [
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
+        (dist.DistBackendError(NCCL.format("cuda", "Cuda failure 2 'out of memory'")), True),
+        (RuntimeError("my own cache is out of memory"), False),
+    ],
+)
+def test_what_is_lack_of_device_memory(error: RuntimeError, is_told: bool) -> None:
+    with pytest.raises(RuntimeError) as caught, explain_device_memory(lambda: "step 3", "lower it"):
+        raise error
+    assert (caught.value is not error) == is_told
+    assert str(caught.value).endswith("; it was step 3; lower it") == is_told
