@@ -7,7 +7,6 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -55,19 +54,20 @@ class ManyOperations(nn.Module):
 
 
 def measure(options: Options) -> Result:
-    """Measure each side in a process of its own."""
+    """Measure all sides in each of some processes, in alternating epochs."""
     result = Result(settings={"operations": OPERATIONS, "batch": BATCH, "side": SIDE, "images": IMAGES})
     images = PER_SHARD if options.quick else IMAGES
     index = generated_images.write_shards(options.folder / "shards", images // PER_SHARD, PER_SHARD)
     output = options.folder / "rates.json"
 
-    def run(side: str, number: int) -> None:
-        order = {"side": side, "index": str(index), "folder": str(options.folder / f"{side} {number}")}
-        run_python("benchmarks.feed", json.dumps({**order, "images": images, "output": str(output)}))
-        for rate in json.loads(output.read_text()):
-            result.add(side, rate, "images/s")
+    def run(number: int) -> None:
+        order = {"index": str(index), "folder": str(options.folder / f"{number}"), "images": images}
+        run_python("benchmarks.feed", json.dumps({**order, "rounds": 1 if options.quick else 4, "output": str(output)}))
+        for side, rates in json.loads(output.read_text()).items():
+            for rate in rates:
+                result.add(side, rate, "images/s")
 
-    interleaved(options, result, {side: partial(run, side) for side in ("arrays", *POOLS)}, options.number(5))
+    interleaved(options, result, {"all sides": run}, options.number(4))
     for side in POOLS:
         figure = result.ratio(f"{side} / arrays", side, "arrays")
         bound = 0.95 if side == "processes" else None
@@ -75,9 +75,9 @@ def measure(options: Options) -> Result:
     return result
 
 
-def open_training(order: dict[str, Any]) -> Split:
-    """Return the training split of the side that the order names."""
-    if order["side"] == "arrays":
+def open_training(side: str, order: dict[str, Any]) -> Split:
+    """Return the training split of a side."""
+    if side == "arrays":
         pixels = np.random.default_rng(0).integers(0, 256, (order["images"], SIDE, SIDE, 3), np.uint8)
         labels = np.arange(order["images"]) % 10
         return Split(open_array_images(torch.device("cpu"), pixels, labels), ListedOrder(np.arange(len(labels))))
@@ -90,9 +90,9 @@ def open_training(order: dict[str, Any]) -> Split:
         validation_fraction=0.0,
         num_ranks=1,
     )
-    folder = Path(order["folder"])
+    folder = Path(order["folder"]) / side
     prepared = fetch(hp.dataset, "", folder / "prepared", test_dataset=hp.test_dataset, progress="off")
-    opening.choose_pool = lambda loaders, *_: POOLS[order["side"]](loaders)  # as choose_pool chooses by the device
+    opening.choose_pool = lambda loaders, *_: POOLS[side](loaders)  # as choose_pool chooses by the device
     settings = Settings(progress="off", cache_folder=folder / "cache")
     return opening.open_splits(open_prepared(prepared), hp, detect_hardware(hp), torch.device("cpu"), settings).training
 
@@ -105,23 +105,30 @@ def load_epoch(split: Split, epoch: int) -> Iterator[tuple[Tensor, Tensor]]:
         yield batch.inputs, batch.targets
 
 
-def run_order(order: dict[str, Any]) -> list[float]:
-    """Return the images/s of two epochs, after one in which everything starts."""
+def train_epoch(split: Split, model: nn.Module, optimizer: torch.optim.Optimizer, epoch: int) -> float:
+    """Return the images/s of an epoch, which begins with nothing prefetched."""
+    begin, images = time.perf_counter(), 0
+    for inputs, targets in load_epoch(split, epoch):
+        outputs = model(inputs.permute(0, 3, 1, 2).float() / 255)
+        nn.functional.cross_entropy(outputs, targets).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        images += len(inputs)
+    return images / (time.perf_counter() - begin)
+
+
+def run_order(order: dict[str, Any]) -> dict[str, list[float]]:
+    """Return the images/s of the sides' epochs, after one epoch of each in which everything starts."""
     torch.set_num_threads(1)
     keep_freed_memory()
-    split, model = open_training(order), ManyOperations()
+    model = ManyOperations()
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
-    rates = []
-    for epoch in range(3):
-        begin, images = time.perf_counter(), 0
-        for inputs, targets in load_epoch(split, epoch):
-            outputs = model(inputs.permute(0, 3, 1, 2).float() / 255)
-            nn.functional.cross_entropy(outputs, targets).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            images += len(inputs)
-        rates.append(images / (time.perf_counter() - begin))
-    return rates[1:]
+    splits = {side: open_training(side, order) for side in ("arrays", *POOLS)}
+    rates: dict[str, list[float]] = {side: [] for side in splits}
+    for epoch in range(1 + order["rounds"]):
+        for side, split in splits.items():
+            rates[side].append(train_epoch(split, model, optimizer, epoch))
+    return {side: values[1:] for side, values in rates.items()}
 
 
 if __name__ == "__main__":

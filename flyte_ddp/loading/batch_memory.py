@@ -19,7 +19,7 @@ class Layout(NamedTuple):
 
     samples: int
     image_bytes: int  # that are reserved for each image
-    dtype: Any  # of the targets
+    dtype: str  # of the targets; a dtype takes three times as long to pickle
     shape: tuple[int, ...]  # of one target
 
     @property

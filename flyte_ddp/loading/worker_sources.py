@@ -103,7 +103,7 @@ class WorkerImages(WorkerSource):
 
     def layout(self, samples: Indices) -> Layout:
         kind = self.loader.targets
-        return Layout(len(samples), max(map(math.prod, self.loader.sizes)), kind.dtype, kind.shape)
+        return Layout(len(samples), max(map(math.prod, self.loader.sizes)), kind.dtype.str, kind.shape)
 
     def submit_batch(self, samples: Indices, epoch: int | None) -> Any:
         assert self.pool is not None
