@@ -13,48 +13,22 @@ from pathlib import Path
 from benchmarks import measuring, rendering
 from flyte_ddp.errors import StoppedError
 
-IMAGES = ("images", "downloads", "many_shards", "image_training")
-NAMES = (
-    "data_path",
-    *IMAGES,
-    "bf16",
-    "strategies",
-    "dropout",
-    "augmentations",
-    "items",
-    "feed",
-    "overhead",
-    "startup",
-    "forks",
-    "launchers",
-    "ranks",
-    "rounding",
-    "epoch",
-    "table",
-    "gpt",
-    "preset",
-    "memory",
-    "scaling",
-    "cost",
-    "gate",
-    "validation",
-    "export",
-)
-LONG = ("published", "chaos", "gpu")  # run when they are named
-CHECKS = ("same_bits",)  # so are these, which have no figures: the exit code says what they found
-ALL = (*NAMES, *LONG, *CHECKS)
+NAMES = ["images", "dropout", "items", "feed", "overhead", "startup", "launchers", "ranks", "rounding", "epoch"]
+NAMES += ["table", "gpt", "preset", "cost", "gate"]
+LONG = ["published", "chaos", "gpu"]  # run when they are named
+CHECKS = ["same_bits"]  # so are these, which have no figures: the exit code says what they found
+ALL = [*NAMES, *LONG, *CHECKS]
 HERE = Path(__file__).resolve().parent
 
 
 def main() -> int:
-    """Runs what the command line names; a benchmark that fails does not stop the others."""
+    """Run what the command line names; a benchmark that fails does not stop the others."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     named = ", ".join((*LONG, *CHECKS))
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"none: {', '.join(NAMES)}; or {named}")
     parser.add_argument("--list", action="store_true", help="say what there is and stop")
     parser.add_argument("--quick", action="store_true", help="tiny settings, to see that it works; into build/")
     parser.add_argument("--repeats", type=int, default=0, help="measurements of each side")
-    parser.add_argument("--tutorial", action="store_true", help="in preset, the tutorial's settings too (minutes)")
     parser.add_argument("--output", type=Path, help="folder of results (benchmarks/results)")
     parser.add_argument("--against", metavar="REV", default="HEAD", help="in same_bits, the git revision (HEAD)")
     arguments = parser.parse_args()
@@ -77,15 +51,11 @@ def main() -> int:
 
 
 def description(name: str) -> str:
-    """The docstring of a benchmark's module."""
     return ast.get_docstring(ast.parse((HERE / f"{name}.py").read_text())) or ""
 
 
 def check(name: str, arguments: argparse.Namespace) -> bool:
-    """Run a check, which prints what it finds, in a temporary folder, and print its seconds; return whether it passed.
-
-    Writes no results. The check's exceptions go through.
-    """
+    """Run a check, which prints what it finds and raises what it cannot do; return whether it passed."""
     print(f"{name}: {description(name).splitlines()[0]}", flush=True)
     begin = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="flyte-ddp-bench-") as folder:
@@ -96,7 +66,7 @@ def check(name: str, arguments: argparse.Namespace) -> bool:
 
 
 def run(name: str, arguments: argparse.Namespace, output: Path) -> bool:
-    """Runs one benchmark and writes its results; returns whether that went well."""
+    """Run a benchmark and write its results; return whether that went well."""
     print(f"{name}: {description(name).splitlines()[0]}", flush=True)
     load, begin = os.getloadavg()[0], time.perf_counter()
     partial = output / f"{name}.json.partial"  # what there is, until that is all
@@ -105,10 +75,9 @@ def run(name: str, arguments: argparse.Namespace, output: Path) -> bool:
         seconds = time.perf_counter() - begin
         measuring.write(partial, description(name), result, quick=arguments.quick, load=load, seconds=seconds)
 
-    repeats, quick, tutorial = arguments.repeats, arguments.quick, arguments.tutorial
     try:
         with tempfile.TemporaryDirectory(prefix="flyte-ddp-bench-") as folder:
-            options = measuring.Options(repeats, quick, Path(folder), output, tutorial, keep)
+            options = measuring.Options(arguments.repeats, arguments.quick, Path(folder), output, keep)
             result = importlib.import_module(f"benchmarks.{name}").measure(options)
     except StoppedError as error:
         raise SystemExit(f"{name}: {error}") from None

@@ -35,13 +35,11 @@ current = {"epoch": 0}
 
 
 def guarded(epoch: int) -> bool:
-    """Whether an epoch is as always."""
     return epoch % 2 == 1
 
 
 @contextmanager
 def timed(what: str) -> Iterator[None]:
-    """Takes the processor time of the block into the account."""
     begin = time.thread_time()
     yield
     seconds[what] += time.thread_time() - begin
@@ -87,7 +85,6 @@ def write(checkpoints: Checkpointer, snapshot: Snapshot) -> None:
 
 
 def alternate() -> None:
-    """Changes the library in this process, which is a rank."""
     patched: Any
     for patched, functions in (
         (TrainingState, {"exclude_snapshots": exclude_snapshots}),
@@ -100,7 +97,6 @@ def alternate() -> None:
 
 
 def tutorial(num_classes: int, input_shape: tuple[int, int, int]) -> nn.Module:
-    """The tutorial's network."""
     alternate()
     channels, height, width = input_shape
     return Tutorial(num_classes, InputSpec(channels, height, width, (0.0,) * channels, (1.0,) * channels))

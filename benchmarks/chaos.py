@@ -25,6 +25,7 @@ from benchmarks.rendering import table
 from benchmarks.running import ROOT, descendants, environment, process_name
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import fetch
+from flyte_ddp.json_lines import read_records
 from flyte_ddp.launch.supervise.fork_server import SERVER
 from flyte_ddp.runs import checkpoint
 from flyte_ddp.runs.run_folder import UNFINISHED, is_finished
@@ -65,7 +66,6 @@ class Row:
 
 
 def measure(options: Options) -> Result:
-    """Provokes one fault after the other, and writes the table."""
     number = options.repeats or (len(KINDS) if options.quick else FAULTS)
     hp = replace(HP, epochs=20) if options.quick else HP
     data = fetch("digits", "", options.folder / "digits", progress="off")
@@ -104,14 +104,13 @@ def measure(options: Options) -> Result:
 
 
 def longest(rows: list[Row], kind: str) -> float:
-    """Seconds to the end after faults of this kind."""
     return max((row.seconds_to_end for row in rows if row.kind == kind), default=0.0)
 
 
 def one_fault(
     kind: str, moment: float, which: float, begin: Callable[[], subprocess.Popen[bytes]], folder: Path
 ) -> Row | None:
-    """Begins a run, disturbs it, and begins it again; None if it had ended before the fault came.
+    """Begin a run, disturb it, and begin it again; return None if it had ended before the fault came.
 
     Args:
         moment: seconds after the start.
@@ -141,13 +140,13 @@ def one_fault(
         damage(folder, which)
     if finish(begin()) != 0:
         raise RuntimeError(f"the run after {kind!r} failed:\n{(folder / 'output.txt').read_text()[-3000:]}")
-    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    records = read_records(folder / "metrics.jsonl")
     resumed = [record["resumed_after_step"] for record in records if record["kind"] == "start"][-1]
     return Row(kind, moment, seconds, resumed, len(left))
 
 
 def same_weights(one: Path, other: Path) -> bool:
-    """Whether the models of two runs are equal, bit for bit."""
+    """Return whether the models of two runs are equal, bit for bit."""
     import torch
 
     weights, expected = (torch.load(folder / "model.pt", weights_only=True) for folder in (one, other))
@@ -155,12 +154,12 @@ def same_weights(one: Path, other: Path) -> bool:
 
 
 def start(hp: Hyperparameters, data: Path, folder: Path) -> subprocess.Popen[bytes]:
-    """Starts a run in the folder."""
     folder.mkdir(parents=True, exist_ok=True)
-    request = {"hp": hp.to_dict(), "data": str(data), "folder": str(folder), "wandb": "disabled"}
+    order = {"hp": hp.to_dict(), "data": str(data), "folder": str(folder), "wandb": "disabled"}
+    child = [sys.executable, "-m", "benchmarks.child", "benchmarks.child:train_library"]
     with (folder / "output.txt").open("ab") as output:
         return subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.library_run", json.dumps(request)],
+            [*child, str(folder.with_suffix(".began")), json.dumps([order])],
             cwd=ROOT,
             env=environment({"FLYTE_DDP_CHECKPOINT_SECONDS": "0.5"}),
             stdout=output,
@@ -169,7 +168,7 @@ def start(hp: Hyperparameters, data: Path, folder: Path) -> subprocess.Popen[byt
 
 
 def finish(process: subprocess.Popen[bytes]) -> int:
-    """Waits for its end; returns its exit code."""
+    """Wait for its end; return its exit code."""
     try:
         return process.wait(LIMIT_SECONDS)
     finally:
@@ -177,7 +176,7 @@ def finish(process: subprocess.Popen[bytes]) -> int:
 
 
 def is_of_ranks(pid: int) -> bool:
-    """Whether the process is there, and a rank or their server, which may not have its name yet."""
+    """Return whether the process is there, and a rank or their server, which may not have its name yet."""
     try:
         return bool(process_name(pid)) and b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
@@ -200,13 +199,11 @@ def damage(folder: Path, where: float) -> None:
 
 
 def described(row: Row) -> str:
-    """In a line."""
     went_on = f"went on after step {row.resumed_after:,}" if row.resumed_after else "restarted from scratch"
     return f"{row.kind} after {row.moment:.1f} s: {went_on}, {'same model' if row.same_model else 'ANOTHER MODEL'}"
 
 
 def write_table(rows: list[Row], path: Path) -> None:
-    """All faults, as Markdown."""
     cells = [
         [
             str(number),

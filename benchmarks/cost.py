@@ -22,7 +22,6 @@ ACCOUNT = "FLYTE_DDP_COST_ACCOUNT"  # as in alternating.py, which imports torch
 
 
 def measure(options: Options) -> Result:
-    """Runs both comparisons."""
     hp: dict[str, Any] = {
         "dataset": "fashion_mnist",
         "batch_size": 256,

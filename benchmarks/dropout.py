@@ -4,17 +4,14 @@ In one process for each model the sides alternate pass by pass: torch's layers, 
 the samples, and no dropout. Memory is the most that a process has had after two passes, each side in a process of its
 own. The blocks are GPT-2's, with dropout of the attention weights and of both results, as modules.
 
-Without a GPU it is the processor time of one thread; with one, a GPT's time and the most memory of tensors on the GPU.
+Time is the processor time of one thread. On a GPU `gpu` has a whole step with dropout.
 """
 
 import copy
 import functools
-import json
-import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -23,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from benchmarks.measuring import Options, Result, Target, interleaved
-from benchmarks.running import most_memory, run_python
+from benchmarks.running import call, most_memory
 from flyte_ddp.launch.supervise.rank import keep_freed_memory
 from flyte_ddp.parallel.dropout import make_dropout_rank_independent
 from flyte_ddp.parallel.training_pass import TrainingPass
@@ -33,11 +30,11 @@ PASSES = 2  # before memory is read
 
 
 class Block(nn.Module):
-    """A transformer block of GPT-2: causal attention, a hidden layer of 4 times the width."""
+    """A transformer block of GPT-2: causal attention with dropout of its weights, 4 times the width between."""
 
-    def __init__(self, width: int, p: float, heads: int = 4, *, drop_weights: bool = True) -> None:
+    def __init__(self, width: int, p: float, heads: int = 4) -> None:
         super().__init__()
-        self.heads, self.drop_weights = heads, drop_weights
+        self.heads = heads
         self.first, self.second = nn.LayerNorm(width), nn.LayerNorm(width)
         self.attend, self.project = nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.hidden = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
@@ -47,37 +44,25 @@ class Block(nn.Module):
         batch, tokens, width = x.shape
         heads = self.attend(self.first(x)).view(batch, tokens, 3, self.heads, width // self.heads)
         query, key, value = heads.permute(2, 0, 3, 1, 4)
-        if self.drop_weights:
-            scores = query @ key.transpose(-2, -1) * (width // self.heads) ** -0.5
-            later = torch.ones(tokens, tokens, dtype=torch.bool).triu(1)
-            attended = self.of_weights(scores.masked_fill(later, -torch.inf).softmax(dim=-1)) @ value
-        else:
-            attended = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        scores = query @ key.transpose(-2, -1) * (width // self.heads) ** -0.5
+        later = torch.ones(tokens, tokens, dtype=torch.bool).triu(1)
+        attended = self.of_weights(scores.masked_fill(later, -torch.inf).softmax(dim=-1)) @ value
         x = x + self.of_attention(self.project(attended.transpose(1, 2).reshape(x.shape)))
         result: Tensor = x + self.of_hidden(self.hidden(self.second(x)))
         return result
 
 
 def blocks() -> nn.Module:
-    """Two transformer blocks, with dropout of their input as well."""
     return nn.Sequential(nn.Dropout(0.1), Block(256, 0.1), Block(256, 0.1))
 
 
-def gpt() -> nn.Module:
-    """The blocks of GPT-2 with 124 million parameters: 24 dropout layers."""
-    return nn.Sequential(*(Block(768, 0.1, 12, drop_weights=False) for _ in range(12)))
-
-
 def resnet50() -> nn.Module:
-    """ResNet-50 with dropout before its last layer."""
     model = torchvision.models.resnet50()
     model.fc = nn.Sequential(nn.Dropout(0.5), model.fc)
     return model  # type: ignore[no-any-return]
 
 
 class Case(NamedTuple):
-    """A model and what it is measured on."""
-
     make: Callable[[], nn.Module]
     shape: tuple[int, ...]  # of a batch
     repeats: int
@@ -90,88 +75,74 @@ CASES = {
     "ResNet-50, 4 x 224 pixels": Case(resnet50, (4, 3, 224, 224), 8),
     "ViT-B/16, 4 x 224 pixels": Case(lambda: torchvision.models.vit_b_16(dropout=0.1), (4, 3, 224, 224), 8),
 }
-GPU_CASES = {"GPT of 12 blocks, width 768, 16 x 1024 tokens, bf16": Case(gpt, (16, 1024, 768), 40, bf16=True)}
 
 
 def measure(options: Options) -> Result:
-    """Measure each model in a process of its own, and each side's memory in another."""
-    on_gpu = torch.cuda.is_available()
-    cases = GPU_CASES if on_gpu else CASES
-    result = Result(settings={"p": 0.1} | ({} if on_gpu else {"threads": 1, "p of ResNet-50": 0.5}))
-    output = options.folder / "dropout.json"
-
-    def run(name: str, repeats: int, side: str) -> Any:
-        order = {"case": name, "repeats": repeats, "side": side, "output": str(output)}
-        run_python("benchmarks.dropout", json.dumps(order))
-        return json.loads(output.read_text())
+    result = Result(settings={"threads": 1, "p": 0.1, "p of ResNet-50": 0.5})
 
     def time_case(name: str, _: int) -> None:
-        for side, milliseconds in run(name, options.number(cases[name].repeats), "").items():
+        repeats = options.number(CASES[name].repeats)
+        for side, milliseconds in call("benchmarks.dropout:time_passes", name, repeats).items():
             for value in milliseconds:
                 result.add(f"{name}: {side}", value, "ms")
         ratio = result.ratio(f"{name}: by samples / torch's", f"{name}: {BY_SAMPLES}", f"{name}: {OF_TORCH}")
-        limit = 1.03 if on_gpu else 1.1
         result.ratio(f"{name}: torch's / none", f"{name}: {OF_TORCH}", f"{name}: {NONE}")
-        result.targets.append(Target(f"{name}: a pass, of one with torch's dropout", ratio, "x", at_most=limit))
+        result.targets.append(Target(f"{name}: a pass, of one with torch's dropout", ratio, "x", at_most=1.1))
 
-    def measure_memory(name: str, side: str, _: int) -> None:
-        result.add(f"{name}: most memory, {side}", run(name, 0, side) / 2**20, "MiB")
+    def add_memory(name: str, side: str, _: int) -> None:
+        result.add(f"{name}: most memory, {side}", call("benchmarks.dropout:measure_memory", name, side) / 2**20, "MiB")
 
-    for name, case in cases.items():
+    for name, case in CASES.items():
         interleaved(options, result, {name: functools.partial(time_case, name)}, 1)
         if case.make is not resnet50:  # whose dropout is of 8,192 values
-            memory = {side: functools.partial(measure_memory, name, side) for side in SIDES}
+            memory = {side: functools.partial(add_memory, name, side) for side in SIDES}
             interleaved(options, result, memory, options.number(3))
     return result
 
 
-def passes(case: Case, device: torch.device) -> dict[str, Callable[[], None]]:
-    """Return a function for each side that does a forward and a backward pass on the device."""
+def make_passes(name: str) -> dict[str, Callable[[], None]]:
+    """Return a function for each side that does a forward and a backward pass on one thread."""
+    torch.set_num_threads(1)
+    keep_freed_memory()
     torch.manual_seed(0)
-    model = case.make().train().to(device)
+    case = CASES[name]
+    model = case.make().train()
     models = {BY_SAMPLES: copy.deepcopy(model), OF_TORCH: copy.deepcopy(model), NONE: model}
     for layer in model.modules():
         if isinstance(layer, nn.Dropout):
             layer.p = 0.0
     this_pass = TrainingPass()
     make_dropout_rank_independent(models[BY_SAMPLES], this_pass)
-    inputs = torch.randn(case.shape, device=device)
+    inputs = torch.randn(case.shape)
     samples = np.arange(len(inputs), dtype=np.int32)
 
     def do_pass(side: str) -> None:
         if side == BY_SAMPLES:
-            this_pass.begin_pass(0, 0, samples, device)
-        with torch.autocast(device.type, dtype=torch.bfloat16, enabled=case.bf16):
+            this_pass.begin_pass(0, 0, samples, torch.device("cpu"))
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=case.bf16):
             output = models[side](inputs)
         functional.mse_loss(output.float(), torch.zeros_like(output).float()).backward()  # type: ignore[no-untyped-call]
         models[side].zero_grad(set_to_none=True)
-        if device.type == "cuda":
-            torch.cuda.synchronize()
 
     return {side: lambda side=side: do_pass(side) for side in SIDES}  # type: ignore[misc]
 
 
-def run_order(order: dict[str, Any]) -> Any:
-    """Return the milliseconds of each pass by side; for a single ``side`` the most memory, in bytes."""
-    on_gpu = torch.cuda.is_available()
-    torch.set_num_threads(1)
-    keep_freed_memory()
-    sides = passes((CASES | GPU_CASES)[order["case"]], torch.device("cuda", 0) if on_gpu else torch.device("cpu"))
-    if order["side"]:
-        for _ in range(PASSES):
-            sides[order["side"]]()
-        return torch.cuda.max_memory_allocated() if on_gpu else most_memory()
-    clock = time.perf_counter if on_gpu else time.process_time
+def measure_memory(case: str, side: str) -> int:
+    """Return the most memory of some passes, in bytes."""
+    sides = make_passes(case)
+    for _ in range(PASSES):
+        sides[side]()
+    return most_memory()
+
+
+def time_passes(case: str, repeats: int) -> dict[str, list[float]]:
+    """Return the milliseconds of each pass by side."""
+    sides = make_passes(case)
     found: dict[str, list[float]] = {side: [] for side in SIDES}
-    for repeat in range(order["repeats"] + 1):
+    for repeat in range(repeats + 1):
         for side, do_pass in sides.items():
-            begin = clock()
+            begin = time.process_time()
             do_pass()
             if repeat:  # the first is for warming up
-                found[side].append(1000 * (clock() - begin))
+                found[side].append(1000 * (time.process_time() - begin))
     return found
-
-
-if __name__ == "__main__":
-    received = json.loads(sys.argv[1])
-    Path(received["output"]).write_text(json.dumps(run_order(received)))

@@ -7,10 +7,9 @@ neither. The plain loop evaluates 1,000 samples at a time, as the tutorial has i
 and a second plain loop, too.
 """
 
-import importlib.util
-import json
 import statistics
 import struct
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.measuring import Options, Result, Target, interleaved
-from benchmarks.running import fashion_mnist, run_library, run_python
+from benchmarks.running import call, fashion_mnist, run_library
 from flyte_ddp.datasets import ImageArrays, open_arrays
 from flyte_ddp.machine import Bf16, bf16_support
 
@@ -36,25 +35,18 @@ OURS = {
 
 
 def measure(options: Options) -> Result:
-    """Measures all sides in turn."""
     size = {"epochs": 1, "max_steps": 8} if options.quick else {"epochs": 2, "max_steps": 0}
     result = Result(settings={**COMMON, **size, "threads_per_rank": 1})
     data = fashion_mnist(options.folder)
-    order = COMMON | size | {"test_batch_size": 1000} | write_idx(open_arrays(data), options.folder / "torchvision")
+    order = COMMON | size | {"task": "images"} | write_idx(open_arrays(data), options.folder / "torchvision")
+    test_batches = {"plain": 1000, SMALL_TEST_BATCH: 250, "lightning": 250}
     peers = {
-        "plain": lambda seed: run_peer(result, options.folder, "plain", order | {"seed": seed}),
-        SMALL_TEST_BATCH: lambda seed: run_peer(
-            result, options.folder, SMALL_TEST_BATCH, order | {"seed": seed, "test_batch_size": 250}
-        ),
+        name: partial(run_peer, result, name, order | {"test_batch_size": size}) for name, size in test_batches.items()
     }
-    if importlib.util.find_spec("lightning"):
-        peers["lightning"] = lambda seed: run_peer(
-            result, options.folder, "lightning", order | {"seed": seed, "test_batch_size": 250}
-        )
-    hp = OURS | size
-    ours = {"fp32": lambda seed: run_ours(result, options.folder, data, "fp32", hp | {"seed": seed})}
-    if bf16_support("cpu") is Bf16.FASTER:
-        ours["bf16"] = lambda seed: run_ours(result, options.folder, data, "bf16", hp | {"seed": seed})
+    precisions = ("fp32", "bf16") if bf16_support("cpu") is Bf16.FASTER else ("fp32",)
+    ours = {
+        precision: partial(run_ours, result, options.folder, data, precision, OURS | size) for precision in precisions
+    }
     interleaved(options, result, {**peers, **ours}, options.number(5))
     for name in (name for name in peers if f"{name}: last epoch" in result.series):
         for side, factor in zip(ours, (2.3, 3.5), strict=False):
@@ -65,34 +57,29 @@ def measure(options: Options) -> Result:
     return result
 
 
-def run_ours(result: Result, folder: Path, data: Path, precision: str, hp: dict[str, Any]) -> None:
-    """One run of the library; ``auto`` is what chooses bf16 here."""
-    hp |= {"precision": "auto" if precision == "bf16" else precision}
-    done = run_library(hp, data, folder / f"run-{precision}-{hp['seed']}")
+def run_ours(result: Result, folder: Path, data: Path, precision: str, hp: dict[str, Any], seed: int) -> None:
+    """Add one run of the library; ``auto`` is what chooses bf16 here."""
+    hp = hp | {"precision": "auto" if precision == "bf16" else precision, "seed": seed}
+    done = run_library(hp, data, folder / "run")
     note(result, precision, done.epoch_seconds(), done.of("evaluation")[-1]["test_accuracy"])
     seconds = done.of("end")[0]["seconds"]
     for part in ("data", "forward_backward", "communication", "evaluation", "other"):
         result.add(f"{precision}: share of {part} in all time", seconds[part] / seconds["total"], "%")
 
 
-def run_peer(result: Result, folder: Path, name: str, order: dict[str, Any]) -> None:
-    """One run of ``plain_ddp`` or ``lightning_ddp``, whichever the name begins with."""
-    peer = name.partition(" ")[0]
-    output = folder / f"{peer}-{order['seed']}.json"
-    run_python(f"benchmarks.{peer}_ddp", json.dumps(order | {"output": str(output)}))
-    epochs = json.loads(output.read_text())
+def run_peer(result: Result, name: str, order: dict[str, Any], seed: int) -> None:
+    epochs = call("benchmarks.peers:run_peer", order | {"side": name.partition(" ")[0], "seed": seed})
     note(result, name, [epoch["seconds"] for epoch in epochs], epochs[-1]["accuracy"])
 
 
 def note(result: Result, side: str, seconds: list[float], accuracy: float) -> None:
-    """Adds the measurements of one run."""
     result.add(f"{side}: first epoch", seconds[0], "s")
     result.add(f"{side}: last epoch", seconds[-1], "s")
     result.add(f"{side}: test accuracy", accuracy, "%")
 
 
 def accuracy_gap(result: Result, side: str) -> Target:
-    """The mean gain in test accuracy over the plain loop; it must not be below 0 by more than two standard errors."""
+    """Return the mean gain in test accuracy over the plain loop; at least 0 less two standard errors."""
     pairs = zip(result.values(f"{side}: test accuracy"), result.values("plain: test accuracy"), strict=True)
     gaps = [ours - theirs for ours, theirs in pairs]
     error = statistics.stdev(gaps) / len(gaps) ** 0.5 if len(gaps) > 1 else 0.0
@@ -101,7 +88,7 @@ def accuracy_gap(result: Result, side: str) -> Target:
 
 
 def write_idx(arrays: ImageArrays, folder: Path) -> dict[str, Any]:
-    """Writes the files that torchvision's FashionMNIST reads, and returns where they are and how to normalise."""
+    """Write the files that torchvision's FashionMNIST reads, and return where they are and how to normalise."""
     raw = folder / "FashionMNIST" / "raw"
     raw.mkdir(parents=True)
     for name, images, labels in (
@@ -114,6 +101,5 @@ def write_idx(arrays: ImageArrays, folder: Path) -> dict[str, Any]:
 
 
 def write_idx_file(path: Path, values: NDArray[np.uint8]) -> None:
-    """One array in the IDX format, not compressed."""
     header = struct.pack(f">BBBB{values.ndim}I", 0, 0, 8, values.ndim, *values.shape)
     path.write_bytes(header + values.tobytes())

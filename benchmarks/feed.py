@@ -3,8 +3,6 @@
 A step is 500 small operations and their backward pass, as a GPU's host starts them; decoding has the other core.
 """
 
-import json
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -16,7 +14,7 @@ from torch import Tensor, nn
 
 from benchmarks import generated_images
 from benchmarks.measuring import Options, Result, Target, interleaved
-from benchmarks.running import run_python
+from benchmarks.running import call
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import fetch, open_prepared
 from flyte_ddp.hardware import detect_hardware
@@ -38,8 +36,6 @@ POOLS: dict[str, Callable[[Sequence[Any]], LoaderThreads | LoaderPool]] = {
 
 
 class ManyOperations(nn.Module):
-    """A network of many operations on few numbers."""
-
     def __init__(self) -> None:
         super().__init__()
         self.pool, self.last = nn.AdaptiveAvgPool2d(4), nn.Linear(48, 10)
@@ -54,16 +50,14 @@ class ManyOperations(nn.Module):
 
 
 def measure(options: Options) -> Result:
-    """Measure all sides in each of some processes, in alternating epochs."""
     result = Result(settings={"operations": OPERATIONS, "batch": BATCH, "side": SIDE, "images": IMAGES})
     images = PER_SHARD if options.quick else IMAGES
     index = generated_images.write_shards(options.folder / "shards", images // PER_SHARD, PER_SHARD)
-    output = options.folder / "rates.json"
 
     def run(number: int) -> None:
         order = {"index": str(index), "folder": str(options.folder / f"{number}"), "images": images}
-        run_python("benchmarks.feed", json.dumps({**order, "rounds": 1 if options.quick else 4, "output": str(output)}))
-        for side, rates in json.loads(output.read_text()).items():
+        order["rounds"] = 1 if options.quick else 4
+        for side, rates in call("benchmarks.feed:measure_rates", order).items():
             for rate in rates:
                 result.add(side, rate, "images/s")
 
@@ -76,7 +70,6 @@ def measure(options: Options) -> Result:
 
 
 def open_training(side: str, order: dict[str, Any]) -> Split:
-    """Return the training split of a side."""
     if side == "arrays":
         pixels = np.random.default_rng(0).integers(0, 256, (order["images"], SIDE, SIDE, 3), np.uint8)
         labels = np.arange(order["images"]) % 10
@@ -98,7 +91,6 @@ def open_training(side: str, order: dict[str, Any]) -> Split:
 
 
 def load_epoch(split: Split, epoch: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the batches of an epoch."""
     batches = split.order.batches(epoch, BATCH)
     for samples in split.iterate_with_prefetch(batches, lambda batch: [batch], epoch, BATCH):
         batch = split.load_batch(samples, epoch)
@@ -117,7 +109,7 @@ def train_epoch(split: Split, model: nn.Module, optimizer: torch.optim.Optimizer
     return images / (time.perf_counter() - begin)
 
 
-def run_order(order: dict[str, Any]) -> dict[str, list[float]]:
+def measure_rates(order: dict[str, Any]) -> dict[str, list[float]]:
     """Return the images/s of the sides' epochs, after one epoch of each in which everything starts."""
     torch.set_num_threads(1)
     keep_freed_memory()
@@ -129,8 +121,3 @@ def run_order(order: dict[str, Any]) -> dict[str, list[float]]:
         for side, split in splits.items():
             rates[side].append(train_epoch(split, model, optimizer, epoch))
     return {side: values[1:] for side, values in rates.items()}
-
-
-if __name__ == "__main__":
-    received = json.loads(sys.argv[1])
-    Path(received["output"]).write_text(json.dumps(run_order(received)))

@@ -40,7 +40,6 @@ RULES: dict[str, Rule] = {
 
 
 def measure(options: Options) -> Result:
-    """Simulates equal, better and slowly worsening challengers."""
     random = np.random.default_rng(0)
     years, pairs, nights = (5, 100, 20) if options.quick else (200, 2000, NIGHTS)
     result = Result(settings={"samples": SAMPLES, "discordant": DISCORDANT, "alpha": ALPHA, "nights": nights})
@@ -104,7 +103,6 @@ def measure_objective(random: np.random.Generator, objective: str, lives: int) -
 def score_model(
     random: np.random.Generator, objective: str, truth: NDArray[np.float64], error: float = 1.0, tails: float = 5.0
 ) -> NDArray[np.float64]:
-    """Scores of one of many equally good models."""
     return score_samples(OBJECTIVES[objective], simulate_columns(random, objective, truth, error, tails))
 
 

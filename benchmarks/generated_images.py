@@ -31,12 +31,10 @@ def jpeg(seed: int) -> bytes:
 
 
 def content(number: int) -> bytes:
-    """The image of that number."""
     return jpeg(number % DIFFERENT)
 
 
 def label(number: int) -> int:
-    """Its class."""
     return number % len(CLASSES)
 
 
@@ -51,7 +49,6 @@ def write_shards(folder: Path, shards: int, per_shard: int, different: int = DIF
 
 
 def write_folder(folder: Path, images: int) -> Path:
-    """Images as class/name.jpg."""
     for name in CLASSES:
         (folder / name).mkdir(parents=True, exist_ok=True)
     for number in range(images):

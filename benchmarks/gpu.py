@@ -21,7 +21,7 @@ from benchmarks import generated_images, rendering
 from benchmarks.chaos import same_weights
 from benchmarks.measuring import Options, Result, Target, taken
 from benchmarks.overhead import add_steps
-from benchmarks.running import ROOT, environment, run_python, write_data
+from benchmarks.running import ROOT, call, environment, write_data
 from benchmarks.step_sides import make_images
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.json_lines import read_records
@@ -70,11 +70,11 @@ class Check:
 
     def time_decoding(self, limit: float) -> None:
         """Decode and crop photos in as many processes as a rank with a GPU has."""
-        workers, output = max(1, count_cores() - 1), self.options.folder / "decoding.json"
+        workers = max(1, count_cores() - 1)
         order = {"side": "decode and crop alone, processes", "workers": workers, "different": DIFFERENT, "epochs": 2}
-        order |= {"images": workers * (10 if self.options.quick else 400), "output": str(output)}
-        run_python("benchmarks.loader_run", json.dumps(order), limit=limit)
-        self.result.add(DECODING, json.loads(output.read_text())["rate"], "images/s")
+        order |= {"images": workers * (10 if self.options.quick else 400)}
+        found = call("benchmarks.image_loaders:measure_loader", order, limit=limit)
+        self.result.add(DECODING, found["rate"], "images/s")
 
     def time_shards(self, limit: float) -> None:
         """Train from shards; the slower of a bare step and of bare decoding is the most that is possible."""
@@ -97,9 +97,9 @@ class Check:
         if self.options.quick:
             hp |= {"model": "small_cnn", "batch_size": 8, "max_steps": 400}
         end, checkpoints = time.perf_counter() + limit, self.options.folder / "killed" / "unfinished" / "checkpoints"
-        command = [sys.executable, "-m", "benchmarks.gpu"]
+        command = [sys.executable, "-m", "benchmarks.child", "benchmarks.gpu:train", "/dev/null"]
         undisturbed, killed = (
-            subprocess.Popen([*command, self.make_order(name, hp)], cwd=ROOT, env=environment({}))
+            subprocess.Popen([*command, json.dumps(self.list_arguments(name, hp))], cwd=ROOT, env=environment({}))
             for name in ("undisturbed", "killed")
         )
         try:
@@ -109,7 +109,7 @@ class Check:
                 time.sleep(0.01)
             killed.kill()
             killed.wait()
-            run_python("benchmarks.gpu", self.make_order("killed", hp), limit=end - time.perf_counter())
+            call("benchmarks.gpu:train", *self.list_arguments("killed", hp), limit=end - time.perf_counter())
             if undisturbed.wait(max(1.0, end - time.perf_counter())):
                 raise RuntimeError("the run that nothing disturbs failed")
         finally:
@@ -121,19 +121,18 @@ class Check:
         self.add_target("a run that is killed: weights are equal bit for bit", equal, 1, unit="%")
 
     def compare_ranks(self, limit: float) -> None:
-        """Train on one rank and on two, in fp64."""
         hp = {**RUN, "model": "small_cnn", "precision": "fp64", "batch_size": 32, "max_steps": 20}
         losses = []
         for ranks in (1, 2):
             name = f"{ranks} ranks"
-            run_python("benchmarks.gpu", self.make_order(name, {**hp, "num_ranks": ranks}), limit=limit / 2)
+            call("benchmarks.gpu:train", *self.list_arguments(name, {**hp, "num_ranks": ranks}), limit=limit / 2)
             losses.append([record["loss"] for record in self.read_metrics(name) if record["kind"] == "train"])
         difference = max(abs(one - two) for one, two in zip(*losses, strict=True))
         self.add_target("two ranks: largest difference of a loss", 1e9 * difference, at_most=1000, unit="billionths")
 
-    def make_order(self, name: str, hp: dict[str, Any]) -> str:
-        """Return what this module is to be run with to train in the folder of that name."""
-        return json.dumps({"hp": hp, "folder": str(self.options.folder / name), "quick": self.options.quick})
+    def list_arguments(self, name: str, hp: dict[str, Any]) -> tuple[dict[str, Any], str, bool]:
+        """Return what ``train`` is given to train in the folder of that name."""
+        return hp, str(self.options.folder / name), self.options.quick
 
     def read_metrics(self, name: str) -> list[dict[str, Any]]:
         return read_records(self.options.folder / name / "metrics.jsonl")
@@ -154,7 +153,6 @@ def describe_device(gpus: int) -> dict[str, Any]:
 
 
 def measure(options: Options) -> Result:
-    """Measure all cases, and print a table and what was missed."""
     gpus, patience = count_gpus(), 10 if options.quick else 1
     end = time.perf_counter() + patience * WHOLE_SECONDS
     if not gpus and not options.quick:
@@ -182,15 +180,11 @@ def measure(options: Options) -> Result:
     return result
 
 
-def train(order: dict[str, Any]) -> None:
-    """Train on generated images as the order says."""
-    folder = Path(order["folder"])
+def train(hp: dict[str, Any], run: str, quick: bool) -> None:
+    """Train on generated images in the folder ``run``."""
+    folder = Path(run)
     data = folder.with_name(f"{folder.name} data")
     if not data.exists():
-        write_data(data, make_images(64 if order["quick"] else 10_240, 32, 3, 10))
+        write_data(data, make_images(64 if quick else 10_240, 32, 3, 10))
     settings = Settings(progress="off", wandb_mode="disabled", checkpoint_seconds=0.2)
-    run_training(Hyperparameters(**order["hp"]), data, folder, settings)
-
-
-if __name__ == "__main__":
-    train(json.loads(sys.argv[1]))
+    run_training(Hyperparameters(**hp), data, folder, settings)

@@ -8,6 +8,9 @@ where the batch is normalised by the library's own function.
 
 import json
 import multiprocessing
+import tempfile
+import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
@@ -21,6 +24,7 @@ from torchvision import transforms
 from torchvision.transforms import v2
 
 from benchmarks import generated_images
+from benchmarks.running import most_memory
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import fetch, open_prepared
 from flyte_ddp.hardware import detect_hardware
@@ -56,7 +60,6 @@ class AsDocumented:
         )
 
     def __call__(self, image: Any) -> Tensor:
-        """[3, SIZE, SIZE]."""
         result: Tensor = self.of_tensors(image) if isinstance(image, Tensor) else self.of_pillow(image)
         return result
 
@@ -68,7 +71,6 @@ class Fast:
         self.crop = v2.Compose([v2.RandomResizedCrop(SIZE, antialias=True), v2.RandomHorizontalFlip()])
 
     def __call__(self, stored: bytes | memoryview) -> Tensor:
-        """[3, SIZE, SIZE]."""
         result: Tensor = self.crop(torch.from_numpy(decode_image(bytes(stored))).permute(2, 0, 1))
         return result
 
@@ -80,7 +82,6 @@ def normalised(batches: Iterable[Any]) -> Iterator[Tensor]:
 
 
 def images_of(batches: Iterable[Any]) -> Iterator[Tensor]:
-    """The images of batches of images and labels."""
     for images, _ in batches:
         yield images
 
@@ -117,7 +118,6 @@ def ours_uint8(order: dict[str, Any], folder: Path) -> Epoch:
 
 
 def webdataset(order: dict[str, Any], _: Path, *, fast: bool = False) -> Epoch:
-    """webdataset's pipeline with its own loader."""
     import webdataset as wds
 
     index = Path(order["dataset"].partition(":")[2])
@@ -133,7 +133,6 @@ def webdataset(order: dict[str, Any], _: Path, *, fast: bool = False) -> Epoch:
 
 
 def wids(order: dict[str, Any], folder: Path, *, fast: bool = False) -> Epoch:
-    """wids' indexed data set with its chunked sampler."""
     import wids as library
 
     index = order["dataset"].partition(":")[2]
@@ -155,7 +154,6 @@ def wids(order: dict[str, Any], folder: Path, *, fast: bool = False) -> Epoch:
 
 
 def litdata(order: dict[str, Any], _: Path, *, fast: bool = False) -> Epoch:
-    """LitData's streaming data set, from its own chunks."""
     from litdata import StreamingDataLoader, StreamingDataset
 
     transform = Fast() if fast else AsDocumented()
@@ -195,7 +193,6 @@ def decode_and_crop(stored: Sequence[bytes]) -> int:
 
 
 def bare_threads(order: dict[str, Any], _: Path) -> Epoch:
-    """Decoding and cropping alone, in as many threads."""
     return in_workers(ThreadPoolExecutor(WORKERS), WORKERS, range(order["images"]))
 
 
@@ -220,12 +217,10 @@ def in_workers(pool: Executor, workers: int, images: Sequence[int]) -> Epoch:
 
 
 def part_decoded(numbers: Sequence[int]) -> int:
-    """Decodes and crops the images of these numbers."""
     return decode_and_crop([generated_images.content(number) for number in numbers])
 
 
 def fast(side: Callable[..., Epoch]) -> Side:
-    """A peer with our decoder."""
     return lambda order, folder: side(order, folder, fast=True)
 
 
@@ -241,3 +236,17 @@ SIDES: dict[str, Side] = {
     "decode and crop alone, threads": bare_threads,
     "decode and crop alone, processes": bare_processes,
 }
+
+
+def measure_loader(order: dict[str, Any]) -> dict[str, float]:
+    """Return the images a second in the last of some epochs, their number, and the most memory in use, in bytes."""
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)  # the cores are for the two workers or threads that are compared
+    with tempfile.TemporaryDirectory(prefix="flyte-ddp-bench-") as folder:
+        epoch = SIDES[order["side"]](order, Path(folder))
+        for number in range(order["epochs"]):
+            begin, count = time.perf_counter(), 0
+            for images in epoch(number):
+                count += len(images)
+            seconds = time.perf_counter() - begin
+        return {"rate": count / seconds, "images": count, "memory": most_memory()}

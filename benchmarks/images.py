@@ -6,14 +6,13 @@ is left when nothing is read and no batch is made: decoding and cropping images 
 two processes, whichever is faster. With eight times the shards, and so images, each must cost the same.
 """
 
-import json
 from collections.abc import Callable
 from typing import Any
 
 from benchmarks import generated_images
 from benchmarks.image_loaders import SIDES, write_chunks
 from benchmarks.measuring import Options, Result, Target, interleaved
-from benchmarks.running import run_python
+from benchmarks.running import call
 
 SHARDS, MORE = 8, 8
 BARE = ("decode and crop alone, threads", "decode and crop alone, processes")
@@ -21,7 +20,6 @@ MANY = f"ours, {MORE} x the shards"
 
 
 def measure(options: Options) -> Result:
-    """All sides in turn."""
     per_shard = 20 if options.quick else 500
     images = SHARDS * per_shard
     few = generated_images.write_shards(options.folder / "few", SHARDS, per_shard)
@@ -29,14 +27,13 @@ def measure(options: Options) -> Result:
     order: dict[str, Any] = {"batch_size": 64, "dataset": f"shards:{few}"}
     order |= {"chunks": write_chunks(options.folder / "chunks", images)}
     order |= {"test_dataset": f"shards:{generated_images.write_shards(options.folder / 'tests', 1, 10)}"}
-    order |= {"images": images, "epochs": 2, "output": str(options.folder / "rate.json")}
+    order |= {"images": images, "epochs": 2}
     size = sum(len(generated_images.content(number)) for number in range(images)) // images
     result = Result(settings={"shards": SHARDS, "images": images, "bytes_per_image": size, "batch_size": 64})
 
     def side(name: str, **changes: Any) -> Callable[[int], None]:
         def run(_: int) -> None:
-            run_python("benchmarks.loader_run", json.dumps(order | {"side": name} | changes))
-            found = json.loads((options.folder / "rate.json").read_text())
+            found = call("benchmarks.image_loaders:measure_loader", order | {"side": name} | changes)
             label = MANY if changes else name
             result.add(label, found["rate"], "images/s")
             if name == "ours":

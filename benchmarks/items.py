@@ -4,12 +4,9 @@ Batches of 64. Cheap items are a row of 50 numbers and one number; expensive one
 transforms of 4,096 numbers, and give 50 KiB. Ours also seeds three random generators for each item.
 """
 
-import json
-import sys
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,7 +16,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from benchmarks.measuring import Options, Result, Target, interleaved
-from benchmarks.running import run_python
+from benchmarks.running import call
 from flyte_ddp.datasets.on_demand_set import OnDemand, OnDemandSet, on_demand
 from flyte_ddp.loading.own_items import ItemLoader, OnDemandItems
 from flyte_ddp.loading.worker_sources import ItemBatches
@@ -32,8 +29,6 @@ Item = tuple[NDArray[np.float32], NDArray[np.float32]]
 
 
 class Items(Dataset[Item]):
-    """A data set whose items are computed."""
-
     def __init__(self, kind: str, number: int) -> None:
         self.kind, self.number = kind, number
         self.table = np.random.default_rng(0).standard_normal((1000, 51), dtype=np.float32)
@@ -59,15 +54,11 @@ def make_set(source: str) -> OnDemand:
 
 
 def measure(options: Options) -> Result:
-    """Measure each kind of items and each side in a process of its own."""
     result = Result(settings={"workers": WORKERS, "batch": BATCH, "items": ITEMS})
-    output = options.folder / "rates.json"
 
     def run(kind: str, side: str, _: int) -> None:
         items = 4 * BATCH if options.quick else ITEMS[kind]
-        order = {"kind": kind, "side": side, "items": items, "output": str(output)}
-        run_python("benchmarks.items", json.dumps(order))
-        for rate in json.loads(output.read_text()):
+        for rate in call("benchmarks.items:measure_rates", kind, side, items):
             result.add(f"{kind}: {side}", rate, "items/s")
 
     for kind in ITEMS:
@@ -79,7 +70,6 @@ def measure(options: Options) -> Result:
 
 
 def our_epochs(kind: str, number: int) -> Callable[[int], Iterator[Tensor]]:
-    """Return a function that yields the inputs of an epoch's batches."""
     data = OnDemandSet("benchmarks.items:make_set", f"{kind} {number}", number, 1, (), "")
     loader = ItemLoader(OnDemandItems(data, "train"), "train", "stacked", 0)
     source = ItemBatches(loader, LoaderPool([loader], WORKERS), torch.device("cpu"))
@@ -99,23 +89,17 @@ def our_epochs(kind: str, number: int) -> Callable[[int], Iterator[Tensor]]:
 
 
 def their_epochs(kind: str, number: int) -> Callable[[int], Iterator[Tensor]]:
-    """Return a function that yields the inputs of an epoch's batches."""
     loader = DataLoader(Items(kind, number), BATCH, shuffle=True, num_workers=WORKERS, persistent_workers=True)
     return lambda _: (inputs for inputs, _ in loader)
 
 
-def run_order(order: dict[str, Any]) -> list[float]:
+def measure_rates(kind: str, side: str, items: int) -> list[float]:
     """Return the items/s of each epoch but the first, in which processes start."""
     torch.set_num_threads(1)
-    epoch = (our_epochs if order["side"] == "ours" else their_epochs)(order["kind"], order["items"])
+    epoch = (our_epochs if side == "ours" else their_epochs)(kind, items)
     rates = []
     for count in range(EPOCHS + 1):
         begin = time.perf_counter()
         found = sum(len(inputs) for inputs in epoch(count))
         rates.append(found / (time.perf_counter() - begin))
     return rates[1:]
-
-
-if __name__ == "__main__":
-    received = json.loads(sys.argv[1])
-    Path(received["output"]).write_text(json.dumps(run_order(received)))

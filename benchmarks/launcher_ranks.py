@@ -42,5 +42,4 @@ def bare_rank(rank: int, folder: str) -> None:
 
 
 def bare_worker(folder: str) -> None:
-    """The same, in a worker of Elastic's."""
     bare_rank(int(os.environ["RANK"]), folder)

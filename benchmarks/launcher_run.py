@@ -10,15 +10,18 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import workflows.training  # noqa: F401
 from benchmarks.launcher_ranks import PIDS, RANKS, bare_rank, bare_worker
+from benchmarks.own_loop import open_launcher
 from benchmarks.running import most_memory
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import RankError
 from flyte_ddp.hardware import choose_hardware, request_ranks
+from flyte_ddp.json_lines import read_records
 from flyte_ddp.machine import Capacity, Request, detect_capacity
 from flyte_ddp.run import run_training
 from flyte_ddp.runs.run_folder import UNFINISHED
@@ -29,14 +32,12 @@ Find = Callable[[Request], Capacity]
 
 
 def bare_spawn(folder: str) -> None:
-    """torch's own."""
     from torch.multiprocessing.spawn import spawn
 
     spawn(bare_rank, (folder,), RANKS)  # type: ignore[no-untyped-call]
 
 
 def bare_elastic(folder: str) -> None:
-    """torch's own."""
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     config = LaunchConfig(
@@ -53,56 +54,33 @@ def bare_elastic(folder: str) -> None:
 
 
 def bare_ray(folder: str) -> None:
-    """Two tasks."""
     import ray
 
     ray.get([ray.remote(bare_rank).options(num_cpus=1).remote(rank, folder) for rank in range(RANKS)])
 
 
-def bare_ray_train(folder: str) -> None:
-    """Ray Train's own way to two workers, which have formed a group when the function begins."""
-    from ray.train import RunConfig, ScalingConfig, get_context
-    from ray.train.torch import TorchConfig, TorchTrainer
-
-    def train() -> None:
-        bare_rank(get_context().get_world_rank(), folder)
-
-    scaling, run = ScalingConfig(num_workers=RANKS), RunConfig(storage_path=folder)
-    TorchTrainer(train, torch_config=TorchConfig(backend="gloo"), scaling_config=scaling, run_config=run).fit()
-
-
 def bare_dask(client: Any, folder: str) -> None:
-    """Two tasks, each on a worker of its own."""
     workers = list(client.scheduler_info(n_workers=-1)["workers"])
     client.gather([client.submit(bare_rank, rank, folder, workers=[workers[rank]]) for rank in range(RANKS)])
 
 
 @contextmanager
 def engine(name: str) -> Iterator[tuple[Launch, Find, Callable[[str], None]]]:
-    """Our launcher, what it finds there, and the bare one, on a cluster that stands."""
+    """Yield our launcher, what it finds there, and the bare one, on a cluster that stands."""
     if name == "spawn":
         from flyte_ddp.launch import spawn
 
         yield spawn.launch, detect_capacity, bare_spawn
-    elif name == "elastic":
-        from flyte_ddp.launch import elastic
-
-        yield elastic.launch, elastic.find_capacity, bare_elastic
-    elif name in ("ray", "ray train"):
-        from flyte_ddp.launch import ray
-
-        with ray.connected():
-            yield ray.launch, ray.find_capacity, bare_ray if name == "ray" else bare_ray_train
-    else:
-        from flyte_ddp.launch import dask
-
-        with dask.connected(num_ranks=RANKS) as client:
-            find = partial(dask.find_capacity, client=client)
-            yield partial(dask.launch, client=client), find, partial(bare_dask, client)
+        return
+    with open_launcher(name) as (launch, client):
+        launcher = import_module(f"flyte_ddp.launch.{name}")
+        find = partial(launcher.find_capacity, client=client) if client else launcher.find_capacity
+        bare: dict[str, Callable[[str], None]] = {"elastic": bare_elastic, "ray": bare_ray}
+        yield launch, find, bare.get(name, partial(bare_dask, client))
 
 
 def main(request: str) -> None:
-    """Runs what the request (JSON) says, and leaves what was measured in ``found.json``."""
+    """Run what the request (JSON) says, and leave what was measured in ``found.json``."""
     order = json.loads(request)
     folder = Path(order["folder"])
     folder.mkdir(parents=True)
@@ -120,7 +98,6 @@ def main(request: str) -> None:
 
 
 def ours(order: dict[str, Any], run: Path, launch: Launch, find_capacity: Find, began: float) -> dict[str, float]:
-    """Trains; what was measured."""
     changes = {"first step": {"max_steps": 1, "log_interval": 1}, "train": {}, "kill": {"max_steps": 100_000}}
     hp = Hyperparameters(**{**order["hp"], **changes[order["what"]]})
     killed: list[float] = []
@@ -132,13 +109,13 @@ def ours(order: dict[str, Any], run: Path, launch: Launch, find_capacity: Find, 
         run_training(hp, Path(order["data"]), run, settings, launch=launch, hardware=hardware)
     except RankError:
         return {"seconds": time.time() - killed[0]}
-    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    records = read_records(run / "metrics.jsonl")
     first = next(record for record in records if record["kind"] == "train")
     return {"seconds": first["time"] - began, "rate": records[-1]["samples_per_second"]}
 
 
 def kill_rank_1(run: Path, killed: list[float]) -> None:
-    """Kills it when the run has come to its first record, and notes when that was."""
+    """Kill it when the run has come to its first record, and note when that was."""
     metrics = run / UNFINISHED / "metrics.jsonl"
     while not metrics.exists() or '"train"' not in metrics.read_text():
         time.sleep(0.01)

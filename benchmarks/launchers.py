@@ -5,10 +5,9 @@ machine that stands, with workers that have run nothing, as Flyte sets one up fo
 the question what hardware there is, in ours to its record; against it stands the engine's own launch of as many ranks
 that import torch, form a gloo group and take a step of a network like the tutorial's under DDP, and nothing else. With
 spawn and Elastic that includes torch in the launcher, and in each rank the calling script, which has imported flytekit,
-as where a task of a workflow's module calls mp.spawn. For Ray these are two tasks; Ray Train, where it is installed,
-is measured beside them. Training's rate is that of a run's end, against spawned ranks. A rank is killed in the middle
-of a run, and the time counts until the launcher raises. Memory is the most that the launching process has had, in runs
-of ours and in bare ones.
+as where a task of a workflow's module calls mp.spawn. For Ray these are two tasks. Training's rate is that of a run's
+end, against spawned ranks. A rank is killed in the middle of a run, and the time counts until the launcher raises.
+Memory is the most that the launching process has had, in runs of ours and in bare ones.
 
 A user's function that joins a gloo group of 2 ranks and adds a number up runs in a script by run_ranks and by torchrun,
 counted from the command to the end of that collective; in a process that has imported flytekit, but not torch, by
@@ -18,18 +17,17 @@ loop calls due() in each step and record() every 50 steps, in blocks of steps in
 """
 
 import functools
-import importlib.util
 import json
 import shutil
+import sys
 from typing import Any
 
 from benchmarks.measuring import Options, Result, Target, interleaved
 from benchmarks.own_functions import ENGINES, measure_own_functions
-from benchmarks.running import fashion_mnist, run_python
+from benchmarks.running import environment, fashion_mnist, run_command
 
 
 def measure(options: Options) -> Result:
-    """Measures all launchers in turn."""
     hp = {
         "dataset": "fashion_mnist",
         "model": "benchmarks.launcher_ranks:tutorial",
@@ -50,7 +48,7 @@ def measure(options: Options) -> Result:
         folder = options.folder / f"{engine}-{what}-{repeat}"
         shutil.rmtree(folder, ignore_errors=True)  # of a try that failed
         order = {"engine": engine, "what": what, "hp": hp, "data": str(data), "folder": str(folder)}
-        run_python("benchmarks.launcher_run", json.dumps(order))
+        run_command([sys.executable, "-m", "benchmarks.launcher_run", json.dumps(order)], environment({}))
         found: dict[str, Any] = json.loads((folder / "found.json").read_text())
         return found
 
@@ -70,8 +68,6 @@ def measure(options: Options) -> Result:
         for engine in ENGINES
         for side in ("bare", "ours")
     }
-    if importlib.util.find_spec("pandas") and importlib.util.find_spec("pyarrow"):  # else Ray Train does not start
-        sides["ray train"] = functools.partial(first_step, "ray train", "bare")
     interleaved(options, result, sides, options.number(7))
     interleaved(
         options, result, {f"{engine}: rate": functools.partial(rate, engine) for engine in ENGINES}, options.number(5)
@@ -86,9 +82,6 @@ def measure(options: Options) -> Result:
         step = f"{engine}: to the first step"
         ratio = result.ratio(f"{step}, ours / bare", f"{step}, ours", f"{step}, bare")
         result.targets.append(Target(f"{step}, times a bare launch", ratio, "x", at_most=1.2))
-    if "ray train: to the first step, bare" in result.series:
-        seconds = result.median("ray train: to the first step, bare")
-        result.targets.append(Target("Ray Train: to the first step of a bare launch", seconds, "s"))
     for engine in ENGINES[1:]:
         ratio = result.ratio(f"{engine} / spawn: rate", f"{engine}: rate", "spawn: rate")
         result.targets.append(Target(f"{engine}: rate, of spawned ranks'", ratio, "%", at_least=0.97))

@@ -19,11 +19,9 @@ class Host:
     core: int
 
     def command(self, *command: str) -> list[str]:
-        """Runs there."""
         return ["ip", "netns", "exec", self.name, "taskset", "--cpu-list", str(self.core), *command]
 
     def kill_all(self) -> None:
-        """Kills what runs there."""
         found = subprocess.run(["ip", "netns", "pids", self.name], check=False, capture_output=True).stdout
         for pid in found.split():
             with suppress(ProcessLookupError):
@@ -66,5 +64,4 @@ def linked_hosts(megabits: int) -> Iterator[tuple[Host, Host]]:
 
 
 def run(*command: str) -> None:
-    """Runs a command."""
     subprocess.run(command, check=True, capture_output=True)

@@ -18,45 +18,25 @@ from flyte_ddp.errors import StoppedError
 from flyte_ddp.files import replace_file
 
 TRIES = 3  # of a measurement whose process fails
-PACKAGES = (
-    "torch",
-    "torchvision",
-    "torchcodec",
-    "pillow",
-    "flytekit",
-    "flytekitplugins-kfpytorch",
-    "lightning",
-    "accelerate",
-    "wandb",
-    "numpy",
-    "webdataset",
-    "wids",
-    "litdata",
-    "ray",
-    "distributed",
-)
+PACKAGES = ["torch", "torchvision", "torchcodec", "pillow", "flytekit", "flytekitplugins-kfpytorch", "lightning"]
+PACKAGES += ["accelerate", "wandb", "numpy", "webdataset", "wids", "litdata", "ray", "distributed"]
 
 
 @dataclass(frozen=True)
 class Options:
-    """How a benchmark is to run."""
-
     repeats: int  # measurements of each side; 0: the benchmark's own number
     quick: bool  # tiny settings, to see that it works; the figures mean nothing
     folder: Path  # a fresh temporary folder
     output: Path  # where results go
-    tutorial: bool = False  # also measure the tutorial's hyperparameters in `preset`, for minutes
     keep: Callable[[Result], object] = lambda _: None  # is given what there is, after each measurement
 
     def number(self, full: int, quick: int = 1) -> int:
-        """Repeats to take: those asked for, else the benchmark's own."""
+        """Return the repeats that are asked for, else the benchmark's own."""
         return self.repeats or (quick if self.quick else full)
 
 
 @dataclass
 class Series:
-    """Repeated measurements of one quantity, in the order in which they were taken."""
-
     unit: str
     values: list[float] = field(default_factory=list)
 
@@ -73,7 +53,7 @@ class Target:
 
     @property
     def met(self) -> bool | None:
-        """Whether the bound is kept; None without a bound."""
+        """Return whether the bound is kept; None without a bound."""
         if self.at_least is None and self.at_most is None:
             return None
         return (self.at_least is None or self.value >= self.at_least) and (
@@ -83,37 +63,31 @@ class Target:
 
 @dataclass
 class Result:
-    """All that a benchmark measured."""
-
     settings: dict[str, Any]
     series: dict[str, Series] = field(default_factory=dict)
     targets: list[Target] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)  # what went wrong, and what became of it
 
     def lengths(self) -> dict[str, int]:
-        """How many measurements each series has."""
         return {label: len(series.values) for label, series in self.series.items()}
 
     def cut(self, lengths: Mapping[str, int]) -> None:
-        """Takes back what was added since the series had these lengths."""
+        """Take back what was added since the series had these lengths."""
         self.series = {label: series for label, series in self.series.items() if label in lengths}
         for label, length in lengths.items():
             del self.series[label].values[length:]
 
     def add(self, label: str, value: float, unit: str) -> None:
-        """Appends one measurement to the series ``label``."""
         self.series.setdefault(label, Series(unit)).values.append(value)
 
     def values(self, label: str) -> list[float]:
-        """The measurements of a series."""
         return self.series[label].values
 
     def median(self, label: str) -> float:
-        """The median of a series."""
         return statistics.median(self.values(label))
 
     def ratio(self, label: str, above: str, below: str) -> float:
-        """Adds the series of the pairs' ratios ``above / below``, and returns its median.
+        """Add the series of the pairs' ratios ``above / below``, and return its median.
 
         A side that was given up has fewer measurements than the other, which are of the first repeats.
         """
@@ -123,7 +97,6 @@ class Result:
 
 
 def summary(values: Sequence[float]) -> dict[str, float]:
-    """Count, median, mean, standard deviation (of the sample), smallest and largest."""
     return {
         "n": len(values),
         "median": statistics.median(values),
@@ -135,7 +108,7 @@ def summary(values: Sequence[float]) -> dict[str, float]:
 
 
 def interleaved(options: Options, result: Result, sides: Mapping[str, Callable[[int], None]], repeats: int) -> None:
-    """Measures A B A B: slow changes of the machine then meet all sides alike.
+    """Measure A B A B: slow changes of the machine then meet all sides alike.
 
     A measurement that fails is taken again, some times; then its side is given up, and the others go on.
 
@@ -154,7 +127,7 @@ def interleaved(options: Options, result: Result, sides: Mapping[str, Callable[[
 
 
 def taken(result: Result, name: str, measure: Callable[[], None], tries: int = TRIES) -> bool:
-    """Takes a measurement, again if it fails; whether that went well."""
+    """Take a measurement, again if it fails; return whether that went well."""
     before = result.lengths()
     for number in range(1, tries + 1):
         try:
@@ -174,7 +147,6 @@ def taken(result: Result, name: str, measure: Callable[[], None], tries: int = T
 
 
 def machine() -> dict[str, Any]:
-    """The processor, its cores that this process may use, and the memory."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     facts = dict(line.split(":", 1) for line in lines if ":" in line)
     facts = {key.strip(): value.strip() for key, value in facts.items()}
@@ -189,7 +161,7 @@ def machine() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Python and the packages that matter; those that are not installed are left out."""
+    """Return those of Python and of the packages that are installed."""
     found = {"python": platform.python_version()}
     for name in PACKAGES:
         try:
@@ -200,7 +172,6 @@ def versions() -> dict[str, str]:
 
 
 def write(path: Path, description: str, result: Result, *, quick: bool, load: float, seconds: float) -> None:
-    """Writes a file with every single measurement."""
     content = {
         "name": path.name.partition(".")[0],
         "description": description,

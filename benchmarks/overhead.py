@@ -5,18 +5,16 @@ one process, in turn, in blocks: the library's step with its data path, its chec
 with the same model and optimiser that does nothing of that (benchmarks/step_sides.py).
 """
 
-import json
 from functools import partial
 from typing import Any
 
 from benchmarks.measuring import Options, Result, Target, interleaved
-from benchmarks.running import LIMIT_SECONDS, run_python
+from benchmarks.running import LIMIT_SECONDS, call
 
 MODELS = ("table of 50 columns, batch 8", "small_cnn, batch 8")
 
 
 def measure(options: Options) -> Result:
-    """Measure each model in a process of its own."""
     result = Result(settings={"threads": 1, "batch_size": 8, "precision": "fp32"})
     order = {"threads": 1, "blocks": options.number(25)}
 
@@ -32,9 +30,7 @@ def measure(options: Options) -> Result:
 
 def add_steps(result: Result, options: Options, order: dict[str, Any], limit: float = LIMIT_SECONDS) -> None:
     """Add the milliseconds of the steps of a case of benchmarks/step_sides.py, which a process of its own takes."""
-    output = options.folder / "steps.json"
-    order |= {"quick": options.quick, "output": str(output)}
-    run_python("benchmarks.step_sides", json.dumps(order), limit=limit)
-    for side, seconds in json.loads(output.read_text()).items():
+    found = call("benchmarks.step_sides:time_blocks", order | {"quick": options.quick}, limit=limit)
+    for side, seconds in found.items():
         for value in seconds:
             result.add(f"{order['case']}: {side}", 1000 * value, "ms")

@@ -1,15 +1,24 @@
-"""Functions for ``launchers`` as users write them, and a script that runs one: by ``torchrun``, or by ``run_ranks``."""
+"""Functions for ``launchers`` as users write them, and what runs one: a script, or a launcher on a standing cluster.
+
+Imports nothing when it is imported, as ranks and workers import it.
+"""
 
 import os
 import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
+TASKS = {"DDP task": "benchmarks.own_ddp_task", "Elastic task": "benchmarks.own_elastic_task"}
 RECORD_STEPS = 50  # from one record to the next
 
 
 def join_and_add() -> float:
-    """Joins by torchrun's variables and adds a number up; when that was done."""
+    """Join by torchrun's variables and add a number up; return when that was done."""
     import torch
     from torch import distributed
 
@@ -21,7 +30,7 @@ def join_and_add() -> float:
 
 
 def step_seconds(blocks: int, steps: int) -> dict[str, list[float]]:
-    """Trains in blocks of steps, in turn plain ones and ones that call due() and record(); seconds of a step in each.
+    """Return the seconds of a step in blocks, in turn plain ones and ones that call due() and record().
 
     Each pair of blocks is followed by the calls alone, of as many steps.
     """
@@ -69,8 +78,48 @@ def step_seconds(blocks: int, steps: int) -> dict[str, list[float]]:
     return found
 
 
+@contextmanager
+def open_launcher(name: str) -> Iterator[tuple[Any, Any]]:
+    """Yield a launcher for 2 ranks, on a cluster that stands, and Dask's client if it has one."""
+    launcher = import_module(f"flyte_ddp.launch.{name}")
+    if name == "dask":
+        with launcher.connected(num_ranks=2) as client:
+            yield partial(launcher.launch, client=client), client
+        return
+    with launcher.connected() if name == "ray" else nullcontext():
+        yield launcher.launch, None
+
+
+@contextmanager
+def open_runner(name: str, arguments: list[int]) -> Iterator[tuple[Callable[[], Any], float]]:
+    """Yield what runs a function on 2 ranks, and how long its import took."""
+    begin = time.time()
+    if name in TASKS:
+        task: Callable[..., Any] = import_module(TASKS[name]).join_and_add
+        yield task, time.time() - begin
+        return
+    from flyte_ddp import run_ranks
+
+    imported = time.time() - begin
+    if name == "steps":
+        yield partial(run_ranks, step_seconds, *arguments, num_ranks=2), imported
+        return
+    with open_launcher(name) as (launch, _):
+        yield partial(run_ranks, join_and_add, num_ranks=2, launch=launch), imported
+
+
+def run_one(name: str, *arguments: int) -> dict[str, Any]:
+    """Return what a run returned, when it was called, and the seconds of the import before."""
+    import flytekit  # noqa: F401
+
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    with open_runner(name, [*arguments]) as (run, imported):
+        called = time.time()
+        return {"returned": run(), "called": called, "import": imported}
+
+
 def main(output: str) -> None:
-    """Writes when the function was done; under torchrun on rank 0, else with ranks of this library."""
+    """Write when the function was done; under torchrun on rank 0, else with ranks of this library."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
         ended = join_and_add()
     else:

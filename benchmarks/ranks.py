@@ -22,17 +22,24 @@ Without the right to make network namespaces (root's, and iproute2), links and m
 import functools
 import json
 import math
+import os
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from benchmarks.link import Host, linked_hosts
 from benchmarks.measuring import Options, Result, Target, interleaved
-from benchmarks.running import LIMIT_SECONDS, ROOT, environment, fashion_mnist, run_python
+from benchmarks.running import LIMIT_SECONDS, ROOT, call, environment, fashion_mnist
 from flyte_ddp.config import Hyperparameters
+from flyte_ddp.hardware import choose_hardware, detect_hardware, request_ranks
+from flyte_ddp.json_lines import read_records
+from flyte_ddp.launch import elastic
+from flyte_ddp.run import run_training
+from flyte_ddp.settings import Settings
 
 NETWORKS = {"small_cnn": 256, "resnet18": 64}  # with the batch of two ranks
 SPEEDS = (200, 1000)  # Mbit/s of the links that there are
@@ -46,7 +53,6 @@ PORT = 29400  # within the hosts' own network
 
 
 def measure(options: Options) -> Result:
-    """Measures all in turn."""
     base = {
         "dataset": "fashion_mnist",
         "backend": "gloo",
@@ -65,7 +71,6 @@ def measure(options: Options) -> Result:
 
 
 def measure_network(options: Options, result: Result, base: dict[str, Any], batch: int, *, links: bool) -> None:
-    """Measures a network, and checks the model on it."""
     network = base["model"]
     steps = 4 if options.quick else {"small_cnn": 400, "resnet18": 40}[network]
     data = fashion_mnist(options.folder)
@@ -73,8 +78,7 @@ def measure_network(options: Options, result: Result, base: dict[str, Any], batc
     def rate(label: str, settings: Mapping[str, Any], repeat: int) -> None:
         folder = options.folder / f"{network}-{label}-{repeat}"
         shutil.rmtree(folder, ignore_errors=True)  # of a try that failed
-        order = {"hp": {**base, **settings, "max_steps": steps}, "data": str(data), "folder": str(folder)}
-        run_python("benchmarks.ranks_run", json.dumps(order))
+        call("benchmarks.ranks:train", {**base, **settings, "max_steps": steps}, str(data), str(folder))
         result.add(f"{network}: {label}", rate_of(folder), "samples/s")
         shutil.rmtree(folder)
 
@@ -102,7 +106,7 @@ def measure_network(options: Options, result: Result, base: dict[str, Any], batc
 
 
 def can_link() -> bool:
-    """Whether this process may make hosts and links."""
+    """Return whether this process may make hosts and links."""
     try:
         with linked_hosts(SPEEDS[0]):
             return True
@@ -112,7 +116,6 @@ def can_link() -> bool:
 
 
 def over_links(options: Options, result: Result, base: dict[str, Any], batch: int, steps: int, data: Path) -> None:
-    """Measures two hosts, and holds the model against them."""
     network = base["model"]
     size = gradient_bytes(base)
 
@@ -155,7 +158,7 @@ def over_links(options: Options, result: Result, base: dict[str, Any], batch: in
 
 
 def hold_against_the_model(result: Result, network: str, size: int, steps: int) -> None:
-    """Compares what was measured with the model, and says what it makes of more hosts."""
+    """Compare what was measured with the model, and report what it makes of more hosts."""
 
     def step(speed: int) -> float:
         return result.median(f"{network}: a step at {named(speed)}, {steps} steps")
@@ -178,12 +181,11 @@ def hold_against_the_model(result: Result, network: str, size: int, steps: int) 
 
 
 def named(megabits: int) -> str:
-    """The speed of a link in words."""
     return f"{megabits:,} Mbit/s" if megabits else "an unlimited speed"
 
 
 def step_seconds(ranks: int, computation: float, handling: float, size: int, megabits: int) -> tuple[float, float]:
-    """The model's step, at best and at worst.
+    """Return the model's step, at best and at worst, in seconds.
 
     Args:
         computation: of a step on one rank, in seconds.
@@ -202,12 +204,11 @@ def step_seconds(ranks: int, computation: float, handling: float, size: int, meg
 
 
 def ring_bytes(ranks: int, size: int) -> float:
-    """What each rank of a ring sends."""
+    """Return what each rank of a ring sends."""
     return 2 * (ranks - 1) / ranks * size
 
 
 def gradient_bytes(base: Mapping[str, Any]) -> int:
-    """Of a network in fp32."""
     from flyte_ddp.models.images import InputSpec
     from flyte_ddp.models.zoo import build_model
 
@@ -217,18 +218,18 @@ def gradient_bytes(base: Mapping[str, Any]) -> int:
 
 
 def order_for(host: Host, first: Host, nodes: int, hp: Mapping[str, Any], data: Path, folder: Path) -> list[str]:
-    """What runs on a host: one of torchrun's workers, with Elastic's store on the first."""
-    order = {"hp": dict(hp), "data": str(data), "folder": str(folder)}
+    """Return the command of a host: one of torchrun's workers, with Elastic's store on the first."""
+    arguments = json.dumps([dict(hp), str(data), str(folder)])
     return host.command(
         *(sys.executable, "-m", "torch.distributed.run", "--nnodes", str(nodes), "--nproc-per-node", "1"),
         *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"{first.address}:{PORT}", "--rdzv-id", "ranks"),
         *("--rdzv-conf", f"is_host={int(host is first)}", "--local-addr", host.address),
-        *("--module", "benchmarks.ranks_run", json.dumps(order)),
+        *("--module", "benchmarks.child", "benchmarks.ranks:train", "/dev/null", arguments),
     )
 
 
 def run_hosts(commands: list[list[str]]) -> None:
-    """Runs them side by side.
+    """Run them side by side.
 
     Raises:
         RuntimeError: one failed.
@@ -249,6 +250,17 @@ def run_hosts(commands: list[list[str]]) -> None:
 
 
 def rate_of(folder: Path) -> float:
-    """Of a run's training."""
-    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return float(records[-1]["samples_per_second"])
+    return float(read_records(folder / "metrics.jsonl")[-1]["samples_per_second"])
+
+
+def train(hyperparameters: dict[str, Any], data: str, run: str) -> None:
+    """Train with each rank on one core: on this machine, or as a worker of torchrun on one of two hosts."""
+    hp, folder = Hyperparameters(**hyperparameters), Path(run)
+    settings = Settings(progress="off", wandb_mode="disabled", checkpoint_seconds=0.0)
+    if "RANK" not in os.environ:
+        run_training(hp, Path(data), folder, settings, hardware=replace(detect_hardware(hp), threads=1))
+    elif elastic.is_leader():
+        hardware = choose_hardware(hp, elastic.find_capacity(request_ranks(hp)))
+        run_training(hp, Path(data), folder, settings, launch=elastic.launch, hardware=hardware)
+    else:
+        elastic.follow()

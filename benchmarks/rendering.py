@@ -8,17 +8,19 @@ HEAD = """# Results
 
 Made by `python -m benchmarks` from the JSON files beside it, which hold every single measurement.
 """
+LAST = "49b6f202"  # the commit that has the last programs of those figures that no program measures any more
 
 
 def render(folder: Path) -> None:
-    """Writes the folder's README.md."""
     contents = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
-    parts = [HEAD, targets_table(contents), *(section(content) for content in contents)]
+    programs = {path.stem for path in Path(__file__).parent.glob("*.py")}
+    settled = [content["name"] for content in contents if content["name"] not in programs]
+    notes = [f"No program measures these any more; commit {LAST} has the last ones: {', '.join(settled)}.\n"]
+    parts = [HEAD, *notes * bool(settled), targets_table(contents), *(section(content) for content in contents)]
     (folder / "README.md").write_text("\n".join(parts))
 
 
 def targets_table(contents: list[dict[str, Any]]) -> str:
-    """One row for each figure, with its target."""
     rows = [
         [content["name"], row["what"], shown(row["value"], row["unit"]), bound(row), verdict(row["met"])]
         for content in contents
@@ -52,7 +54,6 @@ def section(content: dict[str, Any]) -> str:
 
 
 def bound(row: dict[str, Any]) -> str:
-    """The target in words."""
     if row["at_least"] is not None:
         return f"at least {shown(row['at_least'], row['unit'])}"
     if row["at_most"] is not None:
@@ -61,12 +62,10 @@ def bound(row: dict[str, Any]) -> str:
 
 
 def verdict(met: bool | None) -> str:
-    """Whether the target was met, in a word."""
     return {True: "yes", False: "**no**", None: ""}[met]
 
 
 def shown(value: float, unit: str) -> str:
-    """A number with its unit; shares as percentages."""
     if unit == "%":
         return f"{100 * value:.2f} %"
     if unit == "x":
@@ -75,6 +74,5 @@ def shown(value: float, unit: str) -> str:
 
 
 def table(head: list[str], rows: list[list[str]]) -> str:
-    """A Markdown table."""
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"

@@ -5,17 +5,16 @@ difference of a weight from that of one rank; and four ranks on digits with each
 """
 
 import importlib
-import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from benchmarks.measuring import Options, Result, Target
-from benchmarks.running import fashion_mnist, run_python
+from benchmarks.running import call, fashion_mnist
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import fetch
 from flyte_ddp.hardware import detect_hardware
+from flyte_ddp.json_lines import read_records
 from flyte_ddp.run import run_training
 from flyte_ddp.settings import Settings
 
@@ -24,7 +23,6 @@ EPOCHS = {"digits": 5, "fashion_mnist": 3}
 
 
 def measure(options: Options) -> Result:
-    """Trains on both data sets."""
     hp = {"model": "small_cnn", "precision": "fp32", "backend": "gloo"}
     result = Result(settings=hp)
     data = {"digits": fetch("digits", "", options.folder / "digits", progress="off")}
@@ -33,14 +31,16 @@ def measure(options: Options) -> Result:
     def train(dataset: str, ranks: int, engine: str = "spawn") -> Path:
         run, epochs = options.folder / f"{dataset}-{ranks}-{engine}", 1 if options.quick else EPOCHS[dataset]
         settings = {**hp, "dataset": dataset, "epochs": epochs, "num_ranks": ranks}
-        run_python("benchmarks.rounding", json.dumps([settings, str(data[dataset]), str(run), engine]))
+        call("benchmarks.rounding:train_once", settings, str(data[dataset]), str(run), engine)
         return run
 
     for dataset in data:
         runs = {ranks: train(dataset, ranks) for ranks in RANKS}
         for ranks, run in runs.items():
-            for epoch, accuracy in enumerate(accuracies(run), 1):
-                result.add(f"{dataset}, {ranks} ranks: test accuracy after epoch {epoch}", accuracy, "%")
+            evaluations = [each for each in read_records(run / "metrics.jsonl") if each["kind"] == "evaluation"]
+            for epoch, each in enumerate(evaluations, 1):
+                what = f"{dataset}, {ranks} ranks: test accuracy after epoch {epoch}"
+                result.add(what, each["test_accuracy"], "%")
         for ranks in RANKS[1:]:
             what = f"{dataset}: largest difference of a weight, {ranks} ranks and 1, in millionths"
             result.targets.append(Target(what, difference(runs[1], runs[ranks]) * 1e6, ""))
@@ -51,14 +51,7 @@ def measure(options: Options) -> Result:
     return result
 
 
-def accuracies(run: Path) -> list[float]:
-    """Of each epoch, from the metrics."""
-    records = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
-    return [record["test_accuracy"] for record in records if record["kind"] == "evaluation"]
-
-
 def difference(one: Path, other: Path) -> float:
-    """Of two runs' weights, where it is largest."""
     import torch
 
     first, second = (torch.load(run / "model.pt", weights_only=True) for run in (one, other))
@@ -66,7 +59,7 @@ def difference(one: Path, other: Path) -> float:
 
 
 def train_once(settings: dict[str, Any], data: str, run: str, engine: str) -> None:
-    """Trains in ranks that this engine starts on this machine."""
+    """Train in ranks that this engine starts on this machine."""
     hp = Hyperparameters(**settings)
     if engine == "ray":
         import ray
@@ -75,7 +68,3 @@ def train_once(settings: dict[str, Any], data: str, run: str, engine: str) -> No
     launch = importlib.import_module(f"flyte_ddp.launch.{engine}").launch
     quiet = Settings(progress="off", wandb_mode="disabled")
     run_training(hp, Path(data), Path(run), quiet, launch=launch, hardware=replace(detect_hardware(hp), threads=1))
-
-
-if __name__ == "__main__":
-    train_once(*json.loads(sys.argv[1]))

@@ -33,12 +33,10 @@ def generate_texts(texts: int, seed: int, tokens: int = TOKENS, vocabulary: int 
 
 
 def table_set(_: str = "") -> SampleArrays:
-    """Return the table as a data set of the library."""
     return arrays(generate_table(ROWS, 0), generate_table(1000, 1), name="table")
 
 
 def text_set(_: str = "") -> SampleArrays:
-    """Return the texts as a data set of the library."""
     return arrays(generate_texts(TEXTS, 0), generate_texts(8, 1), name="texts")
 
 
@@ -100,10 +98,8 @@ class GPT(nn.Module):
 
 
 def table_loss(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Return the mean squared error."""
     return functional.mse_loss(outputs.squeeze(1), targets)
 
 
 def text_loss(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Return the mean cross-entropy of a token."""
     return functional.cross_entropy(outputs.flatten(0, 1), targets.flatten())

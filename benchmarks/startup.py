@@ -7,13 +7,12 @@ a gloo group: counted with the parent's import of torch, which mp.spawn needs, a
 that of the second of two identical ``pyflyte run``, against the second run of an empty cached workflow.
 """
 
-import json
 import time
 from pathlib import Path
 
 from benchmarks.measuring import Options, Result, Target, interleaved
 from benchmarks.preset import PYFLYTE
-from benchmarks.running import environment, fashion_mnist, run_command, run_library, run_python
+from benchmarks.running import call, environment, fashion_mnist, run_command, run_library
 
 EMPTY = """from flytekit import task, workflow
 
@@ -35,15 +34,14 @@ BARE, BARE_WITHOUT, OURS = (
 
 
 def measure(options: Options) -> Result:
-    """Measures both pairs."""
     hp = {"dataset": "fashion_mnist", "batch_size": 256, "max_steps": 2, "num_ranks": 2, "log_interval": 1}
     result = Result(settings=hp)
     data = fashion_mnist(options.folder)
 
     def bare(repeat: int) -> None:
-        output = options.folder / f"bare-{repeat}.json"
-        run_python("benchmarks.bare_spawn", "2", str(output))
-        found = json.loads(output.read_text())
+        folder = options.folder / f"bare-{repeat}"
+        folder.mkdir()
+        found = call("benchmarks.child:spawn_bare", 2, str(folder))
         result.add(BARE, found["whole"], "s")
         result.add(BARE_WITHOUT, found["without_import"], "s")
 
@@ -65,7 +63,7 @@ def measure(options: Options) -> Result:
 
 
 def cache_hits(options: Options, result: Result) -> None:
-    """Adds the times of cache hits; the run that fills each cache comes first and is not counted."""
+    """Add the times of cache hits; the run that fills each cache comes first and is not counted."""
     script = options.folder / "empty.py"
     script.write_text(EMPTY)
     variables = environment({"FLYTE_DDP_RUNS": str(options.folder / "runs")}, options.folder / "home")

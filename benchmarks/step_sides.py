@@ -1,13 +1,11 @@
 """Times of training steps of named cases, ours and those of a bare loop, in one process in turn, on a CPU or a GPU.
 
-``python -m benchmarks.step_sides ORDER`` takes JSON and writes the seconds of a step in each block. Ours is the
-library's step with its data path and its records. The bare loop does what a case asks for, crops and moving averages
-too, with its data on the device, torch's fused optimiser and autocast, but checks, records and saves nothing.
+Ours is the library's step with its data path and its records. The bare loop does what a case asks for, crops and moving
+averages too, with its data on the device, torch's fused optimiser and autocast, but checks, records and saves nothing.
 """
 
 import itertools
 import json
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -46,8 +44,6 @@ MOVED = 4  # pixels of the bare loop's crops, at most
 
 
 class Case(NamedTuple):
-    """What both sides train."""
-
     hp: dict[str, Any]  # beside COMMON
     data: StoredSet
     steps: int  # of a block
@@ -171,8 +167,13 @@ def move_and_mirror(images: Tensor) -> Tensor:
     return padded[torch.arange(count, device=images.device)[:, None, None], rows[:, :, None], columns[:, None, :]]
 
 
-def time_blocks(order: dict[str, Any], folder: Path) -> dict[str, list[float]]:
+def time_blocks(order: dict[str, Any]) -> dict[str, list[float]]:
     """Return the seconds of a step in each block, by side; each side's first block is not counted."""
+    with tempfile.TemporaryDirectory() as folder:
+        return time_blocks_in(Path(folder), order)
+
+
+def time_blocks_in(folder: Path, order: dict[str, Any]) -> dict[str, list[float]]:
     case = CASES[order["case"]](quick=order["quick"])
     hp = Hyperparameters(**{**COMMON, **case.hp, **order.get("hp", {})})
     if hp.test_dataset:
@@ -210,9 +211,3 @@ def time_steps(steps: Iterator[object], number: int, device: torch.device) -> fl
     if device.type == "cuda":
         torch.cuda.synchronize()
     return (time.perf_counter() - begin) / number
-
-
-if __name__ == "__main__":
-    received = json.loads(sys.argv[1])
-    with tempfile.TemporaryDirectory() as folder_:
-        Path(received["output"]).write_text(json.dumps(time_blocks(received, Path(folder_))))

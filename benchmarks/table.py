@@ -6,7 +6,6 @@ have it; ours has the same arrays as ``arrays(...)``. Each measurement is a fres
 records each tenth step, watches each loss and saves a checkpoint an epoch, the peers do nothing of that.
 """
 
-import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.measuring import Options, Result, Target, interleaved
-from benchmarks.running import Run, run_library, run_python
+from benchmarks.running import Run, call, run_library
 from benchmarks.sample_tasks import ROWS
 from flyte_ddp.datasets import fetch
 
@@ -34,7 +33,6 @@ OURS: dict[str, Any] = {
 
 
 def measure(options: Options) -> Result:
-    """Measure all sides in turn, for each number of ranks and size of a batch."""
     common: dict[str, Any] = {"learning_rate": 0.001, "epochs": 2 if options.quick else 4}
     result = Result(settings={**common, "rows": ROWS, "threads_per_rank": 1})
     data = fetch(OURS["dataset"], "", options.folder / "table", progress="off")
@@ -42,7 +40,7 @@ def measure(options: Options) -> Result:
         order = common | {"num_ranks": ranks, "batch_size": batch}
         name = f"{ranks} rank{'s' * (ranks > 1)}, batch {batch}"
         sides = {"ours": partial(run_ours, result, name, order, data, options.folder / "run")}
-        sides |= {side: partial(run_peer, result, name, order | {"side": side}, options.folder) for side in PEERS}
+        sides |= {side: partial(run_peer, result, name, order | {"side": side}) for side in PEERS}
         with on_cores(ranks):
             interleaved(options, result, sides, options.number(5))
         for side in PEERS:
@@ -64,7 +62,6 @@ def on_cores(number: int) -> Iterator[None]:
 
 
 def run_ours(result: Result, name: str, order: dict[str, Any], data: Path, folder: Path, seed: int) -> None:
-    """Add one run of the library."""
     done = run_library(OURS | order | {"seed": seed}, data, folder)
     result.add(f"{name}: ours", rate_after_first_epoch(done, order["batch_size"]), "samples/s")
 
@@ -77,12 +74,7 @@ def rate_after_first_epoch(run: Run, batch: int) -> float:
     return float((done[1] - done[0]) / (last["time"] - first["time"]))
 
 
-def run_peer(result: Result, name: str, order: dict[str, Any], folder: Path, seed: int) -> None:
-    """Add one run of a peer."""
-    output = folder / "peer.json"
-    run_python(
-        "benchmarks.sample_peers",
-        json.dumps(order | {"task": "table", "samples": ROWS, "seed": seed, "output": str(output)}),
-    )
-    seconds = json.loads(output.read_text())[1:]
+def run_peer(result: Result, name: str, order: dict[str, Any], seed: int) -> None:
+    _, *epochs = call("benchmarks.peers:run_peer", order | {"task": "table", "samples": ROWS, "seed": seed})
+    seconds = [epoch["seconds"] for epoch in epochs]
     result.add(f"{name}: {order['side']}", ROWS * len(seconds) / sum(seconds), "samples/s")

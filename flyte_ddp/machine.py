@@ -27,7 +27,7 @@ class Bf16(IntEnum):
 
 # Vendor, family, instruction and result; the first row that matches a CPU counts. The comments have measured samples/s
 # of the tutorial's network (channels-last, batches of 128, one thread if not stated otherwise) in fp32 and in bf16.
-# `python -m benchmarks bf16` measures the present machine.
+# `git show 49b6f202:benchmarks/bf16.py` is the program that measured them.
 MEASURED = (
     ("GenuineIntel", "6", "amx_bf16", Bf16.FASTER),  # 6,275 to 10,875; on 2 threads 11,413 to 18,478
     ("GenuineIntel", "6", "avx512_bf16", Bf16.SLOWER),  # model 207 without AMX: 4,881 to 3,351

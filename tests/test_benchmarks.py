@@ -43,7 +43,7 @@ def measure(crashes: int) -> Callable[[Options], Result]:
 def benchmark(monkeypatch: pytest.MonkeyPatch, output: Path, measure: Callable[[Options], Result]) -> bool:
     monkeypatch.setattr(command, "description", lambda _: "A peer that crashes.")
     monkeypatch.setattr(command.importlib, "import_module", lambda _: SimpleNamespace(measure=measure))
-    return command.run("crashing", argparse.Namespace(repeats=0, quick=True, tutorial=False), output)
+    return command.run("crashing", argparse.Namespace(repeats=0, quick=True), output)
 
 
 @pytest.mark.parametrize("crashes", [0, measuring.TRIES - 1])
@@ -152,7 +152,7 @@ def test_a_case_on_a_gpu_that_fails_or_has_no_time_left_loses_no_other(
 
 @pytest.mark.exhaustive
 def test_all_that_is_measured_on_a_gpu_also_runs_on_a_cpu(tmp_path: Path) -> None:
-    assert command.run("gpu", argparse.Namespace(repeats=0, quick=True, tutorial=False), tmp_path)
+    assert command.run("gpu", argparse.Namespace(repeats=0, quick=True), tmp_path)
     found = json.loads((tmp_path / "gpu.json").read_text())
     assert found["notes"] == []
     assert len(found["targets"]) == len(gpu.STEPS) + 4

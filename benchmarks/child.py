@@ -1,0 +1,58 @@
+"""A function of the benchmarks in a process of its own: ``python -m benchmarks.child MODULE:FUNCTION OUTPUT JSON``.
+
+Imports nothing more, so that each function decides what its process has imported when it begins to count.
+"""
+
+import importlib
+import json
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+
+def train_library(order: dict[str, Any]) -> float:
+    """Train in a process like that of ``pyflyte``, without torch; return the time at which the library was called."""
+    import workflows.training  # noqa: F401
+    from flyte_ddp.config import Hyperparameters
+    from flyte_ddp.run import run_training
+    from flyte_ddp.settings import read_settings
+
+    if "torch" in sys.modules:
+        raise RuntimeError("the workflow's module imported torch, which `pyflyte run` would pay for at every start")
+    hp = Hyperparameters(**order["hp"])
+    settings = replace(read_settings(), progress="off", wandb_mode=order["wandb"])
+    began = time.time()
+    run_training(hp, Path(order["data"]), Path(order["folder"]), settings)
+    return began
+
+
+def spawn_bare(num_ranks: int, folder: str) -> dict[str, float]:
+    """Return the seconds to the group of ``mp.spawn``'s ranks, from before and after the parent's import of torch."""
+    began = time.time()
+    from torch.multiprocessing.spawn import spawn
+
+    imported = time.time()
+    spawn(join_group, (num_ranks, folder), num_ranks)  # type: ignore[no-untyped-call]
+    formed = float(Path(folder, "formed").read_text())
+    return {"whole": formed - began, "without_import": formed - imported}
+
+
+def join_group(rank: int, num_ranks: int, folder: str) -> None:
+    from torch import distributed
+
+    distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=num_ranks)
+    if rank == 0:
+        Path(folder, "formed").write_text(repr(time.time()))
+    distributed.destroy_process_group()
+
+
+def main(name: str, output: str, arguments: str) -> None:
+    module, _, function = name.partition(":")
+    returned = getattr(importlib.import_module(module), function)(*json.loads(arguments))
+    Path(output).write_text(json.dumps(returned))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
