@@ -13,7 +13,7 @@ from torch import nn
 from flyte_ddp import on_demand
 from flyte_ddp.datasets.on_demand_set import OnDemand
 
-LABELS = ["dog", "person", "rain"]  # of docs/own-code.md
+LABELS = ["dog", "person", "rain"]  # of docs/own-data.md
 SIDE = 16
 
 

@@ -208,7 +208,7 @@ def test_arrays_in_files_are_sent_by_their_names(tmp_path: Path) -> None:
 
 def test_the_document_s_pipelines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As printed, but for Albumentations itself, in whose place is a fake that is called and seeded as it is."""
-    printed = (ROOT / "docs/own-code.md").read_text().partition("# augmentations.py\n")[2]
+    printed = (ROOT / "docs/loader-processes.md").read_text().partition("# augmentations.py\n")[2]
     (tmp_path / "augmentations.py").write_text(printed.partition("```")[0])
     fake = types.ModuleType("albumentations")
     fake.Compose = lambda _: own_loading.Fake()  # type: ignore[attr-defined]

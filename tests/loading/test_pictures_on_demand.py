@@ -48,7 +48,7 @@ OBJECTIVES = {"classes": "classification", "labels": "multilabel", "masks": "seg
 
 def import_printed(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """Write a module that the document prints into the folder, which becomes the working directory; import it."""
-    printed = (ROOT / "docs/own-code.md").read_text().partition(f"# {name}.py")[2]
+    printed = (ROOT / "docs/own-data.md").read_text().partition(f"# {name}.py")[2]
     (folder / f"{name}.py").write_text(printed.partition("\n")[2].partition("```")[0].replace("/tmp", str(folder)))
     monkeypatch.chdir(folder)
     monkeypatch.syspath_prepend(str(folder))
