@@ -1,8 +1,7 @@
 """Samples/s of training a small GPT on two CPU ranks: ours against a plain DDP loop and Accelerate.
 
 10.8 million parameters, 256 tokens, batches of 8, AdamW in one kernel. In the same two processes, in turn, on the same
-batches: the library's step with its data path and its records, the plain loop's, and Accelerate's. Beside it stands how
-long an evaluation of 8 texts takes, in steps of training.
+batches: the library's step with its data path and its records, the plain loop's, and Accelerate's.
 """
 
 import itertools
@@ -30,7 +29,6 @@ from flyte_ddp.datasets import fetch, open_prepared
 from flyte_ddp.launch.supervise.rank import join_process_group, keep_freed_memory
 from flyte_ddp.launch.supervise.rank_process import RankInfo
 from flyte_ddp.order import sampling
-from flyte_ddp.training.evaluate import evaluate_split
 from flyte_ddp.training.job import Job
 from flyte_ddp.training.recording import Recorder
 from flyte_ddp.training.training_state import TrainingState
@@ -62,19 +60,17 @@ def measure(options: Options) -> Result:
     for side, at_least in (("plain", 0.97), ("accelerate", None)):
         figure = result.ratio(f"ours / {side}", "ours", side)
         result.targets.append(Target(f"rate, times {side}", figure, "x", at_least=at_least))
-    figure = result.median("evaluation of 8 texts") * result.median("ours") / BATCH
-    result.targets.append(Target("an evaluation of 8 texts, in steps of training", figure, "x"))
     return result
 
 
 def run_blocks(result: Result, order: dict[str, Any]) -> None:
     for side, values in call("benchmarks.gpt:spawn_ranks", order).items():
         for value in values:
-            result.add(side, value, "s" if "evaluation" in side else "samples/s")
+            result.add(side, value, "samples/s")
 
 
 def spawn_ranks(order: dict[str, Any]) -> dict[str, list[float]]:
-    """Return the rates of the blocks by side, and the seconds of evaluations."""
+    """Return the rates of the blocks by side."""
     with tempfile.TemporaryDirectory() as folder:
         spawn(run_rank, (order, Path(folder)), RANKS)  # type: ignore[no-untyped-call]
         rates: dict[str, list[float]] = json.loads(Path(folder, "rates.json").read_text())
@@ -97,15 +93,12 @@ def run_rank(rank: int, order: dict[str, Any], folder: Path) -> None:
             "plain": train_plain(state),
             "accelerate": train_accelerate(state),
         }
-        rates: dict[str, list[float]] = {side: [] for side in (*sides, "evaluation of 8 texts")}
+        rates: dict[str, list[float]] = {side: [] for side in sides}
         for block in range(order["blocks"] + 1):
             for side, steps in sides.items():
                 seconds = time_block(lambda steps=steps: [*itertools.islice(steps, order["steps"])])  # type: ignore[misc]
                 if block:
                     rates[side].append(BATCH * order["steps"] / seconds)
-            seconds = time_block(lambda: evaluate(state))
-            if block:
-                rates["evaluation of 8 texts"].append(seconds)
     if rank == 0:
         (folder / "rates.json").write_text(json.dumps(rates))
     distributed.barrier()
@@ -119,11 +112,6 @@ def time_block(function: Callable[[], object]) -> float:
     function()
     distributed.barrier()
     return time.perf_counter() - begin
-
-
-def evaluate(state: TrainingState) -> None:
-    with state.evaluation_mode():
-        evaluate_split(state.predict, state.test, state.hp.test_batch_size, state.device, state.objective)
 
 
 def rank_batches(state: TrainingState) -> Iterator[list[torch.Tensor]]:

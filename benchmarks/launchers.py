@@ -16,11 +16,10 @@ from the import of run_ranks or of the module with the task, because that of Ela
 loop calls due() in each step and record() every 50 steps, in blocks of steps in turn with plain ones.
 """
 
-import functools
 import json
 import shutil
 import sys
-from typing import Any
+from functools import partial
 
 from benchmarks.measuring import Options, Result, Target, interleaved
 from benchmarks.own_functions import ENGINES, measure_own_functions
@@ -44,40 +43,24 @@ def measure(options: Options) -> Result:
     result = Result(settings=hp)
     data = fashion_mnist(options.folder)
 
-    def run(engine: str, what: str, repeat: int) -> dict[str, Any]:
+    def run(engine: str, what: str, repeat: int) -> None:
         folder = options.folder / f"{engine}-{what}-{repeat}"
         shutil.rmtree(folder, ignore_errors=True)  # of a try that failed
         order = {"engine": engine, "what": what, "hp": hp, "data": str(data), "folder": str(folder)}
         run_command([sys.executable, "-m", "benchmarks.launcher_run", json.dumps(order)], environment({}))
-        found: dict[str, Any] = json.loads((folder / "found.json").read_text())
-        return found
+        found = json.loads((folder / "found.json").read_text())
+        if what == "train":
+            result.add(f"{engine}: rate", found["rate"], "samples/s")
+        elif what == "kill":
+            result.add(f"{engine}: to notice a killed rank", found["seconds"], "s")
+        else:
+            side = "bare" if what == "bare" else "ours"
+            result.add(f"{engine}: to the first step, {side}", found["seconds"], "s")
+            result.add(f"{engine}: memory of the launcher, {side}", found["memory"], "MiB")
 
-    def first_step(engine: str, side: str, repeat: int) -> None:
-        found = run(engine, "bare" if side == "bare" else "first step", repeat)
-        result.add(f"{engine}: to the first step, {side}", found["seconds"], "s")
-        result.add(f"{engine}: memory of the launcher, {side}", found["memory"], "MiB")
-
-    def rate(engine: str, repeat: int) -> None:
-        result.add(f"{engine}: rate", run(engine, "train", repeat)["rate"], "samples/s")
-
-    def notice(engine: str, repeat: int) -> None:
-        result.add(f"{engine}: to notice a killed rank", run(engine, "kill", repeat)["seconds"], "s")
-
-    sides = {
-        f"{engine}: first step, {side}": functools.partial(first_step, engine, side)
-        for engine in ENGINES
-        for side in ("bare", "ours")
-    }
-    interleaved(options, result, sides, options.number(7))
-    interleaved(
-        options, result, {f"{engine}: rate": functools.partial(rate, engine) for engine in ENGINES}, options.number(5)
-    )
-    interleaved(
-        options,
-        result,
-        {f"{engine}: notice": functools.partial(notice, engine) for engine in ENGINES},
-        options.number(3),
-    )
+    for whats, repeats in ((("bare", "first step"), 7), (("train",), 5), (("kill",), 3)):
+        sides = {f"{engine}: {what}": partial(run, engine, what) for engine in ENGINES for what in whats}
+        interleaved(options, result, sides, options.number(repeats))
     for engine in ENGINES:
         step = f"{engine}: to the first step"
         ratio = result.ratio(f"{step}, ours / bare", f"{step}, ours", f"{step}, bare")

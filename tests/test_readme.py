@@ -49,6 +49,7 @@ def test_the_example_in_python_runs_as_printed(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_example_of_ones_own_model_and_data_works(tmp_path: Path) -> None:
     [hp] = re.findall(r"--hp '(\{\"dataset\": \"mine:points\".*?\})'", OWN_CODE.read_text())
     (tmp_path / "mine.py").write_text(example(OWN_CODE, "# mine.py"))
@@ -83,6 +84,7 @@ def test_the_page_of_ones_own_table_runs_as_printed(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_example_of_ones_own_optimiser_runs(digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     [hp] = re.findall(r"--hp '(\{\"model\": \"resnet18\", \"optimizer.*?\})'", OWN_CODE.read_text())
     (tmp_path / "tuning.py").write_text(example(OWN_CODE, "# tuning.py"))
@@ -96,6 +98,7 @@ def test_the_example_of_ones_own_optimiser_runs(digits: Path, tmp_path: Path, mo
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_examples_of_ones_own_objective_run(digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     given = re.findall(r"^--hp '(\{\"dataset\": \"digits\", \"objective.*\})'$", OWN_CODE.read_text(), re.MULTILINE)
     (tmp_path / "losses.py").write_text(example(OWN_CODE, "# losses.py"))
@@ -116,6 +119,7 @@ def test_the_examples_of_ones_own_objective_run(digits: Path, tmp_path: Path, mo
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_task_of_ones_own_project_trains(tmp_path: Path) -> None:
     page = ROOT / "docs" / "your-project.md"
     [hp] = re.findall(r"pyflyte run my_workflows.py train_wf --hp '(.*?)'", page.read_text())
@@ -165,13 +169,14 @@ if __name__ == "__main__":
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("step", [29, pytest.param(40, marks=pytest.mark.exhaustive)])  # of 29 in an epoch
+@pytest.mark.exhaustive
 def test_the_loop_of_the_page_does_the_work_at_the_end_of_an_epoch_after_a_kill_at_its_last_step(
-    tmp_path: Path, step: int
+    tmp_path: Path,
 ) -> None:
     """Records, weights and the returned value are those of a run that nothing disturbs, bit for bit."""
     (tmp_path / "mine.py").write_text(example(ROOT / "docs" / "own-loop.md", "# mine.py"))
     (tmp_path / "killed.py").write_text(KILLED)
+    step = 29  # the last of an epoch
     environment = {**os.environ, "FLYTE_DDP_CHECKPOINT_SECONDS": "1e-6", "FLYTE_DDP_PROGRESS": "off"}
 
     def run(folder: str) -> subprocess.CompletedProcess[str]:

@@ -126,7 +126,7 @@ def train_in_one_process(data: Path) -> tuple[dict[str, torch.Tensor], list[floa
     return net.state_dict(), accuracies
 
 
-@on(ELASTIC, exhaustive=[SPAWN, RAY])
+@on(exhaustive=[SPAWN, ELASTIC, RAY])
 def test_custom_ddp(case: Callable[..., Case], tmp_path: Path) -> None:
     data = str(unpack_mnist_files("FashionMNIST", None, tmp_path, COUNT))
     losses = case(train_dist, data, 2, 12).run_killed()
@@ -160,7 +160,7 @@ def test_transfer_learning_on_dask_and_s3(
     assert {each["rank"] for each in events} == {0, 1}
 
 
-@on(SPAWN, exhaustive=[ELASTIC, RAY, DASK])
+@on(exhaustive=[SPAWN, ELASTIC, RAY, DASK])
 def test_a_gan(case: Callable[..., Case], tmp_path: Path) -> None:
     gan = case(gan_digits, 2)
     assert gan.run_killed(rank=0) == gan.run_undisturbed()

@@ -3,7 +3,6 @@
 import ast
 import json
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +12,8 @@ import framework_programs
 import pytest
 import torch
 from cli import ROOT, surroundings
-from engines import ELASTIC, SPAWN
+from engines import Launch
+from killed_ranks import call_and_kill
 
 import flyte_ddp
 from flyte_ddp.json_lines import read_records
@@ -22,7 +22,6 @@ from flyte_ddp.launch.supervise.rank_process import RankInfo
 from flyte_ddp.loops.in_rank import torchrun_variables
 from flyte_ddp.runs.work import World
 
-LAUNCH = {SPAWN: spawn.launch, ELASTIC: elastic.launch}
 SCRIPTS = {name: ROOT / f"examples/{name}/{name}_digits.py" for name in ("lightning", "accelerate")}
 UNDER_TORCHRUN = f"""
 import importlib, json, os
@@ -78,17 +77,17 @@ def test_the_script_as_it_is(name: str, expected: dict[str, dict[str, float]], t
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
-    ("name", "engine", "at", "every"),
+    ("name", "launch", "at", "every"),
     [
-        ("accelerate", SPAWN, 48, 10),  # in the middle of an epoch, and so is what was saved
-        pytest.param("lightning", SPAWN, 50, 15, marks=pytest.mark.exhaustive),
-        pytest.param("lightning", ELASTIC, 50, 15, marks=pytest.mark.exhaustive),
+        ("accelerate", spawn.launch, 48, 10),  # in the middle of an epoch, and so is what was saved
+        ("lightning", elastic.launch, 50, 15),
     ],
 )
 def test_a_killed_rank(
     name: str,
-    engine: str,
+    launch: Launch,
     at: int,
     every: int,
     expected: dict[str, dict[str, float]],
@@ -97,11 +96,11 @@ def test_a_killed_rank(
 ) -> None:
     monkeypatch.syspath_prepend(SCRIPTS[name].parent)
     monkeypatch.setenv("WANDB_MODE", "disabled")
-    arguments = f"{name}_digits", tmp_path / "marker", at
-    options = {"folder": tmp_path / "run", "launch": LAUNCH[engine]}
-    with pytest.raises(flyte_ddp.RankError, match=f"^rank 1 was killed by {signal.SIGKILL.name}"):
-        flyte_ddp.run_ranks(framework_programs.train, *arguments, **options)
-    assert is_same(flyte_ddp.run_ranks(framework_programs.train, *arguments, **options), expected[name])
+    arguments = framework_programs.train, 1, at, str(tmp_path / "marker"), f"{name}_digits"
+    options = {"folder": tmp_path / "run", "launch": launch}
+    with pytest.raises(flyte_ddp.RankError, match="^rank 1 was killed by SIGKILL"):
+        flyte_ddp.run_ranks(call_and_kill, *arguments, **options)
+    assert is_same(flyte_ddp.run_ranks(call_and_kill, *arguments, **options), expected[name])
     starts = [each for each in read_records(tmp_path / "run/metrics.jsonl") if each["kind"] == "start"]
     first, second = [start["resumed_after_step"] for start in starts]
     assert first == 0

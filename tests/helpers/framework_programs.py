@@ -1,32 +1,13 @@
-"""Programs of examples/ in ranks: with a rank that is killed once, and with checks of what frameworks leave alone."""
+"""Programs of examples/ in ranks, with checks of what frameworks leave alone."""
 
 import importlib
-import os
-import signal
-from pathlib import Path
 
 import torch
-from processes import wait_until
-
-from flyte_ddp.loops.current_rank import CurrentRank
-from flyte_ddp.runs.checkpoint import newest_step
 
 
-def train(program: str, marker: Path | None = None, at: int = 0) -> dict[str, float]:
-    """Call a program's main function; return its measures.
-
-    Rank 1 is killed when it has recorded step ``at``, and something is saved, unless the marker is there.
-    """
-    threads, record = torch.get_num_threads(), CurrentRank.record
-
-    def record_or_die(self: CurrentRank, step: int, **values: float) -> None:
-        record(self, step, **values)
-        if self.rank == 1 and step == at and marker is not None and not marker.exists():
-            wait_until(lambda: newest_step(self.folder))
-            marker.touch()
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    CurrentRank.record = record_or_die  # type: ignore[method-assign]
+def train(program: str) -> dict[str, float]:
+    """Call a program's main function; return its measures."""
+    threads = torch.get_num_threads()
     measures: dict[str, float] = importlib.import_module(program).main()
     assert torch.get_num_threads() == threads
     return measures
