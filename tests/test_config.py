@@ -44,20 +44,19 @@ PATHS: dict[str, Callable[[Values], Hyperparameters]] = {
     "msgpack": from_msgpack,
     "struct": from_struct,
 }
-EVERYWHERE = [(path, name) for path in PATHS for name in BAD]
-ELSEWHERE = [(path, name) for path in ("python", "dict", "json") for name in NOT_EVERYWHERE]
 
 
-@pytest.mark.parametrize(("path", "name"), [*EVERYWHERE, *ELSEWHERE])
-def test_bad_values_are_refused_on_every_path(path: str, name: str) -> None:
+@pytest.mark.parametrize("name", [*BAD, *NOT_EVERYWHERE])
+def test_bad_values_are_refused_on_every_path(name: str) -> None:
     values, words = {**BAD, **NOT_EVERYWHERE}[name]
-    with pytest.raises(UserError) as refusal:
-        PATHS[path](values)
-    message = refusal.value.message
-    for word in words:  # a float field's value is a float by then, and every number of a Struct is
-        assert word.replace(".0", "") in message.replace(".0", ""), message
-    assert "\n" not in message
-    assert len(message) < 700
+    for path in PATHS if name in BAD else ("python", "dict", "json"):
+        with pytest.raises(UserError) as refusal:
+            PATHS[path](values)
+        message = refusal.value.message
+        for word in words:  # a float field's value is a float by then, and every number of a Struct is
+            assert word.replace(".0", "") in message.replace(".0", ""), message
+        assert "\n" not in message
+        assert len(message) < 700
 
 
 @pytest.mark.parametrize(

@@ -141,19 +141,6 @@ def test_a_function_shows_the_newest_of_its_values_when_it_is_due_and_at_its_end
     ]
 
 
-def test_functions_and_training_have_their_lines_at_the_same_times() -> None:
-    clock, streams = Clock(), [io.StringIO(), io.StringIO()]
-    training = TrainingProgress("lines", 481, 481, stream=streams[0], clock=clock)
-    function = FunctionProgress("lines", streams[1], clock)
-    for step in range(1, 482):
-        clock.now += 1 / 8
-        training.show_step(0, step, 1.0, 100.0)
-        function.show_step(step, {"loss": 1.0})
-    elapsed = [[line.split(" elapsed")[0][-5:] for line in each.getvalue().splitlines()] for each in streams]
-    assert len(elapsed[0]) == 12
-    assert elapsed[0] == elapsed[1]
-
-
 def test_of_many_values_a_function_shows_some_and_slow_steps_have_a_rate_too() -> None:
     stream, clock = io.StringIO(), Clock()
     progress = FunctionProgress("lines", stream, clock)

@@ -98,7 +98,7 @@ def test_a_killed_rank(
     monkeypatch.setenv("WANDB_MODE", "disabled")
     arguments = framework_programs.train, 1, at, str(tmp_path / "marker"), f"{name}_digits"
     options = {"folder": tmp_path / "run", "launch": launch}
-    with pytest.raises(flyte_ddp.RankError, match="^rank 1 was killed by SIGKILL"):
+    with pytest.raises(flyte_ddp.RankError, match=r"^rank 1 was killed by SIGKILL"):
         flyte_ddp.run_ranks(call_and_kill, *arguments, **options)
     assert is_same(flyte_ddp.run_ranks(call_and_kill, *arguments, **options), expected[name])
     starts = [each for each in read_records(tmp_path / "run/metrics.jsonl") if each["kind"] == "start"]
