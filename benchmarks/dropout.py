@@ -1,8 +1,8 @@
-"""What dropout by samples costs a forward and backward pass, in time and in memory, beside torch's own dropout.
+"""What dropout by samples costs a forward and backward pass, beside torch's own dropout.
 
 In one process for each model the sides alternate pass by pass: torch's layers, the same layers with random numbers of
-the samples, and no dropout. Memory is the most that a process has had after two passes, each side in a process of its
-own. The blocks are GPT-2's, with dropout of the attention weights and of both results, as modules.
+the samples, and no dropout. The blocks are GPT-2's, with dropout of the attention weights and of
+both results, as modules.
 
 Time is the processor time of one thread. On a GPU `gpu` has a whole step with dropout.
 """
@@ -20,13 +20,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from benchmarks.measuring import Options, Result, Target, interleaved
-from benchmarks.running import call, most_memory
+from benchmarks.running import call
 from flyte_ddp.launch.supervise.rank import keep_freed_memory
 from flyte_ddp.parallel.dropout import make_dropout_rank_independent
 from flyte_ddp.parallel.training_pass import TrainingPass
 
 SIDES = BY_SAMPLES, OF_TORCH, NONE = "by samples", "torch's", "none"
-PASSES = 2  # before memory is read
 
 
 class Block(nn.Module):
@@ -89,14 +88,8 @@ def measure(options: Options) -> Result:
         result.ratio(f"{name}: torch's / none", f"{name}: {OF_TORCH}", f"{name}: {NONE}")
         result.targets.append(Target(f"{name}: a pass, of one with torch's dropout", ratio, "x", at_most=1.1))
 
-    def add_memory(name: str, side: str, _: int) -> None:
-        result.add(f"{name}: most memory, {side}", call("benchmarks.dropout:measure_memory", name, side) / 2**20, "MiB")
-
-    for name, case in CASES.items():
+    for name in CASES:
         interleaved(options, result, {name: functools.partial(time_case, name)}, 1)
-        if case.make is not resnet50:  # whose dropout is of 8,192 values
-            memory = {side: functools.partial(add_memory, name, side) for side in SIDES}
-            interleaved(options, result, memory, options.number(3))
     return result
 
 
@@ -125,14 +118,6 @@ def make_passes(name: str) -> dict[str, Callable[[], None]]:
         models[side].zero_grad(set_to_none=True)
 
     return {side: lambda side=side: do_pass(side) for side in SIDES}  # type: ignore[misc]
-
-
-def measure_memory(case: str, side: str) -> int:
-    """Return the most memory of some passes, in bytes."""
-    sides = make_passes(case)
-    for _ in range(PASSES):
-        sides[side]()
-    return most_memory()
 
 
 def time_passes(case: str, repeats: int) -> dict[str, list[float]]:

@@ -4,7 +4,7 @@ A step is 500 small operations and their backward pass, as a GPU's host starts t
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -90,17 +90,12 @@ def open_training(side: str, order: dict[str, Any]) -> Split:
     return opening.open_splits(open_prepared(prepared), hp, detect_hardware(hp), torch.device("cpu"), settings).training
 
 
-def load_epoch(split: Split, epoch: int) -> Iterator[tuple[Tensor, Tensor]]:
-    batches = split.order.batches(epoch, BATCH)
-    for samples in split.iterate_with_prefetch(batches, lambda batch: [batch], epoch, BATCH):
-        batch = split.load_batch(samples, epoch)
-        yield batch.inputs, batch.targets
-
-
 def train_epoch(split: Split, model: nn.Module, optimizer: torch.optim.Optimizer, epoch: int) -> float:
     """Return the images/s of an epoch, which begins with nothing prefetched."""
     begin, images = time.perf_counter(), 0
-    for inputs, targets in load_epoch(split, epoch):
+    batches = split.order.batches(epoch, BATCH)
+    for samples in split.iterate_with_prefetch(batches, lambda batch: [batch], epoch, BATCH):
+        inputs, targets, *_ = split.load_batch(samples, epoch)
         outputs = model(inputs.permute(0, 3, 1, 2).float() / 255)
         nn.functional.cross_entropy(outputs, targets).backward()
         optimizer.step()
