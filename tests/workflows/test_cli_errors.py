@@ -80,8 +80,8 @@ def test_a_setting_that_wandb_would_refuse_is_in_nobody_elses_way(tmp_path: Path
     package = ("--pkgs", "workflows", "package", "--image", "image:1", "--output", str(tmp_path / "package.tgz"))
     for ended in (pyflyte(*package, home=tmp_path, **setting), train(TINY, home=tmp_path, **setting)):
         assert_refused(ended, tmp_path, "WANDB_PROJECT='team/project'", "WANDB_ENTITY")
-    shown = pyflyte("run", "tasks/shards.py", "show_shards", "--index", "nowhere.json", home=tmp_path, **setting)
-    assert_refused(shown, tmp_path, "nowhere.json: cannot be read")
+    shown = pyflyte("run", "tasks/shards.py", "pack_shards", "--source", "nowhere", home=tmp_path, **setting)
+    assert_refused(shown, tmp_path, "nowhere")
 
 
 HIDES = "select.py hides Python's own module 'select', which may be the cause: rename it"

@@ -26,7 +26,7 @@ from flyte_ddp.config import Hyperparameters
 from flyte_ddp.pods.profiles import parse_quantity
 from flyte_ddp.release.policy import Policy
 
-DATA = (FETCH, *(f"tasks.shards.{name}" for name in ("pack_shards", "index_shards", "verify_shards", "verify_packed")))
+DATA = (FETCH, *(f"tasks.shards.{name}" for name in ("pack_shards", "index_shards", "verify_packed")))
 LIGHT = (CHECK, *(f"tasks.shards.{name}_shards" for name in ("join", "show", "sample", "plan")))
 JUDGING = ("tasks.release.judge_model", "tasks.release.evaluate_version")
 PROMOTING = tuple(f"tasks.release.{name}" for name in ("promote_challenger", "promote_version", "roll_back_champion"))
