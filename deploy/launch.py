@@ -29,7 +29,7 @@ from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import UserError, unknown_name_error
 from flyte_ddp.files import replace_file
 from flyte_ddp.pods.environment import FROM_SCRATCH_VARIABLE
-from tasks.command_line import CALL_SECONDS, check_input_files, show_errors_in_panels
+from tasks.command_line import CALL_SECONDS, show_errors_in_panels
 
 AWAY_SECONDS = 600.0  # how long the cluster may be unreachable while this command waits for an execution
 PAUSE_SECONDS = 15.0  # longest time between two queries of an execution
@@ -45,7 +45,6 @@ class CommandWithShortErrors(click.Command):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         with show_errors_in_panels(ctx):
-            check_input_files(args)
             return super().parse_args(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:
