@@ -14,15 +14,14 @@ from flyte_ddp.models import initial_weights
 from flyte_ddp.progress import Progress
 from flyte_ddp.runs import checkpoint
 from flyte_ddp.runs.identity import model_identity
-from flyte_ddp.runs.result_store import mirror_results
 from flyte_ddp.runs.run_folder import (
     METRICS,
     REPORT,
-    add_failure_details,
     hold_run_folder,
     prepare_folder,
     publish_if_complete,
     remove_outputs,
+    resume_run,
 )
 from flyte_ddp.runs.work import Launch, Work, World
 from flyte_ddp.settings import Settings, check_wandb_settings, read_settings
@@ -90,17 +89,15 @@ def run_training(
     with hold_run_folder(run_folder):
         work = prepare_folder(run_folder)
         identity = checkpoint_identity(hp, data)
-        found = checkpoint.rewind_to_newest_checkpoint(work, identity)
-        if found is not None:
-            progress.print_note(found.describe_resumption())
-        with wandb_run.log_to_wandb(run_folder, settings, hp.to_dict()):
+        with (
+            resume_run(work, identity, settings, run_folder.name) as found,
+            wandb_run.log_to_wandb(run_folder, settings, hp.to_dict()),
+        ):
+            init_from = hp.init_from if found is None else ""
             try:
-                with (
-                    mirror_results(work, settings.results_copy, name=run_folder.name, resuming=found is not None),
-                    initial_weights.fetch_weights(
-                        hp.init_from if found is None else "", hp.model, work, progress, settings.weights_source
-                    ) as weights,
-                ):
+                with initial_weights.fetch_weights(
+                    init_from, hp.model, work, progress, settings.weights_source
+                ) as weights:
                     launch(
                         Work(
                             function="flyte_ddp.training.train:train",
@@ -118,11 +115,10 @@ def run_training(
                         )
                     )
                 report.write_report(work, run_folder.name)
-            except BaseException as error:
+            except BaseException:
                 remove_outputs(work)  # also files that killed ranks have written in part
-                add_failure_details(error, work)
                 raise
-            publish_complete_run(run_folder)
+        publish_complete_run(run_folder)
         return read_result(run_folder)
 
 

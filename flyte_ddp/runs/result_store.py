@@ -20,18 +20,18 @@ STOPPED_SECONDS = 3.0  # wait for the last files in a pod that is told to stop, 
 
 
 @contextmanager
-def mirror_results(run_folder: Path, address: str, *, resuming: bool, name: str = "") -> Iterator[None]:
+def mirror_results(run_folder: Path, address: str, name: str, *, resuming: bool) -> Iterator[None]:
     """During a block, copy changed files below ``results/`` of the run folder to ``ADDRESS/NAME``, in a thread.
 
-    The address is a path, s3://, gs:// or az://; empty: nothing is copied. An empty name stands for the folder's name.
-    Waits at the end for the last files, up to 60 s, after a StoppedError up to 3 s. Raises UserError if the address
-    contains the run folder or cannot be written to; prints later failures to stderr.
+    The address is a path, s3://, gs:// or az://; empty: nothing is copied. Waits at the end for the last files, up to
+    60 s, after a StoppedError up to 3 s. Raises UserError if the address contains the run folder or cannot be written
+    to; prints later failures to stderr.
     """
     if not address:
         yield
         return
     try:
-        mirror = Mirror(run_folder / FOLDER, f"{address.rstrip('/')}/{name or run_folder.name}", resuming=resuming)
+        mirror = Mirror(run_folder / FOLDER, f"{address.rstrip('/')}/{name}", resuming=resuming)
     except (UserError, storage.UnavailableError, OSError) as error:
         raise UserError(
             f"FLYTE_DDP_RESULTS={mask_credentials(address)!r}: cannot be written to ({error}); correct it, or allow "

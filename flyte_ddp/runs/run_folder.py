@@ -15,7 +15,11 @@ from pathlib import Path
 from flyte_ddp import results
 from flyte_ddp.errors import RankError, UserError, describe_resumption, shorten_path
 from flyte_ddp.files import hold_lock
+from flyte_ddp.progress import Progress
 from flyte_ddp.runs import checkpoint
+from flyte_ddp.runs.checkpoint import Checkpoint
+from flyte_ddp.runs.result_store import mirror_results
+from flyte_ddp.settings import Settings
 from flyte_ddp.user_code import find_modules_shadowing_stdlib
 
 UNFINISHED = "unfinished"
@@ -113,10 +117,35 @@ def prepare_folder(folder: Path) -> Path:
 
 def remove_outputs(work: Path) -> None:
     """Remove a run's outputs and temporary files from ``unfinished/``. Metrics stay: they tell why a run failed."""
-    outputs = [work / name for name in reversed(OUTPUTS)]  # the report first, which marks a complete run
-    inner = (*(work / checkpoint.FOLDER).glob(".*.tmp"), *(work / results.FOLDER).rglob(".*.tmp"))
-    for path in (*outputs, *work.glob(".*.tmp"), *inner):
+    for name in reversed(OUTPUTS):  # the report first, which marks a complete run
+        (work / name).unlink(missing_ok=True)
+    remove_temporary_files(work)
+
+
+def remove_temporary_files(folder: Path) -> None:
+    """Remove what killed processes have written in part: in the run's folder, its checkpoints and its results."""
+    inner = (*(folder / checkpoint.FOLDER).glob(".*.tmp"), *(folder / results.FOLDER).rglob(".*.tmp"))
+    for path in (*folder.glob(".*.tmp"), *inner):
         path.unlink(missing_ok=True)
+
+
+@contextmanager
+def resume_run(
+    folder: Path, identity: checkpoint.Identity, settings: Settings, name: str
+) -> Iterator[Checkpoint | None]:
+    """Set the folder of a run back to its newest checkpoint, and yield that; None without any.
+
+    During the block copies results to ``settings.results_copy`` under ``name``; completes the text of its errors.
+    """
+    found = checkpoint.rewind_to_newest_checkpoint(folder, identity)
+    if found is not None:
+        Progress(settings.progress).print_note(found.describe_resumption())
+    try:
+        with mirror_results(folder, settings.results_copy, name, resuming=found is not None):
+            yield found
+    except BaseException as error:
+        add_failure_details(error, folder)
+        raise
 
 
 def publish_if_complete(folder: Path) -> bool:
