@@ -44,7 +44,8 @@ PATHS: dict[str, Callable[[Values], Hyperparameters]] = {
     "msgpack": from_msgpack,
     "struct": from_struct,
 }
-EVERYWHERE = [(path, name) for path in PATHS for name in BAD]
+SOME = ("misspelt", "text for int", "true for text", "null for int", "misspelt model", "ema without average")
+EVERYWHERE = [*(("python", name) for name in BAD), *((path, name) for path in [*PATHS][1:] for name in SOME)]
 ELSEWHERE = [(path, name) for path in ("python", "dict", "json") for name in NOT_EVERYWHERE]
 
 

@@ -353,6 +353,9 @@ def save_on_all_ranks() -> Any:
         return state
     for step in range(1, 4):
         rank.save(step, {"of": rank.rank})
+    rank._checkpoints.wait_until_written()
+    rank.join()
+    dist.barrier()
     return rank.load()
 
 
