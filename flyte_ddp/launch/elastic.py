@@ -21,7 +21,7 @@ from datetime import timedelta
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from flyte_ddp import machine, process
 from flyte_ddp.errors import RankError, StoppedError, UnreachableError, UserError
@@ -44,6 +44,7 @@ TICKET = "flyte-ddp ticket"  # key in Elastic's store
 LOOPBACK = "127.0.0.1"
 RANK_0_SECONDS = 3600.0  # for rank 0 to accept other ranks: it may have to fetch the data first
 POLL_SECONDS = 0.1
+Value = TypeVar("Value")
 
 
 def find_capacity(request: Request) -> Capacity:
@@ -100,7 +101,7 @@ def launch(work: Work, *, max_restarts: int = 0) -> None:
         )
         memory_kills = process.count_out_of_memory_kills()
         try:
-            elastic_launch(config, run_in_worker)(work, secrets.token_hex(32))
+            elastic_launch(config, run_local_worker)(work, secrets.token_hex(32))
         except ChildFailedError as error:
             raise first_worker_error(error, memory_kills) from None
         except SignalException as stopped:
@@ -155,19 +156,28 @@ def first_worker_error(error: Any, memory_kills: int) -> BaseException:
     return RankError(f"rank {rank}: {first.message}")
 
 
-def run_in_worker(work: Work, key: str) -> None:
-    """Do the work as the rank of a worker that :func:`launch` has started; all ranks raise the error of a failed run.
+def run_in_worker(lead: Callable[[], Value], prepare: Callable[[Work], Work] = Work.prepare_on_host) -> Value | None:
+    """Call ``lead`` in the worker that is rank 0, and return its value; do rank 0's work in others, by :func:`follow`.
 
-    ``key`` is the secret by which ranks know each other.
+    All ranks raise the error of a failed run. Elastic would hand it on as text, so it is pickled, too.
     """
-    os.environ[KEY_VARIABLE] = key
     with pickle_exception():
-        if not is_leader():
-            follow()
-            return
-        if os.environ["TORCHELASTIC_RESTART_COUNT"] != "0":
-            work = rendezvous.resume_from_newest_checkpoint(work, "Elastic has started all ranks again")
-        run_as_rank_0(work)
+        if is_leader():
+            return lead()
+        follow(prepare)
+    return None
+
+
+def run_local_worker(work: Work, key: str) -> None:
+    """Do the work as the rank of a worker that :func:`launch` has started; ``key`` is the ranks' common secret."""
+    os.environ[KEY_VARIABLE] = key
+
+    def lead() -> None:
+        again = os.environ["TORCHELASTIC_RESTART_COUNT"] != "0"
+        why = "Elastic has started all ranks again"
+        run_as_rank_0(rendezvous.resume_from_newest_checkpoint(work, why) if again else work)
+
+    run_in_worker(lead)
 
 
 def is_leader() -> bool:
