@@ -12,14 +12,12 @@ from flytekit.types.directory import FlyteDirectory
 from flytekitplugins.kfpytorch.task import Elastic
 
 from flyte_ddp.config import Hyperparameters
-from flyte_ddp.hardware import choose_hardware, request_ranks
 from flyte_ddp.pods import elastic as elastic_pods
 from flyte_ddp.pods.live_page import publish_report_while_training
 from flyte_ddp.pods.paths import resolve_folder
 from flyte_ddp.pods.platforms import is_in_pod
 from flyte_ddp.pods.profiles import elastic_ranks_per_node, node_range
-from flyte_ddp.run import Result, run_training
-from flyte_ddp.settings import Settings
+from flyte_ddp.run import run_training
 from flytekitplugins.ddp.elastic import ReplacedPodsTask, elastic_options
 from flytekitplugins.ddp.flyte import PLATFORM, translate_errors_for_flyte
 from tasks import pods
@@ -67,19 +65,12 @@ def train_on_elastic(hp: Hyperparameters, data: FlyteDirectory, run_version: str
     from flyte_ddp.launch import elastic
     from flyte_ddp.training.on_host import find_or_fetch_data
 
+    train = partial(run_training, launch=elastic.launch)
     prepare = partial(find_or_fetch_data, fetch_into=partial(download_data, data))
     # Workers run it in pods alone. There the plugin takes rank 0's result, of which _execute makes outputs.
     with translate_errors_for_flyte():
-        return elastic.run_in_worker(  # type: ignore[return-value]
-            lambda: train_in_run_folder(hp, data, run_version, train_as_rank_0, page=False), prepare
-        )
-
-
-def train_as_rank_0(hp: Hyperparameters, data: Path, run_folder: Path, settings: Settings) -> Result:
-    from flyte_ddp.launch import elastic
-
-    hardware = choose_hardware(hp, elastic.find_capacity(request_ranks(hp)))
-    return run_training(hp, data, run_folder, settings, launch=elastic.launch, hardware=hardware)
+        run = partial(train_in_run_folder, hp, data, run_version, train, page=False)
+        return elastic.run_in_worker(run, prepare)  # type: ignore[return-value]
 
 
 def download_data(data: FlyteDirectory, folder: Path) -> None:

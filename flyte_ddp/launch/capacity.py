@@ -6,18 +6,16 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from flyte_ddp.errors import UnreachableError, UserError
-from flyte_ddp.machine import Capacity, Request
-from flyte_ddp.runs.work import Work, World
+from flyte_ddp.machine import Request, World
+from flyte_ddp.runs.work import Work
 
 POLL_SECONDS = 0.5
 
 
-def choose_world(work: Work, find_capacity: Callable[[Request], Capacity]) -> Work:
-    """Return the work with the World that there is capacity for; unchanged if it has no request."""
-    if work.request is None:
-        return work
-    found = find_capacity(work.request)
-    return replace(work, world=World(found.num_ranks, found.device_type, found.threads), request=None)
+def choose_world(work: Work, find_world: Callable[[Request], World]) -> Work:
+    """Return the work with the World that there is for its request."""
+    world = find_world(work.request)
+    return replace(work, world=replace(world, threads=work.request.threads or world.threads))
 
 
 def wait_for_hosts(count_hosts: Callable[[], int], wanted: int, hosts_name: str, seconds: float) -> None:

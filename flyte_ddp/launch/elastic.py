@@ -33,7 +33,7 @@ from flyte_ddp.launch.supervise.failures import killed_rank_error
 from flyte_ddp.launch.supervise.network import host_addresses, set_network_interface
 from flyte_ddp.launch.supervise.rank_process import RankInfo
 from flyte_ddp.launch.supervise.stopping import call_on_signals, stop_error
-from flyte_ddp.machine import Capacity, Request
+from flyte_ddp.machine import Request, World
 from flyte_ddp.process import SIGNALS, hide_main_script
 from flyte_ddp.runs import checkpoint
 from flyte_ddp.runs.work import Work
@@ -47,10 +47,10 @@ POLL_SECONDS = 0.1
 Value = TypeVar("Value")
 
 
-def find_capacity(request: Request) -> Capacity:
-    """Return the Capacity for a run's ranks: in a worker of Elastic's its WORLD_SIZE, elsewhere this machine's."""
+def find_world(request: Request) -> World:
+    """Return the World of Elastic's workers if this process is one of them, else what this machine has."""
     if RUN_ID not in os.environ:
-        return machine.detect_capacity(request)
+        return machine.detect_world(request)
     num_ranks, on_this_host = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"])
     if request.num_ranks not in (0, num_ranks):
         message = (
@@ -60,18 +60,16 @@ def find_capacity(request: Request) -> Capacity:
     gpus = machine.count_gpus()  # assumes that all hosts are like this one
     lack = f"this host has {gpus} GPU(s) for {on_this_host} workers of Elastic's"
     device = machine.choose_device_type(request.backend, gpus >= on_this_host, lack)
-    threads = max(1, machine.count_cores() // on_this_host)
-    bf16 = machine.bf16_support(device) if request.asks_bf16 else machine.Bf16.NONE
-    return Capacity(num_ranks, device, threads, bf16)
+    return World(num_ranks, device, max(1, machine.count_cores() // on_this_host))
 
 
-def launch(work: Work, *, max_restarts: int = 0) -> None:
+def launch(work: Work, *, retries: int = 0) -> None:
     """Do the work: as rank 0 in a worker of Elastic's, elsewhere in new workers on this machine, one for each rank.
 
-    Elastic restarts all new workers after a failure up to ``max_restarts`` times, from the newest checkpoint. At the
+    Elastic restarts all new workers after a failure up to ``retries`` times, from the newest checkpoint. At the
     end kills the processes that this thread has started. Raises the launchers' errors.
     """
-    work = capacity.choose_world(work, find_capacity)
+    work = capacity.choose_world(work, find_world)
     if RUN_ID in os.environ:
         run_as_rank_0(work)
         return
@@ -95,7 +93,7 @@ def launch(work: Work, *, max_restarts: int = 0) -> None:
             rdzv_endpoint="localhost:0",
             run_id=secrets.token_hex(8),
             local_addr=LOOPBACK,
-            max_restarts=max_restarts,
+            max_restarts=retries,
             monitor_interval=POLL_SECONDS,
             logs_specs=DefaultLogsSpecs(log_dir=logs),
         )

@@ -13,34 +13,33 @@ from flyte_ddp.launch import capacity
 from flyte_ddp.launch.remote import agent
 from flyte_ddp.launch.remote.rendezvous import JOIN_SECONDS, open_rendezvous
 from flyte_ddp.launch.supervise.rank_process import RankInfo
-from flyte_ddp.machine import MOST_CPU_RANKS, Bf16, Capacity, Request
+from flyte_ddp.machine import MOST_CPU_RANKS, Request, World
 from flyte_ddp.process import signal_handlers
 from flyte_ddp.runs.work import Work
 
 ADDRESS = "RAY_ADDRESS"  # Ray's own variable
-SHOW_GPUS = {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}  # older releases hide GPUs from a task that reserves none
 REACH_SECONDS = 10.0  # for a cluster to answer; Ray itself would wait for a quarter of an hour, or without end
 
 
-def launch(work: Work, *, max_retries: int = 0, nodes_to_come: int = 0, seconds: float = 0.0) -> None:
+def launch(work: Work, *, retries: int = 0, hosts_to_come: int = 0) -> None:
     """Do the work in tasks of the cluster, one for each rank, on as few hosts as possible, and wait for their end.
 
-    ``nodes_to_come`` and ``seconds`` are for :func:`find_capacity`. Ray restarts a failed or lost task up to
-    ``max_retries`` times; all ranks then resume from the newest checkpoint. Raises the launchers' errors.
+    First waits up to the work's time limit for ``hosts_to_come`` nodes. Ray restarts a failed or lost task up to
+    ``retries`` times; all ranks then resume from the newest checkpoint. Raises the launchers' errors.
     """
     with connected():
         import ray
         from ray.util import get_node_ip_address, placement_group, remove_placement_group
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        work = capacity.choose_world(work, lambda request: find_capacity(request, nodes_to_come, seconds))
+        work = capacity.choose_world(work, lambda request: find_world(request, hosts_to_come, work.timeout))
         num_ranks = work.world.num_ranks
         needs = {"CPU": work.world.threads, "GPU": 1 if work.world.device_type == "cuda" else 0}
         group = placement_group([{name: need for name, need in needs.items() if need}] * num_ranks, strategy="PACK")
         options = {
             "num_cpus": needs["CPU"],
             "num_gpus": needs["GPU"],
-            "max_retries": max_retries,
+            "max_retries": retries,
             "retry_exceptions": [agent.RankEndedError],
         }
         tasks: list[Any] = []
@@ -73,14 +72,14 @@ def raise_if_task_failed(tasks: Sequence[Any]) -> None:
         raise agent.agent_start_error("a host of the Ray cluster", error) from None
 
 
-def find_capacity(request: Request, nodes_to_come: int = 0, seconds: float = 0.0) -> Capacity:
-    """Return the Ray cluster's Capacity for a request: one GPU for each rank, or the same number of CPUs for each.
+def find_world(request: Request, hosts_to_come: int = 0, seconds: float = 0.0) -> World:
+    """Return the Ray cluster's World for a request: one GPU for each rank, or the same number of CPUs for each.
 
-    Waits up to ``seconds`` for ``nodes_to_come`` nodes, and raises UnreachableError if fewer come. If ``nodes_to_come``
+    Waits up to ``seconds`` for ``hosts_to_come`` nodes, and raises UnreachableError if fewer come. If ``hosts_to_come``
     is not 0 or the request is exact, raises UserError if fewer ranks fit than requested.
     """
     with connected():
-        capacity.wait_for_hosts(lambda: len(list_rank_nodes()), nodes_to_come, "nodes of the Ray cluster", seconds)
+        capacity.wait_for_hosts(lambda: len(list_rank_nodes()), hosts_to_come, "nodes of the Ray cluster", seconds)
         resources = [node["Resources"] for node in list_rank_nodes()]
         cpus, gpus = ([int(node.get(kind, 0)) for node in resources] for kind in ("CPU", "GPU"))
         device = machine.choose_device_type(request.backend, sum(gpus) > 0, "the Ray cluster has no GPU")
@@ -89,13 +88,12 @@ def find_capacity(request: Request, nodes_to_come: int = 0, seconds: float = 0.0
         else:
             total, most = sum(cpus), min(sum(min(cpu, MOST_CPU_RANKS) for cpu in cpus), request.most)
         what = f"the Ray cluster has {total} {'GPUs' if device == 'cuda' else 'CPUs'}"
-        num_ranks = capacity.clamp_ranks(request.num_ranks, total, what, most, exact=request.exact or nodes_to_come > 0)
+        num_ranks = capacity.clamp_ranks(request.num_ranks, total, what, most, exact=request.exact or hosts_to_come > 0)
         if device == "cuda":
             threads = min(max(1, cpu // gpu) for cpu, gpu in zip(cpus, gpus, strict=True) if gpu)
         else:
             threads = cpus_per_rank(cpus, num_ranks)
-        bf16 = least_bf16_support(device) if request.asks_bf16 else Bf16.NONE
-        return Capacity(num_ranks, device, threads, bf16)
+        return World(num_ranks, device, threads)
 
 
 def list_rank_nodes() -> list[dict[str, Any]]:
@@ -108,19 +106,6 @@ def list_rank_nodes() -> list[dict[str, Any]]:
 def cpus_per_rank(cpus: Sequence[int], num_ranks: int) -> int:
     """Return the largest number of CPUs that each rank can have on hosts with these numbers of CPUs."""
     return next(each for each in range(max(cpus), 0, -1) if sum(cpu // each for cpu in cpus) >= num_ranks)
-
-
-def least_bf16_support(device: str) -> Bf16:
-    """Return the least bf16 support among the nodes that may get ranks, by a task on each, inside :func:`connected`."""
-    import ray
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-    gpus, ask = 1 if device == "cuda" else 0, ray.remote(machine.bf16_support)
-    # Without reserving a CPU or GPU, so that the tasks also run on busy nodes.
-    options = {"num_cpus": 0, "num_gpus": 0, "runtime_env": {"env_vars": SHOW_GPUS} if gpus else None}
-    nodes = [node["NodeID"] for node in list_rank_nodes() if node["Resources"].get("GPU", 0) >= gpus]
-    places = [NodeAffinitySchedulingStrategy(node, False) for node in nodes]
-    return min(ray.get([ask.options(**options, scheduling_strategy=place).remote(device) for place in places]))
 
 
 @contextmanager

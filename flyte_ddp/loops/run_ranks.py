@@ -32,7 +32,7 @@ from flyte_ddp.runs.run_folder import (
     hold_run_folder,
     unwritable_folder_error,
 )
-from flyte_ddp.runs.work import Launch, Work, World
+from flyte_ddp.runs.work import Launch, Work
 from flyte_ddp.settings import Settings, check_wandb_settings, read_settings
 
 
@@ -159,7 +159,6 @@ def run_call(
                         Work(
                             function="flyte_ddp.loops.in_rank:run_function",
                             arguments=FunctionCall(call, settings),
-                            world=World(request.num_ranks),
                             request=request,
                             run_folder=folder,
                             identity=identity,

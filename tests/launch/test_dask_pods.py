@@ -42,9 +42,7 @@ def model(num_classes, input_shape):
 """
 TRAIN = """
 import pathlib, sys
-from functools import partial
 from flyte_ddp.config import Hyperparameters
-from flyte_ddp.hardware import choose_hardware, request_ranks
 from flyte_ddp.launch import dask
 from flyte_ddp.run import run_training
 from flyte_ddp.settings import Settings
@@ -52,10 +50,7 @@ from flyte_ddp.settings import Settings
 here = pathlib.Path.cwd()
 hp = Hyperparameters(model="mine:model", max_steps=2, num_ranks=2, backend="gloo")
 quiet = Settings(progress="off", wandb_mode="disabled", cache_folder=here.parent / "cache")
-with dask.connected() as client:
-    launch = partial(dask.launch, client=client)
-    hardware = choose_hardware(hp, dask.find_capacity(request_ranks(hp), client))
-    run_training(hp, pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2]), quiet, launch=launch, hardware=hardware)
+run_training(hp, pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2]), quiet, launch=dask.launch)
 """
 Start = Callable[..., subprocess.Popen[str]]
 
@@ -111,9 +106,9 @@ def test_flytes_plugin_starts_workers_by_the_images_commands(client: distributed
     [worker] = dask.describe_workers(client).values()
     assert (worker["name"], worker["nthreads"], worker["memory_limit"]) == ("one", 2, 2 * 2**30)
     with pytest.raises(UserError, match="num_ranks=3: the Dask cluster has 2 workers, and each rank needs one"):
-        dask.find_capacity(Request(3), client, coming=2, seconds=300)
+        dask.find_world(Request(3), client, 300.0, hosts_to_come=2)
     with pytest.raises(UnreachableError, match="1 of 2 workers of the Dask cluster"):
-        dask.find_capacity(Request(2), client, coming=2, seconds=0)
+        dask.find_world(Request(2), client, 0.0, hosts_to_come=2)
 
 
 @pytest.mark.slow

@@ -34,14 +34,15 @@ from flyte_ddp.launch.supervise.failures import find_root_cause
 from flyte_ddp.launch.supervise.processes import ProcessHandle, RankHandle
 from flyte_ddp.launch.supervise.rank_process import RankInfo
 from flyte_ddp.launch.supervise.stopping import StopRequest
+from flyte_ddp.machine import Request, World
 from flyte_ddp.runs.checkpoint import Checkpoint
-from flyte_ddp.runs.work import Work, World
+from flyte_ddp.runs.work import Work
 
 LIMIT = 30.0  # seconds; nothing here takes them
 
 
 def work_in(folder: Path, **changes: Any) -> Work:
-    return Work("", None, World(num_ranks=1), folder, IDENTITY, timeout=LIMIT, save_seconds=LIMIT, **changes)
+    return Work("", None, Request(1), folder, IDENTITY, LIMIT, LIMIT, world=World(1), **changes)
 
 
 def remote_handle(folder: Path) -> tuple[RemoteHandle, Connection]:

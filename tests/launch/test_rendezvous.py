@@ -31,8 +31,9 @@ from flyte_ddp.launch.supervise.processes import RankHandle
 from flyte_ddp.launch.supervise.rank_process import RankInfo
 from flyte_ddp.launch.supervise.stopping import StopRequest
 from flyte_ddp.launch.supervise.supervisor import wait_and_handle_messages
+from flyte_ddp.machine import Request
 from flyte_ddp.runs.checkpoint import Checkpoint
-from flyte_ddp.runs.work import Work, World
+from flyte_ddp.runs.work import Work
 
 
 @dataclass
@@ -63,7 +64,7 @@ class Meeting:
 
 @pytest.fixture
 def meeting(tmp_path: Path) -> Iterator[Meeting]:
-    work = Work("", None, World(num_ranks=1), tmp_path, IDENTITY, timeout=600.0, save_seconds=1.0)
+    work = Work("", None, Request(1), tmp_path, IDENTITY, timeout=600.0, save_seconds=1.0)
     with open_rendezvous(work, "127.0.0.1") as found, ExitStack() as stack:
         yield Meeting(found, stack)
 

@@ -77,12 +77,10 @@ def run_rank(
 ) -> None:
     """Do the work as one rank: call its function with a Rank, then leave the process group; all ranks must call it.
 
-    Sets torch's, glibc's and cuBLAS's process-wide settings. Reports by ``link`` only collectives that hang on a GPU.
+    Sets torch's and glibc's process-wide settings. Reports by ``link`` only collectives that hang on a GPU.
     """
     faulthandler.enable()
     torch.set_num_threads(work.world.threads)
-    if work.world.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it torch refuses matrix products on a GPU
     if info.world_size > 1:
         distributed.timeout_seconds = work.timeout
         patch_collective_wait()
