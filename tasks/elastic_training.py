@@ -70,7 +70,7 @@ def train_on_elastic(hp: Hyperparameters, data: FlyteDirectory, run_version: str
     # Workers run it in pods alone. There the plugin takes rank 0's result, of which _execute makes outputs.
     with translate_errors_for_flyte():
         run = partial(train_in_run_folder, hp, data, run_version, train, page=False)
-        return elastic.run_in_worker(run, prepare)  # type: ignore[return-value]
+        return elastic.run_in_worker(run, prepare)  # type: ignore[arg-type, return-value]
 
 
 def download_data(data: FlyteDirectory, folder: Path) -> None:

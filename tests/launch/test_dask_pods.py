@@ -3,14 +3,12 @@
 import os
 import re
 import shutil
-import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,13 +16,10 @@ from types import SimpleNamespace
 import distributed
 import pytest
 import torch
-from faulty_runs import INTRODUCED as HP
-from faulty_runs import when
 from image import make_commands
 from mounts import ALONE, need_mounts
-from trials import Trial
 
-from flyte_ddp.errors import RankError, UnreachableError, UserError
+from flyte_ddp.errors import UnreachableError, UserError
 from flyte_ddp.launch import dask
 from flyte_ddp.machine import Request
 
@@ -126,21 +121,6 @@ def test_a_scheduler_that_starts_later(start: Start, tmp_path: Path, monkeypatch
         found = pool.submit(workers)
         start("dask-scheduler", "--port", str(port))
         assert found.result() == 0
-
-
-@pytest.mark.exhaustive
-def test_a_scheduler_that_dies(scheduler: subprocess.Popen[str], start: Start, trial: Trial) -> None:
-    """Its workers end with it, and their ranks; there is no other try on this cluster, but by Flyte."""
-    for name in ("one", "two"):
-        start(*WORKER[:2], name, *WORKER[3:])
-    with dask.connected() as client:
-        client.wait_for_workers(2, timeout=60)
-        when(trial.folder / "unfinished/results/events.jsonl", scheduler.kill)  # of the model that introduces itself
-        long = replace(HP, epochs=1000, max_steps=0)  # longer than any test; Dask would start the ranks again
-        with pytest.raises((RankError, UnreachableError)) as raised:
-            trial.train(long, launch=partial(dask.launch, client=client, retries=2))
-        assert scheduler.wait() == -signal.SIGKILL
-    assert isinstance(raised.value, UnreachableError) or raised.value.recoverable
 
 
 @pytest.mark.slow

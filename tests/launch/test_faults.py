@@ -15,29 +15,6 @@ from flyte_ddp.launch.supervise import supervisor
 again = pytest.mark.exhaustive
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kind", "at", "rank", "words", "recoverable"),
-    [
-        ("SIGKILL", "checkpoint", 0, "rank 0 was killed by SIGKILL", True),
-        pytest.param("SIGSEGV", "evaluation", 1, "rank 1 was killed by SIGSEGV", True, marks=again),
-        pytest.param("SIGSEGV", "data", 0, "rank 0 was killed by SIGSEGV", True, marks=again),
-        pytest.param("sys.exit", "training", 0, "rank 0: SystemExit: 0", False, marks=again),
-        ("os._exit", "evaluation", 0, "rank 0 ended with exit code 0 before it had finished", False),
-        pytest.param("ArithmeticError", "import", 1, "rank 1: ArithmeticError: ", False, marks=again),
-    ],
-)
-def test_a_rank_that_fails_is_named_and_takes_the_others_along(
-    trial: Trial, kind: str, at: str, rank: int, words: str, recoverable: bool
-) -> None:
-    trial.inject(kind, rank, at, after=0)
-    with pytest.raises(RankError, match=f"(?s){words}") as caught:
-        trial.train()
-    assert trial.seconds_since_fault() < 15
-    assert caught.value.recoverable == recoverable
-    nothing_is_left(trial.folder, trial.temporary)
-
-
 @pytest.mark.cold
 def test_a_failed_import_is_told(trial: Trial, tmp_path: Path) -> None:
     """Before there is a process group, or torch."""
@@ -47,22 +24,6 @@ def test_a_failed_import_is_told(trial: Trial, tmp_path: Path) -> None:
     trial.patch.syspath_prepend(broken)
     with pytest.raises(RankError, match=r"rank \d: OSError: libcudart.so: cannot open"):
         trial.train()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("strategy", "kind"), [("shared_memory", "hang in C"), pytest.param("ddp", "hang", marks=again)]
-)
-def test_a_rank_that_hangs_is_named_with_its_stack(trial: Trial, strategy: str, kind: str) -> None:
-    trial.inject(kind)
-    words = r"^rank 1 did not come where (ranks 0 and 2|rank [02]) waited for 2 s \(FLYTE_DDP_TIMEOUT\)"
-    with pytest.raises(RankError, match=words) as caught:
-        trial.train(replace(HP, strategy=strategy, num_ranks=3), timeout=2.0)
-    assert caught.value.recoverable
-    assert 'faults.py", line' in caught.value.details
-    assert f"in {kind.replace(' ', '_').lower()}" in caught.value.details
-    assert saved(trial.folder).step == 3, "what was done before is saved"
-    nothing_is_left(trial.folder, trial.temporary)
 
 
 @pytest.mark.slow
