@@ -29,11 +29,7 @@ class Hardware:
 
 
 def detect_hardware(hp: Hyperparameters) -> Hardware:
-    """Return the Hardware of a run whose ranks are all on this machine.
-
-    Raises UserError if the machine does not have what the hyperparameters need, or if this is a pod that does not see
-    the GPUs that were requested for it.
-    """
+    """Return the Hardware of a run whose ranks are all on this machine."""
     world = detect_world(request_ranks(hp))
     return choose_hardware(hp, world, bf16_support(world.device_type))
 
@@ -43,14 +39,10 @@ def request_ranks(hp: Hyperparameters) -> Request:
 
 
 def check_requested_resources(hp: Hyperparameters, nodes: int = 1, ranks: int = 0, capacity: int = 0) -> None:
-    """Raise UserError if the GPUs that are requested for training pods do not fit ``hp``.
+    """Raise UserError if the GPUs that are requested for training pods, if this is one's task, do not fit ``hp``.
 
-    Does nothing if FLYTE_DDP_GPUS is not set, as outside pods.
-
-    Args:
-        nodes: largest number of training pods.
-        ranks: number of ranks that the engine starts; ``hp.num_ranks`` must be 0 or equal. 0: ``hp.num_ranks`` decides.
-        capacity: largest number of ranks without GPUs; 0: no limit.
+    ``nodes`` is the largest number of training pods. ``ranks`` is the number that the engine starts; 0: ``hp`` decides.
+    ``capacity`` is the largest number of ranks without GPUs; 0: no limit.
     """
     requested = os.environ.get(REQUESTED_GPUS)
     if requested is None:

@@ -19,10 +19,7 @@ def choose_world(work: Work, find_world: Callable[[Request], World]) -> Work:
 
 
 def wait_for_hosts(count_hosts: Callable[[], int], wanted: int, hosts_name: str, seconds: float) -> None:
-    """Wait until ``count_hosts()`` is at least ``wanted``, and print each change of the count to stderr.
-
-    ``hosts_name`` is for messages, such as "nodes of the Ray cluster". Raises UnreachableError after ``seconds``.
-    """
+    """Wait up to ``seconds`` until ``count_hosts()`` is at least ``wanted``, and print each change of the count."""
     deadline, printed = time.monotonic() + seconds, wanted
     while (found := count_hosts()) < wanted:
         if found != printed:

@@ -36,9 +36,8 @@ LESS_MONITORING = {
 def launch(work: Work, *, client: Any = None, retries: int = 0, hosts_to_come: int = 0) -> None:
     """Do the work on workers, one for each rank, on as few hosts as possible, and wait for its end.
 
-    ``client`` is for :func:`connected`, ``hosts_to_come`` for :func:`find_world`. Waits for workers up to the work's
-    limit. Dask restarts a failed task up to ``retries`` times; all ranks then resume from the newest checkpoint. A lost
-    worker ends the run, because its rank may run on no other. Raises the launchers' errors.
+    Waits up to the work's limit for workers: ``hosts_to_come`` of them, or as many as there are ranks. After a failure
+    Dask restarts tasks up to ``retries`` times. A lost worker ends the run, because its rank may run on no other.
     """
     with require_extra("dask"):
         from dask import annotate  # type: ignore[attr-defined]
@@ -87,8 +86,7 @@ def raise_if_task_failed(futures: Sequence[Any], workers: Sequence[str], living:
 def find_world(request: Request, client: Any, seconds: float, hosts_to_come: int = 0) -> World:
     """Return the World for ranks on a cluster's workers, one rank a worker, on GPUs if every worker sees one.
 
-    Waits up to ``seconds`` for a worker for each requested rank. ``hosts_to_come`` is the number of workers that the
-    cluster will have, 0 if unknown: then fewer are enough, unless the request is exact.
+    If ``hosts_to_come``, the number of workers that the cluster will have, is 0, fewer workers than ranks are enough.
     """
     wanted = max(1, request.num_ranks)
     if hosts_to_come:
@@ -228,8 +226,7 @@ def translate_cluster_errors(client: Any) -> Iterator[None]:
 def connected(client: Any = None, num_ranks: int = 0, seconds: float = REACH_SECONDS) -> Iterator[Any]:
     """Yield ``client``, else Dask's current client, else a new one, which is closed at the end.
 
-    A new client connects to ``DASK_SCHEDULER_ADDRESS`` within ``seconds``. Without that variable it gets a
-    cluster on this machine of ``num_ranks`` workers (0: one for each GPU, or for each core up to 4).
+    Without ``DASK_SCHEDULER_ADDRESS`` it is that of a cluster on this machine, of ``num_ranks`` workers.
     """
     with require_extra("dask"):
         from dask import config

@@ -66,8 +66,8 @@ def find_world(request: Request) -> World:
 def launch(work: Work, *, retries: int = 0) -> None:
     """Do the work: as rank 0 in a worker of Elastic's, elsewhere in new workers on this machine, one for each rank.
 
-    Elastic restarts all new workers after a failure up to ``retries`` times, from the newest checkpoint. At the
-    end kills the processes that this thread has started. Raises the launchers' errors.
+    After a failure Elastic restarts all new workers up to ``retries`` times. At the end kills the processes that this
+    thread has started.
     """
     work = capacity.choose_world(work, find_world)
     if RUN_ID in os.environ:
@@ -137,7 +137,7 @@ def restore_process_state() -> Iterator[None]:
 def first_worker_error(error: Any, memory_kills: int) -> BaseException:
     """Return the exception of the worker that failed first, or an error that says how the worker ended.
 
-    ``memory_kills`` is the result of process.count_out_of_memory_kills before the workers started.
+    ``memory_kills`` is the count of out-of-memory kills before the workers started.
     """
     rank, first = error.get_first_failure()
     if first.exitcode < 0:
@@ -205,14 +205,14 @@ def run_as_rank_0(work: Work) -> None:
         thread.join()
 
 
-def follow(prepare: Callable[[Work], Work] = Work.prepare_on_host, timeout: float = RANK_0_SECONDS) -> None:
-    """Connect to rank 0 within ``timeout`` seconds, and do its work as another rank; raise the error of a failed run.
+def follow(prepare: Callable[[Work], Work] = Work.prepare_on_host) -> None:
+    """Connect to rank 0 within an hour, and do its work as another rank; raise the error of a failed run.
 
-    ``prepare`` returns rank 0's work for this host, as after fetching data. Raises UnreachableError after the timeout.
+    ``prepare`` returns rank 0's work for this host, as after fetching data.
     """
-    store, info = join_group(timeout)
+    store, info = join_group(RANK_0_SECONDS)
     tried: set[str] = set()
-    deadline = time.monotonic() + timeout
+    deadline = time.monotonic() + RANK_0_SECONDS
     while time.monotonic() < deadline:
         if store.check([TICKET]):  # store.get alone would block in C++, where Python handles no signal
             ticket = read_ticket(store.get(TICKET), info)
@@ -228,7 +228,7 @@ def follow(prepare: Callable[[Work], Work] = Work.prepare_on_host, timeout: floa
         time.sleep(POLL_SECONDS)
     known = f"at none of {', '.join(sorted(tried))}" if tried else "rank 0 never published its address"
     raise UnreachableError(
-        f"rank {info.rank} could not connect to rank 0 within {timeout:g} s: {known}; its host must be reachable "
+        f"rank {info.rank} could not connect to rank 0 within {RANK_0_SECONDS:g} s: {known}; its host must be reachable "
         f"from this one at any port, and {KEY_VARIABLE} the same on both, if it is set"
     )
 
@@ -259,10 +259,7 @@ def run_worker_rank(
     folder: Path,
     prepare: Callable[[Work], Work] = Work.prepare_on_host,
 ) -> None:
-    """Receive the work, run this worker's rank, and wait until the run has ended; raise the error of a failed run.
-
-    Waits without a limit. SIGTERM and Ctrl-C make rank 0 stop all ranks. Does not close the pipe.
-    """
+    """Receive the work, run this worker's rank, and wait until the run has ended; raise the error of a failed run."""
     from flyte_ddp.launch.supervise.rank import run_rank
 
     process.set_process_name(f"rank {ticket.info.rank}")

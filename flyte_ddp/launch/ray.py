@@ -24,8 +24,8 @@ REACH_SECONDS = 10.0  # for a cluster to answer; Ray itself would wait for a qua
 def launch(work: Work, *, retries: int = 0, hosts_to_come: int = 0) -> None:
     """Do the work in tasks of the cluster, one for each rank, on as few hosts as possible, and wait for their end.
 
-    First waits up to the work's time limit for ``hosts_to_come`` nodes. Ray restarts a failed or lost task up to
-    ``retries`` times; all ranks then resume from the newest checkpoint. Raises the launchers' errors.
+    First waits up to the work's limit for ``hosts_to_come`` nodes. After a failure Ray restarts tasks up to ``retries``
+    times.
     """
     with connected():
         import ray
@@ -75,8 +75,7 @@ def raise_if_task_failed(tasks: Sequence[Any]) -> None:
 def find_world(request: Request, hosts_to_come: int = 0, seconds: float = 0.0) -> World:
     """Return the Ray cluster's World for a request: one GPU for each rank, or the same number of CPUs for each.
 
-    Waits up to ``seconds`` for ``hosts_to_come`` nodes, and raises UnreachableError if fewer come. If ``hosts_to_come``
-    is not 0 or the request is exact, raises UserError if fewer ranks fit than requested.
+    Fewer ranks than requested are refused if the request is exact, or ``hosts_to_come`` is not 0.
     """
     with connected():
         capacity.wait_for_hosts(lambda: len(list_rank_nodes()), hosts_to_come, "nodes of the Ray cluster", seconds)
@@ -110,11 +109,7 @@ def cpus_per_rank(cpus: Sequence[int], num_ranks: int) -> int:
 
 @contextmanager
 def connected() -> Iterator[None]:
-    """Connect to Ray for the block: to the cluster of ``RAY_ADDRESS``, or to one that is started on this machine.
-
-    Does nothing if Ray is initialised already. Raises UserError if Ray is missing, refuses this process or does not
-    start, and UnreachableError if no cluster answers at the address within 10 s.
-    """
+    """Connect to Ray for the block, unless that is done: to ``RAY_ADDRESS``, or to a cluster that it starts here."""
     with require_extra("ray"):
         import ray
 
@@ -141,10 +136,7 @@ def connected() -> Iterator[None]:
 
 
 def refuse_unanswered_address(address: str | None) -> None:
-    """Raise OSError unless a server accepts a connection within 10 s.
-
-    Raises UserError if the address has a scheme, such as ``ray://``, and ValueError if Ray does not understand it.
-    """
+    """Raise OSError unless a server accepts a connection within 10 s; UserError for an address with a scheme."""
     from ray._private.services import canonicalize_bootstrap_address
 
     if address and "://" in address:

@@ -44,8 +44,7 @@ def launch(work: Work) -> None:
 def stop_with_checkpoint(work: Work) -> Iterator[Callable[[SaveFunction], None]]:
     """On SIGTERM or Ctrl-C write a checkpoint in a thread, and end the block by StoppedError or KeyboardInterrupt.
 
-    Yields a setter for the function that saves a checkpoint and returns its step. A second Ctrl-C raises
-    KeyboardInterrupt at once. The end of the block waits, without a limit, for a checkpoint that is being written.
+    Yields a setter for the function that saves. The end of the block waits for a checkpoint that is being written.
     """
     resumed_step = work.checkpoint.step if work.checkpoint else 0
     save: SaveFunction = lambda _: resumed_step  # noqa: E731

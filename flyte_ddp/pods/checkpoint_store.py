@@ -76,8 +76,7 @@ class CheckpointStore:
     def download_newest_checkpoint(self, path: Path) -> Checkpoint | None:
         """Return the newest readable checkpoint, of the blob store or of the folder of ``path``; None if there is none.
 
-        Downloads it to ``path``, unless the folder has one that is as new. Raises UserError if the store refuses
-        access, no checkpoint can be read, or earlier attempts made no progress; UnreachableError if it does not answer.
+        Downloads it to ``path``, unless the folder has one that is as new. Refuses an attempt that would be in vain.
         """
         try:
             files = self.retry_on_outage(self.folder, lambda _: self.list_files_newest_first())
@@ -100,10 +99,7 @@ class CheckpointStore:
             raise UnreachableError(f"checkpoints in {address}: {error}; the same run will try again") from error
 
     def list_files_newest_first(self) -> list[RunFile]:
-        """Return the run's files, highest step first, without those of other executions that have a result.
-
-        With ``from_scratch`` leaves out the files of all other executions.
-        """
+        """Return the run's files, highest step first, without those of other executions that have a result."""
         files = list_run_files(self.folder)
         ignored = {file.execution for file in files if file.kind == DONE or self.from_scratch} - {self.execution}
         files = [file for file in files if file.execution not in ignored]
@@ -142,10 +138,7 @@ class CheckpointStore:
         return None
 
     def download_checkpoint(self, address: str, path: Path) -> Checkpoint:
-        """Download and verify a checkpoint; replace the file ``path`` by the download, and return the Checkpoint.
-
-        Raises UnreadableError, and leaves ``path``, if the checkpoint is damaged or of another release's format.
-        """
+        """Download and verify a checkpoint; replace the file ``path`` by the download, and return the Checkpoint."""
         temporary = path.with_name(f".{path.name}.tmp")
         try:
             with temporary.open("wb") as file:

@@ -30,8 +30,7 @@ def end_after_rank_0(ended_without_outputs: type[BaseException]) -> Iterator[Non
     """Let this pod of a PyTorchJob, if the block raises, end only after rank 0's pod, which may still upload.
 
     After an exception in another pod, such as ``ended_without_outputs``, this process sleeps at its exit up to 600 s.
-    After SIGTERM, or if Elastic's store is gone, it ends at once, and the operator starts another pod. Raises
-    UnreachableError if too few pods join within FLYTE_DDP_MEET_SECONDS.
+    After SIGTERM, or if Elastic's store is gone, it ends at once, and the operator starts another pod.
     """
     from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing.api import SignalException

@@ -24,10 +24,7 @@ def resolve_folder(name: str) -> Path:
 
 
 def registry_address() -> str:
-    """Return the address of the registry of models: FLYTE_DDP_REGISTRY, or locally a folder in the runs folder.
-
-    Raises UserError in a pod where the variable is not set, or is a path and no address that all pods reach.
-    """
+    """Return the address of the registry of models: FLYTE_DDP_REGISTRY, or locally a folder in the runs folder."""
     address = read_text(REGISTRY_VARIABLE)
     if not is_in_pod():
         return address or str(runs_folder() / "registry")

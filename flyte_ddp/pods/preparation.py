@@ -17,11 +17,10 @@ NO_SCHEDULE = datetime(1970, 1, 1, tzinfo=UTC)  # kickoff time of a retraining t
 
 
 def check_and_identify_run(hp: Hyperparameters, engine: str, kickoff_time: datetime | None) -> tuple[str, str]:
-    """Check hyperparameters and the pods' hardware; return the versions of run and data.
+    """Check hyperparameters and the pods' hardware; return the versions of run and data, which are names of folders.
 
-    Versions are names of folders; locally they end in @ and a token. ``engine`` is elastic, ray, dask, or "" for one
-    pod. ``kickoff_time`` makes this another run: a schedule's time, or NO_SCHEDULE for the present time. Raises
-    UserError if anything does not fit, the same run is under way, or a server does not answer in 4 tries.
+    ``engine`` is elastic, ray, dask, or "" for one pod. ``kickoff_time`` makes this another run: a schedule's time, or
+    NO_SCHEDULE for the present time.
     """
     if not is_in_pod():
         check_wandb_settings(read_settings())  # settings of pods were checked at registration
@@ -42,8 +41,7 @@ def fetch_data_set(
 ) -> Path:
     """Return the folder of a data set; download, verify and prepare the data set if the folder is not complete.
 
-    ``data_version`` is the folder's name, with or without @ and its token; "" asks the data's origin for it. Raises
-    UserError if the data cannot be fetched or written, and for an exception of the user's code.
+    ``data_version`` is the folder's name; "" asks the data's origin for it.
     """
     name = data_version or f"datasets/{datasets.fingerprint(dataset, data_source, test_dataset)}"
     folder, progress = paths.resolve_folder(name), read_settings().progress

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 
 from flyte_ddp.errors import MachineError, RankError, StoppedError, UnreachableError
+from flyte_ddp.files import file_version
 from flyte_ddp.pods import environment
 from flyte_ddp.pods.checkpoint_store import CheckpointStore
 from flyte_ddp.pods.platforms import Platform, execution_names, is_in_pod, storage_address
@@ -36,8 +37,7 @@ def raise_sigterm(*_: object) -> None:
 def raise_retryable_errors(platform: Platform) -> Iterator[None]:
     """In a pod, raise the platform's retryable error in place of an exception after which a retry may succeed.
 
-    Handles SIGTERM in the block, in the main thread: in a local run it raises StoppedError. Raises UserError in a pod
-    with an unregistered library.
+    Handles SIGTERM in the block, in the main thread: in a local run it raises StoppedError.
     """
     with signal_handlers({signal.SIGTERM: raise_sigterm}):
         try:
@@ -65,8 +65,7 @@ def sync_checkpoints(
     """Download the run's newest checkpoint, and upload new checkpoints during the block; do nothing outside pods.
 
     Yields a function that records that ranks are launched: call it when the data are there. ``work`` is the folder in
-    which the run ``run`` writes. ``own_function``: a user's function runs. The end of the block waits for the last
-    upload. ``defer`` gets :func:`record_result`, to call it when the outputs are written.
+    which the run ``run`` writes. ``defer`` gets :func:`record_result`, to call it when the outputs are written.
     """
     if not is_in_pod():
         yield lambda: None
@@ -126,10 +125,7 @@ def open_checkpoint_store(platform: Platform, run: str, memory_advice: str) -> C
 
 
 def checkpoints_address(output_address: str) -> str:
-    """Return the address of all checkpoints: FLYTE_DDP_CHECKPOINTS, or PREFIX/flyte-ddp-checkpoints.
-
-    ``output_address``, below which an attempt writes its outputs, is PREFIX/XX/EXECUTION-NODE-ATTEMPT.
-    """
+    """Return the address of all checkpoints: FLYTE_DDP_CHECKPOINTS, or beside an attempt's outputs' parent folders."""
     beside = f"{posixpath.dirname(posixpath.dirname(output_address.rstrip('/')))}/flyte-ddp-checkpoints"
     return storage_address(read_text("FLYTE_DDP_CHECKPOINTS") or beside)
 
@@ -151,7 +147,7 @@ class CheckpointUploader:
 
     def __init__(self, store: CheckpointStore, folder: Path) -> None:
         self.store, self.folder = store, folder
-        self.uploaded = {name: self.file_version(name) for name in SLOTS}  # what is there was downloaded
+        self.uploaded = {name: file_version(folder / name) for name in SLOTS}  # what is there was downloaded
         self.stop = threading.Event()
         self.failure_printed = False
 
@@ -162,14 +158,14 @@ class CheckpointUploader:
     def upload_changed_checkpoints(self) -> None:
         """Upload the checkpoints that have changed since their last upload; print the first failure, raise none."""
         # The later of two saves of one step last: it replaces the other, or is the newer one.
-        for name in sorted(SLOTS, key=lambda name: (self.file_version(name) or (0, 0))[1]):
+        for name in sorted(SLOTS, key=lambda name: (file_version(self.folder / name) or (0, 0))[1]):
             # A hard link keeps the content while a newer checkpoint takes the place of this one.
             link = self.folder / ".sending" / name
             try:
                 link.parent.mkdir(exist_ok=True)
                 link.unlink(missing_ok=True)
                 os.link(self.folder / name, link)
-                version = self.file_version(f".sending/{name}")
+                version = file_version(link)
                 if self.uploaded.get(name) != version:
                     self.store.upload_checkpoint(link)
                     self.uploaded[name] = version
@@ -181,10 +177,3 @@ class CheckpointUploader:
                 self.failure_printed = True
             finally:
                 link.unlink(missing_ok=True)
-
-    def file_version(self, name: str) -> tuple[int, int] | None:
-        """Return inode and time of change (ns) of a file in the folder, which a new file changes; None if missing."""
-        with suppress(FileNotFoundError):
-            status = (self.folder / name).stat()
-            return status.st_ino, status.st_mtime_ns
-        return None

@@ -9,7 +9,7 @@ from typing import Any
 
 from flyte_ddp import results
 from flyte_ddp.errors import UserError
-from flyte_ddp.files import hold_lock, list_files
+from flyte_ddp.files import file_version, hold_lock, list_files
 from flyte_ddp.runs.checkpoint import FOLDER, SLOTS
 from flyte_ddp.runs.run_folder import METRICS
 
@@ -131,11 +131,6 @@ class FileSender:
         finally:
             over.set()
             thread.join()
-
-
-def file_version(path: Path) -> tuple[int, int, int]:
-    found = path.stat()
-    return found.st_ino, found.st_mtime_ns, found.st_size
 
 
 def size_or_zero(path: Path) -> int:

@@ -41,8 +41,8 @@ def open_rendezvous(
 ) -> Iterator[Rendezvous]:
     """Open a free TCP port for agents during the block, and yield the Rendezvous that gathers them.
 
-    ``hosts`` are this process's addresses for agents; listens at ``listen`` ("": all addresses; None: the first host).
-    ``secret`` derives the run's key (None: random). ``only_once``: nobody restarts agents, so a failure ends the run.
+    ``hosts`` are this process's addresses; listens at ``listen`` ("": all addresses; None: the first host). ``secret``
+    derives the run's key (None: random). ``only_once``: nobody restarts agents, so a failure ends the run.
     """
     # Agents look for this file to find out whether they see the folder. The next run deletes *.tmp after a kill.
     mark = f".shared-{secrets.token_hex(16)}.tmp"

@@ -32,8 +32,7 @@ NO_LIMIT = timedelta(days=365)
 class Rank:
     """One rank of a run: its place, its work, and what the function of the work may ask for.
 
-    ``offer_saving`` takes the function that saves a checkpoint for the launcher. ``link`` leads to the launcher; None
-    for a single rank in the launcher's own process. Methods raise CollectiveTimeoutError after the work's time limit.
+    ``link`` leads to the launcher; None for a single rank in the launcher's own process.
     """
 
     def __init__(
@@ -75,10 +74,7 @@ class Rank:
 def run_rank(
     work: Work, info: RankInfo, offer_saving: Callable[[SaveFunction], None], link: Link | None = None
 ) -> None:
-    """Do the work as one rank: call its function with a Rank, then leave the process group; all ranks must call it.
-
-    Sets torch's and glibc's process-wide settings. Reports by ``link`` only collectives that hang on a GPU.
-    """
+    """Do the work as one rank: call its function with a Rank, then leave the process group; all ranks must call it."""
     faulthandler.enable()
     torch.set_num_threads(work.world.threads)
     if info.world_size > 1:
@@ -143,10 +139,7 @@ def open_listener() -> socket.socket:
 
 
 def join_process_group(work: Work, info: RankInfo, store: Store, report_error: Callable[[BaseException], None]) -> None:
-    """Join torch's process group, with the work's backend and timeout; waits for all ranks, which must all call it.
-
-    On a GPU, first starts a thread that calls ``report_error`` if a collective operation exceeds FLYTE_DDP_TIMEOUT.
-    """
+    """Join torch's process group; on a GPU, report to the launcher a collective operation that takes too long."""
     on_gpu = work.world.device_type == "cuda"
     if on_gpu:
         watch_collectives(work.timeout, report_error, torch.cuda.Event)

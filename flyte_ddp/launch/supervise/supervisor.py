@@ -20,8 +20,7 @@ START_SECONDS = 300.0  # for all ranks to start: importing torch takes long from
 def supervise_ranks(group: Sequence[RankHandle], stop: StopRequest, timeout: float, save_seconds: float) -> None:
     """Handle the ranks' messages until all ranks have completed; raise the launchers' errors, and kill no rank.
 
-    After a failure first waits up to 8 s for a checkpoint by rank 0, after a stop up to ``save_seconds``. ``timeout``
-    is the ranks' time limit, for messages. Raises RankLostError if a rank has not started within 300 s.
+    Before it raises, waits up to 8 s for a checkpoint by rank 0, after a stop up to ``save_seconds``.
     """
     deadline = time.monotonic() + START_SECONDS
     while not all(handle.completed for handle in group):
