@@ -36,10 +36,7 @@ def wait_for_hosts(count_hosts: Callable[[], int], wanted: int, hosts_name: str,
 
 
 def clamp_ranks(num_ranks: int, capacity: int, capacity_in_words: str, most: int, *, exact: bool = False) -> int:
-    """Return ``num_ranks`` (0: ``most``), but at most ``capacity``: then print so, or with ``exact`` raise UserError.
-
-    Raises UserError if ``capacity`` is below 1. ``capacity_in_words`` is for messages.
-    """
+    """Return ``num_ranks`` (0: ``most``), but at most ``capacity``; if fewer, print so or raise UserError."""
     if capacity < 1:
         raise UserError(
             f"{capacity_in_words}: there is no capacity for a single rank; add workers, or wait until there are some"
