@@ -76,8 +76,8 @@ class Rendezvous:
     def run_ranks(self, check_engine: Callable[[], None]) -> None:
         """Gather all agents, send them the work, and return when all ranks have completed.
 
-        After a recoverable failure, gathers the agents that the engine has restarted, and resumes from the newest
-        checkpoint. ``check_engine`` raises if an agent will not come. Raises the launchers' errors.
+        After a recoverable failure, gathers the agents that the engine has restarted. ``check_engine`` raises if one
+        will not come.
         """
         failure: BaseException | None = None
         num_ranks = self.work.world.num_ranks
