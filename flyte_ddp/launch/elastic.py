@@ -228,8 +228,8 @@ def follow(prepare: Callable[[Work], Work] = Work.prepare_on_host) -> None:
         time.sleep(POLL_SECONDS)
     known = f"at none of {', '.join(sorted(tried))}" if tried else "rank 0 never published its address"
     raise UnreachableError(
-        f"rank {info.rank} could not connect to rank 0 within {RANK_0_SECONDS:g} s: {known}; its host must be reachable "
-        f"from this one at any port, and {KEY_VARIABLE} the same on both, if it is set"
+        f"rank {info.rank} could not connect to rank 0 within {RANK_0_SECONDS:g} s: {known}; its host must be "
+        f"reachable from this one at any port, and {KEY_VARIABLE} the same on both, if it is set"
     )
 
 

@@ -184,10 +184,7 @@ class CheckpointStore:
         self.retry_on_outage(self.folder, lambda _: self.write_note(STARTED, step))
 
     def upload_checkpoint(self, path: Path) -> None:
-        """Verify and upload a checkpoint, without a retry; then delete this execution's checkpoints but the 2 newest.
-
-        Raises FileNotFoundError without a file ``path``, UnreadableError if it is damaged, and UnavailableError.
-        """
+        """Verify and upload a checkpoint, without a retry; then delete all but this execution's 2 newest."""
         header = checkpoint.read_checkpoint(path)
         if header is None:
             raise FileNotFoundError(path)

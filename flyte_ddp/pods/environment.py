@@ -66,10 +66,7 @@ def registry_variable() -> dict[str, str]:
 
 
 def registered_settings(kind: str = "") -> dict[str, str]:
-    """Return the settings that a registration gives to pods, ordered by name; with ``kind`` only those for such pods.
-
-    Raises UserError for an address with a user name or a password, which anybody who sees the pod could read.
-    """
+    """Return the settings that a registration gives to pods, ordered by name; with ``kind`` those for such pods."""
     left_here, settings = list_settings_left_here(), {}
     for name, variable in sorted(read_variable_table().items()):
         value = os.environ.get(name)

@@ -107,10 +107,7 @@ def open_file_store(info: RankInfo, timeout: float) -> Store:
 
 
 def open_tcp_store(info: RankInfo, link: Link | None, timeout: timedelta) -> TCPStore:
-    """Return a TCPStore of rank 0, common to the ranks, at a free port, which rank 0 sends to the launcher.
-
-    Other ranks wait up to ``timeout`` for the port. ``link`` None: there is only one rank.
-    """
+    """Return the ranks' common TCPStore, at a free port that rank 0 sends to the launcher, if there are other ranks."""
     if info.rank != 0 and link is not None:
         host, port = link.receive_address(timeout.total_seconds())
         return TCPStore(host, port, info.world_size, False, timeout, wait_for_workers=False)

@@ -46,10 +46,7 @@ def supervise_ranks(group: Sequence[RankHandle], stop: StopRequest, timeout: flo
 def wait_and_handle_messages(
     group: Sequence[RankHandle], stop: StopRequest, seconds: float | None = None, *, stop_ends_wait: bool = False
 ) -> None:
-    """Wait until a rank sends or ends, or ``seconds`` (None: no limit) have passed; handle the messages so far.
-
-    With ``stop_ends_wait``, a stop that is or was requested ends the wait, too.
-    """
+    """Wait up to ``seconds`` until a rank sends or ends, or a stop is requested; handle the messages so far."""
     if not any(handle.early for handle in group):
         waitables = [waitable for handle in group for waitable in handle.waitables()]
         connection.wait([*waitables, *([stop.reader] if stop_ends_wait else [])], seconds)
