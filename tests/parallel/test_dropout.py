@@ -21,6 +21,10 @@ CPU = torch.device("cpu")
 SAMPLES = np.arange(1000, dtype=np.int32)
 # torch's compiler looks at an attribute of all tensors.
 OF_THE_COMPILER = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+RUNS = pytest.mark.parametrize(
+    "run",
+    [name if "nested" in name else pytest.param(name, marks=pytest.mark.exhaustive) for name in parallel_models.RUNS],
+)
 KINDS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
 
@@ -254,7 +258,7 @@ def test_compiled_layers_draw_the_same_in_one_graph(compiler) -> None:
 
 @pytest.mark.slow
 @OF_THE_COMPILER
-@pytest.mark.parametrize("run", parallel_models.RUNS)
+@RUNS
 def test_compiled_blocks_that_are_run_again_drop_the_same(compiler, run: str) -> None:
     torch.manual_seed(0)
     model = getattr(parallel_models, f"dropout_{run}")()
@@ -315,15 +319,15 @@ def passes(layer: nn.Module, values: Tensor, fused_on: str) -> tuple[list[Tensor
 @pytest.mark.slow
 @pytest.mark.usefixtures("on_cpu")
 @OF_THE_COMPILER
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize(
-    ("layer", "shape"),
+    ("layer", "shape", "dtype"),
     [
-        (nn.Dropout(0.3), (3, 5, 7)),
-        (nn.Dropout(0.3, inplace=True), (3, 35)),
-        (nn.Dropout2d(0.3), (3, 5, 2, 4)),
-        (nn.AlphaDropout(0.3), (3, 35)),
-        (StochasticDepth(0.3, "row"), (3, 5, 7)),
+        (nn.Dropout(0.3), (3, 5, 7), torch.float32),
+        (nn.Dropout(0.3), (3, 5, 7), torch.bfloat16),
+        (nn.Dropout(0.3, inplace=True), (3, 35), torch.float64),
+        (nn.Dropout2d(0.3), (3, 5, 2, 4), torch.bfloat16),
+        (nn.AlphaDropout(0.3), (3, 35), torch.float32),
+        (StochasticDepth(0.3, "row"), (3, 5, 7), torch.float64),
     ],
 )
 def test_a_compiled_kernel_drops_the_same(layer: nn.Module, shape: tuple[int, ...], dtype: torch.dtype) -> None:
@@ -366,7 +370,7 @@ def test_one_kernel_serves_all_rates_and_shapes(on_cpu) -> None:
 @pytest.mark.slow
 @OF_THE_COMPILER
 @pytest.mark.usefixtures("on_cpu")
-@pytest.mark.parametrize("run", parallel_models.RUNS)
+@RUNS
 def test_blocks_that_are_run_again_drop_the_same_in_a_kernel(run: str) -> None:
     torch.manual_seed(0)
     model = getattr(parallel_models, f"dropout_{run}")()
