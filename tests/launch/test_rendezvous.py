@@ -20,6 +20,7 @@ import pytest
 from kept_checkpoints import IDENTITY
 
 from flyte_ddp.errors import OutOfMemoryError, RankError, RankLostError, StoppedError
+from flyte_ddp.launch import elastic
 from flyte_ddp.launch.remote import connection
 from flyte_ddp.launch.remote import rendezvous as launcher
 from flyte_ddp.launch.remote.connection import JoinTicket, WorkerConnection, connect_to_launcher, receive_work
@@ -298,3 +299,19 @@ def test_of_a_rank_that_is_lost_on_the_launchers_host_memory_is_named(
     assert (type(error), getattr(error, "recoverable", None)) == (expected, True)
     assert str(error).startswith("rank 1 ")
     pipe.close()
+
+
+def test_a_ticket_holds_no_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor is another rendezvous's key the same, or that of a run whose user has given it a secret."""
+    monkeypatch.setenv("MASTER_ADDR", "host")
+    monkeypatch.setenv(elastic.RUN_ID, "run")
+    info = RankInfo(1, 2, 0)
+
+    def key(mark: str = "mark") -> bytes:
+        found = elastic.read_ticket(f'[["10.0.0.1"], 1, "/run", "{mark}"]'.encode(), info)
+        assert found == JoinTicket(info, ("host", "10.0.0.1"), 1, found.key, Path("/run"), mark)
+        return found.key
+
+    keys = [key(), key("other")]
+    monkeypatch.setenv(elastic.KEY_VARIABLE, "secret")
+    assert len({*keys, key()}) == 3
