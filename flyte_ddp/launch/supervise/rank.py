@@ -54,7 +54,11 @@ class Rank:
     def join(self) -> None:
         """Join torch's process group, and wait for all ranks, which must all call this, unless there is only one."""
         if self.info.world_size > 1:
-            self.store = open_file_store(self.info, self.work.timeout) if self.info.store else self.open_store()
+            if self.info.store:  # a TCPStore looks up names of hosts, and would wait for a resolver that is down
+                self.store = FileStore(self.info.store, self.info.world_size)
+                self.store.set_timeout(timedelta(seconds=self.work.timeout))
+            else:
+                self.store = self.open_store()
             self.join_by(self.store)
 
     def leave(self) -> None:
@@ -99,19 +103,14 @@ def load_function(name: str) -> Callable[..., Any]:
     return found
 
 
-def open_file_store(info: RankInfo, timeout: float) -> Store:
-    # A TCPStore looks up the names of the hosts that connect, and would wait for a resolver that is down.
-    file = FileStore(info.store, info.world_size)
-    file.set_timeout(timedelta(seconds=timeout))
-    return file
-
-
 def open_tcp_store(info: RankInfo, link: Link | None, timeout: timedelta) -> TCPStore:
     """Return the ranks' common TCPStore, at a free port that rank 0 sends to the launcher, if there are other ranks."""
     if info.rank != 0 and link is not None:
         host, port = link.receive_address(timeout.total_seconds())
         return TCPStore(host, port, info.world_size, False, timeout, wait_for_workers=False)
-    with open_listener() as listener:
+    dual = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if dual else socket.AF_INET
+    with socket.create_server(("", 0), family=family, backlog=socket.SOMAXCONN, dualstack_ipv6=dual) as listener:
         port = listener.getsockname()[1]
         store = TCPStore(
             "127.0.0.1",
@@ -126,13 +125,6 @@ def open_tcp_store(info: RankInfo, link: Link | None, timeout: timedelta) -> TCP
     if link is not None:
         link.send("port", port=port)
     return store
-
-
-def open_listener() -> socket.socket:
-    """Listen at a free port of all addresses."""
-    dual = socket.has_dualstack_ipv6()
-    family = socket.AF_INET6 if dual else socket.AF_INET
-    return socket.create_server(("", 0), family=family, backlog=socket.SOMAXCONN, dualstack_ipv6=dual)
 
 
 def join_process_group(work: Work, info: RankInfo, store: Store, report_error: Callable[[BaseException], None]) -> None:
