@@ -25,14 +25,13 @@ from torch.nn import functional
 
 from benchmarks.measuring import Options, Result, Target, interleaved
 from benchmarks.running import fashion_mnist, run_python
-from benchmarks.step_sides import make_work, train_ours
+from benchmarks.step_sides import make_job, make_work, train_ours
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import open_arrays
 from flyte_ddp.launch.supervise.rank import join_process_group, keep_freed_memory
 from flyte_ddp.launch.supervise.rank_process import RankInfo
 from flyte_ddp.machine import Bf16, bf16_support
 from flyte_ddp.order import sampling
-from flyte_ddp.training.job import Job
 from flyte_ddp.training.recording import Recorder
 from flyte_ddp.training.training_state import TrainingState
 
@@ -90,7 +89,7 @@ def run_rank(rank: int, order: dict[str, Any], records: str) -> None:
     hp = Hyperparameters(**order["hp"])
     folder = Path(records)
     work = make_work(hp, Path(order["data"]), folder)
-    job = Job.from_work(work)
+    job = make_job(work)
     torch.set_num_threads(job.hardware.threads)
     keep_freed_memory()
     store = distributed.FileStore(str(folder / "store"), hp.num_ranks)  # type: ignore[attr-defined]

@@ -18,14 +18,10 @@ from benchmarks.launcher_ranks import PIDS, RANKS, bare_rank, bare_worker
 from benchmarks.running import most_memory
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.errors import RankError
-from flyte_ddp.hardware import choose_hardware, request_ranks
-from flyte_ddp.machine import Capacity, Request, detect_capacity
 from flyte_ddp.run import run_training
 from flyte_ddp.runs.run_folder import UNFINISHED
 from flyte_ddp.runs.work import Launch
 from flyte_ddp.settings import Settings
-
-Find = Callable[[Request], Capacity]
 
 
 def bare_spawn(folder: str) -> None:
@@ -78,27 +74,26 @@ def bare_dask(client: Any, folder: str) -> None:
 
 
 @contextmanager
-def engine(name: str) -> Iterator[tuple[Launch, Find, Callable[[str], None]]]:
-    """Our launcher, what it finds there, and the bare one, on a cluster that stands."""
+def engine(name: str) -> Iterator[tuple[Launch, Callable[[str], None]]]:
+    """Our launcher and the bare one, on a cluster that stands."""
     if name == "spawn":
         from flyte_ddp.launch import spawn
 
-        yield spawn.launch, detect_capacity, bare_spawn
+        yield spawn.launch, bare_spawn
     elif name == "elastic":
         from flyte_ddp.launch import elastic
 
-        yield elastic.launch, elastic.find_capacity, bare_elastic
+        yield elastic.launch, bare_elastic
     elif name in ("ray", "ray train"):
         from flyte_ddp.launch import ray
 
         with ray.connected():
-            yield ray.launch, ray.find_capacity, bare_ray if name == "ray" else bare_ray_train
+            yield ray.launch, bare_ray if name == "ray" else bare_ray_train
     else:
         from flyte_ddp.launch import dask
 
         with dask.connected(num_ranks=RANKS) as client:
-            find = partial(dask.find_capacity, client=client)
-            yield partial(dask.launch, client=client), find, partial(bare_dask, client)
+            yield partial(dask.launch, client=client), partial(bare_dask, client)
 
 
 def main(request: str) -> None:
@@ -108,18 +103,18 @@ def main(request: str) -> None:
     folder.mkdir(parents=True)
     os.environ[PIDS] = str(folder)
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    with engine(order["engine"]) as (launch, find_capacity, bare), tempfile.TemporaryDirectory() as own:
+    with engine(order["engine"]) as (launch, bare), tempfile.TemporaryDirectory() as own:
         began = time.time()
         if order["what"] == "bare":
             bare(own)
             found = {"seconds": float(Path(own, "stepped").read_text()) - began}
         else:
-            found = ours(order, folder / "run", launch, find_capacity, began)
+            found = ours(order, folder / "run", launch, began)
     found["memory"] = most_memory() / (1 << 20)
     (folder / "found.json").write_text(json.dumps(found))
 
 
-def ours(order: dict[str, Any], run: Path, launch: Launch, find_capacity: Find, began: float) -> dict[str, float]:
+def ours(order: dict[str, Any], run: Path, launch: Launch, began: float) -> dict[str, float]:
     """Trains; what was measured."""
     changes = {"first step": {"max_steps": 1, "log_interval": 1}, "train": {}, "kill": {"max_steps": 100_000}}
     hp = Hyperparameters(**{**order["hp"], **changes[order["what"]]})
@@ -128,8 +123,7 @@ def ours(order: dict[str, Any], run: Path, launch: Launch, find_capacity: Find, 
         threading.Thread(target=kill_rank_1, args=(run, killed), daemon=True).start()
     try:
         settings = Settings(progress="off", wandb_mode="disabled")
-        hardware = choose_hardware(hp, find_capacity(request_ranks(hp)))
-        run_training(hp, Path(order["data"]), run, settings, launch=launch, hardware=hardware)
+        run_training(hp, Path(order["data"]), run, settings, launch=launch)
     except RankError:
         return {"seconds": time.time() - killed[0]}
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]

@@ -61,7 +61,7 @@ def start_up(hp: Hyperparameters, folder: Path) -> tuple[float, float]:
     """Seconds of the launcher and of a rank."""
     begin = time.perf_counter()
     prepared = fetch(hp.dataset, "", folder, progress="off")
-    check_prepared_set(prepared, hp, ranks=1, workers=1)
+    check_prepared_set(prepared, hp)
     middle = time.perf_counter()
     settings = Settings(progress="off", cache_folder=folder / "cache", loaders=1)
     splits = open_splits(open_prepared(prepared), hp, detect_hardware(hp), torch.device("cpu"), settings)

@@ -7,7 +7,6 @@ difference of a weight from that of one rank; and four ranks on digits with each
 import importlib
 import json
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ from benchmarks.measuring import Options, Result, Target
 from benchmarks.running import fashion_mnist, run_python
 from flyte_ddp.config import Hyperparameters
 from flyte_ddp.datasets import fetch
-from flyte_ddp.hardware import detect_hardware
 from flyte_ddp.run import run_training
 from flyte_ddp.settings import Settings
 
@@ -74,7 +72,7 @@ def train_once(settings: dict[str, Any], data: str, run: str, engine: str) -> No
         ray.init(num_cpus=hp.num_ranks, include_dashboard=False)  # as many as are asked for, whatever the machine has
     launch = importlib.import_module(f"flyte_ddp.launch.{engine}").launch
     quiet = Settings(progress="off", wandb_mode="disabled")
-    run_training(hp, Path(data), Path(run), quiet, launch=launch, hardware=replace(detect_hardware(hp), threads=1))
+    run_training(hp, Path(data), Path(run), quiet, launch=launch, threads=1)
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ from flyte_ddp.runs.run_folder import (
     resume_run,
     unwritable_folder_error,
 )
-from flyte_ddp.runs.work import Launch, Work, World
+from flyte_ddp.runs.work import Launch, Work
 from flyte_ddp.settings import Settings, check_wandb_settings, read_settings
 
 
@@ -153,7 +153,6 @@ def run_call(
                 Work(
                     function="flyte_ddp.loops.in_rank:run_function",
                     arguments=FunctionCall(call, settings),
-                    world=World(request.num_ranks),
                     request=request,
                     run_folder=folder,
                     identity=identity,

@@ -12,7 +12,6 @@ from flyte_ddp.loops.call import Call
 from flyte_ddp.machine import Request
 from flyte_ddp.pods.platforms import is_in_pod
 from flyte_ddp.pods.profiles import Size
-from flyte_ddp.settings import read_settings
 from flytekitplugins.ddp import DDP
 from flytekitplugins.ddp.ranks import Returned
 from flytekitplugins.ddp.resources import (
@@ -52,10 +51,7 @@ class DaskTask(RanksTask, PluginTask):  # type: ignore[misc]  # which the plugin
     def run_ranks(self, call: Call, run: str) -> Returned:
         from flyte_ddp.launch import dask
 
-        num_ranks, workers, seconds = self.ddp.num_ranks, 0, None
-        if is_in_pod():
-            num_ranks, workers, seconds = self.num_ranks, self.num_ranks, read_settings().timeout
-        with dask.connected(num_ranks=num_ranks, seconds=seconds) as client:
-            launch = partial(dask.launch, client=client, retries=ENGINE_RETRIES, coming=workers)
-            returned: Returned = run_in_folder(call, run, Request(num_ranks, exact=True), launch)
+        num_ranks, workers = (self.num_ranks, self.num_ranks) if is_in_pod() else (self.ddp.num_ranks, 0)
+        launch = partial(dask.launch, retries=ENGINE_RETRIES, hosts_to_come=workers)
+        returned: Returned = run_in_folder(call, run, Request(num_ranks, exact=True), launch)
         return returned

@@ -12,7 +12,6 @@ from flyte_ddp.loops.call import Call
 from flyte_ddp.machine import Request
 from flyte_ddp.pods.platforms import is_in_pod
 from flyte_ddp.pods.profiles import Size
-from flyte_ddp.settings import read_settings
 from flytekitplugins.ddp import DDP
 from flytekitplugins.ddp.ranks import Returned
 from flytekitplugins.ddp.resources import (
@@ -91,8 +90,6 @@ class RayTask(RanksTask, RayFunctionTask):  # type: ignore[misc]  # which the pl
         from flyte_ddp.launch import ray
 
         nodes, num_ranks = (self.ddp.nodes, self.num_ranks) if is_in_pod() else (0, self.ddp.num_ranks)
-        seconds = read_settings().timeout
-        with ray.connected():
-            launch = partial(ray.launch, max_retries=ENGINE_RETRIES, nodes_to_come=nodes, seconds=seconds)
-            returned: Returned = run_in_folder(call, run, Request(num_ranks, exact=True), launch)
+        launch = partial(ray.launch, retries=ENGINE_RETRIES, hosts_to_come=nodes)
+        returned: Returned = run_in_folder(call, run, Request(num_ranks, exact=True), launch)
         return returned

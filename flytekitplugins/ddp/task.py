@@ -11,12 +11,10 @@ from flytekit import PythonFunctionTask
 from flyte_ddp.errors import UserError, require_extra
 from flyte_ddp.machine import Request
 from flyte_ddp.pods import environment
-from flyte_ddp.pods.paths import reserve_run
 from flyte_ddp.pods.platforms import is_in_pod
 from flyte_ddp.settings import ALL_PODS, REQUESTED_GPUS, TRAINING_PODS
 from flytekitplugins.ddp import DDP
 from flytekitplugins.ddp.flyte import (
-    PLATFORM,
     remove_execution_id_outside_tasks,
     replace_deck,
     report_user_errors,
@@ -110,7 +108,7 @@ class RanksTask(PythonFunctionTask):  # type: ignore[misc]  # which flytekit lea
             shown = describe_inputs(inputs, received.get(), self.metadata.cache_ignore_input_vars)
             literals = self.has_own_hosts and is_in_pod()
             call = make_call(self, inputs, shown, find_place() if is_in_pod() else None, literals=literals)
-            returned = self.run_ranks(call, reserve_run(PLATFORM, name_run(self.name, call)))
+            returned = self.run_ranks(call, name_run(self.name, call))
         for name, html in returned.decks:
             replace_deck(name, html)
         return returned.value

@@ -64,13 +64,9 @@ def test_a_run_that_was_cut_off_goes_on(launch: Launch, run: Run, tmp_path: Path
 
 
 @on(AGENTS, exhaustive=(ELASTIC, DASK, RAY))
-def test_an_engines_retry_goes_on_within_the_call(
-    launch: Launch, run: Run, tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
-    name = request.node.callspec.params["launch"]
-    option = {AGENTS: "retries", DASK: "retries", RAY: "max_retries", ELASTIC: "max_restarts"}[name]
+def test_an_engines_retry_goes_on_within_the_call(launch: Launch, run: Run, tmp_path: Path) -> None:
     marker = str(tmp_path / "marker")
-    got = run(own_functions.train, 10, 4, marker=marker, launch=partial(launch, **{option: 1}))
+    got = run(own_functions.train, 10, 4, marker=marker, launch=partial(launch, retries=1))
     assert got == {"sum": TOTAL[10], "begun": [(4, TOTAL[4])] * 2}
     records = read_records(tmp_path / "run/metrics.jsonl")
     assert [record["step"] for record in records if record["kind"] == "record"] == [*range(1, 11)]

@@ -64,7 +64,7 @@ def test_a_pod_that_does_not_see_its_gpus_is_refused(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("FLYTE_DDP_GPUS", "2")
     monkeypatch.setattr(machine, "count_gpus", lambda: 0)
     with pytest.raises(UserError, match=r"0 GPU\(s\) visible but 2 requested"):
-        machine.detect_capacity(machine.Request())
+        machine.detect_world(machine.Request())
 
 
 def test_a_retry_of_one_tick_is_the_same_run_and_each_clone_has_its_own(
