@@ -6,11 +6,11 @@ from flytekit.core.resources import ResourceSpec
 from flytekit.types.directory import FlyteDirectory
 
 from flyte_ddp.config import Hyperparameters
-from flyte_ddp.pods.platforms import is_in_pod
 from flyte_ddp.pods.profiles import chosen_profile, node_range
 from flyte_ddp.run import run_training
 from flytekitplugins.ddp.dask import RUNNER, dask_cluster
-from flytekitplugins.ddp.resources import ENGINE_RETRIES, requests_and_limits
+from flytekitplugins.ddp.resources import requests_and_limits
+from flytekitplugins.ddp.run import engine_launcher
 from tasks import pods
 from tasks.flyte import flyte_task
 from tasks.training import TrainingOutputs, train_in_run_folder, training_outputs
@@ -30,7 +30,5 @@ def train_on_dask(hp: Hyperparameters, data: FlyteDirectory, run_version: str) -
 
     Takes what check_inputs returns, and returns what train_model does. A local run uses DASK_SCHEDULER_ADDRESS, if set.
     """
-    from flyte_ddp.launch import dask
-
-    launch = partial(dask.launch, retries=ENGINE_RETRIES, hosts_to_come=WORKERS if is_in_pod() else 0)
-    return training_outputs(train_in_run_folder(hp, data, run_version, partial(run_training, launch=launch)))
+    train = partial(run_training, launch=engine_launcher("dask", WORKERS))
+    return training_outputs(train_in_run_folder(hp, data, run_version, train))
